@@ -15,7 +15,7 @@ from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from forgetting_transformer import console, elastic, hydra_errors
+from forgetting_transformer import console, elastic, hydra_errors, train
 from forgetting_transformer.training.status import write_status
 from tests.processes import free_port
 from tests.waiting import HANG
@@ -365,6 +365,43 @@ def test_what_hydra_raises_raw_is_one_line(rank, monkeypatch, capsys, tmp_path, 
     error = capsys.readouterr().err
     assert end.value.code == 1 and error.startswith(said) and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"seed: 1\n\tx: 2\n", ", line 2, column 1: not valid YAML: found character '\\t' that cannot start any token"),
+        (
+            "seed: 1  # für\n".encode("latin-1"),
+            ", line 1, column 13: the byte 0xfc is not UTF-8; save the file as UTF-8",
+        ),
+        (b"# @package\nseed: 1\n", ": Expected header format: KEY VALUE, got '@package'"),
+        (b"3\n", " cannot be read: Invalid loaded object type: int"),
+        (b"tag: ${\n", ": "),
+    ],
+)
+@pytest.mark.parametrize("sweep", [[], ["-m"]])
+def test_a_config_of_ones_own_that_is_broken_is_one_line(rank, monkeypatch, capsys, tmp_path, content, said, sweep):
+    file = tmp_path / "mine/experiment/my_model.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", *sweep, "--config-dir=mine", "+experiment=my_model"])
+    monkeypatch.setattr(console, "_has_log", False)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    error = capsys.readouterr().err
+    assert end.value.code == 1 and error.count("\n") == 1
+    assert error.startswith(f"ConfigError: {file}{said}")
+
+
+def test_a_config_with_a_byte_order_mark_is_read(monkeypatch, tmp_path):
+    (tmp_path / "mine/experiment").mkdir(parents=True)
+    (tmp_path / "mine/experiment/a.yaml").write_text("# @package _global_\nseed: 7\n", encoding="utf-8-sig")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config-dir=mine", "+experiment=a", "output_dir=o", "data_dir=d"])
+    composed = train.compose_or_explain()
+    assert composed is not None and composed.seed == 7 and "experiment" not in composed
 
 
 def test_a_sweep_whose_folder_cannot_be_made_is_one_line(rank, monkeypatch, capsys, tmp_path):

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from forgetting_transformer.files import UnreadableError
+
 #: What a shell reports of a command that SIGINT has ended, and of one that SIGPIPE has.
 _INTERRUPTED = 130
 _READER_GONE = 141
@@ -92,6 +94,9 @@ def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return _INTERRUPTED
+    except UnreadableError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         if error.filename is None:
             raise

@@ -1,11 +1,12 @@
-"""Files that are whole or not there, and locks that a killed process does not keep. Standard library only."""
+"""Files that are whole or not there, files that people write, and locks that a killed process does not keep."""
 
+import codecs
 import contextlib
 import json
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +21,10 @@ TEMPORARY = re.compile(r"\..+\.\d+-\d+")
 
 class LocksUnsupportedError(OSError):
     """The file system has no locks."""
+
+
+class UnreadableError(ValueError):
+    """A file whose contents are not what they should be; the message is one line with file, line and column."""
 
 
 @contextlib.contextmanager
@@ -68,6 +73,104 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """The same with a value as JSON, indented, and with a line end."""
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", durable=durable)
+
+
+def decode(data: bytes, place: object, first_line: int = 1) -> str:
+    """The text of bytes in UTF-8, without the byte-order mark that some editors put before it.
+
+    Args:
+        place: what messages call the file.
+        first_line: number of the first line in that file.
+
+    Raises:
+        UnreadableError: they are not UTF-8.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise UnreadableError(f"{place} is UTF-16; save it as UTF-8") from error
+        before, byte = error.object[: error.start].decode(), error.object[error.start]
+        raise UnreadableError(
+            f"{_at(place, before, first_line)}: the byte {byte:#x} is not UTF-8; save the file as UTF-8"
+        ) from error
+
+
+def parse_yaml(text: str, place: object, load: Callable[[str], Any] | None = None) -> Any:
+    """The value of a YAML text.
+
+    Args:
+        place: what messages call the file.
+        load: parses the text with PyYAML, if not as `yaml.safe_load` does.
+
+    Raises:
+        UnreadableError: it is not YAML.
+    """
+    import yaml
+
+    try:
+        return (load or yaml.safe_load)(text)
+    except yaml.MarkedYAMLError as error:
+        mark, begun = error.problem_mark, error.context_mark
+        reason = f"{error.problem} ({error.context} of line {begun.line + 1})" if begun else str(error.problem)
+        where = f"{place}, line {mark.line + 1}, column {mark.column + 1}" if mark else place
+        raise UnreadableError(f"{where}: not valid YAML: {reason}") from error
+    except yaml.reader.ReaderError as error:
+        where = _at(place, text[: error.position])
+        raise UnreadableError(f"{where}: the character {chr(error.character)!r} is not allowed in YAML") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # of a value, as !!int x
+        reason = str(error).partition("\n")[0]
+        raise UnreadableError(f"{place}: not valid YAML: {type(error).__name__}: {reason}") from error
+
+
+def read_yaml(path: Path, load: Callable[[str], Any] | None = None) -> Any:
+    """The same of a file.
+
+    Raises:
+        UnreadableError: it is not YAML in UTF-8.
+    """
+    return parse_yaml(decode(path.read_bytes(), path), path, load)
+
+
+def parse_json(data: bytes, place: object, first_line: int = 1) -> Any:
+    """The value of JSON in UTF-8; the arguments are those of `decode`.
+
+    Raises:
+        UnreadableError: it is anything else.
+    """
+    text = decode(data, place, first_line)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UnreadableError(f"{_at(place, text[: error.pos], first_line)}: not valid JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists in lists
+        raise UnreadableError(f"{place}, line {first_line}: not valid JSON: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """The same of a file.
+
+    Raises:
+        UnreadableError: it is not JSON in UTF-8.
+    """
+    return parse_json(path.read_bytes(), path)
+
+
+def parse_json_lines(data: bytes, place: object) -> Iterator[Any]:
+    """The values of JSON Lines, without empty lines.
+
+    Raises:
+        UnreadableError: a line is not JSON in UTF-8.
+    """
+    # A line ends with a newline alone: JSON allows U+2028 and the like inside of a text.
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            yield parse_json(line, place, number)
+
+
+def _at(place: object, before: str, first_line: int = 1) -> str:
+    """The place behind a text, for a message."""
+    return f"{place}, line {first_line + before.count(chr(10))}, column {len(before) - before.rfind(chr(10))}"
 
 
 def size_in_words(count: float) -> str:

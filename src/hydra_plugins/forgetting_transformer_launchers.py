@@ -1,4 +1,4 @@
-"""Hydra launchers for `python train.py -m …`, with separate processes for every job, and the configs of plug-ins.
+"""Hydra plugins: launchers for `python train.py -m …`, a process for every job, and how configs are found and read.
 
     hydra/launcher=fabric   (the default) on this machine
     hydra/launcher=slurm    as SLURM jobs
@@ -8,6 +8,7 @@ is, and accepts no class from elsewhere. It does so in every process that uses H
 them, so this file imports nothing heavy.
 """
 
+import io
 import os
 import sys
 import typing
@@ -16,17 +17,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.core_plugins import file_config_source
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.errors import CompactHydraException
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
-from forgetting_transformer import plugins
+from forgetting_transformer import files, plugins
 
 
 @dataclass
@@ -65,6 +70,30 @@ class ConfigsOfPlugins(SearchPathPlugin):
                 search_path.append(name, f"file://{folder}")
 
 
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Hydra's source of configs in files, whose own reader takes no byte-order mark and ends in PyYAML's errors."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """
+        Raises:
+            CompactHydraException: the file cannot be read; in one line.
+        """
+        path = Path(self.path, self._normalize_file_name(config_path))
+        try:
+            text = files.decode(path.read_bytes(), path)
+            config = files.parse_yaml(text, path, lambda text: OmegaConf.load(io.StringIO(text)))
+            header = self._get_header_dict(text[:512])
+        except files.UnreadableError as error:
+            raise CompactHydraException(f"ConfigError: {error}") from error
+        except OSError as error:
+            raise CompactHydraException(f"ConfigError: {path} cannot be read: {error.strerror or error}") from error
+        except (ValueError, OmegaConfBaseException) as error:  # of a line such as "# @package", or of ${…}
+            raise CompactHydraException(f"ConfigError: {path}: {str(error).splitlines()[0]}") from error
+        return ConfigResult(self.provider, f"{self.scheme()}://{self.path}", config, header)
+
+
+# Its registry keeps the first class of a scheme, which is Hydra's.
+SourcesRegistry.instance().types["file"] = FileConfigSource
 ConfigStore.instance().store("fabric", FabricLauncherConfig, group="hydra/launcher")
 ConfigStore.instance().store("slurm", SlurmLauncherConfig, group="hydra/launcher")
 

@@ -144,6 +144,14 @@ def test_a_damaged_list_is_named_with_the_fix(corpus, line):
         TokenArray(folder / "train.zarr", VOCAB)
 
 
+def test_a_list_that_an_editor_of_windows_saved_is_the_same(corpus):
+    folder, _ = corpus
+    before = TokenArray(folder / "train.zarr", VOCAB).checksums
+    sums = folder / "train.sha256"
+    sums.write_text(sums.read_text(), encoding="utf-8-sig", newline="\r\n")
+    assert TokenArray(folder / "train.zarr", VOCAB).checksums == before
+
+
 def test_what_identifies_a_list_is_its_contents_and_not_their_order(corpus):
     folder, _ = corpus
     before = TokenArray(folder / "train.zarr", VOCAB).checksums

@@ -164,11 +164,12 @@ def test_records_without_text_are_dropped(tmp_path: Path) -> None:
         ('{"body": "x", "id": 1}', r"a\.jsonl, line 2: no text under 'text'; its keys are body, id.*--text_field"),
         ('{"text": 7}', r"a\.jsonl, line 2: 'text' holds int, not text.*--text_field"),
         ("[1]", r"a\.jsonl, line 2: .*it is not a JSON object"),
-        ('{"text": "x"', r"a\.jsonl, line 2: not valid JSON Lines"),
+        ('{"text": "x"', r"a\.jsonl, line 3, column 1: not valid JSON: Expecting ',' delimiter"),
+        ("\udce9", r"a\.jsonl, line 2, column 1: the byte 0xe9 is not UTF-8"),
     ],
 )
 def test_wrong_json_lines_name_the_line(tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + line + "\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + line + "\n", errors="surrogateescape")
     with pytest.raises(CorpusError, match=message):
         read(tmp_path)
 

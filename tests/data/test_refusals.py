@@ -91,7 +91,7 @@ def test_a_manifest_that_is_a_pipe_is_not_waited_for(array):
     [
         ("[]", r"it holds \[\], not an object"),
         ("null", "it holds None"),
-        ("[" * 100_000, "is not valid JSON"),
+        ("[" * 100_000, "line 1: not valid JSON"),
         ('{"vocab_size": "64"}', "vocab_size='64' must be a whole number from 1"),
         ('{"vocab_size": 0}', "vocab_size=0 must be"),
         ('{"bos_token_id": null}', "bos_token_id=None must be"),

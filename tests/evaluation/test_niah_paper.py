@@ -129,7 +129,7 @@ def test_the_command_in_the_papers_mode(quickstart, essays, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prompt: [", r"cannot be read"),
+        ("prompt: [", r"line 1, column 10: not valid YAML"),
         ("prompt", r"is not a YAML mapping"),
         ("prompt: {needle: x}\nsave_dir: y", r"lacks the key prompt.haystack_dir"),
         ("tokenizer: {tokenizer_type: OpenAI}", r"tokenizer_type='OpenAI'; only Huggingface"),

@@ -39,11 +39,11 @@ from typing import Any
 
 import numpy as np
 
+from forgetting_transformer import files
 from forgetting_transformer.analysis import AnalysisError, outputs
 from forgetting_transformer.analysis.longbench_sets import LONGBENCH
 from forgetting_transformer.analysis.statistics import Estimate, mean_and_error
 from forgetting_transformer.analysis.tables import Table
-from forgetting_transformer.files import write_json
 
 FORMAT = 1
 #: What every evaluation writes.
@@ -125,7 +125,7 @@ def write_evaluation(
     content = {"format": FORMAT, **asdict(evaluation), "texts": list(evaluation.texts)[:_TEXTS]}
     del content["folder"]
     with writing(folder, evaluation.kind) as new:
-        write_json(new / "evaluation.json", content, durable=False)
+        files.write_json(new / "evaluation.json", content, durable=False)
         (new / "table.md").write_text(f"{table.markdown(padded=True)}\n", encoding="utf-8")
         draw(new / "figure.png")
         write_more(new)
@@ -383,13 +383,13 @@ def read_json(file: Path) -> Any:
         AnalysisError: the file is not there, or damaged.
     """
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return files.read_json(file)
     except FileNotFoundError as error:
         raise AnalysisError(f"there is no {file}: run the evaluation that writes it first, to its end") from error
     except OSError as error:
         raise AnalysisError(f"{file} cannot be read ({error.strerror or error})") from error
-    except ValueError as error:
-        raise AnalysisError(f"{file} is damaged ({error}); delete it, and start what wrote it again") from error
+    except files.UnreadableError as error:
+        raise AnalysisError(f"{error}; delete it, and start what wrote it again") from error
 
 
 def of_needle(content: dict[str, Any], folder: Path) -> Evaluation:

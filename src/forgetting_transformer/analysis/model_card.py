@@ -21,6 +21,7 @@ import numpy as np
 import yaml
 
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
+from forgetting_transformer.files import UnreadableError, parse_yaml
 from forgetting_transformer.redaction import REDACTED, redact
 
 CARD, FIGURE = "README.md", "training_loss.png"
@@ -170,8 +171,8 @@ def licence_of(text: str) -> str | None:
     """What the header of a card names as its licence; None where it names none."""
     header = _HEADER.match(text)
     try:
-        found = yaml.safe_load(header[1]) if header else None
-    except yaml.YAMLError:
+        found = parse_yaml(header[1], "the header") if header else None
+    except UnreadableError:
         return None
     licence = found.get("license") if isinstance(found, dict) else None
     return licence if isinstance(licence, str) and licence else None

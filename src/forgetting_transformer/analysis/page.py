@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from forgetting_transformer.analysis import AnalysisError, needles, position_loss, tables
 from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
@@ -122,7 +121,7 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
             *_evaluations(results, left_out, {folder.resolve().name: name for name, folder in runs.items()}),
             ("Configurations", _configurations(runs)),
         ]
-    except (ValueError, OSError, yaml.YAMLError) as error:
+    except (ValueError, OSError) as error:
         raise AnalysisError(str(error)) from error
     if not any(content for _, content in sections):
         raise AnalysisError("nothing to report: " + "; ".join(left_out))

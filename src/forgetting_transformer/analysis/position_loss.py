@@ -6,7 +6,6 @@ Axes: N sequences, T positions, O octaves of positions.
 """
 
 import dataclasses
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.evaluations import split_name
 from forgetting_transformer.analysis.statistics import clustered_error, mean_and_error
 from forgetting_transformer.analysis.tables import Table, with_error
+from forgetting_transformer.files import read_json
 
 
 def octave_edges(length: int) -> list[int]:
@@ -149,7 +149,7 @@ def read_result(path: Path, name: str | None = None) -> Result:
     except (OSError, ValueError, KeyError, EOFError) as error:
         raise AnalysisError(f"{file}: cannot read the array 'val/loss_per_token' ({error})") from error
     summary_file = file.with_suffix(".json")
-    summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
+    summary = read_json(summary_file) if summary_file.is_file() else {}
     shown = name or summary.get("model") or file.parent.name
     return Result(shown, loss_T, summary, octaves_NO, file.parent, name is not None, group_N)
 

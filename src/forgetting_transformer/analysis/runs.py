@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import yaml
+
+from forgetting_transformer.files import parse_json_lines, read_yaml
 
 #: Training loss at some tokens is the mean of what was logged over the last 5 % of the tokens before.
 TRAIN_WINDOW = 0.05
@@ -100,7 +101,7 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The resolved config of its newest start; {} before the first."""
         file = self.output_dir / "config.yaml"
-        return yaml.safe_load(file.read_text(encoding="utf-8")) or {} if file.is_file() else {}
+        return read_yaml(file) or {} if file.is_file() else {}
 
     @cached_property
     def status(self) -> dict[str, Any]:
@@ -115,7 +116,7 @@ class Run:
     def starts(self) -> list[dict[str, Any]]:
         """A record per start, the oldest first: versions, git commit, machine."""
         file = self.output_dir / "starts.jsonl"
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+        return list(parse_json_lines(file.read_bytes(), file)) if file.is_file() else []
 
     @property
     def device(self) -> str | None:

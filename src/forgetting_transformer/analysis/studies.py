@@ -1,7 +1,6 @@
 """Reads the results of a study (sweep/study.py) from its folder: all numbers, as one small JSON file."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -168,8 +167,7 @@ def collect(
     }
     for name, paths in runs.items():
         if (file := positions / paths[0].name / "results.json").is_file():
-            results = json.loads(file.read_text(encoding="utf-8"))
-            found["models"][name]["per_token_loss"] = _without(results, "source")
+            found["models"][name]["per_token_loss"] = _without(read_json(file), "source")
     add_own_variants(found)
     for path in [*(paths[0] for paths in (*runs.values(), *variants.values())), *searched]:
         if starts := read_run(path).starts:
@@ -316,7 +314,7 @@ def _measured(files: Sequence[Path]) -> list[tuple[str, bool, dict[str, Any]]]:
     """Rows of benchmarks/training.py of trained runs: name of the run, whether with the run's own pruning, the row."""
     found = []
     for file in files:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         own = not any(override.endswith(UNPRUNED) for override in content.get("settings", {}).get("overrides") or ())
         rows = [row for row in content["rows"] if row["status"] == "ok" and row["trained"]]
         found += [(Path(row["experiment"]).name, own, row) for row in rows]

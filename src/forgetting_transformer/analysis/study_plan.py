@@ -31,6 +31,7 @@ Only `group` and `models` are required. studies/seven_models/study.yaml is the s
 """
 
 import dataclasses
+import io
 import math
 import re
 import typing
@@ -39,7 +40,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -47,6 +47,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.claim_rules import RULES
+from forgetting_transformer.command_line import one_line
+from forgetting_transformer.files import UnreadableError, read_yaml
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,11 @@ def read_plan(file: Path) -> StudyPlan:
     """
     try:
         # OmegaConf's YAML, as in configs/: 2e-3 is a number there, and a key that stands twice is an error.
-        content = OmegaConf.to_container(OmegaConf.load(file))
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        reason = " ".join(str(error).split())
-        raise AnalysisError(f"{file} cannot be read as the YAML of a study: {reason}") from error
+        content = read_yaml(file, lambda text: OmegaConf.to_container(OmegaConf.load(io.StringIO(text))))
+    except UnreadableError as error:
+        raise AnalysisError(str(error)) from error
+    except (OSError, OmegaConfBaseException) as error:
+        raise AnalysisError(f"{file} cannot be read as the YAML of a study: {one_line(error)}") from error
     try:
         plan = _typed(content)
         _check(plan)

@@ -105,9 +105,9 @@ def parse_list(text: bytes, array: str, place: str) -> Checksums:
         DataError: naming a line that is damaged.
     """
     sums: dict[str, str] = {}
-    lines = text.decode(errors="replace").split("\n")
+    lines = text.decode("utf-8-sig", errors="replace").split("\n")  # as an editor of Windows may leave it
     for number, line in enumerate(lines, 1):
-        match = _LINE.fullmatch(line)
+        match = _LINE.fullmatch(line.removesuffix("\r"))
         if match is None:
             if number < len(lines):
                 raise DataError(

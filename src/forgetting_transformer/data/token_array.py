@@ -8,7 +8,6 @@ be sparse on purpose (`missing_chunks="skip"`): then only the documents of which
 import contextlib
 import difflib
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from itertools import product
@@ -31,6 +30,7 @@ from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.remote import is_url, open_remote
 from forgetting_transformer.data.remote_cache import CacheSettings
 from forgetting_transformer.data.vocabulary import TOKEN_DTYPES
+from forgetting_transformer.files import UnreadableError, parse_json
 from forgetting_transformer.redaction import redact
 
 __all__ = ["DataError", "MissingChunkError", "TokenArray", "read_manifest"]
@@ -294,9 +294,9 @@ def read_manifest(folder: str | Path) -> dict:
         return {}
     place = redact(place)
     try:
-        manifest = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} is not valid JSON ({error}); run scripts/prepare_data.py again") from error
+        manifest = parse_json(text, place)
+    except UnreadableError as error:
+        raise DataError(f"{error}; bring back a copy of it, or run scripts/prepare_data.py again") from error
     if problem := manifest_problem(manifest):
         raise DataError(f"{place}: {problem}; it is damaged: bring back a copy, or run scripts/prepare_data.py again")
     return manifest

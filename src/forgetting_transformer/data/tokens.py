@@ -1,12 +1,12 @@
 """Which tokens the ids of a corpus stand for, as far as its folder says: two tokenizers may have equally many."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.remote_cache import LARGEST_TOKENIZER_FILE
+from forgetting_transformer.files import read_json
 
 
 def other_token(texts: Mapping[int, str], model: Mapping[int, str], of_model: str) -> str | None:
@@ -42,7 +42,7 @@ def tokens_of(folder: Path) -> dict[int, str] | None:
     if not check_regular(file, LARGEST_TOKENIZER_FILE):
         return None
     try:
-        content = json.loads(file.read_bytes())
+        content = read_json(file)
         vocabulary = content["model"]["vocab"]
         # Of a Unigram model it is a list of tokens with their scores.
         named = (
@@ -52,5 +52,5 @@ def tokens_of(folder: Path) -> dict[int, str] | None:
         )
         named |= {added["content"]: added["id"] for added in content.get("added_tokens") or ()}
         return {int(id): token for token, id in named.items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{file} is not a tokenizer ({error}); bring back a copy of it, or delete it") from error

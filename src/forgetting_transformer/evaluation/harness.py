@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
@@ -26,6 +27,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
+from forgetting_transformer import files
 from forgetting_transformer.analysis import evaluations, question_scores, tables
 from forgetting_transformer.analysis.published import TASKS, lm_eval_table, sample_counts
 from forgetting_transformer.command_line import one_line
@@ -363,7 +365,16 @@ def _write_evaluation(folder: Path, model: EvaluatedModel, results: dict[str, An
 
 @functools.cache
 def task_manager(include_path: Path | None) -> TaskManager:
-    """lm_eval's register of tasks, which takes seconds to make."""
+    """lm_eval's register of tasks, which takes seconds to make.
+
+    Raises:
+        EvaluationError: a task file of one's own is not YAML; lm_eval would leave it out.
+    """
+    try:
+        for file in sorted(include_path.glob("**/*.yaml")) if include_path is not None else ():
+            files.read_yaml(file, yaml.compose)  # which makes no values: lm_eval has tags of its own
+    except files.UnreadableError as error:
+        raise EvaluationError(str(error)) from error
     return TaskManager(include_path=None if include_path is None else str(include_path))
 
 

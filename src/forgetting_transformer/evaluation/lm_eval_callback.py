@@ -99,12 +99,12 @@ class LmEval(Callback):
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # else a page at every evaluation
         self._evaluated = evaluated_model(trainer, "lm_eval", self.config.tokenizer)
         log.info("lm_eval: looking for %s and their data", ", ".join(self.config.tasks))
-        include_path = self.config.include_path
-        self._manager = harness.task_manager(Path(include_path) if include_path else None)
         self._workers = share(trainer)
         #: What every line says of the tasks, since a later start may change them.
         self._test: dict[str, Any] = {"lm_eval/max_length": self._max_length(trainer)}
+        include_path = self.config.include_path
         try:
+            self._manager = harness.task_manager(Path(include_path) if include_path else None)
             harness.check_names(self.config.tasks, self._manager, "callbacks.lm_eval.tasks")
             for name in self.config.tasks:
                 parts = harness.load_task(name, self._manager)

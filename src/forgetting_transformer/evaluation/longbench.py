@@ -19,12 +19,11 @@ special rule, and the first line of every answer alone counts, of summaries too.
 
 import difflib
 import functools
-import json
 import re
 import string
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,7 @@ from forgetting_transformer.evaluation.generation import (
 )
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve
 from forgetting_transformer.evaluation.workers import Workers
+from forgetting_transformer.files import parse_json_lines
 from forgetting_transformer.hub_connection import only_cached
 from forgetting_transformer.versions import how_to_install
 
@@ -312,7 +312,7 @@ def read_examples(name: str, data: Path | None, even: bool = False) -> list[dict
     if file is None:
         raise EvaluationError(f"no {name}.jsonl and no {ARCHIVE} in {data}: {advice}")
     try:
-        examples = [json.loads(line) for line in _lines(file, name)]
+        examples = list(parse_json_lines(_content(file, name), f"{name}.jsonl"))
         for example in examples:
             _ = example["context"], example["input"], example["answers"]
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
@@ -324,19 +324,15 @@ def read_examples(name: str, data: Path | None, even: bool = False) -> list[dict
     return examples
 
 
-def _lines(file: Path, name: str) -> Iterator[str]:
+def _content(file: Path, name: str) -> bytes:
     if file.suffix != ".zip":
-        # A line ends with a newline alone: JSON allows U+2028 and the like inside of a text.
-        yield from (line for line in file.read_text(encoding="utf-8").split("\n") if line.strip())
-        return
+        return file.read_bytes()
     # Read in place: an archive that is never unpacked cannot write anywhere.
     with zipfile.ZipFile(file) as archive:
         members = [member for member in archive.namelist() if Path(member).name == f"{name}.jsonl"]
         if len(members) != 1:
             raise KeyError(f"{name}.jsonl occurs {len(members)} times in the archive")
-        for line in archive.read(members[0]).decode().split("\n"):
-            if line.strip():
-                yield line
+        return archive.read(members[0])
 
 
 def build_prompt(

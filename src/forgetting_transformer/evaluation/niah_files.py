@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from tqdm import tqdm
 
-from forgetting_transformer import model_tokenizer
+from forgetting_transformer import files, model_tokenizer
 from forgetting_transformer.analysis import needles
 from forgetting_transformer.analysis.evaluations import Evaluation, from_needle
 from forgetting_transformer.evaluation import niah_paper, official, texts
@@ -112,14 +111,16 @@ def read_yaml(file: Path) -> dict[str, Any]:
         EvaluationError: it is not there, or not a YAML mapping.
     """
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        found = files.read_yaml(file)
     except FileNotFoundError as error:
         beside = sorted(path.name for path in file.absolute().parent.glob("*.yaml"))
         raise EvaluationError(
             f"there is no {file}; {file.absolute().parent} has {', '.join(beside) or 'no *.yaml'}"
         ) from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise EvaluationError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        raise EvaluationError(f"{file} cannot be read: {error.strerror}") from error
+    except files.UnreadableError as error:
+        raise EvaluationError(str(error)) from error
     if not isinstance(found, dict):
         raise EvaluationError(f"{file} is not a YAML mapping of keys to values")
     return found

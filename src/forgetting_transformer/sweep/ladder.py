@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from forgetting_transformer.analysis import scaling
 from forgetting_transformer.analysis.evaluations import Evaluation, Number, write_evaluation
 from forgetting_transformer.analysis.plots.scaling import ladder_figure
@@ -20,6 +18,7 @@ from forgetting_transformer.analysis.plots.sweeps import budget
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.analysis.tables import Table
 from forgetting_transformer.data.corpus import DataInfo
+from forgetting_transformer.files import read_yaml
 from forgetting_transformer.nested import flatten
 from forgetting_transformer.sweep import SweepError, runner
 from forgetting_transformer.sweep.jobs import quote
@@ -69,7 +68,7 @@ def read_scale(config_dir: Path, name: str) -> dict[str, Any]:
     found = sorted(file.stem for file in (config_dir / "scale").glob("*.yaml") if file.stem != "custom")
     if name not in found:
         raise SweepError(f"--scales {name}: there is no such scale; choose among {', '.join(found)}")
-    return yaml.safe_load((config_dir / "scale" / f"{name}.yaml").read_text(encoding="utf-8"))
+    return read_yaml(config_dir / "scale" / f"{name}.yaml")
 
 
 def divided(value: int, factor: int, key: str, name: str) -> int:

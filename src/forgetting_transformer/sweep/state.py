@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.files import write_atomically
+from forgetting_transformer.files import read_json, write_atomically
 from forgetting_transformer.nested import flatten
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.training import Config
@@ -59,7 +59,7 @@ class SweepState:
                 raise SweepError(f"output_dir={self.folder} is not empty and holds no sweep; choose another folder")
             self.save()
             return
-        stored: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8"))
+        stored: dict[str, Any] = read_json(self._file)
         if stored["kind"] != self._head["kind"]:
             raise SweepError(
                 f"{self.folder} holds a sweep of another kind ({stored['kind']}, not {self._head['kind']}); choose "

@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import hydra
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from forgetting_transformer import console, elastic, hydra_errors, official_names, plugins
+from forgetting_transformer import console, elastic, files, hydra_errors, official_names, plugins
 
 if TYPE_CHECKING:
     from forgetting_transformer.training import Config
@@ -91,8 +90,8 @@ def load_plugins() -> None:
 def _recorded_plugins(config: Path) -> list[str]:
     """What a run's config.yaml names; nothing of it is imported."""
     try:
-        found = OmegaConf.to_container(OmegaConf.load(config))
-    except (OSError, ValueError, OmegaConfBaseException, yaml.YAMLError):
+        found = files.read_yaml(config)
+    except (OSError, files.UnreadableError):
         return []  # none, or damaged: its checkpoints say it again
     recorded = found.get("plugins") if isinstance(found, dict) else None
     return recorded if isinstance(recorded, list) else []

@@ -8,7 +8,6 @@ checkpoints, so nothing that a source names is run.
 import dataclasses
 import difflib
 import fnmatch
-import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data import DataError, DataInfo
 from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.tokens import other_token, tokens_of
+from forgetting_transformer.files import UnreadableError, read_json
 from forgetting_transformer.hub_connection import cached_model, only_cached
 from forgetting_transformer.model import registry
 from forgetting_transformer.ops.finite import check_finite
@@ -301,9 +301,9 @@ def _files(folder: Path) -> list[Path]:
 def _json(file: Path) -> dict[str, Any]:
     check_regular(file, _LARGEST_JSON)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file.name} is damaged ({one_line(error)})") from error
+        found = read_json(file)
+    except UnreadableError as error:
+        raise ValueError(f"{file.name} is damaged ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file.name} is damaged (it holds a {type(found).__name__})")
     return found

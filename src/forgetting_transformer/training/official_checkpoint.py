@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from forgetting_transformer.files import write_atomically
+from forgetting_transformer.files import UnreadableError, decode, parse_yaml, write_atomically
 from forgetting_transformer.model import registry
 from forgetting_transformer.training.checkpoint import (
     Checkpoint,
@@ -210,15 +210,17 @@ def _find(directory: RunDirectory, step: int | None) -> Checkpoint:
 def _config(directory: RunDirectory) -> Config:
     """The configuration of an official run, in this project's keys."""
     try:
-        text = directory.config.read_text(encoding="utf-8")
+        text = decode(directory.config.read_bytes(), directory.config)
         if "${" in text:
             raise ValueError("it refers to other values with ${…}, and the authors' code writes values")
-        official = yaml.safe_load(text)
+        official = parse_yaml(text, directory.config)
         return parse(OmegaConf.create(_translated(official)))
     except FileNotFoundError as error:
         raise CheckpointError(f"{directory.root} holds checkpoints of the authors' code, but no config.yaml") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{directory.config} cannot be read: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        raise CheckpointError(f"{directory.config} cannot be read: {error.strerror}") from error
+    except UnreadableError as error:
+        raise CheckpointError(str(error)) from error
     except ConfigError as error:
         raise CheckpointError(f"{directory.config}: {error}") from error
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:

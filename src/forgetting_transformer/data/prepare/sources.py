@@ -8,7 +8,6 @@ import codecs
 import fnmatch
 import gzip
 import hashlib
-import json
 import os
 import zlib
 from collections import Counter
@@ -20,6 +19,7 @@ from typing import Any
 from forgetting_transformer.data.prepare import output
 from forgetting_transformer.data.prepare.errors import CorpusError, reading
 from forgetting_transformer.data.prepare.settings import CorpusSettings
+from forgetting_transformer.files import UnreadableError, parse_json
 from forgetting_transformer.hub_connection import use_cached_datasets
 from forgetting_transformer.versions import how_to_install
 
@@ -277,9 +277,9 @@ def _json_rows(file: Path, text_field: str) -> Iterator[str | None]:
         with reading(file), opener(file, "rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    yield _text_of(json.loads(line), text_field, f"{file}, line {number}")
-    except (ValueError, RecursionError) as error:
-        raise CorpusError(f"{file}, line {number}: not valid JSON Lines in UTF-8 ({error}).") from error
+                    yield _text_of(parse_json(line, file, number), text_field, f"{file}, line {number}")
+    except UnreadableError as error:
+        raise CorpusError(f"{error}.") from error
     except (EOFError, zlib.error) as error:
         raise CorpusError(
             f"{file} is damaged behind line {number} ({error}): fetch or compress it again, "

@@ -1,0 +1,59 @@
+"""Files that people write: what is broken in them is one line with file, line and column."""
+
+import re
+
+import pytest
+
+from forgetting_transformer import files
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"seed: 1\n\tx: 2\n", "line 2, column 1: .*'\\\\t' that cannot start any token"),
+        (b"a: [1, 2\n", r"line 2, column 1: .*expected ',' or '\]', but got '<stream end>' \(.* of line 1\)"),
+        (b"a: 'x\nb: 3\n", "line 3, column 1: .*unexpected end of stream .* of line 1"),
+        (b"a: b: c\n", "line 1, column 5: .*mapping values are not allowed here"),
+        (b"a:\n  b: 1\n c: 2\n", "line 3, column 2: .*expected <block end>"),
+        (b"a: 1\nb: %x\n", "line 2, column 4: .*'%' that cannot start any token"),
+        (b"a: @x\n", "line 1, column 4: .*'@' that cannot start any token"),
+        (b"a: *x\n", "line 1, column 4: .*undefined alias 'x'"),
+        (b"a: !!python/object/apply:os.system [ls]\n", "line 1, column 4: .*python/object/apply:os.system"),
+        (b"a: 1\nb: \0\n", r"line 2, column 4: the character '\\x00' is not allowed"),
+        ("a: 1\nü: é\n".encode("latin-1"), "line 2, column 1: the byte 0xfc is not UTF-8; save the file as UTF-8"),
+        ("a: 1\n".encode("utf-16"), "is UTF-16; save it as UTF-8"),
+        (b"a: 2020-13-45\n", "not valid YAML: ValueError: month must be in 1..12"),
+        (b"a: " + b"[" * 5000, "not valid YAML: RecursionError"),
+    ],
+)
+def test_a_broken_yaml_is_one_line_with_its_place(content, said, tmp_path):
+    (tmp_path / "a.yaml").write_bytes(content)
+    with pytest.raises(files.UnreadableError, match=f"^{re.escape(str(tmp_path))}/a.yaml[,:]? ?{said}") as error:
+        files.read_yaml(tmp_path / "a.yaml")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"a": 1,\n "b": }\n', "line 2, column 7: not valid JSON: Expecting value"),
+        (b'{\n"\xe9": 1}', "line 2, column 2: the byte 0xe9 is not UTF-8"),
+        ('{"a": 1}'.encode("utf-16"), "is UTF-16; save it as UTF-8"),
+        (b"[" * 100_000, "line 1: not valid JSON: "),
+        (b"9" * 5000, "line 1: not valid JSON: "),
+    ],
+)
+def test_a_broken_json_is_one_line_with_its_place(content, said, tmp_path):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(files.UnreadableError, match=f"^{re.escape(str(tmp_path))}/a.json[,:]? ?{said}"):
+        files.read_json(tmp_path / "a.json")
+
+
+def test_a_broken_line_of_json_lines_is_named_by_its_number():
+    with pytest.raises(files.UnreadableError, match=r"^a\.jsonl, line 3, column 2: not valid JSON: "):
+        list(files.parse_json_lines(b'{"a": "\xe2\x80\xa8"}\r\n\n{x\n', "a.jsonl"))
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path):
+    (tmp_path / "a").write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert files.read_yaml(tmp_path / "a") == files.read_json(tmp_path / "a") == {"a": 1}
