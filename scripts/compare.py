@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from forgetting_transformer.analysis import AnalysisError, comparisons, outputs
     from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
+    from forgetting_transformer.files import write_atomically
     from forgetting_transformer.training.continuing import decisive
 
     command = "scripts/compare.py"
@@ -104,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text)
     try:
         with outputs.writing(args.out, command, is_old_comparison) as new:
-            (new / "compare.md").write_text(f"{text}\n", encoding="utf-8")
+            write_atomically(new / "compare.md", f"{text}\n", durable=False)
             for file, (members, (tokens, *flops)) in zip(figures, compared, strict=True):
                 made_with = conditions([run for model in members for run in model.runs])
                 at_flops = flops[0].amount if flops else None

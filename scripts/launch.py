@@ -26,7 +26,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from forgetting_transformer import console, elastic, gpus
+from forgetting_transformer import command_line, console, elastic, gpus
 from forgetting_transformer.versions import how_to_install
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -156,4 +156,5 @@ def launch(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    command_line.take_any_text()
     sys.exit(main())

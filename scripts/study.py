@@ -147,6 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     # Only now, so that --help is quick.
     from forgetting_transformer.analysis import AnalysisError, outputs
+    from forgetting_transformer.files import write_atomically
     from forgetting_transformer.sweep import SweepError, runner
     from forgetting_transformer.sweep.composition import Composer
     from forgetting_transformer.sweep.study import Study, unfinished
@@ -196,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failures = [f"{model}: its search stopped, and it was not run: {why}" for model, why in study.failures.items()]
     text = "\n\n".join([runner.summary(results), *failures])
     with outputs.writing(study.folder, COMMAND, is_old) as new:
-        (new / "study.md").write_text(f"{text}\n", encoding="utf-8")
+        write_atomically(new / "study.md", f"{text}\n", durable=False)
         if args.study is not None:
             shutil.copyfile(args.study, new / "study.yaml")
     print(f"\n{text}\n")
@@ -229,4 +230,4 @@ def merged_variants(given: Sequence[Sequence[str]]) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main))

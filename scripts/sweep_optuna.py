@@ -22,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from forgetting_transformer import command_line
 from forgetting_transformer.versions import how_to_install
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,4 +82,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main))

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import io
 import os
 import runpy
 import subprocess
@@ -147,6 +148,15 @@ def test_ctrl_c_ends_each_command_in_that_way(script, moment, monkeypatch, capsy
     )
     said = capsys.readouterr().err
     assert code == 130 and said.startswith("interrupted") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("encoding", "written"), [("ascii", r"\xe9 \udce9"), ("utf-8", r"é \udce9")])
+def test_text_that_a_stream_cannot_encode_is_written_all_the_same(encoding, written, monkeypatch):
+    stream = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stream, encoding))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding))
+    assert command_line.run(lambda: print("é", os.fsdecode(b"\xe9"), end="")) is None
+    assert stream.getvalue().decode() == written and sys.stdin.read() == "caf\ufffd"
 
 
 def test_a_folder_below_a_file_is_one_line(tmp_path, capsys):

@@ -27,6 +27,7 @@ from forgetting_transformer.analysis import outputs, position_loss
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
 from forgetting_transformer.evaluation import official
 from forgetting_transformer.evaluation.models import EvaluationError
+from forgetting_transformer.files import write_atomically
 
 
 def main() -> None:
@@ -73,7 +74,7 @@ def main() -> None:
                 if compared:
                     loss_differences(compared, new / f"differences.{suffix}", conditions, lengths)
             for name, table in tables.items():
-                (new / name).write_text(f"{table.markdown()}\n", encoding="utf-8")
+                write_atomically(new / name, f"{table.markdown()}\n", durable=False)
             pictures = sorted(path.name for path in new.iterdir() if path.suffix != ".md")
     except (EvaluationError, ValueError) as error:
         sys.exit(f"error: {error}")

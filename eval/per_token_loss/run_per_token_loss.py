@@ -118,6 +118,7 @@ def main() -> None:
     from forgetting_transformer.evaluation.corpora import open_corpus
     from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
     from forgetting_transformer.evaluation.workers import start_workers
+    from forgetting_transformer.files import write_atomically
 
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -154,7 +155,7 @@ def main() -> None:
             if args.preset == "extrapolation":
                 table = position_loss.extrapolation_table({model.name: results})
                 with evaluations.writing(folder, "per_token_loss") as new:
-                    (new / "extrapolation.md").write_text(f"{table.markdown()}\n", encoding="utf-8")
+                    write_atomically(new / "extrapolation.md", f"{table.markdown()}\n", durable=False)
             loss = (
                 f"{results[f'val/loss_avg_len_{data.length}']:.4f} nats per token ({results['eval_tokens']:,} tokens)"
             )

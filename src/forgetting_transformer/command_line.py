@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import os
 import select
 import sys
@@ -67,6 +68,13 @@ def add_plugins(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plugins", nargs="+", default=[], metavar="NAME", action=Load, help="plug-ins that it needs")
 
 
+def take_any_text() -> None:
+    """Lets standard streams pass text that their encoding lacks, such as é in ASCII or a name that is not UTF-8."""
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):  # and no stand-in of a notebook or a test
+            stream.reconfigure(errors=errors)
+
+
 def one_line(error: BaseException) -> str:
     """All that an error of a library says, which may be a title and a list, for the middle of a sentence."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
@@ -88,6 +96,7 @@ def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int
     Args:
         interrupted: what Ctrl-C is answered with, one line.
     """
+    take_any_text()
     try:
         code = main()
         sys.stdout.flush()

@@ -199,6 +199,13 @@ KILLS = {
 }
 
 
+def test_names_that_are_not_utf_8_are_like_any_others(tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    write_tree(tmp_path / name / "in", {name: "text " * 200, "b": "other " * 200})
+    prepare(tmp_path / name / "out", tmp_path / name / "in", heldout_docs=1)
+    assert len(rows(tmp_path / name / "out", "train")) > 0
+
+
 @pytest.mark.parametrize("name", [".work/thesis.tex", ".lock"])
 def test_hidden_files_of_others_in_the_folder_are_left_alone(tmp_path, name):
     (tmp_path / "out" / name).parent.mkdir(parents=True)

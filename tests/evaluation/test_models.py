@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+import os
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from forgetting_transformer.analysis import page
 from forgetting_transformer.evaluation.models import EvaluationError, fingerprint, load_model, token_losses
 from forgetting_transformer.evaluation.workers import start_workers
 from forgetting_transformer.training.averaging import average
@@ -27,6 +29,19 @@ def test_a_run_and_its_export_are_the_same_model(quickstart):
     assert run.bos_token_id == exported.bos_token_id == 0
     assert run.require_tokenizer().decode([2, 3]) == exported.require_tokenizer().decode([2, 3]) == "the a"
     assert AutoModelForCausalLM.from_pretrained(quickstart.hf).config.max_position_embeddings == TRAIN_LENGTH
+
+
+@pytest.mark.slow
+def test_a_folder_whose_name_is_not_utf_8_is_like_any_other(quickstart, tmp_path):
+    """The libraries in Rust that read weights and tokenizers refuse such a path."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    shutil.copytree(quickstart.run, folder)
+    export(folder, folder / "hf")
+    run, exported = load_model(str(folder)), load_model(str(folder / "hf"))
+    assert fingerprint(run.model) == fingerprint(exported.model) == fingerprint(load_model(str(quickstart.hf)).model)
+    assert run.require_tokenizer().decode([2, 3]) == exported.require_tokenizer().decode([2, 3]) == "the a"
+    page.write_report([folder, quickstart.run], [], folder / "report.html")
+    assert "caf\\udce9" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_runs_earlier_checkpoint_is_another_model(quickstart):

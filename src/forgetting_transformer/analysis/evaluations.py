@@ -126,7 +126,7 @@ def write_evaluation(
     del content["folder"]
     with writing(folder, evaluation.kind) as new:
         files.write_json(new / "evaluation.json", content, durable=False)
-        (new / "table.md").write_text(f"{table.markdown(padded=True)}\n", encoding="utf-8")
+        files.write_atomically(new / "table.md", f"{table.markdown(padded=True)}\n", durable=False)
         draw(new / "figure.png")
         write_more(new)
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from forgetting_transformer.analysis import AnalysisError, outputs
 from forgetting_transformer.analysis.statistics import Estimate
+from forgetting_transformer.files import write_atomically
 
 _LATEX_SPECIAL = {
     "&": r"\&",
@@ -225,9 +226,9 @@ def write_tables(
             outputs.remove(folder, f"the table of {title}", ["differences.md"])  # of other models, perhaps
         with outputs.writing(folder, f"the table of {title}", _has_latex_table) as new:
             if differences is not None:
-                (new / "differences.md").write_text(f"{differences.markdown()}\n", encoding="utf-8")
-            (new / "table.md").write_text(in_markdown, encoding="utf-8")
-            (new / "table.tex").write_text(in_latex, encoding="utf-8")
+                write_atomically(new / "differences.md", f"{differences.markdown()}\n", durable=False)
+            write_atomically(new / "table.md", in_markdown, durable=False)
+            write_atomically(new / "table.tex", in_latex, durable=False)
             draw_scores(rows, columns, new / "scores.png", title, conditions)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from forgetting_transformer import plugins
 from forgetting_transformer.command_line import one_line
+from forgetting_transformer.files import utf8_path
 from forgetting_transformer.hub_connection import cached_model, only_cached
 from forgetting_transformer.ops.finite import NotFiniteError, check_finite
 
@@ -383,9 +384,9 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
         # Not local_files_only, with which the client asks the hub for adapters all the same.
         place = cached_model(source) if cached else source
         # safetensors only: a pickle from the hub may run what its author liked.
-        with _without_report():
+        with _without_report(), utf8_path(place) as folder:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                place,
+                folder,
                 use_safetensors=True,
                 trust_remote_code=False,
                 dtype=torch.float32,

@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from forgetting_transformer import console, elastic, files, hydra_errors, official_names, plugins
+from forgetting_transformer import command_line, console, elastic, files, hydra_errors, official_names, plugins
 
 if TYPE_CHECKING:
     from forgetting_transformer.training import Config
@@ -118,6 +118,7 @@ def compose(composed: DictConfig) -> None:
 
 
 def main() -> None:
+    command_line.take_any_text()
     console.die_with_launcher()
     with console.stopped_by_signals():
         composed = compose_or_explain()

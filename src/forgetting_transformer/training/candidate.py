@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from forgetting_transformer import console, plugins
+from forgetting_transformer import command_line, console, plugins
 from forgetting_transformer.data import DataError
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.training import setup
@@ -101,6 +101,7 @@ def _memory(device: torch.device, memory_bytes: float | None) -> tuple[float, fl
 
 
 def main() -> None:
+    command_line.take_any_text()
     console.die_with_parent()
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     plugins.load(job["config"]["plugins"])

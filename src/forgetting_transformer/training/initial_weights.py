@@ -26,7 +26,7 @@ from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data import DataError, DataInfo
 from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.tokens import other_token, tokens_of
-from forgetting_transformer.files import UnreadableError, read_json
+from forgetting_transformer.files import UnreadableError, read_json, utf8_path
 from forgetting_transformer.hub_connection import cached_model, only_cached
 from forgetting_transformer.model import registry
 from forgetting_transformer.ops.finite import check_finite
@@ -253,7 +253,7 @@ def _exported(folder: Path, source: str, revision: bool = False) -> Source:
     for file in files:
         check_regular(file, 1 << 60)
         try:
-            with safe_open(file, "pt") as opened:
+            with utf8_path(file) as path, safe_open(path, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
                     shapes[name], holds[name] = tuple(opened.get_slice(name).get_shape()), file
         except SafetensorError as error:
@@ -262,7 +262,7 @@ def _exported(folder: Path, source: str, revision: bool = False) -> Source:
     def read(names: list[str]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for file in files:
-            with safe_open(file, "pt") as opened:
+            with utf8_path(file) as path, safe_open(path, "pt") as opened:
                 found |= {name: opened.get_tensor(name) for name in names if holds[name] == file}
         return found
 

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -24,6 +25,9 @@ class LogFile(logging.FileHandler):
     """A run's log. Where it cannot be written, on a full disk say, the terminal says so once, without tracebacks."""
 
     _said = False
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

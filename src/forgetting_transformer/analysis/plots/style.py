@@ -99,7 +99,8 @@ def curve_styles(names: Sequence[str]) -> list[CurveStyle]:
 
 def _preferred(name: str) -> int:
     known = known_models.find(name)
-    return (zlib.crc32(known_models.plain(name).encode()) if known is None else known.style) % len(_STYLES)
+    number = known.style if known is not None else zlib.crc32(known_models.plain(name).encode(errors="replace"))
+    return number % len(_STYLES)
 
 
 @dataclass
@@ -204,7 +205,8 @@ def _legend(figure: Figure, renderer: Any, handles: Sequence[Artist]) -> Legend:
 
 
 def plain_text(name: str, characters: int) -> str:
-    """A name as matplotlib should show it: wrapped, with no formula between dollar signs, and never hidden."""
+    """A name as matplotlib should show it: wrapped, with no formula between dollar signs, never hidden, all Unicode."""
+    name = name.encode(errors="backslashreplace").decode()  # of a folder that is not UTF-8
     text = textwrap.fill(name, characters, break_on_hyphens=False).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text  # a leading underscore keeps a label out of a legend
 

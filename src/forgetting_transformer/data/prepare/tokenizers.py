@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from forgetting_transformer.data.prepare.errors import CorpusError
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.vocabulary import token_dtype
+from forgetting_transformer.files import utf8_path
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 32 << 20
@@ -118,12 +119,19 @@ def save_built(tokenizer: Tokenizer, folder: Path) -> None:
     """Write a tokenizer built here as a folder that AutoTokenizer loads."""
     from transformers import PreTrainedTokenizerFast
 
-    PreTrainedTokenizerFast(
+    with_names = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,  # it would drop the space in " ." and with it reversibility
-    ).save_pretrained(folder)
+    )
+    _save(with_names, folder)
+
+
+def _save(tokenizer: Any, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    with utf8_path(folder) as place:
+        tokenizer.save_pretrained(place)
 
 
 def load(name: str) -> Any:
@@ -157,7 +165,7 @@ def save_loaded(name: str, folder: Path) -> None:
     Raises:
         CorpusError: as `load`, or it has no fast form.
     """
-    load(name).save_pretrained(folder)
+    _save(load(name), folder)
     if not (folder / "tokenizer.json").is_file():
         raise CorpusError(
             f"the tokenizer {name!r} has no fast form (no tokenizer.json). "
@@ -191,7 +199,7 @@ class Encoder:
 
     def __init__(self, folder: Path, info: TokenizerInfo) -> None:
         self.is_bytes, self.dtype = info.kind == "bytes", info.dtype
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
