@@ -8,8 +8,9 @@
 README.md is the model card: corpus, tokens, losses with a figure, configuration, versions, how to load the model. You
 choose the licence: --license apache-2.0. What you write in the card outside of its marked part is kept.
 
-exported_from.json names the checkpoint and the files that the export wrote. A later export replaces these files. A
-folder with other files, or with files that were edited since, is refused. So is the folder of a run or of a corpus.
+exported_from.json names the checkpoint and the files that the export wrote. A later export of the same run replaces
+these files, and one of another run with --replace. A folder with other files, or with files that were edited since, is
+refused. So is the folder of a run or of a corpus.
 
 Load the export with
 
@@ -70,6 +71,11 @@ def main() -> None:
         metavar="ID",
         help="licence of the model for the card, as the hub calls it: apache-2.0, mit, cc-by-4.0, other, …",
     )
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="replace an export of another run, in --hf_save_dir and on the hub; refused without it",
+    )
     command_line.add_plugins(parser)
     arguments = parser.parse_args()
     if arguments.push_to_hub is None and (arguments.private or arguments.revision):
@@ -89,9 +95,10 @@ def main() -> None:
             hub.check_repo_id(repo_id)
         step, tokenizer = arguments.hf_load_step, arguments.tokenizer
         weights, chosen = arguments.weights, arguments.license
-        print(export(arguments.hf_load_dir, folder, step, tokenizer, repo_id, weights, chosen), flush=True)
+        replace = arguments.replace
+        print(export(arguments.hf_load_dir, folder, step, tokenizer, repo_id, weights, chosen, replace), flush=True)
         if repo_id is not None:
-            print(hub.push(folder, repo_id, arguments.private or None, arguments.revision))
+            print(hub.push(folder, repo_id, arguments.private or None, arguments.revision, replace))
     except (CheckpointError, ExportError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
 

@@ -23,6 +23,7 @@ def main() -> None:
     which.add_argument("--steps", type=int, nargs="+", help="training tokens of each checkpoint")
     parser.add_argument("--out", type=command_line.path, help="folder to write; default RUN-average")
     parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, if the run has no tokenizer")
+    parser.add_argument("--replace", action="store_true", help="replace an export of another run; refused without it")
     command_line.add_plugins(parser)
     arguments = parser.parse_args()
     if arguments.last is not None and arguments.last < 2:
@@ -41,7 +42,7 @@ def main() -> None:
     run = arguments.run.absolute()
     out = arguments.out or run.with_name(f"{run.name}-average")
     try:
-        print(average(arguments.run, out, arguments.last, arguments.steps, arguments.tokenizer))
+        print(average(arguments.run, out, arguments.last, arguments.steps, arguments.tokenizer, arguments.replace))
     except (CheckpointError, ExportError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
 

@@ -22,6 +22,7 @@ with the highest loss, and for each layer the norms of weights and gradients and
 import itertools
 import sys
 import tempfile
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from forgetting_transformer.training.replay import Replay
+
+
+#: What `out` gets.
+ARRAYS = ("input_ids_BT", "labels_BT", "loss_BT")
 
 
 @dataclass
@@ -73,16 +78,23 @@ def check_out(out: str) -> None:
     """Looks whether `out` can be written, and changes nothing.
 
     Raises:
-        ValueError: it cannot be; naming the key and the fix.
+        ValueError: it cannot be, or is not of a replay; naming the key and the fix.
     """
     file = file_of(out)
     try:
+        if file.is_file() and not (zipfile.is_zipfile(file) and names_in(file) == {*ARRAYS}):
+            raise ValueError(f"out={out}: {file} is not of a replay; name another file, or move it away")
         if file.exists():
             file.open("ab").close()
         else:
             tempfile.TemporaryFile(dir=file.parent).close()
     except OSError as error:
         raise ValueError(not_written(out, error)) from error
+
+
+def names_in(archive: Path) -> set[str]:
+    with zipfile.ZipFile(archive) as opened:
+        return {name.removesuffix(".npy") for name in opened.namelist()}
 
 
 def file_of(out: str) -> Path:
@@ -175,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tokenizer = load_tokenizer(settings.tokenizer)
         print(show(found, tokenizer, settings))
         if settings.out is not None:
-            arrays = {"input_ids_BT": found.input_ids_BT, "labels_BT": found.labels_BT, "loss_BT": found.loss_BT}
+            arrays = {name: getattr(found, name) for name in ARRAYS}
             try:
                 np.savez_compressed(settings.out, **arrays)
             except OSError as error:

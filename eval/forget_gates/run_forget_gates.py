@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> None:
     from forgetting_transformer.analysis.plots import heatmaps
     from forgetting_transformer.analysis.plots.style import format_tokens
     from forgetting_transformer.evaluation import forget_gates
+    from forgetting_transformer.evaluation.generation import check_settings
     from forgetting_transformer.evaluation.models import EvaluationError, load_model, pick_device, precision_context
     from forgetting_transformer.evaluation.texts import read_tokens
     from forgetting_transformer.files import write_json
@@ -107,6 +108,8 @@ def run(args: argparse.Namespace) -> None:
     more = ["gates.png", "attention.png", "memory.png", "heads.json"]
     more += ["training.png", "training.json"] if args.over_training else []
     evaluations.check_folder(args.out, "forget_gates", *more)
+    source = str(Path(args.model_path).resolve()) if Path(args.model_path).exists() else args.model_path
+    check_settings(args.out, {"model": source}, "choose another --out, or delete the folder")
     device = pick_device(args.device)
     model = load_model(
         args.model_path, step=args.step, tokenizer=args.tokenizer, device=device, precision=args.precision

@@ -136,7 +136,12 @@ def test_a_plan_that_lies_where_a_study_is_joined_is_not_taken_for_its_own(tmp_p
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{}", "is no study: it lacks models, variants"), ("[]", "is no study"), ("{", "not valid JSON"), (None, "no report")],
+    [
+        ("{}", "is no study: it lacks models, variants"),
+        ("[]", "is no study"),
+        ("{", "not valid JSON"),
+        (None, "no report"),
+    ],
 )
 def test_what_is_no_study_is_one_line(tmp_path, capfd, content, said):
     if content is not None:

@@ -206,7 +206,10 @@ def test_memory_over_training_reads_every_checkpoint_of_a_run(quickstart, tmp_pa
     newest = json.loads((tmp_path / "heads.json").read_text())["heads"]
     assert history[-1]["heads"] == newest, "what is evaluated without --over_training is the newest checkpoint"
     assert (tmp_path / "training.png").is_file()
-    done = run_script(SCRIPT, "--model_path", quickstart.hf, *arguments, "--over_training")
+    done = run_script(SCRIPT, "--model_path", quickstart.hf, *arguments)
+    assert done.returncode == 1 and "choose another --out" in done.stderr, "results of another model stay"
+    assert json.loads((tmp_path / "heads.json").read_text())["heads"] == newest
+    done = run_script(SCRIPT, "--model_path", quickstart.hf, *arguments[:-1], tmp_path / "hf", "--over_training")
     assert done.returncode == 1 and "--over_training reads the checkpoints of a training run" in done.stderr
 
 

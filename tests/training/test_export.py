@@ -24,6 +24,7 @@ from forgetting_transformer import tokenizer as tokenizer_module
 from forgetting_transformer.analysis.model_card import CARD, FIGURE
 from forgetting_transformer.evaluation.generation import continue_greedily
 from forgetting_transformer.evaluation.models import load_model
+from forgetting_transformer.training.averaging import average
 from forgetting_transformer.training.checkpoint import CheckpointError, newest_valid
 from forgetting_transformer.training.export import (
     MARK,
@@ -498,6 +499,21 @@ def test_an_export_is_replaced_by_the_next_one_and_other_files_stay(tiny, tmp_pa
     with pytest.raises(ExportError, match=r"holds model-00001-of-00002\.safetensors"):
         export(run, folder, tokenizer=tokenizer)
     assert (folder / "model-00001-of-00002.safetensors").is_file()
+
+
+def test_another_runs_export_is_replaced_where_that_is_asked_for_alone(tiny, tmp_path, finished):
+    tokenizer, folder = str(word_tokenizer(tmp_path / "tokenizer")), tmp_path / "hf"
+    run, other = Path(finished(tiny)), Path(finished(changed(tiny, optimizer__lr=5e-3)))
+    export(run, folder, step=8 * STEP, tokenizer=tokenizer)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(ExportError, match=rf"{folder} holds the export of another run \(.*, seed 0, 1,024 tokens\)"):
+        export(other, folder, tokenizer=tokenizer)
+    with pytest.raises(ExportError, match="choose another --out, or replace it with --replace"):
+        average(other, folder, last=2, tokenizer=tokenizer)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    said = export(other, folder, tokenizer=tokenizer, replace=True)
+    assert "in place of the one at 1,024 tokens" in said
+    assert (folder / "model.safetensors").read_bytes() != before["model.safetensors"]
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,19 @@ def test_a_repository_with_another_model_is_refused(there, logged_in, exported):
     assert there.repos[REPO]["main"] == {"pytorch_model.bin": b"another"}
 
 
+def test_another_runs_export_is_replaced_where_that_is_asked_for_alone(there, logged_in, exported):
+    folder = exported()
+    hub.push(folder, REPO)
+    before = dict(there.repos[REPO]["main"])
+    mark = json.loads((folder / MARK).read_text())
+    (folder / MARK).write_text(json.dumps(mark | {"run": "another"}))
+    with pytest.raises(ExportError, match=rf"{REPO} holds the export of another run .*replace it with --replace"):
+        hub.push(folder, REPO)
+    assert there.repos[REPO]["main"] == before
+    hub.push(folder, REPO, replace=True)
+    assert json.loads(there.repos[REPO]["main"][MARK])["run"] == "another"
+
+
 def test_private_is_never_an_upload_to_a_public_repository(there, logged_in, exported):
     """The hub does not change the visibility of a repository that exists."""
     there.repos[REPO] = {"main": {".gitattributes": b""}}

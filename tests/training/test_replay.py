@@ -84,10 +84,18 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, monk
 
 def test_a_look_whether_a_file_can_be_written_changes_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("old.npz").write_text("content")
+    np.savez("old.npz", **dict.fromkeys(command.ARRAYS, np.zeros(1)))
+    content = Path("old.npz").read_bytes()
     command.check_out("old")
     command.check_out("new.npz")
-    assert [path.name for path in tmp_path.iterdir()] == ["old.npz"] and Path("old.npz").read_text() == "content"
+    assert [path.name for path in tmp_path.iterdir()] == ["old.npz"] and Path("old.npz").read_bytes() == content
+    np.savez("other.npz", weights=np.zeros(1))
+    Path("text.npz").write_text("text")
+    for name in ("other.npz", "text"):
+        with pytest.raises(
+            ValueError, match=rf"^out={name}: .* is not of a replay; name another"
+        ):
+            command.check_out(name)
 
 
 def test_a_disk_that_is_full_at_the_end_is_answered_with_the_key(finished, tmp_path, monkeypatch, capsys):

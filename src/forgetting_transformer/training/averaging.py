@@ -40,12 +40,14 @@ def average(
     last: int | None = None,
     steps: list[int] | None = None,
     tokenizer: str | None = None,
+    replace: bool = False,
 ) -> str:
     """Writes the mean of some checkpoints to `save_folder`, and returns a line that says so. The run is only read.
 
     Args:
         last: how many, the newest valid ones; or steps: the training tokens of each.
         tokenizer: folder or hub id; None for the run's own.
+        replace: replace another run's export too.
 
     Raises:
         CheckpointError: there are not so many, they belong to runs of other settings, or a run that is training
@@ -79,7 +81,8 @@ def average(
     numbers = [checkpoint.step for checkpoint in chosen]
     what = f"the average of {len(chosen)} checkpoints of {run_folder}, {numbers[0]:,} to {numbers[-1]:,} tokens,"
     about = {"average_of": numbers}
-    return export.write(directory, newest, state, model.eval(), save_folder, tokenizer, what, about=about, flag="--out")
+    options: dict[str, Any] = {"about": about, "flag": "--out", "replace": replace}
+    return export.write(directory, newest, state, model.eval(), save_folder, tokenizer, what, **options)
 
 
 def _mean(chosen: list[Checkpoint]) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:

@@ -36,6 +36,7 @@ from forgetting_transformer.training.checkpoint import (
     read_weights,
     steps_in,
 )
+from forgetting_transformer.training.continuing import decisive
 from forgetting_transformer.training.run_directory import RunDirectory, belongs_to, describe_os_error
 from forgetting_transformer.versions import how_to_install
 
@@ -73,6 +74,7 @@ def export(
     model_id: str | None = None,
     weights: str | None = None,
     licence: str | None = None,
+    replace: bool = False,
 ) -> str:
     """Writes `save_folder` and returns a line that says what was written.
 
@@ -86,12 +88,13 @@ def export(
         model_id: what the card's example loads, such as the id on a hub; None for the folder.
         weights: the callback whose average of the weights is exported, such as "ema"; None for the weights themselves.
         licence: for the card, as the hub calls it; None for that in the header of the card that is there, or for none.
+        replace: replace another run's export too.
 
     Raises:
         CheckpointError: no valid checkpoint (at that step), or none of these weights in it.
-        ExportError: another export is writing there, the folder is a run's or a corpus's, holds another model or files
-            of somebody else, or cannot be written, or the tokenizer cannot be used. Also where LongCrawl64's is not
-            there; then the model is written all the same.
+        ExportError: another export is writing there, the folder is a run's or a corpus's, holds another model, another
+            run's export or files of somebody else, or cannot be written, or the tokenizer cannot be used. Also where
+            LongCrawl64's is not there; then the model is written all the same.
     """
     check_place(save_folder)
     directory = RunDirectory(run_folder)
@@ -106,11 +109,11 @@ def export(
         raise CheckpointError(
             f"{wanted} in {directory.checkpoints}; it holds {steps_in(directory.checkpoints) or 'nothing'}"
         )
-    what = f"checkpoint {found[0].path.name} of {run_folder}"
-    if weights is None:
-        return write(directory, *found, save_folder, tokenizer, what, model_id=model_id, licence=licence)
-    about = {"weights": weights}
-    return write(directory, *found, save_folder, tokenizer, f"{weights} in {what}", about, model_id, licence=licence)
+    what, about = f"checkpoint {found[0].path.name} of {run_folder}", {}
+    if weights is not None:
+        what, about = f"{weights} in {what}", {"weights": weights}
+    options: dict[str, Any] = {"about": about, "model_id": model_id, "licence": licence, "replace": replace}
+    return write(directory, *found, save_folder, tokenizer, what, **options)
 
 
 def _check_run(run_folder: Path, directory: RunDirectory) -> None:
@@ -156,6 +159,7 @@ def write(
     model_id: str | None = None,
     flag: str = "--hf_save_dir",
     licence: str | None = None,
+    replace: bool = False,
 ) -> str:
     """Writes `save_folder` for `export`, which has the errors, and returns its line.
 
@@ -176,6 +180,8 @@ def write(
         model.config.max_position_embeddings = state["config"]["datamodule"]["train_batch_len"]
     origin: dict[str, Any] = {"checkpoint": checkpoint.step, "tag": state["config"].get("tag"), **(about or {})}
     origin["seed"] = state["config"].get("seed")
+    run = [decisive(state["config"]), state.get("data_fingerprint")]
+    origin["run"] = hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()[:16]
     if state.get("weights_from"):
         origin["weights_from"] = state["weights_from"]
     names = [state["config"]["model"]["name"], *model.config.mixer_architectures]
@@ -200,6 +206,12 @@ def write(
                     _save_tokenizer(found_tokenizer, Path(prepared))
                 beside = {str(file.relative_to(prepared)) for file in Path(prepared).rglob("*") if file.is_file()}
                 own, before = _check_ours(save_folder, _STANDARD | beside, flag), _read_mark(save_folder)
+                if is_of_another_run(before, origin) and not replace:
+                    raise ExportError(
+                        f"{save_folder} holds the export of another run ({before.get('tag')}, seed "
+                        f"{before.get('seed')}, {before['checkpoint']:,} tokens); choose another {flag}, or replace it "
+                        "with --replace"
+                    )
                 card, edited = _free_for_the_card(save_folder, own)
                 # First: an export that was killed may be made again. What is not ours keeps its digest or no mention.
                 files = dict.fromkeys(sorted(_STANDARD | beside | own.keys() | card))
@@ -237,7 +249,8 @@ def write(
         )
     replaced = ""
     # Either may say what the other does not: that the weights are an average, or where their run began.
-    if before and any(before.get(key) != origin.get(key) for key in (*origin, *_OF_WEIGHTS) if key != "seed"):
+    compared = ({*origin} | {*_OF_WEIGHTS}) - {"seed", "run"}
+    if before and (is_of_another_run(before, origin) or any(before.get(k) != origin.get(k) for k in compared)):
         replaced = f", in place of the one at {before.get('checkpoint'):,} tokens of {before.get('tag')}"
     kept_card = ""
     if edited is not None:
@@ -371,6 +384,12 @@ def _read_mark(folder: Path) -> dict[str, Any]:
         return content if isinstance(content.get("checkpoint"), int) else {}
     except (OSError, ValueError, AttributeError):
         return {}
+
+
+def is_of_another_run(mark: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two marks are known to be of different runs: by what decides their weights, or by name and seed."""
+    keys = ("run",) if "run" in mark and "run" in other else ("tag", "seed")
+    return any(key in mark and mark[key] != other.get(key) for key in keys)
 
 
 def card_step(mark: dict[str, Any]) -> int | None:

@@ -12,7 +12,14 @@ from huggingface_hub.utils import validate_repo_id
 from forgetting_transformer.analysis.model_card import CARD, FIGURE, public_origin, renewed
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data.checksums import sha256_of
-from forgetting_transformer.training.export import MARK, ExportError, card_step, outdated_card, read_card
+from forgetting_transformer.training.export import (
+    MARK,
+    ExportError,
+    card_step,
+    is_of_another_run,
+    outdated_card,
+    read_card,
+)
 
 _OF_MODELS = (".safetensors", ".bin")
 #: Without an answer: an error of the HTTP library that huggingface_hub uses, httpx or httpx2, is no OSError.
@@ -34,7 +41,9 @@ def check_repo_id(repo_id: str) -> None:
         raise ExportError(f"--push_to_hub={repo_id} is no repository of a hub ({problem}); give ACCOUNT/NAME")
 
 
-def push(folder: Path, repo_id: str, private: bool | None = None, revision: str | None = None) -> str:
+def push(
+    folder: Path, repo_id: str, private: bool | None = None, revision: str | None = None, replace: bool = False
+) -> str:
     """Uploads what an export wrote, and the card, as one commit; makes the repository and the branch if needed.
 
     Of a card that was edited on the hub, the marked part is renewed and the rest kept; where that part was edited, all
@@ -45,13 +54,14 @@ def push(folder: Path, repo_id: str, private: bool | None = None, revision: str 
         private: makes the repository a private one, and refuses a public one that exists; None: what the account's
             settings say.
         revision: a branch; None for the main one.
+        replace: replace another run's export too.
 
     Returns:
         a line that says where the model is.
 
     Raises:
         ExportError: offline, without a token or a right, or the repository is public and should be private, or holds
-            a model that is not from an export. The local folder is unchanged.
+            a model that is not from an export, or another run's export. The local folder is unchanged.
     """
     here = f"the export is whole in {folder}, but not on the hub"
     again = "then run the same command again"
@@ -69,7 +79,7 @@ def push(folder: Path, repo_id: str, private: bool | None = None, revision: str 
         if revision is not None:
             api.create_branch(url.repo_id, branch=revision, exist_ok=True)
         mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
-        outdated, kept, card_of, edited_there = _look(api, url.repo_id, revision, here)
+        outdated, kept, card_of, edited_there = _look(api, url.repo_id, revision, here, None if replace else mark)
         # A card and a figure that are in no mark are somebody else's.
         names = {name for name in mark["files"] if (folder / name).is_file()} - kept
         merged = None
@@ -118,12 +128,17 @@ def push(folder: Path, repo_id: str, private: bool | None = None, revision: str 
     return f"pushed to {url}{'' if revision is None else f', branch {revision}'}{note}"
 
 
-def _look(api: HfApi, repo_id: str, revision: str | None, here: str) -> tuple[set[str], set[str], int | None, str]:
+def _look(
+    api: HfApi, repo_id: str, revision: str | None, here: str, of_run: dict[str, Any] | None
+) -> tuple[set[str], set[str], int | None, str]:
     """What the repository holds: files of the export before, files that are not as an export wrote them, the card's
     checkpoint, and its text where it was edited there.
 
+    Args:
+        of_run: mark of the run whose export may be there; None for any run's.
+
     Raises:
-        ExportError: a model that no export wrote.
+        ExportError: a model that no export wrote, or an export of another run.
     """
     present = set(api.list_repo_files(repo_id, revision=revision))
     files: dict[str, Any] = {}
@@ -141,6 +156,12 @@ def _look(api: HfApi, repo_id: str, revision: str | None, here: str) -> tuple[se
                 files = dict(recorded) if isinstance(recorded, dict) else dict.fromkeys(recorded)
             except (ValueError, KeyError, TypeError):
                 strangers = [MARK]
+            else:
+                if of_run is not None and is_of_another_run(mark, of_run):
+                    raise ExportError(
+                        f"{here}: {repo_id} holds the export of another run ({mark.get('tag')}, seed "
+                        f"{mark.get('seed')}); choose another repository or --revision, or replace it with --replace"
+                    )
         else:
             strangers = sorted(name for name in present if name == "config.json" or name.endswith(_OF_MODELS))
         if strangers:
