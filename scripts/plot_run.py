@@ -56,6 +56,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="entropy of the corpus's token frequencies, drawn as a horizontal line: the loss of a model that "
         "ignores context. Default: what the corpus's manifest said when the run started, if the runs agree",
     )
+    command_line.add_plugins(parser)
     args = parser.parse_args(argv)
     if len(args.run_dirs) > 1 and args.out is None:
         parser.error("several runs are drawn into one figure: say where with --out DIR")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Writes one self-contained HTML page about runs and their evaluations.
 
-    python scripts/report.py runs/fox runs/llama --out report.html
-    python scripts/report.py runs/fox runs/llama --results output/per_token_loss output/niah --out report.html
+    python scripts/report.py runs/fox runs/llama
+    python scripts/report.py runs/fox runs/llama --results output/per_token_loss output/niah --out output/my_page
 
 RUN_DIR is the output_dir of a run, which may still be training. The page has a table of the runs, their losses against
 training tokens and against position, and their configurations side by side with marked differences. For the folders in
@@ -23,20 +23,28 @@ def main() -> None:
     parser.add_argument(
         "--results", nargs="+", type=command_line.path, default=[], metavar="DIR", help="results of evaluations"
     )
+    command_line.add_plugins(parser)
     parser.add_argument(
-        "--out", type=command_line.path, default=Path("report.html"), help="the page; default %(default)s"
+        "--out",
+        type=command_line.path,
+        default=Path("output/report"),
+        metavar="DIR",
+        help="for report.html; default: %(default)s",
     )
     args = parser.parse_args()
+    if args.out.suffix == ".html":
+        parser.error(f"--out={args.out}: give a folder, in which the page is report.html")
+    page = args.out / "report.html"
 
     from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.analysis.page import write_report
 
     try:
-        for reason in write_report(args.run_dirs, args.results, args.out):
+        for reason in write_report(args.run_dirs, args.results, page):
             print(f"left out: {reason}", file=sys.stderr)
     except AnalysisError as error:
         sys.exit(f"error: {error}")
-    print(args.out)
+    print(page)
 
 
 if __name__ == "__main__":

@@ -98,9 +98,9 @@ def results(folder):
 
 
 def test_one_page_holds_everything(runs, tmp_path):
-    done = run_script(SCRIPT, *runs, "--results", results(tmp_path / "results"), "--out", tmp_path / "page.html")
+    done = run_script(SCRIPT, *runs, "--results", results(tmp_path / "results"), "--out", tmp_path / "page")
     assert done.returncode == 0, done.stderr
-    text = (tmp_path / "page.html").read_text()
+    text = (tmp_path / "page/report.html").read_text()
     page = Page(text)
     headings = re.findall(r"<h2>(.*?)</h2>", text)
     assert headings == [
@@ -142,7 +142,7 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "results/results.json").write_text('{"piqa": {"acc,none": 0.625}}')
     (tmp_path / "file").touch()
     for out in (tmp_path, tmp_path / "file/page.html", Path("/proc/no_such_folder/page.html")):
-        with pytest.raises(AnalysisError, match=f"cannot write --out={out} .*; name another file") as caught:
+        with pytest.raises(AnalysisError, match=f"cannot write {out} .*; name another --out") as caught:
             write_report([], [tmp_path / "results"], out)
         assert "\n" not in str(caught.value)
 
@@ -154,10 +154,10 @@ def test_a_file_of_another_program_is_left_out_and_named(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/evaluation.json").write_text('{"my": 1}')
     (tmp_path / "empty").mkdir()
-    done = run_script(SCRIPT, "--results", tmp_path, "--out", tmp_path / "page.html")
+    done = run_script(SCRIPT, "--results", tmp_path, "--out", tmp_path / "page")
     assert done.returncode == 1 and "error: nothing to report: " in done.stderr
     results(tmp_path / "ours")
-    done = run_script(SCRIPT, "--results", tmp_path, tmp_path / "empty", "--out", tmp_path / "page.html")
+    done = run_script(SCRIPT, "--results", tmp_path, tmp_path / "empty", "--out", tmp_path / "page")
     assert done.returncode == 0 and done.stderr.count("holds no results of lm_eval_harness or longbench") == 2
     assert f"{tmp_path}/mine/evaluation.json is no file of this project's evaluations" in done.stderr
     assert f"{tmp_path}/empty holds no results of evaluations" in done.stderr
@@ -185,10 +185,10 @@ def test_a_run_that_has_not_logged_is_left_out_of_the_curves_and_named(runs, tmp
     new = tmp_path / "new"
     new.mkdir()
     shutil.copy(runs[0] / "config.yaml", new)
-    done = run_script(SCRIPT, runs[0], new, "--out", tmp_path / "page.html")
+    done = run_script(SCRIPT, runs[0], new, "--out", tmp_path / "page")
     assert done.returncode == 0
     assert f"left out: {new} has no folder 'metrics'" in done.stderr
-    assert ">new</t" in (tmp_path / "page.html").read_text()
+    assert ">new</t" in (tmp_path / "page/report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -200,15 +200,28 @@ def test_a_run_that_has_not_logged_is_left_out_of_the_curves_and_named(runs, tmp
     ],
 )
 def test_what_cannot_be_reported_is_refused(arguments, message, tmp_path):
-    done = run_script(SCRIPT, *arguments, "--out", tmp_path / "page.html")
+    done = run_script(SCRIPT, *arguments, "--out", tmp_path / "page")
     assert done.returncode == 1 and message in done.stderr
-    assert not (tmp_path / "page.html").exists()
+    assert not (tmp_path / "page/report.html").exists()
+
+
+def test_out_is_a_folder_as_in_compare(tmp_path):
+    done = run_script(SCRIPT, "--out", tmp_path / "page.html")
+    assert done.returncode == 2 and f"--out={tmp_path}/page.html: give a folder, in which the page is" in done.stderr
+
+
+def test_the_page_calls_a_model_by_its_label(runs, tmp_path):
+    config = yaml.safe_load((runs[1] / "config.yaml").read_text())
+    config["model"]["label"] = "FoX (Pro)"
+    (runs[1] / "config.yaml").write_text(yaml.safe_dump(config))
+    write_report(runs[1:], [], tmp_path / "page.html")
+    assert ["Model", "FoX (Pro)"] in Page((tmp_path / "page.html").read_text()).rows
 
 
 def test_only_a_page_is_replaced_by_a_page(runs, tmp_path):
     mine = tmp_path / "config.yaml"
     mine.write_text("a: 1\n")
-    with pytest.raises(AnalysisError, match=r"--out=.*config\.yaml exists and is not a page of this script"):
+    with pytest.raises(AnalysisError, match=r"config\.yaml exists and is not a page of this script"):
         write_report(runs, [], mine)
     assert mine.read_text() == "a: 1\n"
     for _ in range(2):

@@ -101,9 +101,9 @@ def test_page_figures_and_comparisons_have_every_set(config, finished, sets, tmp
     assert {"loss_sets.png", "loss_position_easy.png", "loss_position_hard.png"} <= {
         Path(line).name for line in said.stdout.splitlines()
     }
-    said = run_script("scripts/report.py", *seeds, "--out", tmp_path / "page.html")
+    said = run_script("scripts/report.py", *seeds, "--out", tmp_path / "page")
     assert said.returncode == 0, said.stderr
-    page = (tmp_path / "page.html").read_text().replace("<wbr>", "")
+    page = (tmp_path / "page/report.html").read_text().replace("<wbr>", "")
     last = lines(seeds[0], "val_hard")[-1]["val_hard/loss"]
     for text in ("Held-out loss, hard", f"{last:.4f}", "Loss on every held-out set", "in training, on easy"):
         assert text in page

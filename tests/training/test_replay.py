@@ -92,9 +92,7 @@ def test_a_look_whether_a_file_can_be_written_changes_none(tmp_path, monkeypatch
     np.savez("other.npz", weights=np.zeros(1))
     Path("text.npz").write_text("text")
     for name in ("other.npz", "text"):
-        with pytest.raises(
-            ValueError, match=rf"^out={name}: .* is not of a replay; name another"
-        ):
+        with pytest.raises(ValueError, match=rf"^out={name}: .* is not of a replay; name another"):
             command.check_out(name)
 
 

@@ -134,13 +134,11 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
     )
     try:
         if out.exists() and not _is_report(out):
-            raise AnalysisError(
-                f"--out={out} exists and is not a page of this script; name another file, or move it away"
-            )
+            raise AnalysisError(f"{out} exists and is not a page of this script; name another --out, or move it away")
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, page, durable=False)
     except OSError as error:
-        raise AnalysisError(f"cannot write --out={out} ({error.strerror or error}); name another file") from error
+        raise AnalysisError(f"cannot write {out} ({error.strerror or error}); name another --out") from error
     return left_out
 
 
@@ -165,13 +163,14 @@ def _overview(runs: Mapping[str, Path]) -> str:
     averages = any(run.ema.tokens.size for run in read.values())
     for name, run in read.items():
         config, starts, info = run.config, run.starts, run.info("model")
+        model = config.get("model", {})
         train, heldout, speed = (run.last(kind) for kind in ("train", "val", "throughput"))
         goodput = run.last("goodput")
         loss, ema = heldout.get("val/loss"), run.ema.values
         rows.append(
             [
                 name,
-                config.get("model", {}).get("name", "–"),
+                model.get("label") or model.get("name", "–"),
                 _count(info.get("total_params")),
                 _count(info.get("non_embedding_params")),
                 _count(train.get("step")),
