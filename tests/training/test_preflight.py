@@ -3,7 +3,11 @@
 import re
 from pathlib import Path
 
-from tests.training.conftest import Job, changed, refused
+from omegaconf import OmegaConf
+
+from forgetting_transformer import training
+from forgetting_transformer.training.preflight import checkpoints_to_come
+from tests.training.conftest import STEP, Job, changed, refused
 
 
 def test_it_measures_and_leaves_the_run_alone(tiny, tmp_path):
@@ -30,6 +34,17 @@ def test_a_disk_too_small_for_the_checkpoints_to_come_is_noticed(tiny):
     job = Job(changed(tiny, preflight="check"), patch=patch)
     assert job.wait() == [1]
     assert "the checkpoints to come need" in job.errors() and "checkpoint_keep_interval" in job.errors()
+
+
+def test_checkpoints_that_are_kept_already_need_no_room_and_free_none(tiny, interrupted):
+    """checkpoint_keep_interval counts for those to come: at 12 steps of 20, with one kept at 8."""
+    interrupted(tiny, 12)
+    counted = {}
+    for interval in (4, 8, 12, 20):
+        config = training.parse(OmegaConf.create(changed(tiny, checkpoint_keep_interval=interval * STEP)))
+        counted[interval] = checkpoints_to_come(Path(tiny["output_dir"]), config)
+    assert counted == {4: 4, 8: 3, 12: 2, 20: 3}
+    assert checkpoints_to_come(Path("new"), config) == 4
 
 
 def test_it_finds_what_training_would_find_after_hours(tiny):

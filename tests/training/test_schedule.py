@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 
@@ -69,3 +70,20 @@ def test_every_schedule_is_continuous_and_within_its_bounds():
 def test_impossible_schedules_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         build_schedule(ScheduleConfig(**settings), 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("total", "decay", "advised"),
+    [
+        (1000, None, "schedule.warmup_tokens=100"),
+        (1000, 900, "schedule.warmup_tokens=100"),
+        (1000, 901, "schedule.warmup_tokens=100 schedule.decay_tokens=200"),
+        (1, 3, "schedule.warmup_tokens=0 schedule.decay_tokens=1"),
+    ],
+)
+def test_lengths_that_fit_are_named_and_do(total, decay, advised):
+    kind = {"name": "warmup_cosine" if decay is None else "warmup_stable_decay", "total_tokens": total}
+    with pytest.raises(ConfigError, match=f"; what fits is {advised}$"):
+        build_schedule(ScheduleConfig(**kind, warmup_tokens=1000, decay_tokens=decay), 1e-3)
+    fitting = {key: int(value) for key, value in re.findall(r"schedule\.(\w+)=(\d+)", advised)}
+    build_schedule(ScheduleConfig(**kind | {"decay_tokens": decay} | fitting), 1e-3)

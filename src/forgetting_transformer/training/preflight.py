@@ -26,7 +26,7 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.files import size_in_words
 from forgetting_transformer.training import setup
-from forgetting_transformer.training.checkpoint import steps_in
+from forgetting_transformer.training.checkpoint import read_manifest, steps_in
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.failures import out_of_memory
 from forgetting_transformer.training.metrics import duration
@@ -158,8 +158,9 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
     if found["disk_free_bytes"] < found["disk_needed_bytes"]:
         problems.append(
             f"{place} has {size_in_words(found['disk_free_bytes'])} free and the checkpoints to come need "
-            f"{size_in_words(found['disk_needed_bytes'])}: make room, raise checkpoint_keep_interval, or lower "
-            f"checkpoint_keep_last"
+            f"{size_in_words(found['disk_needed_bytes'])}: make room (scripts/checkpoints.py prune --permanent "
+            "deletes older ones), raise checkpoint_keep_interval, which counts for those to come, or lower "
+            "checkpoint_keep_last"
         )
     print(table(found, config, fabric.world_size), flush=True)
     if problems:
@@ -243,10 +244,6 @@ def _writers(trainer: Trainer) -> int:
 def _disk(place: Path, config: Config, checkpoint_bytes: float) -> dict[str, float]:
     """Room where the run will write, and how fast it takes bytes: those of a file that is deleted again."""
     existing = next(folder for folder in (place, *place.parents) if folder.is_dir())
-    permanent = config.train.max_tokens // config.checkpoint_keep_interval
-    # One more than stay, because a new one is whole before an old one goes.
-    needed = (config.checkpoint_keep_last + permanent + 1) * checkpoint_bytes
-    present = sum(file.stat().st_size for file in place.glob("checkpoints/step-*/**/*") if file.is_file())
     size = int(min(_TEST_BYTES, shutil.disk_usage(existing).free // 2))
     block = os.urandom(1 << 20)
     began = time.perf_counter()
@@ -256,10 +253,22 @@ def _disk(place: Path, config: Config, checkpoint_bytes: float) -> dict[str, flo
         file.flush()
         os.fsync(file.fileno())
     return {
-        "disk_needed_bytes": max(0.0, needed - present),
+        "disk_needed_bytes": checkpoints_to_come(place, config) * checkpoint_bytes,
         "disk_free_bytes": shutil.disk_usage(existing).free,
         "disk_bytes_per_second": max(1, size >> 20) * len(block) / (time.perf_counter() - began),
     }
+
+
+def checkpoints_to_come(place: Path, config: Config) -> int:
+    """For how many more checkpoints than there are a run needs room at once, so that it can write all of them."""
+    folder = RunDirectory(place).checkpoints
+    steps = steps_in(folder) if config.resume else []
+    manifests = [read_manifest(folder / f"step-{step:015d}") for step in steps]
+    rotating = sum(manifest is not None and not manifest["permanent"] for manifest in manifests)
+    permanent = config.train.max_tokens // config.checkpoint_keep_interval
+    permanent -= max(steps, default=0) // config.checkpoint_keep_interval
+    # One more than stay, because a new one is whole before an old one goes.
+    return max(0, permanent) + max(0, config.checkpoint_keep_last + 1 - rotating)
 
 
 def _host_link(device: torch.device) -> float:

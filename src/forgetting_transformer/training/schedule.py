@@ -46,9 +46,14 @@ def _with_warmup(config: ScheduleConfig, peak_lr: float, decay: Callable[[float]
     if config.decay_tokens is not None and total is not None:
         decay_start = total - config.decay_tokens
     if total is not None and not warmup <= decay_start < total:
+        tenth = total // 10
+        fits = f"schedule.warmup_tokens={tenth}"
+        if config.decay_tokens is not None and not 0 < config.decay_tokens <= total - tenth:
+            fits += f" schedule.decay_tokens={max(1, 2 * tenth)}"
         raise ConfigError(
             f"schedule.warmup_tokens={warmup:,}, decay_tokens={config.decay_tokens} and total_tokens={total:,} do not "
-            "fit: warm-up and decay together may not be longer than the run, and the decay needs at least one token"
+            "fit: warm-up and decay together may not be longer than the run, and the decay needs at least one token; "
+            f"what fits is {fits}"
         )
 
     def schedule(tokens: int) -> float:
