@@ -268,10 +268,10 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     import torch
 
     from forgetting_transformer.training import execution, setup
-    from forgetting_transformer.training.backends import choose_on_all_ranks
     from forgetting_transformer.training.compilation import Compilation
     from forgetting_transformer.training.graphs import Graphs, check_device
     from forgetting_transformer.training.graphs import choose as choose_graphs
+    from forgetting_transformer.training.kernel_choice import choose_on_all_ranks
     from forgetting_transformer.training.parameter_groups import undecayed_parameters
 
     device = torch.device(args.device)

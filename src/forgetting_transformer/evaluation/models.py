@@ -209,7 +209,7 @@ def _plugins_missing(folder: Path) -> str | None:
 
 def _check_kernels(model: nn.Module, precision: str, device: torch.device) -> None:
     """Tests the kernels that the model will use, before anything relies on them, and says on a GPU which they are."""
-    from forgetting_transformer.training.backends import choose_on_all_ranks
+    from forgetting_transformer.training.kernel_choice import choose_on_all_ranks
 
     dtype = torch.bfloat16 if resolve(precision, device) == "bf16" else torch.float32
     chosen = choose_on_all_ranks(model, dtype, device, lengths=None)

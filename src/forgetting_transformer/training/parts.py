@@ -15,7 +15,6 @@ from forgetting_transformer.data.mixture import MixtureDataModule
 from forgetting_transformer.data.tools.download import fetching
 from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.training import execution, graphs, setup, status
-from forgetting_transformer.training.backends import choose_on_all_ranks
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.clock import Clock
 from forgetting_transformer.training.compilation import Compilation
@@ -26,6 +25,7 @@ from forgetting_transformer.training.counters import Counters
 from forgetting_transformer.training.eval_sets import check_same_texts, check_tokenizers, open_eval_sets
 from forgetting_transformer.training.graphs import Graphs, check_device
 from forgetting_transformer.training.initial_weights import InitialWeights, initial_weights
+from forgetting_transformer.training.kernel_choice import choose_on_all_ranks
 from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
 from forgetting_transformer.training.peers import Peers

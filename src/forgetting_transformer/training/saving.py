@@ -1,4 +1,4 @@
-"""When and what a run saves, and what became of it. How a checkpoint is written: checkpoint.py."""
+"""When and what a run saves, and what became of it. How a checkpoint is written: checkpoint/."""
 
 import logging
 from typing import TYPE_CHECKING, Any
