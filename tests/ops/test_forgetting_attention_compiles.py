@@ -11,8 +11,13 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 # Compute capability: KiB of shared memory a program may have (CUDA C++ Programming Guide, "Technical Specifications").
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-# 8.0 and 8.9 are compiled as 8.6 is, for as much memory or more.
-GENERATIONS = [pytest.param(c, 256, marks=[pytest.mark.rare] if c in (80, 89) else []) for c in SHARED_KIB]
+# One generation that has Hopper's copy engine and one that has not; the others are compiled like one of the two.
+USUAL_SIZES = [(86, 64), (90, 256)]
+FITS = "tests/ops/test_forgetting_attention_compiles.py::test_tiles_fit_the_shared_memory_of_every_generation"
+SIZES = [
+    pytest.param(*size, marks=[] if size in USUAL_SIZES else [pytest.mark.rare(FITS)])
+    for size in ((86, 64), *((capability, 256) for capability in SHARED_KIB))
+]
 HEADS_AND_CHANNELS = {"q_ptr", "k_ptr", "v_ptr", "d_out_ptr", "out_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
 LOCATIONS = ("_0", "_1", "_2")
 KERNELS = ("forward", "key_gradient", "query_gradient")
@@ -56,7 +61,7 @@ def compile_kernel(name: str, capability: int, head_dim: int, tiles: tuple[int, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("capability", "head_dim"), [(86, 64), *GENERATIONS])
+@pytest.mark.parametrize(("capability", "head_dim"), SIZES)
 def test_tiles_fit_the_shared_memory_of_every_generation(capability, head_dim, name, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from forgetting_transformer.ops.forgetting_attention import triton as launcher
@@ -113,29 +118,20 @@ def compile_for_hopper(name: str, head_dim: int, group: int) -> int:
 
 
 # Heads that share keys change the loops of the key gradient, and addresses elsewhere.
-HOPPER = [("forward", 64), ("key_gradient", 64), *((name, 128) for name in KERNELS)]
-USUAL = [
-    ("forward", 64, 3),
-    ("key_gradient", 64, 1),
-    ("forward", 128, 1),
-    ("key_gradient", 128, 3),
-    ("query_gradient", 128, 3),
+HOPPER = [
+    *((name, 64, group) for name in ("forward", "key_gradient") for group in (1, 3)),
+    *((name, 128, group) for name in KERNELS for group in (1, 3)),
+    ("backward", 64, 1),
+    ("backward", 128, 1),
 ]
-
-
-def _when(case: tuple[str, int, int]) -> list[pytest.MarkDecorator]:
-    """One also in the daily loop, some in the whole suite, the others with --all."""
-    return [pytest.mark.quick] if case == USUAL[0] else [] if case in USUAL else [pytest.mark.rare]
+USUAL = [("forward", 64, 3), ("key_gradient", 128, 3), ("query_gradient", 128, 3), ("backward", 64, 1)]
+IN_FLIGHT = "tests/ops/test_forgetting_attention_compiles.py::test_products_of_the_hopper_kernels_stay_in_flight"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, head_dim, group",
-    [
-        *(pytest.param(*case, group, marks=_when((*case, group))) for case in HOPPER for group in (1, 3)),
-        ("backward", 64, 1),
-        ("backward", 128, 1),
-    ],
+    [pytest.param(*case, marks=[] if case in USUAL else [pytest.mark.rare(IN_FLIGHT)]) for case in HOPPER],
 )
 def test_products_of_the_hopper_kernels_stay_in_flight(name, head_dim, group, tmp_path, monkeypatch, capsys):
     """The assembler says in its log when it makes every product wait for the one before: C7510 and so on."""

@@ -14,6 +14,13 @@ pytest.importorskip("triton")
 from forgetting_transformer.ops import norm, residual_norm, swiglu
 from tests.ops.interpreter import interpret
 
+FILE = "tests/ops/test_layer_kernels.py"
+
+
+def seeds(test: str) -> list:
+    return [0, 1, *(pytest.param(seed, marks=pytest.mark.rare(f"{FILE}::{test}")) for seed in range(2, 8))]
+
+
 KERNELS = """
 import random
 from forgetting_transformer.ops import backends, norm, residual_norm, selftest, shift_norm, swiglu, swiglu_triton
@@ -50,7 +57,7 @@ def strided(shape, dtype=torch.float32):
 """
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds("test_swiglu_and_its_gradient_match_float64"))
 def test_swiglu_and_its_gradient_match_float64(seed):
     interpret(
         KERNELS
@@ -79,7 +86,7 @@ check(torch.ops.forgetting_transformer.swiglu, lambda h: F.silu(h[:, :4]) * h[:,
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds("test_norms_and_their_gradients_match_float64"))
 @pytest.mark.parametrize("how", ["branch", "stream", "alone"])
 def test_norms_and_their_gradients_match_float64(how, seed):
     """Several rows per program, whole programs and a last one with fewer rows."""
@@ -190,14 +197,17 @@ assert error("shift_norm", torch.float32) > 0.1
     )
 
 
+TRAIN = pytest.mark.rare(f"{FILE}::test_models_train_through_the_kernels")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, how",
     [
-        ("forgetting_transformer", "plain"),
+        pytest.param("forgetting_transformer", "plain", marks=TRAIN),
         ("forgetting_transformer", "compiled and checkpointed"),
         ("mamba2", "checkpointed"),
-        ("mamba2", "compiled"),
+        pytest.param("mamba2", "compiled", marks=TRAIN),
     ],
 )
 def test_models_train_through_the_kernels(name, how):
@@ -252,12 +262,14 @@ def test_gate_and_up_must_be_as_wide():
 
 # KiB of shared memory a program may have on every generation of GPU (test_forgetting_attention_compiles.py).
 GENERATIONS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+COMPILES = pytest.mark.rare(f"{FILE}::test_kernels_compile_for_every_generation")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
     "capability",
-    [pytest.param(c, marks=[pytest.mark.slow, *[pytest.mark.rare] * (c in (80, 89))]) for c in GENERATIONS],
+    [pytest.param(c, marks=[] if c == 90 else [COMPILES]) for c in GENERATIONS],
 )
 def test_kernels_compile_for_every_generation(capability, tmp_path, monkeypatch):
     """In bfloat16 at the widths of the 760M models, 1,536 and 4,096 of the MLP; float32 and the widest rows."""

@@ -47,6 +47,17 @@ REFERENCE = {op: by_position(reference, op) for op in OPS}
 DECAYS = ["random", "none", "strong", "resets"]
 OPS_AND_DECAYS = [(op, decay) for op in OPS for decay in (["none"] if op == "delta_rule" else DECAYS)]
 LENGTHS = [1, 5, 63, 64, 65, 130, 200]
+#: A decay of heads, the delta rule with one of channels, and the scan; the others run over several segments.
+USUAL = {
+    (op, decay, length)
+    for op in ("simple_gla", "kda", "selective_scan")
+    for decay in ("none", "strong")
+    for length in (1, 65, 200)
+}
+
+
+def rare_unless(usual: bool, test: str) -> list[pytest.MarkDecorator]:
+    return [] if usual else [pytest.mark.rare(f"tests/ops/test_recurrence.py::{test}")]
 
 
 def make_log_decay(kind: str, *shape: int) -> Tensor:
@@ -176,8 +187,18 @@ def test_gradients_are_derivatives(op, backend, length):
     assert torch.autograd.gradcheck(lambda *x: call(backend[op], dict(zip(inputs, x, strict=True))), leaves)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("op, decay", OPS_AND_DECAYS)
+@pytest.mark.parametrize(
+    "op, decay, length",
+    [
+        pytest.param(
+            *case,
+            length,
+            marks=rare_unless((*case, length) in USUAL, "test_portable_equals_reference_over_several_segments"),
+        )
+        for case in OPS_AND_DECAYS
+        for length in LENGTHS
+    ],
+)
 def test_portable_equals_reference(op, decay, length):
     inputs = make_inputs(op, length, decay)
     assert_close(run(PORTABLE[op], inputs), run(REFERENCE[op], inputs), 1e-11)
@@ -294,7 +315,13 @@ def test_a_decay_given_per_head_equals_the_same_decay_in_every_key_channel(op, b
     assert_close(got, want, 1e-11)
 
 
-@pytest.mark.parametrize("cuts", [(1,), (64,), (100,), (129,), (1, 2, 3, 70)])
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        pytest.param(cuts, marks=rare_unless(cuts in ((64,), (1, 2, 3, 70)), "test_a_sequence_may_be_cut_anywhere"))
+        for cuts in ((1,), (64,), (100,), (129,), (1, 2, 3, 70))
+    ],
+)
 @pytest.mark.parametrize("op", OPS)
 def test_a_sequence_may_be_cut_anywhere(op, cuts):
     inputs = make_inputs(op, 130)
@@ -830,9 +857,16 @@ def test_a_scan_whose_kernels_do_not_compile_runs_in_pytorch(monkeypatch):
     torch.testing.assert_close(got, reference.selective_scan(x, dt, A, B, C, state)[0])
 
 
-@pytest.mark.parametrize("length", [1, 5, 256, 600])
+LAST_STATE = "test_the_last_state_needs_no_walk"
+
+
+@pytest.mark.parametrize(
+    "length", [pytest.param(n, marks=rare_unless(n in (1, 600), LAST_STATE)) for n in (1, 5, 256, 600)]
+)
 @pytest.mark.parametrize(("op", "groups"), [("simple_gla", 3), ("simple_gla", 1), ("gla", 3)])
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize(
+    "decay", [pytest.param(x, marks=rare_unless(x in ("none", "resets"), LAST_STATE)) for x in DECAYS]
+)
 def test_the_last_state_needs_no_walk(op, groups, length, decay):
     """What tokens add to the state and leave of it, and their gradients, as a walk from another state has them."""
     inputs = make_inputs(op, length, decay)
