@@ -33,14 +33,21 @@ def test_compiled_graphs_see_a_constant_where_the_kernel_is_looked_for(monkeypat
     assert compiled(torch.zeros(2)).tolist() == [1.0, 1.0] and calls == [0]
 
 
-@pytest.mark.parametrize("head_dim", [16, pytest.param(24, marks=pytest.mark.quick), 64, 80, 256])
+RAGGED = pytest.mark.rare(
+    "tests/ops/test_forgetting_attention_kernel.py::test_outputs_and_gradients_are_the_references_at_ragged_lengths"
+)
+
+
+@pytest.mark.parametrize(
+    "head_dim", [pytest.param(24, marks=pytest.mark.quick), 64, *(pytest.param(d, marks=RAGGED) for d in (16, 80, 256))]
+)
 def test_outputs_and_gradients_are_the_references_at_ragged_lengths(head_dim):
     """Head dimensions that are no powers of two, too. Log-normalisers have gradients, too.
 
     A stretch is 128 positions, tiles are 32 to 128 wide; how they follow each other does not depend on the head
     dimension.
     """
-    lengths = {16: (2, 63, 128, 129, 260), 24: (2, 129, 260)}.get(head_dim, (2, 130))
+    lengths = {16: (2, 63, 128, 129, 260), 24: (2, 129, 260), 64: (63, 128)}.get(head_dim, (2, 130))
     interpret(
         f"""
 for length in {lengths}:
@@ -70,7 +77,7 @@ assert [tuple(x.shape) for x in got[4:]] == [(*q.shape,)] * 3 + [(*log_fgate.sha
 def test_fewer_queries_than_keys_and_shared_keys():
     interpret(
         """
-for queries, length in ((1, 1), (1, 129), (5, 260), (64, 192), (130, 140)):
+for queries, length in ((1, 1), (1, 129), (5, 260), (130, 140)):
     check(*inputs(length, 16, queries=queries, heads=1), 1e-5)
 check(*inputs(40, 16, heads=4, groups=2, batch=2), 1e-5)
 check(*inputs(140, 16, heads=3, groups=1, queries=20), 1e-5)
@@ -81,7 +88,7 @@ check(*inputs(140, 16, heads=3, groups=1, queries=20), 1e-5)
 def test_padding_windows_and_packed_documents():
     interpret(
         """
-for queries, length in ((260, 260), (70, 140), (5, 260)):
+for queries, length in ((140, 140), (5, 260)):
     positions = torch.arange(length)[None, length - queries:]
     for first_key in ((positions - 69).clamp(min=0), positions // 70 * 70):  # a window; documents
         check(*inputs(length, 16, queries=queries, heads=1), 1e-5, first_key.int())
@@ -128,7 +135,12 @@ for distance in (1, 16, 64):
     )
 
 
-@pytest.mark.parametrize("log_tolerance, queries", [(-10.0, 150), (-3.0, 24)])
+PRUNING = pytest.mark.rare(
+    "tests/ops/test_forgetting_attention_kernel.py::test_pruning_skips_work_and_changes_rows_by_less_than_its_tolerance"
+)
+
+
+@pytest.mark.parametrize("log_tolerance, queries", [(-10.0, 150), pytest.param(-3.0, 24, marks=PRUNING)])
 def test_pruning_skips_work_and_changes_rows_by_less_than_its_tolerance(log_tolerance, queries):
     """By one threshold for a head, and by bounds for every tile."""
     interpret(
@@ -169,8 +181,7 @@ def test_the_search_finds_what_a_walk_over_all_blocks_finds():
         """
 from forgetting_transformer.ops.forgetting_attention import pruning
 totals = torch.zeros(2)
-for queries, keys, groups, kernel._MAX_CHUNK in ((1, 129, 3, 1024), (1000, 1000, 1, 4), (700, 1025, 3, 1024), (1536,
-1536, 3, 2)):
+for queries, keys, groups, kernel._MAX_CHUNK in ((1, 129, 3, 1024), (700, 700, 1, 2), (500, 645, 3, 1024)):
     q, k, _, log_fgate, _ = inputs(keys, 16, heads=3, groups=groups, queries=queries)
     log_fgate += torch.tensor([-1.0, 0.1, 0.0])[:, None]
     log_fgate = log_fgate.clamp(max=0)
@@ -264,8 +275,8 @@ def run_causal(tensors, takes_kernel, **options):
     return [out.detach(), *(x.grad for x in leaves)]
 
 for queries, length, groups, window, start in (
-    (130, 130, 2, None, None), (130, 130, 1, 40, None), (33, 130, 2, 40, None), (70, 70, 2, None, (0, 41)),
-    (70, 70, 1, 40, (70, 41)), (20, 130, 2, 40, (120, 3)), (2, 130, 2, 1, None), (20, 90, 2, 1000, None),
+    (130, 130, 2, None, None), (70, 70, 1, 40, (70, 41)), (20, 130, 2, 40, (120, 3)), (2, 130, 2, 1, None),
+    (20, 90, 2, 1000, None),
 ):
     q, k, v, _, d_out = inputs(length, 16, torch.float16, queries=queries, groups=groups, batch=2)
     options = {"window_size": window, "seq_start": None if start is None else torch.tensor(start)}

@@ -1,5 +1,6 @@
 """The Triton kernels of the short convolution in Triton's interpreter, and compiled for every GPU. No GPU is needed."""
 
+import itertools
 import os
 import re
 
@@ -8,7 +9,12 @@ import pytest
 pytest.importorskip("triton")
 from tests.ops.interpreter import interpret
 
-GENERATIONS = (80, 86, 89, 90, 100, 120)
+FILE = "tests/ops/test_short_convolution_kernel.py"
+RARE_SHAPE = pytest.mark.rare(f"{FILE}::test_it_computes_what_pytorch_does_in_float64")
+RARE_DOCUMENTS = pytest.mark.rare(f"{FILE}::test_inputs_of_one_packed_document_do_not_enter_another")
+RARE_OPERATOR = pytest.mark.rare(f"{FILE}::test_it_is_one_operator_to_torch_compile")
+RARE = pytest.mark.rare(f"{FILE}::test_it_compiles_for_every_generation_without_spilling")
+GENERATIONS = [90, *(pytest.param(capability, marks=RARE) for capability in (80, 86, 89, 100, 120))]
 
 CHECK = """
 import random
@@ -61,23 +67,39 @@ for a, e in zip(got, want, strict=True):
     )
 
 
+KINDS = {"20": (20, 4, 0, True), "150": (150, 3, 0, False), "2 heads": (48, 4, 2, True), "a head": (24, 2, 1, False)}
+USUAL = [(33, "20", False), (33, "150", True), (33, "2 heads", True), (3, "a head", False), (1, "2 heads", True)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [1, 3, 33, 150])
 @pytest.mark.parametrize(
-    "channels, taps, heads, silu", [(20, 4, 0, True), (150, 3, 0, False), (48, 4, 2, True), (24, 2, 1, False)]
+    "length, kind, with_previous",
+    [
+        pytest.param(*case, marks=[] if case in USUAL else [RARE_SHAPE])
+        for case in itertools.product((1, 3, 33, 150), KINDS, (False, True))
+    ],
 )
-@pytest.mark.parametrize("with_previous", [False, True])
-def test_it_computes_what_pytorch_does_in_float64(length, channels, taps, heads, silu, with_previous):
-    interpret(CHECK + f"check(2, {length}, {channels}, {taps}, {heads}, {silu}, {heads == 0}, {with_previous})")
-
-
-@pytest.mark.slow
-def test_random_shapes():
+def test_it_computes_what_pytorch_does_in_float64(length, kind, with_previous):
+    """33 positions are three programs, forward and backward, of which the last has one position."""
+    channels, taps, heads, silu = KINDS[kind]
     interpret(
         CHECK
-        + """
-draw = random.Random(22)
-for _ in range(10):
+        + f"""
+if {length} < 150:
+    launcher._STEPS, launcher._TILES = 2, {{"forward": 128, "backward": 64}}
+check(2, {length}, {channels}, {taps}, {heads}, {silu}, {heads == 0}, {with_previous})
+"""
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=RARE_SHAPE) for seed in range(1, 6))])
+def test_random_shapes(seed):
+    interpret(
+        CHECK
+        + f"""
+draw = random.Random({seed})
+for _ in range(2):
     heads, taps = draw.choice([0, 1, 3]), draw.randint(1, 4)
     channels = max(1, heads) * draw.choice([8, 16, 31, 96])
     previous = taps > 1 and draw.random() < 0.5
@@ -88,17 +110,20 @@ for _ in range(10):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("previous", [False, True])
-def test_inputs_of_one_packed_document_do_not_enter_another(previous):
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=RARE_DOCUMENTS)])
+def test_inputs_of_one_packed_document_do_not_enter_another(first):
+    """With inputs before the sequence in every second case."""
     interpret(
         CHECK
         + f"""
-draw = random.Random(3)
-for taps, heads, length in [(4, 0, 77), (4, 2, 40), (3, 0, 19), (2, 1, 5)]:
+draw, previous = random.Random(3), {first}
+launcher._STEPS, launcher._TILES = 2, {{"forward": 128, "backward": 64}}
+for taps, heads, length in [(4, 0, 37), (4, 2, 20), (3, 0, 19), (2, 1, 5)]:
     begins = torch.rand(2, length) < 0.3
     places = torch.arange(length).expand(2, -1)
     position = places - torch.where(begins, places, -draw.choice([0, 1, 5])).cummax(1).values
-    check(2, length, 24, taps, heads, True, True, {previous}, position=position.int())
+    check(2, length, 24, taps, heads, True, True, previous, position=position.int())
+    previous = not previous
 """
     )
 
@@ -109,16 +134,16 @@ def test_sixteen_bits_round_the_results_alone():
 
 
 @pytest.mark.slow
-def test_it_is_one_operator_to_torch_compile():
+@pytest.mark.parametrize("optional", [True, pytest.param(False, marks=RARE_OPERATOR)])
+def test_it_is_one_operator_to_torch_compile(optional):
     """Its fakes have the shapes, strides and dtypes of its results, and its gradients are registered."""
     interpret(
-        """
+        f"""
 from forgetting_transformer.ops import short_convolution_triton as launcher
 x, weight = torch.randn(2, 9, 12)[..., 2:8].requires_grad_(), torch.randn(6, 1, 4, requires_grad=True)
-for bias, previous in [(None, None), (torch.randn(6, requires_grad=True), torch.randn(2, 6, 3, requires_grad=True))]:
-    torch.library.opcheck(
-        torch.ops.forgetting_transformer.short_convolution, (x, weight, bias, previous, None, True, 2, 1e-6)
-    )
+bias, previous = torch.randn(6, requires_grad=True), torch.randn(2, 6, 3, requires_grad=True)
+given = (bias, previous) if {optional} else (None, None)
+torch.library.opcheck(torch.ops.forgetting_transformer.short_convolution, (x, weight, *given, None, True, 2, 1e-6))
 """
     )
 
@@ -158,7 +183,12 @@ def compile_kernel(name: str, capability: int, width: int, norm: bool, previous:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
     "width, norm, previous, packed",
-    [(128, True, False, False), (96, True, False, False), (128, False, True, False), (128, False, False, True)],
+    [
+        (128, True, False, False),
+        pytest.param(96, True, False, False, marks=RARE),
+        pytest.param(128, False, True, False, marks=RARE),
+        pytest.param(128, False, False, True, marks=RARE),
+    ],
 )
 @pytest.mark.parametrize("capability", GENERATIONS)
 @pytest.mark.parametrize("name", ["forward", "backward"])

@@ -91,28 +91,32 @@ check(arguments, None)
     )
 
 
-@pytest.mark.parametrize("length", [1, 31, 64, 65, 130, 200])
+RAGGED = pytest.mark.rare("tests/ops/test_ssd_kernel.py::test_ragged_lengths")
+
+
+@pytest.mark.parametrize("length", [1, 130, *(pytest.param(length, marks=RAGGED) for length in (31, 64, 65, 200))])
 def test_ragged_lengths(length):
+    """A chunk has 64 tokens."""
     expect(f"check(*inputs(2, {length}, 2, 1, 16, 16))")
 
 
 @pytest.mark.parametrize("decay", ["none", "strong", "resets"])
 def test_strong_and_absent_decay(decay):
-    expect(f"check(*inputs(1, 150, 3, 1, 16, 32, {decay!r}))")
+    expect(f"check(*inputs(1, 70, 3, 1, 16, 32, {decay!r}))")
 
 
 @pytest.mark.parametrize("breaks", [0.01, 0.3, 1.0])
 def test_no_state_goes_on_from_one_document_into_the_next(breaks):
-    expect(f"check(*inputs(2, 150, 2, 1, 16, 16, breaks={breaks}))")
+    expect(f"check(*inputs(2, 70, 2, 1, 16, 16, breaks={breaks}))")
 
 
 @pytest.mark.parametrize("has_skip, has_state", [(False, False), (True, False), (False, True)])
 def test_without_skip_or_initial_state(has_skip, has_state):
-    expect(f"check(*inputs(1, 100, 4, 2, 16, 16, has_skip={has_skip}, has_state={has_state}))")
+    expect(f"check(*inputs(1, 70, 4, 2, 16, 16, has_skip={has_skip}, has_state={has_state}))")
 
 
 def test_slices_of_wider_rows():
-    expect("check(*inputs(2, 100, 4, 2, 32, 16, spread=True))")
+    expect("check(*inputs(2, 70, 4, 2, 32, 16, spread=True))")
 
 
 def test_more_heads_than_one_program_adds_up():
@@ -121,14 +125,14 @@ def test_more_heads_than_one_program_adds_up():
 
 
 def test_16_bit_inputs_have_chunks_of_128():
-    expect("check(*inputs(1, 300, 2, 1, 32, 16, breaks=0.01, dtype=torch.float16), tolerance=2e-3)")
+    expect("check(*inputs(1, 140, 2, 1, 32, 16, breaks=0.02, dtype=torch.float16), tolerance=2e-3)")
 
 
 def test_16_bits_keep_their_digits_through_strong_decay():
-    expect("check(*inputs(1, 200, 2, 1, 16, 16, 'resets', dtype=torch.float16), tolerance=2e-3)")
+    expect("check(*inputs(1, 140, 2, 1, 16, 16, 'resets', dtype=torch.float16), tolerance=2e-3)")
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.rare) for seed in range(3, 20))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=RAGGED) for seed in range(2, 20))])
 def test_random_shapes(seed):
     chosen = random.Random(seed)
     groups = chosen.choice([1, 2, 3])
@@ -180,7 +184,7 @@ from forgetting_transformer.ops import recurrence
 from forgetting_transformer.ops.recurrence import convolved_ssd
 from forgetting_transformer.ops.short_convolution import short_convolution
 
-batch, length, heads, groups, keys, values, taps = 2, 70, 4, 2, 16, 16, 4
+batch, length, heads, groups, keys, values, taps = 1, 70, 4, 2, 16, 16, 4
 channels = heads * values + 2 * groups * keys
 arguments = [
     torch.randn(batch, length, channels + 7)[..., 3:-4], torch.randn(channels, 1, taps), torch.randn(channels),
