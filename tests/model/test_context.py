@@ -92,10 +92,13 @@ def measure(name: str, packed: bool, checkpointing: bool, shared: context.Contex
     return {"loss": loss.detach(), **gradients}
 
 
-CASES = [
+ALL_CASES = [
     *((name, False, checkpointing) for name in MODELS for checkpointing in (False, True)),
     *((name, True, True) for name in PACKED),
 ]
+#: Four processes leave out most that are not checkpointed: layers know nothing of it.
+CASES = [case for case in ALL_CASES if case[2] or case[0] in ("fox_pro", "mamba2")]
+SHARED = pytest.mark.rare("tests/model/test_context.py::test_processes_that_share_sequences_compute_what_one_does")
 
 
 def _share(folder: Path, rank: int, size: int) -> None:
@@ -104,7 +107,7 @@ def _share(folder: Path, rank: int, size: int) -> None:
         store = dist.FileStore(str(folder / "rendezvous"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=HANG))
         shared = context.Context(rank, size)
-        found = {case: measure(*case, shared) for case in CASES}
+        found = {case: measure(*case, shared) for case in (CASES if size == 4 else ALL_CASES)}
         torch.save(found, folder / f"{rank}.pt")
     except BaseException:
         (folder / f"{rank}.error").write_text(traceback.format_exc())
@@ -112,7 +115,7 @@ def _share(folder: Path, rank: int, size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=SHARED), 4])
 def test_processes_that_share_sequences_compute_what_one_does(tmp_path, size):
     processes = [server.Process(target=_share, args=(tmp_path, rank, size)) for rank in range(size)]
     for process in processes:
@@ -122,7 +125,7 @@ def test_processes_that_share_sequences_compute_what_one_does(tmp_path, size):
     errors = "\n".join(file.read_text() for file in sorted(tmp_path.glob("*.error")))
     assert [process.exitcode for process in processes] == [0] * size, errors
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
-    for case in CASES:
+    for case in parts[0]:
         whole = measure(*case, None)
         loss = torch.cat([part[case]["loss"] for part in parts], dim=1)
         torch.testing.assert_close(loss, whole.pop("loss"), rtol=0, atol=1e-6, msg=lambda m, c=case: f"{c}: {m}")

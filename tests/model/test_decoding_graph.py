@@ -86,9 +86,10 @@ CASES = [(name, {}) for name in STATIC] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, fields", CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "default")
 def test_a_graph_gives_the_logits_of_calls_without_one(name, fields, graphs):
-    model, ids = small(name, **fields), random_ids(2)
+    model, ids = small(name, **fields), random_ids(2, 110)
     want = decode(model, ids, model.new_cache())
     assert not graphs
     got = decode(model, ids, model.new_cache(cuda_graph=True))
@@ -134,7 +135,11 @@ def test_left_padding_that_goes_on_behind_the_prompt(name, graphs):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("prompt", [1, 40, 300])
+EVICTED = pytest.mark.rare("tests/model/test_decoding_graph.py::test_evicted_keys")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", [1, pytest.param(40, marks=EVICTED), 300])
 def test_evicted_keys(prompt, graphs, monkeypatch):
     """Of heads that forget at different speeds, over several looks at what is forgotten."""
     monkeypatch.setattr(EvictingCache, "EVERY", 32)
@@ -329,18 +334,32 @@ def test_a_wrong_mask_is_refused_as_without_a_graph():
         model(input_ids=ids[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 5))
 
 
-@pytest.mark.parametrize("name", [*STATIC, "samba"])
+GENERATE = pytest.mark.rare("tests/model/test_decoding_graph.py::test_generate_uses_graphs")
+BEAMS = ("forgetting_transformer", "mamba2", "samba")  # growing keys, states, neither held still
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"do_sample": False}, {"do_sample": False, "num_beams": 2}], ids=["greedy", "beams"]
+    "name, num_beams",
+    [
+        *((name, 1) for name in (*STATIC, "samba")),
+        *(pytest.param(name, 2, marks=[] if name in BEAMS else [GENERATE]) for name in (*STATIC, "samba")),
+    ],
 )
-def test_generate_uses_graphs(name, options, graphs):
+def test_generate_uses_graphs(name, num_beams, graphs):
     model, ids = small(name), random_ids(2, 8)
-    options = {**options, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
+    options = {
+        "do_sample": False,
+        "num_beams": num_beams,
+        "max_new_tokens": 12,
+        "min_new_tokens": 12,
+        "pad_token_id": 0,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         got = model.generate(ids, **options)
     # Beams move at every token.
-    assert bool(graphs) == (name in STATIC and "num_beams" not in options)
+    assert bool(graphs) == (name in STATIC and num_beams == 1)
     assert torch.equal(got, model.generate(ids, **{CACHE_NAME: model.new_cache()}, **options))
 
 
@@ -438,7 +457,7 @@ def test_models_that_a_graph_would_not_follow_go_without(how, graphs):
     class Marked(torch.nn.Parameter):
         pass
 
-    model, ids = small("forgetting_transformer"), random_ids(1, 30)
+    model, ids = small("forgetting_transformer"), random_ids(1, PROMPT + 4)
     want = decode(model, ids, model.new_cache())
     if how == "compiled":
         model.decoder.layers[0].compile(backend="eager")
