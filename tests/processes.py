@@ -23,7 +23,9 @@ ROOT = Path(__file__).parents[1]
 
 server = multiprocessing.get_context("forkserver")
 # What a run imports late, too: every process forked would do it again.
-server.set_forkserver_preload(["hydra", "forgetting_transformer.training.trainer", "tests.training.conftest"])
+server.set_forkserver_preload(
+    ["hydra", "forgetting_transformer.training.trainer", "tests.training.conftest", "tests.frozen"]
+)
 
 
 def _shuffled_ports() -> list[int]:
