@@ -1,9 +1,8 @@
-"""What the fork server imports last: its objects so far are no business of the collections of garbage in its processes.
+"""What the fork server imports last: a collection of garbage in its processes passes over all that it has imported.
 
-A collection would write to every one of them, and so copy the memory that processes share with the server.
+It would write to each of these objects, and so copy the memory that processes share with the server.
 """
 
 import gc
 
-gc.collect()
 gc.freeze()

@@ -17,7 +17,7 @@ from forgetting_transformer.training.export import MARK, ExportError, export
 from tests.processes import run_command
 from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused, train
 from tests.training.test_export import word_tokenizer
-from tests.training.test_resume import STRATEGIES, assert_same_run, lines
+from tests.training.test_resume import assert_same_run, lines
 
 pytestmark = pytest.mark.slow
 KEPT = [8, 16, 20]  # steps whose checkpoints a run of the tiny configuration keeps
@@ -33,9 +33,9 @@ def snapshot(folder: Path) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "steps"), [({"last": 3}, KEPT), ({"last": 2}, KEPT[1:]), ({"steps": [20 * STEP, 8 * STEP]}, [8, 20])]
+    ("chosen", "steps", "tie"),
+    [({"last": 3}, KEPT, True), ({"last": 2}, KEPT[1:], False), ({"steps": [20 * STEP, 8 * STEP]}, [8, 20], False)],
 )
-@pytest.mark.parametrize("tie", [False, True])
 def test_the_mean_of_checkpoints_is_exported_and_the_run_is_left_alone(
     tiny, tmp_path, finished, tokenizer, monkeypatch, chosen, steps, tie
 ):
@@ -181,7 +181,20 @@ def assert_weights_alone(plain: str, other: str) -> None:
         assert all(x.get(key) == y.get(key) for key in keys)
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [
+        ("auto", 1),
+        pytest.param(
+            "ddp",
+            2,
+            marks=pytest.mark.rare(
+                "tests/training/test_averaging.py::test_every_strategy_keeps_it_and_a_killed_run_ends_bitwise_the_same"
+            ),
+        ),
+        ("fsdp", 2),
+    ],
+)
 def test_every_strategy_keeps_it_and_a_killed_run_ends_bitwise_the_same(
     tiny, tmp_path, finished, tokenizer, strategy, world_size
 ):
@@ -223,7 +236,7 @@ def held_out_loss(folder: Path, config: dict) -> float:
 
 def test_it_goes_on_with_another_strategy_and_number_of_processes(tiny, finished):
     config = with_ema(tiny)
-    for steps, strategy, world_size in [(6, "fsdp", 2), (13, "auto", 1), (20, "ddp", 2)]:
+    for steps, strategy, world_size in [(6, "fsdp", 2), (20, "auto", 1)]:
         train(changed(config, strategy__name=strategy, train__max_tokens=steps * STEP), world_size)
     straight = ema_of(finished(config), 20)
     for name, tensor in ema_of(tiny["output_dir"], 20).items():

@@ -14,7 +14,7 @@ from tests.training.test_stopping import SIGNAL_IN_STEP_SIX
 
 pytestmark = pytest.mark.slow
 
-#: The gradient of one rank is poisoned in the given steps.
+#: The gradient of one rank is filled with the given value in the given steps.
 POISON = """
 import torch
 from forgetting_transformer.training import trainer
@@ -22,9 +22,9 @@ unpoisoned = trainer.Trainer.step
 def step(self, batch):
     first = next(p for p in self.model.module.parameters())
     hook = None
-    if self.counters.batch_count in {batches} and self.fabric.global_rank == {rank}:
-        value = float("{value}")
-        hook = first.register_hook(lambda gradient: torch.full_like(gradient, value))
+    value = {values}.get(self.counters.batch_count)
+    if value is not None and self.fabric.global_rank == {rank}:
+        hook = first.register_hook(lambda gradient: torch.full_like(gradient, float(value)))
     result = unpoisoned(self, batch)
     if hook is not None:
         hook.remove()
@@ -46,7 +46,7 @@ def single(config: dict) -> dict:
 def test_a_bad_gradient_on_one_rank_skips_the_update_on_all(tiny, tmp_path, value, strategy, world_size):
     """Weights and moments afterwards are those of a run whose learning rate and data skip the step."""
     tiny = single(changed(tiny, strategy__name=strategy, checkpoint_interval=STEP, checkpoint_keep_last=30))
-    job = Job(tiny, world_size, patch=POISON.format(batches=[8], rank=world_size - 1, value=value))
+    job = Job(tiny, world_size, patch=POISON.format(values={8: value}, rank=world_size - 1))
     assert job.wait() == [0] * world_size, job.errors()
     before, after = (checkpoint_tensors(tiny["output_dir"], step * STEP) for step in (8, 9))
     for name, tensor in before.items():
@@ -92,10 +92,21 @@ trainer.Trainer.step = step
     assert first["train_eval/loss_avg_len_32"] == pytest.approx(sum(counted) / 5)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        1,
+        pytest.param(
+            2,
+            marks=pytest.mark.rare(
+                "tests/training/test_bad_steps.py::test_after_so_many_in_a_row_the_run_stops_saved_and_says_where_to_look"
+            ),
+        ),
+    ],
+)
 def test_after_so_many_in_a_row_the_run_stops_saved_and_says_where_to_look(tiny, world_size):
     tiny = single(changed(tiny, train__max_bad_steps=3))
-    job = Job(tiny, world_size, patch=POISON.format(batches=list(range(9, 20)), rank=0, value="nan"))
+    job = Job(tiny, world_size, patch=POISON.format(values=dict.fromkeys(range(9, 20), "nan"), rank=0))
     assert job.wait() == [1] * world_size
     assert "3 updates in a row were left out" in job.errors() or "4 updates in a row" in job.errors()
     assert "bad_step.jsonl" in job.errors() and "scripts/replay.py" in job.errors()
@@ -109,19 +120,21 @@ def test_after_so_many_in_a_row_the_run_stops_saved_and_says_where_to_look(tiny,
 
 
 def test_a_run_that_skipped_steps_resumes_bitwise(tiny, tmp_path):
-    """With the spike rule on: what it compares with comes back from the checkpoint too."""
+    """With the spike rule on: the norms that it compares with come back from the checkpoint too.
+
+    The step after the resume is a spike, as those know that were counted before it.
+    """
     patch = "from forgetting_transformer.training import step_guard; step_guard.WINDOW = 4\n"
-    patch += POISON.format(batches=[2, 4, 5, 8, 13], rank=0, value="nan")
-    tiny = single(changed(tiny, train__spike_factor=1.1, train__max_bad_steps=19))
+    patch += POISON.format(values={2: "nan", 4: "nan", 5: "nan", 6: "1e6"}, rank=0)
+    tiny = single(changed(tiny, train__spike_factor=100.0, train__max_tokens=9 * STEP, skip_eval=True))
     straight = changed(tiny, output_dir=str(tmp_path / "straight"))
     stopped = patch + SIGNAL_IN_STEP_SIX.format(name="SIGTERM", rank=0)  # two updates in a row left out by then
     for config, faults in ((straight, patch), (tiny, stopped), (tiny, patch)):
         job = Job(config, patch=faults)
         assert job.wait() == [0], job.errors()
     left_out = [line["bad_step/batch"] for line in bad_steps(tiny)]
-    assert left_out == [line["bad_step/batch"] for line in bad_steps(straight)]
-    assert {2, 4, 5, 8, 13} < set(left_out), "the spike rule acted too"
-    ours, theirs = (checkpoint_tensors(config["output_dir"], 20 * STEP) for config in (tiny, straight))
+    assert left_out == [line["bad_step/batch"] for line in bad_steps(straight)] == [2, 4, 5, 6]
+    ours, theirs = (checkpoint_tensors(config["output_dir"], 9 * STEP) for config in (tiny, straight))
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     assert losses(tiny["output_dir"]) == losses(straight["output_dir"])
 

@@ -1,7 +1,6 @@
 """The callbacks lm_eval, needle, samples and gate_statistics give the numbers of evaluations, and change no weight."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +49,15 @@ def offline(task: Path) -> str:
     return f"import os; os.environ['HF_DATASETS_CACHE'] = {str(task / 'cache')!r}\n"
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("ddp", 2), ("fsdp", 2)])
+SCORES = pytest.mark.rare(
+    "tests/training/test_evaluation_callbacks.py::test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight"
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [("auto", 1), pytest.param("ddp", 2, marks=SCORES), pytest.param("fsdp", 2, marks=SCORES)],
+)
 def test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight(
     tiny, finished, task, monkeypatch, strategy, world_size
 ):
@@ -76,6 +83,9 @@ def test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight(
     assert found[-1]["lm_eval/words/chance"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.rare(
+    "tests/training/test_evaluation_callbacks.py::test_a_signal_breaks_the_needle_test_off_and_the_next_start_does_it_again"
+)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_signal_breaks_lm_eval_off_and_the_next_start_does_it_again(tiny, finished, task, world_size):
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
@@ -103,6 +113,24 @@ lm_eval_callback.LmEval._adapter = adapter
     assert_same_run(straight, tiny["output_dir"])
 
 
+#: One process is refused several times: it imports lm_eval once.
+ONE_AFTER_THE_OTHER = """
+import traceback
+from omegaconf import OmegaConf
+from forgetting_transformer import training
+original = training.run
+def run(last):
+    said = []
+    for config in [*(training.parse(OmegaConf.create(given)) for given in CONFIGS), last]:
+        try:
+            original(config)
+        except Exception:
+            said.append(traceback.format_exc())
+    raise SystemError("\f".join(said))
+training.run = run
+"""
+
+
 def test_what_lm_eval_needs_is_missed_before_the_first_step(tiny, task):
     absent = "import importlib.util\nfind = importlib.util.find_spec\n"
     absent += "importlib.util.find_spec = lambda name, *rest: None if name == 'lm_eval' else find(name, *rest)"
@@ -111,19 +139,36 @@ def test_what_lm_eval_needs_is_missed_before_the_first_step(tiny, task):
     assert "callbacks=[lm_eval] needs lm-evaluation-harness: pip install 'lm_eval>=0.4.13,<0.5'" in job.errors()
     assert "pip install" in status(tiny)["reason"]
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
-    for keys, message in (
+    cases = (
         ({"tasks": ["wordz"]}, "tasks=wordz: lm_eval does not know them; for wordz did you mean 'words'? `lm_eval ls"),
         ({"tasks": ["arc_eazy"]}, "for arc_eazy did you mean 'arc_easy'?"),
         ({"tokenizer": None}, "callbacks.lm_eval.tokenizer=None: "),
         ({"tasks": []}, r"callbacks.lm_eval.tasks=[] is empty"),
         ({"limit": 0}, "callbacks.lm_eval.limit=0 must be"),
-    ):
-        os.environ["HF_DATASETS_CACHE"] = str(task / "cache")
-        assert message in refused(with_lm_eval(tiny, task, **keys))
+    )
+    configs = [with_lm_eval(tiny, task, **keys) for keys, _ in cases]
+    job = Job(configs[-1], patch=offline(task) + f"CONFIGS = {configs[:-1]!r}\n" + ONE_AFTER_THE_OTHER)
+    assert job.wait() == [1]
+    said = job.errors().split("\f")
+    assert len(said) == len(cases)
+    for (_, message), text in zip(cases, said, strict=True):
+        assert message in text
     assert not (Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl").exists()
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [
+        ("auto", 1),
+        pytest.param(
+            "fsdp",
+            2,
+            marks=pytest.mark.rare(
+                "tests/training/test_evaluation_callbacks.py::test_gate_statistics_are_the_memory_lengths_of_the_finished_model"
+            ),
+        ),
+    ],
+)
 def test_gate_statistics_are_the_memory_lengths_of_the_finished_model(tiny, finished, strategy, world_size):
     from forgetting_transformer.data import LongCrawl64DataModule
     from forgetting_transformer.evaluation.forget_gates import report_model
@@ -193,7 +238,15 @@ def with_needle(config: dict, task: Path, **keys) -> dict:
     return changed(config, callbacks__needle={"tokenizer": str(task / "tokenizer"), "answer": ANSWER} | keys)
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("ddp", 2), ("fsdp", 2)])
+LOSSES = pytest.mark.rare(
+    "tests/training/test_evaluation_callbacks.py::test_the_needle_test_gives_the_losses_of_the_finished_model_and_changes_no_weight"
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [pytest.param("auto", 1, marks=LOSSES), pytest.param("ddp", 2, marks=LOSSES), ("fsdp", 2)],
+)
 def test_the_needle_test_gives_the_losses_of_the_finished_model_and_changes_no_weight(
     tiny, finished, task, strategy, world_size
 ):
@@ -254,6 +307,9 @@ def test_a_test_that_is_changed_is_recorded_in_each_line_and_said(tiny, task):
     assert said in rank_log(tiny, 0)
 
 
+@pytest.mark.rare(
+    "tests/training/test_evaluation_callbacks.py::test_a_test_that_is_changed_is_recorded_in_each_line_and_said"
+)
 def test_the_examples_of_lm_eval_are_recorded_in_each_line(tiny, task):
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
     job = Job(with_lm_eval(changed(tiny, train__max_tokens=10 * STEP), task, limit=3), patch=offline(task))
@@ -267,7 +323,18 @@ def test_the_examples_of_lm_eval_are_recorded_in_each_line(tiny, task):
     assert "callbacks.lm_eval is another test than before in this run (lm_eval/words/" in rank_log(tiny, 0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        pytest.param(
+            1,
+            marks=pytest.mark.rare(
+                "tests/training/test_evaluation_callbacks.py::test_a_signal_breaks_the_needle_test_off_and_the_next_start_does_it_again"
+            ),
+        ),
+        2,
+    ],
+)
 def test_a_signal_breaks_the_needle_test_off_and_the_next_start_does_it_again(tiny, finished, task, world_size):
     patch = """
 import os, signal, time
@@ -311,8 +378,14 @@ def test_what_the_needle_test_cannot_do_is_refused_before_the_first_step(tiny, t
     assert not (Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl").exists()
 
 
+WRITTEN = pytest.mark.rare(
+    "tests/training/test_evaluation_callbacks.py::test_samples_are_what_the_finished_model_writes_and_change_no_weight"
+)
+
+
 @pytest.mark.parametrize(
-    ("strategy", "world_size", "temperature"), [("auto", 1, 0.0), ("ddp", 2, 0.8), ("fsdp", 2, 0.0)]
+    ("strategy", "world_size", "temperature"),
+    [("auto", 1, 0.0), pytest.param("ddp", 2, 0.8, marks=WRITTEN), pytest.param("fsdp", 2, 0.0, marks=WRITTEN)],
 )
 def test_samples_are_what_the_finished_model_writes_and_change_no_weight(
     tiny, finished, task, strategy, world_size, temperature

@@ -17,12 +17,16 @@ from tests.training.test_stopping import rank_log
 
 pytestmark = pytest.mark.slow
 
-CASES = [(name, {}, "auto", 1) for name in registry.model_names() if name != "forgetting_transformer"]
+CASES: list = [(name, {}, "auto", 1) for name in registry.model_names() if name != "forgetting_transformer"]
 # A parameter with two names.
 CASES += [("forgetting_transformer", {"tie_word_embeddings": True}, "auto", 1)]
 # A parameter without a gradient, and one that all blocks share.
+SHARED = pytest.mark.rare("tests/training/test_every_architecture.py::test_it_trains_resumes_bitwise_and_exports")
 CASES += [
-    ("hgrn2", {"apply_lower_bounds": apply}, strategy, 2) for strategy in ("ddp", "fsdp") for apply in (False, True)
+    ("hgrn2", {"apply_lower_bounds": False}, "ddp", 2),
+    pytest.param("hgrn2", {"apply_lower_bounds": True}, "ddp", 2, marks=SHARED),
+    ("hgrn2", {"apply_lower_bounds": True}, "fsdp", 2),
+    pytest.param("hgrn2", {"apply_lower_bounds": False}, "fsdp", 2, marks=SHARED),
 ]
 
 
@@ -38,15 +42,16 @@ def test_it_trains_resumes_bitwise_and_exports(tiny, tmp_path, name, fields, str
             **fields,
         },
     }
-    straight = changed(tiny, strategy__name=strategy, train__max_tokens=8 * STEP, output_dir=str(tmp_path / "straight"))
+    straight = changed(tiny, strategy__name=strategy, train__max_tokens=6 * STEP, output_dir=str(tmp_path / "straight"))
+    straight = changed(straight, skip_eval=True)
     stopped = changed(straight, output_dir=str(tmp_path / "stopped"))
     train(straight, world_size)
     # As if it had been killed soon after its checkpoint at step 4.
     shutil.copytree(tmp_path / "straight", tmp_path / "stopped")
-    shutil.rmtree(tmp_path / f"stopped/checkpoints/step-{8 * STEP:015d}")
+    shutil.rmtree(tmp_path / f"stopped/checkpoints/step-{6 * STEP:015d}")
     train(stopped, world_size)
     assert f"continuing from {tmp_path}/stopped/checkpoints/step-{4 * STEP:015d}" in rank_log(stopped, 0)
-    first, second = (checkpoint_tensors(str(tmp_path / run), 8 * STEP) for run in ("straight", "stopped"))
+    first, second = (checkpoint_tensors(str(tmp_path / run), 6 * STEP) for run in ("straight", "stopped"))
     assert first.keys() == second.keys()
     for key, tensor in first.items():
         assert torch.equal(tensor, second[key]), key

@@ -12,6 +12,7 @@ from tests.waiting import HANG
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.rare("tests/training/test_failures.py::test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run"),
     pytest.mark.skipif(
         not sys.platform.startswith("linux") or faults.compiler() is None, reason="needs Linux and a C compiler"
     ),
@@ -28,12 +29,7 @@ def campaign(folder: Path, *options: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize(
     ("kind", "strategy"),
-    [
-        ("disk", "auto"),
-        pytest.param("disk", "fsdp", marks=pytest.mark.rare),
-        pytest.param("slow_storage", "auto", marks=pytest.mark.rare),
-        pytest.param("clock_jumps", "ddp", marks=pytest.mark.rare),
-    ],
+    [("disk", "auto"), ("disk", "fsdp"), ("slow_storage", "auto"), ("clock_jumps", "ddp")],
 )
 def test_faults_from_below_lose_nothing(tmp_path, kind, strategy):
     """EIO, ENOSPC, EDQUOT and EROFS at any call; slow storage; a clock that jumps by seconds, hours and months."""

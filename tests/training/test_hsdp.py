@@ -55,6 +55,7 @@ def test_a_checkpoint_is_written_once_and_not_once_for_each_copy(hsdp, tiny, fin
     assert written(finished(hsdp, 4, nodes=2)) < 1.5 * written(finished(tiny))
 
 
+@pytest.mark.rare("tests/training/test_elastic.py::test_one_two_four_and_one_process_with_other_micro_batches")
 def test_two_nodes_of_two_one_of_four_and_back(hsdp, tiny, tmp_path, finished):
     moved = changed(hsdp, output_dir=str(tmp_path / "moved"), skip_eval=True)
     parts = [(5, "hsdp", 4, 2), (9, "hsdp", 4, 1), (12, "fsdp", 4, 1), (15, "hsdp", 4, 2), (18, "ddp", 4, 2)]
@@ -70,13 +71,13 @@ def test_two_nodes_of_two_one_of_four_and_back(hsdp, tiny, tmp_path, finished):
 
 
 def test_with_one_process_per_node_it_is_ddp_and_says_so(hsdp, tiny, finished):
-    train(changed(hsdp, train__max_tokens=4 * STEP), 2, nodes=2)
+    train(changed(hsdp, train__max_tokens=STEP, skip_eval=True), 2, nodes=2)
     (block,) = blocks(hsdp["output_dir"])
     assert block["precision"].endswith("strategy ddp (one process for each copy of the model: nothing to shard)")
 
 
 def test_copies_of_another_size_and_of_none(hsdp):
-    train(changed(hsdp, strategy__shard_size=2, train__max_tokens=4 * STEP), 4)
+    train(changed(hsdp, strategy__shard_size=2, train__max_tokens=STEP, skip_eval=True), 4)
     (block,) = blocks(hsdp["output_dir"])
     assert "hsdp (2 copies of the model, each sharded over 2 processes)" in block["precision"], "on one node too"
     said = refused(changed(hsdp, strategy__shard_size=3, output_dir=hsdp["output_dir"] + "-3"), 4)
@@ -93,6 +94,9 @@ def test_a_run_that_was_interrupted_on_two_nodes_is_bitwise_one_that_was_not(hsd
     assert_same_run(straight, hsdp["output_dir"])
 
 
+@pytest.mark.rare(
+    "tests/training/test_hsdp.py::test_a_run_that_was_interrupted_on_two_nodes_is_bitwise_one_that_was_not"
+)
 def test_a_signal_to_one_launcher_of_two_stops_both_nodes(tiny, tmp_path):
     """Each ends with 75 and without a line of its own, and none waits minutes for the other."""
     folder, port = tmp_path / "run", str(free_port())
@@ -125,6 +129,7 @@ def test_nodes_of_different_sizes_are_refused(hsdp, monkeypatch):
     assert _shard_size(parse(changed(hsdp, strategy__shard_size=2)), 4) == 2
 
 
+@pytest.mark.rare("tests/training/test_bad_steps.py::test_a_bad_gradient_on_one_rank_skips_the_update_on_all")
 def test_a_bad_gradient_on_one_process_skips_the_update_on_both_nodes(hsdp):
     patch = """
 from forgetting_transformer.training import trainer
@@ -147,7 +152,18 @@ trainer.Trainer.step = step
     assert next(t.item() for name, t in tensors.items() if name.endswith(".step")) == 7
 
 
-@pytest.mark.parametrize("tensor", [WEIGHT, MOMENT])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(
+            WEIGHT,
+            marks=pytest.mark.rare(
+                "tests/training/test_hsdp.py::test_a_copy_that_differs_stops_the_run_and_names_its_rank"
+            ),
+        ),
+        MOMENT,
+    ],
+)
 def test_a_copy_that_differs_stops_the_run_and_names_its_rank(hsdp, tensor):
     hsdp = changed(hsdp, strategy__compare_steps=2, datamodule__train_batch_size=4)
     flip = FLIP.replace("flat = tensor", "flat = tensor.to_local()").format(batch=6, rank=3, tensor=tensor)
@@ -160,6 +176,9 @@ def test_a_copy_that_differs_stops_the_run_and_names_its_rank(hsdp, tensor):
     assert f"the last good checkpoint is at {4 * STEP:,} tokens" in found["reason"]
 
 
+@pytest.mark.rare(
+    "tests/training/test_stopping.py::test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on_later"
+)
 def test_a_node_that_dies_ends_the_other_and_the_same_command_continues(hsdp, finished):
     patch = """
 import os
@@ -179,6 +198,7 @@ trainer.Trainer.step = step
     assert_same_run(finished(hsdp, 4, nodes=2), hsdp["output_dir"])
 
 
+@pytest.mark.rare("tests/training/test_optimizers.py::test_muon_sharded_agrees_with_one_process")
 def test_muon_sees_whole_matrices_in_every_copy(hsdp, tiny, finished):
     muon = {"name": "muon", "lr": 1e-2}
     ours = finished(changed(hsdp, optimizer=muon, skip_eval=True), 4, nodes=2)

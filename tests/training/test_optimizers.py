@@ -71,12 +71,24 @@ def with_muon(config: dict, **changes) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "world_size"), [pytest.param("auto", 1, marks=pytest.mark.quick), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [
+        pytest.param("auto", 1, marks=pytest.mark.quick),
+        pytest.param(
+            "ddp",
+            2,
+            marks=pytest.mark.rare(
+                "tests/training/test_optimizers.py::test_a_run_with_muon_that_was_interrupted_is_the_one_that_was_not"
+            ),
+        ),
+    ],
+)
 def test_a_run_with_muon_that_was_interrupted_is_the_one_that_was_not(tiny, finished, strategy, world_size):
     tiny = with_muon(tiny, strategy__name=strategy)
-    train(tiny, world_size)
-    for step in (12, 16, 20):
-        shutil.rmtree(Path(tiny["output_dir"]) / f"checkpoints/step-{step * STEP:015d}", ignore_errors=True)
+    shutil.copytree(finished(tiny, world_size), tiny["output_dir"])
+    for step in (16, 20):
+        shutil.rmtree(Path(tiny["output_dir"]) / f"checkpoints/step-{step * STEP:015d}")
     train(tiny, world_size)
     assert_same_run(finished(tiny, world_size), tiny["output_dir"])
     moments = {name.rpartition(".")[2] for name in checkpoint_tensors(tiny["output_dir"], 20 * STEP)}
@@ -88,12 +100,21 @@ def test_a_run_with_muon_that_was_interrupted_is_the_one_that_was_not(tiny, fini
 
 
 @pytest.mark.slow
-def test_muon_sharded_agrees_with_one_process(tiny, finished):
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(
+            "ddp",
+            marks=pytest.mark.rare("tests/training/test_optimizers.py::test_muon_sharded_agrees_with_one_process"),
+        ),
+        "fsdp",
+    ],
+)
+def test_muon_sharded_agrees_with_one_process(tiny, finished, strategy):
     """Its products run in bfloat16, and shards add in another order, so losses agree to 1e-3 (AdamW's to 1e-6)."""
     one = losses(finished(with_muon(tiny)))
-    for strategy, tolerance in (("ddp", 1e-3), ("fsdp", 1e-3)):
-        several = losses(finished(with_muon(tiny, strategy__name=strategy), 2))
-        assert max(abs(one[step] - several[step]) for step in one) < tolerance, strategy
+    several = losses(finished(with_muon(tiny, strategy__name=strategy), 2))
+    assert max(abs(one[step] - several[step]) for step in one) < 1e-3
 
 
 def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
@@ -154,7 +175,19 @@ def test_a_combined_optimizer_is_loaded_into_its_parts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [
+        ("auto", 1),
+        pytest.param(
+            "fsdp",
+            2,
+            marks=pytest.mark.rare(
+                "tests/training/test_optimizers.py::test_an_optimizer_that_ignores_found_inf_is_not_called_in_a_bad_step"
+            ),
+        ),
+    ],
+)
 def test_an_optimizer_that_ignores_found_inf_is_not_called_in_a_bad_step(tiny, strategy, world_size):
     tiny = changed(tiny, optimizer__name="toy", optimizer__lr=1e-3, strategy__name=strategy)
     tiny = changed(tiny, checkpoint_interval=STEP, checkpoint_keep_last=30)
