@@ -172,6 +172,7 @@ def test_a_resume_takes_the_choice_of_its_checkpoint(tiny, tmp_path, monkeypatch
     assert state["execution"]["compile"] is False
 
 
+@pytest.mark.rare("tests/training/test_compile.py::test_a_run_that_continues_does_as_before")
 @pytest.mark.slow
 def test_a_fork_chooses_for_itself(tiny, tmp_path):
     tiny = changed(tiny, skip_eval=True)
@@ -242,9 +243,19 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
+#: Two kinds of blocks in one model, and recurrences.
+GRAPHS = [("forgetting_transformer", "ddp", False), ("forgetting_transformer", "fsdp", True), ("hybrid", "ddp", False)]
+SHARED = pytest.mark.rare("tests/training/test_compile.py::test_blocks_of_a_kind_share_one_graph_per_shape")
+GRAPHS_OF_OTHERS = [
+    pytest.param(name, strategy, strategy == "fsdp", marks=SHARED)
+    for name in registry.model_names()
+    for strategy in ("ddp", "fsdp")
+    if (name, strategy, strategy == "fsdp") not in GRAPHS
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "checkpointing"), [("ddp", False), ("fsdp", True)])
-@pytest.mark.parametrize("name", registry.model_names())
+@pytest.mark.parametrize(("name", "strategy", "checkpointing"), [*GRAPHS, *GRAPHS_OF_OTHERS])
 def test_blocks_of_a_kind_share_one_graph_per_shape(captured, tiny, tmp_path, caplog, name, strategy, checkpointing):
     """Without breaks, in training and in evaluations of another length."""
     config = parse(OmegaConf.create(architecture(tiny, name, compile=True, gradient_checkpointing=checkpointing)))
@@ -293,6 +304,7 @@ def test_buckets_of_ddp_do_not_divide_a_block(captured, tiny, tmp_path, monkeypa
     assert len(pieces) == 2, "the block and the loss"
 
 
+@pytest.mark.rare("tests/training/test_compile.py::test_blocks_of_a_kind_share_one_graph_per_shape")
 @pytest.mark.slow
 def test_two_kinds_of_blocks_may_see_many_lengths(captured, tiny, caplog):
     """More versions of a block than PyTorch's own limit, 8."""
@@ -307,6 +319,7 @@ def test_two_kinds_of_blocks_may_see_many_lengths(captured, tiny, caplog):
     assert not warnings(caplog)
 
 
+@pytest.mark.rare("no contract: minutes of compiling")
 @pytest.mark.slow
 def test_a_long_sequence_of_a_portable_recurrence_stays_out_of_graphs(captured, tiny, caplog, monkeypatch):
     """Unrolled it would take minutes to compile. The break around it is meant, and warns of nothing."""

@@ -54,6 +54,16 @@ def test_straight_run_equals_interrupted_run_bitwise(config, finished):
     assert_same_run(finished(config), config["output_dir"])
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(
+            "packed", marks=pytest.mark.rare("tests/training/test_corpora.py::test_the_number_of_processes_may_change")
+        ),
+        "mixture",
+    ],
+    indirect=True,
+)
 def test_the_number_of_processes_may_change(config, finished, interrupted):
     config = changed(config, strategy__name="ddp")
     interrupted(config, 12, 2)

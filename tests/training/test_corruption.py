@@ -150,7 +150,20 @@ checkpoint.share = share
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "world_size", "elsewhere"), [("fsdp", 2, ("auto", 1)), ("auto", 1, ("fsdp", 2))])
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "elsewhere"),
+    [
+        ("fsdp", 2, ("auto", 1)),
+        pytest.param(
+            "auto",
+            1,
+            ("fsdp", 2),
+            marks=pytest.mark.rare(
+                "tests/training/test_corruption.py::test_a_checkpoint_that_is_not_what_training_held_is_refused"
+            ),
+        ),
+    ],
+)
 def test_a_checkpoint_that_is_not_what_training_held_is_refused(tiny, tmp_path, strategy, world_size, elsewhere):
     tiny = changed(tiny, strategy__name=strategy, skip_eval=True)
     train(changed(tiny, train__max_tokens=4 * STEP), world_size)
@@ -172,10 +185,10 @@ def test_a_checkpoint_that_is_not_what_training_held_is_refused(tiny, tmp_path, 
 @pytest.mark.slow
 def test_a_sound_checkpoint_is_taken_on_every_world_size(tiny):
     """Digests of shards, of copies and of the whole are one: written by one strategy, compared by another."""
-    for strategy, world_size, steps in (("fsdp", 2, 4), ("auto", 1, 8), ("ddp", 2, 12), ("fsdp", 1, 16)):
+    for strategy, world_size, steps in (("fsdp", 2, 1), ("auto", 1, 2), ("ddp", 2, 3), ("fsdp", 1, 4)):
         train(changed(tiny, strategy__name=strategy, train__max_tokens=steps * STEP, skip_eval=True), world_size)
     state = newest_valid(Path(tiny["output_dir"]) / "checkpoints").trainer_state()
-    tensors = checkpoint_tensors(tiny["output_dir"], 16 * STEP)
+    tensors = checkpoint_tensors(tiny["output_dir"], 4 * STEP)
     assert len(state["digests"]) == len([name for name in tensors if not name.startswith("windows.")]) > 50
     assert all(int(state["digests"][name], 16) == by_definition(tensors[name]) for name in state["digests"])
 
@@ -187,6 +200,6 @@ def test_a_checkpoint_without_digests_is_taken(tiny):
 from forgetting_transformer.training import checkpoint
 checkpoint.digests_of_whole = lambda tensors: {}
 """
-    job = Job(changed(tiny, train__max_tokens=4 * STEP, skip_eval=True), patch=patch)
+    job = Job(changed(tiny, train__max_tokens=STEP, skip_eval=True), patch=patch)
     assert job.wait() == [0], job.errors()
-    train(changed(tiny, train__max_tokens=8 * STEP, skip_eval=True))
+    train(changed(tiny, train__max_tokens=2 * STEP, skip_eval=True))

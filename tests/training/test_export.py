@@ -59,7 +59,18 @@ def word_tokenizer(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [
+        ("auto", 1),
+        pytest.param(
+            "ddp",
+            2,
+            marks=pytest.mark.rare("tests/training/test_export.py::test_reloaded_logits_equal_the_checkpoints"),
+        ),
+        ("fsdp", 2),
+    ],
+)
 def test_reloaded_logits_equal_the_checkpoints(tiny, tmp_path, finished, strategy, world_size):
     run, folder = Path(finished(changed(tiny, strategy__name=strategy), world_size)), tmp_path / "hf"
     tokenizer = word_tokenizer(tmp_path / "tokenizer")
@@ -564,8 +575,20 @@ def test_with_no_tokenizer_to_write_the_one_that_was_exported_stays_an_exports(t
         export(run, folder, tokenizer=tokenizer)
 
 
+EDITED = pytest.mark.rare(
+    "tests/training/test_export.py::test_what_was_trained_further_in_an_export_is_not_overwritten"
+)
+
+
 @pytest.mark.parametrize(
-    "name", ["config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    "name",
+    [
+        pytest.param("config.json", marks=EDITED),
+        "model.safetensors",
+        pytest.param("generation_config.json", marks=EDITED),
+        "tokenizer.json",
+        pytest.param("tokenizer_config.json", marks=EDITED),
+    ],
 )
 def test_what_was_trained_further_in_an_export_is_not_overwritten(tiny, tmp_path, finished, name):
     """Hugging Face's own way to save has the same names. Nor is what was edited there."""

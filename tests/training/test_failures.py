@@ -7,7 +7,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 
 from forgetting_transformer.training import failures
 from forgetting_transformer.training.peers import is_gone
-from tests.processes import ROOT, Command, free_port, run_command, shell_environment
+from tests.processes import Command, free_port, run_command, shell_environment
 from tests.training.conftest import STEP, Job, changed, refused, train
 from tests.training.test_resume import assert_same_run, lines, losses
 from tests.waiting import HANG, wait_until
@@ -433,7 +432,7 @@ def wandb_rows(file: Path) -> list[dict]:
 
 def test_wandb_has_every_step_once_although_it_loses_rows_when_killed(tiny):
     tiny = changed(tiny, wandb__mode="offline", datamodule__repeat=True, train__max_tokens=60 * STEP)
-    tiny = changed(tiny, schedule__total_tokens=60 * STEP)
+    tiny = changed(tiny, schedule__total_tokens=60 * STEP, skip_eval=True)
     log = Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl"
     job = Job(tiny)
     wait_until(lambda: log.exists() and log.read_bytes().count(b"\n") >= 31, job.processes[0].is_alive, job.errors)
@@ -534,12 +533,12 @@ def test_ranks_do_not_outlive_their_launcher(tiny, tmp_path):
     """`fabric run` dies of SIGUSR1 and tells the ranks it started nothing."""
     launch = [*FABRIC, "--devices", "1", "--main-port", str(free_port())]
     command = [*launch, *command_line(tiny, tmp_path / "cli"), *ENDLESS]
-    launcher = subprocess.Popen(command, cwd=ROOT, env=shell_environment(), stderr=subprocess.DEVNULL)
+    launcher = Command(*command)
     metrics = tmp_path / "cli/metrics/jsonlines/train.jsonl"
     wait_until(metrics.exists, lambda: launcher.poll() is None)
     rank_zero = json.loads((tmp_path / "cli/run.lock").read_text())["pid"]
     launcher.send_signal(signal.SIGUSR1)
-    launcher.wait(HANG)
+    launcher.wait()
     # Where nobody asks how orphans have ended, its entry in /proc stays.
     wait_until(lambda: is_gone(rank_zero), said="a rank lives on without its launcher")
 

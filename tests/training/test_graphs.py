@@ -196,7 +196,21 @@ def test_where_memory_ends_the_keys_that_help_can_be_set_together(tiny):
     assert "cuda_graphs" not in said
 
 
-@pytest.mark.parametrize(("micro_batches", "world_size"), [(1, 1), (4, 1), (1, 2), (2, 2)])
+CONTINUED = pytest.mark.rare(
+    "tests/training/test_graphs.py::test_runs_with_and_without_graphs_continue_each_other_bitwise"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("micro_batches", "world_size"),
+    [
+        pytest.param(1, 1, marks=CONTINUED),
+        (4, 1),
+        pytest.param(1, 2, marks=CONTINUED),
+        (2, 2),
+    ],
+)
 def test_runs_with_and_without_graphs_continue_each_other_bitwise(tiny, tmp_path, micro_batches, world_size):
     """With evaluations, and a moving average that is evaluated in the place of the weights."""
     tokens = STEP // micro_batches // world_size

@@ -227,7 +227,12 @@ def test_parts_of_a_mixture_have_one_vocabulary(wide: Path, tmp_path: Path) -> N
 # The model ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["longcrawl64", "packed", "mixture"])
+CONTINUES = pytest.mark.rare("tests/training/test_large_vocabulary.py::test_a_run_continues_bitwise")
+
+
+@pytest.fixture(
+    params=["longcrawl64", pytest.param("packed", marks=CONTINUES), pytest.param("mixture", marks=CONTINUES)]
+)
 def config(request, wide: Path, tmp_path: Path) -> dict:
     settings = changed(
         tiny_config(tmp_path / "run", wide), datamodule__dataset="wide", datamodule__name=request.param,

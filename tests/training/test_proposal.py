@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -25,9 +23,8 @@ from forgetting_transformer.training.proposal import (
     table,
     with_cuda_graphs,
 )
-from tests.processes import free_port, shell_environment
+from tests.processes import Command, free_port, shell_environment
 from tests.training.conftest import STEP, Job, changed, train
-from tests.waiting import HANG
 
 CHOICES = [
     Shape(checkpointing, compiled, strategy)
@@ -218,12 +215,49 @@ def watch_it(self, process, deadline):
     watch(self, process, deadline)
 proposal._Ranks.run, proposal._Ranks._watch = run_it, watch_it
 """
+#: Candidates are forked, because a new interpreter takes seconds to import PyTorch.
+FORKED = """
+import os, runpy, sys, traceback
+from forgetting_transformer.training import proposal
+
+class Forked:
+    def __init__(self, command, env, stdout, **options):
+        self.returncode, self.pid = None, os.fork()
+        if self.pid:
+            return
+        os.setsid()
+        os.environ.update(env)
+        for number in (1, 2) if stdout else ():
+            os.dup2(stdout.fileno(), number)
+        sys.stdout, sys.argv = sys.__stdout__, command[2:]
+        code = 0
+        try:
+            runpy.run_module(command[2], run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        os._exit(code)
+
+    def poll(self, options=os.WNOHANG):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self):
+        return self.poll(0)
+
+proposal.subprocess.Popen = Forked
+"""
 
 
 @pytest.mark.slow
 def test_a_candidate_that_fails_is_a_row_and_the_rest_is_proposed(tiny, tmp_path):
     said = tmp_path / "said"
-    patch = PROPOSAL.format(said=str(said), memory=10**12, breaks=True, stops=False)
+    patch = PROPOSAL.format(said=str(said), memory=10**12, breaks=True, stops=False) + FORKED
     job = Job(changed(tiny, preflight=True), patch=patch)
     assert job.wait() == [0], job.errors()
     text = said.read_text()
@@ -240,6 +274,7 @@ def test_a_candidate_that_fails_is_a_row_and_the_rest_is_proposed(tiny, tmp_path
     train(changed(tiny, train__grad_acc_tokens=int(proposed[1]), train__max_tokens=STEP))
 
 
+@pytest.mark.rare("tests/training/test_proposal.py::test_a_candidate_measures_until_memory_is_full")
 @pytest.mark.slow
 def test_memory_that_is_full_and_a_signal_to_one_of_two_processes(tiny, tmp_path):
     said = tmp_path / "said"
@@ -263,7 +298,7 @@ def test_what_the_checks_refuse_is_refused_once(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_that_srun_started_know_each_other():
+def test_ranks_that_srun_started_know_each_other(tmp_path):
     script = (
         "from forgetting_transformer.training.proposal import _Ranks\n"
         "with _Ranks() as ranks:\n"
@@ -271,13 +306,14 @@ def test_ranks_that_srun_started_know_each_other():
     )
     slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_NODELIST": "localhost"}
     slurm |= {"SLURM_NODEID": "0", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "2", "MASTER_PORT": str(free_port())}
+    printed = [tmp_path / str(rank) for rank in range(2)]
     started = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env=shell_environment() | slurm | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
+        Command(
+            *("-c", script),
+            output=file,
+            environment=shell_environment() | slurm | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
         )
-        for rank in range(2)
+        for rank, file in enumerate(printed)
     ]
-    assert [process.communicate(timeout=HANG)[0] for process in started] == ["[True, False]\n"] * 2
+    assert [process.wait() for process in started] == [0, 0]
+    assert [file.read_text() for file in printed] == ["[True, False]\n"] * 2

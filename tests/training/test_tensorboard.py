@@ -49,7 +49,13 @@ def test_it_has_what_the_lines_have_and_changes_no_weight(tiny, finished, tmp_pa
         assert [event.step for event in events.Images(f"figures/{name}")] == [first, 20 * STEP]
 
 
-@pytest.mark.parametrize("start", ["continued", "added", "left out for a while"])
+ONCE = pytest.mark.rare("tests/training/test_tensorboard.py::test_every_step_is_there_once_after_a_resume")
+
+
+@pytest.mark.parametrize(
+    "start",
+    ["continued", pytest.param("added", marks=ONCE), pytest.param("left out for a while", marks=ONCE)],
+)
 def test_every_step_is_there_once_after_a_resume(tiny, finished, start):
     """Steps past the checkpoint are done twice, and a run may have been without the callback before."""
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
@@ -86,7 +92,13 @@ def test_without_the_package_it_is_one_line_before_the_first_step(tiny):
     assert not Path(tiny["output_dir"], "metrics/jsonlines/train.jsonl").exists()
 
 
-@pytest.mark.parametrize("fault", ["SummaryWriter", "add_scalar", "flush", "close"])
+FAILS = pytest.mark.rare("tests/training/test_tensorboard.py::test_a_writer_that_fails_never_stops_a_run")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["SummaryWriter", "add_scalar", pytest.param("flush", marks=FAILS), pytest.param("close", marks=FAILS)],
+)
 def test_a_writer_that_fails_never_stops_a_run(tiny, finished, fault):
     straight = finished(changed(tiny, train__max_tokens=8 * STEP))
     patch = f"""
