@@ -49,10 +49,11 @@ def shell_environment() -> dict[str, str]:
 
 
 class Command:
-    """`python SCRIPT ARGUMENTS` or `python -c PROGRAM`, started; as much of subprocess.Popen as tests need.
+    """`python` with SCRIPT, `-m MODULE` or `-c PROGRAM`, started; as much of subprocess.Popen as tests need.
 
     Args:
-        words: the script, relative to the repository, and its arguments; or "-c" and the program.
+        words: the script, relative to the repository, and its arguments; "-m", the module and its arguments; or "-c"
+            and the program.
         output, errors: files (or terminals) for what it prints.
     """
 
@@ -88,7 +89,7 @@ class Command:
 def run_command(
     *words: str, folder: Path = ROOT, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess:
-    """`python SCRIPT ARGUMENTS` or `python -c PROGRAM` to its end."""
+    """`python SCRIPT ARGUMENTS`, `python -m MODULE ARGUMENTS` or `python -c PROGRAM` to its end."""
     with tempfile.TemporaryDirectory() as printed:
         output, errors = Path(printed) / "output", Path(printed) / "errors"
         code = Command(*words, output=output, errors=errors, folder=folder, environment=environment).wait()
@@ -108,6 +109,11 @@ def _run(words: list[str], folder: str, environment: dict[str, str], output: str
     torch.set_num_threads(1)
     if words[0] == "-c":
         exec(words[1], {"__name__": "__main__"})
+        return
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, folder)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     script = ROOT / words[0]
     sys.argv = [str(script), *words[1:]]

@@ -10,6 +10,8 @@ from forgetting_transformer.analysis import position_loss, statistics, studies, 
 from forgetting_transformer.analysis.claim_rules import RULES
 from forgetting_transformer.analysis.statistics import Estimate
 
+pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
+
 SEEN, NOT_SEEN, UNDECIDED = "seen", "not seen", "not decidable at this size"
 FEW_SEEDS, NOT_RUN = "none (too few seeds)", "not run"
 

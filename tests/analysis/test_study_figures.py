@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 from forgetting_transformer.analysis.plots import heatmaps, studies
 from forgetting_transformer.analysis.statistics import Estimate
 
+pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
+
 
 @pytest.fixture
 def figures(monkeypatch):

@@ -4,6 +4,8 @@ import pytest
 
 from forgetting_transformer.analysis.study_numbers import StudyNumbers, in_words
 
+pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
+
 
 @pytest.fixture
 def numbers(tmp_path):

@@ -13,6 +13,8 @@ from forgetting_transformer.analysis.studies import read_study
 from forgetting_transformer.analysis.study_parts import _BY_SEED
 from tests.sweep.conftest import ROOT, load_script
 
+pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
+
 STUDY = ROOT / "studies" / "three_seeds"
 
 

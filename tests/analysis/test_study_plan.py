@@ -8,6 +8,8 @@ from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.study_plan import StudyPlan, read_plan
 from tests.training.test_config import composed
 
+pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
+
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = "group: demo\nmodels: {a: A, b: B}\n"
 

@@ -10,6 +10,8 @@ from forgetting_transformer.analysis import AnalysisError, study_scores
 from forgetting_transformer.analysis.evaluations import from_lm_eval, from_longbench, from_needle
 from forgetting_transformer.analysis.question_scores import QuestionScores, difference, write_question_scores
 
+pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
+
 
 def write(folder, evaluation):
     folder.mkdir(parents=True)

@@ -56,6 +56,7 @@ def checkout(benchmark, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare("no contract: benchmarks")
 def test_their_model_runs_in_the_mode_of_the_row_and_ours_keeps_its_op(benchmark, checkout, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = benchmark.parse_args([*SMALL, "--authors", str(checkout)])

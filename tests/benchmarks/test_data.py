@@ -6,6 +6,8 @@ import pytest
 
 from tests.benchmarks.conftest import load
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def benchmark():

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from tests.benchmarks.conftest import load
 
 
+@pytest.mark.rare("no contract: benchmarks")
 def test_rows_are_what_the_page_needs(capsys):
     assert load("differences").main(["--steps", "2", "--length", "512"]) == 0
     rows = {

@@ -6,6 +6,8 @@ import pytest
 
 from tests.benchmarks.conftest import load
 
+pytestmark = pytest.mark.slow
+
 COMMAND = ["--accelerator", "cpu", "--devices"]
 
 
@@ -159,7 +161,7 @@ def measured(tmp_path, *options: str) -> dict[tuple[str, int], dict]:
     return rows
 
 
-@pytest.mark.slow
+@pytest.mark.rare("no contract: benchmarks")
 def test_a_run_of_two_processes_of_which_one_is_killed_ends_as_if_none_had_been(tmp_path):
     rows = measured(tmp_path, "--checks", "sigkill")
     kill = rows["sigkill", 2]
@@ -167,8 +169,7 @@ def test_a_run_of_two_processes_of_which_one_is_killed_ends_as_if_none_had_been(
     assert kill["bitwise"] and 0 <= kill["steps_lost"] < 24
 
 
-@pytest.mark.slow
-@pytest.mark.rare
+@pytest.mark.rare("no contract: benchmarks")
 def test_two_processes_are_stopped_and_moved_and_end_as_if_they_had_not_been(tmp_path):
     rows = measured(tmp_path, "--checks", "world_sizes", "sigterm", "hang", "checkpoint_stall")
     assert len(rows) == 6 and rows["straight", 2]["losses"] != rows["straight", 1]["losses"]

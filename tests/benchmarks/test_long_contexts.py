@@ -91,6 +91,7 @@ def test_short_steps_are_measured_so_often_that_a_pause_is_not_the_median():
     assert (steps_of([50.0], steps=5), steps_of([50.0], steps=1)) == (5, 1)
 
 
+@pytest.mark.rare("no contract: benchmarks")
 def test_one_gpu_measures_model_by_model_and_is_a_table_without_a_formula(tmp_path, monkeypatch):
     long_contexts = load("long_contexts")
     args = long_contexts.parse_args(["--devices", "1", "--experiments", "demo/mamba2", "demo/fox_pro"])
@@ -191,6 +192,7 @@ def test_a_cell_of_one_gpu_that_fails_says_why_and_the_next_ones_are_measured():
 
 
 @pytest.mark.slow
+@pytest.mark.rare("no contract: benchmarks")
 def test_two_processes_have_the_loss_of_one_and_say_what_they_exchange(tmp_path):
     out = tmp_path / "out.json"
     command = ["--experiments", "demo/fox_pro", "--accelerator", "cpu", "--seq_len", "64", "--steps", "1"]

@@ -44,6 +44,7 @@ def test_what_is_no_tolerance_is_refused(value, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.rare("no contract: benchmarks")
 def test_a_tiny_model_generates_the_same_from_all_caches(tmp_path, capsys):
     out = tmp_path / "results.json"
     command = ["--device", "cpu", "--seq_len", "1200", "--part", "300", "--decode", "4", "--time_constants", "2", "8"]

@@ -11,6 +11,8 @@ from tests.benchmarks.conftest import load
 from tests.benchmarks.test_long_contexts import results
 from tests.waiting import HANG
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def benchmark():
@@ -88,7 +90,7 @@ def test_columns_are_means_over_two_octaves_each(tmp_path, monkeypatch):
     assert lines[-1][4:] == ["", "", "", "", "5.000", "7.000"]
 
 
-@pytest.mark.slow
+@pytest.mark.rare("no contract: benchmarks")
 def test_a_tiny_run_is_stopped_and_continued_bitwise(benchmark, tmp_path, capfd):
     out = tmp_path / "results.json"
     command = ["--accelerator", "cpu", "--devices", "1", "--max_bytes", "300KB", "--steps", "24", "--out", str(out)]

@@ -14,6 +14,8 @@ from tests.benchmarks.conftest import FOLDER, load
 from tests.docs.commands import check_command
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 #: Takes a while, fails or writes its file, by its first option.
 SCRIPT = """
 import argparse, pathlib, subprocess, sys, time
@@ -60,6 +62,7 @@ fourth:
     return module
 
 
+@pytest.mark.rare("no contract: benchmarks")
 def test_every_command_of_the_file_would_be_taken():
     found = load("measure").measurements()
     assert len({m.name for m in found}) == len(found) > 30

@@ -8,6 +8,7 @@ from tests.benchmarks.conftest import load
 
 
 @pytest.mark.slow
+@pytest.mark.rare("no contract: benchmarks")
 def test_places_of_block_inputs_compute_the_same_and_a_second_start_measures_what_is_missing(tmp_path, monkeypatch):
     out = tmp_path / "memory.json"
     arguments = ["--experiment", "demo/fox_pro", "--seq_len", "64", "128", "--inputs", "gpu", "host", "--device", "cpu"]

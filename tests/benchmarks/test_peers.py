@@ -7,7 +7,7 @@ import pytest
 
 from tests.benchmarks.conftest import load
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: benchmarks")]
 
 SMALL = ["--device", "cpu", "--seq_len", "32", "--steps", "1", "--warmup_steps", "1"]
 

@@ -18,6 +18,8 @@ from tests.benchmarks.conftest import FOLDER, load, run_until_killed
 from tests.interrupting import code_when_interrupted
 from tests.waiting import HANG, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def record():
@@ -154,7 +156,7 @@ def check_killed_and_continued(benchmark, arguments, file, calls, rows: int, cap
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.rare("no contract: benchmarks")
 def test_reading_of_data(tmp_path, monkeypatch, capfd):
     benchmark, file = load("data"), tmp_path / "results.json"
     result = {"tokens_per_second": [1e6], "decode_factor": 1.0, "cpu_seconds_per_token": 1e-9, "kept_bytes": 0}

@@ -10,6 +10,8 @@ import torch
 
 from tests.benchmarks.conftest import load
 
+pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: benchmarks")]
+
 #: Stands in for a worker of two: rank 1 has no room for a case that is called large, and rank 0 waits for it for ever.
 WORKER = """
 import json, os, pathlib, sys, time
@@ -123,7 +125,6 @@ def test_what_does_not_fit_is_a_result_and_not_tried_again(monkeypatch, tmp_path
     assert benchmark.main(command) == 0 and not asked
 
 
-@pytest.mark.slow
 def test_a_worker_says_that_a_case_does_not_fit_by_how_it_ends(monkeypatch, tmp_path):
     scaling = load("scaling")
 
@@ -141,7 +142,6 @@ def test_a_worker_says_that_a_case_does_not_fit_by_how_it_ends(monkeypatch, tmp_
     assert end.value.code == scaling.OUT_OF_MEMORY
 
 
-@pytest.mark.slow
 def test_no_step_repeats_tokens_and_a_new_model_continues_with_the_next(monkeypatch):
     """FoX learned a repeated batch by heart within ten steps, and what its gates pruned was unknown."""
     scaling, seen = load("scaling"), []
@@ -165,7 +165,6 @@ def test_no_step_repeats_tokens_and_a_new_model_continues_with_the_next(monkeypa
     assert torch.equal(torch.cat(seen[4:]), torch.cat(seen[2:4]))
 
 
-@pytest.mark.slow
 def test_all_ways_to_shard_take_bitwise_the_same_steps_on_two_processes(tmp_path):
     out = tmp_path / "out.json"
     command = ["--experiments", "demo/fox_pro", "--accelerator", "cpu", "--seq_len", "32", "--steps", "1"]

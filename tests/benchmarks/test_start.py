@@ -9,6 +9,8 @@ import torch
 from forgetting_transformer.training.failures import out_of_memory
 from tests.benchmarks.conftest import load
 
+pytestmark = pytest.mark.slow
+
 
 def ok(seconds: float) -> dict:
     stages = {"imports": 2.0, "first step": seconds}
@@ -68,6 +70,7 @@ sys.exit(1)
         (RuntimeError("no such kernel"), "failed: ended with code 1 after ", 1),
     ],
 )
+@pytest.mark.rare("no contract: benchmarks")
 def test_a_run_that_does_not_fit_is_a_result(monkeypatch, tmp_path, error, status, code):
     start = load("start")
     reason = str(error)
@@ -84,6 +87,7 @@ def test_a_run_that_does_not_fit_is_a_result(monkeypatch, tmp_path, error, statu
 
 
 @pytest.mark.parametrize("way", ["timed", "by rule", "reductions"])
+@pytest.mark.rare("no contract: benchmarks")
 def test_each_way_to_compile_has_its_options(monkeypatch, tmp_path, way):
     benchmark = load("compile")
     from forgetting_transformer.ops import compiling

@@ -23,6 +23,7 @@ def benchmark():
 SMALL = ["--device", "cpu", "--seq_len", "32", "--steps", "3", "--warmup_steps", "1", "--vocab_size", "64"]
 
 
+@pytest.mark.rare("no contract: benchmarks")
 def test_measures_a_demo_model_with_and_without_checkpointing(benchmark, tmp_path, capsys):
     out = tmp_path / "new" / "results.json"
     arguments = [*SMALL, "--experiments", "demo/fox_pro", "--optimizer_step", "--peak_flops", "1e12", "--out", str(out)]
@@ -45,6 +46,7 @@ def test_measures_a_demo_model_with_and_without_checkpointing(benchmark, tmp_pat
     assert "forward, backward, clipping, AdamW" in printed[-1] and "MFU: causal-exact" in printed[-1]
 
 
+@pytest.mark.rare("no contract: benchmarks")
 def test_steps_with_the_optimizer_change_no_weight(benchmark, monkeypatch):
     """They repeat one batch: FoX learns it by heart in ten steps, and prunes as no model of initialisation does."""
     from forgetting_transformer.training import setup
@@ -59,6 +61,7 @@ def test_steps_with_the_optimizer_change_no_weight(benchmark, monkeypatch):
     assert all(torch.equal(tensor, fresh[name]) for name, tensor in built[0].state_dict().items())
 
 
+@pytest.mark.rare("no contract: benchmarks")
 def test_a_run_is_measured_with_its_trained_weights_on_its_held_out_text(benchmark, quickstart):  # noqa: F811
     args = benchmark.parse_args([*SMALL, "--experiments", str(quickstart.run), "--batch_size", "2"])
     model, _, tokens_BT = benchmark.read_run(args, str(quickstart.run), checkpointing=False)
@@ -70,6 +73,7 @@ def test_a_run_is_measured_with_its_trained_weights_on_its_held_out_text(benchma
     assert row["trained"] and row["tokens_per_step"] == 64
 
 
+@pytest.mark.rare("no contract: benchmarks")
 def test_overrides_change_a_run_where_its_weights_allow_it(benchmark, quickstart):  # noqa: F811
     def read(*overrides: str):
         args = benchmark.parse_args([*SMALL, "--experiments", str(quickstart.run), "--overrides", *overrides])
@@ -99,6 +103,7 @@ def test_attention_may_be_cudnns_to_compare_with(benchmark):
     assert attention.takes_kernel is ours and torch.backends.cuda.flash_sdp_enabled() is flash
 
 
+@pytest.mark.rare("no contract: benchmarks")
 def test_a_row_without_checkpointing_may_have_cuda_graphs_where_the_experiment_checkpoints(benchmark):
     args = benchmark.parse_args([*SMALL, "--overrides", "train.cuda_graphs=true"])
     name = "forgetting_transformer/pro_760m_16b"
@@ -111,6 +116,7 @@ def test_a_row_without_checkpointing_may_have_cuda_graphs_where_the_experiment_c
         benchmark.compose(name, benchmark.overrides(args, True))
 
 
+@pytest.mark.rare("no contract: benchmarks")
 def test_cudnns_attention_is_asked_of_models_that_could_use_it(benchmark):
     """Gates would go on in our kernels, and the row would say that it is cuDNN's."""
     args = benchmark.parse_args([*SMALL, "--experiments", "demo/fox_pro"])
@@ -122,6 +128,7 @@ def test_cudnns_attention_is_asked_of_models_that_could_use_it(benchmark):
         benchmark.measure(args, "demo/transformer_llama", checkpointing=False, cold=True)
 
 
+@pytest.mark.rare("no contract: benchmarks")
 def test_overrides_reach_the_model(benchmark):
     args = benchmark.parse_args([*SMALL, "--experiments", "demo/fox_pro", "--overrides", "scale.num_hidden_layers=1"])
     shallow = benchmark.measure(args, "demo/fox_pro", checkpointing=False, cold=True)

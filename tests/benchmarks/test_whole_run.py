@@ -12,6 +12,8 @@ from tests.benchmarks.conftest import load
 from tests.evaluation.conftest import quickstart  # noqa: F401 (a fixture)
 from tests.training.conftest import train
 
+pytestmark = pytest.mark.slow
+
 EXPERIMENT = "forgetting_transformer/pro_125m_2b"
 
 
@@ -109,7 +111,7 @@ def small(quickstart, tmp_path) -> list[str]:  # noqa: F811
     return [*corpus, *runs, "--out", str(tmp_path / "results.json"), "--overrides", *SMALL]
 
 
-@pytest.mark.slow
+@pytest.mark.rare("no contract: benchmarks")
 def test_runs_give_speeds_losses_and_what_the_log_says_of_backends(benchmark, small, in_process, tmp_path, capsys):
     arguments = ["--parts", "train", "train_unpruned", *small]
     assert benchmark.main(arguments) == 0
@@ -129,6 +131,7 @@ def test_runs_give_speeds_losses_and_what_the_log_says_of_backends(benchmark, sm
     assert "resume=false" in in_process[2] and len(list((tmp_path / "runs/demo_fox_pro/train/previous").iterdir())) == 1
 
 
+@pytest.mark.rare("no contract: benchmarks")
 def test_steps_are_measured_with_the_weights_of_the_run(benchmark, small, monkeypatch, tmp_path):
     (tmp_path / "runs/demo_fox_pro/train/checkpoints").mkdir(parents=True)
     commands = []

@@ -4,16 +4,14 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.docs.commands import ROOT, blocks
-from tests.processes import shell_environment
+from tests.processes import run_command
 from tests.tiny import STEP, make_corpus, tiny_config
 from tests.training.conftest import Job, changed, checkpoint_tensors
-from tests.waiting import HANG
 
 PAGE = (ROOT / "docs/add_a_callback.md").read_text(encoding="utf-8")
 #: A corpus and a model of seconds in the place of the demo's.
@@ -58,9 +56,7 @@ def lab(tmp_path) -> Path:
 def run(lab: Path, *changes: str) -> subprocess.CompletedProcess:
     command = shlex.split(blocks(PAGE, "sh")[0].replace("\\\n", " "))
     assert command[:3] == ["python", "-m", "forgetting_transformer.train"]
-    full = [sys.executable, *command[1:], *SMALL, *changes]
-    environment = shell_environment() | {"PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(full, cwd=lab, env=environment, capture_output=True, text=True, timeout=HANG)
+    return run_command(*command[1:], *SMALL, *changes, folder=lab)
 
 
 def jumps(lab: Path) -> dict[int, dict]:

@@ -1,18 +1,16 @@
 """docs/add_a_corpus.md followed to the letter, in a folder that is not this repository."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.docs.commands import ROOT, blocks
-from tests.waiting import HANG
+from tests.processes import run_command
 
 pytestmark = pytest.mark.slow
 
@@ -63,16 +61,7 @@ def start(lab: Path, *more: str, without: str = "nothing") -> subprocess.Complet
 
 def run(words: list[str], lab: Path, *more: str) -> subprocess.CompletedProcess:
     assert words[0] == "python"
-    words = [str(ROOT / word) if word.endswith(".py") else word for word in words[1:]]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *words, *more],
-        cwd=lab,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
+    return run_command(*words[1:], *more, folder=lab)
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,17 +10,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.docs.commands import ROOT, shell_commands
-from tests.processes import shell_environment
+from tests.processes import Command, run_command
 from tests.tiny import VOCAB, make_corpus
-from tests.waiting import HANG, wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 #: What makes the demo a matter of seconds, added to the page's commands.
 SMALL = [
     "datamodule.train_batch_len=32", "datamodule.train_batch_size=4", "datamodule.train_num_workers=0",
     "datamodule.eval_tokens=640", "scale.hidden_size=64", "scale.heads_of_64=1", "scale.num_hidden_layers=1",
-    "train.grad_acc_tokens=64", "train.max_tokens=12800", "schedule.warmup_tokens=128", "wandb.mode=disabled",
-    "fabric.accelerator=cpu", "checkpoint_interval=2560", "datamodule.repeat=true", "log_interval=128",
+    "train.grad_acc_tokens=64", "train.max_tokens=3200", "schedule.warmup_tokens=128", "wandb.mode=disabled",
+    "fabric.accelerator=cpu", "checkpoint_interval=640", "datamodule.repeat=true", "log_interval=128",
 ]  # fmt: skip
 
 
@@ -36,31 +34,17 @@ def write_files(page: str, folder: Path) -> None:
 
 
 def run(words: list[str], folder: Path) -> str:
-    """What a command of the page prints, with this Python and the repository's scripts; it must succeed."""
-    done = start(words, folder)
-    said, _ = done.communicate(timeout=HANG)
-    assert done.returncode == 0, said
-    return said
-
-
-def start(words: list[str], folder: Path) -> subprocess.Popen:
+    """What a command of the page prints, with the repository's scripts; it must succeed."""
     assert words[0] == "python"
-    script = [str(ROOT / word) if word.endswith(".py") else word for word in words[1:]]
-    return subprocess.Popen(
-        [sys.executable, *script],
-        cwd=folder,
-        env=shell_environment() | {"PYTHONPATH": str(ROOT / "src")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    done = run_command(*words[1:], folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def refused(words: list[str], folder: Path) -> str:
-    process = start(words, folder)
-    said, _ = process.communicate(timeout=HANG)
-    assert process.returncode != 0
-    return said.strip()
+    done = run_command(*words[1:], folder=folder)
+    assert done.returncode != 0
+    return (done.stdout + done.stderr).strip()
 
 
 @pytest.fixture
@@ -88,10 +72,10 @@ def test_a_page_followed_from_another_folder_trains_is_killed_continues_and_is_e
     train, save, *more = [words for words in shell_commands(page) if "my_lab" in " ".join(words)]
     output = next(word.partition("=")[2] for word in train if word.startswith("output_dir="))
     checkpoints = elsewhere / output / "checkpoints"
-    process = start([*train, *SMALL], elsewhere)
+    process = Command(*train[1:], *SMALL, folder=elsewhere)
     wait_until(lambda: list(checkpoints.glob("step-*/manifest.json")), lambda: process.poll() is None)
     process.kill()
-    process.communicate()
+    process.wait()
     without = [word for word in [*train, *SMALL] if not word.startswith("plugins=")]
     said = refused(without, elsewhere)
     assert (
@@ -99,7 +83,7 @@ def test_a_page_followed_from_another_folder_trains_is_killed_continues_and_is_e
     )
     run([*train, *SMALL], elsewhere)
     log = (elsewhere / output / "logs/rank-0.log").read_text()
-    assert "training finished: 12,800 tokens" in log and log.count("loading PyTorch") <= 2
+    assert "training finished: 3,200 tokens" in log and log.count("loading PyTorch") <= 2
     assert OmegaConf.load(elsewhere / output / "config.yaml").plugins == ["my_lab"]
     said = refused([word for word in save if word not in ("--plugins", "my_lab")], elsewhere)
     assert "this run needs plugins=[my_lab]" in said and "\n" not in said
@@ -123,7 +107,7 @@ def test_the_mixer_of_a_plug_in_in_a_hybrid_is_exported_with_the_name_of_the_plu
     train = next(words for words in shell_commands(page) if "my_lab" in " ".join(words))
     corpus = next(word for word in train if word.startswith("data_dir="))
     command = ["python", "train.py", "+experiment/demo=fox_pro", "plugins=[my_lab]", "model=retention_fox", corpus]
-    run([*command, *SMALL, "scale.num_hidden_layers=4", "output_dir=hybrid", "train.max_tokens=1280"], elsewhere)
+    run([*command, *SMALL, "scale.num_hidden_layers=4", "output_dir=hybrid", "train.max_tokens=640"], elsewhere)
     save = ["python", "save_model.py", "--hf_load_dir", "hybrid", "--hf_save_dir", "hybrid_hf"]
     assert "this run needs plugins=[my_lab]" in refused(save, elsewhere)
     assert "--plugins my_lab" in run([*save, "--plugins", "my_lab"], elsewhere)

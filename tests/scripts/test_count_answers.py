@@ -7,6 +7,8 @@ import pytest
 
 from tests.sweep.conftest import ROOT
 
+pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
+
 
 def test_answers_are_counted_by_run_and_no_file_of_others_is_replaced(tmp_path, capsys):
     count = runpy.run_path(str(ROOT / "studies" / "count_answers.py"))["main"]

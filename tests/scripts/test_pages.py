@@ -337,5 +337,16 @@ def test_what_did_not_fit_on_several_gpus_is_a_row_of_its_table(pages, tmp_path,
         assert after == before and last.count("out of memory") == 1 and last[:3] == before[0][:3]
 
 
+def test_pages_show_no_figures_that_are_not_there():
+    for page in [
+        ROOT / "README.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("eval/**/*.md"),
+        *ROOT.glob("studies/**/*.md"),
+    ]:
+        for image in re.findall(r"!\[[^\]]*\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / image).is_file(), f"{page} shows {image}"
+
+
 def cells_of(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]

@@ -12,6 +12,8 @@ import pytest
 from tests.sweep.conftest import load_script
 from tests.waiting import HANG, wait_until
 
+pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
+
 ROOT = Path(__file__).parents[2]
 
 #: Says what it was called with; code that is given by -c prints nothing, as on a machine without GPUs.

@@ -11,6 +11,8 @@ from forgetting_transformer.analysis.evaluations import read_evaluation
 from forgetting_transformer.analysis.scaling import Size, fit, optimum, power_law
 from tests.sweep.conftest import DEMO, load_script, starts
 
+pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
+
 sweep_ladder = load_script("sweep_ladder")
 SCALES = ["125m_2b", "360m_7b", "760m_16b"]
 
@@ -151,7 +153,6 @@ def test_an_unfinished_search_is_shown_and_left_out_of_the_laws():
 # The script.
 
 
-@pytest.mark.slow
 def test_the_ladder_finds_how_the_best_rate_moves_and_says_what_is_extrapolated(climb, faults, tmp_path):
     faults["width_exponent"] = -1.0
     code, out, _ = climb("--shrink_tokens", "4096")
@@ -174,7 +175,6 @@ def test_the_ladder_finds_how_the_best_rate_moves_and_says_what_is_extrapolated(
     assert steps == {"125m_2b": 655360, "360m_7b": 1835008, "760m_16b": 3932160}
 
 
-@pytest.mark.slow
 def test_started_again_it_makes_only_what_is_missing(climb, faults, tmp_path):
     faults["fail"] = "360m_7b/lr2e-3"
     code, _, err = climb(scales=SCALES[:2])
@@ -195,7 +195,6 @@ def test_started_again_it_makes_only_what_is_missing(climb, faults, tmp_path):
     assert code == 1 and "holds a sweep with other settings" in err and "train.max_tokens" in err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -226,7 +225,6 @@ def test_what_cannot_be_is_one_line_and_nothing_is_written(climb, tmp_path, argu
     assert not (tmp_path / "ladder").exists()
 
 
-@pytest.mark.slow
 def test_a_folder_with_other_files_is_refused(climb, tmp_path):
     (tmp_path / "ladder").mkdir()
     (tmp_path / "ladder/notes.txt").write_text("mine")
@@ -235,7 +233,6 @@ def test_a_folder_with_other_files_is_refused(climb, tmp_path):
     assert [p.name for p in (tmp_path / "ladder").iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", ["delta_net", "gated_delta_net", "hgrn2", "kda", "mamba2", "path_fox", "samba", "transformer_llama"]
 )

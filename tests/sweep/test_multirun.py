@@ -10,6 +10,7 @@ import sys
 import threading
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -182,6 +183,67 @@ def test_without_settings_a_cpu_runs_one_job_at_a_time_and_gpus_as_many_as_fit(f
     process = machine.start(make_job(tmp_path, "all"), tmp_path / "log")
     wait_until(lambda: process.poll() is not None)
     assert starts(tmp_path / "all")[0].startswith("0,1 ")
+
+
+def test_an_error_of_the_one_who_asks_for_jobs_ends_those_that_run(faults, tmp_path):
+    faults["hang"] = "hanging"
+    machine = machines.LocalMachine(gpus=[], jobs_at_once=2)
+
+    def fail(result):
+        assert machine._running == 1
+        raise SweepError("what comes next is unknown")
+
+    with pytest.raises(SweepError, match="what comes next is unknown"):
+        runner.run_jobs(
+            [make_job(tmp_path, "hanging"), make_job(tmp_path, "quick")], machine, tmp_path / "logs", on_result=fail
+        )
+    assert machine._running == 0
+
+
+def test_timeout_which_signals_twice_interrupts_once_and_later_signals_count(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now))
+    with runner._Interrupts() as interrupts:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+            now += 0.01
+        assert interrupts.count == 1
+        now += 1
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.count == 2
+
+
+def test_jobs_that_share_a_gpu(faults, tmp_path):
+    """Six jobs at a time on two GPUs, three on each; a job of two GPUs waits for one place on both."""
+    machine = machines.LocalMachine(gpus=[0, 1], jobs_per_gpu=3)
+    todo = [make_job(tmp_path, name, "fabric.devices=1") for name in "abcdefg"]
+    assert machine.room(todo[0]) == 6
+    processes = [machine.start(job, tmp_path / f"{job.name}.log") for job in todo]
+    assert [process is not None for process in processes] == [True] * 6 + [False]
+    assert machine.start(make_job(tmp_path, "both", "fabric.devices=2"), tmp_path / "log") is None
+    for process in processes[:6]:
+        process._process.wait()
+        process.poll()
+    # In turn, so that the jobs of one model, which start one after another, are on both.
+    assert [starts(tmp_path / name)[0].split()[0] for name in "abcdef"] == ["0", "1"] * 3
+    both = make_job(tmp_path, "both", "fabric.devices=2")
+    assert machine.room(both) == 3
+    assert runner.run_jobs([both], machine, tmp_path / "logs")[0].state == State.FINISHED
+    with pytest.raises(SweepError, match="jobs_per_gpu=0"):
+        machines.LocalMachine(gpus=[0], jobs_per_gpu=0)
+
+
+def test_jobs_that_come_of_a_result_wait_by_priority(faults, tmp_path, capsys):
+    machine = machines.LocalMachine(gpus=[])
+    late = make_job(tmp_path, "late")
+    urgent = dataclasses.replace(make_job(tmp_path, "urgent"), priority=1)
+    first = make_job(tmp_path, "first")
+    results = runner.run_jobs(
+        [first, late], machine, tmp_path / "logs", on_result=lambda r: [urgent] if r.job is first else []
+    )
+    assert [result.job.name for result in results] == ["first", "late", "urgent"]
+    begun = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("started")]
+    assert begun == ["first", "urgent", "late"]
 
 
 def test_the_command_of_a_job_is_a_fabric_run_with_nothing_of_another_launch(tmp_path, monkeypatch):

@@ -1,26 +1,20 @@
 """A study: which jobs come of which, in what order, and what is kept of them."""
 
-import dataclasses
 import json
 import re
 import shutil
-import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from forgetting_transformer.analysis import AnalysisError, position_loss, studies, study_tables
 from forgetting_transformer.analysis.study_plan import StudyPlan
-from forgetting_transformer.sweep import SweepError, learning_rate, machines, runner
-from forgetting_transformer.sweep.jobs import State
-from forgetting_transformer.sweep.runner import run_jobs
+from forgetting_transformer.sweep import learning_rate
 from forgetting_transformer.training.continuing import decisive
-from tests.sweep.conftest import ROOT, load_script, starts
-from tests.sweep.test_multirun import make_job
+from tests.sweep.conftest import load_script, starts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
 
 MODELS = ["--group", "demo", "--models", "mamba2", "fox_pro", "--guess", "2e-3"]
 
@@ -161,67 +155,6 @@ def test_a_search_that_cannot_go_on_leaves_the_other_models_alone(study, faults,
     # Started again, it says the same, with nothing to run.
     code, out, order = study()
     assert code == 1 and why in out and not order
-
-
-def test_an_error_of_the_one_who_asks_for_jobs_ends_those_that_run(faults, tmp_path):
-    faults["hang"] = "hanging"
-    machine = machines.LocalMachine(gpus=[], jobs_at_once=2)
-
-    def fail(result):
-        assert machine._running == 1
-        raise SweepError("what comes next is unknown")
-
-    with pytest.raises(SweepError, match="what comes next is unknown"):
-        run_jobs(
-            [make_job(tmp_path, "hanging"), make_job(tmp_path, "quick")], machine, tmp_path / "logs", on_result=fail
-        )
-    assert machine._running == 0
-
-
-def test_timeout_which_signals_twice_interrupts_once_and_later_signals_count(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now))
-    with runner._Interrupts() as interrupts:
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
-            signal.raise_signal(number)
-            now += 0.01
-        assert interrupts.count == 1
-        now += 1
-        signal.raise_signal(signal.SIGINT)
-        assert interrupts.count == 2
-
-
-def test_jobs_that_share_a_gpu(faults, tmp_path):
-    """Six jobs at a time on two GPUs, three on each; a job of two GPUs waits for one place on both."""
-    machine = machines.LocalMachine(gpus=[0, 1], jobs_per_gpu=3)
-    todo = [make_job(tmp_path, name, "fabric.devices=1") for name in "abcdefg"]
-    assert machine.room(todo[0]) == 6
-    processes = [machine.start(job, tmp_path / f"{job.name}.log") for job in todo]
-    assert [process is not None for process in processes] == [True] * 6 + [False]
-    assert machine.start(make_job(tmp_path, "both", "fabric.devices=2"), tmp_path / "log") is None
-    for process in processes[:6]:
-        process._process.wait()
-        process.poll()
-    # In turn, so that the jobs of one model, which start one after another, are on both.
-    assert [starts(tmp_path / name)[0].split()[0] for name in "abcdef"] == ["0", "1"] * 3
-    both = make_job(tmp_path, "both", "fabric.devices=2")
-    assert machine.room(both) == 3
-    assert run_jobs([both], machine, tmp_path / "logs")[0].state == State.FINISHED
-    with pytest.raises(SweepError, match="jobs_per_gpu=0"):
-        machines.LocalMachine(gpus=[0], jobs_per_gpu=0)
-
-
-def test_jobs_that_come_of_a_result_wait_by_priority(faults, tmp_path, capsys):
-    machine = machines.LocalMachine(gpus=[])
-    late = make_job(tmp_path, "late")
-    urgent = dataclasses.replace(make_job(tmp_path, "urgent"), priority=1)
-    first = make_job(tmp_path, "first")
-    results = run_jobs(
-        [first, late], machine, tmp_path / "logs", on_result=lambda r: [urgent] if r.job is first else []
-    )
-    assert [result.job.name for result in results] == ["first", "late", "urgent"]
-    begun = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("started")]
-    assert begun == ["first", "urgent", "late"]
 
 
 def test_seeds_add_runs_and_variants_after_all_of_the_first_and_leave_searches_alone(study, tmp_path):
@@ -486,14 +419,3 @@ def test_what_the_user_keeps_in_the_folder_of_a_study_stays(faults, tmp_path, mo
     assert run([*started, "out/study.yaml"]) == 0 and (out / "study.md").read_text().startswith("| job ")
     plan.write_text(plan.read_text().replace("A", "Another name"))
     assert run([*started, str(plan)]) == 0 and (out / "study.yaml").read_bytes() == plan.read_bytes()
-
-
-def test_pages_show_no_figures_that_are_not_there():
-    for page in [
-        ROOT / "README.md",
-        *ROOT.glob("docs/*.md"),
-        *ROOT.glob("eval/**/*.md"),
-        *ROOT.glob("studies/**/*.md"),
-    ]:
-        for image in re.findall(r"!\[[^\]]*\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / image).is_file(), f"{page} shows {image}"

@@ -15,7 +15,7 @@ from tests.sweep.conftest import ROOT
 from tests.tiny import DOC_LEN, STEP, VOCAB
 from tests.waiting import HANG, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.rare]
+pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
 
 PLAN = f"""
 group: demo
