@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from forgetting_transformer import console, elastic, hydra_errors, train
 from forgetting_transformer.training.status import write_status
-from tests.processes import free_port
+from tests.processes import free_port, run_command
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[1]
@@ -463,6 +463,7 @@ def test_the_entry_point_is_the_one_of_the_tests():
     assert 'forgetting_transformer = "forgetting_transformer.elastic:quieten"' in text
 
 
+@pytest.mark.slow
 def test_a_process_whose_gpu_failed_ends_without_pythons_clean_up():
     """Tensors of a GPU that failed would abort it there."""
     script = """
@@ -479,6 +480,6 @@ training.run = fails
 console.start_log()
 train.train(None)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG)
+    done = run_command("-c", script)
     assert done.returncode == 1 and "CRITICAL DeviceError: cuda:0 of here failed" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr

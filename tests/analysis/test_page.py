@@ -44,10 +44,10 @@ class Page(HTMLParser):
             self.rows[-1][-1] += data
 
 
-@pytest.fixture
-def runs(quickstart, tmp_path):
-    """The run, and a copy of it with another learning rate and a name that is no good for HTML."""
-    other = tmp_path / "<script>alert(1)"
+@pytest.fixture(scope="module")
+def runs(quickstart, tmp_path_factory):
+    """The run, and a copy of it with another learning rate and a name that is no good for HTML. To be read only."""
+    other = tmp_path_factory.mktemp("runs") / "<script>alert(1)"
     shutil.copytree(quickstart.run, other, ignore=shutil.ignore_patterns("checkpoints"))
     config = yaml.safe_load((other / "config.yaml").read_text())
     config["optimizer"]["lr"] = 0.5
@@ -55,6 +55,13 @@ def runs(quickstart, tmp_path):
     del config["model"]["config"]["qk_norm"]
     (other / "config.yaml").write_text(yaml.safe_dump(config))
     return [quickstart.run, other]
+
+
+@pytest.fixture(scope="module")
+def page_of_runs(runs, tmp_path_factory) -> str:
+    file = tmp_path_factory.mktemp("page") / "page.html"
+    write_report(runs, [], file)
+    return file.read_text()
 
 
 def results(folder):
@@ -97,6 +104,7 @@ def results(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_one_page_holds_everything(runs, tmp_path):
     done = run_script(SCRIPT, *runs, "--results", results(tmp_path / "results"), "--out", tmp_path / "page")
     assert done.returncode == 0, done.stderr
@@ -126,10 +134,9 @@ def test_one_page_holds_everything(runs, tmp_path):
     assert f"{val:.4f}" in cells
 
 
-def test_the_page_needs_nothing_from_outside_and_texts_stay_texts(runs, tmp_path):
-    write_report(runs, [], tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    page = Page(text)
+@pytest.mark.slow
+def test_the_page_needs_nothing_from_outside_and_texts_stay_texts(page_of_runs):
+    text, page = page_of_runs, Page(page_of_runs)
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "iframe", "object"})
     assert "onerror" not in {name for _, attributes in page.tags for name in attributes}
     assert not re.search(r"https?://", re.sub(r'base64,[^"]*', "", text))
@@ -163,9 +170,9 @@ def test_a_file_of_another_program_is_left_out_and_named(tmp_path):
     assert f"{tmp_path}/empty holds no results of evaluations" in done.stderr
 
 
-def test_differences_between_configurations_are_marked(runs, tmp_path):
-    write_report(runs, [], tmp_path / "page.html")
-    page = Page((tmp_path / "page.html").read_text())
+@pytest.mark.slow
+def test_differences_between_configurations_are_marked(page_of_runs):
+    page = Page(page_of_runs)
     marked = {row[0]: row[1:] for row, is_marked in zip(page.rows, page.marked, strict=True) if is_marked}
     assert marked == {
         "optimizer.lr": ["0.01", "0.5"],
@@ -181,6 +188,7 @@ def test_keys_that_differ():
     assert differing([{"a": None}, {}]) == ["a"], "null is not the same as not there"
 
 
+@pytest.mark.slow
 def test_a_run_that_has_not_logged_is_left_out_of_the_curves_and_named(runs, tmp_path):
     new = tmp_path / "new"
     new.mkdir()
@@ -211,21 +219,24 @@ def test_out_is_a_folder_as_in_compare(tmp_path):
 
 
 def test_the_page_calls_a_model_by_its_label(runs, tmp_path):
-    config = yaml.safe_load((runs[1] / "config.yaml").read_text())
+    run = shutil.copytree(runs[1], tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text())
     config["model"]["label"] = "FoX (Pro)"
-    (runs[1] / "config.yaml").write_text(yaml.safe_dump(config))
-    write_report(runs[1:], [], tmp_path / "page.html")
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    write_report([run], [], tmp_path / "page.html")
     assert ["Model", "FoX (Pro)"] in Page((tmp_path / "page.html").read_text()).rows
 
 
-def test_only_a_page_is_replaced_by_a_page(runs, tmp_path):
+def test_only_a_page_is_replaced_by_a_page(tmp_path):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/results.json").write_text('{"piqa": {"acc,none": 0.625}}')
     mine = tmp_path / "config.yaml"
     mine.write_text("a: 1\n")
     with pytest.raises(AnalysisError, match=r"config\.yaml exists and is not a page of this script"):
-        write_report(runs, [], mine)
+        write_report([], [tmp_path / "results"], mine)
     assert mine.read_text() == "a: 1\n"
     for _ in range(2):
-        write_report(runs, [], tmp_path / "page.html")
+        write_report([], [tmp_path / "results"], tmp_path / "page.html")
 
 
 def test_results_that_are_called_the_same_by_chance_are_no_seeds(tmp_path):

@@ -695,6 +695,7 @@ def with_ema(run_dir: Path, **line) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 def test_the_moving_average_is_drawn_as_weights_and_is_no_held_out_set(
     make_run: MakeRun, drawn: list, plot_run: ModuleType, tmp_path: Path
 ) -> None:

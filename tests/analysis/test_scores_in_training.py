@@ -116,6 +116,7 @@ def changed_test(run_dir: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 def test_scores_of_a_test_that_was_changed_are_another_curve_with_another_name(
     make_run: MakeRun,  # noqa: F811
     drawn: list,  # noqa: F811
@@ -147,6 +148,7 @@ def test_scores_of_a_test_that_was_changed_are_another_curve_with_another_name(
     assert len({title for title in titles if title.startswith("needle, 512")}) == 2
 
 
+@pytest.mark.slow
 def test_plot_run_and_the_page_show_scores_and_samples(
     make_run: MakeRun,  # noqa: F811
     plot_run,  # noqa: F811

@@ -23,7 +23,11 @@ def check_page(text: str) -> None:
         shell.check(words)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] * (page != PAGES[0])) for page in PAGES],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
 def test_every_command_of_a_page_would_be_taken(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     check_page(read(page))

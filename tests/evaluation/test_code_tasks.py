@@ -10,6 +10,7 @@ from forgetting_transformer.analysis import AnalysisError, outputs
 from forgetting_transformer.evaluation import code_tasks
 from forgetting_transformer.evaluation.longbench import read_examples
 from forgetting_transformer.evaluation.models import EvaluationError
+from tests.evaluation.scripts import index_few_tasks
 
 TEXT = "".join(
     f"def function_{n}(value):\n    result = value + {n}\n    other = compute(result)\n    return other.name\n\n"
@@ -92,12 +93,14 @@ def test_tasks_are_in_the_formats_of_both_evaluations(corpus, tmp_path):
     assert first == contents(tmp_path / "tasks")
 
 
+@pytest.mark.slow
 def test_lm_eval_finds_the_questions_wherever_the_folder_is(corpus, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
     import datasets
 
     from forgetting_transformer.evaluation import harness
 
+    index_few_tasks(monkeypatch.setattr)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)
     (tmp_path / "tasks").rename(tmp_path / "moved")

@@ -19,9 +19,10 @@ from forgetting_transformer.analysis.statistics import Estimate  # noqa: E402
 from forgetting_transformer.evaluation import harness  # noqa: E402
 from forgetting_transformer.evaluation.models import EvaluationError, load_model  # noqa: E402
 from forgetting_transformer.evaluation.workers import Workers  # noqa: E402
-from tests.evaluation.scripts import run_script  # noqa: E402
+from tests.evaluation.scripts import index_few_tasks, run_script  # noqa: E402
 
 SCRIPT = "eval/lm_eval_harness/run_lm_eval.py"
+FEW_TASKS = "from tests.evaluation.scripts import index_few_tasks\nindex_few_tasks()"
 ALONE = Workers(0, 1, torch.device("cpu"))
 QUESTION = {"choices": {"text": ["cat", "red house", "the dog ran"], "label": ["A", "B", "C"]}, "answerKey": "B"}
 
@@ -79,6 +80,11 @@ def model(quickstart):
 @pytest.fixture
 def adapter(model):
     return harness.HarnessModel(model, 32, 3, "fp32", ALONE)
+
+
+@pytest.fixture(autouse=True)
+def few_tasks(monkeypatch):
+    index_few_tasks(monkeypatch.setattr)
 
 
 @pytest.fixture
@@ -329,7 +335,7 @@ def test_answers_are_kept_in_the_order_of_the_questions_whatever_the_number_of_p
     tasks = ["--include_path", "eval/lm_eval_harness/example", "--tasks", "code_choice", "--device", "cpu"]
     for processes in (1, 2):
         arguments = ["--model_path", quickstart.hf, "--save_dir", tmp_path / f"{processes}"]
-        done = run_script(SCRIPT, *arguments, *tasks, processes=processes)
+        done = run_script(SCRIPT, *arguments, *tasks, processes=processes, before=FEW_TASKS)
         assert done.returncode == 0, done.stderr
     alone, shared = (read_question_scores(tmp_path / f"{processes}/hf")["code_choice"] for processes in (1, 2))
     assert alone == shared and {len(scores) for scores in alone.scores.values()} == {6} and alone.groups is None
@@ -344,6 +350,7 @@ def test_answers_are_kept_in_the_order_of_the_questions_whatever_the_number_of_p
     assert "| two | code_choice | acc | +0.0000 ± 0.0000 | 6 | 1 |" in written and written in done.stdout
 
 
+@pytest.mark.slow
 def test_data_that_cannot_be_loaded_says_what_to_download_and_where_to_put_it(quickstart, hub, tmp_path, monkeypatch):
     monkeypatch.delitem(DATA, ("baber/piqa", None))
     arguments = ["--model_path", quickstart.hf, "--save_dir", tmp_path, "--tasks"]

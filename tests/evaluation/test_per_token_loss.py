@@ -384,6 +384,7 @@ def test_the_extrapolation_preset_says_what_a_longer_context_is_worth(quickstart
     assert done.returncode == 1 and "choose a corpus of longer documents" in done.stderr
 
 
+@pytest.mark.slow
 def test_plots_any_number_of_models_and_seeds(quickstart, model, tmp_path):
     other = load_model(str(quickstart.run), step=4 * 4 * TRAIN_LENGTH)
     for name, evaluated in (("a0", model), ("b0", model), ("b1", other), ("again", other)):
@@ -455,6 +456,7 @@ def test_results_name_the_groups_of_texts_that_the_corpus_names(quickstart, mode
     assert found.group_N.tolist() == [0, 0, 0, 0, 1]
 
 
+@pytest.mark.slow
 def test_models_are_compared_sequence_by_sequence(quickstart, model, tmp_path):
     """Documents of very different difficulty hide nothing: the error is that of the differences."""
     data = heldout(quickstart)

@@ -73,6 +73,7 @@ def change(file: Path, edit) -> None:
     file.write_text(json.dumps(content), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_new_measurement_changes_the_pages_that_show_it(pages, copy, capsys):
     def edit(content):
         next(row for row in content["rows"] if row["code"] == "ours")["tokens_per_second"] = 512_345.0

@@ -75,6 +75,7 @@ def test_other_ranges_or_settings_are_named_and_refused(search):
     assert "--trials 0 must be 1 or more" in search(RATE, "--trials", "0")[2]
 
 
+@pytest.mark.rare("tests/sweep/test_multirun.py::test_a_failed_job_is_reported_and_the_rest_still_run")
 def test_failed_and_diverged_trials_are_told_and_the_rest_still_run(search, faults, tmp_path):
     faults |= {"fail": "trial0001", "diverge": "trial0002"}
     code, out, err = search(RATE, "--trials", "4")
@@ -82,6 +83,9 @@ def test_failed_and_diverged_trials_are_told_and_the_rest_still_run(search, faul
     assert "| failed" in out and "| diverged" in out
 
 
+@pytest.mark.rare(
+    "tests/sweep/test_free_search.py::test_its_table_has_the_best_run_first_and_it_continues_where_it_was"
+)
 def test_a_bad_trial_is_ended_early_if_asked(search, faults, tmp_path):
     """The median of five finished trials is needed before one can be ended."""
     faults["bad"] = "trial0005"
@@ -91,6 +95,9 @@ def test_a_bad_trial_is_ended_early_if_asked(search, faults, tmp_path):
     assert 3 <= len(lines) < 10
 
 
+@pytest.mark.rare(
+    "tests/sweep/test_free_search.py::test_its_table_has_the_best_run_first_and_it_continues_where_it_was"
+)
 def test_what_was_running_is_continued_first(search, faults, tmp_path, monkeypatch):
     from forgetting_transformer.sweep import runner
 

@@ -2,15 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import shell_environment
+from tests.processes import Command
 from tests.sweep.conftest import FAKE, ROOT, starts
-from tests.waiting import HANG, wait_until
+from tests.waiting import wait_until
 
 JOBS = [f"seed={seed}" for seed in range(5)]
 #: A queue of five jobs, two at a time; the jobs are played by fake_train.py.
@@ -40,10 +38,9 @@ print(json.dumps({result.job.name: str(result.state) for result in results}))
 
 @pytest.mark.slow
 def test_sigkill_in_the_queue_loses_no_job_and_repeats_none(tmp_path):
-    def sweep(faults: dict, said: Path) -> subprocess.Popen:
-        command = [sys.executable, "-c", SWEEP, tmp_path / "sweep", ROOT / "configs", FAKE, json.dumps(faults), *JOBS]
-        with said.open("w") as output:
-            return subprocess.Popen(command, env=shell_environment(), stdout=output, stderr=output)
+    def sweep(faults: dict, said: Path) -> Command:
+        arguments = [*map(str, (tmp_path / "sweep", ROOT / "configs", FAKE)), json.dumps(faults), *JOBS]
+        return Command("-c", f"import sys\nsys.argv[1:] = {arguments}\n{SWEEP}", output=said, errors=said)
 
     def lines(name: str) -> list[int]:
         log = tmp_path / "sweep" / name / "metrics/jsonlines/train.jsonl"
@@ -61,7 +58,7 @@ def test_sigkill_in_the_queue_loses_no_job_and_repeats_none(tmp_path):
     wait_until(lambda: not running(hung), said=f"the job {hung} outlives its sweep")
     before = {name: len(starts(tmp_path / "sweep" / name)) for name in JOBS}
     again = sweep({}, tmp_path / "second")
-    assert again.wait(HANG) == 0, (tmp_path / "second").read_text()
+    assert again.wait() == 0, (tmp_path / "second").read_text()
     states = json.loads((tmp_path / "second").read_text().splitlines()[-1])
     assert states == dict.fromkeys(JOBS, "finished")
     for name in JOBS:
