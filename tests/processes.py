@@ -106,6 +106,8 @@ def _run(words: list[str], folder: str, environment: dict[str, str], output: str
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o644)
         os.dup2(opened, number)
         os.close(opened)
+    # The streams of the server remember whether its own output could be sought.
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     torch.set_num_threads(1)
     if words[0] == "-c":
         exec(words[1], {"__name__": "__main__"})

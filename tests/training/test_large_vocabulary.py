@@ -220,7 +220,7 @@ def test_parts_of_a_mixture_have_one_vocabulary(wide: Path, tmp_path: Path) -> N
         shutil.copytree(wide / name, tmp_path / name)
     manifest = tmp_path / "narrow/manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "vocab_size": 65_536}))
-    with pytest.raises(DataError, match=r"different vocabularies \(narrow: 65,536 ids, BOS 0, wide: 70,000 ids"):
+    with pytest.raises(DataError, match=r"different vocabularies \(narrow: 65,536 ids, BOS 0, EOS 0, wide: 70,000 ids"):
         MixtureDataModule(str(tmp_path), parts={"wide": 1, "narrow": 1}, **SHAPE)
 
 

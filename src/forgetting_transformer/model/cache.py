@@ -268,6 +268,7 @@ class DecoderCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens. As in transformers, the argument is minus their number."""
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor, and lengths are numbers
         if tokens_to_remove > 0:
             raise ValueError(
                 f"tokens_to_remove is {tokens_to_remove}; pass a negative number, -n, to remove the last n tokens"

@@ -129,7 +129,7 @@ def save_built(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _save(tokenizer: Any, folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with utf8_path(folder) as place:
         tokenizer.save_pretrained(place)
 
