@@ -25,6 +25,7 @@ import re
 import sys
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import step
 
 
 def licence(text: str) -> str:
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--hf_load_dir", type=command_line.path, required=True, help="output_dir of a training run")
     parser.add_argument("--hf_save_dir", type=command_line.path, required=True, help="folder to write; made if needed")
     parser.add_argument(
-        "--hf_load_step", type=int, help="training tokens of the checkpoint; without it the newest valid one"
+        "--hf_load_step", type=step, help="training tokens of the checkpoint; without it the newest valid one"
     )
     parser.add_argument(
         "--tokenizer",
@@ -93,10 +94,10 @@ def main() -> None:
     try:
         if repo_id is not None:
             hub.check_repo_id(repo_id)
-        step, tokenizer = arguments.hf_load_step, arguments.tokenizer
+        at, tokenizer = arguments.hf_load_step, arguments.tokenizer
         weights, chosen = arguments.weights, arguments.license
         replace = arguments.replace
-        print(export(arguments.hf_load_dir, folder, step, tokenizer, repo_id, weights, chosen, replace), flush=True)
+        print(export(arguments.hf_load_dir, folder, at, tokenizer, repo_id, weights, chosen, replace), flush=True)
         if repo_id is not None:
             print(hub.push(folder, repo_id, arguments.private or None, arguments.revision, replace))
     except (CheckpointError, ExportError) as error:

@@ -40,6 +40,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, RecordError, add_options, device_name, run_main
 
+from forgetting_transformer.command_line import count
+
 SHAPES = ["1,16384,24,64", "1,16384,12,128", "1,65536,24,64", "8,2048,24,64"]
 PRUNE_SHAPES = ["1,16384,24,64", "8,2048,24,64"]
 BASELINES = ("cudnn", "flash", "flash4", "fla", "triton", "pytorch")
@@ -52,7 +54,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--prune_shapes", nargs="*", default=PRUNE_SHAPES, metavar="B,T,H,D", help="none: no second table"
     )
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=count, default=10)
     add_options(parser)
     return parser.parse_args(argv)
 
@@ -85,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:
     try:
-        batch, length, heads, head_dim = (int(x) for x in text.split(","))
-    except ValueError:
-        sys.exit(f"a shape is four numbers B,T,H,D; got {text!r}")
+        batch, length, heads, head_dim = map(count, text.split(","))
+    except (ValueError, argparse.ArgumentTypeError):
+        sys.exit(f"a shape is four numbers B,T,H,D from 1 on; got {text!r}")
     return batch, length, heads, head_dim
 
 

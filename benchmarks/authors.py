@@ -39,6 +39,7 @@ from record import Record, RecordError, add_options, device_name, run_main
 
 import training
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count, positive
 
 CODES = {"authors": "paper authors", "ours": "ours"}
 PRUNED = {"both": (True, False), "pruned": (True,), "unpruned": (False,)}
@@ -57,16 +58,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--codes", nargs="+", choices=CODES, default=list(CODES), help="whose model (default both)")
     parser.add_argument("--modes", choices=PRUNED, default="both", help="with pruning or without (default both)")
     parser.add_argument("--checkpointing", choices=training.CHECKPOINTING, default="both")
-    parser.add_argument("--seq_len", type=int, help="tokens of the one sequence")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps (default 10)")
-    parser.add_argument("--warmup_steps", type=int, default=4, help="steps before them, the first included (default 4)")
-    parser.add_argument("--time_limit", type=float, default=600, help="seconds that a row may take (default 600)")
+    parser.add_argument("--seq_len", type=count, help="tokens of the one sequence")
+    parser.add_argument("--steps", type=count, default=10, help="measured steps (default 10)")
+    parser.add_argument(
+        "--warmup_steps", type=count, default=4, help="steps before them, the first included (default 4)"
+    )
+    parser.add_argument("--time_limit", type=positive, default=600, help="seconds that a row may take (default 600)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     add_options(parser)
     parser.add_argument("--worker", nargs=2, metavar=("CASE", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if min(args.steps, args.warmup_steps) < 1:
-        parser.error("--steps and --warmup_steps must be at least 1")
     args.authors_commit = args.authors_commit or commit(args.authors)
     if args.device is None:
         import torch

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from record import Record, RecordError, add_options, run_main
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count
 from training import compose, keep_weights
 
 
@@ -35,11 +36,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", default="longcrawl64/forgetting_transformer/pro_760m_48b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seq-len", type=int, default=4096)
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--vocab-size", type=int, default=50257)
-    parser.add_argument("--steps", type=int, default=10, help="timed before the first save")
-    parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--seq-len", type=count, default=4096)
+    parser.add_argument("--batch-size", type=count, default=1)
+    parser.add_argument("--vocab-size", type=count, default=50257)
+    parser.add_argument("--steps", type=count, default=10, help="timed before the first save")
+    parser.add_argument("--saves", type=count, default=3)
     parser.add_argument(
         "--folder", type=command_line.path, help="where to write; default: the system's temporary folder"
     )

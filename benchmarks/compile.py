@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
 import training
+from forgetting_transformer.command_line import count
 
 #: Options of TorchInductor; None: those that runs use.
 WAYS: dict[str, dict[str, Any] | None] = {
@@ -46,9 +47,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiments", nargs="+", metavar="NAME", help="default: 125M and 760M FoX (Pro)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--seq_len", type=int, help="tokens of a sequence; 16,384 on a GPU")
-    parser.add_argument("--batch_size", type=int, default=1, help="sequences of a micro-batch (default 1)")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps (default 10)")
+    parser.add_argument("--seq_len", type=count, help="tokens of a sequence; 16,384 on a GPU")
+    parser.add_argument("--batch_size", type=count, default=1, help="sequences of a micro-batch (default 1)")
+    parser.add_argument("--steps", type=count, default=10, help="measured steps (default 10)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--worker", nargs=3, metavar=("EXPERIMENT", "WAY", "FILE"), help=argparse.SUPPRESS)
     add_options(parser)

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, RecordError, add_options, run_main
 
+from forgetting_transformer.command_line import count
 from training import compose, keep_weights
 
 
@@ -31,9 +32,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", default="longcrawl64/forgetting_transformer/pro_760m_48b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seq-len", type=int, default=4096)
-    parser.add_argument("--vocab-size", type=int, default=50257)
-    parser.add_argument("--steps", type=int, default=20, help="timed, with and without digests after each")
+    parser.add_argument("--seq-len", type=count, default=4096)
+    parser.add_argument("--vocab-size", type=count, default=50257)
+    parser.add_argument("--steps", type=count, default=20, help="timed, with and without digests after each")
     add_options(parser)
     return parser.parse_args(argv)
 

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from record import INTERRUPTED, Record, RecordError, add_options, run_main
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import at_least, count
 
 with command_line.interruptible(INTERRUPTED):
     import numcodecs
@@ -49,22 +50,21 @@ VOCAB_SIZE = 50257
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=4096, help="rows of the array (default 4096)")
-    parser.add_argument("--doc_len", type=int, default=32768, help="tokens of a row (default 32,768)")
-    parser.add_argument("--seq_len", type=int, default=16384, help="tokens of a sequence (default 16,384)")
-    parser.add_argument("--batch_size", type=int, default=32, help="sequences of a global batch (default 32)")
-    parser.add_argument("--world_size", type=int, default=1, help="ranks; the share of the first is read (default 1)")
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="worker processes (default 0 1 2)")
-    parser.add_argument("--repeats", type=int, default=3, help="passes, of which the median counts (default 3)")
-    parser.add_argument("--plain_batches", type=int, default=32, help="batches read with plain zarr (default 32)")
+    parser.add_argument("--documents", type=count, default=4096, help="rows of the array (default 4096)")
+    parser.add_argument("--doc_len", type=count, default=32768, help="tokens of a row (default 32,768)")
+    parser.add_argument("--seq_len", type=count, default=16384, help="tokens of a sequence (default 16,384)")
+    parser.add_argument("--batch_size", type=count, default=32, help="sequences of a global batch (default 32)")
+    parser.add_argument("--world_size", type=count, default=1, help="ranks; the share of the first is read (default 1)")
+    parser.add_argument(
+        "--workers", type=at_least(0), nargs="+", default=[0, 1, 2], help="worker processes (default 0 1 2)"
+    )
+    parser.add_argument("--repeats", type=count, default=3, help="passes, of which the median counts (default 3)")
+    parser.add_argument("--plain_batches", type=count, default=32, help="batches read with plain zarr (default 32)")
     parser.add_argument(
         "--data_dir", type=command_line.path, help="folder for the array, kept and used again (default: temporary)"
     )
     add_options(parser)
     args = parser.parse_args(argv)
-    for name in ("documents", "doc_len", "seq_len", "batch_size", "world_size", "repeats", "plain_batches"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1")
     if args.batch_size % args.world_size:
         parser.error(f"--batch_size {args.batch_size} cannot be shared equally by --world_size {args.world_size}")
     return args

@@ -40,6 +40,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from attention import footer, replayed_ms
 from record import Record, RecordError, add_options, run_main
 
+from forgetting_transformer.command_line import count, positive
+
 SHAPES = ["1,24,24,64,16384", "1,24,24,64,65536", "8,24,24,64,16384", "1,24,4,64,16384", "8,24,4,64,16384"]
 KERNELS = ("decode", "half", "spread", "whole", "flash", "cudnn")
 PRUNED = ("half", "spread")
@@ -49,9 +51,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", default=SHAPES, metavar="B,H,G,D,N", help=f"default {' '.join(SHAPES)}")
     parser.add_argument("--kernels", nargs="*", default=list(KERNELS), choices=KERNELS, help="default all")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--min_mib", type=int, default=400, help="MiB of caches that a CUDA graph goes through")
-    parser.add_argument("--peak_gb_s", type=float, default=4800, help="of the GPU's memory; default an H200's")
+    parser.add_argument("--repeats", type=count, default=20)
+    parser.add_argument("--min_mib", type=count, default=400, help="MiB of caches that a CUDA graph goes through")
+    parser.add_argument("--peak_gb_s", type=positive, default=4800, help="of the GPU's memory; default an H200's")
     add_options(parser)
     return parser.parse_args(argv)
 
@@ -80,9 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_shape(text: str) -> tuple[int, ...]:
     try:
-        batch, heads, groups, head_dim, keys = (int(x) for x in text.split(","))
-    except ValueError:
-        sys.exit(f"a shape is five numbers B,H,G,D,N; got {text!r}")
+        batch, heads, groups, head_dim, keys = map(count, text.split(","))
+    except (ValueError, argparse.ArgumentTypeError):
+        sys.exit(f"a shape is five numbers B,H,G,D,N from 1 on; got {text!r}")
     if heads % groups:
         sys.exit(f"query heads H must be a multiple of key heads G; got {text!r}")
     return batch, heads, groups, head_dim, keys

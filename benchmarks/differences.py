@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, RecordError, add_options, run_main
 
+from forgetting_transformer.command_line import count
+
 RANKS, SEQUENCES, LENGTH, VOCAB = 4, 2, 128, 256
 #: Steps at the end over which losses are averaged.
 LAST = 50
@@ -35,8 +37,8 @@ LAST = 50
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="of the models that are trained (default 300)")
-    parser.add_argument("--length", type=int, default=16384, help="tokens of a sequence for rotary and cumsum")
+    parser.add_argument("--steps", type=count, default=300, help="of the models that are trained (default 300)")
+    parser.add_argument("--length", type=count, default=16384, help="tokens of a sequence for rotary and cumsum")
     add_options(parser)
     return parser.parse_args(argv)
 

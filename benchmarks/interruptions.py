@@ -64,6 +64,7 @@ from start import VOCABULARY, read_status
 from tables import INTERRUPTIONS, interruption_cells
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import at_least, count, positive
 from training import experiment_file
 
 CHECKS = ("world_sizes", "sigterm", "sigkill", "hang", "checkpoint_stall")
@@ -80,22 +81,24 @@ WARMUP = 3
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, help="N (default: all GPUs of this machine)")
+    parser.add_argument("--devices", type=count, help="N (default: all GPUs of this machine)")
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS), help="default: all")
     parser.add_argument("--experiment", metavar="NAME", help="of configs/experiment; default as above")
     parser.add_argument("--strategy", choices=("fsdp", "ddp", "hsdp"), default="fsdp", help="default fsdp")
-    parser.add_argument("--steps", type=int, default=24, help="of a run (default 24, a multiple of 4 from 12 on)")
-    parser.add_argument("--vocabulary", type=int, help="ids of the random tokens; default GPT-2's 50,257 on a GPU")
+    parser.add_argument(
+        "--steps", type=at_least(12), default=24, help="of a run (default 24, a multiple of 4 from 12 on)"
+    )
+    parser.add_argument("--vocabulary", type=count, help="ids of the random tokens; default GPT-2's 50,257 on a GPU")
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
     parser.add_argument("--launcher", choices=("launch.py", "fabric"), default="launch.py")
-    parser.add_argument("--timeout", type=int, default=20, help="strategy.timeout_seconds of `hang` (default 20)")
+    parser.add_argument("--timeout", type=count, default=20, help="strategy.timeout_seconds of `hang` (default 20)")
     # NCCL chooses an algorithm by message, topology and version, and each adds in another order. A ring adds in one.
     parser.add_argument("--nccl_algo", default="Ring", help="NCCL_ALGO of all runs, for equal bits (default Ring)")
     parser.add_argument(
         "--folder", type=command_line.path, help="where runs write, for the time of the call (default /tmp)"
     )
-    parser.add_argument("--time_limit", type=float, default=540, help="seconds for all (default 540)")
+    parser.add_argument("--time_limit", type=positive, default=540, help="seconds for all (default 540)")
     add_options(parser)
     args = parser.parse_args(argv)
     for key, value in (ON_GPU if args.accelerator == "cuda" else ON_CPU).items():
@@ -109,8 +112,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         import torch
 
         args.devices = torch.cuda.device_count() if args.accelerator == "cuda" else 2
-    if args.steps < 12 or args.steps % 4:
-        parser.error(f"--steps {args.steps} must be a multiple of 4 and at least 12")
+    if args.steps % 4:
+        parser.error(f"--steps {args.steps} must be a multiple of 4")
     return args
 
 

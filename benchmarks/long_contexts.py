@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from record import Record, RecordError, add_options, device_name, run_main
 from scaling import OUT_OF_MEMORY, overlap, run, wait_for_all, waiting_group
 
+from forgetting_transformer.command_line import count, positive
 from forgetting_transformer.ops.backends import describe_error
 from training import compose, experiment_file
 
@@ -68,8 +69,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models = ["forgetting_transformer/pro_760m_16b", "transformer/llama_760m_16b", "mamba2/760m_16b"]
     parser.add_argument("--experiments", nargs="+", default=models, metavar="NAME")
-    parser.add_argument("--seq_len", type=int, nargs="+", default=[16384, 65536, 131072, 262144])
-    parser.add_argument("--devices", type=int, default=2, help="that share a sequence (default 2; 1: alone)")
+    parser.add_argument("--seq_len", type=count, nargs="+", default=[16384, 65536, 131072, 262144])
+    parser.add_argument("--devices", type=count, default=2, help="that share a sequence (default 2; 1: alone)")
     parser.add_argument(
         "--alone", action=argparse.BooleanOptionalAction, default=True, help="one GPU alone, too (default)"
     )
@@ -79,19 +80,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default=True,
         help="models that prune, also without pruning (default), whose time grows with the square of the length",
     )
-    parser.add_argument("--steps", type=int, default=2, help="to measure at least (default 2); short ones for 3 s")
+    parser.add_argument("--steps", type=count, default=2, help="to measure at least (default 2); short ones for 3 s")
     add_time_constants(parser)
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--time_limit", type=float, default=1800, help="seconds for all (default 1800)")
+    parser.add_argument("--time_limit", type=positive, default=1800, help="seconds for all (default 1800)")
     add_options(parser)
     parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     for name in args.experiments:
         if not experiment_file(name).is_file():
             parser.error(f"there is no experiment {name!r} in configs/experiment")
-    if min(args.devices, args.steps, *args.seq_len) < 1:
-        parser.error("--devices, --steps and --seq_len must be at least 1")
     for length in args.seq_len:
         if length % args.devices:
             parser.error(f"--seq_len {length} tokens have no equal parts for --devices {args.devices}")
@@ -102,7 +101,7 @@ def add_time_constants(parser: argparse.ArgumentParser) -> None:
     """Adds --time_constants, for `set_time_constants`."""
     parser.add_argument(
         "--time_constants",
-        type=float,
+        type=positive,
         nargs=2,
         default=[4, 1e4],
         metavar=("MIN", "MAX"),

@@ -23,7 +23,6 @@ difference    the largest difference of a decoded token's log-probability from t
 import argparse
 import gc
 import itertools
-import math
 import statistics
 import sys
 import time
@@ -38,27 +37,27 @@ from long_contexts import VOCABULARY, add_time_constants, set_time_constants
 from record import Record, RecordError, add_options, device_name, run_main
 from tables import long_generation_cells, long_generation_header
 
+from forgetting_transformer.command_line import at_least, count, log_of_small
 from training import compose, experiment_file
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", default="forgetting_transformer/pro_760m_16b", help="default %(default)s")
-    parser.add_argument("--seq_len", type=int, nargs="+", default=[65536, 262144], help="tokens of a prompt")
-    parser.add_argument("--evict_below", type=float, nargs="+", default=[-10.0], metavar="LN_E", help="default -10")
-    parser.add_argument("--part", type=int, default=16384, help="tokens of the prompt at a time (default %(default)s)")
-    parser.add_argument("--decode", type=int, default=64, help="tokens after the prompt (default %(default)s)")
+    parser.add_argument("--seq_len", type=count, nargs="+", default=[65536, 262144], help="tokens of a prompt")
+    parser.add_argument(
+        "--evict_below", type=log_of_small, nargs="+", default=[-10.0], metavar="LN_E", help="default -10"
+    )
+    parser.add_argument(
+        "--part", type=at_least(2), default=16384, help="tokens of the prompt at a time (default %(default)s)"
+    )
+    parser.add_argument("--decode", type=count, default=64, help="tokens after the prompt (default %(default)s)")
     add_time_constants(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_options(parser)
     args = parser.parse_args(argv)
     if not experiment_file(args.experiment).is_file():
         parser.error(f"there is no experiment {args.experiment!r} in configs/experiment")
-    if min(args.decode, *args.seq_len) < 1 or args.part < 2:
-        parser.error("--seq_len and --decode must be at least 1, and --part at least 2")
-    for value in args.evict_below:
-        if not -math.inf < value < 0:
-            parser.error(f"--evict_below {value:g} must be negative and finite: it is ln ε of a small ε, as -10")
     return args
 
 

@@ -43,6 +43,7 @@ from tables import long_run_cells, long_run_header
 from whole_run import ROOT, BenchmarkError, corpus, follow
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import at_least, count
 from training import experiment_file, experiment_override
 
 PARTS = ("straight", "beyond", "resumed")
@@ -61,14 +62,14 @@ ON_CPU = {"experiment": "demo/fox_pro", "seq_len": 512, "steps": 8, "vocabulary"
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, help="default: all GPUs of this machine")
-    parser.add_argument("--context", type=int, help="devices that share a sequence (default: all)")
+    parser.add_argument("--devices", type=count, help="default: all GPUs of this machine")
+    parser.add_argument("--context", type=count, help="devices that share a sequence (default: all)")
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--experiment", metavar="NAME", help="of configs/experiment; default as above")
-    parser.add_argument("--seq_len", type=int, help="tokens of a sequence (default 131072 on a GPU)")
-    parser.add_argument("--steps", type=int, help="of a run, at least 4 (default 200 on a GPU)")
+    parser.add_argument("--seq_len", type=count, help="tokens of a sequence (default 131072 on a GPU)")
+    parser.add_argument("--steps", type=at_least(4), help="of a run, at least 4 (default 200 on a GPU)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    parser.add_argument("--vocabulary", type=int, help="ids of the corpus; default GPT-2's 50,257 on a GPU")
+    parser.add_argument("--vocabulary", type=count, help="ids of the corpus; default GPT-2's 50,257 on a GPU")
     parser.add_argument("--max_bytes", help="text of the corpus (default 160MB on a GPU, about 40M tokens)")
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="more overrides of train.py")
     parser.add_argument("--folder", type=command_line.path, help="for the corpus, which stays, and runs, which do not")
@@ -84,15 +85,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
         args.devices = torch.cuda.device_count() if args.accelerator == "cuda" else 1
     args.context = args.context or max(1, args.devices)
-    if args.context < 1 or args.devices % args.context or args.seq_len % args.context:
+    if args.devices % args.context or args.seq_len % args.context:
         parser.error(
             f"--context {args.context} must divide --devices {args.devices} and --seq_len {args.seq_len}: groups of so "
             "many devices share a sequence in equal parts"
         )
     if args.seq_len < 64 or args.seq_len & (args.seq_len - 1):
         parser.error(f"--seq_len {args.seq_len} must be a power of two from 64 on, so that it has whole octaves")
-    if args.steps < 4:
-        parser.error(f"--steps {args.steps} must be at least 4")
     return args
 
 

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from record import end_with_parent, run_main
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import at_least, positive
 from forgetting_transformer.versions import installed_versions
 
 FOLDER = Path(__file__).resolve().parent
@@ -60,8 +61,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=command_line.path, default=Path("output/benchmarks"), help="of the files (default %(default)s)"
     )
-    parser.add_argument("--time_limit", type=float, help="seconds for this call; default: until everything is measured")
-    parser.add_argument("--gpus", type=int, help="as if there were so many GPUs (default: those of this machine)")
+    parser.add_argument(
+        "--time_limit", type=positive, help="seconds for this call; default: until everything is measured"
+    )
+    parser.add_argument(
+        "--gpus", type=at_least(0), help="as if there were so many GPUs (default: those of this machine)"
+    )
     parser.add_argument("--list", action="store_true", help="show the commands, and run none")
     args = parser.parse_args(argv)
     known = measurements()
@@ -70,12 +75,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         if name not in names:
             groups = dict.fromkeys(found.group for found in known)
             parser.error(f"{name!r} is no group and no file; groups are {', '.join(groups)}, and --list shows all")
-    if args.time_limit is not None and not 0 < args.time_limit < math.inf:
-        parser.error(
-            f"--time_limit {args.time_limit:g} must be a number of seconds above zero; leave it out for no limit"
-        )
-    if args.gpus is not None and args.gpus < 0:
-        parser.error(f"--gpus {args.gpus} must be at least 0")
     if args.gpus is None:
         import torch
 

@@ -31,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, RecordError, add_options, run_main
 
+from forgetting_transformer.command_line import count, number
+from forgetting_transformer.ranges import Range
 from training import CONFIGS, compose, experiment_file
 
 HEADER = """
@@ -41,18 +43,18 @@ HEADER = """
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", default="forgetting_transformer/pro_760m_16b", help="default %(default)s")
-    parser.add_argument("--seq_len", type=int, nargs="+", required=True, help="tokens of a sequence")
+    parser.add_argument("--seq_len", type=count, nargs="+", required=True, help="tokens of a sequence")
     parser.add_argument("--inputs", nargs="+", choices=("gpu", "host"), default=["gpu"], help="where block inputs wait")
-    parser.add_argument("--steps", type=int, default=2, help="measured steps, after one that compiles (default 2)")
-    parser.add_argument("--vocab_size", type=int, default=50257)
-    parser.add_argument("--gate_bias", type=float, default=0.0, help="added to the biases of forget gates")
+    parser.add_argument("--steps", type=count, default=2, help="measured steps, after one that compiles (default 2)")
+    parser.add_argument("--vocab_size", type=count, default=50257)
+    parser.add_argument(
+        "--gate_bias", type=number(Range(-1e9, 1e9)), default=0.0, help="added to the biases of forget gates"
+    )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU")
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     add_options(parser)
     args = parser.parse_args(argv)
-    if min(args.steps, *args.seq_len) < 1:
-        parser.error("--steps and --seq_len must be at least 1")
     if not experiment_file(args.experiment).is_file():
         folder = CONFIGS / "experiment"
         known = sorted(str(f.relative_to(folder).with_suffix("")) for f in folder.glob("**/*.yaml"))

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from record import Record, RecordError, add_options, device_name, run_main
 
 import training
+from forgetting_transformer.command_line import count, positive
 
 #: Packages that the rows depend on, beside those of training.
 PACKAGES = ("flash-linear-attention", "mamba-ssm", "causal-conv1d", "flash-attn")
@@ -62,18 +63,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--experiments", nargs="+", metavar="NAME", help="as in benchmarks/training.py")
     parser.add_argument("--codes", nargs="+", choices=CODES, default=list(CODES), help="whose models (default all)")
     parser.add_argument("--compiled", choices=("both", "yes", "no"), default="both", help="under torch.compile or not")
-    parser.add_argument("--seq_len", type=int, help="tokens of the one sequence")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps (default 5)")
-    parser.add_argument("--warmup_steps", type=int, default=3, help="steps before them, the first included (default 3)")
+    parser.add_argument("--seq_len", type=count, help="tokens of the one sequence")
+    parser.add_argument("--steps", type=count, default=5, help="measured steps (default 5)")
     parser.add_argument(
-        "--time_limit", type=float, default=600, help="seconds a model of a package may take (default 600)"
+        "--warmup_steps", type=count, default=3, help="steps before them, the first included (default 3)"
+    )
+    parser.add_argument(
+        "--time_limit", type=positive, default=600, help="seconds a model of a package may take (default 600)"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     add_options(parser)
     parser.add_argument("--worker", nargs=3, metavar=("EXPERIMENT", "CODE", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if min(args.steps, args.warmup_steps) < 1:
-        parser.error("--steps and --warmup_steps must be at least 1")
     if args.device is None:
         import torch
 

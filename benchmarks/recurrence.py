@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from attention import time_both_ways
 from record import Record, RecordError, add_options, device_name, run_main
 
+from forgetting_transformer.command_line import count
+
 #: op: heads, key channels, value channels.
 SHAPES = {
     "simple_gla": (48, 128, 64),
@@ -43,8 +45,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
-    parser.add_argument("--length", type=int, default=16384, help="tokens (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=10, help="runs of which the median counts (default %(default)s)")
+    parser.add_argument("--length", type=count, default=16384, help="tokens (default %(default)s)")
+    parser.add_argument(
+        "--repeats", type=count, default=10, help="runs of which the median counts (default %(default)s)"
+    )
     add_options(parser)
     return parser.parse_args(argv)
 

@@ -52,6 +52,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
+from forgetting_transformer.command_line import count, positive
 from forgetting_transformer.ports import free_port
 from training import compose, experiment_file, time_steps
 
@@ -75,23 +76,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     models = ["forgetting_transformer/pro_760m_16b"]
     parser.add_argument("--experiments", nargs="+", default=models, metavar="NAME")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--seq_len", type=int, default=16384)
-    parser.add_argument("--batch_size", type=int, default=1, help="sequences of a micro-batch (default 1)")
-    parser.add_argument("--micro_batches", type=int, nargs="+", default=[16], help="of a step (default 16)")
-    parser.add_argument("--steps", type=int, default=8, help="measured steps (default 8)")
+    parser.add_argument("--devices", type=count, default=2)
+    parser.add_argument("--seq_len", type=count, default=16384)
+    parser.add_argument("--batch_size", type=count, default=1, help="sequences of a micro-batch (default 1)")
+    parser.add_argument("--micro_batches", type=count, nargs="+", default=[16], help="of a step (default 16)")
+    parser.add_argument("--steps", type=count, default=8, help="measured steps (default 8)")
     parser.add_argument("--checkpointing", action="store_true", help="with activation checkpointing")
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--time_limit", type=float, default=900, help="seconds for all (default 900)")
+    parser.add_argument("--time_limit", type=positive, default=900, help="seconds for all (default 900)")
     add_options(parser)
     parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     for name in args.experiments:
         if not experiment_file(name).is_file():
             parser.error(f"there is no experiment {name!r} in configs/experiment")
-    if min(args.devices, args.steps, args.batch_size, *args.micro_batches) < 1:
-        parser.error("--devices, --steps, --batch_size and --micro_batches must be at least 1")
     return args
 
 

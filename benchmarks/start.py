@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count, positive
 from training import CONFIGS, compose, experiment_file, experiment_override
 
 CACHES = ("empty", "warm")
@@ -43,14 +44,14 @@ FIRST_LINE = "the first step is done, loss "
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiments", nargs="+", default=["forgetting_transformer/pro_760m_48b"], metavar="NAME")
-    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--devices", type=count, default=1)
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--launcher", choices=("fabric", "launch.py"), default="fabric", help="of several devices")
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
     parser.add_argument(
         "--folder", type=command_line.path, help="where to write; default: the system's temporary folder"
     )
-    parser.add_argument("--time_limit", type=float, default=540, help="seconds a start may take (default 540)")
+    parser.add_argument("--time_limit", type=positive, default=540, help="seconds a start may take (default 540)")
     add_options(parser)
     args = parser.parse_args(argv)
     for name in args.experiments:

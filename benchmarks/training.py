@@ -55,6 +55,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import at_least, count, large, positive
 
 STARTED = time.perf_counter()
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -91,12 +92,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="files of configs/experiment/longcrawl64, or demo/NAME, or runs",
     )
-    parser.add_argument("--seq_len", type=int, help="tokens of a sequence")
-    parser.add_argument("--batch_size", type=int, default=1, help="sequences of a micro-batch (default 1)")
-    parser.add_argument("--vocab_size", type=int, help="tokens of the vocabulary; GPT-2's 50,257 on a GPU")
+    parser.add_argument("--seq_len", type=count, help="tokens of a sequence")
+    parser.add_argument("--batch_size", type=count, default=1, help="sequences of a micro-batch (default 1)")
+    parser.add_argument("--vocab_size", type=count, help="tokens of the vocabulary; GPT-2's 50,257 on a GPU")
     parser.add_argument("--checkpointing", choices=CHECKPOINTING, default="both", help="activation checkpointing")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps (default 5)")
-    parser.add_argument("--warmup_steps", type=int, default=2, help="steps before them, the first included (default 2)")
+    parser.add_argument("--steps", type=count, default=5, help="measured steps (default 5)")
+    parser.add_argument(
+        "--warmup_steps", type=count, default=2, help="steps before them, the first included (default 2)"
+    )
     parser.add_argument("--optimizer_step", action="store_true", help="a step includes clipping and AdamW")
     parser.add_argument(
         "--attention",
@@ -106,15 +109,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--precision", choices=("bf16-mixed", "32-true"))
     parser.add_argument(
-        "--kernels", type=int, default=0, help="keep in --out the kernels that take most of a step, so many"
+        "--kernels", type=at_least(0), default=0, help="keep in --out the kernels that take most of a step, so many"
     )
-    parser.add_argument("--peak_flops", type=float, help="peak FLOP/s of the device, for MFU")
+    parser.add_argument("--peak_flops", type=large, help="peak FLOP/s of the device, for MFU")
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
     command_line.add_plugins(parser)
     parser.add_argument("--empty_kernel_cache", action="store_true", help="start without compiled and tuned kernels")
     parser.add_argument(
         "--time_limit",
-        type=float,
+        type=positive,
         default=900,
         help="seconds an experiment may take before it is stopped (default 900)",
     )
@@ -122,8 +125,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add_options(parser)
     parser.add_argument("--worker", nargs=2, metavar=("EXPERIMENT", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if min(args.steps, args.warmup_steps, args.batch_size) < 1:
-        parser.error("--steps, --warmup_steps and --batch_size must be at least 1")
     del args.plugins  # which are imported, and change nothing that is measured
     if args.device is None:
         import torch

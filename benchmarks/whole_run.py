@@ -49,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count
 from training import compose, experiment_file, experiment_override
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,9 +89,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--experiments", nargs="+", metavar="NAME", help="files of configs/experiment/longcrawl64, or demo/NAME"
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    parser.add_argument("--tokens", type=int, help="tokens of part train; default 44,000,000 on a GPU")
-    parser.add_argument("--unpruned_tokens", type=int, help="tokens of part train_unpruned; default 8,000,000 on a GPU")
-    parser.add_argument("--devices", type=int, default=1, help="processes of train.py (default 1)")
+    parser.add_argument("--tokens", type=count, help="tokens of part train; default 44,000,000 on a GPU")
+    parser.add_argument(
+        "--unpruned_tokens", type=count, help="tokens of part train_unpruned; default 8,000,000 on a GPU"
+    )
+    parser.add_argument("--devices", type=count, default=1, help="processes of train.py (default 1)")
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="more overrides of train.py")
     parser.add_argument(
         "--data_dir", type=command_line.path, help="folder of the corpus; default: one is made in --folder"
@@ -105,7 +108,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max_bytes", default="120MB", help="text of the corpus that is made (default 120MB, about 29M tokens)"
     )
     parser.add_argument(
-        "--vocabulary", type=int, help="ids of the corpus that is made; default GPT-2's 50,257 on a GPU"
+        "--vocabulary", type=count, help="ids of the corpus that is made; default GPT-2's 50,257 on a GPU"
     )
     parser.add_argument(
         "--folder",

@@ -13,14 +13,15 @@ import logging
 import sys
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count, step
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=command_line.path, metavar="RUN", help="output_dir of a training run")
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--last", type=int, help="how many checkpoints, the newest valid ones")
-    which.add_argument("--steps", type=int, nargs="+", help="training tokens of each checkpoint")
+    which.add_argument("--last", type=count, help="how many checkpoints, the newest valid ones")
+    which.add_argument("--steps", type=step, nargs="+", help="training tokens of each checkpoint")
     parser.add_argument("--out", type=command_line.path, help="folder to write; default RUN-average")
     parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, if the run has no tokenizer")
     parser.add_argument("--replace", action="store_true", help="replace an export of another run; refused without it")

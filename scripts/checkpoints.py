@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import at_least, count, step
 from forgetting_transformer.nested import flatten
 from forgetting_transformer.redaction import redact
 from forgetting_transformer.training import checkpoint as checkpoints
@@ -33,7 +34,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     ls = commands.add_parser("ls", help="list checkpoints; reads only their manifests")
     verify = commands.add_parser("verify", help="compare every file with its checksum")
-    verify.add_argument("--step", type=int, help="only this one")
+    verify.add_argument("--step", type=step, help="only this one")
     diff = commands.add_parser("diff", help="compare two checkpoints")
     prune = commands.add_parser("prune", help="delete older checkpoints; never while the run is training")
     for command in (ls, verify, prune):
@@ -41,14 +42,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for number in ("", "2"):
         diff.add_argument(f"run{number}", type=command_line.path, metavar=f"RUN{number}", help="output_dir of a run")
         diff.add_argument(f"step{number}", metavar=f"STEP{number}", help='training tokens, or "newest"')
-    diff.add_argument("--top", type=int, default=10, help="tensors to print, those that differ most (default 10)")
-    prune.add_argument("--keep", type=int, default=1, help="valid checkpoints to keep, the newest (default 1)")
+    diff.add_argument(
+        "--top", type=at_least(0), default=10, help="tensors to print, those that differ most (default 10)"
+    )
+    prune.add_argument("--keep", type=count, default=1, help="valid checkpoints to keep, the newest (default 1)")
     prune.add_argument("--permanent", action="store_true", help="also delete checkpoints that are kept permanently")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
-    args = parser.parse_args(argv)
-    if args.command == "prune" and args.keep < 1:
-        parser.error(f"--keep {args.keep} would leave a run that cannot go on: keep at least 1, or delete the folder")
-    return args
+    return parser.parse_args(argv)
 
 
 def ls(args: argparse.Namespace) -> int:

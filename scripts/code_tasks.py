@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -27,11 +28,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data_path", type=command_line.name, required=True, help="folder of a corpus with heldout.zarr and tokenizer"
     )
-    parser.add_argument("--questions", type=int, default=500, help="of each task, at most; default %(default)s")
+    parser.add_argument("--questions", type=count, default=500, help="of each task, at most; default %(default)s")
     parser.add_argument("--out", type=command_line.path, required=True, metavar="DIR")
     args = parser.parse_args(argv)
-    if args.questions < 1:
-        parser.error(f"--questions={args.questions} must be at least 1")
     return args
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import large
 
 if TYPE_CHECKING:
     from forgetting_transformer.analysis import comparisons
@@ -45,8 +46,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     command_line.add_plugins(parser)
     parser.add_argument("--baseline", metavar="NAME", help="model that differences are to; default: the first")
     parser.add_argument("--loss", choices=["heldout", "train"], help="default: held-out loss where every run has one")
-    parser.add_argument("--tokens", type=float, metavar="N", help="compare after N tokens, as in 2e9")
-    parser.add_argument("--flops", type=float, metavar="N", help="compare after N FLOPs, as in 1e18")
+    parser.add_argument("--tokens", type=large, metavar="N", help="compare after N tokens, as in 2e9")
+    parser.add_argument("--flops", type=large, metavar="N", help="compare after N FLOPs, as in 1e18")
     parser.add_argument(
         "--out",
         type=command_line.path,

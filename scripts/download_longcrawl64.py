@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count
 
 with command_line.interruptible("interrupted: the same command continues"):
     from forgetting_transformer.data.errors import DataError
@@ -74,7 +75,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--tokens",
-        type=int,
+        type=count,
         metavar="N",
         help="fetch only the first N tokens of each document, a multiple of 2048 (default: all 65,536)",
     )
@@ -86,7 +87,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="hf://datasets/OWNER/NAME[@REVISION][/FOLDER], https://, s3://, gs:// or any other URL of fsspec; "
         "SPLIT.zarr lies below it (default: the mirror named below)",
     )
-    parser.add_argument("--workers", type=int, default=16, metavar="N", help="files fetched at a time (default: 16)")
+    parser.add_argument("--workers", type=count, default=16, metavar="N", help="files fetched at a time (default: 16)")
     parser.add_argument("--dry_run", action="store_true", help="only print what would be fetched")
     return parser.parse_args(arguments)
 

@@ -19,9 +19,19 @@ import sys
 from collections.abc import Callable
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import at_least, count, number
+from forgetting_transformer.ranges import POSITIVE, Range
 
 #: Below it the likeliest token is as good as certain, and at some point the divided logits overflow.
 LEAST_TEMPERATURE = 1e-3
+
+
+def temperature(text: str) -> float:
+    """A type of argument: 0 for the likeliest token, or a temperature to draw at."""
+    with contextlib.suppress(ValueError):
+        if float(text) == 0:
+            return 0.0
+    return number(Range(LEAST_TEMPERATURE, POSITIVE.high, otherwise="0"))(text)
 
 
 HELP = """Type the beginning of a text; a line that ends with \\ goes on in the next one. Ctrl-C stops a text.
@@ -30,8 +40,14 @@ HELP = """Type the beginning of a text; a line that ends with \\ goes on in the 
   /temperature 0.8  set an option: temperature, top_p, top_k, max_new_tokens or seed
   /help             this
   /quit             end, as Ctrl-D and, at the prompt, Ctrl-C do"""
-#: Options that /NAME VALUE sets, and what makes their value of a text.
-ADJUSTABLE = {"temperature": float, "top_p": float, "top_k": int, "max_new_tokens": int, "seed": int}
+#: Options that /NAME VALUE sets, and their types.
+ADJUSTABLE = {
+    "temperature": temperature,
+    "top_p": number(Range(0, 1, above=True)),
+    "top_k": at_least(0),
+    "max_new_tokens": count,
+    "seed": command_line.seed,
+}
 
 
 def main() -> None:
@@ -114,8 +130,8 @@ def main() -> None:
     if arguments.samples == 1:
         generate(ids, TextStreamer(tokenizer, skip_special_tokens=True))
         return
-    for number, output_ids in enumerate(generate(ids, None), 1):
-        print(f"--- {number} of {arguments.samples}\n{tokenizer.decode(output_ids, skip_special_tokens=True)}")
+    for n, output_ids in enumerate(generate(ids, None), 1):
+        print(f"--- {n} of {arguments.samples}\n{tokenizer.decode(output_ids, skip_special_tokens=True)}")
 
 
 def converse(
@@ -166,31 +182,12 @@ def converse(
 
 def adjusted(options: argparse.Namespace, name: str, value: str) -> str:
     """Sets an option and says so, or says why not."""
-    before = getattr(options, name)
     try:
         setattr(options, name, ADJUSTABLE[name](value))
-        problem = wrong_value(options)
-    except ValueError:
-        problem = f"{value!r} is no number, as in /{name} {before}"
-    if problem:
-        setattr(options, name, before)
-        return problem.removeprefix("--")
+    except argparse.ArgumentTypeError as error:
+        return f"{name}: {error}"
     idle = name in ("top_p", "top_k") and not options.temperature
     return f"{name} {getattr(options, name)}{', without effect at temperature 0' if idle else ''}"
-
-
-def wrong_value(arguments: argparse.Namespace) -> str | None:
-    """Which option has a value that it cannot have; None if all are right."""
-    for key, least in (("max_new_tokens", 1), ("top_k", 0), ("samples", 1)):
-        if getattr(arguments, key) < least:
-            return f"--{key}={getattr(arguments, key)} must be at least {least}"
-    if arguments.temperature != 0 and not LEAST_TEMPERATURE <= arguments.temperature < float("inf"):
-        return f"--temperature={arguments.temperature} must be 0 or a positive number, {LEAST_TEMPERATURE} at the least"
-    if not 0 <= arguments.seed < 2**64:
-        return f"--seed={arguments.seed} must be at least 0 and below 2**64"
-    if not 0 < arguments.top_p <= 1:
-        return f"--top_p={arguments.top_p} must be above 0 and at most 1"
-    return None
 
 
 def parse() -> argparse.Namespace:
@@ -204,37 +201,37 @@ def parse() -> argparse.Namespace:
         "--prompt", default="", help="text to continue; empty begins a new text, - reads standard input"
     )
     parser.add_argument("--interactive", action="store_true", help="ask for prompts, again and again")
-    parser.add_argument("--max_new_tokens", type=int, default=64, help="default 64")
+    parser.add_argument("--max_new_tokens", type=count, default=64, help="default 64")
     parser.add_argument(
         "--temperature",
-        type=float,
+        type=temperature,
         default=0.0,
         help="divides the logits before a token is drawn; default 0, no drawing",
     )
     parser.add_argument(
         "--top_p",
-        type=float,
+        type=ADJUSTABLE["top_p"],
         default=1.0,
         help="draw from the fewest tokens that have this probability together (default 1)",
     )
     parser.add_argument(
-        "--top_k", type=int, default=0, help="draw from this many likeliest tokens; default 0, from all"
+        "--top_k", type=at_least(0), default=0, help="draw from this many likeliest tokens; default 0, from all"
     )
-    parser.add_argument("--samples", type=int, default=1, help="continuations; more than one needs a --temperature")
-    parser.add_argument("--seed", type=int, default=0, help="of the drawing (default 0)")
+    parser.add_argument("--samples", type=count, default=1, help="continuations; more than one needs a --temperature")
+    parser.add_argument("--seed", type=command_line.seed, default=0, help="of the drawing (default 0)")
     parser.add_argument(
         "--evict_below",
-        type=float,
+        type=command_line.log_of_small,
         metavar="LN_E",
         help="FoX (Pro): forget cached keys whose weights add up to less than exp(LN_E), as -10; default: keep all",
     )
-    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
+    parser.add_argument(
+        "--step", type=command_line.step, help="training tokens of a run's checkpoint; default the newest valid one"
+    )
     parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
     parser.add_argument("--device", help="default: cuda if available")
     command_line.add_plugins(parser)
     arguments = parser.parse_args()
-    if problem := wrong_value(arguments):
-        parser.error(problem)
     if arguments.interactive and (arguments.prompt or arguments.samples != 1):
         parser.error(f"--{'prompt' if arguments.prompt else 'samples'} does not go with --interactive, which asks")
     if not arguments.temperature and not arguments.interactive:

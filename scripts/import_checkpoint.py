@@ -20,17 +20,20 @@ import sys
 import warnings
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import at_least, step
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("official_dir", type=command_line.path, help="output_dir of a run of the authors' code")
     parser.add_argument("output_dir", type=command_line.path, help="folder of the run to make")
-    parser.add_argument("--step", type=int, help="training tokens of the checkpoint; without it the newest")
+    parser.add_argument("--step", type=step, help="training tokens of the checkpoint; without it the newest")
     parser.add_argument(
-        "--bos_token_id", type=int, help="first token of every sequence, for a corpus other than LongCrawl64"
+        "--bos_token_id", type=at_least(0), help="first token of every sequence, for a corpus other than LongCrawl64"
     )
-    parser.add_argument("--eos_token_id", type=int, help="last token of every text; without it --bos_token_id's")
+    parser.add_argument(
+        "--eos_token_id", type=at_least(0), help="last token of every text; without it --bos_token_id's"
+    )
     arguments = parser.parse_args()
     # Said by torch of a checkpoint that one process writes, which is meant.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forgetting_transformer import command_line, console, elastic, gpus
+from forgetting_transformer.command_line import at_least, count, port
 from forgetting_transformer.versions import how_to_install
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -38,10 +39,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in ("--accelerator", "--strategy", "--precision"):
         parser.add_argument(name)
     parser.add_argument("--devices", default="1")
-    parser.add_argument("--num-nodes", "--num_nodes", type=int, default=1)
-    parser.add_argument("--node-rank", "--node_rank", type=int, default=0)
+    parser.add_argument("--num-nodes", "--num_nodes", type=count, default=1)
+    parser.add_argument("--node-rank", "--node_rank", type=at_least(0), default=0)
     parser.add_argument("--main-address", "--main_address", default="127.0.0.1")
-    parser.add_argument("--main-port", "--main_port", type=int)
+    parser.add_argument("--main-port", "--main_port", type=port)
     return parser.parse_known_args(arguments)
 
 

@@ -33,6 +33,7 @@ from forgetting_transformer.analysis.runs import (
     read_own_position_losses,
     read_position_loss,
 )
+from forgetting_transformer.command_line import positive
 
 T = TypeVar("T")
 FILES = ("loss_tokens.png", "training.png", "norms.png", "evaluations.png", "loss_position.png")
@@ -51,7 +52,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--entropy",
-        type=float,
+        type=positive,
         metavar="NATS",
         help="entropy of the corpus's token frequencies, drawn as a horizontal line: the loss of a model that "
         "ignores context. Default: what the corpus's manifest said when the run started, if the runs agree",

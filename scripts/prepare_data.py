@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count, number, seed
+from forgetting_transformer.ranges import Range
 
 with command_line.interruptible("interrupted: the same command continues"):
     from forgetting_transformer.data.prepare import CorpusError, CorpusSettings, prepare_corpus
@@ -53,18 +55,19 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 def number_of_bytes(text: str) -> int:
     """'30MB' -> 30_000_000; also plain numbers, and K, G, T."""
-    match = re.fullmatch(r"([\d_]+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), flags=re.IGNORECASE)
-    if match is None:
+    match = re.fullmatch(r"(\d[\d_]{,20}(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), flags=re.IGNORECASE)
+    amount = int(float(match[1].rstrip("_")) * UNITS[match[2].upper()]) if match else 0
+    if amount < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an amount of bytes such as 500000, 30MB or 1.5GB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    return amount
 
 
 def similarity(text: str) -> float:
     try:
-        return float(text)
-    except ValueError:
+        return number(Range(0.5, 1))(text)
+    except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a similarity such as {DEFAULT_DEDUP}; files and folders come before --dedup, or give both"
+            f"{error}, such as {DEFAULT_DEDUP}; files and folders come before --dedup, or give both"
         ) from None
 
 
@@ -115,7 +118,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--dedup_words",
-        type=int,
+        type=count,
         metavar="N",
         help=f"words of such a run (default: {DEFAULT_DEDUP_WORDS})",
     )
@@ -130,26 +133,26 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="hub id or local folder; bytes; or train:N, byte-level BPE of N ids trained on the input "
         "(default: train:32768); more than 65,536 ids are stored as uint32, else as uint16",
     )
-    add("--doc_len", type=int, default=65536, metavar="TOKENS", help="tokens per row (default: 65536)")
+    add("--doc_len", type=count, default=65536, metavar="TOKENS", help="tokens per row (default: 65536)")
     add(
         "--heldout_fraction",
-        type=float,
+        type=number(Range(0, 1, above=True)),
         metavar="SHARE",
         help=f"about this share of the rows is held out (default: {DEFAULT_HELDOUT_FRACTION})",
     )
-    add("--heldout_docs", type=int, metavar="ROWS", help="or exactly this many rows")
-    add("--seed", type=int, default=0, help="seed of the order of rows and of the held-out choice (default: 0)")
+    add("--heldout_docs", type=count, metavar="ROWS", help="or exactly this many rows")
+    add("--seed", type=seed, default=0, help="seed of the order of rows and of the held-out choice (default: 0)")
     add("--zarr_format", type=int, default=2, choices=(2, 3), help="default: 2, as LongCrawl64")
     add(
         "--chunk_docs",
-        type=int,
+        type=count,
         metavar="ROWS",
         help="rows per chunk (default: 16 to 2048, by the size of the corpus; LongCrawl64 has 2048)",
     )
-    add("--chunk_tokens", type=int, metavar="TOKENS", help="tokens per chunk (default: 2048, or --doc_len if less)")
+    add("--chunk_tokens", type=count, metavar="TOKENS", help="tokens per chunk (default: 2048, or --doc_len if less)")
 
     add = parser.add_argument_group("running").add_argument
-    add("--workers", type=int, default=available_cpus(), metavar="N", help="processes (default: one per CPU)")
+    add("--workers", type=count, default=available_cpus(), metavar="N", help="processes (default: one per CPU)")
     add(
         "--force",
         action="store_true",

@@ -71,6 +71,9 @@ def parse(arguments: Sequence[str]) -> Settings:
             raise ValueError(f"{key}={value!r} is empty (a variable that is not set?); give a path or a name")
     if not settings.output_dir or settings.step < 0:
         raise ValueError("output_dir=… and step=… are needed; --help explains them")
+    for key in ("sequences", "characters"):
+        if settings[key] < 0:
+            raise ValueError(f"{key}={settings[key]} must be at least 0")
     return OmegaConf.to_object(settings)
 
 

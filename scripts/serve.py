@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import port
 
 _NEEDED = ("fastapi", "uvicorn", "openai")
 
@@ -67,14 +68,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "model", type=command_line.name, help="folder that save_model.py wrote, or the hub id of a released model"
     )
-    parser.add_argument("--port", type=int, default=8000, help="default 8000")
+    parser.add_argument("--port", type=port, default=8000, help="default 8000")
     parser.add_argument("--device", help="default: cuda if available")
     parser.add_argument("--dtype", default="auto", help="of the weights, such as bfloat16; default: as they are stored")
     command_line.add_plugins(parser)
     arguments = parser.parse_args()
     folder = Path(arguments.model)
-    if not 0 < arguments.port < 65536:
-        parser.error(f"--port={arguments.port} must be above 0 and below 65536")
     if folder.is_dir() and not (folder / "config.json").is_file():
         parser.error(f"{folder} holds no config.json; export a run with save_model.py and serve that folder")
     if "@" in arguments.model or ":" in arguments.model:

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import positive
 
 ROOT = Path(__file__).resolve().parents[1]
 #: What this writes into the folder of the study, beside the runs.
@@ -47,7 +48,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--search", nargs="+", default=[], metavar="OVERRIDE", help="overrides of the searches")
     parser.add_argument(
-        "--guess", type=float, metavar="RATE", help="learning rate where searches start; default: each config's rate"
+        "--guess", type=positive, metavar="RATE", help="learning rate where searches start; default: each config's rate"
     )
     parser.add_argument(
         "--rates",
@@ -59,7 +60,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seeds",
         nargs="+",
-        type=int,
+        type=command_line.seed,
         metavar="N",
         help="seeds of runs and variants; searches use the first, which must stay the first if you add seeds. Three or "
         "more show how much of a difference is noise. Default: the config's seed",

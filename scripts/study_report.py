@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count
 
 if TYPE_CHECKING:
     from forgetting_transformer.analysis import position_loss
@@ -68,7 +69,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--downstream", type=command_line.path, help="folder of the stage of that name of scripts/study.sh"
     )
     collect.add_argument(
-        "--documents", type=int, default=8, help="texts that the pruned share is a mean of; %(default)s"
+        "--documents", type=count, default=8, help="texts that the pruned share is a mean of; %(default)s"
     )
     collect.add_argument(
         "--plan", type=command_line.path, metavar="YAML", help="of the study; default STUDY/study.yaml if it is there"

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count, number, positive
+from forgetting_transformer.ranges import Range
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -29,21 +31,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="+", metavar="OVERRIDE", help="of train.py")
     parser.add_argument("--scales", nargs="+", required=True, metavar="NAME", help="of configs/scale, two or more")
     parser.add_argument(
-        "--shrink", type=int, default=1, metavar="F", help="divides width, blocks and heads (default 1)"
+        "--shrink", type=count, default=1, metavar="F", help="divides width, blocks and heads (default 1)"
     )
-    parser.add_argument("--shrink_tokens", type=float, metavar="G", help="divides the training tokens; default F cubed")
+    parser.add_argument(
+        "--shrink_tokens", type=number(Range(1, 1e9)), metavar="G", help="divides the training tokens; default F cubed"
+    )
     parser.add_argument("--seeds", type=command_line.whole_numbers, metavar="N,…", help="as in sweep_lr.py")
     parser.add_argument(
-        "--guess", type=float, metavar="RATE", help="where the first search starts; default: the config's"
+        "--guess", type=positive, metavar="RATE", help="where the first search starts; default: the config's"
     )
-    parser.add_argument("--hopeless", type=float, metavar="NATS", help="as in sweep_lr.py")
+    parser.add_argument("--hopeless", type=positive, metavar="NATS", help="as in sweep_lr.py")
     parser.add_argument("--dry_run", action="store_true", help="show the sizes, and train nothing")
     args = parser.parse_intermixed_args(argv)
-    if args.shrink < 1:
-        parser.error(f"--shrink {args.shrink} must be at least 1")
     args.shrink_tokens = float(args.shrink**3) if args.shrink_tokens is None else args.shrink_tokens
-    if not 1 <= args.shrink_tokens < float("inf"):
-        parser.error(f"--shrink_tokens {args.shrink_tokens:g} must be at least 1")
     return args
 
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import positive
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,7 +33,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "overrides", nargs="+", metavar="OVERRIDE", help="of train.py, as in key=value or +group=choice"
     )
     parser.add_argument(
-        "--guess", type=float, metavar="RATE", help="learning rate to start from; default: the experiment's"
+        "--guess", type=positive, metavar="RATE", help="learning rate to start from; default: the experiment's"
     )
     parser.add_argument(
         "--seeds",
@@ -49,7 +50,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--hopeless",
-        type=float,
+        type=positive,
         metavar="NATS",
         help="after a quarter of its tokens, end a run whose training loss is this far above that of another run at "
         "the same tokens. High rates look bad until they decay, so choose a margin that no decay makes up for: 0.5",

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count
 from forgetting_transformer.versions import how_to_install
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="+", metavar="OVERRIDE", help="of train.py, with a value or a range")
-    parser.add_argument("--trials", type=int, default=20, metavar="N", help="runs in all; default: %(default)s")
+    parser.add_argument("--trials", type=count, default=20, metavar="N", help="runs in all; default: %(default)s")
     parser.add_argument(
         "--prune",
         action="store_true",

@@ -5,6 +5,8 @@ import argparse
 import sys
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count, number
+from forgetting_transformer.ranges import Range
 
 with command_line.interruptible():
     from forgetting_transformer.data.errors import DataError
@@ -35,19 +37,6 @@ Exit code: 0 if the data can be trained on, 1 if not.
 """
 
 
-def share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share such as 0.05 or 1")
-    return value
-
-
-def pieces(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens such as 32")
-    return int(text)
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -66,16 +55,22 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="skip: the copy is sparse on purpose, so holes are counted and are no error (default: error)",
     )
     parser.add_argument(
-        "--share", type=share, default=1.0, metavar="P", help="decode this share of the files (default: 1, all)"
+        "--share",
+        type=number(Range(0, 1, above=True)),
+        default=1.0,
+        metavar="P",
+        help="decode this share of the files (default: 1, all)",
     )
-    parser.add_argument("--vocab_size", type=int, metavar="N", help="default: from manifest.json, else GPT-2's 50,257")
+    parser.add_argument(
+        "--vocab_size", type=count, metavar="N", help="default: from manifest.json, else GPT-2's 50,257"
+    )
     parser.add_argument(
         "--overlap",
-        type=pieces,
+        type=count,
         metavar="N",
         help="also count the held-out pieces of N tokens, as 32, that occur in train.zarr; reads all of both arrays",
     )
-    parser.add_argument("--workers", type=int, default=4, metavar="N", help="threads (default: 4)")
+    parser.add_argument("--workers", type=count, default=4, metavar="N", help="threads (default: 4)")
     return parser.parse_args(arguments)
 
 

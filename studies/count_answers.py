@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from forgetting_transformer import command_line
 from forgetting_transformer.evaluation.longbench import code_line
 from forgetting_transformer.files import write_json
 
@@ -29,8 +30,10 @@ def is_earlier(file: Path) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="an earlier one is replaced")
+    parser.add_argument("folder", type=command_line.path, metavar="FOLDER")
+    parser.add_argument(
+        "--out", type=command_line.path, required=True, metavar="FILE", help="an earlier one is replaced"
+    )
     args = parser.parse_args(argv)
     if args.out.exists() and not is_earlier(args.out):
         parser.error(f"--out={args.out} is there and not of this script; move it, or choose another name")

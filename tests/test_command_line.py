@@ -1,13 +1,16 @@
-"""An empty path on a command line is refused by its flag, and never stands for the current folder."""
+"""A value that cannot work is refused by its flag before a command begins: an empty path, a number out of range."""
 
 import argparse
 import ast
+import contextlib
 import io
 import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,15 +20,81 @@ from tests.interrupting import code_when_interrupted
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = [
     ROOT / "save_model.py",
-    *sorted(f for folder in ("scripts", "eval", "benchmarks") for f in (ROOT / folder).rglob("*.py")),
+    *sorted(f for folder in ("scripts", "eval", "benchmarks", "studies") for f in (ROOT / folder).rglob("*.py")),
 ]
 #: Arguments that name a file, a folder, a repository on a hub, or a folder's name.
 PATHS = {
     "--tokenizer", "--model_path", "--model", "--data_path", "--data_dir", "--dataset", "--source", "--out", "--folder",
     "--save_dir", "--hf_load_dir", "--hf_save_dir", "--haystack_dir", "--include_path", "--text", "--results",
-    "--speed",
+    "--speed", "folder",
     "--position_loss", "run", "runs", "run_dirs", "study", "report", "page", "paths", "inputs", "model", "results",
 }  # fmt: skip
+
+
+#: The types of numbers.
+NUMBERS = {"int", "float", "at_least", "count", "large", "log_of_small", "number", "port", "positive", "seed", "step"}
+#: Arguments that may be 0: none of something, the first of something, or all of it.
+ZERO = {
+    "--bos_token_id", "--device_id", "--document", "--eos_token_id", "--gate_bias", "--gpus", "--head_dims", "--heads",
+    "--hf_load_step", "--kernels", "--layers", "--node-rank", "--seed", "--seeds", "--step", "--temperature",
+    "--threshold", "--top", "--top_k", "average_checkpoints.py --steps", "data.py --workers",
+}  # fmt: skip
+#: Script and argument -> the number next to the least or the greatest that the command can use.
+TOO_FAR = {
+    ("eval/per_token_loss/run_per_token_loss.py", "--eval_len"): "1",
+    ("eval/per_token_loss/run_per_token_loss.py", "--eval_tokens"): "0",
+    ("eval/forget_gates/run_forget_gates.py", "--max_length"): "1",
+    ("eval/forget_gates/run_forget_gates.py", "--pixels"): "7",
+    ("eval/forget_gates/run_forget_gates.py", "--threshold"): "1.01",
+    ("eval/longbench/run_longbench.py", "--max_length"): "3",
+    ("scripts/generate.py", "--temperature"): "0.0009",
+    ("scripts/generate.py", "--top_p"): "1.01",
+    ("scripts/generate.py", "--seed"): str(2**64),
+    ("scripts/serve.py", "--port"): "65536",
+    ("scripts/prepare_data.py", "--max_bytes"): "0MB",
+    ("scripts/prepare_data.py", "--dedup"): "0.49",
+    ("scripts/verify_data.py", "--share"): "1.01",
+    ("scripts/sweep_ladder.py", "--shrink_tokens"): "0.9",
+    ("benchmarks/long_run.py", "--steps"): "3",
+    ("benchmarks/interruptions.py", "--steps"): "11",
+    ("benchmarks/long_generation.py", "--part"): "1",
+}
+
+
+class Parsed(BaseException):
+    """Ends a script where it reads its command line."""
+
+
+def numbers_of(script: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[str], Any]]:
+    """Flag of each argument of a script that is a number, or a list of them -> its type."""
+    parsers, found = [], {}
+
+    def stop(parser, *_, **__):
+        parsers.append(parser)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+    monkeypatch.setattr(sys, "argv", [str(script), "x"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with contextlib.suppress(Parsed, SystemExit):
+        runpy.run_path(str(script), run_name="__main__")
+    for parser in parsers:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+            elif action.type is not None and action.choices is None:
+                examples = [used(action.type, text) for text in ("1", "64", "0.7", "-10")]
+                if any(isinstance(example, int | float | list) for example in examples):
+                    found[action.option_strings[0]] = action.type
+    return found
+
+
+def used(kind: Callable[[str], Any], text: str) -> Any:
+    """What argparse makes of a value; None where it refuses it."""
+    try:
+        return kind(text)
+    except (argparse.ArgumentTypeError, TypeError, ValueError):
+        return None
 
 
 def arguments_of(script: Path) -> dict[str, str | None]:
@@ -53,6 +122,20 @@ def test_every_path_on_a_command_line_has_a_type_that_refuses_the_empty_one(scri
     assert not wrong
 
 
+@pytest.mark.parametrize("script", [*filter(arguments_of, SCRIPTS)], ids=lambda script: str(script.relative_to(ROOT)))
+def test_every_number_on_a_command_line_is_held_to_a_range(script, monkeypatch):
+    types = {flag: str(kind).removeprefix("command_line.").split("(")[0] for flag, kind in arguments_of(script).items()}
+    numbers = numbers_of(script, monkeypatch)
+    assert numbers.keys() >= {flag for flag in types.keys() - {"--zarr_format"} if types[flag] in NUMBERS}
+    for flag, kind in numbers.items():
+        for nonsense in ("nan", "inf", "-inf", "1e300", "-1e300", "9" * 50, f"-{'9' * 50}", "", "x"):
+            assert used(kind, nonsense) is None, f"{flag} {nonsense}"
+        assert (used(kind, "0") is not None) == bool({flag, f"{script.name} {flag}"} & ZERO), flag
+    for (where, flag), text in TOO_FAR.items():
+        if ROOT / where == script:
+            assert used(numbers[flag], text) is None
+
+
 @pytest.mark.parametrize("text", ["", " "])
 @pytest.mark.parametrize("kind", [command_line.path, command_line.name])
 def test_an_empty_one_is_refused(kind, text):
@@ -63,10 +146,10 @@ def test_an_empty_one_is_refused(kind, text):
 
 def test_whole_numbers_with_commas():
     assert command_line.whole_numbers("0,1, 2") == [0, 1, 2]
-    for text in ("0,x", "", "0,", "1.5"):
+    for text in ("0,x", "", "0,", "1.5", "-1,2"):
         with pytest.raises(argparse.ArgumentTypeError) as refused:
             command_line.whole_numbers(text)
-        assert str(refused.value) == f"{text!r}: give whole numbers with commas between them, as in 0,1,2"
+        assert str(refused.value) == f"{text!r}: give whole numbers from 0 on with commas between them, as in 0,1,2"
 
 
 @pytest.mark.parametrize(
@@ -143,9 +226,11 @@ def test_ctrl_c_is_one_line_and_130(capsys):
 def test_ctrl_c_ends_each_command_in_that_way(script, moment, monkeypatch, capsys):
     arguments = ["--hf_load_dir=run", "--hf_save_dir=hf"] if "save" in script else ["x"]
     monkeypatch.setattr(sys, "argv", [script, *arguments])
-    code = code_when_interrupted(
-        ROOT / script, moment, lambda name: name.startswith("forgetting_transformer."), monkeypatch
-    )
+
+    def is_late(name: str) -> bool:
+        return name.startswith("forgetting_transformer.") and not name.endswith((".command_line", ".ranges"))
+
+    code = code_when_interrupted(ROOT / script, moment, is_late, monkeypatch)
     said = capsys.readouterr().err
     assert code == 130 and said.startswith("interrupted") and said.count("\n") == 1
 

@@ -20,6 +20,8 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import at_least, log_of_small, number, step
+from forgetting_transformer.ranges import Range
 
 
 def parse_args() -> argparse.Namespace:
@@ -28,7 +30,7 @@ def parse_args() -> argparse.Namespace:
         "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
     )
     command_line.add_plugins(parser)
-    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
+    parser.add_argument("--step", type=step, help="training tokens of a run's checkpoint; default the newest valid one")
     parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", type=command_line.path, help="a text file")
@@ -38,17 +40,24 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--dataset", type=command_line.name, default="longcrawl64", help="the corpus, if --data_path holds several"
     )
-    parser.add_argument("--document", type=int, default=0, help="its number; default %(default)s")
-    parser.add_argument("--max_length", type=int, default=16384, help="tokens read; default %(default)s")
-    parser.add_argument("--layers", help="to draw, such as 0,8,16,23; default four, evenly spaced")
-    parser.add_argument("--heads", help="to draw, of each layer; default the first four")
-    parser.add_argument("--pixels", type=int, default=256, help="side of a picture; default %(default)s")
+    parser.add_argument("--document", type=at_least(0), default=0, help="its number; default %(default)s")
+    parser.add_argument("--max_length", type=at_least(2), default=16384, help="tokens read; default %(default)s")
     parser.add_argument(
-        "--threshold", type=float, default=0.5, help="attention weights below it are not drawn; default %(default)s"
+        "--layers", type=command_line.whole_numbers, help="to draw, such as 0,8,16,23; default four, evenly spaced"
+    )
+    parser.add_argument(
+        "--heads", type=command_line.whole_numbers, help="to draw, of each layer; default the first four"
+    )
+    parser.add_argument("--pixels", type=at_least(8), default=256, help="side of a picture; default %(default)s")
+    parser.add_argument(
+        "--threshold",
+        type=number(Range(0, 1)),
+        default=0.5,
+        help="attention weights below it are not drawn; default %(default)s",
     )
     parser.add_argument(
         "--log_pruning_tolerance",
-        type=float,
+        type=log_of_small,
         default=-10.0,
         help="ln ε of pruning, for models that do not set it; default %(default)s",
     )
@@ -60,19 +69,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=command_line.path, required=True, metavar="DIR", help="folder to write to; made if needed"
     )
-    args = parser.parse_args()
-    for flag in ("layers", "heads"):
-        value = getattr(args, flag)
-        try:
-            setattr(args, flag, value and [int(part) for part in value.split(",")])
-        except ValueError:
-            parser.error(f"--{flag}={value!r} must be numbers with commas between them, such as 0,1,2")
-    for flag, least in (("max_length", 2), ("pixels", 8)):
-        if getattr(args, flag) < least:
-            parser.error(f"--{flag}={getattr(args, flag)} must be at least {least}")
-    if not args.log_pruning_tolerance < 0:
-        parser.error(f"--log_pruning_tolerance={args.log_pruning_tolerance} is ln ε of a small ε: it must be negative")
-    return args
+    return parser.parse_args()
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import logging
 import sys
 
 from forgetting_transformer import command_line, elastic
+from forgetting_transformer.command_line import at_least, count, step
 from forgetting_transformer.versions import how_to_install
 
 
@@ -27,25 +28,21 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--model", type=command_line.name, help="name of the results' folder; default the last part of --model_path"
     )
-    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
+    parser.add_argument("--step", type=step, help="training tokens of a run's checkpoint; default the newest valid one")
     parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
     parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL")
     parser.add_argument("--tasks", help="lm_eval's names with commas between them; default the eleven of the paper")
     parser.add_argument(
         "--include_path", type=command_line.path, help="folder of your own task files; they can run Python"
     )
-    parser.add_argument("--max_len", type=int, help="longest sequence, tokens; default the training length")
-    parser.add_argument("--batch_size", type=int, default=1, help="sequences per forward pass; default %(default)s")
-    parser.add_argument("--limit", type=int, help="examples of each task, for a quick test; default: all")
+    parser.add_argument("--max_len", type=count, help="longest sequence, tokens; default the training length")
+    parser.add_argument("--batch_size", type=count, default=1, help="sequences per forward pass; default %(default)s")
+    parser.add_argument("--limit", type=count, help="examples of each task, for a quick test; default: all")
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
-    device.add_argument("--device_id", type=int, help="number of the GPU")
-    args = parser.parse_args()
-    for flag in ("batch_size", "limit", "max_len"):
-        if (getattr(args, flag) or 1) < 1:
-            parser.error(f"--{flag}={getattr(args, flag)} must be at least 1")
-    return args
+    device.add_argument("--device_id", type=at_least(0), help="number of the GPU")
+    return parser.parse_args()
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=command_line.name, required=True, help="name of the folder of answers")
     longbench_options.add_options(parser)
-    args = longbench_options.parse(parser)
+    args = parser.parse_args()
     if args.max_length is None:
         parser.error("--max_length is required here: tokens of a prompt (the paper: 15500)")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")

@@ -26,7 +26,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL")
     longbench_options.add_options(parser)
-    return longbench_options.parse(parser)
+    return parser.parse_args()
 
 
 def main() -> None:

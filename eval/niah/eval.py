@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument(
         "--judge_model", type=command_line.name, help="as the endpoint calls it; default config-eval.yaml's"
     )
-    parser.add_argument("--tries", type=int, default=5, help="requests for one rating; default %(default)s")
+    parser.add_argument("--tries", type=count, default=5, help="requests for one rating; default %(default)s")
     args = parser.parse_args()
 
     from forgetting_transformer.evaluation import niah_files

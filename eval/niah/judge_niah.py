@@ -15,6 +15,7 @@ import os
 import sys
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument(
         "--judge_key_variable", default="OPENAI_API_KEY", help="environment variable with the key; default %(default)s"
     )
-    parser.add_argument("--tries", type=int, default=5, help="requests for one rating; default %(default)s")
+    parser.add_argument("--tries", type=count, default=5, help="requests for one rating; default %(default)s")
     args = parser.parse_args()
 
     from forgetting_transformer.analysis import AnalysisError

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count
 
 
 def main() -> None:
@@ -19,7 +20,7 @@ def main() -> None:
     parser.add_argument(
         "--figure_dir", type=command_line.path, required=True, help="folder to write to; made if needed"
     )
-    parser.add_argument("--train_len", type=int, help="training length to mark; default: the one that pred.py found")
+    parser.add_argument("--train_len", type=count, help="training length to mark; default: the one that pred.py found")
     args = parser.parse_args()
 
     from forgetting_transformer.evaluation import niah_files

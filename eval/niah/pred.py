@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line, elastic
+from forgetting_transformer.command_line import at_least, count, step
 
 
 def main() -> None:
@@ -25,16 +26,14 @@ def main() -> None:
         "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
     )
     command_line.add_plugins(parser)
-    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
+    parser.add_argument("--step", type=step, help="training tokens of a run's checkpoint; default the newest valid one")
     parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
     device = parser.add_mutually_exclusive_group()
-    device.add_argument("--device_id", type=int, help="number of the GPU")
+    device.add_argument("--device_id", type=at_least(0), help="number of the GPU")
     device.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
-    parser.add_argument("--max_new_tokens", type=int, default=1024, help="tokens of an answer; default %(default)s")
+    parser.add_argument("--max_new_tokens", type=count, default=1024, help="tokens of an answer; default %(default)s")
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
     args = parser.parse_args()
-    if args.max_new_tokens < 1:
-        parser.error(f"--max_new_tokens={args.max_new_tokens} must be at least 1")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
     import transformers
@@ -51,11 +50,11 @@ def main() -> None:
         workers = start_workers(official.device_of(args.device, args.device_id))
         model = load_chosen(args, workers.device)
         folder = Path(folders["save_dir"]) / args.exp / model.name
-        count = niah_files.answer_prompts(
+        answered = niah_files.answer_prompts(
             model, prompts, folder, workers, max_new_tokens=args.max_new_tokens, precision=args.precision
         )
         if workers.is_first:
-            print(f"answers to {count} prompts in {folder}")
+            print(f"answers to {answered} prompts in {folder}")
         workers.close()
     except EvaluationError as error:
         elastic.end_with(f"error: {error}")

@@ -24,6 +24,7 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line, elastic
+from forgetting_transformer.command_line import count, step
 
 
 def parse_args() -> argparse.Namespace:
@@ -35,7 +36,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--model", type=command_line.name, help="name of the results' folder; default the last part of --model_path"
     )
-    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
+    parser.add_argument("--step", type=step, help="training tokens of a run's checkpoint; default the newest valid one")
     parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
@@ -57,23 +58,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--question", help="the question; default: about San Francisco")
     parser.add_argument("--statement", help="how the needle begins and the query ends")
     parser.add_argument("--answer", help="the reference answer")
-    parser.add_argument("--min_length", type=int, default=1000, help="shortest prompt, tokens; default %(default)s")
-    parser.add_argument("--max_length", type=int, default=32000, help="longest prompt, tokens; default %(default)s")
-    parser.add_argument("--num_lengths", type=int, default=11, help="evenly spaced from one to the other")
-    parser.add_argument("--num_depths", type=int, default=11, help="evenly spaced from 0 to 100 %%")
-    parser.add_argument("--samples", type=int, default=1, help="prompts per cell, from different parts of the text")
-    parser.add_argument("--max_new_tokens", type=int, help="tokens of an answer; default 50, in the paper's modes 1024")
-    parser.add_argument("--local_batch_size", type=int, default=1, help="prompts that a process runs together")
-    parser.add_argument("--train_len", type=int, help="sequence length of training, where the model does not say")
+    parser.add_argument("--min_length", type=count, default=1000, help="shortest prompt, tokens; default %(default)s")
+    parser.add_argument("--max_length", type=count, default=32000, help="longest prompt, tokens; default %(default)s")
+    parser.add_argument("--num_lengths", type=count, default=11, help="evenly spaced from one to the other")
+    parser.add_argument("--num_depths", type=count, default=11, help="evenly spaced from 0 to 100 %%")
+    parser.add_argument("--samples", type=count, default=1, help="prompts per cell, from different parts of the text")
+    parser.add_argument(
+        "--max_new_tokens", type=count, help="tokens of an answer; default 50, in the paper's modes 1024"
+    )
+    parser.add_argument("--local_batch_size", type=count, default=1, help="prompts that a process runs together")
+    parser.add_argument("--train_len", type=count, help="sequence length of training, where the model does not say")
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
     args = parser.parse_args()
     in_paper = args.mode.startswith("paper")
     if args.max_new_tokens is None:
         args.max_new_tokens = 1024 if in_paper else 50
-    for flag in ("min_length", "num_lengths", "num_depths", "samples", "max_new_tokens", "local_batch_size"):
-        if getattr(args, flag) < 1:
-            parser.error(f"--{flag}={getattr(args, flag)} must be at least 1")
     if args.max_length < args.min_length:
         parser.error(f"--max_length={args.max_length} must not be less than --min_length={args.min_length}")
     if in_paper and (args.data_path is not None or args.samples > 1):

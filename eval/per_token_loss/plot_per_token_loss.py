@@ -25,6 +25,7 @@ from pathlib import Path
 from forgetting_transformer import command_line
 from forgetting_transformer.analysis import outputs, position_loss
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
+from forgetting_transformer.command_line import count
 from forgetting_transformer.evaluation import official
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.files import write_atomically
@@ -39,8 +40,8 @@ def main() -> None:
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=command_line.path, metavar="DIR", help="folder to write to; made if needed")
     target.add_argument("--figure_dir", type=command_line.path, help="the same, with the official name of the figure")
-    parser.add_argument("--train_len", type=int, help="training length to mark; default: the one in all results")
-    parser.add_argument("--first", type=int, help="first position drawn; default a 512th of the longest sequence")
+    parser.add_argument("--train_len", type=count, help="training length to mark; default: the one in all results")
+    parser.add_argument("--first", type=count, help="first position drawn; default a 512th of the longest sequence")
     args = parser.parse_args()
     if not args.results and args.result_dir is None:
         parser.error("give RESULT folders, or --result_dir")

@@ -16,6 +16,8 @@ import logging
 import sys
 
 from forgetting_transformer import command_line, elastic
+from forgetting_transformer.command_line import at_least, count, number, step
+from forgetting_transformer.ranges import TOKENS
 
 
 def parse_args() -> argparse.Namespace:
@@ -27,7 +29,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--model", type=command_line.name, help="name of the results' folder; default the last part of --model_path"
     )
-    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
+    parser.add_argument("--step", type=step, help="training tokens of a run's checkpoint; default the newest valid one")
     parser.add_argument(
         "--data_path",
         type=command_line.name,
@@ -55,37 +57,34 @@ def parse_args() -> argparse.Namespace:
         help="extrapolation: whole documents, which must be longer than the sequences of training, and a table of what "
         "each doubling of the context beyond that length gains",
     )
-    parser.add_argument("--eval_len", type=int, help="tokens of a sequence; default whole documents")
+    parser.add_argument("--eval_len", type=at_least(2), help="tokens of a sequence; default whole documents")
     parser.add_argument(
         "--eval_tokens",
         type=token_count,
         help="tokens to evaluate on, or `all`; default 2147483648 (2^31) as in the paper, or all if there are fewer",
     )
-    parser.add_argument("--vocab_size", type=int, help="of the corpus, where it has no manifest.json that says")
-    parser.add_argument("--bos_token_id", type=int, help="the id that begins its texts, in the same case")
-    parser.add_argument("--train_len", type=int, help="sequence length of training, where the model does not say")
+    parser.add_argument("--vocab_size", type=count, help="of the corpus, where it has no manifest.json that says")
+    parser.add_argument("--bos_token_id", type=at_least(0), help="the id that begins its texts, in the same case")
+    parser.add_argument("--train_len", type=count, help="sequence length of training, where the model does not say")
     parser.add_argument(
         "--local_batch_size",
-        type=int,
+        type=count,
         default=1,
         help="sequences per forward pass of a process, or of those that share them",
     )
     parser.add_argument(
         "--context",
-        type=int,
+        type=count,
         default=1,
         help="processes that share each sequence, equal parts each, for sequences that do not fit one GPU; %(default)s",
     )
-    parser.add_argument("--save_interval", type=int, default=64, help="batches between two writes of the state")
+    parser.add_argument("--save_interval", type=count, default=64, help="batches between two writes of the state")
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="continue; the default")
     parser.add_argument(
         "--precision", default="auto", choices=["auto", "bf16", "fp32"], help="auto: bf16 autocast on CUDA, else fp32"
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
     args = parser.parse_args()
-    for flag in ("local_batch_size", "save_interval", "context"):
-        if getattr(args, flag) < 1:
-            parser.error(f"--{flag}={getattr(args, flag)} must be at least 1")
     if args.preset and args.eval_len:
         parser.error("--preset=extrapolation evaluates whole documents; leave --eval_len out")
     return args
@@ -96,14 +95,14 @@ def token_count(text: str) -> int | str:
     if text == "all":
         return text
     try:
-        number = float(text)
-        if number != int(number) or number < 1:
-            raise ValueError
-    except (ValueError, OverflowError):
+        value = number(TOKENS)(text)
+        if value != int(value):
+            raise argparse.ArgumentTypeError
+    except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
             f"{text!r} must be a number of tokens, such as 2147483648 or 1e9, or all"
         ) from None
-    return int(text) if text.isdigit() else int(number)
+    return int(value)
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""What the commands share: types of arguments for argparse, and how they end. Imports only the standard library."""
+"""What the commands share: types of arguments for argparse, and how they end. Quick to import."""
 
 import argparse
 import contextlib
 import io
+import math
 import os
 import select
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from forgetting_transformer.files import UnreadableError
+from forgetting_transformer.ranges import COUNT, POSITIVE, TOKENS, Range
 
 #: What a shell reports of a command that SIGINT has ended, and of one that SIGPIPE has.
 _INTERRUPTED = 130
@@ -38,17 +40,58 @@ def path(text: str) -> Path:
     return Path(name(text))
 
 
+def number(allowed: Range, whole: bool = False) -> Callable[[str], Any]:
+    """A type of argument: numbers in this range. Others are refused by argparse, which adds the flag."""
+
+    def read(text: str) -> int | float:
+        try:
+            value = (int if whole else float)(text)
+        except ValueError:
+            value = math.nan
+        if value not in allowed:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {allowed.describe(whole)}")
+        return value
+
+    return read
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """A type of argument: whole numbers from `low` on."""
+    return number(Range(low, COUNT.high), whole=True)
+
+
+count, positive = at_least(1), number(POSITIVE)
+seed = number(Range(0, 2**64 - 1), whole=True)
+port = number(Range(1, 2**16 - 1), whole=True)
+#: Training tokens of a checkpoint.
+step = number(Range(0, TOKENS.high), whole=True)
+#: Tokens, FLOPs, or FLOPs per second, which may be written as 2e9.
+large = number(Range(0, 1e40, above=True))
+
+
+def log_of_small(text: str) -> float:
+    """ln ε of a small ε.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not negative and finite.
+    """
+    value = number(Range(-1e9, 1e9))(text)
+    if value >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not negative, as ln ε of a small ε is; such as -10")
+    return value
+
+
 def whole_numbers(text: str) -> list[int]:
     """ "0,1,2" -> [0, 1, 2].
 
     Raises:
-        argparse.ArgumentTypeError: it is anything else; argparse adds the flag.
+        argparse.ArgumentTypeError: it is anything else, or has a negative number; argparse adds the flag.
     """
     try:
-        return [int(number) for number in text.split(",")]
-    except ValueError as error:
+        return [seed(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: give whole numbers with commas between them, as in 0,1,2"
+            f"{text!r}: give whole numbers from 0 on with commas between them, as in 0,1,2"
         ) from error
 
 

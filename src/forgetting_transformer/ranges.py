@@ -69,7 +69,9 @@ POSITIVE = Range(0, 1e9, above=True)
 
 
 #: Bounds that no decimal says as well.
-_POWERS: dict[float, str] = {-(2**63): "-2**63", 2**63 - 1: "2**63 - 1"}
+_POWERS: dict[float, str] = {
+    -(2**63): "-2**63", 2**63 - 1: "2**63 - 1", 2**64 - 1: "2**64 - 1", 2**31 - 1: "2**31 - 1", _EXACT: "2**53",
+}  # fmt: skip
 
 
 def _written(number: float) -> str:

@@ -31,7 +31,6 @@ def test_kept_chunks_are_decoded_once_and_plain_zarr_decodes_them_for_every_batc
 
 
 def test_what_cannot_be_measured_is_refused(benchmark, capsys):
-    for arguments, message in ((["--repeats", "0"], "must be at least 1"), (["--world_size", "3"], "shared equally")):
-        with pytest.raises(SystemExit):
-            benchmark.parse_args(arguments)
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        benchmark.parse_args(["--world_size", "3"])
+    assert "shared equally" in capsys.readouterr().err

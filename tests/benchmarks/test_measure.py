@@ -123,22 +123,6 @@ def test_an_unknown_name_is_refused_with_the_groups(measure, capsys):
     assert "'firts' is no group and no file; groups are first, second, third, after, fourth," in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--time_limit", "0"], "--time_limit 0 must be a number of seconds above zero; leave it out for no limit"),
-        (["--time_limit", "-1"], "--time_limit -1 must be"),
-        (["--time_limit", "nan"], "--time_limit nan must be"),
-        (["--time_limit", "inf"], "--time_limit inf must be"),
-        (["--gpus", "-1"], "--gpus -1 must be at least 0"),
-    ],
-)
-def test_limits_that_mean_nothing_are_refused(measure, options, said, capsys):
-    with pytest.raises(SystemExit):
-        measure.parse_args(["first", *options])
-    assert said in capsys.readouterr().err
-
-
 def test_a_list_of_what_is_finished_that_is_damaged_is_named(measure, tmp_path, capsys):
     for text in ("{broken", '["one"]'):
         (tmp_path / ".finished.json").write_text(text)

@@ -182,7 +182,6 @@ def test_too_little_space_is_refused_before_anything_is_fetched(source, mirror, 
         ({"documents": 29}, r"has 28 documents of train\.zarr with all 4 chunks .* fewer than the 29 asked for"),
         ({"tokens": 30}, "--tokens=30 must be a multiple of 24"),
         ({"tokens": 120}, "--tokens=120 must be a multiple of 24, .* up to 96"),
-        ({"workers": 0}, "--workers=0 must be at least 1"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_fix(source, tmp_path, options, message):

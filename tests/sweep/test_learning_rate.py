@@ -184,8 +184,6 @@ def test_a_hopeless_run_is_ended_early_if_asked(search, faults, tmp_path):
     lines = (tmp_path / "sweep/lr5e-3_seed0/metrics/jsonlines/train.jsonl").read_text().splitlines()
     assert 3 <= len(lines) < 10, "not before a quarter of the budget, and not at its end"
     assert search("--hopeless", "0.5")[0] == 0 and len(starts(tmp_path / "sweep/lr5e-3_seed0")) == 1
-    code, _, err = search("--hopeless", "0")
-    assert code == 1 and "--hopeless 0.0 must be positive" in err
 
 
 def test_a_best_rate_within_seed_noise_of_its_neighbour_is_called_that(search, faults, tmp_path):
@@ -214,7 +212,7 @@ def test_a_list_of_numbers_that_is_none_is_refused_by_its_flag(capsys, flag):
     with pytest.raises(SystemExit):
         sweep_lr.main([*DEMO, "output_dir=sweep", flag, "0,x"])
     said = capsys.readouterr().err
-    assert f"argument {flag}: '0,x': give whole numbers with commas between them, as in 0,1,2" in said
+    assert f"argument {flag}: '0,x': give whole numbers from 0 on with commas between them, as in 0,1,2" in said
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import argparse
 
 from forgetting_transformer import command_line
+from forgetting_transformer.command_line import at_least, count, step
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -13,7 +14,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_plugins(parser)
     parser.add_argument(
         "--max_length",
-        type=int,
+        type=at_least(4),
         help="tokens of a prompt (the paper: 15500 for models trained at 16384); longer ones lose their middle",
     )
     parser.add_argument("--e", action="store_true", help="LongBench-E: scores by ranges of lengths")
@@ -23,18 +24,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=command_line.path,
         help="LongBench's data.zip, or a folder with it or with <set>.jsonl; default the hub",
     )
-    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
+    parser.add_argument("--step", type=step, help="training tokens of a run's checkpoint; default the newest valid one")
     parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
-    parser.add_argument("--limit", type=int, help="examples of each set, for a quick test; default: all")
+    parser.add_argument("--limit", type=count, help="examples of each set, for a quick test; default: all")
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
-
-
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line; ends the program where a number is too small."""
-    args = parser.parse_args()
-    for flag, least in (("max_length", 4), ("limit", 1)):
-        value = getattr(args, flag)
-        if value is not None and value < least:
-            parser.error(f"--{flag}={value} must be at least {least}")
-    return args

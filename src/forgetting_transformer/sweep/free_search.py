@@ -54,8 +54,6 @@ class FreeSearch:
     ) -> None:
         if not space:
             raise SweepError("nothing to search: give a range, as in 'optimizer.lr=tag(log, interval(1e-4, 1e-2))'")
-        if trials < 1:
-            raise SweepError(f"--trials {trials} must be 1 or more")
         self.script, self.overrides, self.compose, self.machine = script, tuple(overrides), compose, machine
         self.space, self.trials, self.prune = dict(space), trials, prune
         # A value of the space, so that keys without one in the config compose.

@@ -188,8 +188,6 @@ class LearningRateSweep:
             raise SweepError(f"--seeds {','.join(map(str, self.seeds))}: each seed once, and at least one")
         # With another first seed the search would start over, beside the runs of this one.
         self._state = SweepState(self.folder, "learning rate", self.base, own_keys, {"first seed": str(self.seeds[0])})
-        if hopeless is not None and hopeless <= 0:
-            raise SweepError(f"--hopeless {hopeless} must be positive: nats above the best run at the same tokens")
         for head_dim in head_dims:
             self._heads(head_dim)
 

@@ -61,8 +61,6 @@ def prepare_corpus(
         CorpusError: with what is wrong and how to fix it. Finished work is kept, and so is the corpus in `out`.
     """
     out = Path(out).absolute()
-    if workers < 1:
-        raise CorpusError(f"--workers must be at least 1, got {workers}.")
     try:
         with writing_under(out):
             return _prepare(settings, out, workers, force, say)

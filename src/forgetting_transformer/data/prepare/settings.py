@@ -84,8 +84,6 @@ class CorpusSettings:
             raise CorpusError("give --heldout_docs or --heldout_fraction, not both.")
         if self.heldout_fraction is not None and not 0 < self.heldout_fraction < 1:
             raise CorpusError(f"--heldout_fraction must lie between 0 and 1, got {self.heldout_fraction}.")
-        if self.zarr_format not in (2, 3):
-            raise CorpusError(f"--zarr_format must be 2 or 3, got {self.zarr_format}.")
         if self.dedup is not None:
             if not 0.5 <= self.dedup < 1:
                 raise CorpusError(f"--dedup must be a similarity from 0.5 to below 1, such as 0.8; got {self.dedup}.")
@@ -93,10 +91,6 @@ class CorpusSettings:
                 raise CorpusError("--dedup leaves duplicates out and --keep_duplicates keeps them: give one of them.")
         elif self.dedup_words is not None:
             raise CorpusError(f"--dedup_words {self.dedup_words} needs --dedup.")
-        for name in ("doc_len", "dedup_words", "heldout_docs", "max_bytes", "chunk_docs", "chunk_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise CorpusError(f"--{name} must be at least 1, got {value}.")
         if self.chunk_tokens is not None and self.chunk_tokens > self.doc_len:
             raise CorpusError(
                 f"--chunk_tokens {self.chunk_tokens:,} is longer than a row (--doc_len {self.doc_len:,})."

@@ -132,8 +132,6 @@ def download(
             fetched and verified stays.
     """
     out = Path(out).absolute()
-    if workers < 1:
-        raise DataError(f"--workers={workers} must be at least 1")
     try:
         out.mkdir(parents=True, exist_ok=True)
         with _only_run(out):
