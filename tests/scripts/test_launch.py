@@ -100,22 +100,43 @@ def executable(path: Path, text: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IEXEC)
 
 
+#: Functions in place of bash's own commands, for moments that are hard to meet: the launcher has ended when the script
+#: first asks for it, …
+ENDED_BEFORE_IT_IS_LOOKED_AT = """
+kill() { while builtin kill -0 "$2" 2>/dev/null; do sleep 0.01; done; return 1; }
+"""
+#: … or ends while a signal interrupts the first `wait`.
+ENDED_WHEN_A_SIGNAL_CAME = """
+wait() {
+    [ -n "${waited:-}" ] && { builtin wait "$1"; return; }
+    waited=1
+    while builtin kill -0 "$1" 2>/dev/null; do sleep 0.01; done
+    return 138
+}
+"""
+
+
 @pytest.mark.parametrize(
-    ("status", "launcher", "code", "requeued"),
+    ("status", "launcher", "code", "requeued", "bash"),
     [
-        ("done", 0, 0, False),
-        ("preempted", 75, 0, True),
-        ("failed", 1, 1, False),
-        ("starting", 137, 1, False),
-        (None, 1, 1, False),
-        (None, 75, 0, True),
+        ("done", 0, 0, False, ""),
+        ("preempted", 75, 0, True, ""),
+        ("failed", 1, 1, False, ""),
+        ("starting", 137, 1, False, ""),
+        (None, 1, 1, False, ""),
+        (None, 75, 0, True, ""),
+        (None, 75, 0, True, ENDED_BEFORE_IT_IS_LOOKED_AT),
+        (None, 75, 0, True, ENDED_WHEN_A_SIGNAL_CAME),
+        ("running", 75, 0, True, ""),
+        ("preempted", 1, 1, False, ""),  # one rank heard a signal, because another one had failed
     ],
 )
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_slurm_script_requeues_what_was_preempted_and_nothing_else(
-    tmp_path, status, launcher, code, requeued, nodes
+    tmp_path, status, launcher, code, requeued, nodes, bash
 ):
     """srun and scontrol are stand-ins; the run's own launcher is one that leaves the given status."""
+    (tmp_path / "bash").write_text(bash)
     write = f'echo \'{{\n "status": "{status}",\n "step": 1\n}}\' > "$OUT/status.json"' if status else "true"
     executable(tmp_path / "bin/srun", '#!/bin/bash\nshift\nSLURM_NODEID=0 exec "$@"\n')
     executable(
@@ -136,6 +157,7 @@ def test_the_slurm_script_requeues_what_was_preempted_and_nothing_else(
         "SLURM_NNODES": str(nodes),
         "SLURM_JOB_ID": "7",
         "SLURM_GPUS_ON_NODE": "4",
+        "BASH_ENV": str(tmp_path / "bash"),
     }
     script = ROOT / "scripts/slurm/train.sbatch"
     done = subprocess.run(
