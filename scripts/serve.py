@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import port
@@ -55,12 +56,27 @@ def main() -> int:
         # As OpenAI's protocol has it: a temperature draws, 0 does not, and no top_k that nobody asked for.
         loaded.model.generation_config.update(do_sample=True, top_k=0)
         if not getattr(loaded.processor, "chat_template", None):
+            refuse_chats(server.server.config.app)
             print("the tokenizer has no chat template: /v1/completions works, /v1/chat/completions does not")
     print(f"{arguments.model} at http://127.0.0.1:{arguments.port}/v1 on {device}; Ctrl-C ends", flush=True)
     # A handler and not KeyboardInterrupt: threads of the server would keep the process, which holds nothing to save.
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
     server._thread.join()
     return 0 if server.server.started else 1
+
+
+def refuse_chats(app: Any) -> None:
+    """Answers requests of dialogues with the reason; the server itself would answer "Internal Server Error"."""
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    reason = "the tokenizer of this model has no chat template, as those of base models: use /v1/completions"
+
+    async def refuse(_: Any) -> JSONResponse:
+        return JSONResponse({"error": {"message": reason, "type": "invalid_request_error"}}, status_code=400)
+
+    paths = ("/v1/chat/completions", "/v1/responses")
+    app.router.routes[:0] = [Route(path, refuse, methods=["POST"]) for path in paths]
 
 
 def parse() -> argparse.Namespace:

@@ -61,6 +61,11 @@ def test_an_export_is_served_and_ctrl_c_ends_it(tmp_path):
         assert len(drawn) > 1, "a temperature draws"
         with pytest.raises(urllib.error.HTTPError):
             ask("/v1/completions", prompt="w", model="another/model")
+        for path, asked in (("/v1/chat/completions", {"messages": []}), ("/v1/responses", {"input": "w"})):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                ask(path, **asked)
+            assert refused.value.code == 400
+            assert "has no chat template" in json.load(refused.value)["error"]["message"]
         server.send_signal(signal.SIGINT)
         assert server.wait(HANG) == 0
     finally:
