@@ -7,7 +7,10 @@
 The same as `python -m forgetting_transformer.train`; src/forgetting_transformer/train/__init__.py describes it.
 """
 
-from forgetting_transformer.train import main
+from forgetting_transformer import console
+
+with console.stopped_by_signals():  # importing takes a moment
+    from forgetting_transformer.train import main
 
 if __name__ == "__main__":
     main()

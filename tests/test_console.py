@@ -2,11 +2,14 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,33 @@ def kept_signals():
     yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+
+
+def _import_and_hang() -> None:
+    class Train(types.ModuleType):
+        def __getattr__(self, name: str) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(HANG)
+
+    sys.modules["forgetting_transformer.train"] = Train("forgetting_transformer.train")
+    runpy.run_path(str(ROOT / "train.py"))
+
+
+def test_a_signal_while_modules_are_imported_ends_with_75():
+    process = multiprocessing.get_context("fork").Process(target=_import_and_hang)
+    process.start()
+    process.join(HANG)
+    assert process.exitcode == 75
+
+
+@pytest.mark.parametrize("chosen", [None, "active"])
+def test_threads_that_wait_sleep_unless_the_user_wants_them_to_spin(monkeypatch, chosen):
+    monkeypatch.setattr(train, "compose_or_explain", lambda: None)
+    monkeypatch.setenv("OMP_WAIT_POLICY", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    train.main()
+    assert os.environ["OMP_WAIT_POLICY"] == (chosen or "passive")
 
 
 def test_a_preempted_process_ends_with_75_and_a_rank_of_a_launcher_with_0(rank, kept_signals, monkeypatch):
