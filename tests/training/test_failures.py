@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pty
 import select
 import signal
 import socket
@@ -12,9 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from forgetting_transformer import training
 from forgetting_transformer.training import failures
+from forgetting_transformer.training.callbacks import wandb
+from forgetting_transformer.training.metrics import MetricsLog
 from forgetting_transformer.training.peers import is_gone
+from forgetting_transformer.training.run_directory import RunDirectory
 from tests.processes import Command, free_port, run_command, shell_environment
 from tests.training.conftest import STEP, Job, changed, refused, train
 from tests.training.test_resume import assert_same_run, lines, losses
@@ -469,6 +475,33 @@ sys.modules["wandb"] = types.SimpleNamespace(init=init, Settings=dict)
         assert len(losses(str(tmp_path / fault))) == 4
 
 
+@pytest.mark.quick
+def test_wandb_without_a_key_asks_nothing_of_a_terminal(tiny, tmp_path, monkeypatch, caplog):
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {
+        "HOME": tmp_path,
+        "NETRC": tmp_path / "none",
+        "WANDB_CONFIG_DIR": tmp_path,
+        "TERM": "xterm",
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    master, slave = pty.openpty()
+    os.write(master, b"3\n")  # an answer that lets wandb.init go through
+    config = training.parse(OmegaConf.create(changed(tiny, wandb__mode="online")))
+    callback, metrics = wandb.Wandb(), MetricsLog(RunDirectory(config.output_dir), 0)
+    with os.fdopen(os.dup(slave), "r") as keyboard, os.fdopen(slave, "w") as screen:
+        monkeypatch.setattr(sys, "stdin", keyboard)
+        monkeypatch.setattr(sys, "stderr", screen)
+        callback.open(metrics, config, {})
+        assert sys.stdin is keyboard
+    os.close(master)
+    assert callback.summary == "not available" and not metrics.sinks
+    (record,) = [record for record in caplog.records if record.name == wandb.__name__]
+    assert record.levelname == "WARNING" and "API key" in record.message and "\n" not in record.message
+
+
 FABRIC = [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--accelerator", "cpu"]
 ENDLESS = ["train.max_tokens=99999999", "datamodule.repeat=true", "skip_eval=true"]
 
@@ -545,7 +578,6 @@ def test_ranks_do_not_outlive_their_launcher(tiny, tmp_path):
 
 def test_a_terminal_gets_a_live_bar_and_a_file_gets_plain_lines(tiny, tmp_path):
     import fcntl
-    import pty
     import termios
 
     master, slave = pty.openpty()

@@ -1,5 +1,6 @@
 """Where a run came from: the code's git state, library versions, the machine."""
 
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -21,7 +22,16 @@ def git_state(folder: Path) -> dict[str, Any]:
     does not know; {} outside a repository."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+            env=os.environ | {"GIT_TERMINAL_PROMPT": "0"},  # a partial clone may ask for a password to fetch a file
+        )
         return done.stdout
 
     try:

@@ -3,12 +3,14 @@
 import contextlib
 import json
 import logging
+import os
 import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forgetting_transformer.command_line import one_line
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.redaction import redact_tree
 from forgetting_transformer.training.callbacks.base import Callback
@@ -64,7 +66,7 @@ class Wandb(Callback):
             if config.wandb.mode == "offline":
                 for folder in log_dir.glob(f"wandb/offline-run-*-{run_id}"):
                     folder.rename(folder.with_name(f"superseded-{folder.name}"))
-            with _command_line_without_passwords():
+            with _command_line_without_passwords(), _unasked():
                 mode: Any = config.wandb.mode
                 self._run = wandb.init(
                     project=config.wandb.project,
@@ -78,7 +80,7 @@ class Wandb(Callback):
                     settings=wandb.Settings(silent=True, init_timeout=60),
                 )
         except Exception as error:  # no network, no login, a full quota: none of these may stop a run
-            log.warning("wandb is not available (%s); metrics are in %s", error, directory.jsonlines)
+            log.warning("wandb is not available (%s); metrics are in %s", one_line(error), directory.jsonlines)
             self.summary = "not available"
             return
         address = getattr(self._run, "url", None) if config.wandb.mode == "online" else None
@@ -93,7 +95,7 @@ class Wandb(Callback):
                 others, tables = with_tables(values)
                 self._run.log(others | {name: _table(rows) for name, rows in tables.items()}, step=step)
         except Exception as error:
-            log.warning("wandb stopped taking metrics (%s); they are in the JSON-lines files", error)
+            log.warning("wandb stopped taking metrics (%s); they are in the JSON-lines files", one_line(error))
             self._run = None
 
     def image(self, step: int, name: str, file: Path) -> None:
@@ -103,14 +105,14 @@ class Wandb(Callback):
 
                 self._run.log({name: wandb.Image(str(file))}, step=step)
         except Exception as error:
-            log.warning("wandb did not take the figure %s (%s)", name, error)
+            log.warning("wandb did not take the figure %s (%s)", name, one_line(error))
 
     def close(self) -> None:
         try:
             if self._run is not None:
                 self._run.finish()
         except Exception as error:
-            log.warning("wandb did not finish (%s); all metrics are in the JSON-lines files", error)
+            log.warning("wandb did not finish (%s); all metrics are in the JSON-lines files", one_line(error))
 
 
 def _table(rows: list[dict[str, str]]) -> Any:
@@ -140,6 +142,17 @@ def _wandb_run_id(directory: RunDirectory) -> str:
     if recorded != here:
         write_atomically(home, json.dumps(here))
     return file.read_text(encoding="utf-8").strip()
+
+
+@contextlib.contextmanager
+def _unasked() -> Iterator[None]:
+    """An empty standard input: without an API key wandb would ask for one on a terminal, and wait for ever."""
+    before = sys.stdin
+    with open(os.devnull, encoding="utf-8") as sys.stdin:
+        try:
+            yield
+        finally:
+            sys.stdin = before
 
 
 @contextlib.contextmanager
