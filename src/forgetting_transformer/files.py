@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import errno
 import json
 import os
 import re
@@ -29,6 +30,30 @@ class UnreadableError(ValueError):
 
 
 @contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Around the use of an open file: an error of the operating system that names no file, as on a full disk, gets
+    `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def explain(error: OSError) -> str:
+    """An error of the operating system in words: the file that it names, if it does, and the reason."""
+    if error.strerror is None:
+        return str(error)
+    if error.errno == errno.EMFILE:  # not the fault of the file that could not be opened
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"{error.strerror}: this process may have {limit:,} (`ulimit -n`)"
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
+@contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = True, beside: Path | None = None) -> Iterator[BinaryIO]:
     """A stream whose contents replace `path` at the end of the block; a reader or a crash sees the old or the new file.
 
@@ -44,7 +69,7 @@ def replacing(path: Path, *, durable: bool = True, beside: Path | None = None) -
     temporary = (beside or path.parent) / f".{path.name}.{os.getpid()}-{threading.get_native_id()}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        with os.fdopen(descriptor, "wb") as stream:
+        with naming(path), os.fdopen(descriptor, "wb") as stream:
             yield stream
             if durable:
                 stream.flush()
@@ -59,7 +84,7 @@ def replacing(path: Path, *, durable: bool = True, beside: Path | None = None) -
 
 def append_durably(path: Path, data: bytes) -> None:
     """Appends, and returns when the disk has it."""
-    with path.open("ab") as file:
+    with naming(path), path.open("ab") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -228,6 +253,7 @@ def flush(path: Path) -> None:
     """Forces a file's contents, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgetting_transformer.data.prepare import CorpusError, CorpusSettings, prepare_corpus, stream, writing
+from forgetting_transformer.data.prepare import CorpusError, CorpusSettings, pool, prepare_corpus, stream, writing
 from forgetting_transformer.data.prepare import pipeline as prepare_module
 from tests.data.corpus_helpers import (
     all_files,
@@ -401,6 +401,22 @@ def test_full_disk_names_the_file_and_the_same_command_continues(
     prepare(tmp_path / "out", tree)
     prepare(tmp_path / "fresh", tree)
     assert all_files(tmp_path / "out") == all_files(tmp_path / "fresh")
+
+
+def test_limits_of_the_system_are_no_files_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def many(path: Path, data: bytes) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    monkeypatch.setattr(stream, "_append", many)
+    with pytest.raises(CorpusError, match=r"^Too many open files: this process may have .* \(`ulimit -n`\); raise it"):
+        prepare(tmp_path / "out", package_tree(tmp_path / "in"))
+
+    def full(*_: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")  # of a semaphore
+
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", full)
+    with pytest.raises(CorpusError, match=r"^/dev/shm \(.*`--shm-size`, or use --workers 1\.$"):
+        prepare(tmp_path / "out", tmp_path / "in", workers=2)
 
 
 # Folders that hold something already --------------------------------------------------------------------------

@@ -1,7 +1,10 @@
 """Reading order, token arrays and loaders: the same tokens at the same step, and never an invented one."""
 
+import errno
 import itertools
 import json
+import multiprocessing
+import os
 import shutil
 
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 import torch
 import zarr
 
-from forgetting_transformer.data import DataError, LongCrawl64DataModule, ReadingOrder, TokenArray
+from forgetting_transformer.data import DataError, LongCrawl64DataModule, ReadingOrder, TokenArray, worker
 
 DOCUMENTS, DOC_LEN, VOCAB = 50, 96, 1000
 
@@ -180,6 +183,53 @@ def test_workers_and_ranks_do_not_change_the_tokens(corpus):
     assert len(whole) == 6
     for a, b, c in zip(whole, prefetched, shared, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_an_error_of_a_worker_is_one_line(corpus):
+    (corpus / "longcrawl64/train.zarr/0.0").unlink()
+    with pytest.raises(DataError, match=r"train\.zarr.*0\.0") as caught:
+        list(module(corpus, train_num_workers=1).train_loader(0, 6, 0, 1))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        (
+            "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)",
+            r"^/dev/shm \(.* free\) is too small .*`--shm-size`, or set datamodule\.train_num_workers=0",
+        ),
+        (
+            "unable to open shared memory object </torch_1_2_3> in read-write mode: Too many open files (24)",
+            r"^Too many open files: this process may have [\d,]+ \(`ulimit -n`\).*, or set datamodule\.train_num_work",
+        ),
+    ],
+)
+def test_a_batch_that_cannot_be_handed_over_is_an_error_with_the_resource(monkeypatch, refusal, said):
+    """PyTorch, which would do it later in a thread, prints a traceback and drops the batch."""
+
+    def refuse(_: torch.Tensor) -> None:
+        raise RuntimeError(refusal)
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", refuse)
+    with pytest.raises(DataError, match=said):
+        worker.hand_over({"labels": torch.zeros(2)})
+
+
+def test_a_batch_is_in_shared_memory_when_a_worker_hands_it_over(corpus):
+    loader = module(corpus, train_num_workers=1).train_loader(0, 6, 0, 1)
+    batch = loader.collate_fn(loader.dataset[0])
+    assert batch["labels"].is_shared()
+
+
+def test_locks_that_find_no_room_are_an_error_with_the_resource(corpus, monkeypatch):
+    def refuse(_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as sem_open: it names no file
+
+    monkeypatch.setattr(multiprocessing.context.BaseContext, "Lock", refuse)
+    with pytest.raises(DataError, match=r"^/dev/shm \(.*`--shm-size`"):
+        module(corpus, train_num_workers=1).train_loader(0, 6, 0, 1)
+    list(module(corpus, train_num_workers=0).train_loader(0, 6, 0, 1))
 
 
 def test_making_a_loader_draws_nothing_from_the_global_generator(corpus):

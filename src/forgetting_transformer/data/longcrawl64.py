@@ -13,7 +13,7 @@ import multiprocessing
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from forgetting_transformer.data.remote import is_url, join
 from forgetting_transformer.data.remote_cache import CacheSettings, default_folder, fetch_tokenizer
 from forgetting_transformer.data.token_array import TokenArray, read_manifest
 from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
-from forgetting_transformer.data.worker import start_worker
+from forgetting_transformer.data.worker import hand_over, sharing_memory, start_worker
 from forgetting_transformer.ranges import divisors
 
 #: Batches that each worker prepares ahead.
@@ -275,7 +275,9 @@ class LongCrawl64DataModule:
 
 
 def room(array: TokenArray, slots: int, num_workers: int) -> DecodedChunks:
-    return DecodedChunks(array.chunk_shape, slots, multiprocessing.get_context() if num_workers else None, array.dtype)
+    context = multiprocessing.get_context() if num_workers else None
+    with sharing_memory():
+        return DecodedChunks(array.chunk_shape, slots, context, array.dtype)
 
 
 def check_length(key: str, seq_len: int, array: TokenArray) -> None:
@@ -371,6 +373,7 @@ class Loader(DataLoader):
             batch_size=None,
             sampler=_Indices(indices),
             num_workers=num_workers,
+            collate_fn=hand_over if num_workers else None,
             prefetch_factor=PREFETCHED_BATCHES if num_workers else None,
             # Its own generator, so that making an iterator draws nothing from the global random state.
             generator=torch.Generator(),
@@ -379,7 +382,9 @@ class Loader(DataLoader):
         self.vocabulary, self.packed = vocabulary, packed
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # batches are widened
-        return map(self._widen, _received(super().__iter__()))
+        with sharing_memory():
+            items = super().__iter__()
+        return map(self._widen, received(items))
 
     def _widen(self, item: dict[str, torch.Tensor]) -> Batch:
         bos, eos = self.vocabulary.bos_token_id, self.vocabulary.eos_token_id
@@ -387,8 +392,12 @@ class Loader(DataLoader):
         return keep_apart(batch, bos, eos) if self.packed else batch
 
 
-def _received(items: Iterator[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """A loader's items. A worker that was killed while it handed over a batch is reported as PyTorch reports others."""
+def received(items: Iterator[Any]) -> Iterator[Any]:
+    """A loader's items. A worker that was killed while it handed over a batch is reported as PyTorch reports others.
+
+    Raises:
+        DataError: of a worker, without the traceback that PyTorch puts before it.
+    """
     while True:
         try:
             item = next(items)
@@ -398,4 +407,6 @@ def _received(items: Iterator[dict[str, torch.Tensor]]) -> Iterator[dict[str, to
             raise RuntimeError(
                 "DataLoader worker (pid unknown) exited unexpectedly, while it handed over a batch"
             ) from error
+        except DataError as error:
+            raise DataError(str(error).rpartition(f"{DataError.__name__}: ")[2].strip()) from error
         yield item

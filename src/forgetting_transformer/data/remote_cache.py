@@ -23,7 +23,7 @@ from pathlib import Path
 
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.remote import RemoteFolder, join, open_remote
-from forgetting_transformer.files import TEMPORARY, locked, replacing
+from forgetting_transformer.files import TEMPORARY, explain, locked, replacing
 
 #: Files fetched at a time by one process.
 CONNECTIONS = 8
@@ -96,7 +96,7 @@ class RemoteCache:
                         part.unlink(missing_ok=True)
         except OSError as error:
             raise DataError(
-                f"cannot keep remote chunks in {settings.folder}: {error}; set datamodule.cache_dir"
+                f"cannot keep remote chunks in {settings.folder}: {explain(error)}; set datamodule.cache_dir"
             ) from error
 
     def _adopt(self, older: Path) -> None:
@@ -163,8 +163,8 @@ class RemoteCache:
                 self._make_room(keep=path)
         except OSError as error:
             raise DataError(
-                f"cannot keep {path.name} in {path.parent}: {error}. Make room there, lower datamodule.cache_gb, or "
-                "choose another datamodule.cache_dir"
+                f"cannot keep {path.name} in {path.parent}: {explain(error)}. Make room there, lower "
+                "datamodule.cache_gb, or choose another datamodule.cache_dir"
             ) from error
 
     def _make_room(self, keep: Path) -> None:

@@ -1,15 +1,28 @@
-"""What a worker process does first."""
+"""What a worker process does first, and the memory in which it hands over batches."""
 
+import contextlib
+import errno
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
+from collections.abc import Iterator
 from multiprocessing.connection import wait
+from typing import Any
 
 import torch
 
+from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.files import explain, size_in_words
+
 #: Seconds that a reader goes on after SIGTERM.
 GRACE = 5
+#: Where Linux keeps the memory that processes share. A container has 64 MiB of it unless it was started with more.
+SHARED_MEMORY = "/dev/shm"
+_LITTLE_SHARED_MEMORY = 1 << 30
+_NO_WORKERS = "datamodule.train_num_workers=0 and datamodule.eval_num_workers=0"
+_MORE_MEMORY = "start the container with a larger `--shm-size`"
 
 
 def start_worker(_worker: int) -> None:
@@ -42,3 +55,55 @@ def _wait_and_leave() -> None:
     if parent is not None:
         wait([parent.sentinel])
         os._exit(1)
+
+
+def hand_over(batch: Any, fix: str = f", or set {_NO_WORKERS}") -> Any:
+    """Moves a batch, if it is one, into shared memory, in the worker itself.
+
+    PyTorch would do so in a thread that prints its errors and drops the batch, for which training would wait for ever.
+
+    Args:
+        fix: what helps besides more shared memory, for the message.
+
+    Raises:
+        DataError: there is too little shared memory.
+    """
+    with sharing_memory(fix):
+        return batch and {name: tensor.share_memory_() for name, tensor in batch.items()}
+
+
+@contextlib.contextmanager
+def sharing_memory(fix: str = f", or set {_NO_WORKERS}") -> Iterator[None]:
+    """Around what takes shared memory: the system's error does not name it.
+
+    Raises:
+        DataError: naming the resource, its size and the fix.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if getattr(error, "filename", None) is None and os.strerror(errno.ENOSPC) in str(error):
+            raise DataError(
+                f"{shared_memory()} is too small for the processes that read data: {_MORE_MEMORY}{fix}"
+            ) from error
+        if os.strerror(errno.EMFILE) in str(error):
+            reason = explain(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+            raise DataError(f"{reason}, too few for the processes that read data: raise it{fix}") from error
+        raise
+
+
+def shared_memory() -> str:
+    """The memory that processes share, with its size."""
+    try:
+        usage = shutil.disk_usage(SHARED_MEMORY)
+    except OSError:
+        return "shared memory"
+    return f"{SHARED_MEMORY} ({size_in_words(usage.total)}, {size_in_words(usage.free)} free)"
+
+
+def shared_memory_hint() -> str:
+    """The end of a message about readers that give nothing, where there is little shared memory; else nothing."""
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(SHARED_MEMORY).total < _LITTLE_SHARED_MEMORY:
+            return f"; {shared_memory()} may be too small: {_MORE_MEMORY}, or set {_NO_WORKERS}"
+    return ""

@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,11 @@ from forgetting_transformer.analysis.position_loss import made_with, octave_edge
 from forgetting_transformer.data.corpus import shifted
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.longcrawl64 import check_length
+from forgetting_transformer.data.longcrawl64 import check_length, received
 from forgetting_transformer.data.token_array import TokenArray, read_manifest
 from forgetting_transformer.data.tokens import other_token, tokens_of
 from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
+from forgetting_transformer.data.worker import hand_over
 from forgetting_transformer.evaluation.corpora import CorpusHeldOut, corpora_of_plug_ins
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
@@ -312,11 +314,18 @@ def evaluate(
     ]
     on_gpu = workers.device.type == "cuda"
     ahead = int(on_gpu and isinstance(data, HeldOut))  # a loader of a plug-in may have workers itself
-    loader = DataLoader(data.batches(batches), batch_size=None, shuffle=False, num_workers=ahead, pin_memory=on_gpu)
+    loader = DataLoader(
+        data.batches(batches),
+        batch_size=None,
+        shuffle=False,
+        num_workers=ahead,
+        collate_fn=partial(hand_over, fix="") if ahead else None,
+        pin_memory=on_gpu,
+    )
     bar = tqdm(
         total=data.sequences, initial=sums.sequences, unit="seq", desc=model.name, disable=not workers.shows_progress
     )
-    for number, (mine, batch) in enumerate(zip(batches, loader, strict=True), start=1):
+    for number, (mine, batch) in enumerate(zip(batches, received(iter(loader)), strict=True), start=1):
         if batch is not None:
             parts = ranks.part_of(batch)
             input_ids, labels = (parts[key].to(workers.device, non_blocking=True) for key in ("input_ids", "labels"))

@@ -8,7 +8,7 @@ import yaml
 from torch import nn
 
 from forgetting_transformer.data import DataInfo
-from forgetting_transformer.files import write_atomically
+from forgetting_transformer.files import append_durably, write_atomically
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.continuing import recorded
@@ -66,8 +66,7 @@ def write_descriptions(
     write_atomically(root / "decay_params.txt", "".join(decayed))
     write_atomically(root / "no_decay_params.txt", "".join(shapes[n] for n in shapes if n in undecayed))
     start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **start}
-    with (root / "starts.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(start) + "\n")
+    append_durably(root / "starts.jsonl", f"{json.dumps(start)}\n".encode())
 
 
 def open_metrics(trainer: "TrainerInterface") -> MetricsLog:

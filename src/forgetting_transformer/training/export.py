@@ -21,7 +21,7 @@ from forgetting_transformer import plugins
 from forgetting_transformer.analysis import model_card
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data.checksums import sha256_of
-from forgetting_transformer.files import LocksUnsupportedError, locked, write_atomically
+from forgetting_transformer.files import LocksUnsupportedError, explain, locked, naming, write_atomically
 from forgetting_transformer.model import registry
 from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
@@ -37,7 +37,7 @@ from forgetting_transformer.training.checkpoint import (
     steps_in,
 )
 from forgetting_transformer.training.continuing import decisive
-from forgetting_transformer.training.run_directory import RunDirectory, belongs_to, describe_os_error
+from forgetting_transformer.training.run_directory import RunDirectory, belongs_to
 from forgetting_transformer.versions import how_to_install
 
 log = logging.getLogger(__name__)
@@ -203,7 +203,8 @@ def write(
                 # What a tokenizer consists of is known when it is saved, and is looked at before anything is
                 # overwritten.
                 if found_tokenizer is not None:
-                    _save_tokenizer(found_tokenizer, Path(prepared))
+                    with naming(Path(prepared)):
+                        _save_tokenizer(found_tokenizer, Path(prepared))
                 beside = {str(file.relative_to(prepared)) for file in Path(prepared).rglob("*") if file.is_file()}
                 own, before = _check_ours(save_folder, _STANDARD | beside, flag), _read_mark(save_folder)
                 if is_of_another_run(before, origin) and not replace:
@@ -234,7 +235,7 @@ def write(
     except (FileExistsError, NotADirectoryError) as error:
         raise ExportError(f"{save_folder} is a file, or lies under one; choose another {flag}") from error
     except (OSError, SafetensorError) as error:
-        reason = describe_os_error(error, save_folder) if isinstance(error, OSError) else one_line(error)
+        reason = explain(error) if isinstance(error, OSError) else one_line(error)
         raise ExportError(
             f"cannot write the export to {save_folder} ({reason}); make room, or choose another {flag}"
         ) from error

@@ -1,5 +1,6 @@
 """The handlers of a run's log: its file, and the terminal, which may show a live bar."""
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
@@ -35,6 +36,8 @@ class LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._said:
             self._said = True
-            tqdm.write(
-                f"{self.baseFilename} cannot be written: {error.strerror}; lines of the log are lost", file=sys.stderr
-            )
+            with contextlib.suppress(OSError):  # the terminal may be a file on the same disk
+                tqdm.write(
+                    f"{self.baseFilename} cannot be written: {error.strerror}; lines of the log are lost",
+                    file=sys.stderr,
+                )

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from forgetting_transformer.files import replacing, write_atomically
+from forgetting_transformer.files import naming, replacing, write_atomically
 from forgetting_transformer.training.run_directory import ARRAY_KINDS, KINDS, VAL_SET, RunDirectory
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,8 @@ class MetricsLog:
         except TypeError as error:
             types = {key: type(value).__name__ for key, value in values.items()}
             raise TypeError(f"a line of {kind!r} is not JSON ({error}): {types}; give numbers and texts") from error
-        with _file(self.directory, kind).open("a", encoding="utf-8") as file:
+        path = _file(self.directory, kind)
+        with naming(path), path.open("a", encoding="utf-8") as file:
             file.write(line)
         for sink in self.sinks:
             sink.log(step, values)
@@ -129,7 +130,7 @@ class MetricsLog:
     def flush(self) -> None:
         """Forces the lines to disk: called with each checkpoint, so that a resume finds every step before it."""
         for file in self.files():
-            with file.open("a") as stream:
+            with naming(file), file.open("a") as stream:
                 os.fsync(stream.fileno())
 
     def close(self) -> None:

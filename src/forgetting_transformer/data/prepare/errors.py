@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from forgetting_transformer.files import explain
+
 
 class CorpusError(Exception):
     """Something the user can fix: the message names the file or the setting, what is wrong, and what to do."""
@@ -16,6 +18,7 @@ def reading(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        _refuse_limit(error)
         raise CorpusError(
             f"cannot read {path}: {error.strerror or error}. Fix it, or leave it out with --exclude."
         ) from error
@@ -27,10 +30,22 @@ def writing_under(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        _refuse_limit(error)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "the disk is full" if full else (error.strerror or str(error))
         where = error.filename or folder
         fix = "Free some space" if full else "Fix it"
         raise CorpusError(
             f"cannot write {where}: {what}. {fix} and run the same command again: it continues where it stopped."
+        ) from error
+
+
+def _refuse_limit(error: OSError) -> None:
+    """
+    Raises:
+        CorpusError: too many files are open, for which no file is to blame.
+    """
+    if error.errno == errno.EMFILE:
+        raise CorpusError(
+            f"{explain(error)}; raise it, or use fewer --workers, and run the same command again."
         ) from error

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from typing import Any
 
-from forgetting_transformer.data.worker import leave_with_parent
+from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.prepare.errors import CorpusError
+from forgetting_transformer.data.worker import leave_with_parent, sharing_memory
 
 
 class InlineExecutor(Executor):
@@ -22,7 +24,11 @@ class InlineExecutor(Executor):
 
 
 def open_pool(workers: int) -> Executor:
-    """An executor for `workers` workers, to be used as a context manager."""
+    """An executor for `workers` workers, to be used as a context manager.
+
+    Raises:
+        CorpusError: there is too little shared memory for more than one.
+    """
     if workers == 1:
         return InlineExecutor()
     # Not fork: the parent has threads by now. The fork server imports this package once for all workers.
@@ -30,7 +36,11 @@ def open_pool(workers: int) -> Executor:
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
         context.set_forkserver_preload(["forgetting_transformer.data.prepare.stream"])
-    return ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+    try:
+        with sharing_memory(", or use --workers 1"):
+            return ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+    except DataError as error:
+        raise CorpusError(f"{error}.") from error
 
 
 def _start_worker() -> None:

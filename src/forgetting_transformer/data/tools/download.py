@@ -31,7 +31,7 @@ from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.order import documents_needed
 from forgetting_transformer.data.remote import RemoteError, RemoteFile, RemoteFolder, open_remote
-from forgetting_transformer.files import locked, write_atomically
+from forgetting_transformer.files import explain, locked, write_atomically
 from forgetting_transformer.progress import Progress
 from forgetting_transformer.redaction import redact, redact_tree
 
@@ -141,7 +141,7 @@ def download(
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise DataError(
-            f"cannot write to {out}: {'the disk is full' if full else error}. "
+            f"cannot write to {out}: {'the disk is full' if full else explain(error)}. "
             f"{'Make room' if full else 'Mend this'} and start the same command again: it continues"
         ) from error
 

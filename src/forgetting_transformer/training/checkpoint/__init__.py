@@ -631,6 +631,8 @@ def inspect(path: Path) -> Checkpoint:
                 raise CheckpointError(f"the contents of {name} do not match its checksum")
         return Checkpoint(path, step_of(path), manifest["permanent"] is True)
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise  # the checkpoint is not to blame, and an older one would be taken
         raise CheckpointError(f"it cannot be read ({error})") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"its manifest.json is damaged ({type(error).__name__}: {error})") from error
