@@ -1,15 +1,19 @@
 """Damage to a run's folder, and a disk that is full from the start: one line that says where, and what to do."""
 
+import errno
 import json
 import logging
 import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from forgetting_transformer import files, training
 from forgetting_transformer.data import DataError
-from forgetting_transformer.training import setup
+from forgetting_transformer.training import checkpoint, setup
 from forgetting_transformer.training.checkpoint import CheckpointError, inspect, newest_valid, read_manifest
+from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.logs import LogFile
 from forgetting_transformer.training.run_directory import RunDirectory
 from tests.training.conftest import Job, refused
@@ -63,6 +67,18 @@ def test_a_checkpoint_whose_manifest_holds_nothing_to_its_contents_is_passed_ove
     read_manifest(file.parent)  # for listings: what cannot be read is none, and no traceback
 
 
+def test_too_many_open_files_are_no_damage(tmp_path, monkeypatch):
+    """An older checkpoint would be taken, or none."""
+    save(tmp_path, 1)
+
+    def refuse(file: Path) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", str(file))
+
+    monkeypatch.setattr(checkpoint, "_checksum", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        newest_valid(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["checkpoints", "logs", "metrics"])
 def test_a_file_where_a_run_keeps_a_folder_is_refused_by_name(tiny, name):
@@ -83,6 +99,37 @@ def test_a_disk_that_is_full_from_the_start_is_one_line_with_its_place(tiny, roo
     said = job.errors().strip().splitlines()[-1]
     assert said.startswith("forgetting_transformer.training.errors.TrainingError: cannot start: "), said
     assert tiny["output_dir"] in said and "File too large" in said and "start the same command again" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ((errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (
+            (errno.EMFILE, "Too many open files", "/a/file"),
+            r"Too many open files: this process may have .* \(`ulimit -n`\)",
+        ),
+        ((errno.EIO, "Input/output error", "/a/file"), "/a/file: Input/output error"),
+    ],
+)
+def test_an_error_of_the_system_is_put_down_to_what_it_concerns(tiny, monkeypatch, error, said):
+    """And to no folder that has nothing to do with it: full may be shared memory, say."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(*error)
+
+    monkeypatch.setattr(setup, "build_data", refuse)
+    with pytest.raises(TrainingError, match=f"^cannot start: {said}. Mend this and start the same command again$"):
+        training.run(training.parse(OmegaConf.create(tiny)))
+
+
+def test_what_writes_a_file_names_it_when_the_disk_is_full(tmp_path):
+    with pytest.raises(OSError) as caught:
+        files.append_durably(Path("/dev/full"), b"text")
+    assert files.explain(caught.value) == "/dev/full: No space left on device"
+    with pytest.raises(OSError) as caught, files.replacing(tmp_path / "new"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert files.explain(caught.value) == f"{tmp_path / 'new'}: No space left on device"
 
 
 def test_a_log_that_cannot_be_written_says_so_once(capsys):

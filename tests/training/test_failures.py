@@ -249,18 +249,25 @@ def dies(*a, **k):
 
 def test_metrics_that_cannot_be_written_stop_the_run_with_a_message(tiny):
     patch = """
-import errno
 from forgetting_transformer.training import metrics
 original = metrics.MetricsLog.report
 def report(self, kind, step, values):
-    if step == 1280:
-        raise OSError(errno.ENOSPC, "No space left on device")
-    return original(self, kind, step, values)
+    if (kind, step) != ("train", 1280):
+        return original(self, kind, step, values)
+    file = metrics._file(self.directory, kind)
+    aside = file.rename(file.with_suffix(".aside"))
+    file.symlink_to("/dev/full")
+    try:
+        original(self, kind, step, values)
+    finally:
+        aside.rename(file)
 metrics.MetricsLog.report = report
 """
-    job = Job(tiny, patch=patch)
+    job = Job(changed(tiny, checkpoint_background=False), patch=patch)
     assert job.wait() == [1]
-    assert f"No space left on device; the last good checkpoint is at {8 * STEP:,} tokens" in job.errors()
+    file = Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl"
+    reason = f"TrainingError: {file}: No space left on device; the last good checkpoint is at {8 * STEP:,} tokens"
+    assert reason in job.errors()
     train(tiny)
     assert sorted(losses(tiny["output_dir"])) == [n * STEP for n in range(1, 21)]
 

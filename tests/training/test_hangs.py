@@ -6,6 +6,7 @@ import linecache
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -16,11 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from forgetting_transformer.data import worker
 from forgetting_transformer.training import checkpoint, peers, sentinel
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.logs import TerminalHandler
 from tests.training.conftest import STEP, Job, changed, train
 from tests.training.test_checkpoint import trained
+from tests.training.test_resume import assert_same_run
 from tests.training.test_stopping import rank_log, status
 from tests.waiting import HANG, wait_until
 
@@ -188,14 +191,11 @@ trainer.Trainer.step = step
 """
     job = Job(changed(tiny, strategy__timeout_seconds=3600), 2, patch=patch)
     assert job.wait() == [1, 1]
-    assert "the start did not get beyond 'first batch'" in rank_log(tiny, 1) and "in lost_in_thought" in rank_log(
-        tiny, 1
-    )
+    assert "the start stood still in 'first step' for" in rank_log(tiny, 1)
+    assert "in lost_in_thought" in rank_log(tiny, 1)
     found = status(tiny)
-    assert (
-        found["status"] == "failed"
-        and "rank 1 has failed: the start did not get beyond 'first batch'" in found["reason"]
-    )
+    assert found["status"] == "failed"
+    assert "rank 1 has failed: the start stood still in 'first step' for" in found["reason"]
 
 
 def test_a_rank_that_is_stopped_is_named_though_it_can_say_nothing(tiny):
@@ -268,8 +268,108 @@ setup.build_model = build_model
     assert Job(changed(tiny, strategy__timeout_seconds=1), patch=patch).wait() == [1]
     found = json.loads((Path(tiny["output_dir"]) / "status.json").read_text())
     assert found["status"] == "failed"
-    assert "the start did not get beyond 'self-test' for" in found["reason"]
+    assert "the start stood still in 'model' for" in found["reason"]
     assert "(strategy.timeout_seconds and 1 s for compiling)" in found["reason"]
+
+
+def test_a_callback_that_hangs_in_the_start_is_named(tiny):
+    patch = """
+import time
+from forgetting_transformer.training import sentinel
+from forgetting_transformer.training.callbacks import goodput
+def on_start(self, trainer):
+    sentinel.START_SECONDS = 1
+    time.sleep(36000)
+goodput.Goodput.on_start = on_start
+"""
+    assert Job(changed(tiny, strategy__timeout_seconds=1), patch=patch).wait() == [1]
+    assert "the start stood still in 'logs' (callbacks.goodput) for" in status(tiny)["reason"]
+
+
+#: A reader that lives and gives nothing, in the test's own process: none of PyTorch's checks notices it.
+SILENT_READER = """
+import os, signal, time
+from forgetting_transformer.data import longcrawl64
+from forgetting_transformer.training import sentinel
+original = longcrawl64.TrainBatches.__getitem__
+def read(self, batch):
+    if batch == {batch}:
+        {then}
+        time.sleep(36000)
+    return original(self, batch)
+longcrawl64.TrainBatches.__getitem__ = read
+"""
+
+
+@pytest.mark.parametrize("batch", [0, 5])
+def test_a_reader_that_gives_nothing_is_named_and_does_not_keep_a_run_that_is_to_stop(tiny, finished, batch):
+    patch = SILENT_READER.format(batch=batch, then="os.kill(os.getpid(), signal.SIGTERM)")
+    patch += "sentinel.READER_PATIENCE_SECONDS = 0.5"
+    assert Job(tiny, patch=patch).wait() == [75]
+    found = status(tiny)
+    assert found["status"] == "preempted" and found["reason"].startswith("stopped by SIGTERM")
+    if batch:
+        assert "no batch of datamodule.name='longcrawl64' came for" in found["reason"]
+    train(tiny)
+    assert_same_run(finished(tiny), tiny["output_dir"])
+
+
+def test_a_reader_that_gives_nothing_ends_the_run_in_the_end(tiny):
+    tiny = changed(tiny, strategy__timeout_seconds=1)
+    assert Job(tiny, patch=SILENT_READER.format(batch=0, then="pass")).wait() == [1]
+    found = status(tiny)
+    assert found["status"] == "failed", found
+    assert "no batch of datamodule.name='longcrawl64' came for" in found["reason"]
+    assert "(strategy.timeout_seconds); this rank stands still; nothing was saved" in found["reason"]
+
+
+@pytest.mark.quick
+def test_a_long_wait_for_data_is_one_line_that_names_little_shared_memory(monkeypatch, caplog):
+    monkeypatch.setattr(sentinel, "LONG_READ_SECONDS", 0)
+    little = shutil._ntuple_diskusage(64 * 2**20, 2**26 - 4096, 4096)
+    monkeypatch.setattr(worker.shutil, "disk_usage", lambda path: little)
+    with sentinel.Sentinel(36000) as watch, watch.reading("datamodule.name='mine'"):
+        wait_until(lambda: caplog.records)
+    (line,) = caplog.messages
+    assert line.startswith("no batch of datamodule.name='mine' came for ")
+    assert "/dev/shm (67.11 MB, 4.10 kB free) may be too small: start the container with a larger `--shm-size`" in line
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_signal_ends_a_start_at_once_whatever_it_waits_for(tiny, world_size):
+    patch = """
+import os, signal, time
+from forgetting_transformer.training import setup
+def build_optimizer(*arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(36000)
+setup.build_optimizer = build_optimizer
+"""
+    assert Job(tiny, world_size, patch=patch).wait() == [75] * world_size
+    found = status(tiny)
+    assert (found["status"], found["step"]) == ("preempted", 0)
+    assert found["reason"] == "stopped by SIGTERM in 'strategy', before the first step"
+
+
+def test_a_rank_whose_reader_gives_nothing_stops_the_others_as_preempted(tiny):
+    """They wait for it in the step, in which they cannot save."""
+    hangs = "os.kill(os.getpid(), signal.SIGTERM)\n        if os.environ['RANK'] == '0': return original(self, batch)"
+    patch = SILENT_READER.format(batch=5, then=hangs) + "sentinel.READER_PATIENCE_SECONDS = 0.5"
+    assert Job(tiny, 2, patch=patch).wait() == [0, 75]
+    found = status(tiny)
+    assert found["status"] == "preempted"
+    assert "rank 1 was stopped by SIGTERM; no batch of" in found["reason"]
+
+
+@pytest.mark.quick
+def test_a_signal_that_follows_the_failure_of_another_rank_is_no_preemption(monkeypatch):
+    """A launcher sends it to the ranks that are left."""
+    ranks = peers.Peers()
+    monkeypatch.setattr(ranks, "blame", lambda: "rank 1 has failed: ValueError: no such thing")
+    outcome, reason = ranks.ended("preempted", "stopped by SIGTERM in 'model', before the first step")
+    assert outcome == "failed" and reason.startswith("rank 1 has failed: ValueError: no such thing; stopped by")
+    monkeypatch.setattr(ranks, "blame", lambda: "rank 1 was stopped by SIGTERM in 'data'")
+    assert ranks.ended("preempted", "stopped by SIGTERM")[0] == "preempted"
 
 
 @pytest.mark.parametrize(
@@ -297,21 +397,29 @@ setup.build_model = build_model
     assert named in found["reason"] and "\n" not in found["reason"], found
 
 
-def test_what_hangs_after_the_end_of_a_run_does_not_keep_its_process_and_changes_nothing(tiny):
+@pytest.mark.parametrize(
+    ("limit", "code"),
+    [
+        ("self.sentinel.timeout = 1", 1),
+        ("sentinel.READER_PATIENCE_SECONDS = 1; os.kill(os.getpid(), signal.SIGTERM)", 0),
+    ],
+    ids=["time-out", "signal"],
+)
+def test_what_hangs_after_the_end_of_a_run_does_not_keep_its_process_and_changes_nothing(tiny, limit, code):
     """wandb, say, that waits for a server."""
-    patch = """
-import time
-from forgetting_transformer.training import metrics, trainer
+    patch = f"""
+import os, signal, time
+from forgetting_transformer.training import metrics, sentinel, trainer
 def never(self):
     time.sleep(36000)
 metrics.MetricsLog.close = never
 close = trainer.Trainer.close
 def closing(self):
-    self.sentinel.timeout = 1
+    {limit}
     close(self)
 trainer.Trainer.close = closing
 """
-    assert Job(changed(tiny, train__max_tokens=4 * STEP), patch=patch).wait() == [1]
+    assert Job(changed(tiny, train__max_tokens=4 * STEP), patch=patch).wait() == [code]
     assert "training was over and the process did not end for" in rank_log(tiny, 0)
     assert (status(tiny)["status"], status(tiny)["step"]) == ("done", 4 * STEP)
 
@@ -331,12 +439,12 @@ def test_a_limit_that_is_over_is_not_put_down_to_a_signal(monkeypatch, seconds, 
 @pytest.mark.quick
 def test_a_first_step_may_take_longer_than_the_limit_of_later_ones():
     watch = sentinel.Sentinel(60)
-    watch.starting("first batch")
-    watch.request = "SIGTERM"
-    assert watch._patience() == 60 + sentinel.START_SECONDS, (
-        "nothing is lost by it, and the first step hears the signal"
-    )
+    watch.starting("first step")
+    assert watch._patience() == 60 + sentinel.START_SECONDS
+    with watch.reading("the corpus"):
+        assert watch._patience() == 60, "nothing is compiled while it waits for data"
     watch.started()
+    watch.request = "SIGTERM"
     assert watch._patience() == 60
     watch.timeout = 3600
     assert watch._patience() == sentinel.LEAST_PATIENCE_SECONDS
@@ -385,6 +493,7 @@ def _hang_with(what: str, pipe: int) -> None:
         watch.on_end = _never
     with watch:
         if "signal" in what:
+            watch.started()
             os.kill(os.getpid(), signal.SIGTERM)
             wait_until(lambda: watch.request)
             sentinel.SAME_REQUEST_SECONDS = 0.0
@@ -422,7 +531,7 @@ def _end_with_a_log_that_fails(folder: str) -> None:
     sys.stderr.close()
     logging.basicConfig(handlers=[TerminalHandler()])
     watch = sentinel.Sentinel(0.1)
-    watch.on_end = lambda reason: (Path(folder) / "status").write_text(reason)
+    watch.on_end = lambda outcome, reason: (Path(folder) / "status").write_text(reason)
     with watch:
         _never()
 
@@ -439,6 +548,7 @@ def test_a_terminal_that_is_gone_does_not_cost_the_status(tmp_path):
 def test_the_same_request_is_the_same_however_slow_the_log(monkeypatch):
     """A scheduler and a launcher both send it."""
     watch, left, said = sentinel.Sentinel(36000), [], threading.Event()
+    watch.started()
     monkeypatch.setattr(watch, "_leave", lambda *_: left.append(1))
     monkeypatch.setattr(sentinel.log, "warning", lambda *_: said.wait(HANG))
     watch._hear(signal.SIGTERM, 5.0)

@@ -67,7 +67,9 @@ class GateStatistics(Callback):
         import torch
 
         fabric = trainer.fabric
-        batch = fabric.to_device(next(iter(trainer.data.eval_loader(fabric.global_rank, fabric.world_size))))
+        with trainer.sentinel.reading("the corpus (datamodule.name)"):
+            batch = next(iter(trainer.data.eval_loader(fabric.global_rank, fabric.world_size)))
+        batch = fabric.to_device(batch)
         with torch.no_grad():
             memory_LH, pruned_LH = self._measure(trainer, batch)
         trainer.sum_over_ranks(memory_LH)

@@ -69,12 +69,12 @@ def measure(config: Config, sequences: list[int], memory_bytes: float | None, pl
             write_atomically(place / f"points-{fabric.global_rank}.json", json.dumps(points))
             if "seconds" not in point:
                 sys.exit(OUT_OF_MEMORY)  # other ranks may wait in the middle of a step: proposal.py ends them
-            trainer.sentinel.started()
+            trainer.sentinel.starting("preflight")
             too_much = torch.tensor(float("problem" in point))
             if trainer.fabric.world_size > 1:
                 too_much = too_much.to(fabric.device)
                 trainer.sum_over_ranks(too_much)
-            if too_much.item() or trainer.sentinel.request:
+            if too_much.item():
                 return
 
 

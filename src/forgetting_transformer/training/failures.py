@@ -6,13 +6,14 @@ import re
 
 import torch
 
+from forgetting_transformer.files import explain
 from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training import status
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.errors import DeviceError, TrainingError
 from forgetting_transformer.training.feed import DataWorkerError
-from forgetting_transformer.training.peers import Peers
-from forgetting_transformer.training.run_directory import RunDirectory, describe_os_error
+from forgetting_transformer.training.peers import STOPPED, Peers
+from forgetting_transformer.training.run_directory import RunDirectory
 from forgetting_transformer.training.sentinel import Sentinel
 from forgetting_transformer.training.trainer import Trainer
 
@@ -25,16 +26,23 @@ def train(config: Config) -> str:
     """
     directory = RunDirectory(config.output_dir)
     with Sentinel(config.strategy.timeout_seconds) as sentinel:
-        sentinel.on_end = lambda reason: status.end(directory, reason)
         peers = Peers()
+
+        def end(outcome: str, reason: str) -> str:
+            outcome, reason = peers.ended(outcome, reason)
+            status.end(directory, reason, outcome)
+            return outcome
+
+        sentinel.on_end = end
         try:
             trainer = Trainer(config, sentinel, directory, peers)
         except BaseException as error:
             problem = error
             if isinstance(error, OSError):  # a full disk, or one that went away
-                where = describe_os_error(error, directory.root)
-                problem = TrainingError(f"cannot start: {where}. Mend this and start the same command again")
+                problem = TrainingError(f"cannot start: {explain(error)}. Mend this and start the same command again")
             elif (blame := peers.explain(error)) is not None:
+                if STOPPED in blame:
+                    return end("preempted", blame)
                 problem = TrainingError(f"cannot start: {blame}. Start the same command again")
             elif isinstance(error, torch.OutOfMemoryError):
                 problem = TrainingError(f"cannot start: {out_of_memory(error, config)}")
@@ -53,7 +61,7 @@ def train(config: Config) -> str:
         except (OSError, DataWorkerError) as error:
             # A full disk, a file system that went away, readers that die. Checkpoints that could be skipped have been.
             trainer.saver.wait_for_save()
-            reason = describe_os_error(error, directory.root) if isinstance(error, OSError) else str(error)
+            reason = explain(error) if isinstance(error, OSError) else str(error)
             last_good = trainer.saver.last_good_checkpoint
             problem = TrainingError(f"{reason}; {last_good}. Mend this and start the same command again")
             trainer.failed(problem)
@@ -74,6 +82,8 @@ def train(config: Config) -> str:
                 problem = DeviceError(f"{where} failed: {what}; {last_good}. {AFTER_DEVICE_ERROR}")
             elif (blame := peers.explain(error)) is not None:
                 last_good = trainer.saver.last_good_checkpoint
+                if STOPPED in blame:
+                    return trainer.preempted(f"{blame}; {last_good}")
                 problem = TrainingError(f"{blame}; {last_good}. Start the same command again")
             trainer.failed(problem)
             if problem is error:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.ranks import Ranks
     from forgetting_transformer.training.run_directory import RunDirectory
     from forgetting_transformer.training.saving import Saver
+    from forgetting_transformer.training.sentinel import Sentinel
     from forgetting_transformer.training.startup import Startup
     from forgetting_transformer.training.step_guard import StepGuard
     from forgetting_transformer.training.stop import Stop
@@ -59,6 +60,7 @@ class PartsInterface(Protocol):
     callback_state: dict[str, Tensor]
     kinds: set[str]
     clock: Clock
+    sentinel: Sentinel
     startup: Startup
     guard: StepGuard
     checkpointer: Checkpointer

@@ -65,6 +65,7 @@ class Parts:
         self.config = config
         self.sentinel = sentinel or Sentinel(config.strategy.timeout_seconds)
         self.directory = directory or RunDirectory(config.output_dir)
+        self.begin("processes")
         setup.claim_early(self.directory, config.resume)
         self.fabric = launch(config)
         self.peers = peers or Peers()
@@ -75,7 +76,7 @@ class Parts:
         timeout = timedelta(seconds=config.strategy.timeout_seconds)
         #: What of a batch this rank trains on.
         self.ranks = Ranks(self.fabric.global_rank, self.fabric.world_size, config.strategy.context, timeout)
-        self.started("processes")
+        self.begin("data")
         self.schedule = build_schedule(config.schedule, config.optimizer.lr)
         setup.on_rank_zero(self.fabric, lambda: status.claim(self.directory, config.resume))
         if config.resume:
@@ -89,7 +90,7 @@ class Parts:
         self.eval_sets = open_eval_sets(config, self.data, self.data_info, self.ranks.data_size)
         if config.eval_sets or isinstance(self.data, MixtureDataModule):
             setup.on_rank_zero(self.fabric, self._check_texts)  # on one rank: what lies at a URL is fetched
-        self.started("data")
+        self.begin("compiler")
         setup.warn_without_gpu(config, self.data_info, self.fabric.device)
         self.compilation = Compilation(
             config,
@@ -98,7 +99,7 @@ class Parts:
             self.fabric.global_rank,
             self.fabric.world_size,
         )
-        self.started("compiler")
+        self.begin("checkpoint")
         self.checkpointer = Checkpointer(
             self.directory.checkpoints,
             config.checkpoint_keep_last,
@@ -112,7 +113,7 @@ class Parts:
         self.checkpointer.forked = config.fork_dir is not None
         self.vote = Vote(self.fabric.world_size, timeout)
         checkpoint, forked = find_checkpoint(config, self.checkpointer, self.fabric)
-        self.started("checkpoint")
+        self.begin("self-test")
         log.info("building the model: %s", config.model.name)
         # Drawing initial weights takes one core, and testing kernels waits for compilers.
         with ThreadPoolExecutor(1, "model") as thread:
@@ -125,20 +126,20 @@ class Parts:
             building = thread.submit(setup.build_model, config, self.data_info, initialise=draws)
             #: op: what runs it, tested here and now.
             self.backends = self._choose_backends(outline)
-            self.started("self-test")
+            self.begin("model")
             model: Any = building.result()
         if weights is not None:
             weights.fill(model)
         lengths = self.data.train_lengths().items()
         self.flops_per_token = sum(share * model.config.flops_per_token(length) for length, share in lengths)
-        self.started("model")
+        self.begin("strategy")
         self.undecayed = undecayed_parameters(model, config.train)
         # Order matters: the optimizer must see the parameters that the strategy leaves behind.
         self.model = self.fabric.setup_module(model)
         optimizer = setup.build_optimizer(self.model.module, self.undecayed, config.optimizer)
         self.optimizer = cast(Any, self.fabric.setup_optimizers(optimizer))
         setup.check_optimizer_owns(self.model, self.optimizer, config.optimizer.name)
-        self.started("strategy")
+        self.begin("checkpoint")
         if not config.resume:
             # Only now: a command that is refused must leave the old run where it was.
             setup.on_rank_zero(self.fabric, self._move_aside)
@@ -175,7 +176,7 @@ class Parts:
         )
         self.graphs = self._graphs(self.model.module)
         self.compilation.compile(self.model.module if self.compiled else None)
-        self.started("checkpoint")
+        self.begin("logs")
 
     def _graphs(self, model: Any) -> Graphs:
         """Those of the run, on or off."""
@@ -186,9 +187,9 @@ class Parts:
         wanted = graphs.choose(self.config, self.fabric.device, possible, flops)
         return Graphs(wanted, self.compiled, model.parameters(), reduced=ddp)
 
-    def started(self, stage: str) -> None:
-        """The start has `stage` behind it."""
-        self.startup.done(stage)
+    def begin(self, stage: str) -> None:
+        """The start comes to `stage`."""
+        self.startup.begin(stage)
         self.sentinel.starting(stage)
 
     @property

@@ -21,6 +21,8 @@ _CLOSED = re.compile(
     r"(connection|socket) (was )?(closed|reset)|(closed|reset) by peer|remote process exited", re.IGNORECASE
 )
 _PERHAPS = re.compile(r"connection|timed? ?out|socket|broken pipe|NCCL|gloo", re.IGNORECASE)
+#: A rank that a signal has stopped, and not an error, says so.
+STOPPED = "stopped by "
 #: What a rank says that was not the first to fail.
 _ANOTHER = "another rank is gone, and its log says why"
 #: What the sentinel of such a rank says, if it knows, and if it cannot know.
@@ -66,6 +68,17 @@ class Peers:
         """This rank ends, and why. Never raises."""
         self._publish(f"{self.rank} failed", " ".join(reason.split()))
 
+    def ended(self, outcome: str, reason: str) -> tuple[str, str]:
+        """Notes that this rank ends itself. Returns the outcome ("failed" or "preempted") and the reason of the job.
+
+        A launcher stops the other ranks with a signal when one has failed: then the job has failed.
+        """
+        blame = self.blame()
+        self.failed(reason)
+        if blame is None or (outcome == "preempted" and STOPPED in blame):
+            return outcome, reason
+        return "failed", f"{blame}; {reason}"
+
     def blame(self, wait: bool = False) -> str | None:
         """The rank that failed first as far as can be told, and why; None where all others seem to be there.
 
@@ -85,7 +98,8 @@ class Peers:
             if not sure and (seen := self._seen([rank for rank in others if not reasons[rank]])):
                 return seen
             if first := (sure or list(told))[:1]:
-                return f"rank {first[0]} has failed: {told[first[0]]}"
+                said = told[first[0]]
+                return f"rank {first[0]} {'was' if said.startswith(STOPPED) else 'has failed:'} {said}"
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.05)

@@ -122,7 +122,7 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
             trainer.step(fabric.to_device(batch))
             setup.synchronize(fabric.device)
             seconds.append(time.perf_counter() - began)
-            trainer.sentinel.started()
+            trainer.sentinel.starting("preflight")
             trainer.counters.batch_count += 1
     # The last batch of the run, which lies elsewhere in the corpus.
     last = total_steps - 1
@@ -191,7 +191,7 @@ def _evaluate(trainer: Trainer) -> None:
         with ranks.share():
             trainer.model(**ranks.part_of(inputs))
         setup.synchronize(fabric.device)
-        trainer.sentinel.started()
+        trainer.sentinel.starting("preflight")
 
 
 def table(found: dict[str, float], config: Config, world_size: int) -> str:

@@ -9,7 +9,7 @@ import socket
 import time
 from pathlib import Path
 
-from forgetting_transformer.files import LocksUnsupportedError, locked
+from forgetting_transformer.files import LocksUnsupportedError, explain, locked
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +56,6 @@ _LARGEST = 1 << 20
 
 class RunDirectoryError(RuntimeError):
     """The run's folder cannot be used; the message says by whom or why, and what to do."""
-
-
-def describe_os_error(error: OSError, root: Path) -> str:
-    """What went wrong and where: a write to a full disk does not name its file."""
-    if error.strerror is None:
-        return str(error)
-    return f"{error.filename or root}: {error.strerror}"
 
 
 def _keys(file: Path) -> set[str]:
@@ -240,9 +233,7 @@ class RunDirectory:
                 "away, or choose another output_dir"
             ) from error
         except OSError as error:
-            raise RunDirectoryError(
-                f"cannot make {describe_os_error(error, folder)}; make room, or choose another output_dir"
-            ) from error
+            raise RunDirectoryError(f"cannot make {explain(error)}; make room, or choose another output_dir") from error
 
     def acquire(self) -> None:
         """Makes the folder and takes it for this process; the kernel gives it back however the process ends.
@@ -255,6 +246,7 @@ class RunDirectory:
             # Data workers are forked and would hold the lock for seconds after this process was killed.
             os.register_at_fork(after_in_child=self.release)
             descriptor = self._lock.enter_context(locked(self._lock_file, wait=False))
+            os.ftruncate(descriptor, 0)
         except BlockingIOError as error:
             holder = self._lock_file.read_text(errors="replace").strip() or "an unknown process"
             raise RunDirectoryError(
@@ -272,9 +264,8 @@ class RunDirectory:
             ) from error
         except OSError as error:
             raise RunDirectoryError(
-                f"cannot write to output_dir={self.root}: {error.strerror}; make room, or choose another output_dir"
+                f"cannot write to output_dir={self.root}: {explain(error)}; make room, or choose another output_dir"
             ) from error
-        os.ftruncate(descriptor, 0)
         owner = {
             "pid": os.getpid(),
             "host": socket.gethostname(),

@@ -4,9 +4,12 @@ Signals (SIGTERM, SIGUSR1, SIGINT) ask the run to stop: the loop finishes its st
 (stop.py), save and leave. They are read from Python's wake-up descriptor, so that they are heard at once although the
 main thread may be inside a CUDA call, where its own handlers cannot run.
 
-It watches from its start to its end. Whatever waits in between says so by `beat`: every stage of the start, every step,
-every batch of an evaluation, while a checkpoint is waited for every time that bytes of it were written, and the end of
-it all.
+It watches from its start to its end. Whatever waits in between says so by `beat`: every stage of the start, every
+batch that is read, every step, every batch of an evaluation, while a checkpoint is waited for every time that bytes of
+it were written, and the end of it all.
+
+Before the first step a signal ends the process at once: there is nothing to save. Where the process waits for data or
+for its own end, it ends READER_PATIENCE_SECONDS after the signal.
 """
 
 import contextlib
@@ -25,6 +28,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from forgetting_transformer import elastic
+from forgetting_transformer.data.worker import shared_memory_hint
 from forgetting_transformer.training import peers
 
 log = logging.getLogger(__name__)
@@ -38,6 +43,10 @@ SAME_REQUEST_SECONDS = 1.0
 LEAST_PATIENCE_SECONDS = 60.0
 #: The same for a checkpoint of which no byte is written: a flush of many gigabytes to a slow disk is one long silence.
 LEAST_WRITER_PATIENCE_SECONDS = 300.0
+#: The same for a wait for data, and for the end of the process: containers are killed 30 s after a signal.
+READER_PATIENCE_SECONDS = 20.0
+#: A longer wait for data is a line in the log, once.
+LONG_READ_SECONDS = 60.0
 #: A rank whose peer's process has ended notices that by itself: a connection was closed. Inside of a CUDA call, where
 #: it waits for the peer's NCCL, it does not; then it is ended after so long, before a launcher that tidies up kills it.
 PEER_PATIENCE_SECONDS = 10.0
@@ -60,8 +69,11 @@ class Sentinel:
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
-        #: Called before the process ends itself, with the reason.
-        self.on_end: Callable[[str], None] = lambda reason: None
+        #: Called before the process ends itself, with the outcome ("failed" or "preempted") and the reason; returns
+        #: the outcome that was noted.
+        self.on_end: Callable[[str, str], str] = lambda outcome, reason: outcome
+        #: Name of the callback that is running; None if there is none.
+        self.callback: Callable[[], str | None] = lambda: None
         #: A rank without which no step ends, because its process has; None if there is none.
         self.gone: Callable[[], int | None] = lambda: None
         self._gone_since: float | None = None
@@ -72,6 +84,9 @@ class Sentinel:
         self._longest = 0.0
         self._last_beat = 0.0
         self._stage: str | None = "imports"
+        #: What a batch is waited for from; None while none is.
+        self._reads: str | None = None
+        self._warned_of_read = False
         self._writer_of: str | None = None
         self._last_write = 0.0
         self._closing_down = False
@@ -95,7 +110,7 @@ class Sentinel:
         return self
 
     def starting(self, stage: str) -> None:
-        """The start of the run has `stage` behind it."""
+        """The start of the run begins with `stage`."""
         self._last_beat, self._stage = time.monotonic(), stage
 
     def started(self) -> None:
@@ -126,6 +141,15 @@ class Sentinel:
         finally:
             self._last_beat, self._writer_of = time.monotonic(), None
 
+    @contextlib.contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Around a wait for a batch of `what`."""
+        self._last_beat, self._reads = time.monotonic(), what
+        try:
+            yield
+        finally:
+            self._last_beat, self._reads = time.monotonic(), None
+
     def closing(self) -> None:
         """Training is over, and its end is written; what is left, such as handing rows to wandb, may take `timeout`."""
         self._last_beat, self._stage, self._closing_down = time.monotonic(), None, True
@@ -151,18 +175,34 @@ class Sentinel:
                 if number in SIGNALS:
                     self._hear(signal.Signals(number), now)
             silence = time.monotonic() - self._last_beat
-            if not self._closing and (silence > self._patience() or self._waits_in_vain(silence)):
+            if self._closing:
+                break
+            idle = self._reads is not None or (self._closing_down and self._writer_of is None)
+            if self.request and idle and min(silence, now - self._heard_at) > READER_PATIENCE_SECONDS:
+                self._preempt(f"{peers.STOPPED}{self.request}; {self._missing()} for {silence:.0f} s")
+            elif silence > self._patience() or self._waits_in_vain(silence):
                 self._end(silence)
+            elif self._reads is not None and silence > LONG_READ_SECONDS and not self._warned_of_read:
+                self._warned_of_read = True
+                self._answer = _aside_warning(f"{self._missing()} for {silence:.0f} s{shared_memory_hint()}")
 
     def _hear(self, number: signal.Signals, now: float) -> None:
         if self.request is None:
             self.request, self._heard_at = number.name, now
+            if self._stage is not None:
+                place = f"{self._stage!r}{self._in_callback()}"
+                self._preempt(f"{peers.STOPPED}{number.name} in {place}, before the first step")
+                return
             said = "stopping after this step, with a checkpoint; a second signal leaves at once"
-            self._answer = _aside("answer to a signal", lambda: log.warning("%s: %s", number.name, said))
+            self._answer = _aside_warning(f"{number.name}: {said}")
         elif now - self._heard_at > SAME_REQUEST_SECONDS:
             what = "training was over" if self._closing_down else "without a checkpoint"
             reason = f"{number.name}, after {self.request}: left at once, {what}"
             self._leave(128 + number, reason, lambda: log.warning("%s", reason), AT_ONCE_SECONDS)
+
+    def _preempt(self, reason: str) -> None:
+        """Ends a process that was asked to stop and has nothing to save, or cannot."""
+        self._leave(elastic.PREEMPTED_EXIT_CODE, reason, lambda: log.warning("%s", reason), AT_ONCE_SECONDS)
 
     def _waits_in_vain(self, silence: float) -> bool:
         if self._writer_of is not None or self._closing_down or silence < PEER_PATIENCE_SECONDS or self.gone() is None:
@@ -174,14 +214,29 @@ class Sentinel:
     def _patience(self) -> float:
         if self._writer_of is not None:
             least = max(LEAST_WRITER_PATIENCE_SECONDS, 2 * self._last_write)
-        elif self._stage is not None:
-            # A signal changes nothing here: nothing is trained yet, and the first step that ends hears it.
-            return self.timeout + START_SECONDS
-        elif self._closing_down:
+        elif self._reads is not None or self._closing_down:
             return self.timeout
+        elif self._stage is not None:
+            return self.timeout + START_SECONDS
         else:
             least = max(LEAST_PATIENCE_SECONDS, 5 * self._longest)
         return self.timeout if self.request is None else min(self.timeout, least)
+
+    def _missing(self) -> str:
+        """What the process waits for, as the beginning of "… for 5 s"."""
+        if self._writer_of is not None:
+            return f"nothing was written of {self._writer_of}"
+        if self._closing_down:
+            return "training was over and the process did not end"
+        if self._reads is not None:
+            return f"no batch of {self._reads} came"
+        if self._stage is not None:
+            return f"the start stood still in {self._stage!r}{self._in_callback()}"
+        return f"no step ended{self._in_callback()}"
+
+    def _in_callback(self) -> str:
+        name = self.callback()
+        return f" (callbacks.{name})" if name else ""
 
     def _end(self, seconds: float) -> None:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -195,13 +250,10 @@ class Sentinel:
             writers = [
                 frames[identity] for identity, name in names.items() if name == "checkpoint" and identity in frames
             ]
-            what = f"nothing was written of {self._writer_of}"
             where = "its writer on this rank stands still: look at the disk"
             if any(_in_collective(frame) for frame in writers):
                 where = "its writer on this rank waits for another rank's, whose log says where that one stands"
         else:
-            what = "no step ended" if self._stage is None else f"the start did not get beyond {self._stage!r}"
-            what = "training was over and the process did not end" if self._closing_down else what
             where = "this rank stands still"
             main = frames.get(self._main or 0)
             if any("/torch/distributed/" in f.f_code.co_filename for f, _ in traceback.walk_stack(main)):
@@ -210,15 +262,15 @@ class Sentinel:
                 # In a backward pass, or when it asks the device, a rank that waits for another looks like one that
                 # hangs.
                 where += f", {peers.PERHAPS_WAITS}, whose log then says where it stands"
-        room = (
-            f" and {START_SECONDS:.0f} s for compiling" if self._stage is not None and self._writer_of is None else ""
-        )
+        starts = self._stage is not None and self._writer_of is None and self._reads is None
+        room = f" and {START_SECONDS:.0f} s for compiling" if starts else ""
         # A launcher that sees another rank end may ask this one to stop when its time is over anyway.
         hurried = self.request is not None and seconds <= self.timeout and not room
         limit = f"after {self.request}" if hurried else f"(strategy.timeout_seconds{room})"
-        reason = f"{what} for {seconds:.0f} s {limit}; {where}"
+        what = f"{self._missing()} for {seconds:.0f} s"
+        reason = f"{what} {limit}; {where}{shared_memory_hint() if self._reads is not None else ''}"
         if self._gone_since is not None:
-            reason = f"{what} for {seconds:.0f} s, and never will: the process of rank {self.gone()} is gone"
+            reason = f"{what}, and never will: the process of rank {self.gone()} is gone"
 
         def say() -> None:
             # With lines of source code, which are read from a disk that may be the one that hangs.
@@ -231,14 +283,22 @@ class Sentinel:
     def _leave(self, code: int, reason: str, say: Callable[[], None], seconds: float, places: str = "") -> None:
         """Ends the process. Log, status and terminal may hang where the run hangs: none of them can keep it."""
         said = threading.Event()
+        outcome = "preempted" if code == elastic.PREEMPTED_EXIT_CODE else "failed"
+        noted = [outcome]
 
         def last_words() -> None:
             say()
             said.set()
 
+        def note() -> None:
+            noted[0] = self.on_end(outcome, reason)
+
         deadline = time.monotonic() + seconds
-        for thread in (_aside("last words", last_words), _aside("status", lambda: self.on_end(reason))):
+        for thread in (_aside("last words", last_words), _aside("status", note)):
             thread.join(max(0.0, deadline - time.monotonic()))
+        if outcome == "preempted":
+            code = {"preempted": code, "done": 0}.get(noted[0], 1)
+            elastic.report_outcome(elastic.NOT_STARTED if noted[0] == "preempted" else noted[0])
         if not said.is_set():
             text = f"{reason}. The log cannot be written.{places}\n".encode()
             _aside("terminal", lambda: os.write(2, text)).join(AT_ONCE_SECONDS)
@@ -255,6 +315,10 @@ def _aside(name: str, action: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=act, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def _aside_warning(text: str) -> threading.Thread:
+    return _aside("warning", lambda: log.warning("%s", text))
 
 
 def _of_threads(stacks: Iterable[tuple[str, list[str]]]) -> str:

@@ -6,17 +6,19 @@ from pathlib import Path
 
 
 class Startup:
-    """Seconds of each stage, in the order in which they ended. The first is "imports", which is over by then."""
+    """Seconds of each stage, in the order in which they began. The first is "imports", which is over by then."""
 
     def __init__(self) -> None:
         self.seconds = {"imports": seconds_since_process_start()}
+        self._stage: str | None = None
         self._since = time.perf_counter()
 
-    def done(self, stage: str) -> None:
-        """What happened since the last call was `stage`."""
+    def begin(self, stage: str | None) -> None:
+        """Ends the stage before, and begins `stage`; None begins none."""
         now = time.perf_counter()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._since
-        self._since = now
+        if self._stage is not None:
+            self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
+        self._stage, self._since = stage, now
 
     def __str__(self) -> str:
         total = sum(self.seconds.values())

@@ -3,7 +3,7 @@
 starting    it reads the corpus, builds the model, loads a checkpoint; if its process is gone it was killed
 running     it trains; if its process is gone it was killed
 done        trained to train.max_tokens
-preempted   stopped by a signal, saved; the same command continues
+preempted   stopped by a signal, saved if there was anything to save; the same command continues
 failed      stopped by an error; the reason says what to do before the same command continues
 
 What an earlier start left is replaced as soon as rank 0 holds the run's folder, before anything is built. Where it
@@ -19,9 +19,9 @@ import threading
 import time
 from pathlib import Path
 
-from forgetting_transformer.files import write_atomically
+from forgetting_transformer.files import explain, write_atomically
 from forgetting_transformer.redaction import redact
-from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError, describe_os_error
+from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
 
 _NAME = "status.json"
 #: A file of so many bytes is kept for the next status, because what ends a run may be a disk with no room for one.
@@ -102,9 +102,7 @@ def claim(directory: RunDirectory, resume: bool = True) -> None:
             _keep_what_it_proves(directory)
         except OSError as error:
             directory.release()
-            raise RunDirectoryError(
-                f"cannot write {describe_os_error(error, directory.last_checkpoint)}; make room"
-            ) from error
+            raise RunDirectoryError(f"cannot write {explain(error)}; make room") from error
         write_status(directory.root, "starting", directory.newest_step())
 
 
@@ -170,9 +168,9 @@ def refuse(directory: RunDirectory, reason: str) -> None:
     end(directory, reason)
 
 
-def end(directory: RunDirectory, reason: str) -> None:
-    """A start that fails before its first step; gives the folder back."""
+def end(directory: RunDirectory, reason: str, outcome: str = "failed") -> None:
+    """A start that ends before its first step; gives the folder back."""
     with _writing:
         if directory.is_locked:
-            write_status(directory.root, "failed", directory.newest_step(), reason)
+            write_status(directory.root, outcome, directory.newest_step(), reason)
             directory.release()

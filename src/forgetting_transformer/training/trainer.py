@@ -73,19 +73,20 @@ class Trainer(Parts):
         self.callbacks = callbacks_of(self)
         self.kinds |= self.callbacks.kinds
         self.metrics = open_metrics(self) if self.fabric.is_global_zero else None
+        self.sentinel.callback = lambda: self.callbacks.running.name if self.callbacks.running else None
 
     def run(self) -> str:
         """Returns "done" or "preempted"."""
         self.sentinel.on_end = self._ended_by_sentinel
         config, counters = self.config, self.counters
         self.callbacks.start()
-        self.started("logs")
         with self._ending:
             if self.outcome is None:
                 self._write_status("running")
         if self.metrics is not None:
             log.info("about to train %s:\n%s", config.tag, start_block(self))
         self._evaluate_what_was_broken_off()
+        self.begin("first batch")
         remaining = math.ceil((config.train.max_tokens - counters.token_count) / self.tokens_per_step)
         if remaining <= 0:
             log.info("nothing left to train: %s tokens are done", f"{counters.token_count:,}")
@@ -97,7 +98,7 @@ class Trainer(Parts):
             first = self.latest is None
             self.clock.switch("first step" if first else "steps")
             if first:
-                self.started("first batch")
+                self.begin("first step")
             self.latest = self.step(self.fabric.to_device(batch))
             counters.token_count += self.tokens_per_step
             counters.batch_count += 1
@@ -291,7 +292,10 @@ class Trainer(Parts):
         first, data = self.counters.batch_count, self.config.datamodule
         corpus = f"datamodule.name={data.name!r}"
         rank, size = self.ranks.data_rank, self.ranks.data_size
-        batches = feed(lambda done: self.data.train_loader(first + done, first + count, rank, size))
+        batches = feed(
+            lambda done: self.data.train_loader(first + done, first + count, rank, size),
+            lambda: self.sentinel.reading(corpus),
+        )
         given = 0
         for given, batch in enumerate(itertools.islice(batches, count), 1):
             check_batch(batch, corpus, data.train_batch_size // size, data.train_batch_len)
@@ -306,7 +310,7 @@ class Trainer(Parts):
 
     def _first_step_is_done(self, step: Step) -> None:
         self.wait_for_device()
-        self.startup.done("first step")
+        self.startup.begin(None)
         self.sentinel.started()
         log.info("the first step is done, loss %.4f, %s", step.loss.item(), self.startup)
         if self.compiled:
@@ -324,6 +328,7 @@ class Trainer(Parts):
         )
         missing = self.fabric.broadcast(missing) or []
         if todo := [callback for callback in due if callback.name in missing]:
+            self.begin("evaluation")
             self.evaluate(todo)
 
     def _finish(self) -> str:
@@ -351,12 +356,16 @@ class Trainer(Parts):
         log.info("%s: %s", "training finished" if outcome == "done" else "stopped and saved", done)
         return outcome
 
-    def _ended_by_sentinel(self, reason: str) -> None:
-        if self.outcome is not None:
-            return  # and that is how the run ended, whatever hangs behind it
-        blame = self.peers.blame()
-        self.peers.failed(reason)
-        self._end("failed", f"{blame + '; ' if blame else ''}{reason}; {self.saver.last_good_checkpoint}")
+    def preempted(self, reason: str) -> str:
+        """Notes that a signal has ended the run on another rank; returns the outcome."""
+        self._end("preempted", reason)
+        return "preempted"
+
+    def _ended_by_sentinel(self, outcome: str, reason: str) -> str:
+        if self.outcome is None:  # else that is how the run ended, whatever hangs behind it
+            outcome, reason = self.peers.ended(outcome, reason)
+            self._end(outcome, f"{reason}; {self.saver.last_good_checkpoint}")
+        return self.outcome or outcome
 
     def _end(self, outcome: str, reason: str, unless: Sequence[str] = ("done", "preempted", "failed")) -> None:
         """Notes how the run ended, unless it has ended in one of these ways already."""

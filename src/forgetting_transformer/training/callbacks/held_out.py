@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,8 +70,11 @@ class HeldOut(Callback):
         def read(done: int) -> Iterator[dict[str, Tensor]]:
             return itertools.islice(self._data.eval_loader(ranks.data_rank, ranks.data_size), done, None)
 
+        def waiting() -> AbstractContextManager[None]:
+            return trainer.sentinel.reading(self._corpus)
+
         shown = fabric.is_global_zero and sys.stderr.isatty()
-        for batch in tqdm(feed(read), desc=self._title, unit="batch", leave=False, disable=not shown):
+        for batch in tqdm(feed(read, waiting), desc=self._title, unit="batch", leave=False, disable=not shown):
             if trainer.beat():
                 done = f"{trainer.counters.token_count:,}"
                 log.info("the evaluation after %s tokens was broken off (%s)", done, self._title)
