@@ -93,7 +93,18 @@ def test_a_comparison_names_ranks_and_tensors():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "tensor", "who"), [(2, WEIGHT, "ranks 0, 1 differ"), (3, MOMENT, "rank 1 differs from")]
+    ("world_size", "tensor", "who"),
+    [
+        pytest.param(
+            2,
+            WEIGHT,
+            "ranks 0, 1 differ",
+            marks=pytest.mark.rare(
+                "tests/training/test_corruption.py::test_before_a_checkpoint_ranks_are_compared_at_any_step"
+            ),
+        ),
+        (3, MOMENT, "rank 1 differs from"),
+    ],
 )
 def test_a_rank_that_differs_stops_the_run_and_nothing_wrong_is_saved(tiny, tmp_path, world_size, tensor, who):
     tiny = changed(tiny, strategy={"name": "ddp", "compare_steps": 2}, datamodule__train_batch_size=6)
