@@ -217,7 +217,7 @@ proposal._Ranks.run, proposal._Ranks._watch = run_it, watch_it
 """
 #: Candidates are forked, because a new interpreter takes seconds to import PyTorch.
 FORKED = """
-import os, runpy, sys, traceback
+import os, runpy, subprocess, sys, traceback, types
 from forgetting_transformer.training import proposal
 
 class Forked:
@@ -250,7 +250,8 @@ class Forked:
     def wait(self):
         return self.poll(0)
 
-proposal.subprocess.Popen = Forked
+# For the proposal alone: a candidate asks git for its state through the real one.
+proposal.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
 """
 
 
