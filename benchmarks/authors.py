@@ -145,7 +145,9 @@ def measure_theirs(options: argparse.Namespace, case: dict[str, Any], checkout: 
     device = torch.device(options.device)
     config = training.compose(case["experiment"], training.overrides(options, case["checkpointing"]))
     with torch.device("meta"):
-        ours = setup.build_model(config, SimpleNamespace(vocab_size=options.vocab_size, bos_token_id=0)).config
+        ours = setup.build_model(
+            config, SimpleNamespace(vocab_size=options.vocab_size, bos_token_id=0, eos_token_id=0)
+        ).config
     code = load(checkout)
     fields = [name for name in inspect.signature(code.ForgettingTransformerConfig).parameters if hasattr(ours, name)]
     with device:
