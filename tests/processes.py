@@ -48,6 +48,14 @@ def shell_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
 
 
+def start_as_by_default() -> None:
+    """From here on a process of the server starts others, such as readers, as a user's process does.
+
+    It would start them with a fork server of its own, which imports everything again.
+    """
+    multiprocessing.set_start_method(None, force=True)
+
+
 class Command:
     """`python` with SCRIPT, `-m MODULE` or `-c PROGRAM`, started; as much of subprocess.Popen as tests need.
 
@@ -99,6 +107,7 @@ def run_command(
 def _run(words: list[str], folder: str, environment: dict[str, str], output: str, errors: str) -> None:
     import torch
 
+    start_as_by_default()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
 
 from forgetting_transformer import training
-from tests.processes import free_port, server
+from tests.processes import free_port, server, start_as_by_default
 from tests.tiny import STEP, make_corpus, tiny_config
 from tests.waiting import HANG
 
@@ -125,6 +125,7 @@ class Job:
 
 
 def _train(config: dict, environment: dict, error_file: Path, patch: str | None) -> None:
+    start_as_by_default()
     os.environ.update(environment)
     torch.set_num_threads(1)
     if patch:

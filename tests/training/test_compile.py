@@ -415,6 +415,8 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = {str(tmp_path / caches)!r}
 # A pool of compilers would import PyTorch in every one.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 torch._inductor.config.compile_threads = 1
+# PyTorch would compile and load six programs to see that this CPU has the instructions it names.
+torch._inductor.config.cpp.vec_isa_ok = True
 """
         job = Job(job_config, world_size, patch=patch)
         assert job.wait() == [0] * world_size, job.errors()
