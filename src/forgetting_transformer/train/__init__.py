@@ -120,7 +120,7 @@ def compose(composed: DictConfig) -> None:
 def main() -> None:
     command_line.take_any_text()
     # Read when PyTorch is loaded. By default threads of OpenMP spin at the end of every operation until all are there.
-    # Beside other work one of them has to wait for a core, and a step takes ten times as long.
+    # Beside other work one of them has to wait for a core, and a step takes several times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     console.die_with_launcher()
     with console.stopped_by_signals():
