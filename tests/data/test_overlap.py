@@ -60,7 +60,7 @@ def test_the_command_says_it_after_its_checks(script, tmp_path: Path, capsys: py
     assert "give their folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         script.main([str(tmp_path / "out"), "--overlap", "a"])
-    assert "a number of tokens such as 32" in capsys.readouterr().err
+    assert "argument --overlap: 'a' is not a whole number from 1" in capsys.readouterr().err
 
 
 def test_arrays_that_cannot_be_compared_are_named(tmp_path: Path) -> None:

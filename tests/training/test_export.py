@@ -496,13 +496,12 @@ def test_an_export_is_replaced_by_the_next_one_and_other_files_stay(tiny, tmp_pa
     export(run, folder, step=8 * STEP, tokenizer=tokenizer)
     before = (folder / "model.safetensors").read_bytes()
     (folder / "README.md").write_text("mine")
-    for name in (MARK, FIGURE):
-        (folder / name).unlink()  # as an export of an earlier version
+    (folder / FIGURE).unlink()
     export(run, folder, tokenizer=tokenizer)
     assert (folder / "model.safetensors").read_bytes() != before and (folder / "README.md").read_text() == "mine"
     mark = json.loads((folder / MARK).read_text())
     assert mark["checkpoint"] == 20 * STEP
-    assert set(mark["files"]) == {file.name for file in folder.iterdir()} - {MARK, "README.md"}
+    assert set(mark["files"]) == {file.name for file in folder.iterdir()} - {MARK}
     (folder / "config.json").unlink()  # as an export that was killed
     assert str(folder) in export(run, folder, tokenizer=tokenizer)
     (folder / "model-00001-of-00002.safetensors").write_text("another model's")
@@ -526,27 +525,19 @@ def test_another_runs_export_is_replaced_where_that_is_asked_for_alone(tiny, tmp
     assert (folder / "model.safetensors").read_bytes() != before["model.safetensors"]
 
 
-@pytest.mark.parametrize(
-    "files",
-    [None, ["config.json", "model.safetensors"], {"config.json": None, "model.safetensors": None}],
-    ids=["no mark", "names", "digests of the model"],
-)
-def test_an_export_of_an_earlier_version_is_replaced(tiny, tmp_path, finished, files):
-    """Its mark says nothing of the tokenizer."""
+@pytest.mark.parametrize("mark", [None, '{"files": ["config.json", "model.safetensors"]}'], ids=["none", "names alone"])
+def test_a_model_without_the_mark_of_an_export_is_never_replaced(tiny, tmp_path, finished, mark):
+    """As `save_pretrained` leaves one that was trained further."""
     run, tokenizer, folder = Path(finished(tiny)), str(word_tokenizer(tmp_path / "tokenizer")), tmp_path / "hf"
     export(run, folder, tokenizer=tokenizer)
-    whole = json.loads((folder / MARK).read_text())["files"]
-    for name in (CARD, FIGURE):
-        (folder / name).unlink()
-    if files is None:
-        (folder / MARK).unlink()
-    else:
-        files = {name: whole[name] for name in files} if isinstance(files, dict) else files
-        (folder / MARK).write_text(json.dumps({"checkpoint": 8 * STEP, "tag": "debug", "files": files}))
-    (folder / "tokenizer_config.json").write_text("{}")
-    assert "without a tokenizer" in export(run, folder)
-    assert str(folder) in export(run, folder, tokenizer=tokenizer)
-    assert json.loads((folder / MARK).read_text())["files"] == whole
+    (folder / MARK).unlink()
+    if mark:
+        (folder / MARK).write_text(mark)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    for replace in (False, True):
+        with pytest.raises(ExportError, match="is not from an export"):
+            export(run, folder, tokenizer=tokenizer, replace=replace)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "merges.txt"])

@@ -50,11 +50,6 @@ _STANDARD = {"config.json", "generation_config.json", "model.safetensors"}
 #: In a mark instead of a digest: of a card that was edited before this export.
 _EDITED = "edited"
 _OF_THE_CARD = {model_card.CARD, model_card.FIGURE}
-#: What earlier versions may have written of a tokenizer, which their marks do not name.
-_OF_TOKENIZERS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "tokenizer.py",
-)  # fmt: skip
 _OF_MODELS = (".safetensors", ".bin", ".index.json")
 _WHERE_FROM = (
     "Name one with --tokenizer FOLDER_OR_HUB_ID; for LongCrawl64 a folder with GPT-2's vocab.json and merges.txt will "
@@ -432,7 +427,7 @@ def _check_ours(folder: Path, names: set[str], flag: str) -> dict[str, str | Non
         ExportError: one of them, or a file of a model, is there and is not from an export, or has changed since: a
             model that was trained further is saved under the same names, and files may be edited.
     """
-    models, own = _model_files(folder), _exported_files(folder, names)
+    models, own = _model_files(folder), _exported_files(folder)
     present = models | {name for name in names if os.path.lexists(folder / name)}
     if own is None:
         present.add(MARK)
@@ -452,29 +447,14 @@ def _check_ours(folder: Path, names: set[str], flag: str) -> dict[str, str | Non
     return own
 
 
-def _exported_files(folder: Path, names: set[str]) -> dict[str, str | None] | None:
+def _exported_files(folder: Path) -> dict[str, str | None] | None:
     """As `_check_ours`, from the mark alone; None where a file of somebody else has the name of the mark."""
     try:
-        files = json.loads((folder / MARK).read_text(encoding="utf-8"))["files"]
-        recorded = dict(files) if isinstance(files, dict) else dict.fromkeys(files)
+        return dict(json.loads((folder / MARK).read_text(encoding="utf-8"))["files"])
     except FileNotFoundError:
-        recorded = {}
+        return {}
     except (ValueError, KeyError, TypeError):
         return None
-    if "generation_config.json" not in recorded and _holds_our_model(folder):
-        # Earlier versions left no mark, or one that names configuration and weights only.
-        return dict.fromkeys((*_STANDARD, *_OF_TOKENIZERS, *names)) | recorded
-    return recorded
-
-
-def _holds_our_model(folder: Path) -> bool:
-    """Whether config.json is of one of this project's models."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        found = (config["model_type"], config["architectures"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return found in [(known.config_class.model_type, [known.lm_class.__name__]) for known in registry.MODELS.values()]
 
 
 def build_from_checkpoint(checkpoint: Checkpoint, state: dict[str, Any]) -> PreTrainedModel:
