@@ -1,6 +1,7 @@
 """Whatever a cache is put through, the model predicts what a full forward pass predicts."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -340,6 +341,9 @@ def test_what_is_no_batch_of_sequences_is_refused(model):
             with pytest.raises(ValueError) as refused:
                 call(**given)
             assert str(refused.value) == f"{name} has shape {shape}; it must be {right}"
+    for shape in ((5,), (2, 0)):
+        with pytest.raises(ValueError, match=re.escape(f"input_ids has shape {shape}; it must be (B, T)")):
+            model.generate(torch.zeros(shape, dtype=torch.long), max_new_tokens=2)
     with pytest.raises(TypeError, match="input_ids is a list; it must be a tensor"):
         model([[1, 2]])
 

@@ -973,6 +973,13 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         if given is not None:
             model_kwargs[CACHE_NAME] = given
 
+    def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, str | None, dict[str, Any]]:
+        """Refuse a prompt that is no batch of sequences before `generate` looks at its last token."""
+        inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)  # type: ignore[misc]  # self of a mixin
+        embeds = name == "inputs_embeds"
+        self.decoder.check_shape(None if embeds else inputs, inputs if embeds else None)
+        return inputs, name, model_kwargs
+
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> Any:
