@@ -1,4 +1,4 @@
-"""What the commands share: types of arguments for argparse, and how they end. Quick to import."""
+"""Shared parts of the commands: types of arguments for argparse, and how a command ends. Quick to import."""
 
 import argparse
 import contextlib

@@ -324,7 +324,7 @@ def read_to_the_end(pipe: IO[str], limit: float = HANG) -> str:
 
 
 def said_by(program: str, folder: Path) -> str:
-    """What a process and those that it started say, until the last of them is gone."""
+    """Output of a process and of those that it started, until the last of them is gone."""
     os.mkfifo(folder / "said")
     Command("-c", START + program, output=folder / "said")
     with (folder / "said").open() as pipe:

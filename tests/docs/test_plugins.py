@@ -34,7 +34,7 @@ def write_files(page: str, folder: Path) -> None:
 
 
 def run(words: list[str], folder: Path) -> str:
-    """What a command of the page prints, with the repository's scripts; it must succeed."""
+    """Output of a command of the page, with the repository's scripts; it must succeed."""
     assert words[0] == "python"
     done = run_command(*words[1:], folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr

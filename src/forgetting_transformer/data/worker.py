@@ -1,4 +1,4 @@
-"""What a worker process does first, and the memory in which it hands over batches."""
+"""Start of a worker process, and the shared memory in which it hands over batches."""
 
 import contextlib
 import errno

@@ -37,7 +37,7 @@ class CorpusHeldOut:
 
     @property
     def corpus(self) -> str:
-        """What its folder is called."""
+        """Name of its folder."""
         return self.folder.resolve().name
 
     def groups(self) -> None:
@@ -70,7 +70,7 @@ class _Batches(Dataset):
 
 
 def corpora_of_plug_ins() -> list[str]:
-    """What `datamodule.name` may be besides the corpora of this package."""
+    """Values of `datamodule.name` besides the corpora of this package."""
     return [name for name in CORPORA.names() if CORPORA.plugin_of(name)]
 
 

@@ -84,7 +84,7 @@ class HeldOut:
 
     @property
     def corpus(self) -> str:
-        """What its folder is called."""
+        """Name of its folder."""
         return self.folder.resolve().name
 
     @property

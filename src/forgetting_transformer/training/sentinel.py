@@ -223,7 +223,7 @@ class Sentinel:
         return self.timeout if self.request is None else min(self.timeout, least)
 
     def _missing(self) -> str:
-        """What the process waits for, as the beginning of "… for 5 s"."""
+        """Thing that the process waits for, as the beginning of "… for 5 s"."""
         if self._writer_of is not None:
             return f"nothing was written of {self._writer_of}"
         if self._closing_down:
