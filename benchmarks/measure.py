@@ -4,7 +4,7 @@
     python benchmarks/measure.py --list                           # what there is, and what is done
     python benchmarks/measure.py step models --time_limit 600     # two groups, ten minutes of them
     python benchmarks/measure.py several_gpus                     # on 2, 4 and 8 GPUs, as many as there are
-    cp output/benchmarks/*.json benchmarks/results/ && python scripts/pages.py     # puts them into the pages
+    cp output/benchmarks/*.json benchmarks/results/ && python -m studies.pages     # puts them into the pages
 
 commands.yaml beside this script has the commands. Each writes its file into --folder, row by row (record.py). The same
 command goes on where the last one ended: what is finished is left alone, and an unfinished file gets its missing rows.

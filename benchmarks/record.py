@@ -1,6 +1,6 @@
 """Shared by all benchmarks: where a measurement was made, and a file that receives every row as soon as it is measured.
 
-A file of results, which --out names, is JSON; scripts/pages.py makes the tables of the documentation from such files:
+A file of results, which --out names, is JSON; studies/pages.py makes the tables of the documentation from such files:
 
     benchmark     the script's name, such as "decode"
     source        only where the script did not write the file: the source of its numbers

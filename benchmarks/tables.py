@@ -1,4 +1,4 @@
-"""Turns files of results (record.py) into tables and numbers of the documentation. scripts/pages.py inserts them.
+"""Turns files of results (record.py) into tables and numbers of the documentation. studies/pages.py inserts them.
 
 A table uses all files whose names match its pattern in benchmarks/results. A new file with the same name replaces an
 old one, and one with another name adds a column or rows, for example for another Triton.

@@ -3,7 +3,7 @@
 
     python studies/count_answers.py output/three_seeds_100m --out studies/three_seeds_100m/next_line_answers.json
 
-FOLDER is that of scripts/study.sh, after its stages downstream and collect. FILE has for each run how many `answers` it
+FOLDER is that of studies/study.sh, after its stages downstream and collect. FILE has for each run how many `answers` it
 gave, how many have no line of code that LongBench would score (`no_code`), and in how many that line is the right one
 (`right`; blanks at both ends do not count).
 """

@@ -54,7 +54,7 @@ TOO_FAR = {
     ("scripts/prepare_data.py", "--max_bytes"): "0MB",
     ("scripts/prepare_data.py", "--dedup"): "0.49",
     ("scripts/verify_data.py", "--share"): "1.01",
-    ("scripts/sweep_ladder.py", "--shrink_tokens"): "0.9",
+    ("studies/ladder.py", "--shrink_tokens"): "0.9",
     ("benchmarks/long_run.py", "--steps"): "3",
     ("benchmarks/interruptions.py", "--steps"): "11",
     ("benchmarks/long_generation.py", "--part"): "1",

@@ -210,7 +210,7 @@ MODELS: Registry[type] = Registry("model.name")
 REGISTRIES: tuple[Registry, ...] = (OPTIMIZERS, SCHEDULES, CORPORA, CALLBACKS, MODELS)
 #: Entry points of installed packages that are plug-ins.
 GROUP = "forgetting_transformer.plugins"
-#: A folder in which plug-ins are looked for too: scripts/study.sh works in another one than the user.
+#: A folder in which plug-ins are looked for too: studies/study.sh works in another one than the user.
 _FOLDER = "FORGETTING_TRANSFORMER_PLUGINS"
 
 

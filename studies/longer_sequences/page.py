@@ -1,13 +1,14 @@
-"""Numbers in the sentences of README.md, from study.json and notes.json; scripts/pages.py puts them there."""
+"""Numbers in the sentences of README.md, from study.json and notes.json; studies/pages.py puts them there."""
 
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.analysis import study_tables
-from forgetting_transformer.analysis.claim_rules import GLOBAL, LOCAL
-from forgetting_transformer.analysis.studies import read_study
+from studies.engine import tables as study_tables
+from studies.engine.claim_rules import GLOBAL, LOCAL
+from studies.engine.results import read_study
+
 from forgetting_transformer.analysis.tables import markdown_table
 
 

@@ -1,4 +1,4 @@
-"""Numbers in the sentences of README.md, from study.json and the files beside it; scripts/pages.py puts them there."""
+"""Numbers in the sentences of README.md, from study.json and the files beside it; studies/pages.py puts them there."""
 
 import json
 import math
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.analysis import study_tables
+from studies.engine import tables as study_tables
+from studies.engine.results import display_name, read_study
+
 from forgetting_transformer.analysis.statistics import detectable, equal_noise, mean
-from forgetting_transformer.analysis.studies import display_name, read_study
 from forgetting_transformer.analysis.tables import markdown_table, rate_text
 
 

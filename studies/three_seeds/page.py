@@ -1,12 +1,14 @@
-"""Numbers in the sentences of README.md, from study.json; scripts/pages.py puts them there."""
+"""Numbers in the sentences of README.md, from study.json; studies/pages.py puts them there."""
 
 from pathlib import Path
 from statistics import mean as mean_of
 
-from forgetting_transformer.analysis import statistics, study_tables
-from forgetting_transformer.analysis.studies import contrasts, differences, losses_by_seed
-from forgetting_transformer.analysis.study_claims import equal_loss
-from forgetting_transformer.analysis.study_numbers import StudyNumbers, in_words
+from studies.engine import tables as study_tables
+from studies.engine.claims import equal_loss
+from studies.engine.numbers import StudyNumbers, in_words
+from studies.engine.results import contrasts, differences, losses_by_seed
+
+from forgetting_transformer.analysis import statistics
 
 #: The models and variants that the sentences are about.
 MODELS = (

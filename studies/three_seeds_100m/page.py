@@ -1,4 +1,4 @@
-"""Numbers and tables of README.md from study.json and those of other studies; scripts/pages.py puts them there."""
+"""Numbers and tables of README.md from study.json and those of other studies; studies/pages.py puts them there."""
 
 import json
 from collections.abc import Mapping
@@ -7,10 +7,11 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
+from studies.engine import tables as study_tables
+from studies.engine.numbers import FOUND, StudyNumbers, in_words
+from studies.engine.results import contrasts, differences, display_name, losses_by_seed
 
-from forgetting_transformer.analysis import position_loss, statistics, study_tables
-from forgetting_transformer.analysis.studies import contrasts, differences, display_name, losses_by_seed
-from forgetting_transformer.analysis.study_numbers import FOUND, StudyNumbers, in_words
+from forgetting_transformer.analysis import position_loss, statistics
 from forgetting_transformer.analysis.tables import markdown_table, rate_text
 
 MODELS = ("fox_pro", "fox_llama", "transformer_pro", "transformer_llama", "mamba2", "hgrn2", "delta_net")

@@ -144,7 +144,7 @@ def test_a_failure_is_one_whatever_the_folder_is_called(measure, tmp_path):
 
 def test_every_file_is_one_that_a_page_takes():
     """What is copied to benchmarks/results under its name would be in no table otherwise."""
-    source = (Path(__file__).parents[2] / "scripts/pages.py").read_text()
+    source = (Path(__file__).parents[2] / "studies/pages.py").read_text()
     patterns = {*re.findall(r'"([\w*]+\*\.json)"', source), "scaling*.json", "peers*.json"}
     names = [found.name for found in load("measure").measurements()]
     assert [name for name in names if not any(fnmatch.fnmatch(f"{name}.json", each) for each in patterns)] == []

@@ -252,7 +252,7 @@ def check_overrides(script: str, options: argparse.Namespace) -> None:
             fixed, ranges, _ = search_space(options.overrides)
         some = [f"{key}={d.choices[0] if hasattr(d, 'choices') else d.low}" for key, d in ranges.items()]
         compose([*fixed, *some])
-    elif script == "scripts/study.py":
+    elif script == "studies/run.py":
         for model in options.models:
             compose([f"+experiment/{options.group}={model}", *options.overrides, *options.search])
         for _, *variants in options.variants:

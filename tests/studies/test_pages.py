@@ -1,4 +1,4 @@
-"""scripts/pages.py: what pages say of measurements is what files in the repository say."""
+"""studies/pages.py: what pages say of measurements is what files in the repository say."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def test_a_number_that_is_typed_into_a_page_is_noticed(pages, monkeypatch, capsy
     monkeypatch.setattr(pages, "read", lambda page: read(page).replace(right, f"{right[:-1]}x"))
     assert pages.main(["--check"]) == 1
     said = capsys.readouterr().err
-    assert "README.md differs from the files of results; run python scripts/pages.py" in said
+    assert "README.md differs from the files of results; run python -m studies.pages" in said
     assert "docs/performance.md" in said and "studies/seven_models/README.md" not in said
 
 

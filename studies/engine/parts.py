@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer.analysis import AnalysisError, position_loss
-from forgetting_transformer.analysis.studies import (
+from studies.engine.plan import StudyPlan
+from studies.engine.results import (
     add_own_variants,
     baseline_of,
     display_name,
@@ -18,7 +19,6 @@ from forgetting_transformer.analysis.studies import (
     said_by,
     split_seed,
 )
-from forgetting_transformer.analysis.study_plan import StudyPlan
 
 #: Of a model, what has an entry per seed.
 _BY_SEED = ("seeds", "states", "tokens", "train_loss", "heldout_loss", "curve", "heldout_curve", "heads")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Finds learning rates at several sizes, and how the best one moves with the size.
 
-    python scripts/sweep_ladder.py +experiment/demo=fox_pro --scales 125m_2b 360m_7b 760m_16b --shrink 4 \\
+    python -m studies.ladder +experiment/demo=fox_pro --scales 125m_2b 360m_7b 760m_16b --shrink 4 \\
         --shrink_tokens 4096 output_dir=output/ladder data_dir=quickstart/data
 
 Each scale of configs/scale is made smaller: its width, blocks and heads are divided by --shrink, its training tokens by
@@ -51,9 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     # Only now, so that --help is quick.
     from forgetting_transformer.analysis import AnalysisError
-    from forgetting_transformer.sweep import SweepError, ladder
+    from forgetting_transformer.sweep import SweepError
     from forgetting_transformer.sweep.composition import Composer
     from forgetting_transformer.training import ConfigError
+    from studies.engine import ladder
 
     try:
         composer = Composer(ROOT / "configs", args.overrides)

@@ -26,7 +26,7 @@ from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
 from forgetting_transformer.files import write_atomically
 
-COMMAND = "scripts/code_tasks.py"
+COMMAND = "studies/code_tasks.py"
 FILES = ("lcc.jsonl", "next_line.jsonl", "next_line.py", "next_line.yaml")
 #: Characters before the line that is asked for: at most in either task, and at least.
 LONG, SHORT, FEWEST = 12_000, 1_500, 400
@@ -34,14 +34,14 @@ LONG, SHORT, FEWEST = 12_000, 1_500, 400
 _WRONG = 3
 #: lm_eval takes the path of a data file from the current folder, and only `!function` from the folder of the task.
 _PLACE = '''\
-"""Where the questions of next_line.yaml are. Made by scripts/code_tasks.py."""
+"""Where the questions of next_line.yaml are. Made by studies/code_tasks.py."""
 
 from pathlib import Path
 
 FILE = str(Path(__file__).with_name("next_line.jsonl"))
 '''
 _TASK = """\
-# Which of four lines of code comes next? Made by scripts/code_tasks.py; chance is 25 %.
+# Which of four lines of code comes next? Made by studies/code_tasks.py; chance is 25 %.
 task: next_line
 dataset_path: json
 dataset_kwargs:

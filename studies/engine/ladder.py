@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.analysis import scaling
 from forgetting_transformer.analysis.evaluations import Evaluation, Number, write_evaluation
-from forgetting_transformer.analysis.plots.scaling import ladder_figure
 from forgetting_transformer.analysis.plots.sweeps import budget
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.analysis.tables import Table
@@ -25,6 +23,8 @@ from forgetting_transformer.sweep.jobs import quote
 from forgetting_transformer.sweep.learning_rate import LearningRateSweep, grid_value
 from forgetting_transformer.training import Config, ConfigError
 from forgetting_transformer.training.setup import outline
+from studies.engine import scaling
+from studies.engine.scaling_figures import ladder_figure
 
 #: Fewer updates than this say little of a learning rate.
 FEW_STEPS = 200

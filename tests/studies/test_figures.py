@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from studies.engine import figures as studies
 
-from forgetting_transformer.analysis.plots import heatmaps, studies
+from forgetting_transformer.analysis.plots import heatmaps
 from forgetting_transformer.analysis.statistics import Estimate
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]

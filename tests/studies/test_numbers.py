@@ -1,8 +1,7 @@
 """Numbers of a study's sentences come from study.json, and what is missing there is named."""
 
 import pytest
-
-from forgetting_transformer.analysis.study_numbers import StudyNumbers, in_words
+from studies.engine.numbers import StudyNumbers, in_words
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
 
@@ -82,7 +81,7 @@ def test_a_claim_that_is_not_there_or_has_no_measurement_is_named(numbers):
 
 
 def test_losses_that_are_missing_are_named(numbers, monkeypatch, tmp_path):
-    monkeypatch.setattr("forgetting_transformer.analysis.study_numbers.read_study", lambda folder: numbers.study)
+    monkeypatch.setattr("studies.engine.numbers.read_study", lambda folder: numbers.study)
     assert StudyNumbers.read(tmp_path, models=["fox"], variants=["fox_rope"]) == numbers
     with pytest.raises(LookupError, match=r"study\.json lacks held-out losses of mamba, none: finish the study first"):
         StudyNumbers.read(tmp_path, models=["fox", "mamba"], variants=["none"])

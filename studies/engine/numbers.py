@@ -11,8 +11,8 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from forgetting_transformer.analysis.statistics import Estimate
-from forgetting_transformer.analysis.studies import losses_by_seed, read_study, split_seed
-from forgetting_transformer.analysis.study_claims import findings
+from studies.engine.claims import findings
+from studies.engine.results import losses_by_seed, read_study, split_seed
 
 #: Words of the paper's needle, and of an answer that has found it.
 NEEDLE, FOUND = 12, 10

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
 """Compares several models: searches a learning rate for each, trains each at its best, and runs variants at that rate.
 
-    python scripts/study.py output_dir=output/study data_dir=data --study studies/seven_models/study.yaml
-    python scripts/study.py output_dir=output/study data_dir=data fabric.devices=1 hydra.launcher.jobs_per_gpu=3 \\
+    python -m studies.run output_dir=output/study data_dir=data --study studies/seven_models/study.yaml
+    python -m studies.run output_dir=output/study data_dir=data fabric.devices=1 hydra.launcher.jobs_per_gpu=3 \\
         --group study --models mamba2 fox_pro transformer_llama \\
         --search train.max_tokens=8388608 schedule.warmup_tokens=1048576 --seeds 0 1 2 \\
         --variants fox_pro fox_pro_rope fox_pro_no_qk_norm --variant train.max_tokens=33554432
 
-A study is a YAML file (src/forgetting_transformer/analysis/study_plan.py describes its keys). Options replace what it
+A study is a YAML file (studies/engine/plan.py describes its keys). Options replace what it
 says, and overrides are added to its own.
 
 All jobs wait in one queue for the GPUs of this node. MODEL and VARIANT are files of configs/experiment/GROUP, and
@@ -29,7 +29,7 @@ from forgetting_transformer.command_line import positive
 
 ROOT = Path(__file__).resolve().parents[1]
 #: What this writes into the folder of the study, beside the runs.
-COMMAND = "scripts/study.py"
+COMMAND = "studies/run.py"
 FILES = ("study.yaml", "study.md")
 
 
@@ -80,7 +80,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--no_runs",
         action="store_true",
         help="leave out the runs of the models, for example because another folder has them: only variants, at known "
-        "rates. `scripts/study_report.py join` makes one report of both",
+        "rates. `studies/report.py join` makes one report of both",
     )
     args = parser.parse_intermixed_args(argv)
     try:
@@ -120,7 +120,7 @@ def add_plan(args: argparse.Namespace) -> None:
     Raises:
         AnalysisError: the file is no study.
     """
-    from forgetting_transformer.analysis.study_plan import read_plan
+    from studies.engine.plan import read_plan
 
     plan = read_plan(args.study)
     args.group = args.group or plan.group
@@ -151,8 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from forgetting_transformer.files import write_atomically
     from forgetting_transformer.sweep import SweepError, runner
     from forgetting_transformer.sweep.composition import Composer
-    from forgetting_transformer.sweep.study import Study, unfinished
     from forgetting_transformer.training import ConfigError
+    from studies.engine.queue import Study, unfinished
 
     def experiment(name: str) -> list[str]:
         return [f"+experiment/{args.group}={name}"]

@@ -46,9 +46,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from forgetting_transformer.analysis import AnalysisError
-from forgetting_transformer.analysis.claim_rules import RULES
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.files import UnreadableError, read_yaml
+from studies.engine.claim_rules import RULES
 
 
 @dataclass(frozen=True)

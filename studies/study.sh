@@ -3,8 +3,8 @@
 # every position, and their variants. A YAML file lists the models, budgets and seeds: studies/seven_models/study.yaml for
 # studies/seven_models/README.md.
 #
-#   bash scripts/study.sh FOLDER               everything; the same command continues where it stopped
-#   bash scripts/study.sh FOLDER corpus|train|evaluate|downstream|collect …    only these stages
+#   bash studies/study.sh FOLDER               everything; the same command continues where it stopped
+#   bash studies/study.sh FOLDER corpus|train|evaluate|downstream|collect …    only these stages
 #
 # Uses all GPUs in CUDA_VISIBLE_DEVICES, or all there are, and `python` (PYTHON=… names another), with this project
 # installed. Results are in FOLDER/report. A stage does what it can with what is there and says what it skips;
@@ -17,7 +17,7 @@
 #   SEARCH_TOKENS      budget of the runs of the learning-rate searches
 #   ABLATION_TOKENS    budget of the variants, 0 for none
 #   RUNS               0 leaves out the runs of the models, which another folder has: only the variants are trained, at the
-#                      learning_rates of the study; `scripts/study_report.py join` makes one report of both
+#                      learning_rates of the study; `studies/report.py join` makes one report of both
 #   SEEDS              of the runs and variants, as in "0 1 2"; the searches, speeds and shares pruned are of the first, which
 #                      must stay the first when seeds are added
 #   JOBS_PER_GPU       jobs that share a GPU: one starts while others compute
@@ -86,7 +86,7 @@ study=${STUDY:-$root/studies/seven_models/study.yaml}
 # What the study says, in a line each: models, the slowest first; seeds; the group of its experiments.
 says=$("$python" -c 'import sys
 from pathlib import Path
-from forgetting_transformer.analysis.study_plan import read_plan
+from studies.engine.plan import read_plan
 try:
     plan = read_plan(Path(sys.argv[1]))
 except ValueError as error:
@@ -211,7 +211,7 @@ train() {
         variants+=(--variant "train.max_tokens=$ABLATION_TOKENS" "schedule.warmup_tokens=$((ABLATION_TOKENS / 16))")
     fi
     [ "${RUNS:-1}" != 0 ] || variants+=(--no_runs)
-    ${SECONDS_TO_TRAIN:+timeout --foreground --signal=TERM "$SECONDS_TO_TRAIN"} "$python" scripts/study.py \
+    ${SECONDS_TO_TRAIN:+timeout --foreground --signal=TERM "$SECONDS_TO_TRAIN"} "$python" -m studies.run \
         "output_dir=$folder" "data_dir=$folder/data" fabric.devices=1 "hydra.launcher.jobs_per_gpu=${JOBS_PER_GPU:-3}" \
         "${shared[@]}" "${overrides[@]}" \
         --study "$study" --models "${models[@]}" --seeds "${seeds[@]}" "${search[@]}" "${variants[@]}"
@@ -325,7 +325,7 @@ for stage in "${stages[@]}"; do
         for_each_run "$eval_jobs" needle "${seeds[@]}" || status=1
         step "next line of code"
         # Every time: it refuses if the questions were to become others than those that models have answered.
-        if ! "$python" scripts/code_tasks.py --data_path "$corpus" --questions "${QUESTIONS:-500}" --out "$folder/tasks"; then
+        if ! "$python" -m studies.code_tasks --data_path "$corpus" --questions "${QUESTIONS:-500}" --out "$folder/tasks"; then
             echo "no model is asked for the next line of code, and none of LongBench and lm_eval: see the error above. For other" \
                 "QUESTIONS, move $folder/tasks and $folder/downstream away; for the same ones, set QUESTIONS as before" >&2
             status=1
@@ -341,7 +341,7 @@ for stage in "${stages[@]}"; do
     collect)
         step "report"
         shopt -s nullglob
-        "$python" scripts/study_report.py collect "$folder" --plan "$study" --data_path "$corpus" --position_loss "$folder/position_loss" \
+        "$python" -m studies.report collect "$folder" --plan "$study" --data_path "$corpus" --position_loss "$folder/position_loss" \
             --speed "$folder"/speed/*.json "$folder"/speed/unpruned/*.json \
             --downstream "$folder/downstream" --out "$folder/report" "${plugins[@]}" || status=$?
         ;;

@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 import pytest
+from studies.engine.scaling import Size, fit, optimum, power_law
 
 from forgetting_transformer.analysis.evaluations import read_evaluation
-from forgetting_transformer.analysis.scaling import Size, fit, optimum, power_law
 from tests.sweep.conftest import DEMO, load_script, starts
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
@@ -19,7 +19,7 @@ SCALES = ["125m_2b", "360m_7b", "760m_16b"]
 
 @pytest.fixture
 def climb(faults, tmp_path, capsys):
-    """Runs scripts/sweep_ladder.py and returns (exit code, stdout, stderr)."""
+    """Runs studies/ladder.py and returns (exit code, stdout, stderr)."""
 
     def run(*arguments: str, scales=SCALES, shrink="4", overrides=DEMO) -> tuple[int, str, str]:
         flags = ["--scales", *scales, "--shrink", shrink]

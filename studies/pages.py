@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Fills measured numbers into README.md and docs: every table of results and every such number comes from a file.
 
-    python scripts/pages.py            # rewrites the pages that have changed
-    python scripts/pages.py --check    # changes nothing; names outdated pages and exits with 1 if there are any
+    python -m studies.pages            # rewrites the pages that have changed
+    python -m studies.pages --check    # changes nothing; names outdated pages and exits with 1 if there are any
 
 The files are benchmarks/results/*.json, which the scripts in benchmarks/ write with --out, studies/*/*.json, and the
 example results beside the pages in eval/. Marks in a page say where something belongs: <!-- NAME --> and
@@ -26,11 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import tables
 from tables import Results
 
-from forgetting_transformer.analysis import AnalysisError, position_loss, study_tables
+from forgetting_transformer.analysis import AnalysisError, position_loss
 from forgetting_transformer.analysis.evaluations import from_lm_eval, from_longbench
-from forgetting_transformer.analysis.marked_pages import fill_in
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_table
 from forgetting_transformer.analysis.tables import markdown, markdown_table
+from studies.engine import tables as study_tables
+from studies.engine.marked_pages import fill_in
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_760M = "forgetting_transformer/pro_760m_16b"
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for page, text in changed.items():
         if args.check:
-            print(f"error: {page} differs from the files of results; run python scripts/pages.py", file=sys.stderr)
+            print(f"error: {page} differs from the files of results; run python -m studies.pages", file=sys.stderr)
         else:
             try:
                 (ROOT / page).write_text(text, encoding="utf-8")

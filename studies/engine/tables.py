@@ -8,7 +8,9 @@ from statistics import stdev
 from typing import Any
 
 from forgetting_transformer.analysis import position_loss, statistics
-from forgetting_transformer.analysis.studies import (
+from forgetting_transformer.analysis.tables import markdown_table, rate_text
+from studies.engine.claims import claims_table, equal_loss_table, rules_list
+from studies.engine.results import (
     DIVERGED,
     FINISHED,
     baseline_of,
@@ -19,9 +21,7 @@ from forgetting_transformer.analysis.studies import (
     in_order,
     read_study,
 )
-from forgetting_transformer.analysis.study_claims import claims_table, equal_loss_table, rules_list
-from forgetting_transformer.analysis.study_scores import downstream_table, needle_table
-from forgetting_transformer.analysis.tables import markdown_table, rate_text
+from studies.engine.scores import downstream_table, needle_table
 
 #: In the place of a table or figure of which there is nothing.
 NOT_RUN = "Not run yet."
@@ -274,7 +274,7 @@ def _source(part: Mapping[str, Any]) -> str:
     return f"{text} {part['source'][0].upper()}{part['source'][1:]}." if "source" in part else text
 
 
-#: Figures that `collect` of scripts/study_report.py draws, and what they show.
+#: Figures that `collect` of studies/report.py draws, and what they show.
 FIGURES = {
     "compare": "loss against training tokens and training FLOPs",
     "octaves": "mean loss of every octave of positions, and how far models are above the first on the same documents",
@@ -303,7 +303,7 @@ def sections(report: Path, page: Path) -> dict[str, str]:
     """The sections of a page about a study for `marked_pages.fill_in`: tables, figures, and how it was made.
 
     Args:
-        report: folder with study.json and figures, which `collect` of scripts/study_report.py wrote.
+        report: folder with study.json and figures, which `collect` of studies/report.py wrote.
         page: the file that will show them, for paths to the figures.
     """
     study = read_study(report)

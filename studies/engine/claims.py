@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer.analysis import statistics
-from forgetting_transformer.analysis.claim_rules import (
+from forgetting_transformer.analysis.statistics import Estimate
+from forgetting_transformer.analysis.tables import markdown_table
+from studies.engine.claim_rules import (
     FEW_SEEDS,
     NOT_RUN,
     NOT_SEEN,
@@ -24,9 +26,7 @@ from forgetting_transformer.analysis.claim_rules import (
     UNDECIDED,
     meaning,
 )
-from forgetting_transformer.analysis.statistics import Estimate
-from forgetting_transformer.analysis.studies import FINISHED, contrasts, display_name, losses_by_seed
-from forgetting_transformer.analysis.tables import markdown_table
+from studies.engine.results import FINISHED, contrasts, display_name, losses_by_seed
 
 Claim = Mapping[str, Any]
 Study = Mapping[str, Any]

@@ -1,6 +1,6 @@
 """Scores of a study's models: needle in a haystack, writing and choosing the next line of code, and what else was run.
 
-The stage `downstream` of scripts/study.sh leaves the evaluations in folders by kind and run; this reads them as one.
+The stage `downstream` of studies/study.sh leaves the evaluations in folders by kind and run; this reads them as one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from forgetting_transformer.analysis.evaluations import Evaluation, of_needle, r
 from forgetting_transformer.analysis.needles import score_matrix
 from forgetting_transformer.analysis.question_scores import QuestionScores, compare, read_question_scores
 from forgetting_transformer.analysis.statistics import Estimate, mean
-from forgetting_transformer.analysis.studies import baseline_of, display_name, evaluated_runs, split_seed
 from forgetting_transformer.analysis.tables import markdown_table
+from studies.engine.results import baseline_of, display_name, evaluated_runs, split_seed
 
 #: Modes of the needle -> what tables call them.
 _MODES = {"paper": "standard", "paper_easy": "easy"}
@@ -26,7 +26,7 @@ _METRICS = ("words", "exact")
 _BEGINNING = 100
 #: Kind of folder -> kind of score.
 _TASKS = ("next_line", "lm_eval", "longbench")
-#: The score of LongBench's task that scripts/code_tasks.py makes.
+#: The score of LongBench's task that studies/code_tasks.py makes.
 _NEXT_LINE = "next line/similarity"
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from studies.engine import results as studies
+from studies.engine import tables as study_tables
+from studies.engine.plan import StudyPlan
 
-from forgetting_transformer.analysis import AnalysisError, position_loss, studies, study_tables
-from forgetting_transformer.analysis.study_plan import StudyPlan
+from forgetting_transformer.analysis import AnalysisError, position_loss
 from forgetting_transformer.sweep import learning_rate
 from forgetting_transformer.training.continuing import decisive
 from tests.sweep.conftest import load_script, starts
@@ -21,7 +23,7 @@ MODELS = ["--group", "demo", "--models", "mamba2", "fox_pro", "--guess", "2e-3"]
 
 @pytest.fixture
 def study(faults, tmp_path, monkeypatch, capfd):
-    """Runs scripts/study.py on two models of the demo; returns exit code, output and the jobs in the order of start."""
+    """Runs studies/run.py on two models of the demo; returns exit code, output and the jobs in the order of start."""
 
     def run(*arguments: str) -> tuple[int, str, list[str]]:
         monkeypatch.chdir(tmp_path)
@@ -411,7 +413,7 @@ def test_what_the_user_keeps_in_the_folder_of_a_study_stays(faults, tmp_path, mo
     for name in ("study.md", "study.yaml"):
         (out / name).write_text("# My own\n")
         assert run([*started, str(plan)]) == 1 and (out / name).read_text() == "# My own\n"
-        assert f"{name} is not as scripts/study.py has written it" in capfd.readouterr().err
+        assert f"{name} is not as studies/run.py has written it" in capfd.readouterr().err
         assert not (out / "runs").exists()
         (out / name).unlink()
     assert run([*started, str(plan)]) == 0 and (out / "study.yaml").read_bytes() == plan.read_bytes()

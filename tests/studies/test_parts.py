@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from studies.engine import parts as study_parts
+from studies.engine import tables as study_tables
+from studies.engine.parts import _BY_SEED
+from studies.engine.results import read_study
 
-from forgetting_transformer.analysis import AnalysisError, position_loss, study_parts, study_tables
-from forgetting_transformer.analysis.studies import read_study
-from forgetting_transformer.analysis.study_parts import _BY_SEED
+from forgetting_transformer.analysis import AnalysisError, position_loss
 from tests.sweep.conftest import ROOT, load_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]

@@ -5,9 +5,12 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
+from studies.engine import claims as study_claims
+from studies.engine import results as studies
+from studies.engine import tables as study_tables
+from studies.engine.claim_rules import RULES
 
-from forgetting_transformer.analysis import position_loss, statistics, studies, study_claims, study_tables
-from forgetting_transformer.analysis.claim_rules import RULES
+from forgetting_transformer.analysis import position_loss, statistics
 from forgetting_transformer.analysis.statistics import Estimate
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]

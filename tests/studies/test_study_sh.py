@@ -1,4 +1,4 @@
-"""scripts/study.sh with a stand-in for Python: its stages name what they skip, and exit codes are passed on."""
+"""studies/study.sh with a stand-in for Python: its stages name what they skip, and exit codes are passed on."""
 
 import fcntl
 import os
@@ -23,9 +23,9 @@ PYTHON = """#!/usr/bin/env bash
 echo "$*" >> "$CALLS"
 [ -z "${PATHS:-}" ] || echo "$FORGETTING_TRANSFORMER_PLUGINS" >> "$PATHS"
 case "$1" in
-scripts/study.py) sleep "${TRAIN_SECONDS:-0}"; exit "${TRAIN_CODE:-0}" ;;
+studies/run.py) sleep "${TRAIN_SECONDS:-0}"; exit "${TRAIN_CODE:-0}" ;;
 eval/per_token_loss/*) [[ "$4$*" != *"runs/${FAILING:-none} "* ]] ;;
-scripts/code_tasks.py) exit "${TASKS_CODE:-0}" ;;
+studies/code_tasks.py) exit "${TASKS_CODE:-0}" ;;
 *) exit 0 ;;
 esac
 """
@@ -59,7 +59,7 @@ def study_sh(tmp_path, monkeypatch):
             "MODELS": "mamba2 hgrn2 fox_pro",
             **environment,
         }
-        command = ["bash", str(ROOT / "scripts/study.sh"), str(tmp_path / "study"), *stages]
+        command = ["bash", str(ROOT / "studies/study.sh"), str(tmp_path / "study"), *stages]
         done = subprocess.run(
             command,
             env=os.environ | settings,
@@ -76,7 +76,7 @@ def study_sh(tmp_path, monkeypatch):
 def test_a_study_whose_training_fails_goes_on_with_what_there_is_and_fails(study_sh):
     code, out, calls = study_sh("train", "collect", TRAIN_CODE="3")
     assert code == 3 and "training is not complete: exit code 3" in out
-    assert [call.split()[0] for call in calls] == ["scripts/study.py", "scripts/study_report.py"]
+    assert [call.split()[0] for call in calls] == ["studies/run.py", "studies/report.py"]
     assert study_sh("train")[0] == 0
 
 
@@ -119,7 +119,7 @@ def test_every_stage_gets_the_plug_ins_of_the_overrides(study_sh, tmp_path, monk
     stages = ("train", "evaluate", "downstream", "collect")
     code, out, calls = study_sh(*stages, OVERRIDES=overrides, PATHS=str(tmp_path / "paths"), LONGBENCH_DATA="texts")
     assert code == 0, out
-    assert " plugins=[my_lab,my_other] " in calls[0] and calls[0].startswith("scripts/study.py")
+    assert " plugins=[my_lab,my_other] " in calls[0] and calls[0].startswith("studies/run.py")
     scripts = {call.split()[0] for call in calls if " --plugins my_lab my_other" in call}
     assert {Path(script).name for script in scripts} == {
         "run_per_token_loss.py", "training.py", "run_niah.py", "run_longbench.py", "run_lm_eval.py", "study_report.py",
@@ -134,7 +134,7 @@ def test_every_stage_gets_the_plug_ins_of_the_overrides(study_sh, tmp_path, monk
 
 def test_a_folder_without_runs_is_no_success(study_sh):
     code, out, calls = study_sh("evaluate", "downstream", "collect", runs="")
-    assert code == 1 and [call.split()[0] for call in calls] == ["scripts/study_report.py"]
+    assert code == 1 and [call.split()[0] for call in calls] == ["studies/report.py"]
     assert out.count("has no runs; give the FOLDER that they were trained in") == 2
     # Training may have ended before the first run began, as with SECONDS_TO_TRAIN.
     code, out, calls = study_sh("train", "evaluate", runs="")
@@ -173,7 +173,7 @@ def test_finished_runs_are_asked_once_and_again_when_they_have_gone_on(study_sh,
     assert "needle of hgrn2_seed0 is skipped: there is no such run yet" in out
     scripts = [call.split()[0] for call in calls]
     assert scripts == [
-        "eval/niah/run_niah.py", "eval/niah/run_niah.py", "scripts/code_tasks.py", "eval/longbench/run_longbench.py",
+        "eval/niah/run_niah.py", "eval/niah/run_niah.py", "studies/code_tasks.py", "eval/longbench/run_longbench.py",
         "eval/lm_eval_harness/run_lm_eval.py",
     ]  # fmt: skip
     assert "--mode paper " in calls[0] and "--mode paper_easy " in calls[1] and "fox_pro_seed0" in calls[0]
@@ -191,7 +191,7 @@ def test_finished_runs_are_asked_once_and_again_when_they_have_gone_on(study_sh,
     newest = max(file.stat().st_mtime for file in results)
     os.utime(run / "checkpoints", (newest - 10, newest - 10))
     code, out, calls = study_sh("downstream")
-    assert code == 0 and [call.split()[0] for call in calls] == ["scripts/code_tasks.py"]
+    assert code == 0 and [call.split()[0] for call in calls] == ["studies/code_tasks.py"]
     assert "next_line/fox_pro_seed0/results.json is there already" in out
     # Answers that are not complete go on, as long as they are of these weights.
     results[0].unlink()
@@ -208,7 +208,7 @@ def test_no_model_is_asked_other_questions_than_the_others_were(study_sh, tmp_pa
     (tmp_path / "study/tasks/next_line.yaml").write_text("of 500 questions")
     code, out, calls = study_sh("downstream", "collect", QUESTIONS="20", TASKS_CODE="1")
     assert code == 1 and "no model is asked for the next line of code" in out
-    assert [call.split()[0] for call in calls[2:]] == ["scripts/code_tasks.py", "scripts/study_report.py"]
+    assert [call.split()[0] for call in calls[2:]] == ["studies/code_tasks.py", "studies/report.py"]
     assert " --questions 20 " in calls[2]
 
 
@@ -281,9 +281,9 @@ def test_seeds_that_are_no_numbers_are_refused(study_sh):
 
 
 def test_ablations_may_be_trained_without_the_runs(study_sh):
-    (train,) = [call for call in study_sh("train", RUNS="0")[2] if call.startswith("scripts/study.py")]
+    (train,) = [call for call in study_sh("train", RUNS="0")[2] if call.startswith("studies/run.py")]
     assert "--no_runs" in train.split()
-    (train,) = [call for call in study_sh("train", RUNS="1")[2] if call.startswith("scripts/study.py")]
+    (train,) = [call for call in study_sh("train", RUNS="1")[2] if call.startswith("studies/run.py")]
     assert "--no_runs" not in train
     for settings in ({"RUNS": "no"}, {"RUNS": " 0"}, {"RUNS": "0", "ABLATION_TOKENS": "0"}):
         code, out, calls = study_sh("train", **settings)
@@ -291,7 +291,7 @@ def test_ablations_may_be_trained_without_the_runs(study_sh):
 
 
 def test_usage_is_the_comment_and_nothing_else():
-    done = subprocess.run(["bash", "scripts/study.sh"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(["bash", "studies/study.sh"], cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.returncode == 2 and len(lines) > 15 and all(line.startswith("#") for line in lines)
 
@@ -316,7 +316,7 @@ def test_of_two_starts_in_one_folder_the_second_is_refused(study_sh, tmp_path):
     """Both would start the same runs, and the second one's would be counted as failed."""
     settings = {"PYTHON": str(tmp_path / "python"), "CALLS": str(tmp_path / "first"), "TRAIN_SECONDS": "3600"}
     settings["MODELS"] = "mamba2 fox_pro"
-    command = ["bash", str(ROOT / "scripts/study.sh"), str(tmp_path / "study"), "train"]
+    command = ["bash", str(ROOT / "studies/study.sh"), str(tmp_path / "study"), "train"]
     with (tmp_path / "said").open("w") as said:
         first = subprocess.Popen(command, env=os.environ | settings, stdout=said, stderr=said, start_new_session=True)
     try:

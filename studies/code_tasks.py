@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Makes downstream tasks of the held-out texts of a corpus of code, for a machine without a network.
 
-    python scripts/code_tasks.py --data_path data/python_code --out output/tasks
+    python -m studies.code_tasks --data_path data/python_code --out output/tasks
     python eval/longbench/run_longbench.py --model_path runs/fox --data_dir output/tasks --sets lcc \\
         --save_dir output/longbench
     python eval/lm_eval_harness/run_lm_eval.py --model_path runs/fox --include_path output/tasks --tasks next_line \\
@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.data import DataError
-    from forgetting_transformer.evaluation.code_tasks import make_tasks
     from forgetting_transformer.evaluation.models import EvaluationError
+    from studies.engine.code_tasks import make_tasks
 
     try:
         count = make_tasks(args.data_path, args.out, args.questions)

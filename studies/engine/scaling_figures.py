@@ -11,8 +11,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from forgetting_transformer.analysis.plots.style import GREY, MAIN, curve_styles, line_handle, marker_handle, picture
-from forgetting_transformer.analysis.scaling import Fit, PowerLaw
 from forgetting_transformer.analysis.tables import rate_text
+from studies.engine.scaling import Fit, PowerLaw
 
 #: Beyond so many times the best rates of the sizes, a band leaves the picture: it says "unknown".
 _MOST = 30.0

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Turns the results of scripts/study.py into a few small files, and into tables and figures in a page.
+"""Turns the results of studies/run.py into a few small files, and into tables and figures in a page.
 
-    python scripts/study_report.py collect output/study --data_path data/python_code --position_loss output/positions \\
+    python -m studies.report collect output/study --data_path data/python_code --position_loss output/positions \\
         --speed output/speed/*.json --out output/report
-    python scripts/study_report.py tables output/report my_study.md
-    python scripts/study_report.py join output/report other_machine/report --out output/joined
-    python scripts/study_report.py recipes output/recipes --out recipes.jsonl
+    python -m studies.report tables output/report my_study.md
+    python -m studies.report join output/report other_machine/report --out output/joined
+    python -m studies.report recipes output/recipes --out recipes.jsonl
 
 collect writes OUT/study.json (all numbers of the tables), OUT/study.yaml (the plan of the study), OUT/positions.npz
 (loss at every position) and figures: per_token_loss.png, compare.png (training), search.png (learning rates),
@@ -16,7 +16,7 @@ on an unfinished study and names what it skips.
 tables replaces the text between <!-- NAME --> and <!-- end of NAME --> in a page. NAME is source, models, search,
 octaves, positions, comparison, variants, equal_loss, needle, downstream, claims, claim_rules, models_noise,
 variants_noise, or the name of a figure followed by _figure. The page links to the figures in their folder.
-(scripts/pages.py fills the pages in studies/.)
+(studies/pages.py fills the pages in studies/.)
 
 join makes one report of several, whose runs were made in other places or at other times on the same corpus: other
 models, variants, or seeds of the same models with the same settings. Intervals and verdicts are computed again. Runs
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 #: Position from which models are compared document by document.
 COMPARED_FROM = 256
 #: What collect writes, besides study.yaml.
-COMMAND = "scripts/study_report.py"
+COMMAND = "studies/report.py"
 FILES = ("study.json", "positions.npz", "search.png", "octaves.png", "compare.png", "per_token_loss.png", "memory.png",
          "differences.png", "heads.png", "needle.png")  # fmt: skip
 
@@ -52,7 +52,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     collect = commands.add_parser("collect", help="from the folder of a study to a few small files")
     command_line.add_plugins(collect)
-    collect.add_argument("study", type=command_line.path, help="output_dir of scripts/study.py")
+    collect.add_argument("study", type=command_line.path, help="output_dir of studies/run.py")
     collect.add_argument(
         "--data_path",
         type=command_line.name,
@@ -66,7 +66,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--speed", type=command_line.path, nargs="*", default=[], help="files of benchmarks/training.py --out"
     )
     collect.add_argument(
-        "--downstream", type=command_line.path, help="folder of the stage of that name of scripts/study.sh"
+        "--downstream", type=command_line.path, help="folder of the stage of that name of studies/study.sh"
     )
     collect.add_argument(
         "--documents", type=count, default=8, help="texts that the pruned share is a mean of; %(default)s"
@@ -103,12 +103,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    from forgetting_transformer.analysis import AnalysisError, outputs, study_tables
-    from forgetting_transformer.analysis.marked_pages import fill_in
-    from forgetting_transformer.analysis.studies import read_study
+    from forgetting_transformer.analysis import AnalysisError, outputs
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.models import EvaluationError
     from forgetting_transformer.files import write_atomically
+    from studies.engine import tables as study_tables
+    from studies.engine.marked_pages import fill_in
+    from studies.engine.results import read_study
 
     try:
         if args.command == "collect":
@@ -143,14 +144,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def collect(args: argparse.Namespace) -> None:
-    from forgetting_transformer.analysis import comparisons, outputs, studies, study_scores
+    from forgetting_transformer.analysis import comparisons, outputs
     from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
-    from forgetting_transformer.analysis.study_plan import read_plan
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.models import EvaluationError
     from forgetting_transformer.files import write_json
     from forgetting_transformer.training.continuing import decisive
+    from studies.engine import results as studies
+    from studies.engine import scores as study_scores
+    from studies.engine.plan import read_plan
 
     outputs.check(args.out, COMMAND, FILES, is_old_report)
     file = args.plan or args.study / "study.yaml"
@@ -206,9 +209,11 @@ def collect(args: argparse.Namespace) -> None:
 
 
 def join(args: argparse.Namespace) -> None:
-    from forgetting_transformer.analysis import AnalysisError, outputs, studies, study_parts
-    from forgetting_transformer.analysis.study_plan import read_plan
+    from forgetting_transformer.analysis import AnalysisError, outputs
     from forgetting_transformer.files import write_json
+    from studies.engine import parts as study_parts
+    from studies.engine import results as studies
+    from studies.engine.plan import read_plan
 
     if args.out.resolve() in [report.resolve() for report in args.reports]:
         raise AnalysisError(f"--out {args.out} is one of the reports, which would be lost; name another folder")
@@ -249,7 +254,8 @@ def join(args: argparse.Namespace) -> None:
 
 def add_positions(study: dict[str, Any], results: "Mapping[str, position_loss.Result]") -> None:
     """What a study says of loss at every position, of runs by the names of their folders."""
-    from forgetting_transformer.analysis import position_loss, studies
+    from forgetting_transformer.analysis import position_loss
+    from studies.engine import results as studies
 
     study["comparison"] = position_loss.compare([*results.values()], COMPARED_FROM) if results else []
     study["changes"] = studies.position_changes(study, results)
@@ -273,7 +279,7 @@ def draw_positions(study: dict[str, Any], results: "Sequence[position_loss.Resul
 
 def show(study: dict[str, Any]) -> None:
     """Prints all tables, and what the study lacks."""
-    from forgetting_transformer.analysis import study_tables
+    from studies.engine import tables as study_tables
 
     for title, table in study_tables.TABLES.items():
         print(f"{title}:\n\n{table(study)}\n")
@@ -283,7 +289,7 @@ def show(study: dict[str, Any]) -> None:
 
 def made_on(study: dict[str, Any], models: Iterable[dict[str, Any]]) -> list[str]:
     """The machines of some models of a study, for figures."""
-    from forgetting_transformer.analysis.studies import machines_of
+    from studies.engine.results import machines_of
 
     machines = dict.fromkeys(machine for model in models for machine in machines_of(study, model))
     return [f"on {', '.join(machines)}"] if machines else []
@@ -296,10 +302,10 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
     from forgetting_transformer.analysis.needles import CHANCE
     from forgetting_transformer.analysis.plots.heatmaps import score_grids
     from forgetting_transformer.analysis.plots.losses import loss_by_octave
-    from forgetting_transformer.analysis.plots.studies import differences_to_baseline, heads_over_training
     from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate
-    from forgetting_transformer.analysis.studies import baseline_of, contrasts, counted_seeds, differences, display_name
-    from forgetting_transformer.analysis.study_scores import needle_grids
+    from studies.engine.figures import differences_to_baseline, heads_over_training
+    from studies.engine.results import baseline_of, contrasts, counted_seeds, differences, display_name
+    from studies.engine.scores import needle_grids
 
     figures = []
     if study["search"]:
@@ -400,8 +406,9 @@ def recipes_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
     Raises:
         AnalysisError: there are none, or they are of several models, which a line does not tell apart.
     """
-    from forgetting_transformer.analysis import AnalysisError, comparisons, studies
+    from forgetting_transformer.analysis import AnalysisError, comparisons
     from forgetting_transformer.analysis.runs import read_run
+    from studies.engine import results as studies
 
     found: list[dict[str, Any]] = []
     first: tuple[Path, Any] | None = None

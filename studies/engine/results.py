@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer.analysis import AnalysisError, position_loss, statistics
-from forgetting_transformer.analysis.claim_rules import GLOBAL, LOCAL
 from forgetting_transformer.analysis.comparisons import Decisive, differing_settings
 from forgetting_transformer.analysis.conditions import conditions
 from forgetting_transformer.analysis.evaluations import read_json
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
-from forgetting_transformer.analysis.study_plan import StudyPlan, read_plan
 from forgetting_transformer.analysis.tables import rate_text
 from forgetting_transformer.nested import flatten
+from studies.engine.claim_rules import GLOBAL, LOCAL
+from studies.engine.plan import StudyPlan, read_plan
 
 #: States of a run.
 FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
@@ -141,7 +141,7 @@ def collect(
     searched = sorted(path for path in (folder / "search").glob("*/lr*_seed*") if path.is_dir())
     if not (runs or variants or searched):
         raise AnalysisError(
-            f"{folder}: none of search/, runs/ and variants/ holds a run; give the output_dir of scripts/study.py"
+            f"{folder}: none of search/, runs/ and variants/ holds a run; give the output_dir of studies/run.py"
         )
     search: dict[str, dict[str, float | None]] = {}
     heldout, counted = False, []

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from studies.engine import results as studies
+from studies.engine import tables as study_tables
+from studies.engine.plan import read_plan
 
-from forgetting_transformer.analysis import studies, study_tables
-from forgetting_transformer.analysis.study_plan import read_plan
 from forgetting_transformer.training.continuing import decisive
 from tests.sweep.conftest import ROOT
 from tests.tiny import DOC_LEN, STEP, VOCAB
@@ -62,7 +63,7 @@ def test_a_study_in_three_pieces_is_the_study_that_ran_through(corpus, tmp_path)
     plan.write_text(PLAN)
 
     def start(folder: str) -> subprocess.Popen:
-        command = [sys.executable, str(ROOT / "scripts/study.py"), "--study", str(plan)]
+        command = [sys.executable, str(ROOT / "studies/run.py"), "--study", str(plan)]
         command += [f"output_dir={tmp_path / folder}", f"data_dir={corpus}"]
         said = (tmp_path / f"{folder}.log").open("a")
         return subprocess.Popen(command, stdout=said, stderr=said, env=os.environ | {"OMP_NUM_THREADS": "1"})

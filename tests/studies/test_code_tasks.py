@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from studies.engine import code_tasks
 
 from forgetting_transformer.analysis import AnalysisError, outputs
-from forgetting_transformer.evaluation import code_tasks
 from forgetting_transformer.evaluation.longbench import read_examples
 from forgetting_transformer.evaluation.models import EvaluationError
 from tests.evaluation.scripts import index_few_tasks
