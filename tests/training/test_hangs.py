@@ -424,16 +424,25 @@ trainer.Trainer.close = closing
     assert (status(tiny)["status"], status(tiny)["step"]) == ("done", 4 * STEP)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(("seconds", "limit"), [(5, "after SIGTERM"), (20.3, "(strategy.timeout_seconds)")])
-def test_a_limit_that_is_over_is_not_put_down_to_a_signal(monkeypatch, seconds, limit):
-    """A launcher sends SIGTERM to the other ranks when the first one ends, and then their limits are over, too."""
-    watch, said = sentinel.Sentinel(timeout=20), []
-    monkeypatch.setattr(watch, "_leave", lambda code, reason, *_: said.append(reason))
-    watch.started()
-    watch.request = "SIGTERM"
-    watch._end(seconds)
-    assert said[0].startswith(f"no step ended for {seconds:.0f} s {limit};")
+def test_a_step_that_hangs_after_a_signal_ends_as_preempted(tiny):
+    patch = """
+import os, signal, time
+from forgetting_transformer.training import sentinel, trainer
+sentinel.STEP_PATIENCE_SECONDS = 0.5
+original = trainer.Trainer.step
+def lost_in_thought():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(36000)
+def step(self, batch):
+    if self.counters.batch_count == 5:
+        lost_in_thought()
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    assert Job(tiny, patch=patch).wait() == [sentinel.elastic.PREEMPTED_EXIT_CODE]
+    found = status(tiny)
+    assert found["status"] == "preempted" and "stopped by SIGTERM; no step ended for" in found["reason"]
+    assert "in lost_in_thought" in rank_log(tiny, 0)
 
 
 @pytest.mark.quick
@@ -444,10 +453,10 @@ def test_a_first_step_may_take_longer_than_the_limit_of_later_ones():
     with watch.reading("the corpus"):
         assert watch._patience() == 60, "nothing is compiled while it waits for data"
     watch.started()
-    watch.request = "SIGTERM"
-    assert watch._patience() == 60
-    watch.timeout = 3600
-    assert watch._patience() == sentinel.LEAST_PATIENCE_SECONDS
+    watch.request, watch.timeout = "SIGTERM", 3600
+    assert watch._patience_after_a_signal() < 30, "containers are killed 30 s after a signal"
+    watch._longest = 20.0
+    assert watch._patience_after_a_signal() == 60, "a slow step is given time to end"
     with watch.waiting_for("the checkpoint at 5 tokens", 1000.0):
         assert watch._patience() == 2000, "a flush may take as long as the whole save before it"
 

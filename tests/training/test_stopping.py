@@ -178,24 +178,6 @@ sentinel.Sentinel._leave, status.write_status, trainer.Trainer.step = leave_and_
     assert (found["status"], found["step"]) == ("failed", 5 * STEP) and "an error of the step" in found["reason"]
 
 
-def test_a_rank_that_is_asked_to_stop_and_cannot_does_not_stay(tiny):
-    """Its peer is gone, say: it need not wait as long as a run that nobody wants to stop."""
-    patch = """
-import os, signal, time
-from forgetting_transformer.training import sentinel, trainer
-sentinel.LEAST_PATIENCE_SECONDS = 1
-original = trainer.Trainer.step
-def step(self, batch):
-    if self.counters.batch_count == 5:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(3600)
-    return original(self, batch)
-trainer.Trainer.step = step
-"""
-    assert Job(tiny, patch=patch).wait() == [1]
-    assert status(tiny)["status"] == "failed" and "after SIGTERM" in status(tiny)["reason"]
-
-
 @pytest.mark.parametrize(
     "strategy",
     [

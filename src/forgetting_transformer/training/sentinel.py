@@ -8,12 +8,14 @@ It watches from its start to its end. Whatever waits in between says so by `beat
 batch that is read, every step, every batch of an evaluation, while a checkpoint is waited for every time that bytes of
 it were written, and the end of it all.
 
-Before the first step a signal ends the process at once: there is nothing to save. Where the process waits for data or
-for its own end, it ends READER_PATIENCE_SECONDS after the signal.
+Before the first step a signal ends the process at once: there is nothing to save. Later it ends within 30 s of the
+signal, because containers are killed then, if a step, a wait for data or its own end hangs. Only a checkpoint that is
+being written may take longer.
 """
 
 import contextlib
 import logging
+import math
 import os
 import select
 import signal
@@ -38,13 +40,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 #: A launcher forwards what a scheduler or a terminal has already sent to its processes: within so many seconds it is
 #: the same request.
 SAME_REQUEST_SECONDS = 1.0
-#: A rank that was asked to stop, and whose step does not end, waits for a rank that is gone. It leaves after this or
-#: after several times its slowest step.
-LEAST_PATIENCE_SECONDS = 60.0
+#: A process that was asked to stop, and whose step does not end, leaves after this or after several times its slowest
+#: step: containers are killed 30 s after a signal.
+STEP_PATIENCE_SECONDS = 25.0
+#: The same for a wait for data, and for the end of the process.
+READER_PATIENCE_SECONDS = 20.0
 #: The same for a checkpoint of which no byte is written: a flush of many gigabytes to a slow disk is one long silence.
 LEAST_WRITER_PATIENCE_SECONDS = 300.0
-#: The same for a wait for data, and for the end of the process: containers are killed 30 s after a signal.
-READER_PATIENCE_SECONDS = 20.0
 #: A longer wait for data is a line in the log, once.
 LONG_READ_SECONDS = 60.0
 #: A rank whose peer's process has ended notices that by itself: a connection was closed. Inside of a CUDA call, where
@@ -177,8 +179,7 @@ class Sentinel:
             silence = time.monotonic() - self._last_beat
             if self._closing:
                 break
-            idle = self._reads is not None or (self._closing_down and self._writer_of is None)
-            if self.request and idle and min(silence, now - self._heard_at) > READER_PATIENCE_SECONDS:
+            if self.request and min(silence, now - self._heard_at) > self._patience_after_a_signal():
                 self._preempt(f"{peers.STOPPED}{self.request}; {self._missing()} for {silence:.0f} s")
             elif silence > self._patience() or self._waits_in_vain(silence):
                 self._end(silence)
@@ -202,7 +203,13 @@ class Sentinel:
 
     def _preempt(self, reason: str) -> None:
         """Ends a process that was asked to stop and has nothing to save, or cannot."""
-        self._leave(elastic.PREEMPTED_EXIT_CODE, reason, lambda: log.warning("%s", reason), AT_ONCE_SECONDS)
+        stacks = [] if self._stage is not None else self._stacks()
+
+        def say() -> None:
+            text = _of_threads((name, traceback.format_stack(frame)) for name, frame in stacks)
+            log.warning("%s%s", reason, f". Where its threads are:{text}" if text else "")
+
+        self._leave(elastic.PREEMPTED_EXIT_CODE, reason, say, AT_ONCE_SECONDS)
 
     def _waits_in_vain(self, silence: float) -> bool:
         if self._writer_of is not None or self._closing_down or silence < PEER_PATIENCE_SECONDS or self.gone() is None:
@@ -212,15 +219,18 @@ class Sentinel:
         return now - self._gone_since > PEER_PATIENCE_SECONDS
 
     def _patience(self) -> float:
-        if self._writer_of is not None:
-            least = max(LEAST_WRITER_PATIENCE_SECONDS, 2 * self._last_write)
-        elif self._reads is not None or self._closing_down:
-            return self.timeout
-        elif self._stage is not None:
+        if self._writer_of is not None and self.request is not None:
+            return min(self.timeout, max(LEAST_WRITER_PATIENCE_SECONDS, 2 * self._last_write))
+        if self._stage is not None and self._writer_of is None and self._reads is None and not self._closing_down:
             return self.timeout + START_SECONDS
-        else:
-            least = max(LEAST_PATIENCE_SECONDS, 5 * self._longest)
-        return self.timeout if self.request is None else min(self.timeout, least)
+        return self.timeout
+
+    def _patience_after_a_signal(self) -> float:
+        if self._writer_of is not None:
+            return math.inf  # `_patience` has the limit
+        if self._reads is not None or self._closing_down:
+            return READER_PATIENCE_SECONDS
+        return max(STEP_PATIENCE_SECONDS, 3 * self._longest)
 
     def _missing(self) -> str:
         """Thing that the process waits for, as the beginning of "… for 5 s"."""
@@ -239,24 +249,15 @@ class Sentinel:
         return f" (callbacks.{name})" if name else ""
 
     def _end(self, seconds: float) -> None:
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        frames = sys._current_frames()
-        stacks = [
-            (names[identity], frames[identity])
-            for identity in sorted(names, key=lambda identity: identity != self._main)
-            if identity in frames and identity != threading.get_ident()
-        ]
+        stacks = self._stacks()
         if self._writer_of is not None:
-            writers = [
-                frames[identity] for identity, name in names.items() if name == "checkpoint" and identity in frames
-            ]
+            writers = [frame for name, frame in stacks if name == "checkpoint"]
             where = "its writer on this rank stands still: look at the disk"
             if any(_in_collective(frame) for frame in writers):
                 where = "its writer on this rank waits for another rank's, whose log says where that one stands"
         else:
             where = "this rank stands still"
-            main = frames.get(self._main or 0)
-            if any("/torch/distributed/" in f.f_code.co_filename for f, _ in traceback.walk_stack(main)):
+            if any("/torch/distributed/" in f.f_code.co_filename for f, _ in traceback.walk_stack(stacks[0][1])):
                 where = f"{peers.WAITS}, whose log says where it stands"
             elif dist.is_initialized():
                 # In a backward pass, or when it asks the device, a rank that waits for another looks like one that
@@ -279,6 +280,16 @@ class Sentinel:
 
         places = _of_threads((name, _places(frame)) for name, frame in stacks)
         self._leave(1, reason, say, LAST_WORDS_SECONDS, places)
+
+    def _stacks(self) -> list[tuple[str, FrameType]]:
+        """Name and frame of every other thread, the main one first."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        frames = sys._current_frames()
+        return [
+            (names[identity], frames[identity])
+            for identity in sorted(names, key=lambda identity: identity != self._main)
+            if identity in frames and identity != threading.get_ident()
+        ]
 
     def _leave(self, code: int, reason: str, say: Callable[[], None], seconds: float, places: str = "") -> None:
         """Ends the process. Log, status and terminal may hang where the run hangs: none of them can keep it."""
