@@ -615,38 +615,6 @@ def long_runs(results: Results) -> str:
     return "\n\n".join(table(long_run_header(length), cells) for length, cells in made)
 
 
-def long_generation_header() -> list[str]:
-    """Columns of benchmarks/long_generation.py."""
-    columns = ["model", "tokens", "evict below", "CUDA graph", "prompt s", "ms per token", "cache GB", "peak GB"]
-    return [*columns, "difference"]
-
-
-def long_generation_cells(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of a row of benchmarks/long_generation.py, among the others of its file."""
-    case = {key: row[key] for key in ("experiment", "tokens")}
-    whole = [r for r in rows if case.items() <= r.items() and r["evict_below"] is None]
-    first = max(whole, key=lambda r: (r["part"], r["cuda_graph"]))
-    evict = "–" if row["evict_below"] is None else f"{row['evict_below']:g}"
-    cells = [_sized_name(row["experiment"]), f"{row['tokens']:,}", evict + " (half)" * (row["part"] < first["part"])]
-    cells.append("yes" if row["cuda_graph"] else "no")
-    if row["status"] != "ok":
-        return [*cells, row["status"], "", "", "", ""]
-    far = None
-    if row is not first and first["status"] == "ok":
-        pairs = zip(row["log_probabilities"], first["log_probabilities"], strict=True)
-        far = max(abs(a - b) for a, b in pairs)
-    return [
-        *cells, f"{row['prompt_seconds']:.1f}", f"{1e3 * row['token_seconds']:.1f}", f"{row['cache_bytes'] / 1e9:.2f}",
-        _optional(row["peak_memory_bytes"], lambda size: f"{size / 1e9:.1f}"), _optional(far, "{:.1e}".format),
-    ]  # fmt: skip
-
-
-def long_generation(results: Results) -> str:
-    """Generation behind a long prompt, from caches that keep all keys and from those that forget some."""
-    cells = [long_generation_cells(row, file["rows"]) for file in results.files for row in file["rows"]]
-    return table(long_generation_header(), cells)
-
-
 def long_contexts(results: Results) -> str:
     """Steps on sequences that several GPUs share, beside one GPU alone."""
     rows = []

@@ -60,12 +60,10 @@ def main() -> None:
     from forgetting_transformer import model_tokenizer
     from forgetting_transformer.evaluation.models import (
         EvaluationError,
-        is_own,
         load_model,
         pick_device,
         precision_context,
     )
-    from forgetting_transformer.model.decoder import CACHE_NAME
 
     transformers.utils.logging.disable_progress_bar()
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
@@ -74,10 +72,6 @@ def main() -> None:
             arguments.model, step=arguments.step, tokenizer=arguments.tokenizer, device=pick_device(arguments.device)
         )
         tokenizer = found.require_tokenizer()
-        if arguments.evict_below is not None:
-            if not is_own(found.model):
-                raise ValueError(f"--evict_below is for this package's models, which {arguments.model} is not")
-            found.model.new_cache(arguments.evict_below)
     except (EvaluationError, ValueError) as error:
         sys.exit(f"error: {error}")
     first = [] if found.bos_token_id is None else [found.bos_token_id]
@@ -90,8 +84,6 @@ def main() -> None:
         # top_k=0 is no limit; transformers' own default is 50.
         sampling = {"temperature": arguments.temperature, "top_p": arguments.top_p, "top_k": arguments.top_k}
         options = {"do_sample": True, **sampling} if arguments.temperature > 0 else {"do_sample": False}
-        if arguments.evict_below is not None:
-            options[CACHE_NAME] = found.model.new_cache(arguments.evict_below, cuda_graph="auto")
         with precision_context("auto", found.device):
             return found.model.generate(
                 input_ids,
@@ -219,12 +211,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--samples", type=count, default=1, help="continuations; more than one needs a --temperature")
     parser.add_argument("--seed", type=command_line.seed, default=0, help="of the drawing (default 0)")
-    parser.add_argument(
-        "--evict_below",
-        type=command_line.log_of_small,
-        metavar="LN_E",
-        help="FoX (Pro): forget cached keys whose weights add up to less than exp(LN_E), as -10; default: keep all",
-    )
     parser.add_argument(
         "--step", type=command_line.step, help="training tokens of a run's checkpoint; default the newest valid one"
     )

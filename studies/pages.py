@@ -255,7 +255,6 @@ def long_contexts() -> dict[str, str]:
         **measured("long_contexts", "long_contexts_1_gpu*.json", tables.long_contexts),
         **measured("long_contexts", "long_contexts_2_gpus*.json", tables.long_contexts, "long_contexts_of_two"),
         **measured("long_contexts", "long_contexts_4_gpus*.json", tables.long_contexts, "long_contexts_of_four"),
-        **measured("long_generation", "long_generation*.json", tables.long_generation),
         **measured("long_run", "long_run*.json", tables.long_runs),
     }
 

@@ -57,7 +57,6 @@ TOO_FAR = {
     ("studies/ladder.py", "--shrink_tokens"): "0.9",
     ("benchmarks/long_run.py", "--steps"): "3",
     ("benchmarks/interruptions.py", "--steps"): "11",
-    ("benchmarks/long_generation.py", "--part"): "1",
 }
 
 

@@ -5,7 +5,6 @@ import warnings
 import pytest
 import torch
 
-from forgetting_transformer.model.cache import EvictingCache
 from forgetting_transformer.model.decoder import CACHE_NAME
 from forgetting_transformer.model.decoding_graph import DecodingGraph
 from tests.model import test_decoding_graph as on_cpu
@@ -49,18 +48,6 @@ def test_a_graph_gives_the_logits_of_calls_without_one(name, fields, kind, recor
         got = decode(model, ids, model.new_cache(cuda_graph=True))
     assert recorded
     assert (got - want).norm() <= (1e-4 if kind == "float32" else 3e-2) * want.norm()
-
-
-def test_evicted_keys_and_left_padding(recorded, monkeypatch):
-    monkeypatch.setattr(EvictingCache, "EVERY", 32)
-    model, ids = small("forgetting_transformer", **PRO, num_heads=4).cuda(), random_ids(2, 500)
-    mask = torch.ones_like(ids)
-    mask[0, :33] = 0
-    for block in model.decoder.layers:
-        block.sequence_mixer.fgate_proj.bias.copy_(torch.tensor([-2.0, -2.0, -1.0, 4.0]))
-    want, got = (decode(model, ids, model.new_cache(-10.0, cuda_graph=graph), 350, mask) for graph in (False, True))
-    assert len(recorded) >= 4
-    assert (got - want).norm() <= 1e-4 * want.norm()
 
 
 @pytest.mark.parametrize("name", ["forgetting_transformer", "mamba2", "hybrid"])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.cache import DecoderCache, EvictingCache
+from forgetting_transformer.model.cache import DecoderCache
 from forgetting_transformer.model.decoder import CACHE_NAME, DecoderForCausalLM
 from forgetting_transformer.model.decoding_graph import DecodingGraph
 from tests.model.small_models import PRO, small
@@ -133,25 +133,6 @@ def test_left_padding_that_goes_on_behind_the_prompt(name, graphs):
     got = decode(model, ids, model.new_cache(cuda_graph=True), start=8, mask=mask)
     assert graphs == [11] or name in ("forgetting_transformer", "transformer")
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-EVICTED = pytest.mark.rare("tests/model/test_decoding_graph.py::test_evicted_keys")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("prompt", [1, pytest.param(40, marks=EVICTED), 300])
-def test_evicted_keys(prompt, graphs, monkeypatch):
-    """Of heads that forget at different speeds, over several looks at what is forgotten."""
-    monkeypatch.setattr(EvictingCache, "EVERY", 32)
-    model, ids = small("forgetting_transformer", **PRO, num_heads=4), random_ids(2, prompt + 150)
-    for block in model.decoder.layers:
-        block.sequence_mixer.fgate_proj.bias.copy_(torch.tensor([-2.0, -2.0, -1.0, 4.0]))
-    caches = [model.new_cache(-10.0), model.new_cache(-10.0, cuda_graph=True)]
-    want, got = (decode(model, ids, cache, start=prompt) for cache in caches)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    assert len(graphs) >= 3 and len(caches[1].layers[0].groups) > 1
-    sizes = [[group.num_dropped for group in cache.layers[0].groups] for cache in caches]
-    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("name", ["forgetting_transformer", "transformer"])

@@ -44,12 +44,6 @@ def test_each_line_begins_a_new_text_and_more_goes_on_with_the_last(talk):
     assert "there is no text to continue yet" in talk("/more")
 
 
-def test_a_cache_without_what_is_forgotten_gives_the_same_text(talk):
-    word = list(VOCABULARY)[5]
-    flags = ("--max_new_tokens", "6", "--evict_below=-20")
-    assert talk(word, flags=flags) == talk(word)
-
-
 def test_options_are_set_and_wrong_ones_are_refused_and_change_nothing(talk):
     said = talk(
         "/top_p 0.5", "/temperature 0.8", "/top_p 2", "/top_k x", "/options", "/nothing", "/help", "/quit", "/options"

@@ -378,7 +378,6 @@ def test_a_run_writes_without_an_export_and_draws_the_same_for_the_same_seed(tin
         (["x", "--temperature", "nan"], "--temperature: 'nan' is not a number from 0.001 to 1,000,000,000, or 0"),
         (["x", "--max_new_tokens", "0"], "--max_new_tokens: '0' is not a whole number from 1 to 2**31 - 1"),
         (["x", "--seed", "-1"], "--seed: '-1' is not a whole number from 0 to 2**64 - 1"),
-        (["x", "--evict_below", "20"], "--evict_below: '20' is not negative, as ln ε of a small ε is; such as -10"),
         (["x", "--device", "abc"], "--device=abc: no such device here; use cpu"),
         (["x", "--device", "meta"], "--device=meta: no such device here; use cpu"),
         (["x", "--device", "cuda:99"], "--device=cuda:99: no such device here; use cpu"),

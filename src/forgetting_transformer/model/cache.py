@@ -15,7 +15,6 @@ Axes: `forgetting_transformer/ops/__init__.py`. A buffer has room for more posit
 """
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -120,11 +119,6 @@ class GrowingTensor:
 
     def drop_last(self, count: int) -> None:
         self._stop -= count
-
-    @property
-    def memory_bytes(self) -> int:
-        """What it occupies, room to spare included."""
-        return self._buffer.untyped_storage().nbytes()
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a function of the batch axis, which returns a new tensor."""
@@ -261,11 +255,6 @@ class DecoderCache(Cache):
         if self.seq_start_B is not None:
             self.seq_start_B = self.seq_start_B[indices]
 
-    @property
-    def memory_bytes(self) -> int:
-        """What grows with the tokens in all layers, room to spare included; not states of a fixed size."""
-        return sum(layer.memory_bytes for layer in self.layers if isinstance(layer, LayerCache))
-
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens. As in transformers, the argument is minus their number."""
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor, and lengths are numbers
@@ -339,11 +328,6 @@ class LayerCache(CacheLayerMixin):
         """Forget the last `count` tokens, of more."""
         raise NotImplementedError
 
-    @property
-    def memory_bytes(self) -> int:
-        """What grows with the tokens, room to spare included."""
-        return 0
-
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply `fn` to every tensor held."""
         raise NotImplementedError
@@ -397,10 +381,6 @@ class GrowingCache(LayerCache):
         for x in self._tensors:
             x.drop_last(count)
         self._refresh()
-
-    @property
-    def memory_bytes(self) -> int:
-        return sum(x.memory_bytes for x in self._tensors)
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         for x in self._tensors:
@@ -640,177 +620,3 @@ class ForgettingAttentionCache(GrowingCache):
         if self.max_key_norm is not None:
             self.max_key_norm = fn(self.max_key_norm)
         self.shift_states = {name: fn(y) for name, y in self.shift_states.items()}
-
-
-class HeadGroup:
-    """Heads whose kept keys are about equally many: the last ones, as views of buffers `(B, h, n, …)`.
-
-    Args:
-        heads: their numbers `(h,)`.
-        tensors: keys, values, running sums of log f.
-        num_dropped: tokens that came before the first of them and are no longer held.
-    """
-
-    def __init__(self, heads: Tensor, tensors: Sequence[Tensor], num_dropped: int) -> None:
-        self.heads, self.num_dropped = heads, num_dropped
-        self.tensors = tuple(GrowingTensor(x) for x in tensors)
-
-    @property
-    def contents(self) -> list[Tensor]:
-        return [x.contents for x in self.tensors]
-
-    @property
-    def whole(self) -> list[Tensor]:
-        """`contents` with the room behind them."""
-        return [x.whole for x in self.tensors]
-
-
-class EvictingCache(ForgettingAttentionCache):
-    """`ForgettingAttentionCache` without the keys that are forgotten, head by head; they are always the oldest ones.
-
-    Heads with similar numbers of keys are kept together as a `HeadGroup`, so memory follows what each head still
-    reaches. Groups part and merge as the reach of heads changes. A key is evicted when the decay bias of its pair with
-    the newest token, which no later token raises, is below
-
-        evict_below - 2U - ln N
-
-    where all scores lie in [-U, U] and N is the number of tokens, at least MIN_LENGTH. Its softmax weight is then below
-    ε/N for every later query, ε = exp(evict_below): up to MIN_LENGTH tokens, all that is evicted has less than ε of the
-    weights of a row.
-
-    Args:
-        evict_below: ln ε, < 0.
-        score_bound_H: U of each head.
-
-    Evicted keys do not come back, so `crop` can only empty the cache.
-    """
-
-    is_croppable = False
-    MIN_LENGTH = 2**20
-    # Tokens from one look at what is forgotten to the next, for which the host waits for the device.
-    EVERY = 256
-
-    def __init__(self, evict_below: float, score_bound_H: Tensor) -> None:
-        self.evict_below, self.score_bound_H = evict_below, score_bound_H
-        super().__init__()
-
-    def reset(self) -> None:
-        super().reset()
-        self.groups: list[HeadGroup] = []
-        self._num_tokens = self._num_looked_at = 0
-
-    def reserve(self) -> int:
-        before_next_look = self.EVERY - 1 - (self._num_tokens - self._num_looked_at)
-        if before_next_look <= 0:
-            return 0
-        return min(before_next_look, *(x.reserve() for group in self.groups for x in group.tensors))
-
-    def advance(self) -> None:
-        super().advance()
-        self._num_tokens += 1
-        for group in self.groups:
-            for x in group.tensors:
-                x.advance()
-
-    def append(self, key_states: Tensor, value_states: Tensor, log_fgate: Tensor) -> None:
-        """Add new positions, as `update` takes them; `groups` then has what they see."""
-        if self.place is not None:
-            for group in self.groups:
-                previous = group.whole[2].index_select(2, self.place.last - group.num_dropped)
-                running = cumulative_log_fgate(log_fgate[:, group.heads], previous, head_first=True)
-                new_states = (key_states[:, group.heads], value_states[:, group.heads], running)
-                for x, new in zip(group.tensors, new_states, strict=True):
-                    x.write(self.place.new - group.num_dropped, new)
-            return
-        if not self.groups:
-            self.lazy_initialization(key_states, value_states)
-            heads = torch.arange(key_states.shape[1], device=key_states.device)
-            running = cumulative_log_fgate(log_fgate, head_first=True)
-            self.groups = [HeadGroup(heads, (key_states, value_states, running), 0)]
-        else:
-            for group in self.groups:
-                previous = group.tensors[2].contents[:, :, -1:]
-                running = cumulative_log_fgate(log_fgate[:, group.heads], previous, head_first=True)
-                for x, new in zip(
-                    group.tensors, (key_states[:, group.heads], value_states[:, group.heads], running), strict=True
-                ):
-                    x.append(new)
-        self._num_tokens += key_states.shape[2]
-
-    def evict(self) -> None:
-        """Forget what no later query reaches. Call it when the queries of the last `append` are done."""
-        if self._num_tokens - self._num_looked_at < self.EVERY:
-            return
-        self._num_looked_at = self._num_tokens
-        threshold_H = self.evict_below - 2 * self.score_bound_H - math.log(max(self._num_tokens, self.MIN_LENGTH))
-        parts = [part for group in self.groups for part in self._without_forgotten(group, threshold_H)]
-        self.groups = self._merged(parts)
-
-    def _without_forgotten(self, group: HeadGroup, threshold_H: Tensor) -> list[tuple[HeadGroup, list[int]]]:
-        """The group, or parts of it where its heads have come to keep different numbers of keys.
-
-        Each with the number of keys that each of its heads still needs.
-        """
-        running = group.contents[2]
-        num_keys = running.shape[2]
-        is_forgotten = running[:, :, -1:] - running < threshold_H[group.heads][:, None]
-        # Of the sequences of a batch, the one that reaches furthest decides.
-        forgotten = is_forgotten.sum(-1).amin(0).tolist()
-        needed = [max(num_keys - count, min(self.EVERY, num_keys)) for count in forgotten]
-        forgotten = [num_keys - size for size in needed]
-        by_size: dict[int, list[int]] = {}
-        for head, size in enumerate(needed):
-            # Apart only where being together holds twice what is needed: each group is a call of its own.
-            key = size.bit_length() if max(needed) * len(needed) > 2 * sum(needed) else 0
-            by_size.setdefault(key, []).append(head)
-        if len(by_size) == 1 and 4 * min(forgotten) < num_keys:
-            for x in group.tensors:
-                x.drop_first(min(forgotten))
-            group.num_dropped += min(forgotten)
-            return [(group, needed)]
-        parts = []
-        for heads in by_size.values():
-            first = min(forgotten[head] for head in heads)
-            chosen = torch.tensor(heads, device=running.device)
-            # Copies: views would keep all of the old buffers.
-            tensors = [x[:, :, first:].index_select(1, chosen) for x in group.contents]
-            part = HeadGroup(group.heads[chosen], tensors, group.num_dropped + first)
-            parts.append((part, [needed[head] for head in heads]))
-        return parts
-
-    def _merged(self, parts: list[tuple[HeadGroup, list[int]]]) -> list[HeadGroup]:
-        """The groups, those as one whose heads have come to need about the same keys."""
-        merged: list[tuple[HeadGroup, list[int]]] = []
-        for group, needed in sorted(parts, key=lambda part: part[0].num_dropped):
-            if merged:
-                before, theirs = merged[-1]
-                held, together = self._num_tokens - group.num_dropped, [*theirs, *needed]
-                # Below the two at which they part again, or they would be copied over and over.
-                if max(theirs) <= held and 2 * held * len(together) <= 3 * sum(together):
-                    cut = group.num_dropped - before.num_dropped
-                    pairs = zip(before.contents, group.contents, strict=True)
-                    tensors = [torch.cat((x[:, :, cut:], y), dim=1) for x, y in pairs]
-                    heads = torch.cat((before.heads, group.heads))
-                    merged[-1] = HeadGroup(heads, tensors, group.num_dropped), together
-                    continue
-            merged.append((group, needed))
-        return [group for group, _ in merged]
-
-    @property
-    def memory_bytes(self) -> int:
-        return sum(x.memory_bytes for group in self.groups for x in group.tensors)
-
-    def get_seq_length(self) -> int:
-        return self._num_tokens
-
-    def _drop_last(self, count: int) -> None:
-        raise ValueError(
-            f"cannot remove {count} tokens from the cache: evict_below has evicted keys that earlier tokens see. Reset "
-            "the cache and run the prompt again, or make one without evict_below"
-        )
-
-    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        super()._map(fn)
-        for group in self.groups:
-            for x in group.tensors:
-                x.map(fn)

@@ -11,8 +11,6 @@ An architecture is a mixer and a configuration. The configuration builds the mix
     init_own_weights()
         Optional. Called after the default initialisation of its submodules, to change it. It must write through
         `transformers.initialization`, whose functions leave weights from a checkpoint as they are.
-    new_evicting_cache(evict_below) -> CacheLayerMixin | None
-        Optional. One that gives up what is forgotten; None for a layer that forgets nothing.
     op_use() -> OpUse
         Optional. How it calls its op, so that the op's kernels are tested before the first step on a GPU. Layers in it
         may have one too.
@@ -394,37 +392,15 @@ class DecoderModel(DecoderPreTrainedModel):
     def set_input_embeddings(self, value: Any) -> None:
         self.embeddings = value
 
-    def new_cache(self, evict_below: float | None = None) -> DecoderCache:
-        """Make an empty cache for this model.
-
-        Args:
-            evict_below: ln ε < 0: layers with forget gates evict keys that no later token gives any weight, so that all
-                that a head has evicted has less than ε of the weights of a token. Needs QK-norm. None keeps all keys.
-
-        Raises:
-            ValueError: it is not negative, or no layer can evict.
-        """
+    def new_cache(self) -> DecoderCache:
+        """Make an empty cache for this model."""
         mixers = [block.sequence_mixer for block in self.layers]
         for name in sorted({type(mixer).__name__ for mixer in mixers if not hasattr(mixer, "new_cache")}):
             raise TypeError(
                 f"{name} has no new_cache(), so nothing can be generated with a cache: give it one "
                 "(docs/add_an_architecture.md), or generate with use_cache=False"
             )
-        if evict_below is None:
-            return DecoderCache([mixer.new_cache() for mixer in mixers])
-        if not -math.inf < evict_below < 0:
-            raise ValueError(f"evict_below is {evict_below}; it is ln ε of a small ε, so negative and finite (-10)")
-        evicting = [
-            mixer.new_evicting_cache(evict_below) if hasattr(mixer, "new_evicting_cache") else None for mixer in mixers
-        ]
-        if all(cache is None for cache in evicting):
-            raise ValueError(
-                f"evict_below is {evict_below}; {type(self).__name__} has no layer that evicts, which takes FoX with "
-                "forget gates and QK-norm; leave it out"
-            )
-        return DecoderCache(
-            [mixer.new_cache() if cache is None else cache for cache, mixer in zip(evicting, mixers, strict=True)]
-        )
+        return DecoderCache([mixer.new_cache() for mixer in mixers])
 
     def op_uses(self) -> list[OpUse]:
         """How mixers, and layers in them, call ops whose kernels can be tested before use; see `ops/selftest.py`."""
@@ -768,11 +744,10 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head = value
 
-    def new_cache(self, evict_below: float | None = None, cuda_graph: bool | str = False) -> DecoderCache:
+    def new_cache(self, cuda_graph: bool | str = False) -> DecoderCache:
         """Make an empty cache for this model.
 
         Args:
-            evict_below: as of `DecoderModel.new_cache`.
             cuda_graph: run single tokens on a GPU as a CUDA graph (`decoding_graph.py`), under `torch.no_grad()`, for
                 the same numbers but for the last bits. Models that have hooks, are compiled or lie on several devices
                 go without. Do not change the model's modules or adapters while the cache is in use. "auto": where all
@@ -780,11 +755,11 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
                 thread draws during a recording are an error. `generate` without a cache does so.
 
         Raises:
-            ValueError: as of `DecoderModel.new_cache`; or cuda_graph is True, and the caches do not allow it.
+            ValueError: cuda_graph is True, and the caches do not allow it.
         """
         if not isinstance(cuda_graph, bool) and cuda_graph != "auto":
             raise ValueError(f"cuda_graph is {cuda_graph!r}; it must be True, False or 'auto'")
-        cache = self.decoder.new_cache(evict_below)
+        cache = self.decoder.new_cache()
         if cuda_graph:
             mixers = (block.sequence_mixer for block in self.decoder.layers)
             moving = sorted({type(mixer).__name__ for mixer in mixers if not getattr(mixer, "static_cache", False)})
@@ -963,8 +938,8 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         given = one_cache(model_kwargs.pop("past_key_values", None), model_kwargs.pop("cache", None))
         if generation_mode == GenerationMode.ASSISTED_GENERATION and not getattr(given, "is_croppable", True):
             raise ValueError(
-                "assisted generation takes rejected tokens back, and a cache of new_cache(evict_below=…) cannot; leave "
-                "the cache or the assistant out"
+                "assisted generation takes rejected tokens back, and this cache cannot; leave out the cache or the "
+                "assistant"
             )
         if given is None and generation_config.use_cache:
             # Assisted generation takes tokens back all the time.

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.cache import DecoderCache, EvictingCache, ForgettingAttentionCache, one_cache
+from forgetting_transformer.model.cache import DecoderCache, ForgettingAttentionCache, one_cache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.layers import (
     AttentionMaps,
@@ -174,21 +174,6 @@ class ForgettingAttentionLayer(nn.Module):
             pruning = "auto" if self.q_norm is None else "threshold"
         return OpUse("attention", self.num_heads, self.head_dim, self.head_dim, is_gated=is_gated, pruning=pruning)
 
-    def new_evicting_cache(self, evict_below: float) -> ForgettingAttentionCache | None:
-        """A cache from which forgotten keys are evicted: see `EvictingCache`. None without gates: nothing is forgotten.
-
-        Raises:
-            ValueError: scores have no bound.
-        """
-        if self.fgate_type == "none":
-            return None
-        if self.q_norm is None:
-            raise ValueError(
-                f"evict_below is {evict_below}; this layer has no qk_norm, without which scores have no bound. Leave "
-                "it out"
-            )
-        return EvictingCache(evict_below, self.score_bound())
-
     def new_cache(self) -> ForgettingAttentionCache:
         return ForgettingAttentionCache(keeps_key_norm=self.log_pruning_tolerance is not None and self.q_norm is None)
 
@@ -256,18 +241,9 @@ class ForgettingAttentionLayer(nn.Module):
                 # Whatever padding holds must not enter the running sum and the largest norm.
                 log_fgate_BHN = log_fgate_BHN.masked_fill(padding_BT[:, None], 0)
                 k_BHND = k_BHND.masked_fill(padding_BT[:, None, :, None], 0)
-            if isinstance(cache, EvictingCache):
-                cache.append(k_BHND, v_BHND, log_fgate_BHN)
-            else:
-                k_BHND, v_BHND = cache.update(k_BHND, v_BHND, log_fgate_BHN)
+            k_BHND, v_BHND = cache.update(k_BHND, v_BHND, log_fgate_BHN)
 
-        if isinstance(cache, EvictingCache):
-            if output_attentions:
-                raise ValueError(
-                    "output_attentions is asked for, and evict_below leaves no keys to show; use one of them"
-                )
-            out_BTHD = self._attend_to_groups(q_BHTD, seq_start_B, cache).transpose(1, 2)
-        elif self.fgate_type == "none" and (cache is None or cache.place is None):
+        if self.fgate_type == "none" and (cache is None or cache.place is None):
             length_first = (x.transpose(1, 2) for x in (q_BHTD, k_BHND, v_BHND))
             out_BTHD = causal_attention(*length_first, seq_start=seq_start_B, cu_seqlens=cu_seqlens)
         else:
@@ -331,30 +307,6 @@ class ForgettingAttentionLayer(nn.Module):
         options |= {"cu_seqlens": cu_seqlens, **self._pruning_options(num_keys, order)}
         out = forgetting_attention(q_BHTD, k_BHND, v_BHND, log_fgate_BHT, **options)
         return out
-
-    def _attend_to_groups(self, q_BHTD: Tensor, seq_start_B: Tensor | None, cache: EvictingCache) -> Tensor:
-        """`_attend` to the keys that each group of heads has kept; then forgets more of them."""
-        out_BHTD, num_new = torch.empty_like(q_BHTD), q_BHTD.shape[2]
-        place = cache.place
-        num_keys = cache.get_seq_length() if place is None else place.limit
-        threshold_H = self._pruning_options(num_keys).get("adaptive_threshold")
-        for group in cache.groups:
-            k, v, running = group.contents if place is None else group.whole
-            q, heads = q_BHTD[:, group.heads], group.heads
-            options: dict[str, Any] = {"head_first": True, "adaptive_threshold": None}
-            if threshold_H is not None:
-                options["adaptive_threshold"] = threshold_H[heads]
-            options["seq_start"] = None if seq_start_B is None else (seq_start_B - group.num_dropped).clamp(min=0)
-            out: Any
-            if num_new <= MAX_DECODED_TOKENS and not (torch.is_grad_enabled() and q.requires_grad):
-                options["seq_end"] = None if place is None else place.end_B - group.num_dropped
-                out = forgetting_attention_decode(q, k, v, running, **options)
-            else:
-                log_fgate = running.diff(dim=2, prepend=running[:, :, :1]).float()
-                out = forgetting_attention(q, k, v, log_fgate, **options)
-            out_BHTD[:, heads] = out
-        cache.evict()
-        return out_BHTD
 
     def log_forget_gate(
         self, hidden_BTE: Tensor, together: Mapping[nn.Module, Tensor] = MappingProxyType({})

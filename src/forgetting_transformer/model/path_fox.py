@@ -21,15 +21,6 @@ from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.path_attention import Past, path_attention, path_attention_flops_per_token
 
 
-class PathCache(RecurrentCache):
-    """States of `PathForgettingAttention`, some of which have a position for every token."""
-
-    @property
-    def memory_bytes(self) -> int:
-        growing = (self.states.get(name) for name in Past._fields)
-        return sum(state.untyped_storage().nbytes() for state in growing if state is not None)
-
-
 class PathForgettingAttention(RecurrentMixer):
     """Attention between projections.
 
@@ -69,7 +60,7 @@ class PathForgettingAttention(RecurrentMixer):
         return OpUse("path_attention", self.num_heads, self.head_dim, self.head_dim)
 
     def new_cache(self) -> RecurrentCache:
-        return PathCache()
+        return RecurrentCache()
 
     def forward(
         self,
