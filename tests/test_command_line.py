@@ -188,7 +188,7 @@ def test_replay_names_the_key(arguments, key):
         replay.parse(arguments)
 
 
-def test_the_batch_script_refuses_an_empty_folder(tmp_path):
+def test_shell_scripts_refuse_an_empty_folder(tmp_path):
     """A folder that is empty would be the root of the file system: mkdir /logs, rm /status.json."""
     log = tmp_path / "calls"
     for tool in ("mkdir", "rm", "scontrol", "srun", "python"):
