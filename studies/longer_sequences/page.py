@@ -5,11 +5,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from forgetting_transformer.analysis.tables import markdown_table
 from studies.engine import tables as study_tables
 from studies.engine.claim_rules import GLOBAL, LOCAL
 from studies.engine.results import read_study
-
-from forgetting_transformer.analysis.tables import markdown_table
 
 
 def sections(folder: Path) -> dict[str, str]:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from studies.engine import tables as study_tables
-from studies.engine.results import display_name, read_study
-
 from forgetting_transformer.analysis.statistics import detectable, equal_noise, mean
 from forgetting_transformer.analysis.tables import markdown_table, rate_text
+from studies.engine import tables as study_tables
+from studies.engine.results import display_name, read_study
 
 
 def sections(folder: Path) -> dict[str, str]:

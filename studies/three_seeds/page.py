@@ -3,12 +3,11 @@
 from pathlib import Path
 from statistics import mean as mean_of
 
+from forgetting_transformer.analysis import statistics
 from studies.engine import tables as study_tables
 from studies.engine.claims import equal_loss
 from studies.engine.numbers import StudyNumbers, in_words
 from studies.engine.results import contrasts, differences, losses_by_seed
-
-from forgetting_transformer.analysis import statistics
 
 #: The models and variants that the sentences are about.
 MODELS = (

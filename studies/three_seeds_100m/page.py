@@ -7,12 +7,12 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
-from studies.engine import tables as study_tables
-from studies.engine.numbers import FOUND, StudyNumbers, in_words
-from studies.engine.results import contrasts, differences, display_name, losses_by_seed
 
 from forgetting_transformer.analysis import position_loss, statistics
 from forgetting_transformer.analysis.tables import markdown_table, rate_text
+from studies.engine import tables as study_tables
+from studies.engine.numbers import FOUND, StudyNumbers, in_words
+from studies.engine.results import contrasts, differences, display_name, losses_by_seed
 
 MODELS = ("fox_pro", "fox_llama", "transformer_pro", "transformer_llama", "mamba2", "hgrn2", "delta_net")
 RECURRENT = ("mamba2", "hgrn2", "delta_net")

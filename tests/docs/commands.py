@@ -162,6 +162,8 @@ def check_command(words: Sequence[str], partial: bool = False) -> None:
             compile(rest[1], "python -c", "exec")
     elif program == "python" and rest[:2] == ["-m", "forgetting_transformer.train"]:
         check_train(rest[2:], 1, partial)
+    elif program == "python" and rest[0] == "-m" and rest[1].startswith("studies."):
+        check_script(f"{rest[1].replace('.', '/')}.py", rest[2:], partial)
     elif program == "python" and rest[:2] == ["-m", "pytest"]:
         check_command(["pytest", *rest[2:]])
     elif program == "python":

@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
+
+from forgetting_transformer.analysis import position_loss, statistics
+from forgetting_transformer.analysis.statistics import Estimate
 from studies.engine import claims as study_claims
 from studies.engine import results as studies
 from studies.engine import tables as study_tables
 from studies.engine.claim_rules import RULES
-
-from forgetting_transformer.analysis import position_loss, statistics
-from forgetting_transformer.analysis.statistics import Estimate
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
 

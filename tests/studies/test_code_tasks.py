@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from studies.engine import code_tasks
 
 from forgetting_transformer.analysis import AnalysisError, outputs
 from forgetting_transformer.evaluation.longbench import read_examples
 from forgetting_transformer.evaluation.models import EvaluationError
+from studies.engine import code_tasks
 from tests.evaluation.scripts import index_few_tasks
 
 TEXT = "".join(
@@ -128,7 +128,7 @@ def test_questions_of_a_version_without_groups_are_the_same_questions(corpus, tm
 def test_files_of_others_and_other_questions_are_left_as_they_are(corpus, tmp_path):
     (tmp_path / "longbench").mkdir()
     (tmp_path / "longbench/lcc.jsonl").write_text("LongBench's own")
-    with pytest.raises(AnalysisError, match=r"longbench/lcc\.jsonl is not as scripts/code_tasks\.py has written it"):
+    with pytest.raises(AnalysisError, match=r"longbench/lcc\.jsonl is not as studies/code_tasks\.py has written it"):
         code_tasks.make_tasks("corpus", tmp_path / "longbench", 10)
     assert contents(tmp_path / "longbench") == {"lcc.jsonl": b"LongBench's own"}
     code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)

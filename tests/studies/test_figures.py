@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from studies.engine import figures as studies
 
 from forgetting_transformer.analysis.plots import heatmaps
 from forgetting_transformer.analysis.statistics import Estimate
+from studies.engine import figures as studies
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
 

@@ -6,14 +6,14 @@ import re
 
 import numpy as np
 import pytest
-from studies.engine.scaling import Size, fit, optimum, power_law
 
 from forgetting_transformer.analysis.evaluations import read_evaluation
-from tests.sweep.conftest import DEMO, load_script, starts
+from studies import ladder as sweep_ladder
+from studies.engine.scaling import Size, fit, optimum, power_law
+from tests.sweep.conftest import DEMO, starts
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
 
-sweep_ladder = load_script("sweep_ladder")
 SCALES = ["125m_2b", "360m_7b", "760m_16b"]
 
 
@@ -267,7 +267,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(faults, tmp_path, capsys):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", ["sweep_ladder", "sweep_lr"])
+@pytest.mark.parametrize("script", ["studies/ladder", "scripts/sweep_lr"])
 def test_ctrl_c_while_sizes_are_composed_is_one_line(monkeypatch, capsys, script):
     import runpy
     import sys
@@ -279,8 +279,8 @@ def test_ctrl_c_while_sizes_are_composed_is_one_line(monkeypatch, capsys, script
         raise KeyboardInterrupt
 
     monkeypatch.setattr(composition, "Composer", interrupted)
-    monkeypatch.setattr(sys, "argv", [script, *DEMO, *(["--scales", *SCALES] if script == "sweep_ladder" else [])])
+    monkeypatch.setattr(sys, "argv", [script, *DEMO, *(["--scales", *SCALES] if script == "studies/ladder" else [])])
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / f"scripts/{script}.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
     assert end.value.code == 130
     assert capsys.readouterr().err.startswith("interrupted: the same command goes on with the ")

@@ -1,9 +1,9 @@
 """Pages are filled in between marks and left alone elsewhere; marks that do not fit are errors."""
 
 import pytest
-from studies.engine.marked_pages import fill_in
 
 from forgetting_transformer.analysis import AnalysisError
+from studies.engine.marked_pages import fill_in
 
 PAGE = """a
 <!-- models -->

@@ -1,6 +1,7 @@
 """Numbers of a study's sentences come from study.json, and what is missing there is named."""
 
 import pytest
+
 from studies.engine.numbers import StudyNumbers, in_words
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweep.conftest import load_script
+from studies import pages as pages_command
 
 ROOT = Path(__file__).parents[2]
 PAGES_WITH_MARKS = [
@@ -32,7 +32,7 @@ RESULTS = [
 
 @pytest.fixture(scope="module")
 def pages():
-    return load_script("pages")
+    return pages_command
 
 
 def test_pages_say_what_the_files_say(pages, capsys):

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from forgetting_transformer.analysis import AnalysisError, position_loss
+from studies import report as report_command
 from studies.engine import parts as study_parts
 from studies.engine import tables as study_tables
 from studies.engine.parts import _BY_SEED
 from studies.engine.results import read_study
-
-from forgetting_transformer.analysis import AnalysisError, position_loss
-from tests.sweep.conftest import ROOT, load_script
+from tests.sweep.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
 
@@ -62,7 +63,7 @@ def test_parts_by_model_and_by_seed_give_the_tables_of_the_whole(tmp_path, capfd
         write(tmp_path / "fourth", part_of([], [], variants=True)),
     ]
     joined = tmp_path / "joined"
-    report = load_script("study_report")
+    report = report_command
     # In two steps: what was joined can be joined again.
     assert report.main(["join", *reports[:2], "--out", str(tmp_path / "two")]) == 0
     plan = ["--plan", str(STUDY / "study.yaml")]
@@ -96,7 +97,7 @@ def test_names_are_those_of_every_part_or_of_the_plan(tmp_path):
         (Path(report) / "study.yaml").write_text(f"group: study\nmodels: {plan}\n", encoding="utf-8")
     plan = tmp_path / "plan.yaml"
     plan.write_text("group: study\nmodels: {fox_pro: With gates, mamba2: State space}\n", encoding="utf-8")
-    join = load_script("study_report").main
+    join = report_command.main
     for out, options, names in (
         ("own", [], ("FoX", "Mamba")),
         ("plan", ["--plan", str(plan)], ("With gates", "State space")),
@@ -110,7 +111,7 @@ def test_names_are_those_of_every_part_or_of_the_plan(tmp_path):
 def test_a_report_without_loss_by_position_leaves_no_old_figure_of_it(tmp_path, capfd):
     report, out = write(tmp_path / "a", part_of(["fox_pro", "mamba2"], [0])), tmp_path / "joined"
     plan = ["--plan", str(STUDY / "study.yaml")]
-    join = load_script("study_report").main
+    join = report_command.main
     assert join(["join", report, *plan, "--out", str(out)]) == 0 and (out / "per_token_loss.png").is_file()
     (out / "memory.png").write_bytes(b"another command's")
     (Path(report) / "positions.npz").unlink()
@@ -124,7 +125,7 @@ def test_losses_by_position_of_another_study_are_noticed(tmp_path, capfd):
     report = Path(write(tmp_path / "a", part_of(["fox_pro"], [0])))
     with np.load(report / "positions.npz") as arrays:
         np.savez(report / "positions.npz", **{key: arrays[key] + 0.1 for key in arrays if "/" not in key})
-    assert load_script("study_report").main(["join", str(report), "--out", str(tmp_path / "b")]) == 1
+    assert report_command.main(["join", str(report), "--out", str(tmp_path / "b")]) == 1
     assert "is not of the study.json beside it: fox_pro_seed0 has a mean loss of" in capfd.readouterr().err
 
 
@@ -132,7 +133,7 @@ def test_a_plan_that_lies_where_a_study_is_joined_is_not_taken_for_its_own(tmp_p
     report, out = write(tmp_path / "a", part_of(["fox_pro"], [0])), tmp_path / "joined"
     out.mkdir()
     (out / "study.yaml").write_text("group: study\nmodels: {fox_pro: Mine}\n", encoding="utf-8")
-    join = load_script("study_report").main
+    join = report_command.main
     assert join(["join", report, "--out", str(out)]) == 1
     assert "would be read as that of the joined study; give it as --plan" in capfd.readouterr().err
     assert [file.name for file in out.iterdir()] == ["study.yaml"]
@@ -151,7 +152,7 @@ def test_what_is_no_study_is_one_line(tmp_path, capfd, content, said):
     if content is not None:
         (tmp_path / "study.json").write_text(content, encoding="utf-8")
     for command in (["figures", str(tmp_path)], ["join", str(tmp_path), "--out", str(tmp_path / "out")]):
-        assert load_script("study_report").main(command) == 1
+        assert report_command.main(command) == 1
         error = capfd.readouterr().err
         assert said in error and error.count("\n") == 1
 
@@ -173,7 +174,7 @@ def change(part: dict, key: str, value) -> dict:
 def test_parts_that_do_not_fit_together_are_refused(tmp_path, capfd, other, message):
     reports = [write(tmp_path / "a", part_of(["fox_pro"], [0, 1])), write(tmp_path / "b", other())]
     out = tmp_path / "joined"
-    assert load_script("study_report").main(["join", *reports, "--out", str(out)]) == 1
+    assert report_command.main(["join", *reports, "--out", str(out)]) == 1
     error = capfd.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1 and not out.exists()
 
@@ -200,7 +201,7 @@ def test_runs_that_were_made_again_count_once_and_bring_what_was_missing(tmp_pat
 
 def test_a_report_is_not_joined_into_itself(tmp_path, capfd):
     reports = [write(tmp_path / "a", part_of(["fox_pro"], [0])), write(tmp_path / "b", part_of(["fox_pro"], [1]))]
-    assert load_script("study_report").main(["join", *reports, "--out", reports[0]]) == 1
+    assert report_command.main(["join", *reports, "--out", reports[0]]) == 1
     assert "is one of the reports" in capfd.readouterr().err
     assert [*read_study(tmp_path / "a")["models"]["fox_pro"]["seeds"]] == [0]
 
@@ -215,7 +216,7 @@ def test_figures_of_a_joined_study_name_the_machines_of_all_parts():
     assert joined["search_made_with"] == ["python_code", "seed 0", "on H200, H100"]
     again = study_parts.join({"joined": joined, "second": parts["second"]})
     assert again["search_made_with"] == joined["search_made_with"]
-    made_on = load_script("study_report").made_on
+    made_on = report_command.made_on
     for study in (joined, again):
         assert made_on(study, study["models"].values()) == ["on H200, H100"]
         assert made_on(study, [study["models"]["mamba2"]]) == ["on H100"]

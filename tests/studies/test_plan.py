@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from studies.engine.plan import StudyPlan, read_plan
 
 from forgetting_transformer.analysis import AnalysisError
+from studies.engine.plan import StudyPlan, read_plan
 from tests.training.test_config import composed
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]

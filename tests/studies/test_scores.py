@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 import pytest
-from studies.engine import scores as study_scores
 
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.evaluations import from_lm_eval, from_longbench, from_needle
 from forgetting_transformer.analysis.question_scores import QuestionScores, difference, write_question_scores
+from studies.engine import scores as study_scores
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
 

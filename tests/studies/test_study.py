@@ -7,14 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from studies.engine import results as studies
-from studies.engine import tables as study_tables
-from studies.engine.plan import StudyPlan
 
 from forgetting_transformer.analysis import AnalysisError, position_loss
 from forgetting_transformer.sweep import learning_rate
 from forgetting_transformer.training.continuing import decisive
-from tests.sweep.conftest import load_script, starts
+from studies import report as report_command
+from studies import run as run_command
+from studies.engine import results as studies
+from studies.engine import tables as study_tables
+from studies.engine.plan import StudyPlan
+from tests.sweep.conftest import starts
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
 
@@ -27,9 +29,7 @@ def study(faults, tmp_path, monkeypatch, capfd):
 
     def run(*arguments: str) -> tuple[int, str, list[str]]:
         monkeypatch.chdir(tmp_path)
-        code = load_script("study").main(
-            ["output_dir=out", "data_dir=data", "fabric.accelerator=cpu", *MODELS, *arguments]
-        )
+        code = run_command.main(["output_dir=out", "data_dir=data", "fabric.accelerator=cpu", *MODELS, *arguments])
         out, err = capfd.readouterr()
         return code, out + err, [line.split()[1] for line in err.splitlines() if line.startswith("started")]
 
@@ -269,7 +269,7 @@ def test_a_folder_without_a_seed_in_its_name_is_refused(study, tmp_path):
 
 def test_a_study_without_evaluation_is_collected_and_its_page_shows_the_figures_there_are(study, tmp_path, capfd):
     assert study("--search", "train.max_tokens=4096")[0] == 0
-    report = load_script("study_report")
+    report = report_command
     page = tmp_path / "docs" / "page.md"
     page.parent.mkdir()
     names = [*study_tables.TABLES, "source", *(f"{name}_figure" for name in study_tables.FIGURES)]
@@ -293,7 +293,7 @@ def test_runs_of_a_grid_of_recipes_are_a_line_each(study, faults, tmp_path, capf
     study("--models", "fox_pro", "--seeds", "0", "1")
     info = tmp_path / "out" / "runs" / "fox_pro_seed0" / "metrics" / "jsonlines" / "train_data_info.jsonl"
     info.write_text('{"step": 0, "fingerprint": "of the corpus"}\n')
-    assert load_script("study_report").main(["recipes", "out/runs", "out/search", "--out", "recipes.jsonl"]) == 0
+    assert report_command.main(["recipes", "out/runs", "out/search", "--out", "recipes.jsonl"]) == 0
     assert "runs/fox_pro_seed1: not finished" in capfd.readouterr().err
     found = [json.loads(line) for line in (tmp_path / "recipes.jsonl").read_text().splitlines()]
     # 131,072 tokens of warm-up in steps of 4,096.
@@ -307,7 +307,7 @@ def test_runs_of_a_grid_of_recipes_are_a_line_each(study, faults, tmp_path, capf
 def test_recipes_replace_no_file_of_others_and_are_those_of_one_model(study, faults, tmp_path, capfd):
     faults["noise"] = 0
     study("--models", "fox_pro", "mamba2", "--seeds", "0")
-    recipes, out = load_script("study_report").main, tmp_path / "recipes.jsonl"
+    recipes, out = report_command.main, tmp_path / "recipes.jsonl"
     assert recipes(["recipes", "out/runs", "--out", "recipes.jsonl"]) == 1 and not out.exists()
     assert "runs/mamba2_seed0 is a run of another model than" in capfd.readouterr().err
     for others in ("my notes\n", '{"mine": 1}\n'):
@@ -334,10 +334,10 @@ def test_a_second_study_is_a_second_yaml(faults, tmp_path, monkeypatch, capfd):
         "variants: {fox_pro: [fox_pro, fox_llama]}\nbaseline: fox_llama\n"
     )
     started = ["output_dir=out", "data_dir=data", "fabric.accelerator=cpu", "--study", "two.yaml"]
-    assert load_script("study").main(started) == 0
+    assert run_command.main(started) == 0
     order = [line.split()[1] for line in capfd.readouterr().err.splitlines() if line.startswith("started")]
     assert order[0] == "search/fox_pro/lr1e-3_seed0" and "variants/fox_llama_seed1" in order
-    report = load_script("study_report")
+    report = report_command
     collect = ["collect", "out", "--data_path", "nowhere", "--position_loss", "nowhere", "--out", "report"]
     assert report.main(collect) == 0
     Path("page.md").write_text("<!-- models -->\n<!-- end of models -->\n<!-- variants -->\n<!-- end of variants -->\n")
@@ -353,7 +353,7 @@ def test_a_models_run_is_its_variant_where_variants_have_no_settings_of_their_ow
     plan = "group: demo\nmodels: {fox_pro: With gates}\nlearning_rates: {fox_pro: 2.0e-3}\n"
     Path("one.yaml").write_text(f"{plan}variants: {{fox_pro: [fox_llama, fox_pro]}}\nbaseline: fox_pro\n")
     started = ["data_dir=data", "fabric.accelerator=cpu", "--study", "one.yaml"]
-    study, report = load_script("study"), load_script("study_report")
+    study, report = run_command, report_command
     collect = ["--data_path", "nowhere", "--position_loss", "nowhere", "--plan", "one.yaml"]
 
     def variants(*command: str) -> dict:
@@ -409,7 +409,7 @@ def test_what_the_user_keeps_in_the_folder_of_a_study_stays(faults, tmp_path, mo
     out = tmp_path / "out"
     out.mkdir()
     started = ["output_dir=out", "data_dir=data", "fabric.accelerator=cpu", "--study"]
-    run = load_script("study").main
+    run = run_command.main
     for name in ("study.md", "study.yaml"):
         (out / name).write_text("# My own\n")
         assert run([*started, str(plan)]) == 1 and (out / name).read_text() == "# My own\n"

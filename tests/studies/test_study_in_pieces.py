@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from forgetting_transformer.training.continuing import decisive
 from studies.engine import results as studies
 from studies.engine import tables as study_tables
 from studies.engine.plan import read_plan
-
-from forgetting_transformer.training.continuing import decisive
 from tests.sweep.conftest import ROOT
 from tests.tiny import DOC_LEN, STEP, VOCAB
 from tests.waiting import HANG, wait_until

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweep.conftest import load_script
+from studies import run as run_command
 from tests.waiting import HANG, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare("no contract: studies")]
@@ -241,20 +241,20 @@ def test_ablations_are_those_of_the_models_that_were_chosen(study_sh):
     assert call.endswith(
         "--models mamba2 transformer_llama --seeds 0 --variant train.max_tokens=160 schedule.warmup_tokens=10"
     )
-    arguments = load_script("study").parse_args(call.split()[1:])
+    arguments = run_command.parse_args(call.split()[1:])
     assert arguments.variants == [["transformer_llama", "transformer_llama", "transformer_llama_no_rope"]]
     assert arguments.variant == ["train.max_tokens=160", "schedule.warmup_tokens=10"]
     assert arguments.overrides[-2:] == ["train.max_tokens=2000", "schedule.warmup_tokens=100"]
     assert "train.max_tokens=6291456" in arguments.search, "what the study says, where nothing else is said"
     _, _, (call,) = study_sh("train", ABLATION_TOKENS="0")
-    assert load_script("study").parse_args(call.split()[1:]).variants == []
+    assert run_command.parse_args(call.split()[1:]).variants == []
 
 
 def test_a_study_is_a_yaml(study_sh, tmp_path):
     file = tmp_path / "two.yaml"
     file.write_text("group: demo\nmodels: {fox_pro: FoX, mamba2: Mamba-2}\nseeds: [4, 5]\n")
     _, _, (call,) = study_sh("train", STUDY=str(file), MODELS="mamba2")
-    arguments = load_script("study").parse_args(call.split()[1:])
+    arguments = run_command.parse_args(call.split()[1:])
     assert (arguments.group, arguments.models, arguments.search) == ("demo", ["mamba2"], [])
 
 
