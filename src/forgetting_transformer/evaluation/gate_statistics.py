@@ -15,6 +15,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer import plugins
 from forgetting_transformer.ranges import TOKENS, within
 from forgetting_transformer.training.callbacks import Callback, Interval
@@ -40,7 +41,7 @@ class GateStatisticsConfig:
 class GateStatistics(Callback):
     all_ranks = True
     evaluates = True
-    kinds = ("gates",)
+    kinds = (names.GATES,)
 
     def __init__(self, config: GateStatisticsConfig) -> None:
         self.interval = config.interval
@@ -75,13 +76,17 @@ class GateStatistics(Callback):
         trainer.sum_over_ranks(memory_LH)
         memory_LH /= fabric.world_size
         rows = zip(self._layers, memory_LH.tolist(), strict=True)
-        heads = {f"gates/layer_{layer}/head_{h}": value for layer, row in rows for h, value in enumerate(row)}
+        heads = {
+            names.name_of(names.GATES, f"layer_{layer}", f"head_{h}"): value
+            for layer, row in rows
+            for h, value in enumerate(row)
+        }
         least, median, most = memory_LH.min().item(), memory_LH.median().item(), memory_LH.max().item()
-        found = {"gates/shortest": least, "gates/median": median, "gates/longest": most, **heads}
+        found = {names.SHORTEST: least, names.MEDIAN: median, names.LONGEST: most, **heads}
         if pruned_LH is not None:
             trainer.sum_over_ranks(pruned_LH)
-            found["gates/pruned"] = pruned_LH.mean().item() / fabric.world_size
-        trainer.report("gates", found)
+            found[names.name_of(names.GATES, "pruned")] = pruned_LH.mean().item() / fabric.world_size
+        trainer.report(names.GATES, found)
 
     def _measure(self, trainer: TrainerInterface, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Of every head, `(L, H)` float64, mean over the sequences of this rank's batch: its memory length, and the

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer import plugins
 from forgetting_transformer.ranges import COUNT, TOKENS, within
 from forgetting_transformer.training.callbacks import Callback, Interval
@@ -65,7 +66,7 @@ _BOOTSTRAP = 100
 #: Examples of a task whose offered answers are counted.
 _COUNTED = 1000
 #: What a line says of the test of each task.
-_SAID = ("examples", "texts")
+_SAID = (names.EXAMPLES, names.TEXTS)
 
 
 @plugins.CALLBACKS.register("lm_eval", config=LmEvalConfig, free=[plugins.ALL])
@@ -74,7 +75,7 @@ class LmEval(Callback):
 
     all_ranks = True
     evaluates = True
-    kinds = ("lm_eval",)
+    kinds = (names.LM_EVAL,)
 
     def __init__(self, config: LmEvalConfig) -> None:
         self.config, self.interval = config, config.interval
@@ -101,7 +102,7 @@ class LmEval(Callback):
         log.info("lm_eval: looking for %s and their data", ", ".join(self.config.tasks))
         self._workers = share(trainer)
         #: What every line says of the tasks, since a later start may change them.
-        self._test: dict[str, Any] = {"lm_eval/max_length": self._max_length(trainer)}
+        self._test: dict[str, Any] = {names.name_of(names.LM_EVAL, names.MAX_LENGTH): self._max_length(trainer)}
         include_path = self.config.include_path
         try:
             self._manager = harness.task_manager(Path(include_path) if include_path else None)
@@ -110,22 +111,24 @@ class LmEval(Callback):
                 parts = harness.load_task(name, self._manager)
                 for key, task in parts.items():
                     if (chance := _chance(task)) is not None:
-                        self._test[f"lm_eval/{key}/chance"] = chance
+                        self._test[names.name_of(names.LM_EVAL, key, names.CHANCE)] = chance
                     examples = min(len(task.eval_docs), self.config.limit or sys.maxsize)
-                    self._test[f"lm_eval/{key}/examples"] = examples
-                    self._test[f"lm_eval/{key}/texts"] = _texts(task, examples)
+                    self._test[names.name_of(names.LM_EVAL, key, names.EXAMPLES)] = examples
+                    self._test[names.name_of(names.LM_EVAL, key, names.TEXTS)] = _texts(task, examples)
                     if examples < self._workers.world_size:
                         raise EvaluationError(
                             f"task {name} has {examples} examples for {self._workers.world_size} ranks; raise "
                             "callbacks.lm_eval.limit or leave the task out"
                         )
                 if name not in parts:  # a group
-                    whole = {what: [self._test[f"lm_eval/{key}/{what}"] for key in parts] for what in _SAID}
-                    self._test[f"lm_eval/{name}/examples"] = sum(whole["examples"])
-                    self._test[f"lm_eval/{name}/texts"] = fingerprint(*whole["texts"])
+                    whole = {
+                        what: [self._test[names.name_of(names.LM_EVAL, key, what)] for key in parts] for what in _SAID
+                    }
+                    self._test[names.name_of(names.LM_EVAL, name, names.EXAMPLES)] = sum(whole[names.EXAMPLES])
+                    self._test[names.name_of(names.LM_EVAL, name, names.TEXTS)] = fingerprint(*whole[names.TEXTS])
         except EvaluationError as error:
             raise ConfigError(str(error)) from error
-        warn_of_another_test(trainer, "lm_eval", self._test)
+        warn_of_another_test(trainer, names.LM_EVAL, self._test)
 
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind != "eval":
@@ -152,7 +155,7 @@ class LmEval(Callback):
             return
         # lm_eval gives results to its first process.
         values = trainer.fabric.broadcast(_numbers(found["results"]) if found else None) or {}
-        trainer.report("lm_eval", values | self._test)
+        trainer.report(names.LM_EVAL, values | self._test)
         log.info("lm_eval after %s tokens took %s", tokens, duration(time.perf_counter() - started))
 
     def _adapter(self, trainer: TrainerInterface) -> HarnessModel:
@@ -203,7 +206,7 @@ def _texts(task: Any, examples: int) -> str:
 def _numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     """`lm_eval/<task>/<metric>` -> value."""
     return {
-        f"lm_eval/{task}/{metric.removesuffix(',none')}": float(value)
+        names.name_of(names.LM_EVAL, task, metric.removesuffix(",none")): float(value)
         for task, metrics in results.items()
         for metric, value in metrics.items()
         if "," in metric and isinstance(value, (int, float))

@@ -27,17 +27,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer import plugins
 from forgetting_transformer.ranges import COUNT, TOKENS, one_of, within
 from forgetting_transformer.training.callbacks import Callback, Interval
 from forgetting_transformer.training.config import ConfigError
-from forgetting_transformer.training.metrics import duration
+from forgetting_transformer.training.metrics import duration, prefixed
 
 if TYPE_CHECKING:
     from forgetting_transformer.evaluation.niah import Haystack
     from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
+
+#: Of every prompt with a needle, in the order of the columns of the results.
+_SCORES = (names.ANSWER_LOSS, "tokens_right", names.ACCURACY)
 
 
 @dataclass
@@ -81,7 +85,7 @@ class NeedleTest(Callback):
 
     all_ranks = True
     evaluates = True
-    kinds = ("needle",)
+    kinds = (names.NEEDLE,)
 
     def __init__(self, config: NeedleConfig) -> None:
         self.config, self.interval = config, config.interval
@@ -129,7 +133,7 @@ class NeedleTest(Callback):
                 mode = config.mode if inside else None
                 self._prompts.append((cell, inside, niah.build_prompt(self._model, hay, needle, mode, shorter)))
         self._test = self._describe(lengths)
-        warn_of_another_test(trainer, "needle", self._test)
+        warn_of_another_test(trainer, names.NEEDLE, self._test)
 
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind != "eval":
@@ -159,13 +163,16 @@ class NeedleTest(Callback):
         if self._workers.world_size > 1:
             trainer.sum_over_ranks(scores_N3)
         values = self._values(scores_N3.cpu().numpy())
-        trainer.report("needle", values | self._test)
-        longest = f"needle/length_{self._prompts[-1][0].length}"
+        trainer.report(names.NEEDLE, values | self._test)
+        longest = _at(self._prompts[-1][0].length)
         log.info(
             "needle test after %s tokens: loss of the answer %.3f, %.3f without a needle, accuracy %.0f %% at %s "
             "tokens; took %s",
-            *(tokens, values[f"{longest}/loss"], values[f"{longest}/loss_without"]),
-            *(100 * values[f"{longest}/accuracy"], f"{self._prompts[-1][0].length:,}"),
+            tokens,
+            values[names.name_of(longest, names.ANSWER_LOSS)],
+            values[names.name_of(longest, names.LOSS_WITHOUT_NEEDLE)],
+            100 * values[names.name_of(longest, names.ACCURACY)],
+            f"{self._prompts[-1][0].length:,}",
             duration(time.perf_counter() - started),
         )
 
@@ -192,10 +199,11 @@ class NeedleTest(Callback):
         from forgetting_transformer.evaluation.in_training import fingerprint
 
         depths = " ".join(f"{100 * depth:g}" for depth in sorted({*self.config.depths}))
-        said = {"needle/mode": self.config.mode, "needle/depths": depths, "needle/samples": self.config.samples}
+        said: dict[str, Any] = {names.MODE: self.config.mode, names.DEPTHS: depths, names.PROMPTS: self.config.samples}
+        said = prefixed(names.NEEDLE, said)
         for length in lengths:
             prompts = [prompt for cell, _, prompt in self._prompts if cell.length == length]
-            said[f"needle/length_{length}/texts"] = fingerprint(*prompts, self._answer)
+            said[names.name_of(_at(length), names.TEXTS)] = fingerprint(*prompts, self._answer)
         return said
 
     def _batches(self) -> list[list[int]]:
@@ -224,21 +232,28 @@ class NeedleTest(Callback):
                 ]
                 return scores_N3[rows]
 
-            at = f"needle/length_{length}"
-            values |= _means(at, ("loss", "tokens_right", "accuracy"), chosen(hidden=True))
-            values |= _means(at, ("loss_without",), chosen(hidden=False))
+            at = _at(length)
+            values |= _means(at, _SCORES, chosen(hidden=True))
+            values |= _means(at, (names.LOSS_WITHOUT_NEEDLE,), chosen(hidden=False))
             for depth in sorted({*self.config.depths}):
                 means = chosen(True, depth).mean(0)
-                for name, value in zip(("loss", "tokens_right", "accuracy"), means, strict=True):
-                    values[f"{at}/depth_{100 * depth:g}/{name}"] = float(value)
+                for name, value in zip(_SCORES, means, strict=True):
+                    values[names.name_of(at, f"depth_{100 * depth:g}", name)] = float(value)
         return values
 
 
-def _means(at: str, names: Sequence[str], scores_N3: np.ndarray) -> dict[str, float]:
+def _at(length: int) -> str:
+    """The beginning of the names of what was measured at this length."""
+    return names.name_of(names.NEEDLE, f"{names.LENGTH}{length}")
+
+
+def _means(at: str, scores: Sequence[str], scores_N3: np.ndarray) -> dict[str, float]:
     """Means over prompts, with their standard errors where there are several."""
     found = {}
-    for name, scores_N in zip(names, scores_N3.T, strict=False):
-        found[f"{at}/{name}"] = float(scores_N.mean())
+    for name, scores_N in zip(scores, scores_N3.T, strict=False):
+        found[names.name_of(at, name)] = float(scores_N.mean())
         if scores_N.size > 1:
-            found[f"{at}/{name}_stderr"] = float(scores_N.std(ddof=1) / np.sqrt(scores_N.size))
+            found[names.name_of(at, f"{name}{names.STANDARD_ERROR}")] = float(
+                scores_N.std(ddof=1) / np.sqrt(scores_N.size)
+            )
     return found

@@ -12,6 +12,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer import plugins
 from forgetting_transformer.ranges import COUNT, TOKENS, Range, within
 from forgetting_transformer.training.callbacks import Callback, Interval
@@ -54,7 +55,7 @@ class Samples(Callback):
 
     all_ranks = True
     evaluates = True
-    kinds = ("samples",)
+    kinds = (names.SAMPLES,)
 
     def __init__(self, config: SamplesConfig) -> None:
         self.config, self.interval = config, config.interval
@@ -97,14 +98,14 @@ class Samples(Callback):
                     beat(trainer)
                     if not self._shared.is_first:
                         continue
-                    at = f"samples/{number}"
-                    values[f"{at}/prompt"] = decode(prompt, skip_special_tokens=True)
-                    values[f"{at}/text"] = self._continue(trainer, prompt)
+                    at = names.name_of(names.SAMPLES, str(number))
+                    values[names.name_of(at, names.PROMPT)] = decode(prompt, skip_special_tokens=True)
+                    values[names.name_of(at, names.CONTINUATION)] = self._continue(trainer, prompt)
                     if document:
-                        values[f"{at}/document"] = decode(document, skip_special_tokens=True)
+                        values[names.name_of(at, names.DOCUMENT)] = decode(document, skip_special_tokens=True)
         except BrokenOff:
             return
-        trainer.report("samples", values)
+        trainer.report(names.SAMPLES, values)
 
     def _continue(self, trainer: TrainerInterface, prompt: list[int]) -> str:
         import torch

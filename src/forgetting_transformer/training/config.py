@@ -15,8 +15,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from forgetting_transformer.metric_names import VAL_SET
 from forgetting_transformer.ranges import COUNT, SIZE, TOKENS, Range, divisors, expected, one_of, within
-from forgetting_transformer.training.run_directory import KINDS, VAL_SET
+from forgetting_transformer.training.run_directory import KINDS
 
 
 class ConfigError(ValueError):

@@ -9,6 +9,7 @@ from torch import nn
 
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.files import append_durably, write_atomically
+from forgetting_transformer.metric_names import MODEL_INFO, RESUME, TRAIN_DATA_INFO, VAL_DATA_INFO, name_of
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.continuing import recorded
@@ -78,11 +79,11 @@ def open_metrics(trainer: "TrainerInterface") -> MetricsLog:
     write_descriptions(trainer.directory, config, trainer.model.module, trainer.undecayed, info, start)
     setup.copy_tokenizer(trainer.data.folder, trainer.directory)
     metrics = MetricsLog(trainer.directory, step, trainer.kinds)
-    metrics.report("resume", step, {"resume/resume_step": step})
+    metrics.report(RESUME, step, {name_of(RESUME, "resume_step"): step})
     local = data.train_batch_size // shares
-    metrics.report_once("train_data_info", step, data_description(trainer.data_info, local, shares))
+    metrics.report_once(TRAIN_DATA_INFO, step, data_description(trainer.data_info, local, shares))
     if not config.skip_eval:
         described = data_description(trainer.data.eval_info(), data.eval_local_batch_size, shares)
-        metrics.report_once("val_data_info", step, described)
-    metrics.report_once("model_info", step, info)
+        metrics.report_once(VAL_DATA_INFO, step, described)
+    metrics.report_once(MODEL_INFO, step, info)
     return metrics

@@ -17,10 +17,10 @@ from forgetting_transformer.data.remote import is_url, join
 from forgetting_transformer.data.token_array import NoArrayError
 from forgetting_transformer.data.tokens import other_tokens
 from forgetting_transformer.data.vocabulary import Vocabulary
+from forgetting_transformer.metric_names import FINGERPRINT, VAL_SET, name_of
 from forgetting_transformer.plugins import CORPORA
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.metrics import read_lines
-from forgetting_transformer.training.run_directory import VAL_SET
 
 #: Keys of datamodule that hold for every set; those of remote corpora only where the corpus has them.
 _SHARED = (
@@ -67,8 +67,9 @@ def check_same_texts(sets: dict[str, Corpus], jsonlines: Path) -> None:
         kind, info = kind_of(name), one.eval_info()
         file = jsonlines / f"{kind}.jsonl"
         lines = read_lines(file) if file.is_file() else []
-        before = next((line for line in reversed(lines) if f"{kind}/fingerprint" in line), None)
-        if before is not None and before[f"{kind}/fingerprint"] != info.fingerprint:
+        key = name_of(kind, FINGERPRINT)
+        before = next((line for line in reversed(lines) if key in line), None)
+        if before is not None and before[key] != info.fingerprint:
             raise ConfigError(
                 f"eval_sets.{name} was {before.get(f'{kind}/path')} so far in this run, and {info.path} has other "
                 f"texts; give them another name, as in eval_sets.{name}_2"

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forgetting_transformer import metric_names as names
+
 
 class PositionSums:
     """Loss at each position summed over sequences, and how many of these have the position.
@@ -80,8 +82,8 @@ def by_length(kind: str, mean_T: np.ndarray, shortest: int, counts_T: np.ndarray
     values, length = {}, mean_T.size
     while length >= min(shortest, mean_T.size):
         loss = mean_loss(mean_T[:length], None if counts_T is None else counts_T[:length])
-        values[f"{kind}/loss_avg_len_{length}"] = loss
-        values[f"{kind}/perplexity_len_{length}"] = math.exp(min(loss, 700.0))
+        values[names.name_of(kind, f"{names.LOSS_OVER}{length}")] = loss
+        values[names.name_of(kind, f"{names.PERPLEXITY_OVER}{length}")] = math.exp(min(loss, 700.0))
         length //= 2
     return values
 

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from forgetting_transformer.files import naming, replacing, write_atomically
-from forgetting_transformer.training.run_directory import ARRAY_KINDS, KINDS, VAL_SET, RunDirectory
+from forgetting_transformer.metric_names import RESUME, VAL_SET, name_of
+from forgetting_transformer.training.run_directory import ARRAY_KINDS, KINDS, RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class MetricsLog:
         directory.make(directory.jsonlines)
         for file in self.files():
             # An earlier continuation from this very checkpoint has left its line too.
-            truncate(file, resume_step - 1 if file.stem == "resume" else resume_step)
+            truncate(file, resume_step - 1 if file.stem == RESUME else resume_step)
         for kind in self.array_kinds:
             for file in (directory.npz / kind).glob("step-*.npz"):
                 name = re.fullmatch(r"step-(\d{15})\.npz", file.name)
@@ -144,7 +145,7 @@ def _file(directory: RunDirectory, kind: str) -> Path:
 
 def prefixed(kind: str, values: dict[str, Any]) -> dict[str, Any]:
     """Values under names that no other kind has: wandb keeps one row per step for all kinds."""
-    return {name if "/" in name else f"{kind}/{name}": value for name, value in values.items()}
+    return {name if "/" in name else name_of(kind, name): value for name, value in values.items()}
 
 
 def with_tables(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[dict[str, str]]]]:

@@ -9,6 +9,7 @@ import socket
 import time
 from pathlib import Path
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer.files import LocksUnsupportedError, explain, locked
 
 log = logging.getLogger(__name__)
@@ -27,20 +28,18 @@ OWN_NAMES = (
 )  # fmt: skip
 #: All kinds of lines that a run writes. Only files of these names are the run's to cut and to read back.
 KINDS = (
-    "train", "norm", "throughput", "goodput", "train_eval", "val", "checkpoint", "bad_step", "resume",
-    "train_data_info", "val_data_info", "model_info",
+    names.TRAIN, names.NORM, names.THROUGHPUT, names.GOODPUT, names.TRAIN_EVAL, names.VAL, names.CHECKPOINT,
+    names.BAD_STEP, names.RESUME, names.TRAIN_DATA_INFO, names.VAL_DATA_INFO, names.MODEL_INFO,
 )  # fmt: skip
 #: The same for arrays.
-ARRAY_KINDS = ("train_eval", "val")
-#: What kinds of both begin with that hold the losses of one of `eval_sets`.
-VAL_SET = "val_"
+ARRAY_KINDS = (names.TRAIN_EVAL, names.VAL)
 #: What else a start changes or takes for its own: patterns under `output_dir`.
 _CHANGED = (
     "goodput.json", "last_checkpoint.json", "tokenizer", "logs/rank-[0-9]*.log", "metrics/wandb/wandb_run_id.txt",
     "metrics/wandb/folder.json", "tensorboard/events.out.tfevents.*",
     f"traces/start-{15 * '[0-9]'}-rank-[0-9]*.json.gz",
-    *(f"metrics/jsonlines/{kind}.jsonl" for kind in (*KINDS, f"{VAL_SET}*")),
-    *(f"metrics/npz/{kind}/step-{15 * '[0-9]'}.npz" for kind in (*ARRAY_KINDS, f"{VAL_SET}*")),
+    *(f"metrics/jsonlines/{kind}.jsonl" for kind in (*KINDS, f"{names.VAL_SET}*")),
+    *(f"metrics/npz/{kind}/step-{15 * '[0-9]'}.npz" for kind in (*ARRAY_KINDS, f"{names.VAL_SET}*")),
 )  # fmt: skip
 #: What makes a folder a token array or a corpus of them; besides, the manifest of a corpus.
 _ARRAYS = ("*.zarr", "zarr.json", ".zarray")

@@ -3,7 +3,9 @@
 import logging
 from typing import TYPE_CHECKING
 
+from forgetting_transformer.metric_names import BAD_STEP
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
+from forgetting_transformer.training.metrics import prefixed
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
@@ -31,5 +33,5 @@ class BadSteps(Callback):
         for bad in trainer.guard.take_reports():
             where = trainer.data.locate(bad.batch)
             log.warning("the update of batch %d was left out: %s; %s", bad.batch, bad, where)
-            values = {f"bad_step/{key}": value for key, value in bad.describe(where).items()}
-            trainer.report("bad_step", values, step=(bad.batch + 1) * trainer.tokens_per_step)
+            values = prefixed(BAD_STEP, bad.describe(where))
+            trainer.report(BAD_STEP, values, step=(bad.batch + 1) * trainer.tokens_per_step)

@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from forgetting_transformer.metric_names import CHECKPOINT
 from forgetting_transformer.training.callbacks.base import Callback
+from forgetting_transformer.training.metrics import prefixed
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.checkpoint import Saved
@@ -15,5 +17,5 @@ class CheckpointTimes(Callback):
     name = "checkpoint_times"
 
     def on_save(self, trainer: "TrainerInterface", saved: "Saved") -> None:
-        values = {"checkpoint/checkpoint_time": saved.copy_seconds, "checkpoint/write_time": saved.write_seconds}
-        trainer.report("checkpoint", values, step=saved.step)
+        values = {"checkpoint_time": saved.copy_seconds, "write_time": saved.write_seconds}
+        trainer.report(CHECKPOINT, prefixed(CHECKPOINT, values), step=saved.step)

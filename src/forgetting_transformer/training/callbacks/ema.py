@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forgetting_transformer import plugins
+from forgetting_transformer.metric_names import LOSS, VAL_EMA, name_of
 from forgetting_transformer.ranges import COUNT, TOKENS, Range, within
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 
@@ -42,7 +43,7 @@ class EmaConfig:
 @plugins.CALLBACKS.register("ema", config=EmaConfig, free=[plugins.ALL])
 class Ema(Callback):
     all_ranks = True
-    kinds = ("val_ema",)
+    kinds = (VAL_EMA,)
 
     def __init__(self, config: EmaConfig) -> None:
         self.config = config
@@ -80,9 +81,10 @@ class Ema(Callback):
                 self._swap(trainer)
 
     def on_evaluate(self, trainer: TrainerInterface, kind: str, values: dict[str, Any]) -> None:
-        if kind == "val_ema" and trainer.fabric.is_global_zero:
+        if kind == VAL_EMA and trainer.fabric.is_global_zero:
             tokens = f"{trainer.counters.token_count:,}"
-            log.info("held-out loss of the average %.4f nats per token after %s tokens", values["val_ema/loss"], tokens)
+            loss = values[name_of(VAL_EMA, LOSS)]
+            log.info("held-out loss of the average %.4f nats per token after %s tokens", loss, tokens)
 
     def state(self) -> dict[str, Tensor]:
         import torch

@@ -10,10 +10,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer.files import write_json
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 from forgetting_transformer.training.clock import CATEGORIES, Clock
-from forgetting_transformer.training.metrics import duration
+from forgetting_transformer.training.metrics import duration, prefixed
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
@@ -48,7 +49,7 @@ class Goodput(Callback):
             self.mark(step)
         elif kind == "log":
             self._start["stages"] = {stage: round(seconds, 3) for stage, seconds in trainer.startup.seconds.items()}
-            trainer.report("goodput", {f"goodput/{name}": value for name, value in self.write(step).items()})
+            trainer.report(names.GOODPUT, prefixed(names.GOODPUT, self.write(step)))
 
     def on_end(self, trainer: "TrainerInterface") -> None:
         log.info("%s", describe(self.write(trainer.counters.token_count)))
@@ -92,10 +93,10 @@ def shares(starts: list[dict[str, Any]]) -> dict[str, float]:
             lost += value - kept.get(category, 0.0)
     total = sum(useful.values()) + lost
     result = {category: value / max(total, 1e-9) for category, value in (useful | {"lost": lost}).items()}
-    return result | {"hours": total / 3600}
+    return result | {names.HOURS: total / 3600}
 
 
 def describe(shares_: dict[str, float]) -> str:
     """One line for the log."""
-    parts = [f"{name} {value:.1%}" for name, value in shares_.items() if name != "hours" and value >= 0.0005]
-    return f"{duration(shares_['hours'] * 3600)} of wall time: {', '.join(parts)}"
+    parts = [f"{name} {value:.1%}" for name, value in shares_.items() if name != names.HOURS and value >= 0.0005]
+    return f"{duration(shares_[names.HOURS] * 3600)} of wall time: {', '.join(parts)}"

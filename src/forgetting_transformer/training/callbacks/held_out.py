@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer.data.corpus import check_batch, model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.callbacks.base import Callback, Interval
@@ -43,7 +44,7 @@ class HeldOut(Callback):
     name = "held_out"
     all_ranks = True
     evaluates = True
-    kinds = ("val",)
+    kinds = (names.VAL,)
 
     def __init__(self, data: "Corpus", eval_set: str = "", weights: str | None = None) -> None:
         self._data, self._title = data, "held-out"
@@ -53,10 +54,10 @@ class HeldOut(Callback):
             info = data.eval_info()
             self.name, self.kinds, self._title = f"eval_sets.{eval_set}", (kind_of(eval_set),), f"held-out, {eval_set}"
             # With every line, because a later start may give the name to another set.
-            self._described = {"path": info.path, "fingerprint": info.fingerprint}
+            self._described = {"path": info.path, names.FINGERPRINT: info.fingerprint}
             self.summary = f"{info.path}, {info.total_tokens:,} tokens"
         if weights is not None:
-            self._described["weights"] = weights
+            self._described[names.WEIGHTS] = weights
 
     @torch.no_grad()
     def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
@@ -96,19 +97,16 @@ class HeldOut(Callback):
         seconds = time.perf_counter() - started
         name = self.kinds[0]
         values = {
-            "loss": mean_loss(mean_T, counts_T),
-            "val_token_count": tokens,
+            names.LOSS: mean_loss(mean_T, counts_T),
+            names.TOKENS_EVALUATED: tokens,
             "val_seq_count": sequences,
             "val_time": seconds,
             "val_tokens_per_second": tokens / seconds,
+            **{f"{names.COUNTER}{counter}": value for counter, value in vars(trainer.counters).items()},
             **self._described,
         }
-        values = {
-            **prefixed(name, values),
-            **by_length(name, mean_T, trainer.config.eval.min_val_length, counts_T),
-            **{f"{name}/train_{counter}": value for counter, value in vars(trainer.counters).items()},
-        }
-        trainer.report(name, values, {f"{name}/loss_per_token": mean_T})
+        values = prefixed(name, values) | by_length(name, mean_T, trainer.config.eval.min_val_length, counts_T)
+        trainer.report(name, values, {names.name_of(name, names.LOSS_PER_TOKEN): mean_T})
 
     @functools.cached_property
     def _least_sequences(self) -> int:

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 from forgetting_transformer.training.loss_by_position import PositionSums, by_length
+from forgetting_transformer.training.metrics import prefixed
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
@@ -20,9 +22,9 @@ class Loss(Callback):
     def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
         step = trainer.latest
         if kind == "log" and step is not None:
-            values = {f"train/{name}": count for name, count in vars(trainer.counters).items()}
-            values |= {"train/lr": step.lr, "train/loss": step.loss.item()}
-            trainer.report("train", values | {"train/global_grad_norm": step.grad_norm.item()})
+            values = {names.name_of(names.TRAIN, name): count for name, count in vars(trainer.counters).items()}
+            values |= {names.LEARNING_RATE: step.lr, names.TRAIN_LOSS: step.loss.item()}
+            trainer.report(names.TRAIN, values | {names.GRADIENT_NORM: step.grad_norm.item()})
 
 
 class LossByPosition(Callback):
@@ -45,18 +47,18 @@ class LossByPosition(Callback):
         self._sums.sequences_T += (1 - step.left_out) * step.sequences_T
 
     def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
-        if kind != "train_eval":
+        if kind != names.TRAIN_EVAL:
             return
         mean_T, counts_T = self._sums.mean_T(), self._sums.counts_T()
         sequences, tokens = int(self._sums.sequences_T[0].item()), int(self._sums.sequences_T.sum().item())
         self._sums.flat.zero_()
+        counters = {f"{names.COUNTER}{name}": value for name, value in vars(trainer.counters).items()}
         values = {
-            **by_length("train_eval", mean_T, self._shortest, counts_T),
-            "train_eval/window_seq_count": sequences,
-            "train_eval/window_token_count": tokens,
-            **{f"train_eval/train_{name}": value for name, value in vars(trainer.counters).items()},
+            **by_length(names.TRAIN_EVAL, mean_T, self._shortest, counts_T),
+            **prefixed(names.TRAIN_EVAL, {"window_seq_count": sequences, "window_token_count": tokens, **counters}),
         }
-        trainer.report("train_eval", values, {"train_eval/loss_per_token": mean_T})
+        arrays = {names.name_of(names.TRAIN_EVAL, names.LOSS_PER_TOKEN): mean_T}
+        trainer.report(names.TRAIN_EVAL, values, arrays)
 
     def state(self) -> dict[str, Tensor]:
         return {"loss_T": self._sums.loss_T, "sequences": self._sums.sequences_T}

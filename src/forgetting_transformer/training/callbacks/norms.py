@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 from forgetting_transformer.training.shards import is_counted, local
 
@@ -22,7 +23,7 @@ class Norms(Callback):
 
     def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
         if kind == "log":
-            trainer.report("norm", parameter_norms(trainer.model.module))
+            trainer.report(names.NORM, parameter_norms(trainer.model.module))
 
 
 @torch.no_grad()
@@ -34,8 +35,10 @@ def parameter_norms(model: nn.Module) -> dict[str, float]:
     """
     named = list(model.named_parameters())
     sharded = any(isinstance(p, DTensor) for _, p in named)
-    tensors: dict[str, torch.Tensor] = {f"pnorm/{name}": p for name, p in named}
-    tensors |= {f"gnorm/{name}": p.grad for name, p in named if p.grad is not None}
+    tensors: dict[str, torch.Tensor] = {names.name_of(names.PARAMETER_NORM, name): p for name, p in named}
+    tensors |= {
+        names.name_of(names.GRADIENT_NORM_OF_PARAMETER, name): p.grad for name, p in named if p.grad is not None
+    }
     squares = torch.stack([torch.linalg.vector_norm(local(t)) for t in tensors.values()]).double() ** 2
     if sharded:
         squares *= torch.tensor([is_counted(t) for t in tensors.values()], device=squares.device)

@@ -3,12 +3,12 @@
 import logging
 from typing import TYPE_CHECKING, Any
 
+from forgetting_transformer.metric_names import LOSS, VAL, VAL_SET, name_of
 from forgetting_transformer.progress import bar
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 from forgetting_transformer.training.callbacks.throughput import Throughput
 from forgetting_transformer.training.logs import ON_THE_BAR
 from forgetting_transformer.training.metrics import duration
-from forgetting_transformer.training.run_directory import VAL_SET
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
@@ -50,12 +50,14 @@ class Progress(Callback):
         tokens = f"{trainer.counters.token_count:,}"
         if kind.startswith(VAL_SET) and kind.removeprefix(VAL_SET) in trainer.eval_sets:
             name = kind.removeprefix(VAL_SET)
-            log.info("held-out loss of %s %.4f nats per token after %s tokens", name, values[f"{kind}/loss"], tokens)
-        if kind != "val":
+            log.info(
+                "held-out loss of %s %.4f nats per token after %s tokens", name, values[name_of(kind, LOSS)], tokens
+            )
+        if kind != VAL:
             return
         unigram = trainer.data_info.unigram_entropy_nats
         known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram else ""
-        log.info("held-out loss %.4f nats per token%s after %s tokens", values["val/loss"], known, tokens)
+        log.info("held-out loss %.4f nats per token%s after %s tokens", values[name_of(VAL, LOSS)], known, tokens)
 
     def on_end(self, trainer: "TrainerInterface") -> None:
         self.close()

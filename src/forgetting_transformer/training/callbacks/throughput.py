@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ class Throughput(Callback):
 
     def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
         if kind == "log" and (rates := self.metrics(trainer.counters.as_floats())):
-            self.tokens_per_second = rates["throughput/token_count_per_second_total_recent"]
-            rates["throughput/peak_memory_bytes"] = peak_memory_bytes(trainer.fabric.device)
-            trainer.report("throughput", rates)
+            self.tokens_per_second = rates[names.per_second("token_count", "total", "recent")]
+            rates[names.PEAK_MEMORY] = peak_memory_bytes(trainer.fabric.device)
+            trainer.report(names.THROUGHPUT, rates)
 
     def step(self, counters: dict[str, float]) -> None:
         """Takes the counters after a step: KEYS, total_time and update_time (seconds)."""
@@ -64,7 +65,7 @@ class Throughput(Callback):
             counters: as they are now, after waiting for the device, in place of what that step left.
         """
         self._steps[-1] = counters
-        metrics = {f"throughput/{name}": value for name, value in counters.items()}
+        metrics = {names.name_of(names.THROUGHPUT, name): value for name, value in counters.items()}
         if len(self._steps) < 2:
             return {}
         first = self._steps[0]
@@ -72,13 +73,13 @@ class Throughput(Callback):
         for clock in ("total_time", "update_time"):
             name = clock.removesuffix("_time")
             for key in self.KEYS:
-                metrics[f"throughput/{key}_per_second_{name}_recent"] = _rate(key, clock, first, counters)
-                metrics[f"throughput/{key}_per_second_{name}_cum"] = _rate(key, clock, beginning, counters)
+                metrics[names.per_second(key, name, "recent")] = _rate(key, clock, first, counters)
+                metrics[names.per_second(key, name, "cum")] = _rate(key, clock, beginning, counters)
             if self._peak_flops is not None:
                 recent = _rate("flop_count", clock, first, counters)
-                metrics[f"throughput/mfu_{name}_recent"] = recent / self._peak_flops
+                metrics[names.mfu(name, "recent")] = recent / self._peak_flops
                 since_start = _rate("flop_count", clock, self._start, counters)
-                metrics[f"throughput/mfu_{name}_cum"] = since_start / self._peak_flops
+                metrics[names.mfu(name, "cum")] = since_start / self._peak_flops
         return metrics
 
 
