@@ -5,12 +5,14 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 from inspect import signature
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.plugins import Plugins
 
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.sweep import SweepError, jobs, runner
@@ -37,11 +39,11 @@ def make_job(folder: Path, name: str, *overrides: str) -> jobs.Job:
 def test_each_job_has_a_folder_a_row_and_a_value_whatever_becomes_of_the_others(
     faults, train_main, tmp_path, capsys, monkeypatch
 ):
+    Plugins.instance()  # Hydra's first look at plug-ins makes the launcher's class anew
     returned = []
-    launch = launchers.FabricLauncher.launch
-    monkeypatch.setattr(
-        launchers.FabricLauncher, "launch", lambda *all, **named: returned.extend(launch(*all, **named)) or returned
-    )
+    launcher = sys.modules[launchers.__name__].FabricLauncher
+    launch = launcher.launch
+    monkeypatch.setattr(launcher, "launch", lambda *all, **named: returned.extend(launch(*all, **named)) or returned)
     faults |= {"fail": "seed=1", "diverge": "seed=2", "preempt": "seed=3", "die": "seed=4"}
     command = ("-m", *DEMO, "output_dir=out", "seed=0,1,2,3,4")
     assert train_main(*command) == 1

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from forgetting_transformer.training.callbacks.base import Callback, Interval
-from forgetting_transformer.training.shards import is_counted, local
+from forgetting_transformer.training.faults.shards import is_counted, local
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
