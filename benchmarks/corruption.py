@@ -56,7 +56,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from forgetting_transformer.training import setup
-    from forgetting_transformer.training.corruption import digests, weights_and_moments
+    from forgetting_transformer.training.faults.corruption import digests, weights_and_moments
     from forgetting_transformer.training.parameter_groups import undecayed_parameters
 
     device = torch.device(args.device)

@@ -76,7 +76,7 @@ class Runs:
             Failure: it ended before the signal.
         """
         # Imported here: it imports PyTorch, for which --help need not wait.
-        from forgetting_transformer.training.peers import is_gone
+        from forgetting_transformer.training.faults.peers import is_gone
 
         if time.monotonic() > self.deadline:
             raise TimeOver

@@ -286,7 +286,7 @@ def measure(
     import torch
 
     from forgetting_transformer.training import hardware
-    from forgetting_transformer.training.corruption import digests_of_whole
+    from forgetting_transformer.training.faults.corruption import digests_of_whole
 
     has_graphs = case["case"].endswith("_graphs")
     if device.type == "cuda":
@@ -430,8 +430,8 @@ def resumes(
     """Whether two further steps of a new model, with the weights and moments of this one, are bitwise this one's."""
     import torch
 
-    from forgetting_transformer.training.corruption import digests_of_whole
-    from forgetting_transformer.training.shards import local
+    from forgetting_transformer.training.faults.corruption import digests_of_whole
+    from forgetting_transformer.training.faults.shards import local
 
     step, model, optimizer = now
     kept = [local(parameter.detach()).clone() for parameter in model.parameters()]

@@ -4,7 +4,7 @@
     python scripts/sweep_lr.py +experiment/demo=fox_pro output_dir=output/sweep data_dir=quickstart/data
     python scripts/sweep_lr.py +experiment/longcrawl64/forgetting_transformer=pro_125m_2b fabric.devices=1 \\
         output_dir=output/sweep data_dir=data --seeds 0,1,2 --head_dims 64,128
-    python scripts/sweep_lr.py … hydra/launcher=slurm hydra.launcher.time=4:00:00 fabric.devices=4
+    python scripts/sweep_lr.py --plot both.png output/sweep_fox output/sweep_transformer
 
 The search trains at {1, 2, 5} x 10^i around the guess and extends the grid until both neighbours of the best rate are
 worse. It repeats this for every given head dimension and starts from the best rate so far. Runs are compared by their
@@ -12,8 +12,8 @@ held-out loss if the config evaluates at the end (skip_eval=false), otherwise by
 of the tokens.
 
 OVERRIDE is any override of train.py. output_dir holds a folder per run, sweep.md (the table) and sweep.png. Runs share
-the GPUs of this node and use fabric.devices each. hydra.launcher.… limits them or sends them to SLURM (docs/sweep.md).
-The same command skips finished runs and continues interrupted ones. You may add seeds or head dimensions later.
+the GPUs of this node and use fabric.devices each; hydra.launcher.… limits them (docs/sweep.md). The same command skips
+finished runs and continues interrupted ones. You may add seeds or head dimensions later.
 """
 
 import argparse
@@ -30,7 +30,10 @@ ROOT = Path(__file__).resolve().parents[1]
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "overrides", nargs="+", metavar="OVERRIDE", help="of train.py, as in key=value or +group=choice"
+        "overrides",
+        nargs="+",
+        metavar="OVERRIDE",
+        help="of train.py, as in key=value or +group=choice; with --plot the folders of searches",
     )
     parser.add_argument(
         "--guess", type=positive, metavar="RATE", help="learning rate to start from; default: the experiment's"
@@ -49,11 +52,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="head dimensions to search around, as in 64,128",
     )
     parser.add_argument(
-        "--hopeless",
-        type=positive,
-        metavar="NATS",
-        help="after a quarter of its tokens, end a run whose training loss is this far above that of another run at "
-        "the same tokens. High rates look bad until they decay, so choose a margin that no decay makes up for: 0.5",
+        "--plot", type=Path, metavar="FILE", help="search nothing; draw searches that were made into one figure"
     )
     return parser.parse_intermixed_args(argv)
 
@@ -63,10 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Only now, so that --help is quick.
     from forgetting_transformer.sweep import SweepError
     from forgetting_transformer.sweep.composition import Composer
-    from forgetting_transformer.sweep.learning_rate import LearningRateSweep, check_overrides, grid_text
+    from forgetting_transformer.sweep.learning_rate import (
+        LearningRateSweep,
+        check_overrides,
+        compare_searches,
+        grid_text,
+    )
     from forgetting_transformer.training import ConfigError
 
     try:
+        if args.plot is not None:
+            compare_searches([Path(folder) for folder in args.overrides], args.plot)
+            print(args.plot)
+            return 0
         check_overrides(args.overrides)
         composer = Composer(ROOT / "configs", args.overrides)
         base = composer.compose(composer.task_overrides)
@@ -78,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             base.optimizer.lr if args.guess is None else args.guess,
             [base.seed] if args.seeds is None else args.seeds,
             args.head_dims,
-            args.hopeless,
         )
         complete = sweep.run()
     except (SweepError, ConfigError) as error:

@@ -13,8 +13,8 @@ OVERRIDE is any override of train.py. One with a range is searched, in Hydra's s
     key=range(1, 9, 2)                 1, 3, 5 or 7
 
 output_dir holds a folder per run, optuna.jsonl (the study, for Optuna's own tools), sweep.md and sweep.png. Runs are
-compared as in sweep_lr.py, share the GPUs of this node, and go to SLURM with hydra/launcher=slurm (docs/sweep.md). The
-same command continues a search. You may increase --trials later.
+compared as in sweep_lr.py and share the GPUs of this node (docs/sweep.md). The same command continues a search. You may
+increase --trials later.
 """
 
 import argparse
@@ -33,12 +33,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="+", metavar="OVERRIDE", help="of train.py, with a value or a range")
     parser.add_argument("--trials", type=count, default=20, metavar="N", help="runs in all; default: %(default)s")
-    parser.add_argument(
-        "--prune",
-        action="store_true",
-        help="end a run that, past a quarter of its tokens, has a training loss above the median of the others' at the "
-        "same tokens. Unfair to high learning rates, which look bad until they decay",
-    )
     return parser.parse_intermixed_args(argv)
 
 
@@ -66,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             space,
             text,
             args.trials,
-            args.prune,
         )
         complete = search.run()
     except (SweepError, ConfigError) as error:

@@ -40,7 +40,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--guess", type=positive, metavar="RATE", help="where the first search starts; default: the config's"
     )
-    parser.add_argument("--hopeless", type=positive, metavar="NATS", help="as in sweep_lr.py")
     parser.add_argument("--dry_run", action="store_true", help="show the sizes, and train nothing")
     args = parser.parse_intermixed_args(argv)
     args.shrink_tokens = float(args.shrink**3) if args.shrink_tokens is None else args.shrink_tokens
@@ -71,9 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for warning in ladder.warnings(rungs):
             print(f"warning: {warning}", file=sys.stderr)
         seeds = [base.seed] if args.seeds is None else args.seeds
-        make = ladder.search_of(
-            ROOT / "train.py", composer.compose, composer.machine(), folder, seeds, args.guess, args.hopeless
-        )
+        make = ladder.search_of(ROOT / "train.py", composer.compose, composer.machine(), folder, seeds, args.guess)
         climbed = ladder.Ladder(rungs, folder, args.shrink, make)
         if args.dry_run:
             return 0

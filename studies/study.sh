@@ -122,7 +122,7 @@ done
 [ "${RUNS:-1}" != 0 ] || [ "${ABLATION_TOKENS:-}" != 0 ] || wrong "RUNS=0 and ABLATION_TOKENS=0 leave nothing to train"
 eval_jobs=${EVAL_JOBS:-4}
 corpus="$folder/data/python_code"
-mapfile -t gpus < <("$python" -c 'from forgetting_transformer.sweep.machines import visible_gpus as v; print("\n".join(v()))')
+mapfile -t gpus < <("$python" -c 'from forgetting_transformer.sweep.runner import visible_gpus as v; print("\n".join(v()))')
 [ -n "${gpus[0]:-}" ] || gpus=("")
 cores=$(nproc)
 # Of the script: that of the last stage that failed.

@@ -756,19 +756,19 @@ LIST = r"""
 
 == Step guard
 
-= guard.in_a_row training/step_guard.py
+= guard.in_a_row training/faults/step_guard.py
 - self._in_a_row = (self._in_a_row + 1) * bad
 + self._in_a_row = self._in_a_row + bad
 # Bad steps far apart count as in a row.
-= guard.window training/step_guard.py
+= guard.window training/faults/step_guard.py
 - kept = torch.where(torch.isfinite(norm), norm, self._norms[-1])
 + kept = norm
 # One norm that is not finite switches the spike rule off for a while.
-= guard.loss training/step_guard.py
+= guard.loss training/faults/step_guard.py
 - good = torch.isfinite(grad_norm) & torch.isfinite(loss_B).all()
 + good = torch.isfinite(grad_norm)
 # A loss that is not finite passes.
-= guard.resume training/step_guard.py
+= guard.resume training/faults/step_guard.py
 - self._skipped = state["guard_skipped"].to(self._device)
 + pass
 # A run that continues forgets how many updates it has left out.

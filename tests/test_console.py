@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from forgetting_transformer import console, elastic, hydra_errors, train
-from forgetting_transformer.training.status import write_status
+from forgetting_transformer.training.faults.status import write_status
 from tests.processes import free_port, run_command
 from tests.waiting import HANG
 

@@ -1,7 +1,4 @@
-"""Hydra plugins: launchers for `python train.py -m …`, a process for every job, and how configs are found and read.
-
-    hydra/launcher=fabric   (the default) on this machine
-    hydra/launcher=slurm    as SLURM jobs
+"""Hydra plugins: the launcher of `python train.py -m …`, and how configs are found and read.
 
 Hydra finds plugins by importing what lies in the namespace package `hydra_plugins`, wherever on sys.path a part of it
 is, and accepts no class from elsewhere. It does so in every process that uses Hydra, every rank of every run among
@@ -13,7 +10,7 @@ import os
 import sys
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,29 +33,12 @@ from forgetting_transformer import files, plugins
 
 @dataclass
 class FabricLauncherConfig:
-    """The arguments of sweep.machines.LocalMachine, which documents them."""
+    """The arguments of sweep.runner.Machine, which documents them."""
 
     _target_: str = "hydra_plugins.forgetting_transformer_launchers.FabricLauncher"
     gpus: list[str] | None = None
     jobs_at_once: int | None = None
     jobs_per_gpu: int = 1
-
-
-@dataclass
-class SlurmLauncherConfig:
-    """The arguments of sweep.machines.Slurm, which documents them."""
-
-    _target_: str = "hydra_plugins.forgetting_transformer_launchers.SlurmLauncher"
-    nodes: int = 1
-    partition: str | None = None
-    account: str | None = None
-    time: str | None = None
-    mem: str | None = None
-    cpus_per_task: int | None = None
-    sbatch: list[str] = field(default_factory=list)
-    setup: list[str] = field(default_factory=list)
-    wait: bool = True
-    jobs_at_once: int | None = None
 
 
 class ConfigsOfPlugins(SearchPathPlugin):
@@ -95,20 +75,17 @@ class FileConfigSource(file_config_source.FileConfigSource):
 # Its registry keeps the first class of a scheme, which is Hydra's.
 SourcesRegistry.instance().types["file"] = FileConfigSource
 ConfigStore.instance().store("fabric", FabricLauncherConfig, group="hydra/launcher")
-ConfigStore.instance().store("slurm", SlurmLauncherConfig, group="hydra/launcher")
 
 
 class FabricLauncher(Launcher):
-    """Runs the jobs of a sweep on this machine.
+    """Runs the jobs of a sweep on this machine, each in processes of its own.
 
     A job's output_dir is `output_dir/<what is swept>`, such as `output/sweep/optimizer.lr=0.001,seed=0`. An output_dir
     that differs for every job, because it is swept or because of a `${…}` in it, is taken as it is.
     """
 
-    machine = "LocalMachine"
-
     def __init__(self, **settings: Any) -> None:
-        self.settings = {
+        self.settings: dict[str, Any] = {
             name: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
             for name, value in settings.items()
         }
@@ -133,7 +110,7 @@ class FabricLauncher(Launcher):
                 "-m under `fabric run` is not possible; start `python train.py -m …`, "
                 "which starts a `fabric run` per job"
             )
-        from forgetting_transformer.sweep import SweepError, machines, runner
+        from forgetting_transformer.sweep import SweepError, runner
         from forgetting_transformer.sweep.jobs import State
         from forgetting_transformer.training import ConfigError
 
@@ -141,8 +118,7 @@ class FabricLauncher(Launcher):
         folder = Path(self.config.hydra.sweep.dir).absolute()
         try:
             jobs = self._jobs(job_overrides)
-            machine = getattr(machines, self.machine)(**self.settings)
-            results = runner.run_jobs(jobs, machine, folder)
+            results = runner.run_jobs(jobs, runner.Machine(**self.settings), folder)
         except (SweepError, ConfigError) as error:
             raise CompactHydraException(f"{type(error).__name__}: {error}") from error
         table = runner.summary(results)
@@ -150,7 +126,7 @@ class FabricLauncher(Launcher):
         print(f"\n{table}\n", flush=True)
         if any(result.state == State.INTERRUPTED for result in results):
             raise SystemExit("stopped; the same command continues the jobs from their last checkpoints")
-        bad = [result for result in results if result.state not in (State.FINISHED, State.SUBMITTED)]
+        bad = [result for result in results if result.state != State.FINISHED]
         failure = CompactHydraException(
             f"{len(bad)} of {len(results)} jobs did not finish: {', '.join(result.job.name for result in bad)}. "
             "The same command runs these again from their last checkpoints"
@@ -202,9 +178,3 @@ class FabricLauncher(Launcher):
         written = typing.cast(list[str], OmegaConf.to_container(self.config.hydra.overrides.task))
         parsed = parser.parse_overrides(written)
         return {f"{o.get_key_element()}={o.get_value_element_as_str()}" for o in parsed if not o.is_sweep_override()}
-
-
-class SlurmLauncher(FabricLauncher):
-    """Runs the jobs of a sweep on a SLURM cluster, from its login node."""
-
-    machine = "Slurm"

@@ -312,14 +312,13 @@ def search_of(
     folder: Path,
     seeds: Sequence[int],
     guess: float | None,
-    hopeless: float | None,
 ) -> Callable[[Rung, float | None], LearningRateSweep]:
     """What makes the searches of a `Ladder`."""
 
     def make(one: Rung, before: float | None) -> LearningRateSweep:
         overrides = [*one.overrides, f"output_dir={quote(str(folder / one.name))}"]
         start = before or guess or one.config.optimizer.lr
-        return LearningRateSweep(script, overrides, compose, machine, start, seeds, hopeless=hopeless)
+        return LearningRateSweep(script, overrides, compose, machine, start, seeds)
 
     return make
 

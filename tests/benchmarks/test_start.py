@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from forgetting_transformer.training.failures import out_of_memory
+from forgetting_transformer.training.faults.failures import out_of_memory
 from tests.benchmarks.conftest import load
 
 pytestmark = pytest.mark.slow

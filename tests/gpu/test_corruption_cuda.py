@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forgetting_transformer.training.checkpoint import newest_valid
-from forgetting_transformer.training.corruption import digests
+from forgetting_transformer.training.faults.corruption import digests
 from tests.gpu.test_reliability_cuda import on_gpus, run  # noqa: F401 (a fixture)
 from tests.training.conftest import STEP, Job, changed
 from tests.training.test_corruption import FLIP, IN_THE_COPY, MOMENT, WEIGHT

@@ -14,8 +14,9 @@ from types import ModuleType
 import pytest
 from omegaconf import OmegaConf
 
-from forgetting_transformer.sweep import machines, runner
+from forgetting_transformer.sweep import runner
 from forgetting_transformer.sweep.composition import Composer
+from forgetting_transformer.sweep.jobs import Job
 from forgetting_transformer.training import Config, parse
 from tests.training.conftest import corpus  # noqa: F401 (a fixture)
 
@@ -40,10 +41,10 @@ def faults(monkeypatch: pytest.MonkeyPatch, shared_folder: Path) -> dict[str, st
     compose = Composer.compose
     monkeypatch.setattr(Composer, "compose", compose_once)
 
-    def command(job, devices, extra=(), alone=False):
+    def command(job, devices):
         return [sys.executable, str(FAKE), json.dumps(dataclasses.asdict(job.config)), json.dumps(kinds)]
 
-    monkeypatch.setattr(machines, "training_command", command)
+    monkeypatch.setattr(Job, "command", command)
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.05)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -3,9 +3,8 @@
     python fake_train.py CONFIG_JSON FAULTS_JSON
 
 The loss is a parabola of log(lr) around 2e-3, plus 0.05 for every head above two and, in thousandths, what the seed
-decides. FAULTS_JSON maps "fail", "device" (its GPU fails in the first start), "device_always", "diverge", "preempt",
-"die" (at the very end), "bad" or "hang" to a part of the output_dir that is hit, "noise" to a factor, "width_exponent"
-to how the best rate moves with the width.
+decides. FAULTS_JSON maps "fail", "diverge", "preempt", "die" (at the very end) or "hang" to a part of the output_dir
+that is hit, "noise" to a factor, "width_exponent" to how the best rate moves with the width.
 """
 
 import json
@@ -56,22 +55,14 @@ def main() -> None:
     done = len(log.read_text().splitlines()) if log.exists() else 0
     max_tokens = config["train"]["max_tokens"]
     for step in range(done + 1, STEPS + 1):
-        loss = final_loss + 4 * (1 - step / STEPS) + ("bad" in hit)
+        loss = final_loss + 4 * (1 - step / STEPS)
         append(log, **{"step": max_tokens * step // STEPS, "train/loss": loss})
         if "diverge" in hit:
             write_status(output_dir, "failed", "10 updates in a row were left out, because a loss was not finite")
             sys.exit(1)
-        starts = len((output_dir / "starts.txt").read_text().splitlines())
-        if step >= STEPS // 2 and ("device_always" in hit or ("device" in hit and starts == 1)):
-            of = "" if "device" in hit else "TrainingError: rank 1 has failed: "
-            write_status(output_dir, "failed", f"{of}DeviceError: cuda:0 of here failed in start {starts}: ECC error")
-            sys.exit(1)
         if "preempt" in hit and step >= STEPS // 2:
             write_status(output_dir, "preempted", "SIGTERM")
             sys.exit(1)  # what a launcher makes of train.py's 75
-        if "bad" in hit:
-            # Long enough to be looked at, and at its end until it is ended.
-            time.sleep(0.3 if step < STEPS - 1 else 600)
         if "hang" in hit and step >= STEPS // 2:
             time.sleep(3600)
     append(lines / "val.jsonl", **{"step": max_tokens, "val/loss": final_loss})

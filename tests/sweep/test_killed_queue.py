@@ -16,14 +16,12 @@ SWEEP = """
 import dataclasses, json, sys
 from pathlib import Path
 from hydra import compose, initialize_config_dir
-from forgetting_transformer.sweep import machines, runner
+from forgetting_transformer.sweep import runner
 from forgetting_transformer.sweep.jobs import Job
 from forgetting_transformer.training import parse
 
 folder, configs, fake, faults, *names = sys.argv[1:]
-machines.training_command = lambda job, *_, **__: [
-    sys.executable, fake, json.dumps(dataclasses.asdict(job.config)), faults
-]
+Job.command = lambda job, devices: [sys.executable, fake, json.dumps(dataclasses.asdict(job.config)), faults]
 jobs = []
 with initialize_config_dir(configs, version_base="1.3"):
     for name in names:
@@ -31,7 +29,7 @@ with initialize_config_dir(configs, version_base="1.3"):
         config = parse(compose("config", overrides=[*overrides, "output_dir=out"]))
         config.output_dir = f"{folder}/{name}"
         jobs.append(Job(name, Path("train.py"), overrides, config))
-results = runner.run_jobs(jobs, machines.LocalMachine(gpus=[], jobs_at_once=2), Path(folder) / "logs")
+results = runner.run_jobs(jobs, runner.Machine(gpus=[], jobs_at_once=2), Path(folder) / "logs")
 print(json.dumps({result.job.name: str(result.state) for result in results}))
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forgetting_transformer.training.step_guard import WINDOW, StepGuard
+from forgetting_transformer.training.faults.step_guard import WINDOW, StepGuard
 from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused
 from tests.training.test_resume import lines, losses
 from tests.training.test_stopping import SIGNAL_IN_STEP_SIX
@@ -137,7 +137,7 @@ def test_a_run_that_skipped_steps_resumes_bitwise(tiny, tmp_path):
 
     The step after the resume is a spike, as those know that were counted before it.
     """
-    patch = "from forgetting_transformer.training import step_guard; step_guard.WINDOW = 4\n"
+    patch = "from forgetting_transformer.training.faults import step_guard; step_guard.WINDOW = 4\n"
     patch += POISON.format(values={2: "nan", 4: "nan", 5: "nan", 6: "1e6"}, rank=0)
     tiny = single(changed(tiny, train__spike_factor=100.0, train__max_tokens=9 * STEP, skip_eval=True))
     straight = changed(tiny, output_dir=str(tmp_path / "straight"))

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from forgetting_transformer.training import corruption
 from forgetting_transformer.training.checkpoint import CheckpointError, newest_valid
-from forgetting_transformer.training.corruption import digests, judge
 from forgetting_transformer.training.export import build_from_checkpoint
+from forgetting_transformer.training.faults import corruption
+from forgetting_transformer.training.faults.corruption import digests, judge
 from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused, train
 from tests.training.test_resume import losses
 

@@ -23,7 +23,7 @@ from tests.training.test_checkpoint import save
 #: does.
 NO_ROOM = """
 import resource
-from forgetting_transformer.training import failures
+from forgetting_transformer.training.faults import failures
 original = failures.train
 def train(config):
     resource.setrlimit(resource.RLIMIT_FSIZE, ({bytes}, resource.RLIM_INFINITY))

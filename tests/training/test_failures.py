@@ -16,10 +16,10 @@ import torch
 from omegaconf import OmegaConf
 
 from forgetting_transformer import training
-from forgetting_transformer.training import failures
 from forgetting_transformer.training.callbacks import wandb
+from forgetting_transformer.training.faults import failures
+from forgetting_transformer.training.faults.peers import is_gone
 from forgetting_transformer.training.metrics import MetricsLog
-from forgetting_transformer.training.peers import is_gone
 from forgetting_transformer.training.run_directory import RunDirectory
 from tests.processes import Command, free_port, run_command, shell_environment
 from tests.training.conftest import STEP, Job, changed, refused, train

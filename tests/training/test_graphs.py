@@ -13,7 +13,7 @@ from torch import nn
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.training import ConfigError, parse
 from forgetting_transformer.training.config import check
-from forgetting_transformer.training.failures import out_of_memory
+from forgetting_transformer.training.faults.failures import out_of_memory
 from forgetting_transformer.training.graphs import Graphs, check_device, choose, flops_in_a_block
 from tests.tiny import STEP, VOCAB
 from tests.training.conftest import Job, changed, checkpoint_tensors, refused

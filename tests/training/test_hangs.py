@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from forgetting_transformer.data import worker
-from forgetting_transformer.training import checkpoint, peers, sentinel
+from forgetting_transformer.training import checkpoint
 from forgetting_transformer.training.checkpoint import Checkpointer
+from forgetting_transformer.training.faults import peers, sentinel
 from forgetting_transformer.training.logs import TerminalHandler
 from tests.training.conftest import STEP, Job, changed, train
 from tests.training.test_checkpoint import trained
@@ -34,7 +35,8 @@ pytestmark = pytest.mark.slow
 HUNG_WRITER = """
 import os, signal, threading, time
 import torch.distributed.checkpoint.filesystem as filesystem
-from forgetting_transformer.training import checkpoint, sentinel, trainer
+from forgetting_transformer.training import checkpoint, trainer
+from forgetting_transformer.training.faults import sentinel
 save, write_item, wait = checkpoint.Checkpointer._write, filesystem._write_item, checkpoint.Checkpointer._wait
 step, hangs = None, threading.Event()
 def write(self, step_, *arguments):
@@ -178,7 +180,8 @@ def test_a_slow_writer_is_not_a_hung_one(tmp_path, monkeypatch):
 def test_a_rank_that_hangs_before_the_end_of_its_first_step_is_named(tiny):
     patch = """
 import time
-from forgetting_transformer.training import sentinel, trainer
+from forgetting_transformer.training import trainer
+from forgetting_transformer.training.faults import sentinel
 original = trainer.Trainer.step
 def lost_in_thought():
     time.sleep(36000)
@@ -202,7 +205,8 @@ def test_a_rank_that_is_stopped_is_named_though_it_can_say_nothing(tiny):
     """By SIGSTOP or a debugger: its sentinel stands still with it."""
     patch = """
 import os, signal, time
-from forgetting_transformer.training import peers, trainer
+from forgetting_transformer.training import trainer
+from forgetting_transformer.training.faults import peers
 original = trainer.Trainer.step
 def step(self, batch):
     if self.counters.batch_count == 5:
@@ -259,7 +263,8 @@ def test_of_ranks_that_end_only_those_are_blamed_that_do_not_wait_for_another(mo
 def test_a_start_that_hangs_ends_with_its_stage_in_the_status(tiny):
     patch = """
 import time
-from forgetting_transformer.training import sentinel, setup
+from forgetting_transformer.training import setup
+from forgetting_transformer.training.faults import sentinel
 def build_model(config, data, **options):
     sentinel.START_SECONDS = 1
     time.sleep(36000)
@@ -275,7 +280,7 @@ setup.build_model = build_model
 def test_a_callback_that_hangs_in_the_start_is_named(tiny):
     patch = """
 import time
-from forgetting_transformer.training import sentinel
+from forgetting_transformer.training.faults import sentinel
 from forgetting_transformer.training.callbacks import goodput
 def on_start(self, trainer):
     sentinel.START_SECONDS = 1
@@ -290,7 +295,7 @@ goodput.Goodput.on_start = on_start
 SILENT_READER = """
 import os, signal, time
 from forgetting_transformer.data import longcrawl64
-from forgetting_transformer.training import sentinel
+from forgetting_transformer.training.faults import sentinel
 original = longcrawl64.TrainBatches.__getitem__
 def read(self, batch):
     if batch == {batch}:
@@ -409,7 +414,8 @@ def test_what_hangs_after_the_end_of_a_run_does_not_keep_its_process_and_changes
     """wandb, say, that waits for a server."""
     patch = f"""
 import os, signal, time
-from forgetting_transformer.training import metrics, sentinel, trainer
+from forgetting_transformer.training import metrics, trainer
+from forgetting_transformer.training.faults import sentinel
 def never(self):
     time.sleep(36000)
 metrics.MetricsLog.close = never
@@ -427,7 +433,8 @@ trainer.Trainer.close = closing
 def test_a_step_that_hangs_after_a_signal_ends_as_preempted(tiny):
     patch = """
 import os, signal, time
-from forgetting_transformer.training import sentinel, trainer
+from forgetting_transformer.training import trainer
+from forgetting_transformer.training.faults import sentinel
 sentinel.STEP_PATIENCE_SECONDS = 0.5
 original = trainer.Trainer.step
 def lost_in_thought():

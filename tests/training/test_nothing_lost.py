@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from forgetting_transformer.training import status
 from forgetting_transformer.training.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -14,6 +13,7 @@ from forgetting_transformer.training.checkpoint import (
     newest_valid,
     remove,
 )
+from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.run_directory import RunDirectory
 from tests.training.conftest import STEP, Job, changed, refused, train
 from tests.training.test_checkpoint import assert_holds, save, trained

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from forgetting_transformer.training import ConfigError, parse, status
+from forgetting_transformer.training import ConfigError, parse
 from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.run_directory import OWN_NAMES, RunDirectory, RunDirectoryError
 from tests.data.mirror import serve
 from tests.training.conftest import STEP, changed, refused, train

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forgetting_transformer.training import status
+from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.run_directory import RunDirectory
 from tests.processes import run_command
 from tests.training.conftest import STEP, Job, changed, refused, train

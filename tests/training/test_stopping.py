@@ -90,7 +90,8 @@ trainer.Trainer.evaluate = evaluate
 def test_a_second_signal_leaves_at_once_and_what_is_saved_stays(tiny, tmp_path):
     patch = """
 import os, signal, time
-from forgetting_transformer.training import sentinel, trainer
+from forgetting_transformer.training import trainer
+from forgetting_transformer.training.faults import sentinel
 sentinel.AT_ONCE_SECONDS = 600  # for the status, also on a slow disk
 original = trainer.Trainer.step
 def step(self, batch):
@@ -153,7 +154,8 @@ def test_an_error_is_how_the_run_ended_although_its_time_is_over_before_that_is_
     """As on a slow disk, when the rank that hangs ends in the moment in which this one has waited long enough."""
     patch = """
 import threading, time
-from forgetting_transformer.training import sentinel, status, trainer
+from forgetting_transformer.training import trainer
+from forgetting_transformer.training.faults import sentinel, status
 leaving = threading.Event()
 leave, write, original = sentinel.Sentinel._leave, status.write_status, trainer.Trainer.step
 def leave_and_say(self, *arguments):
@@ -219,7 +221,8 @@ def test_a_rank_inside_of_a_call_that_never_returns_notices_that_another_was_kil
     """As in a CUDA call that waits for NCCL. A launcher asks the remaining ranks to stop, and kills them 30 s later."""
     patch = """
 import os, signal, time
-from forgetting_transformer.training import sentinel, trainer
+from forgetting_transformer.training import trainer
+from forgetting_transformer.training.faults import sentinel
 sentinel.PEER_PATIENCE_SECONDS = 0.5
 original = trainer.Trainer.step
 def step(self, batch):

@@ -1,11 +1,13 @@
-"""Many runs as one experiment: start them, search a learning rate with them. docs/sweep.md shows how.
+"""Many runs as one experiment: start them, search with them. docs/sweep.md shows how.
 
-jobs.py       a job is one run of train.py with its overrides, in separate processes
-machines.py   where jobs run: the GPUs of this node, or SLURM
-runner.py     runs a list of jobs, reports each, survives the failure of any
-study.py      searches and runs of several models in one queue
+jobs.py           a job is one run of train.py with its overrides, in processes of its own
+runner.py         shares the GPUs of this machine among jobs, reports each, survives the failure of any
+learning_rate.py  the paper's search
+free_search.py    Optuna's search over any keys
+state.py          what all runs of a search have in common
+composition.py    overrides of the command line in, configs and ranges out
 
-What came of them is read and shown by analysis/.
+What came of runs is read and shown by analysis/.
 """
 
 

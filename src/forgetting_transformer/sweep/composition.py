@@ -1,4 +1,4 @@
-"""What the sweep scripts share as entry points: Hydra overrides in, configs and a machine out."""
+"""Overrides of the command line in, configs, a machine and ranges out."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,11 +7,10 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hydra.utils import get_class
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from forgetting_transformer import hydra_errors, official_names, plugins
-from forgetting_transformer.sweep import SweepError, machines
+from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.runner import Machine
 from forgetting_transformer.training import Config, parse
 
@@ -21,7 +20,7 @@ class Composer:
 
     Args:
         config_dir: the repository's `configs`.
-        overrides: of the command line. Those of hydra itself (hydra/launcher=…, hydra.launcher.…=…) say where jobs run.
+        overrides: of the command line. Those of hydra itself (hydra.launcher.…=…) say how jobs share the machine.
 
     Raises:
         SweepError: a plug-in that they name cannot be loaded.
@@ -42,36 +41,31 @@ class Composer:
             SweepError: Hydra cannot compose these overrides; in one line.
             ConfigError: they compose to something that train.py refuses.
         """
-        try:
-            with initialize_config_dir(str(self._config_dir), version_base="1.3"):
-                composed = compose("config", overrides=official_names.admit(overrides))
-                if problem := hydra_errors.unknown_group((str(key) for key in composed), self._config_dir):
-                    raise SweepError(problem)
-                return parse(composed, overrides)
-        except HydraException as error:
-            raise self._one_line(error) from error
-
-    def _one_line(self, error: HydraException) -> SweepError:
-        return SweepError(hydra_errors.explain(error, self._config_dir).removeprefix("ConfigError: "))
+        composed = self._compose(overrides)
+        if problem := hydra_errors.unknown_group((str(key) for key in composed), self._config_dir):
+            raise SweepError(problem)
+        return parse(composed, overrides)
 
     def machine(self) -> Machine:
-        """Where `hydra/launcher` sends the jobs.
+        """This machine, with the settings of `hydra.launcher`.
 
         Raises:
-            SweepError: it names another launcher, one with unknown settings, or one that does not wait for its jobs.
+            SweepError: `hydra/launcher` is another one than fabric, or a setting is unknown.
         """
+        composed = self._compose(self._all, return_hydra_config=True)
+        if (chosen := composed.hydra.runtime.choices["hydra/launcher"]) != "fabric":
+            raise SweepError(f"hydra/launcher={chosen}: the runs of a search share this machine; leave it out")
+        settings: Any = OmegaConf.to_container(composed.hydra.launcher)
+        del settings["_target_"]
+        return Machine(**settings)
+
+    def _compose(self, overrides: Sequence[str], **options: bool) -> DictConfig:
         try:
             with initialize_config_dir(str(self._config_dir), version_base="1.3"):
-                composed = compose("config", overrides=official_names.admit(self._all), return_hydra_config=True)
+                return compose("config", overrides=official_names.admit(overrides), **options)
         except HydraException as error:
-            raise self._one_line(error) from error
-        settings: Any = OmegaConf.to_container(composed.hydra.launcher)
-        name = getattr(get_class(settings.pop("_target_")), "machine", None)
-        if name is None:
-            raise SweepError(f"hydra/launcher={composed.hydra.runtime.choices['hydra/launcher']}: use fabric or slurm")
-        if not settings.get("wait", True):
-            raise SweepError("hydra.launcher.wait=false: a search needs the results of its jobs; leave it at true")
-        return getattr(machines, name)(**settings)
+            message = hydra_errors.explain(error, self._config_dir).removeprefix("ConfigError: ")
+            raise SweepError(message) from error
 
 
 def search_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, str]]:

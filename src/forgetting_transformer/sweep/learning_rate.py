@@ -2,6 +2,7 @@
 best rate has a worse one on either side, then do the same for every head dimension asked for.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -12,18 +13,16 @@ from hydra.errors import HydraException
 
 from forgetting_transformer.analysis import statistics
 from forgetting_transformer.analysis.plots.sweeps import budget, loss_against_learning_rate
-from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
+from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run, run_names
 from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.sweep import SweepError, runner
 from forgetting_transformer.sweep.jobs import Job, State
-from forgetting_transformer.sweep.state import SweepState
+from forgetting_transformer.sweep.state import open_folder
 from forgetting_transformer.training import Config
 
 #: Grid points from the guess at which the search gives up: a factor of 10,000.
 FARTHEST = 12
-#: Part of the budget before which no run is called hopeless: early losses order learning rates wrongly.
-HOPELESS_FROM = 0.25
 
 _MANTISSAS = (1, 2, 5)
 
@@ -60,21 +59,11 @@ def check_overrides(overrides: Sequence[str]) -> None:
             (override,) = OverridesParser.create().parse_overrides([written])
         except HydraException:
             continue  # said where the config is composed
-        if not override.is_sweep_override():
-            continue
-        if override.key_or_group == "optimizer.lr":
-            said = (
-                "the search chooses the rates itself; give the one to start from with --guess, or train at each of "
-                "these with train.py -m"
+        if override.is_sweep_override():
+            raise SweepError(
+                f"{written}: the search chooses learning rates itself, and all else is the same in its runs. Start "
+                "elsewhere with --guess, add seeds with --seeds, or make a run of each value with train.py -m"
             )
-        elif override.key_or_group == "seed":
-            said = "several seeds are given with --seeds"
-        else:
-            said = (
-                "these are several values, and all runs of a search have the same; choose one, or make a run of each "
-                "with train.py -m"
-            )
-        raise SweepError(f"{written}: {said}")
 
 
 def run_name(head_dim: int | None, index: int, seed: int) -> str:
@@ -94,7 +83,7 @@ class GridSearch:
 
     start: int
     seeds: Sequence[int]
-    #: (grid index, seed) -> loss; infinite for a run that diverged or was hopeless.
+    #: (grid index, seed) -> loss; infinite for a run that diverged.
     losses: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def at(self, index: int) -> list[float]:
@@ -156,12 +145,10 @@ class LearningRateSweep:
         script: train.py.
         overrides: what all runs have in common, as Hydra overrides.
         compose: overrides -> Config.
-        machine: where `run` makes the runs (sweep/machines.py); None for who only uses `rounds`.
+        machine: where `run` makes the runs; None for who only uses `rounds`.
         guess: learning rate to start from.
         seeds: at least one.
         head_dims: head dimensions to search around, one after another; () leaves the model as it is.
-        hopeless: end a run whose training loss is this many nats above that of another run at the same tokens;
-            None lets all runs end.
     """
 
     def __init__(
@@ -173,21 +160,17 @@ class LearningRateSweep:
         guess: float,
         seeds: Sequence[int],
         head_dims: Sequence[int] = (),
-        hopeless: float | None = None,
     ) -> None:
         self.script, self.overrides, self.compose, self.machine = script, tuple(overrides), compose, machine
         self.base = compose(overrides)
-        self.start, self.seeds, self.hopeless_margin = nearest_grid_index(guess), tuple(seeds), hopeless
+        self.start, self.seeds = nearest_grid_index(guess), tuple(seeds)
         self.folder = Path(self.base.output_dir).expanduser().absolute()
         #: Whether runs are judged by held-out loss; otherwise by training loss over the last tokens.
         self.heldout = not self.base.skip_eval and self.base.final_eval
         self.head_dims: tuple[int | None, ...] = tuple(head_dims) or (None,)
         self.searches: dict[int | None, GridSearch] = {}
-        own_keys = ["optimizer.lr", "seed", *(["model.config.num_heads"] if head_dims else [])]
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise SweepError(f"--seeds {','.join(map(str, self.seeds))}: each seed once, and at least one")
-        # With another first seed the search would start over, beside the runs of this one.
-        self._state = SweepState(self.folder, "learning rate", self.base, own_keys, {"first seed": str(self.seeds[0])})
         for head_dim in head_dims:
             self._heads(head_dim)
 
@@ -198,27 +181,28 @@ class LearningRateSweep:
             whether the search is complete.
 
         Raises:
-            SweepError: the folder holds a sweep with other settings, or the search cannot go on.
+            SweepError: the folder holds a search with other settings, or the search cannot go on.
         """
         assert self.machine is not None, "only `rounds` may be used without a machine"
         self.open()
         rounds = self.rounds()
         results: list[runner.JobResult] | None = None
-        hopeless = self._hopeless if self.hopeless_margin is not None else None
         while True:
             try:
                 jobs = next(rounds) if results is None else rounds.send(results)
             except StopIteration as end:
                 return end.value
-            results = runner.run_jobs(jobs, self.machine, self.folder / "logs", hopeless)
+            results = runner.run_jobs(jobs, self.machine, self.folder / "logs")
 
     def open(self) -> None:
         """Takes up the search in the folder, or makes the folder a new one's.
 
         Raises:
-            SweepError: it holds a sweep with other settings, or something that is no sweep.
+            SweepError: it holds a search with other settings, or something that is no search.
         """
-        self._state.open()
+        own = ("optimizer.lr", "seed", "model.config.num_heads")
+        # With another first seed the search would start over, beside the runs of this one.
+        open_folder(self.folder, self.base, own, {"search": "learning rate", "first seed": str(self.seeds[0])})
 
     def rounds(self) -> Generator[list[Job], list[runner.JobResult], bool]:
         """The search without the running of jobs: yields those of a round, is sent their results in the same order, and
@@ -233,16 +217,6 @@ class LearningRateSweep:
             start = search.best
         return True
 
-    def job(self, head_dim: int | None, index: int, seed: int) -> Job:
-        own = [f"optimizer.lr={grid_text(index)}", f"seed={seed}"]
-        own += [] if head_dim is None else [f"model.config.num_heads={self._heads(head_dim)}"]
-        overrides = [*self.overrides, *own]
-        config = self.compose(overrides)
-        name = run_name(head_dim, index, seed)
-        config.output_dir = str(self.folder / name)
-        passed_on = tuple(override for override in overrides if not override.startswith("output_dir="))
-        return Job(name, self.script, passed_on, config)
-
     def table(self) -> str:
         """All rates that were tried, as Markdown."""
         rows = []
@@ -252,6 +226,8 @@ class LearningRateSweep:
             for index in search.indices:
                 losses = search.at(index)
                 mean, apart = statistics.mean(losses), statistics.difference(losses, best_losses)
+                diverged = [f"seed {seed}" for seed in search.seeds if search.losses.get((index, seed)) == math.inf]
+                is_best = (head_dim, index) == winner
                 rows.append(
                     [
                         "" if head_dim is None else str(head_dim),
@@ -259,8 +235,8 @@ class LearningRateSweep:
                         _nats(mean.value),
                         _nats(mean.half_width),
                         str(len(losses)),
-                        "" if (head_dim, index) == winner else _nats(apart.value, "+"),
-                        self._note(head_dim, search, index, winner),
+                        "" if is_best else _nats(apart.value, "+"),
+                        "best" if is_best else f"{', '.join(diverged)} diverged" if diverged else "",
                     ]
                 )
         header = ["head dim", "learning rate", self.loss_name, "± 95 %", "seeds", "above the best", "note"]
@@ -268,7 +244,7 @@ class LearningRateSweep:
 
     @property
     def loss_name(self) -> str:
-        return "held-out loss" if self.heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens"
+        return _loss_name(self.heldout)
 
     def winner(self) -> tuple[int | None, int]:
         """Head dimension and grid index of the lowest mean loss so far."""
@@ -280,23 +256,21 @@ class LearningRateSweep:
         head_dim, index = self.winner()
         search = self.searches[head_dim]
         best = search.at(index)
+        if len(best) < 2:
+            return ["one seed: how much of these differences is noise is unknown; --seeds 0,1,2 would tell"]
         rivals = {f"learning rate {grid_text(i)}": search.at(i) for i in (index - 1, index + 1)}
         rivals |= {
             f"head dimension {other} (at {grid_text(s.best)})": s.at(s.best)
             for other, s in self.searches.items()
             if other != head_dim and s.losses
         }
-        if len(best) < 2:
-            return ["one seed: how much of these differences is noise is unknown; --seeds 0,1,2 would tell"]
-        close = [
-            f"{grid_text(index)} is within seed noise of {name}: it is better by {apart.value:.4f} ± "
-            f"{apart.half_width:.4f} nats"
-            for name, losses in rivals.items()
-            if len(losses) > 1
-            and math.isfinite((apart := statistics.difference(losses, best)).value)
-            and not apart.excludes_zero
+        apart = {name: statistics.difference(losses, best) for name, losses in rivals.items() if len(losses) > 1}
+        return [
+            f"{grid_text(index)} is within seed noise of {name}: it is better by {one.value:.4f} ± "
+            f"{one.half_width:.4f} nats"
+            for name, one in apart.items()
+            if math.isfinite(one.value) and not one.excludes_zero
         ]
-        return close
 
     def write(self) -> None:
         """Writes the table, the warnings and the figure of what is known."""
@@ -319,53 +293,33 @@ class LearningRateSweep:
         self, head_dim: int | None, search: GridSearch, todo: Sequence[tuple[int, int]]
     ) -> Generator[list[Job], list[runner.JobResult], bool]:
         """Has these runs made and enters their losses; False if one of them has none."""
-        to_run = []
-        for index, seed in todo:
-            job = self.job(head_dim, index, seed)
-            # Both would happen again: a run is a function of its settings.
-            if job.name in self._state.notes or read_run(job.output_dir).diverged:
-                search.losses[index, seed] = math.inf
-            else:
-                to_run.append(((index, seed), job))
-        results = yield [job for _, job in to_run]
-        for (key, job), result in zip(to_run, results, strict=True):
+        jobs = {key: self._job(head_dim, *key) for key in todo}
+        # A run that diverged would diverge again: it is a function of its settings.
+        diverged = {key for key, job in jobs.items() if read_run(job.output_dir).diverged}
+        search.losses |= dict.fromkeys(diverged, math.inf)
+        results = yield [job for key, job in jobs.items() if key not in diverged]
+        for key, result in zip((key for key in jobs if key not in diverged), results, strict=True):
             if result.state == State.FINISHED:
                 loss = result.run.final_loss(self.heldout)
                 search.losses[key] = math.inf if math.isnan(loss) else loss
-            elif result.state in (State.DIVERGED, State.HOPELESS):
+            elif result.state == State.DIVERGED:
                 search.losses[key] = math.inf
-            if result.state == State.HOPELESS:
-                self._state.notes[job.name] = result.note
-        self._state.save()
         if any(s.losses for s in self.searches.values()):
             self.write()
-        unsettled = [
-            result for result in results if result.state not in (State.FINISHED, State.DIVERGED, State.HOPELESS)
-        ]
-        if unsettled:
+        settled = all(result.state in (State.FINISHED, State.DIVERGED) for result in results)
+        if not settled:
             print(f"\n{runner.summary(results)}\n", flush=True)
-        return not unsettled
+        return settled
 
-    def _hopeless(self, job: Job, run: Run) -> str | None:
-        if run.tokens < HOPELESS_FROM * job.config.train.max_tokens:
-            return None
-        here = run.train_loss_at(run.tokens)
-        others = [read_run(folder) for folder in self.folder.glob("*lr*_seed*") if folder != job.output_dir]
-        losses = [other.train_loss_at(run.tokens) for other in others if other.tokens >= run.tokens]
-        best = min((loss for loss in losses if math.isfinite(loss)), default=math.inf)
-        if self.hopeless_margin is None or here - best <= self.hopeless_margin:
-            return None
-        return f"training loss {here:.4f} after {run.tokens:,} tokens, where the best run had {best:.4f}"
-
-    def _note(self, head_dim: int | None, search: GridSearch, index: int, winner: tuple[int | None, int]) -> str:
-        if (head_dim, index) == winner:
-            return "best"
-        notes = []
-        for seed in search.seeds:
-            if math.isinf(search.losses.get((index, seed), 0.0)):
-                early = self._state.notes.get(run_name(head_dim, index, seed))
-                notes.append(f"seed {seed} {'ended early: ' + early if early else 'diverged'}")
-        return "; ".join(notes)
+    def _job(self, head_dim: int | None, index: int, seed: int) -> Job:
+        own = [f"optimizer.lr={grid_text(index)}", f"seed={seed}"]
+        own += [] if head_dim is None else [f"model.config.num_heads={self._heads(head_dim)}"]
+        overrides = [*self.overrides, *own]
+        config = self.compose(overrides)
+        name = f"{'' if head_dim is None else f'head_dim{head_dim}_'}lr{grid_text(index)}_seed{seed}"
+        config.output_dir = str(self.folder / name)
+        passed_on = tuple(override for override in overrides if not override.startswith("output_dir="))
+        return Job(name, self.script, passed_on, config)
 
     def _heads(self, head_dim: int) -> int:
         """The number of heads that gives this head dimension.
@@ -377,13 +331,42 @@ class LearningRateSweep:
         if "num_heads" not in fields or "head_dim" in fields:
             raise SweepError(
                 f"--head_dims: model {self.base.model.name!r} does not choose its head dimension by "
-                f"model.config.num_heads; "
-                "sweep its own key with python train.py -m"
+                "model.config.num_heads; sweep its own key with python train.py -m"
             )
         width = fields["hidden_size"]
         if head_dim < 1 or width % head_dim:
             raise SweepError(f"--head_dims {head_dim} does not divide model.config.hidden_size={width}")
         return width // head_dim
+
+
+def compare_searches(folders: Sequence[Path], path: Path) -> None:
+    """Draws the searches in these folders into one figure, a curve for each.
+
+    Raises:
+        SweepError: a folder has no finished run of a search.
+    """
+    searches: dict[str, list[Run]] = {}
+    for name, folder in zip(run_names(folders), folders, strict=True):
+        runs = [read_run(one) for one in sorted(folder.glob("*lr*_seed*")) if (one / "config.yaml").is_file()]
+        searches[name] = [run for run in runs if run.diverged or run.finished(run.config["train"]["max_tokens"])]
+        if not searches[name]:
+            raise SweepError(f"{folder} has no finished run of a search; name the output_dir of a sweep_lr.py")
+    every = list(itertools.chain(*searches.values()))
+    heldout = all(run.heldout_loss.size for run in every if not run.diverged)
+    curves: dict[str, dict[float, list[float]]] = {name: {} for name in searches}
+    for name, runs in searches.items():
+        for run in runs:
+            loss = math.inf if run.diverged else run.final_loss(heldout)
+            curves[name].setdefault(run.config["optimizer"]["lr"], []).append(loss)
+    budgets = {
+        f"{run.config['train']['max_tokens']:,} training tokens of {run.config['datamodule']['dataset']}"
+        for run in every
+    }
+    loss_against_learning_rate(curves, _loss_name(heldout), path, ring_each=True, conditions=sorted(budgets))
+
+
+def _loss_name(heldout: bool) -> str:
+    return "held-out loss" if heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens"
 
 
 def _nats(value: float, sign: str = "") -> str:

@@ -1,41 +1,98 @@
-"""Runs the jobs of a sweep on a machine: reports each, survives the failure of any, ends cleanly on Ctrl-C."""
+"""Runs the jobs of a sweep on this machine: shares its GPUs, reports each job, survives the failure of any, and ends
+cleanly on Ctrl-C.
+"""
 
 import dataclasses
 import math
+import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from tqdm import tqdm
-
-from forgetting_transformer import progress
+from forgetting_transformer import console
 from forgetting_transformer.analysis.runs import Run, read_run
 from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.sweep import SweepError
-from forgetting_transformer.sweep.jobs import Job, State, file_name
-from forgetting_transformer.sweep.machines import Process
+from forgetting_transformer.sweep.jobs import Job, State, file_name, job_environment
 from forgetting_transformer.training.continuing import changes_that_alter_the_run
 from forgetting_transformer.training.metrics import duration
 
 POLL_SECONDS = 1.0
 
-#: Says why a running job is hopeless, None while it is not.
-Hopeless = Callable[[Job, Run], str | None]
 
+class Machine:
+    """Places for jobs on this machine. A job gets `fabric.devices` GPUs ("auto": all) by CUDA_VISIBLE_DEVICES.
 
-class Machine(Protocol):
-    """What `run_jobs` needs of a place where jobs run."""
+    Args:
+        gpus: the GPUs to share, as CUDA_VISIBLE_DEVICES names them; None: those this process sees.
+        jobs_at_once: most jobs that run at a time; None: on GPUs as many as fit, on a CPU one.
+        jobs_per_gpu: jobs that share a GPU. More than one where a job leaves its GPU idle, as small models and starts
+            do.
+    """
 
-    def check(self, jobs: Sequence[Job]) -> None: ...
+    def __init__(
+        self, gpus: Sequence[int | str] | None = None, jobs_at_once: int | None = None, jobs_per_gpu: int = 1
+    ) -> None:
+        if jobs_at_once is not None and jobs_at_once < 1:
+            raise SweepError(f"jobs_at_once={jobs_at_once} must be 1 or more, or null for as many as the GPUs allow")
+        if jobs_per_gpu < 1:
+            raise SweepError(f"jobs_per_gpu={jobs_per_gpu} must be 1 or more")
+        self.gpus = [str(gpu) for gpu in gpus] if gpus is not None else visible_gpus()
+        self.jobs_at_once, self.jobs_per_gpu = jobs_at_once, jobs_per_gpu
+        self._jobs_on = dict.fromkeys(self.gpus, 0)
+        self._running = 0
 
-    def room(self, job: Job) -> int: ...
+    def check(self, jobs: Sequence[Job]) -> None:
+        """
+        Raises:
+            SweepError: a job asks for more than there is.
+        """
+        for job in jobs:
+            accelerator = job.config.fabric.accelerator
+            if accelerator in ("cuda", "gpu") and not self.gpus:
+                raise SweepError(f"{job.name}: fabric.accelerator={accelerator}, but no GPU is visible")
+            if self.devices(job) > len(self.gpus) and self._takes_gpus(job):
+                raise SweepError(
+                    f"{job.name}: fabric.devices={job.config.fabric.devices}, but the sweep has {len(self.gpus)} GPUs "
+                    f"({', '.join(self.gpus)})"
+                )
 
-    def start(self, job: Job, log: Path) -> Process | None: ...
+    def devices(self, job: Job) -> int:
+        return job.devices(len(self.gpus) if self._takes_gpus(job) else 1)
+
+    def room(self, job: Job) -> int:
+        """How many jobs like this one run at a time."""
+        if not self._takes_gpus(job):
+            return self.jobs_at_once or 1
+        fit = self.jobs_per_gpu * len(self.gpus) // self.devices(job)
+        return min(self.jobs_at_once or fit, fit)
+
+    def take(self, job: Job) -> list[str] | None:
+        """The GPUs that are the job's from now on, those with the fewest jobs; None if it must wait for others."""
+        needed = self.devices(job) if self._takes_gpus(job) else 0
+        free = [gpu for gpu in self.gpus if self._jobs_on[gpu] < self.jobs_per_gpu]
+        if needed > len(free) or self._running >= (self.jobs_at_once or (math.inf if needed else 1)):
+            return None
+        mine = sorted(free, key=self._jobs_on.__getitem__)[:needed]
+        self._change(mine, 1)
+        return mine
+
+    def give_back(self, gpus: Sequence[str]) -> None:
+        self._change(gpus, -1)
+
+    def _change(self, gpus: Sequence[str], by: int) -> None:
+        self._running += by
+        for gpu in gpus:
+            self._jobs_on[gpu] += by
+
+    def _takes_gpus(self, job: Job) -> bool:
+        return bool(self.gpus) and job.config.fabric.accelerator != "cpu"
 
 
 @dataclass(frozen=True)
@@ -52,14 +109,14 @@ class JobResult:
 @dataclass
 class _Running:
     job: Job
-    process: Process
+    gpus: Sequence[str]
+    process: subprocess.Popen
     log: Path
     #: Size of the log before this start.
     log_start: int
     started: float
     #: The run's status.json before this start, which may end before it writes one.
     status_before: dict[str, Any]
-    hopeless: str | None = None
 
 
 #: Takes the result of a job and returns the jobs to run because of it.
@@ -67,21 +124,16 @@ OnResult = Callable[[JobResult], Sequence[Job]]
 
 
 def run_jobs(
-    jobs: Sequence[Job],
-    machine: Machine,
-    log_dir: Path,
-    hopeless: Hopeless | None = None,
-    on_result: OnResult | None = None,
+    jobs: Sequence[Job], machine: Machine, log_dir: Path, on_result: OnResult | None = None
 ) -> list[JobResult]:
     """Runs every job and returns their results in the order of `jobs`, and of those that came of them.
 
-    A job that is finished already, by its own files, is not started. One whose GPU failed is started once more, and
-    goes on from its last checkpoint if it has one. Ctrl-C or SIGTERM asks the running ones to end, waits for them and
-    returns; the jobs it met or that had not begun are `State.INTERRUPTED`. A second Ctrl-C kills them.
+    A job that is finished already, by its own files, is not started. Ctrl-C or SIGTERM asks the running ones to end,
+    waits for them and returns; the jobs it met or that had not begun are `State.INTERRUPTED`. A second Ctrl-C kills
+    them.
 
     Args:
         log_dir: gets what each job prints, `<name>.log`.
-        hopeless: asked now and then about each running job; a reason ends the job.
         on_result: called with every result that is no interruption; the jobs it returns are added to the queue.
 
     Raises:
@@ -92,13 +144,12 @@ def run_jobs(
     results: dict[str, JobResult] = {}
     waiting: list[Job] = []
     running: list[_Running] = []
-    again: set[str] = set()
 
     def add(jobs: Sequence[Job]) -> None:
         check_folders([*known, *jobs])
         machine.check(jobs)
         known.extend(jobs)
-        done = [result for job in jobs if (result := finished_already(job)) is not None]
+        done = [result for job in jobs if (result := _finished_already(job)) is not None]
         finished = {result.job.name for result in done}
         waiting.extend(job for job in jobs if job.name not in finished)
         waiting.sort(key=lambda job: -job.priority)
@@ -112,52 +163,30 @@ def run_jobs(
 
     add(jobs)
     _print_line(f"{len(known)} job{'s' * (len(known) != 1)}, {len(results)} finished before; logs in {log_dir}")
-    with _Bar(known) as bar, _Interrupts() as interrupts:
+    with _Interrupts() as interrupts:
         try:
             while (waiting or running) and not interrupts.count:
-                while waiting and (one := _start(waiting[0], machine, log_dir)) is not None:
-                    running.append(one)
-                    waiting.pop(0)
-                    _print_line(f"started   {one.job.name} -> {one.job.output_dir}")
+                while waiting and (gpus := machine.take(waiting[0])) is not None:
+                    running.append(_start(waiting.pop(0), machine, gpus, log_dir))
+                    _print_line(f"started   {running[-1].job.name} -> {running[-1].job.output_dir}")
                 time.sleep(POLL_SECONDS)
                 for one in [one for one in running if one.process.poll() is not None]:
                     running.remove(one)
+                    machine.give_back(one.gpus)
                     result = _result(one)
-                    if result.state == State.FAILED and _device_failed(one, result) and one.job.name not in again:
-                        again.add(one.job.name)
-                        waiting.append(one.job)
-                        _print_line(f"again     {describe(result)}")
-                        continue
-                    _print_line(f"{result.state:<9} {describe(result)}")
+                    _print_line(f"{result.state:<9} {_describe(result)} ({len(results) + 1} of {len(known)} jobs)")
                     record(result)
-                records = {one.job.name: read_run(one.job.output_dir) for one in running}
-                for one in running:
-                    if hopeless is not None and one.hopeless is None:
-                        one.hopeless = hopeless(one.job, records[one.job.name])
-                        if one.hopeless is not None:
-                            one.process.stop()
-                bar.show(results, records)
         finally:
             _end(running, interrupts)
+            for one in running:
+                machine.give_back(one.gpus)
     for one in running:
         result = _result(one)
-        if result.state != State.FINISHED:
-            left = f"{one.process.description} goes on" if one.process.description else ""
-            result = dataclasses.replace(result, state=State.INTERRUPTED, note=left)
-        results[one.job.name] = result
+        interrupted = JobResult(one.job, State.INTERRUPTED, result.run, result.seconds)
+        results[one.job.name] = result if result.state == State.FINISHED else interrupted
     for job in waiting:
         results[job.name] = JobResult(job, State.INTERRUPTED, read_run(job.output_dir), note="not started")
     return [results[job.name] for job in known]
-
-
-def finished_already(job: Job) -> JobResult | None:
-    """The result of a job whose folder holds the finished run it describes, with these very settings."""
-    run = read_run(job.output_dir)
-    if not job.config.resume or not run.config or not run.finished(job.config.train.max_tokens):
-        return None
-    if changes_that_alter_the_run(run.config, dataclasses.asdict(job.config)):
-        return None  # train.py refuses it and says what differs
-    return JobResult(job, State.FINISHED, run, note="finished before")
 
 
 def summary(results: Sequence[JobResult]) -> str:
@@ -178,85 +207,6 @@ def summary(results: Sequence[JobResult]) -> str:
     return markdown_table(header, rows, "llrrrrl")
 
 
-def describe(result: JobResult) -> str:
-    """One line about a job that has ended."""
-    loss = result.run.final_loss(heldout=bool(result.run.heldout_loss.size))
-    parts = [f"{result.run.tokens:,} tokens", f"loss {_loss(loss)}" if loss == loss else "", result.note]
-    return f"{result.job.name}: " + ", ".join(part for part in parts if part)
-
-
-def _result(one: _Running) -> JobResult:
-    code = one.process.poll()
-    run = read_run(one.job.output_dir)
-    seconds = time.monotonic() - one.started
-    note = ""
-    if one.hopeless is not None:
-        state, note = State.HOPELESS, one.hopeless
-    elif code == 0 and run.finished(one.job.config.train.max_tokens):
-        state = State.FINISHED
-    elif code == 0 and not one.process.waits:
-        state, note = State.SUBMITTED, one.process.description
-    elif code == 0 or (run.status != one.status_before and run.status.get("status") == "preempted"):
-        state, note = State.INCOMPLETE, "ended before its budget; the same command continues it"
-    elif run.diverged and run.status != one.status_before:
-        state, note = State.DIVERGED, "loss or gradients were not finite"
-    else:
-        state, note = State.FAILED, f"exit code {code}: {_reason(one)}"
-    return JobResult(one.job, state, run, seconds, note)
-
-
-def _device_failed(one: _Running, result: JobResult) -> bool:
-    """Whether its GPU did, so that it may end well if it goes on from its last checkpoint (training/errors.py)."""
-    status = result.run.status
-    # On rank 0, or on another one, of which rank 0 has heard.
-    said = re.search(r"(^|has failed: )DeviceError: ", str(status.get("reason", "")))
-    return one.job.config.resume and status != one.status_before and said is not None
-
-
-def _reason(one: _Running) -> str:
-    """What the job said about its end: its own last error, else the last line that looks like one."""
-    printed = one.log.read_bytes()[one.log_start :] if one.log.is_file() else b""
-    if one.process.log != one.log:
-        printed = one.process.log.read_bytes() + printed
-    lines = printed.decode(errors="replace").splitlines()
-    for pattern in (
-        r" CRITICAL (.*)",
-        r"^(?!.*(?:ChildFailedError|SignalException))(\w*(?:Error|Exception)\b.*)",
-        r"(\S.*)",
-    ):
-        for line in reversed(lines):
-            if found := re.search(pattern, line):
-                return f"{found[1][:200]} ({one.log})"
-    return f"it printed nothing ({one.log})"
-
-
-def _start(job: Job, machine: Machine, log_dir: Path) -> _Running | None:
-    log = log_dir / f"{file_name(job.name)}.log"
-    before = log.stat().st_size if log.is_file() else 0
-    status = read_run(job.output_dir).status
-    process = machine.start(job, log)
-    return None if process is None else _Running(job, process, log, before, time.monotonic(), status)
-
-
-def _end(running: Sequence[_Running], interrupts: "_Interrupts") -> None:
-    """Waits until all have ended after being asked to; an interrupt beyond the one that led here kills them."""
-    if not running:
-        return
-    _print_line(f"stopping {len(running)} jobs (Ctrl-C kills them)")
-    # None if it was no interrupt but an error that led here.
-    led_here = min(interrupts.count, 1)
-    for one in running:
-        one.process.leave()
-    killed = False
-    while any([one.process.poll() is None for one in running]):
-        if interrupts.count > led_here and not killed:
-            killed = True
-            for one in running:
-                if one.process.poll() is None:
-                    one.process.kill()
-        time.sleep(0.1)
-
-
 def check_folders(jobs: Sequence[Job]) -> None:
     """
     Raises:
@@ -272,39 +222,99 @@ def check_folders(jobs: Sequence[Job]) -> None:
         seen[job.output_dir] = job.name
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; [] without any."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [gpu.strip() for gpu in named.split(",") if gpu.strip() not in ("", "-1")]
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def _finished_already(job: Job) -> JobResult | None:
+    """The result of a job whose folder holds the finished run it describes, with these very settings."""
+    run = read_run(job.output_dir)
+    if not job.config.resume or not run.config or not run.finished(job.config.train.max_tokens):
+        return None
+    if changes_that_alter_the_run(run.config, dataclasses.asdict(job.config)):
+        return None  # train.py refuses it and says what differs
+    return JobResult(job, State.FINISHED, run, note="finished before")
+
+
+def _start(job: Job, machine: Machine, gpus: Sequence[str], log_dir: Path) -> _Running:
+    environment, devices = job_environment(), machine.devices(job)
+    if machine.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    # Every rank of every job would otherwise take all cores, and torch.compile start a process for each.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = str(max(1, cores // (machine.room(job) * devices)))
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        environment.setdefault(name, threads)
+    log_dir.mkdir(parents=True, exist_ok=True)
+    log = log_dir / f"{file_name(job.name)}.log"
+    status = read_run(job.output_dir).status
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            job.command(devices),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C must reach a job once, through the sweep, and not a second time from the terminal. In exchange the
+            # kernel is asked to end the job if the sweep is killed.
+            start_new_session=True,
+            preexec_fn=console.die_with_parent,
+        )
+        return _Running(job, gpus, process, log, output.tell(), time.monotonic(), status)
+
+
+def _result(one: _Running) -> JobResult:
+    code, run = one.process.poll(), read_run(one.job.output_dir)
+    status = run.status if run.status != one.status_before else {}
+    if code == 0 and run.finished(one.job.config.train.max_tokens):
+        state, note = State.FINISHED, ""
+    elif code == 0 or status.get("status") == "preempted":
+        state, note = State.INCOMPLETE, "ended before its budget; the same command continues it"
+    elif status and run.diverged:
+        state, note = State.DIVERGED, "loss or gradients were not finite"
+    else:
+        state, note = State.FAILED, f"exit code {code}: {status.get('reason') or _last_words(one)} ({one.log})"
+    return JobResult(one.job, state, run, time.monotonic() - one.started, note)
+
+
+def _last_words(one: _Running) -> str:
+    """The last line that the job printed about an error, else its last line."""
+    lines = [line for line in one.log.read_bytes()[one.log_start :].decode(errors="replace").splitlines() if line]
+    errors = [line for line in lines if re.search(r"CRITICAL|^\w*(Error|Exception)\b", line)]
+    return (errors or lines or ["it printed nothing"])[-1][:200]
+
+
+def _end(running: Sequence[_Running], interrupts: "_Interrupts") -> None:
+    """Waits until all have ended after being asked to; an interrupt beyond the one that led here kills them."""
+    if running:
+        _print_line(f"stopping {len(running)} job{'s' * (len(running) != 1)} (Ctrl-C kills them)")
+    led_here = min(interrupts.count, 1)  # 0 where an error did
+    for one in running:
+        one.process.terminate()
+    while alive := [one for one in running if one.process.poll() is None]:
+        if interrupts.count > led_here:
+            for one in alive:
+                os.killpg(one.process.pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def _describe(result: JobResult) -> str:
+    loss = _loss(result.run.final_loss(heldout=bool(result.run.heldout_loss.size)))
+    parts = [f"{result.run.tokens:,} tokens", loss and f"loss {loss}", result.note]
+    return f"{result.job.name}: " + ", ".join(part for part in parts if part)
+
+
 def _loss(loss: float) -> str:
     return f"{loss:.4f}" if loss == loss else ""
 
 
 def _print_line(line: str) -> None:
-    tqdm.write(line, file=sys.stderr)
-
-
-class _Bar:
-    """Tokens of all jobs on a terminal; nothing elsewhere, where the lines of starts and ends suffice."""
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self._jobs = jobs  # becomes longer while they run
-
-    def __enter__(self) -> "_Bar":
-        self._bar = progress.bar(desc="sweep", unit="tok")
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._bar.close()
-
-    def show(self, results: dict[str, JobResult], running: dict[str, Run]) -> None:
-        if self._bar is None:
-            return
-        # A job that has ended is done, however it ended: nothing of its budget is still to come.
-        budgets = {job.name: job.config.train.max_tokens for job in self._jobs}
-        done = sum(budgets[name] for name in results) + sum(run.tokens for run in running.values())
-        self._bar.total = sum(budgets.values())
-        losses = [f"{run.train_loss[-1]:.3f}" for run in running.values() if run.train_loss.size]
-        if self._bar.n == 0:
-            self._bar.initial = done  # what earlier starts have done says nothing about the speed of this one
-        self._bar.n = done
-        self._bar.set_postfix_str(f"{len(results)}/{len(budgets)} jobs, running at loss {' '.join(losses) or '-'}")
+    print(line, file=sys.stderr, flush=True)
 
 
 class _Interrupts:

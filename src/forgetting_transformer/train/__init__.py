@@ -135,7 +135,7 @@ def main() -> None:
             # DDP's advice against find_unused_parameters, which is meant (training/launch.py), on every rank. With
             # several nodes the warnings of this level tell when one cannot be reached.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        from forgetting_transformer.training import failures  # noqa: F401 (what takes the time)
+        from forgetting_transformer.training.faults import failures  # noqa: F401 (what takes the time)
     train(config)
 
 
@@ -233,7 +233,7 @@ def refuse(reason: str) -> NoReturn:
     """Ends with an error of the command line, and records it in output_dir, so that an earlier status does not stay."""
     output_dir = hydra_errors.output_dir_of(sys.argv[1:])
     if output_dir and console.rank() == 0:
-        from forgetting_transformer.training import status
+        from forgetting_transformer.training.faults import status
         from forgetting_transformer.training.run_directory import RunDirectory
 
         status.refuse(RunDirectory(output_dir), reason)

@@ -27,7 +27,7 @@ def run(config: "Config") -> str:
         "done", or "preempted" if a signal stopped training; then the same config continues it.
     """
     if not config.preflight:
-        from forgetting_transformer.training.failures import train
+        from forgetting_transformer.training.faults.failures import train
 
         return train(config)
     if config.preflight == "check":

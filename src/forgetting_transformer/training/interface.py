@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.checkpoint import Checkpoint, Checkpointer
     from forgetting_transformer.training.clock import Clock
     from forgetting_transformer.training.config import Config
-    from forgetting_transformer.training.corruption import Comparison
     from forgetting_transformer.training.counters import Counters
     from forgetting_transformer.training.execution import Execution
+    from forgetting_transformer.training.faults.corruption import Comparison
+    from forgetting_transformer.training.faults.sentinel import Sentinel
+    from forgetting_transformer.training.faults.step_guard import StepGuard
+    from forgetting_transformer.training.faults.stop import Stop
     from forgetting_transformer.training.graphs import Graphs
     from forgetting_transformer.training.metrics import MetricsLog
     from forgetting_transformer.training.ranks import Ranks
     from forgetting_transformer.training.run_directory import RunDirectory
     from forgetting_transformer.training.saving import Saver
-    from forgetting_transformer.training.sentinel import Sentinel
     from forgetting_transformer.training.startup import Startup
-    from forgetting_transformer.training.step_guard import StepGuard
-    from forgetting_transformer.training.stop import Stop
 
 
 class PartsInterface(Protocol):

@@ -28,10 +28,10 @@ from forgetting_transformer.files import size_in_words
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import read_manifest, steps_in
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.failures import out_of_memory
+from forgetting_transformer.training.faults.failures import out_of_memory
+from forgetting_transformer.training.faults.sentinel import Sentinel
 from forgetting_transformer.training.metrics import duration
 from forgetting_transformer.training.run_directory import RunDirectory
-from forgetting_transformer.training.sentinel import Sentinel
 from forgetting_transformer.training.trainer import Trainer
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from torch import nn
 
 from forgetting_transformer.training.checkpoint import Checkpointer, Saved
 from forgetting_transformer.training.errors import TrainingError
-from forgetting_transformer.training.shards import local
+from forgetting_transformer.training.faults.shards import local
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface

@@ -29,9 +29,10 @@ from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.decoder import DecoderConfig
 from forgetting_transformer.plugins import CORPORA, OPTIMIZERS
-from forgetting_transformer.training import initialisation, status
+from forgetting_transformer.training import initialisation
 from forgetting_transformer.training.checkpoint import steps_in
 from forgetting_transformer.training.config import Config, ConfigError, DataModuleConfig, OptimizerConfig
+from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.logs import LogFile, TerminalHandler
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
 from forgetting_transformer.training.start_block import human_count

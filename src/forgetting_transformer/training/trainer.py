@@ -25,21 +25,22 @@ from torch.distributed.tensor import DTensor
 
 from forgetting_transformer.data.corpus import check_batch, check_tokens, model_inputs
 from forgetting_transformer.model.padding import packed_positions
-from forgetting_transformer.training import setup, status
+from forgetting_transformer.training import setup
 from forgetting_transformer.training.callbacks import Callback, Step
 from forgetting_transformer.training.callbacks.built_in import callbacks_of
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.corruption import weights_and_moments
 from forgetting_transformer.training.descriptions import open_metrics
 from forgetting_transformer.training.errors import TrainingError
-from forgetting_transformer.training.feed import feed
+from forgetting_transformer.training.faults import status
+from forgetting_transformer.training.faults.corruption import weights_and_moments
+from forgetting_transformer.training.faults.feed import feed
+from forgetting_transformer.training.faults.peers import Peers
+from forgetting_transformer.training.faults.sentinel import Sentinel
+from forgetting_transformer.training.faults.stop import Stop
 from forgetting_transformer.training.loss_by_position import PositionSums
 from forgetting_transformer.training.parts import Parts
-from forgetting_transformer.training.peers import Peers
 from forgetting_transformer.training.run_directory import RunDirectory
-from forgetting_transformer.training.sentinel import Sentinel
 from forgetting_transformer.training.start_block import start_block
-from forgetting_transformer.training.stop import Stop
 
 log = logging.getLogger(__name__)
 

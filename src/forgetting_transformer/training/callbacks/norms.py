@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.training.callbacks.base import Callback, Interval
-from forgetting_transformer.training.shards import is_counted, local
+from forgetting_transformer.training.faults.shards import is_counted, local
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface

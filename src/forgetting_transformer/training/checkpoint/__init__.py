@@ -60,7 +60,7 @@ from forgetting_transformer.training.checkpoint.safe_reader import (
     UnsafeCheckpointError,
     read_tensors,
 )
-from forgetting_transformer.training.corruption import differing, digests_of_whole
+from forgetting_transformer.training.faults.corruption import differing, digests_of_whole
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from forgetting_transformer.training.shards import local
+from forgetting_transformer.training.faults.shards import local
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ import torch
 
 from forgetting_transformer.files import explain
 from forgetting_transformer.ranges import divisors
-from forgetting_transformer.training import status
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.errors import DeviceError, TrainingError
-from forgetting_transformer.training.feed import DataWorkerError
-from forgetting_transformer.training.peers import STOPPED, Peers
+from forgetting_transformer.training.faults import status
+from forgetting_transformer.training.faults.feed import DataWorkerError
+from forgetting_transformer.training.faults.peers import STOPPED, Peers
+from forgetting_transformer.training.faults.sentinel import Sentinel
 from forgetting_transformer.training.run_directory import RunDirectory
-from forgetting_transformer.training.sentinel import Sentinel
 from forgetting_transformer.training.trainer import Trainer
 
 

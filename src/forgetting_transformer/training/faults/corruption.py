@@ -33,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from forgetting_transformer.training.errors import TrainingError
-from forgetting_transformer.training.shards import first_element, is_counted, local
+from forgetting_transformer.training.faults.shards import first_element, is_counted, local
 
 #: Elements that are added up at a time, by device: what fits into the caches of a core, or keeps a GPU busy.
 _PIECES = {"cpu": 1 << 16}

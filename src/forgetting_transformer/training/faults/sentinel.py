@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from forgetting_transformer import elastic
 from forgetting_transformer.data.worker import shared_memory_hint
-from forgetting_transformer.training import peers
+from forgetting_transformer.training.faults import peers
 
 log = logging.getLogger(__name__)
 
