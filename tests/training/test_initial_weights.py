@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer import training
 from forgetting_transformer.training.averaging import average
-from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.export import MARK, export
 from forgetting_transformer.training.trainer import Trainer
 from tests.tiny import VOCAB
