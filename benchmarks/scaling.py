@@ -50,10 +50,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
 from forgetting_transformer.command_line import count, positive
-from forgetting_transformer.ports import free_port
 from training import compose, experiment_file, time_steps
 
 CASES = ("one", "one_graphs", "fsdp_plain", "fsdp", "fsdp_kept", "ddp", "ddp_rebuilt", "ddp_graphs")
@@ -163,7 +163,8 @@ def start(
         job.write_text(json.dumps(cases), encoding="utf-8")
         rows.touch()
         shared = {"WORLD_SIZE": args.devices, "LOCAL_WORLD_SIZE": args.devices, "GROUP_WORLD_SIZE": 1, "GROUP_RANK": 0}
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "scaling"}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_free_network_port()}
+        shared |= {"TORCHELASTIC_RUN_ID": "scaling"}
         shared |= {"LT_CLI_USED": 1, "LT_DEVICES": args.devices, "LT_ACCELERATOR": args.accelerator}
         command = [sys.executable, script, *argv, "--worker", str(job)]
         processes = [

@@ -20,13 +20,15 @@ report that.
 """
 
 import argparse
+import logging
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from forgetting_transformer import command_line, console, elastic, gpus
+from forgetting_transformer import command_line, console, gpus
 from forgetting_transformer.command_line import at_least, count, port
 from forgetting_transformer.versions import how_to_install
 
@@ -128,32 +130,76 @@ def launch(args: argparse.Namespace, rest: Sequence[str]) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.update(environment(args, count, cores) | dict(os.environ))
     os.environ.update(for_fabric(args, count))
-    elastic.listen()
-    error = None
-    try:
-        torch.distributed.run.main(
-            [
-                f"--nproc_per_node={count}",
-                f"--nnodes={args.num_nodes}",
-                f"--node_rank={args.node_rank}",
-                f"--master_addr={args.main_address}",
-                f"--master_port={args.main_port or 29400}",
-                str(TRAIN),
-                *rest,
-            ]
-        )
-    except SystemExit as end:
-        if end.code:
-            return end.code  # it did not like an option, and said so
-    except Exception as raised:
-        error = raised
-    end = elastic.conclude(error)
-    if end is None:
-        raise error
-    code, lines = end
+    for part in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors.error_handler"):
+        # What these log, `conclude` or a rank says in a line.
+        logging.getLogger(f"torch.distributed.elastic.{part}").setLevel(logging.CRITICAL)
+    command = [
+        f"--nproc_per_node={count}",
+        f"--nnodes={args.num_nodes}",
+        f"--node_rank={args.node_rank}",
+        f"--master_addr={args.main_address}",
+        f"--master_port={args.main_port or 29400}",
+        str(TRAIN),
+        *rest,
+    ]
+    with tempfile.TemporaryDirectory(prefix="forgetting_transformer-") as folder:
+        outcome = Path(folder, "outcome")
+        os.environ[console.OUTCOME_VARIABLE] = str(outcome)
+        error: Exception | None = None
+        try:
+            torch.distributed.run.main(command)
+        except SystemExit as end:
+            if end.code:
+                return end.code  # it did not like an option, and said so
+        except Exception as raised:
+            error = raised
+        code, lines = conclude(error, outcome.read_text() if outcome.exists() else None)
     for line in lines:
         print(line, file=sys.stderr)
     return code
+
+
+def conclude(error: Exception | None, outcome: str | None) -> tuple[int, list[str]]:
+    """The exit code, and lines that the ranks could not say.
+
+    Args:
+        error: raised by `torch.distributed.run`; None if it returned. Any that is not known here is raised again.
+        outcome: "done", "preempted" or "failed", as the first rank of this node has reported; None if it has not.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if error is None or isinstance(error, SignalException):
+        if error is not None and outcome is None:
+            return 128 + error.sigval, [f"{error.sigval.name}: the ranks have ended without saying how"]
+        return {None: 0, "done": 0, "preempted": console.PREEMPTED_EXIT_CODE}.get(outcome, 1), []
+    if isinstance(error, ChildFailedError):
+        failures = error.failures
+        stopped = {
+            rank for rank, failure in failures.items()
+            if failure.exitcode == console.PREEMPTED_EXIT_CODE or failure.signal_name() == "SIGTERM"
+        }  # fmt: skip
+        if outcome == "preempted" and len(stopped) == len(failures):
+            return console.PREEMPTED_EXIT_CODE, []
+        silent = {rank: failure for rank, failure in failures.items() if failure.error_file == "<N/A>"}
+        if silent.keys() - stopped or len(silent) < len(failures):
+            # Those were stopped because of another, which is named here or has spoken itself.
+            silent = {rank: failure for rank, failure in silent.items() if rank not in stopped}
+        return 1, [
+            f"rank {rank} (process {failure.pid}) "
+            + (
+                f"was killed by {failure.signal_name()}"
+                if failure.exitcode < 0
+                else f"ended with code {failure.exitcode}"
+            )
+            for rank, failure in sorted(silent.items())
+        ]
+    if "EADDRINUSE" in str(error):
+        return 1, [
+            "error: the port of this job is taken by another job on this machine: give this one another, as in "
+            "--main-port 29401"
+        ]
+    raise error
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ import os
 import random
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from forgetting_transformer import ports
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[1]
@@ -28,10 +28,30 @@ server.set_forkserver_preload(
 )
 
 
+#: Below those that Linux gives to outgoing connections and to sockets that ask for any port (32768 on): one of those
+#: may be given away between the moment it is chosen and the moment rank 0 listens on it. Above those that Lightning
+#: derives from the number of a Slurm job (15000 to 24999).
+PORTS = range(25000, 32768)
+
+
+def _is_free(port: int) -> bool:
+    """Whether a server could listen on `port` of this machine now."""
+    for family in (socket.AF_INET, *([socket.AF_INET6] if socket.has_dualstack_ipv6() else [])):
+        with socket.socket(family) as probe:
+            # As PyTorch's server does: connections that were closed a moment ago do not keep the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+                probe.listen()
+            except OSError:
+                return False
+    return True
+
+
 def _shuffled_ports() -> list[int]:
     """Of this worker only: two workers that look for a free one at the same time would find the same."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    own = ports.RANGE[worker :: int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))]
+    own = PORTS[worker :: int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))]
     return random.SystemRandom().sample(own, len(own))
 
 
@@ -40,7 +60,7 @@ _ports = iter(_shuffled_ports())
 
 def free_port() -> int:
     """No test of this session is given it again."""
-    return next(port for port in _ports if ports.is_free(port))
+    return next(port for port in _ports if _is_free(port))
 
 
 def shell_environment() -> dict[str, str]:

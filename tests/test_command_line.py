@@ -173,20 +173,6 @@ def test_the_flag_is_named_and_nothing_is_written(script, flags, named, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [(["output_dir=", "step=128"], "output_dir"), (["output_dir=run", "step=128", "out="], "out"),
-     (["output_dir=run", "step=128", "data_dir="], "data_dir"),
-     (["output_dir=run", "step=1", "tokenizer= "], "tokenizer")],
-)  # fmt: skip
-def test_replay_names_the_key(arguments, key):
-    sys.path.insert(0, str(ROOT / "scripts"))
-    import replay
-
-    with pytest.raises(ValueError, match=f"^{key}=.* is empty"):
-        replay.parse(arguments)
-
-
 def test_shell_scripts_refuse_an_empty_folder(tmp_path):
     """A folder that is empty would be the root of the file system: mkdir /logs, rm /status.json."""
     log = tmp_path / "calls"

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import time
 import types
@@ -14,13 +13,10 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from torch.distributed import DistNetworkError
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from forgetting_transformer import console, elastic, hydra_errors, train
+from forgetting_transformer import console, hydra_errors, train
 from forgetting_transformer.training.faults.status import write_status
-from tests.processes import free_port, run_command
+from tests.processes import run_command
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +31,7 @@ def rank(monkeypatch, tmp_path):
         monkeypatch.setenv("RANK", str(number))
         monkeypatch.setenv("LOCAL_RANK", str(number))
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{number}.json"))
-        monkeypatch.setenv(elastic.OUTCOME_VARIABLE, str(tmp_path / "outcome"))
+        monkeypatch.setenv(console.OUTCOME_VARIABLE, str(tmp_path / "outcome"))
 
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "NODE_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -79,17 +75,18 @@ def test_threads_that_wait_sleep_unless_the_user_wants_them_to_spin(monkeypatch,
     assert os.environ["OMP_WAIT_POLICY"] == (chosen or "passive")
 
 
-def test_a_preempted_process_ends_with_75_and_a_rank_of_a_launcher_with_0(rank, kept_signals, monkeypatch):
+def test_a_preempted_process_ends_with_75_and_a_rank_of_a_launcher_with_0(rank, kept_signals, monkeypatch, tmp_path):
     assert console.exit_code("done") == 0
     assert console.exit_code("preempted") == 75
     monkeypatch.setenv("SLURM_PROCID", "3")
     assert console.exit_code("preempted") == 0, "srun would take 75 of another rank for a failure"
     rank(0)
     assert console.exit_code("preempted") == 0
-    assert elastic.outcome() == "preempted"
+    outcome = tmp_path / "outcome"
+    assert outcome.read_text() == "preempted"
     rank(1)
     console.exit_code("done")
-    assert elastic.outcome() == "preempted", "one rank of a node speaks"
+    assert outcome.read_text() == "preempted", "one rank of a node speaks"
 
 
 def test_what_all_ranks_find_wrong_is_said_by_the_first(rank, kept_signals, monkeypatch, capsys, tmp_path):
@@ -101,7 +98,7 @@ def test_what_all_ranks_find_wrong_is_said_by_the_first(rank, kept_signals, monk
     console.start_log()
     with pytest.raises(SystemExit) as end:
         console.fail("ConfigError: train.max_tokens")
-    assert end.value.code == 1 and elastic.outcome() == "failed"
+    assert end.value.code == 1 and (tmp_path / "outcome").read_text() == "failed"
     assert capsys.readouterr().err.count("ConfigError: train.max_tokens") == 1
     rank(1)
     console.start_log()
@@ -121,120 +118,6 @@ def test_what_only_one_rank_finds_wrong_is_said_too(rank, kept_signals, monkeypa
     with pytest.raises(SystemExit):
         console.fail("DataError: no such file on this node")
     assert capsys.readouterr().err == "DataError: no such file on this node\n"
-
-
-def failure(tmp_path: Path, number: int, code: int, reason: str | None = None) -> ProcessFailure:
-    file = tmp_path / f"{number}.json"
-    if reason:
-        details = {"py_callstack": reason, "timestamp": "1"}
-        file.write_text(json.dumps({"message": {"message": reason, "extraInfo": details}}))
-    return ProcessFailure(local_rank=number, pid=100 + number, exitcode=code, error_file=str(file))
-
-
-@pytest.mark.parametrize(
-    ("told", "error", "code", "lines"),
-    [
-        ("done", None, 0, []),
-        ("preempted", None, 75, []),
-        ("preempted", SignalException("", signal.SIGTERM), 75, []),
-        ("done", SignalException("", signal.SIGTERM), 0, []),
-        (elastic.NOT_STARTED, SignalException("", signal.SIGUSR1), 75, []),
-        ("failed", SignalException("", signal.SIGTERM), 1, []),
-        (None, SignalException("", signal.SIGTERM), 143, ["SIGTERM: the ranks have ended without saying how"]),
-        ("failed", DistNetworkError("EADDRINUSE"), 1, None),
-    ],
-)
-def test_how_a_launcher_ends(rank, monkeypatch, tmp_path, told, error, code, lines):
-    rank(0)
-    if told:
-        elastic.report_outcome(told)
-    ended, said = elastic.conclude(error)
-    assert ended == code and (said == lines if lines is not None else "--main-port" in said[0])
-
-
-@pytest.mark.parametrize(
-    ("told", "ranks", "code", "lines"),
-    [
-        ("failed", {0: (1, "ConfigError: x"), 1: (-15, None)}, 1, []),
-        ("failed", {0: (1, "RuntimeError: peer"), 1: (-9, None)}, 1, ["rank 1 (process 101) was killed by SIGKILL"]),
-        (None, {0: (-15, None), 1: (17, None)}, 1, ["rank 1 (process 101) ended with code 17"]),
-        (None, {0: (-15, None)}, 1, ["rank 0 (process 100) was killed by SIGTERM"]),
-        (elastic.NOT_STARTED, {0: (75, None), 1: (-15, None)}, 75, []),
-        (elastic.NOT_STARTED, {0: (75, None), 1: (-9, None)}, 1, ["rank 1 (process 101) was killed by SIGKILL"]),
-    ],
-)
-def test_a_launcher_names_only_ranks_that_could_not_speak(rank, tmp_path, told, ranks, code, lines):
-    rank(0)
-    if told:
-        elastic.report_outcome(told)
-    failures = {number: failure(tmp_path, number, *how) for number, how in ranks.items()}
-    assert elastic.conclude(ChildFailedError("train.py", failures)) == (code, lines)
-
-
-def test_an_error_of_the_launcher_that_is_not_known_keeps_its_traceback():
-    assert elastic.conclude(ZeroDivisionError()) is None
-
-
-def test_the_launchers_of_other_scripts_are_left_alone(monkeypatch, tmp_path):
-    hook = sys.excepthook
-    (tmp_path / "train.py").touch()
-    monkeypatch.delenv(elastic.OUTCOME_VARIABLE, raising=False)
-    (tmp_path / "eval/mine").mkdir(parents=True)
-    (tmp_path / "eval/mine/run.py").touch()
-    for script in (
-        "other.py",
-        str(tmp_path / "train.py"),
-        str(tmp_path / "train/__main__.py"),
-        str(tmp_path / "eval/mine/run.py"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["torchrun", "--nproc-per-node=2", script, "train.max_tokens=1"])
-        no_backend = elastic.quieten()
-        assert sys.excepthook is hook and elastic.OUTCOME_VARIABLE not in os.environ
-    with pytest.raises(ValueError, match="not a rendezvous backend"):
-        no_backend(None)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [ROOT / "train.py"],
-        ["-m", "forgetting_transformer.train"],
-        [ROOT / "src/forgetting_transformer/train/__main__.py"],
-    ],
-)
-def test_the_launchers_of_training_are_quiet_however_it_is_named(monkeypatch, words):
-    monkeypatch.setattr(sys, "argv", ["torchrun", "--nproc-per-node=2", *map(str, words), "train.max_tokens=1"])
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    monkeypatch.setenv(elastic.OUTCOME_VARIABLE, "none")
-    elastic.quieten()
-    assert sys.excepthook is elastic._report_and_exit
-
-
-@pytest.mark.parametrize("script", ["eval/niah/pred.py", "run_per_token_loss.py"])
-def test_the_launchers_of_evaluations_are_quiet(monkeypatch, script):
-    monkeypatch.setattr(sys, "argv", ["fabric", "run", script, "--device_id", "0"])
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    monkeypatch.setenv(elastic.OUTCOME_VARIABLE, "none")
-    monkeypatch.chdir(ROOT / "eval/per_token_loss" if "/" not in script else ROOT)
-    elastic.quieten()
-    assert sys.excepthook is elastic._report_and_exit
-
-
-def test_an_evaluation_ends_with_its_line_and_leaves_it_for_the_launcher(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(SystemExit, match="error: no such model"):
-        elastic.end_with("error: no such model")
-    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "error: no such model"
-
-
-def test_of_ranks_that_end_for_the_same_reason_one_says_it(monkeypatch, tmp_path):
-    monkeypatch.setenv(elastic.OUTCOME_VARIABLE, str(tmp_path / "outcome"))
-    ends = []
-    for message in ("error: no such model", "error: no such model", "error: another"):
-        with pytest.raises(SystemExit) as end:
-            elastic.end_with(message)
-        ends.append(end.value.code)
-    assert ends == ["error: no such model", 1, "error: another"]
 
 
 def error_of(*overrides: str) -> str:
@@ -448,49 +331,17 @@ def test_a_sweep_whose_folder_cannot_be_made_is_one_line(rank, monkeypatch, caps
     assert error.endswith("(Not a directory), where a sweep keeps its summary; choose another hydra.sweep.dir=FOLDER\n")
 
 
-@pytest.fixture
-def with_entry_point(tmp_path) -> dict[str, str]:
-    """An environment in which this project is installed with its entry point, whatever is installed here."""
-    metadata = tmp_path / "site/forgetting_transformer-0.1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: forgetting-transformer\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text(
-        "[torchrun.handlers]\nforgetting_transformer = forgetting_transformer.elastic:quieten\n"
-    )
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return clean | {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["fabric", "launch.py"])
-def test_a_typo_on_two_ranks_is_one_line(with_entry_point, tmp_path, launcher):
+def test_a_typo_on_two_ranks_is_one_line(tmp_path):
     """… in a folder where a run has ended well, which must not pass for how this start ended."""
     (tmp_path / "run").mkdir()
     write_status(tmp_path / "run", "done", step=1)
-    start = {
-        "fabric": [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--main-port", str(free_port())],
-        "launch.py": [sys.executable, "scripts/launch.py"],
-    }[launcher]
-    command = [
-        *start,
-        "--accelerator",
-        "cpu",
-        "--devices",
-        "2",
-        "+experiment/demo=fox_prro",
-        f"output_dir={tmp_path}/run",
-    ]
-    done = subprocess.run(command, cwd=ROOT, env=with_entry_point, capture_output=True, text=True, timeout=HANG)
+    flags = ["--accelerator", "cpu", "--devices", "2", "+experiment/demo=fox_prro", f"output_dir={tmp_path}/run"]
+    done = run_command("scripts/launch.py", *flags)
     said = "ConfigError: there is no experiment/demo=fox_prro; did you mean 'fox_pro'?"
     assert (done.returncode, done.stderr.splitlines(), done.stdout) == (1, [said], "")
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert (status["status"], status["reason"]) == ("failed", said)
-
-
-def test_the_entry_point_is_the_one_of_the_tests():
-    text = (ROOT / "pyproject.toml").read_text()
-    assert '[project.entry-points."torchrun.handlers"]' in text
-    assert 'forgetting_transformer = "forgetting_transformer.elastic:quieten"' in text
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from forgetting_transformer.data.prepare import CorpusError
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.prepare.tokenizers import byte_tokenizer, describe, save_built, save_loaded
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
-from forgetting_transformer.training import replay
 from forgetting_transformer.training.export import tokenizer_of_run
 from forgetting_transformer.training.run_directory import RunDirectory
 
@@ -89,7 +88,6 @@ def test_a_planted_tokenizer_of_a_run_is_refused_in_one_line(planted):
     for load in (
         lambda: tokenizer_of_run(directory, config),
         lambda: tokenizer_of_run(directory, config, str(planted)),
-        lambda: replay.tokenizer_of(directory),
     ):
         with pytest.raises(ValueError, match=r"tokenizer asks for its own code .*auto_map.* is never run") as caught:
             load()

@@ -14,7 +14,7 @@ import argparse
 import logging
 import sys
 
-from forgetting_transformer import command_line, elastic
+from forgetting_transformer import command_line, console
 from forgetting_transformer.command_line import at_least, count, step
 from forgetting_transformer.versions import how_to_install
 
@@ -86,7 +86,7 @@ def main() -> None:
             print(f"{folder}/results.json\n\n{table}", end="")
         workers.close()
     except (AnalysisError, EvaluationError) as error:
-        elastic.end_with(f"error: {error}")
+        console.fail(f"error: {error}")
 
 
 if __name__ == "__main__":

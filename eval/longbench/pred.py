@@ -15,7 +15,7 @@ import argparse
 import logging
 import sys
 
-from forgetting_transformer import command_line, elastic
+from forgetting_transformer import command_line, console
 from forgetting_transformer.evaluation import longbench_options
 
 
@@ -54,7 +54,7 @@ def main() -> None:
             print(f"answers to {len(sets)} sets in {folder}")
         workers.close()
     except EvaluationError as error:
-        elastic.end_with(f"error: {error}")
+        console.fail(f"error: {error}")
 
 
 if __name__ == "__main__":

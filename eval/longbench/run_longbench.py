@@ -15,7 +15,7 @@ import argparse
 import logging
 import sys
 
-from forgetting_transformer import command_line, elastic
+from forgetting_transformer import command_line, console
 from forgetting_transformer.evaluation import longbench_options
 
 
@@ -62,7 +62,7 @@ def main() -> None:
             print(f"{folder}/results.json\n\n{table}", end="")
         workers.close()
     except (AnalysisError, EvaluationError) as error:
-        elastic.end_with(f"error: {error}")
+        console.fail(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import logging
 import sys
 from pathlib import Path
 
-from forgetting_transformer import command_line, elastic
+from forgetting_transformer import command_line, console
 from forgetting_transformer.command_line import at_least, count, step
 
 
@@ -57,7 +57,7 @@ def main() -> None:
             print(f"answers to {answered} prompts in {folder}")
         workers.close()
     except EvaluationError as error:
-        elastic.end_with(f"error: {error}")
+        console.fail(f"error: {error}")
     except KeyError as error:
         sys.exit(f"error: {config} lacks the key {error.args[0]}")
 

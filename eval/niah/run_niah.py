@@ -23,7 +23,7 @@ import logging
 import sys
 from pathlib import Path
 
-from forgetting_transformer import command_line, elastic
+from forgetting_transformer import command_line, console
 from forgetting_transformer.command_line import count, step
 
 
@@ -97,7 +97,7 @@ def main() -> None:
     try:
         run(args)
     except (AnalysisError, EvaluationError, DataError) as error:
-        elastic.end_with(f"error: {error}")
+        console.fail(f"error: {error}")
 
 
 def run(args: argparse.Namespace) -> None:

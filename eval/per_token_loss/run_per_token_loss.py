@@ -15,7 +15,7 @@ import argparse
 import logging
 import sys
 
-from forgetting_transformer import command_line, elastic
+from forgetting_transformer import command_line, console
 from forgetting_transformer.command_line import at_least, count, number, step
 from forgetting_transformer.ranges import TOKENS
 
@@ -161,7 +161,7 @@ def main() -> None:
             print(f"loss over {results['eval_len']:,} positions: {loss}; {folder}/results.json\n\n{table.markdown()}")
         workers.close()
     except (AnalysisError, EvaluationError, DataError) as error:
-        elastic.end_with(f"error: {error}")
+        console.fail(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """How a process of train.py speaks and ends: in one line where one is enough, and once for all processes of a node.
 
-Imports only the standard library, so that a typo is answered before PyTorch is loaded. What the launcher of the
-processes says at their end is in elastic.py.
+Imports only the standard library, so that a typo is answered before PyTorch is loaded.
 """
 
 import contextlib
 import ctypes
 import io
+import json
 import logging
 import os
 import signal
@@ -14,13 +14,17 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from forgetting_transformer import elastic
 from forgetting_transformer.redaction import RedactingFormatter, RedactingStream, redact
 
 DATE_FORMAT = "%m-%d %H:%M:%S"
+#: EX_TEMPFAIL of sysexits.h, "try again": what train.py and scripts/launch.py exit with when the run was preempted.
+PREEMPTED_EXIT_CODE = 75
+#: Names the file into which the first rank of a node writes how the run ended; set by scripts/launch.py.
+OUTCOME_VARIABLE = "FORGETTING_TRANSFORMER_OUTCOME"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 #: What every process of a node finds wrong, its first one says. The others wait so long for the launcher to end them
 #: before they say it too: then it was wrong for them alone.
@@ -41,6 +45,28 @@ def rank() -> int:
 def first_of_node() -> bool:
     """Whether this process speaks for all of its node: they fail alike when the configuration or the data is wrong."""
     return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
+
+
+def has_launcher() -> bool:
+    """Whether PyTorch's elastic launcher started this process: `fabric run`, torchrun or scripts/launch.py."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def report_outcome(outcome: str) -> None:
+    """Tells scripts/launch.py how the run ended: "done", "preempted" or "failed". One rank of each node writes it."""
+    path = os.environ.get(OUTCOME_VARIABLE)
+    if path and has_launcher() and os.environ.get("LOCAL_RANK") == "0":
+        with contextlib.suppress(OSError):
+            Path(path).write_text(outcome, encoding="utf-8")
+
+
+def _record_reason(reason: str) -> None:
+    """Leaves why this rank fails where its launcher looks for it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            details = {"py_callstack": reason, "timestamp": str(int(time.time()))}
+            content = {"message": {"message": reason, "extraInfo": details}}
+            Path(path).write_text(json.dumps(content), encoding="utf-8")
 
 
 def log_format(number: int) -> logging.Formatter:
@@ -79,8 +105,8 @@ def stopped_by_signals() -> Iterator[None]:
             said = f"{signal.Signals(number).name} before training began; the same command starts it\n"
             os.write(2, said.encode())  # print() may be what the signal has interrupted
         # Not 0, although the launcher may take this for a failure: ranks that got no signal would wait for this one.
-        elastic.report_outcome(elastic.NOT_STARTED)
-        os._exit(elastic.PREEMPTED_EXIT_CODE)
+        report_outcome("preempted")
+        os._exit(PREEMPTED_EXIT_CODE)
 
     before = {number: signal.signal(number, leave) for number in _SIGNALS}
     try:
@@ -93,7 +119,7 @@ def stopped_by_signals() -> Iterator[None]:
 def die_with_launcher() -> None:
     """Asks Linux to end this rank when the process that started it ends, however that ends: a signal that a launcher
     does not handle, such as SIGUSR1, would otherwise leave ranks behind that hold the GPUs and the run's folder."""
-    if elastic.started_this_process() or os.environ.get("LOCAL_RANK", "0") != "0":
+    if has_launcher() or os.environ.get("LOCAL_RANK", "0") != "0":
         die_with_parent()
 
 
@@ -111,14 +137,14 @@ def exit_code(outcome: str) -> int:
     An elastic launcher (`fabric run`, torchrun) takes every code but 0 for a failure; so do the launchers of Fabric and
     SLURM for ranks other than 0, and kill those that are not done yet.
     """
-    elastic.report_outcome(outcome)
+    report_outcome(outcome)
     if outcome == "preempted":
         # A scheduler and a launcher may both have sent the signal: the second must not end what ends in order.
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-    if outcome != "preempted" or elastic.started_this_process() or rank() > 0:
+    if outcome != "preempted" or has_launcher() or rank() > 0:
         return 0
-    return elastic.PREEMPTED_EXIT_CODE
+    return PREEMPTED_EXIT_CODE
 
 
 def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = False) -> NoReturn:
@@ -130,9 +156,9 @@ def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = Fa
         once: the other processes of the node have probably failed for the same reason, and leave it to the first.
         at_once: without Python's clean-up, in which tensors on a GPU that failed would abort the process.
     """
-    elastic.report_outcome("failed")
+    report_outcome("failed")
     reason = redact(reason)
-    elastic.record_reason(reason)
+    _record_reason(reason)
     text = f"{reason}\n{redact(traceback.format_exc())}" if trace else reason
     speaks = first_of_node() or not once
     if not speaks:

@@ -34,10 +34,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from forgetting_transformer.ports import free_port
 from tests.campaign import faults
 from tests.campaign.faults import Fault
 from tests.campaign.runs import DONE, FAILED, PREEMPTED, STEPS, config, contents, start, valid_steps
+from tests.processes import free_port
 from tests.tiny import STEP, make_corpus
 
 #: Seconds. No start takes as long unless it hangs.

@@ -201,9 +201,6 @@ def check_script(script: str, arguments: Sequence[str], partial: bool) -> None:
         check_train(arguments, 1, partial)
     elif script == "scripts/launch.py":
         check_fabric(["run", "train.py", *arguments], partial)
-    elif script == "scripts/replay.py":
-        with _refusals(ValueError):
-            runpy.run_path(str(path), run_name="script")["parse"](arguments)
     elif (options := parsed(path, tuple(arguments), partial)) is not None:
         check_overrides(script, options)
 

@@ -102,7 +102,6 @@ def test_a_wrong_command_of_the_readme_is_noticed(right, wrong, message, monkeyp
             "optimizer.r",
         ),
         ("python -m studies.run output_dir=x data_dir=x --group study --models fox_po", "fox_po"),
-        ("python scripts/replay.py output_dir=RUN steps=3", "steps=3"),
         ("python scripts/launch.py --devices 4 +experiment/demo=fox", "there is no experiment/demo=fox; choices"),
         ("python benchmarks/training.py --overrides train.compil=true", "train.compil"),
         ("torchrun --nproc-per-nod 4 eval/niah/run_niah.py --model_path x", "SystemExit"),

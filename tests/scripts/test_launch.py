@@ -1,12 +1,17 @@
 """The launcher and the Slurm script, without a GPU or a Slurm."""
 
+import json
 import os
+import signal
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -92,6 +97,42 @@ def test_ranks_find_what_fabric_run_leaves_for_them(monkeypatch):
             assert launch.main() == 0
         left.append({name: os.environ.pop(name) for name in list(os.environ) if name.startswith("LT_")})
     assert started[0] == started[1] and left[0] == left[1] and left[0]["LT_DEVICES"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("told", "error", "code", "said"),
+    [
+        ("done", None, 0, ""),
+        ("preempted", None, 75, ""),
+        ("preempted", SignalException("", signal.SIGTERM), 75, ""),
+        ("failed", SignalException("", signal.SIGTERM), 1, ""),
+        (None, SignalException("", signal.SIGTERM), 143, "SIGTERM: the ranks have ended without saying how"),
+        ("failed", DistNetworkError("EADDRINUSE"), 1, "--main-port"),
+        ("failed", {0: (1, "ConfigError: x"), 1: (-15, None)}, 1, ""),
+        ("failed", {0: (1, "RuntimeError: x"), 1: (-9, None)}, 1, "rank 1 (process 101) was killed by SIGKILL"),
+        (None, {0: (-15, None), 1: (17, None)}, 1, "rank 1 (process 101) ended with code 17"),
+        (None, {0: (-15, None)}, 1, "rank 0 (process 100) was killed by SIGTERM"),
+        ("preempted", {0: (75, None), 1: (-15, None)}, 75, ""),
+        ("preempted", {0: (75, None), 1: (-9, None)}, 1, "rank 1 (process 101) was killed by SIGKILL"),
+    ],
+)
+def test_how_it_ends_and_which_ranks_it_names(tmp_path, told, error, code, said):
+    if isinstance(error, dict):
+        failures = {}
+        for rank, (exitcode, reason) in error.items():
+            file = tmp_path / f"{rank}.json"
+            if reason:
+                details = {"py_callstack": reason, "timestamp": "1"}
+                file.write_text(json.dumps({"message": {"message": reason, "extraInfo": details}}))
+            failures[rank] = ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=exitcode, error_file=str(file))
+        error = ChildFailedError("train.py", failures)
+    ended, lines = launch.conclude(error, told)
+    assert ended == code and len(lines) == bool(said) and said in "".join(lines)
+
+
+def test_an_error_that_is_not_known_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        launch.conclude(ZeroDivisionError(), None)
 
 
 def executable(path: Path, text: str) -> None:

@@ -1,7 +1,6 @@
 """Runs on other corpora than one array: packed documents, and a mixture. Resume is exact with each of them."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,6 @@ from forgetting_transformer import training
 from tests.tiny import DOC_LEN, DOCUMENTS, VOCAB
 from tests.training.conftest import STEP, Job, changed, made_once, refused, train
 from tests.training.test_resume import assert_same_run, lines, losses
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import replay as command
 
 pytestmark = pytest.mark.slow
 
@@ -82,14 +78,6 @@ def test_a_position_is_that_in_the_document(config, finished):
     assert lines(run, "val")[0]["val/loss"] == pytest.approx(lines(run, "val")[0]["val/loss_avg_len_32"])
     with np.load(Path(run) / f"metrics/npz/train_eval/step-{6 * STEP:015d}.npz") as arrays:
         assert np.isfinite(arrays["train_eval/loss_per_token"][:8]).all()
-
-
-def test_a_step_can_be_replayed_and_its_texts_are_named(config, finished, capsys):
-    run = finished(config)
-    assert command.main([f"output_dir={run}", f"step={9 * STEP}", "device=cpu"]) == 0, capsys.readouterr().err
-    said = capsys.readouterr().out
-    assert f"loss {losses(run)[9 * STEP]:.4f}"[:-1] in said
-    assert ("tales: document " in said) == (config["datamodule"]["name"] == "mixture")
 
 
 def test_flops_are_those_of_documents_that_do_not_see_each_other(config, finished):

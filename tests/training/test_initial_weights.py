@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer import training
 from forgetting_transformer.training.averaging import average
-from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.export import MARK, export
 from forgetting_transformer.training.trainer import Trainer
 from tests.tiny import VOCAB
@@ -369,38 +368,6 @@ def test_a_preflight_of_a_run_that_continues_does_not_need_the_source(tiny, tmp_
     shutil.rmtree(exported)
     train(changed(new, preflight="check"))
     assert "there is no such folder" in one_line(changed(new, preflight="check", output_dir=str(tmp_path / "another")))
-
-
-def test_a_replay_of_the_first_step_has_the_weights_it_began_with(tiny, exported):
-    from forgetting_transformer.training.replay import replay
-
-    new = changed(tiny, init_from=str(exported), train__max_tokens=4 * STEP)
-    train(new)
-    found, _ = replay(Path(new["output_dir"]), STEP, device="cpu")
-    assert found.loss_BT.mean() == pytest.approx(losses(new["output_dir"])[STEP], abs=1e-6)
-
-
-def test_a_replay_takes_the_weights_that_a_source_had_which_trains_on(tiny, tmp_path):
-    from forgetting_transformer.training.replay import replay
-
-    source = changed(tiny, output_dir=str(tmp_path / "source"), train__max_tokens=4 * STEP)
-    train(source)
-    new = changed(tiny, init_from=source["output_dir"], train__max_tokens=4 * STEP)
-    train(new)
-    train(changed(source, train__max_tokens=8 * STEP))
-    found, _ = replay(Path(new["output_dir"]), STEP, device="cpu")
-    assert found.loss_BT.mean() == pytest.approx(losses(new["output_dir"])[STEP], abs=1e-6)
-
-
-def test_a_replay_refuses_a_source_that_was_exported_again(tiny, tmp_path, finished):
-    from forgetting_transformer.training.replay import replay
-
-    export(Path(finished(tiny)), tmp_path / "hf", tokenizer=str(word_tokenizer(tmp_path / "tokenizer")), step=8 * STEP)
-    new = changed(tiny, init_from=str(tmp_path / "hf"), train__max_tokens=2 * STEP)
-    train(new)
-    export(Path(finished(tiny)), tmp_path / "hf", tokenizer=str(tmp_path / "tokenizer"))
-    with pytest.raises(ConfigError, match=f"holds other weights than those .* instead of {8 * STEP}"):
-        replay(Path(new["output_dir"]), STEP, device="cpu")
 
 
 def test_a_hybrid_takes_the_layers_that_it_keeps(tiny, tmp_path):

@@ -9,24 +9,49 @@ from forgetting_transformer import training
 from forgetting_transformer.training.preflight import checkpoints_to_come
 from tests.training.conftest import STEP, Job, changed, refused
 
+#: What is printed goes to a file; a stand-in for a GPU says how much memory a step takes.
+PRINTED = """
+import sys
+sys.stdout = open({said!r}, "a")
+"""
+MEMORY = """
+from forgetting_transformer.training import preflight, trainer
+used, step = [0], trainer.Trainer.step
+def limited(self, batch):
+    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
+    used[0] = self.config.train.grad_acc_tokens // 32 * (10 if checkpointing else 40)
+    return step(self, batch)
+trainer.Trainer.step = limited
+preflight._memory = lambda device: (used[0], 90)
+preflight.torch.cuda.reset_peak_memory_stats = preflight.torch.cuda.memory_allocated = lambda device: 0
+"""
 
-def test_it_measures_and_leaves_the_run_alone(tiny, tmp_path):
+
+def test_it_measures_proposes_and_leaves_the_run_alone(tiny, tmp_path):
     said = tmp_path / "said"
-    job = Job(changed(tiny, preflight="check"), 2, patch=f"import sys; sys.stdout = open({str(said)!r}, 'a')")
+    job = Job(changed(tiny, preflight=True), 2, patch=PRINTED.format(said=str(said)) + MEMORY)
     assert job.wait() == [0, 0], job.errors()
     assert not Path(tiny["output_dir"]).exists()
     said = said.read_text()
-    for row in (
-        "tokens per second",
-        "training takes",
-        "process-hours",
-        "a checkpoint",
-        "disk: needed, free",
-        "all-reduce",
-    ):
+    for row in ("tokens per second", "training takes", "process-hours", "a checkpoint", "disk: needed, free"):
         assert row in said, said
-    assert re.search(r"^disk: speed of writing +[\d.]+ [kMG]B/s$", said, re.MULTILINE), said
     assert "20 of 4 x 32" in said
+    rows = re.findall(r"^(yes|no) +(\d+) +([\d,]+|-) +(.*)$", said, re.MULTILINE)
+    assert [(row[0], row[1], row[3]) for row in rows] == [
+        ("yes", "32", "10 B"),
+        ("yes", "64", "20 B"),
+        ("no", "32", "40 B"),
+        ("no", "64", "80 B"),
+    ]
+    assert re.search(r"^  train\.grad_acc_tokens=(32|64) train\.gradient_checkpointing=(true|false)$", said, re.M), said
+
+
+def test_a_micro_batch_that_would_not_fit_is_not_tried(tiny, tmp_path):
+    said = tmp_path / "said"
+    job = Job(changed(tiny, preflight=True), patch=PRINTED.format(said=str(said)) + MEMORY)
+    assert job.wait() == [0], job.errors()
+    assert re.search(r"^no +128 +- +would need 160 B of 90 B$", said.read_text(), re.MULTILINE), said.read_text()
+    assert re.search(r"^yes +128 +[\d,]+ +40 B$", said.read_text(), re.MULTILINE)
 
 
 def test_a_disk_too_small_for_the_checkpoints_to_come_is_noticed(tiny):
@@ -65,36 +90,24 @@ TokenArray.read = read
     assert job.wait() == [1] and "c/4/0 is missing" in job.errors()
 
 
-def test_an_evaluation_that_does_not_fit_beside_a_step_is_said(tiny):
+def test_a_step_or_an_evaluation_that_does_not_fit_is_said_as_in_training(tiny):
     patch = """
 import torch
 from forgetting_transformer.model.decoder import DecoderForCausalLM as Model
 forward = Model.forward
 def fail(self, *args, **kwargs):
-    if not self.training:
+    if self.training is {training}:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
     return forward(self, *args, **kwargs)
 Model.forward = fail
 """
-    config = changed(tiny, preflight="check")
-    job = Job(config, patch=patch)
-    assert job.wait() == [1]
-    assert "out of memory in evaluation for 2.50 GiB more" in job.errors()
-    assert "datamodule.eval_local_batch_size=2" in job.errors()
-    assert Job(config | {"skip_eval": True}, patch=patch).wait() == [0]
-
-
-def test_a_step_that_does_not_fit_is_said_as_in_training(tiny):
-    patch = """
-import torch
-from forgetting_transformer.training import trainer
-def fail(self, batch):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
-trainer.Trainer.step = fail
-"""
-    job = Job(changed(tiny, preflight="check"), patch=patch)
-    assert job.wait() == [1]
-    assert (
-        "StepTooBigError: out of memory in a step for 2.50 GiB more. Start the same command again with "
-        "train.grad_acc_tokens=32 (now 64) or train.gradient_checkpointing=true or strategy=fsdp on several GPUs"
-    ) in job.errors()
+    for training_fails, said in (
+        (
+            True,
+            "PreflightError: out of memory in a step for 2.50 GiB more. Start the same command again with "
+            "train.grad_acc_tokens=32 (now 64) or train.gradient_checkpointing=true or strategy=fsdp on several GPUs",
+        ),
+        (False, "out of memory in evaluation for 2.50 GiB more"),
+    ):
+        job = Job(changed(tiny, preflight="check"), patch=patch.format(training=training_fails))
+        assert job.wait() == [1] and said in job.errors()

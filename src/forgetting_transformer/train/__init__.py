@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from forgetting_transformer import command_line, console, elastic, files, hydra_errors, official_names, plugins
+from forgetting_transformer import command_line, console, files, hydra_errors, official_names, plugins
 
 if TYPE_CHECKING:
     from forgetting_transformer.training import Config
@@ -109,7 +109,7 @@ def _options() -> Iterator[tuple[str, str]]:
 def compose(composed: DictConfig) -> None:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         # Another launcher than this project's, which calls this function for each job.
-        if elastic.started_this_process():
+        if console.has_launcher():
             # All jobs would share one process group and mix their gradients.
             raise CompactHydraException("-m under `fabric run` is not possible; start one `fabric run` per job")
         train(parse(composed))

@@ -30,11 +30,7 @@ def run(config: "Config") -> str:
         from forgetting_transformer.training.faults.failures import train
 
         return train(config)
-    if config.preflight == "check":
-        from forgetting_transformer.training.preflight import preflight
+    from forgetting_transformer.training.preflight import preflight
 
-        preflight(config)
-        return "done"
-    from forgetting_transformer.training.proposal import propose
-
-    return propose(config)
+    preflight(config)
+    return "done"

@@ -300,8 +300,8 @@ class Config:
     #: true: write checkpoints while training goes on, from a copy in the host's memory (12 bytes per parameter over all
     #: ranks of the job). false: training waits, and needs no such memory.
     checkpoint_background: bool = True
-    #: true: check data, disk, memory and links, time a few steps, say what the run will cost, measure which
-    #: micro-batch, checkpointing, compilation and strategy are fastest, and train nothing. "check": the first part.
+    #: true: check data, disk and memory, time a few steps, say what the run will cost, measure which micro-batch is
+    #: fastest, with activation checkpointing and without, and train nothing. "check": without the measurement.
     preflight: Any = one_of(False, True, "check")
 
     def check(self) -> None:

@@ -5,7 +5,6 @@ the others receive them from it. Configurations are read as JSON and weights fro
 checkpoints, so nothing that a source names is run.
 """
 
-import dataclasses
 import difflib
 import fnmatch
 import logging
@@ -142,27 +141,6 @@ def initial_weights(config: Config, model: nn.Module, data: DataInfo, corpus: Pa
     record = source.record | ({"fresh": fresh} if fresh else {})
     named = {name: tensors[stored] for name, stored in matching.items()}
     return InitialWeights([*matching], named, fresh, record, [f"init_from: {note}" for note in notes])
-
-
-def recorded_weights(
-    config: Config, record: dict[str, Any], model: nn.Module, data: DataInfo, corpus: Path
-) -> InitialWeights:
-    """What a run did begin with, by the record in its checkpoints; otherwise as `initial_weights`.
-
-    Raises:
-        ConfigError: the source holds other weights by now.
-    """
-    source = str(record["source"])
-    of_run = bool(steps_in(RunDirectory(source).checkpoints))
-    began = dataclasses.replace(config, init_from=source, init_step=record["step"] if of_run else None)
-    found = initial_weights(began, model, data, corpus)
-    for key in ("step", "tag", "revision", *_AVERAGES):
-        if record.get(key) != found.record.get(key):
-            raise ConfigError(
-                f"init_from={source} holds other weights than those that the run began with ({key} "
-                f"{found.record.get(key)} instead of {record.get(key)}); bring back the former ones"
-            )
-    return found
 
 
 def find(name: str, step: int | None = None) -> Source:

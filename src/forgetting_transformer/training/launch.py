@@ -18,7 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from forgetting_transformer import console, elastic, gpus
+from forgetting_transformer import console, gpus
 from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.sharding import Sharded
@@ -91,7 +91,7 @@ def _port_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not elastic.port_is_taken(error):
+        if "EADDRINUSE" not in str(error):
             raise
         raise ConfigError(
             f"port {os.environ.get('MASTER_PORT')}, over which the processes of a job find each other, is taken by "

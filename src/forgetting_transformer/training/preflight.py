@@ -1,16 +1,14 @@
-"""Before a long run: does everything fit, how long will it take, what will it cost.
+"""Before a long run: does everything fit, how long will it take, and which micro-batch is fastest.
 
-    fabric run train.py --devices 4 +experiment/… output_dir=… data_dir=… preflight=check
+    fabric run train.py --devices 4 +experiment/… output_dir=… data_dir=… preflight=true
 
 Takes real steps of the real model on the real data, and evaluates a batch, in a temporary folder; the run's own folder
-is not touched. What would be faster is measured by proposal.py.
+is not touched.
 """
 
 import contextlib
 import dataclasses
-import logging
 import math
-import os
 import shutil
 import statistics
 import tempfile
@@ -18,13 +16,13 @@ import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.strategies import ModelParallelStrategy
 
 from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.files import size_in_words
+from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import read_manifest, steps_in
 from forgetting_transformer.training.config import Config
@@ -34,23 +32,22 @@ from forgetting_transformer.training.metrics import duration
 from forgetting_transformer.training.run_directory import RunDirectory
 from forgetting_transformer.training.trainer import Trainer
 
-log = logging.getLogger(__name__)
-
-#: Steps timed after the first, which compiles and tunes.
-STEPS = 4
-_TEST_BYTES = 1 << 28
+#: Steps timed after the first, which compiles and tunes: for the estimate, and for each micro-batch that is compared.
+_STEPS, _COMPARED_STEPS = 4, 2
+#: Micro-batches that are compared.
+_MOST_SIZES = 8
+#: Part of a GPU's memory beyond which nothing is tried: an evaluation or a fragmented allocator needs more than a step.
+_MOST_MEMORY = 0.92
+#: A larger micro-batch is proposed although it is slower by no more than this.
+_EQUAL = 0.01
 
 
 class PreflightError(RuntimeError):
     """The run would fail later; the message lists every reason."""
 
 
-class StepTooBigError(PreflightError):
-    """A step, or an evaluation beside what steps hold, does not fit into the memory of the device."""
-
-
-def preflight(config: Config) -> dict[str, float]:
-    """Checks `config` and prints a table; returns its numbers on rank 0.
+def preflight(config: Config) -> None:
+    """Checks `config` and prints a table; with `preflight=true` also compares micro-batches.
 
     Raises:
         ConfigError, DataError: as training would.
@@ -59,19 +56,15 @@ def preflight(config: Config) -> dict[str, float]:
     """
     directory = RunDirectory(config.output_dir)
     directory.check_ours(config.resume)
-    place = directory.root
-    with trial(config) as trainer:
-        return _measure(trainer, place)
+    with _trial(config, directory) as trainer:
+        _check(trainer, directory.root)
+        if config.preflight is True:
+            _compare(trainer)
 
 
 @contextlib.contextmanager
-def trial(config: Config) -> Iterator[Trainer]:
-    """A trainer of a run like this one in a temporary folder, on every rank, that takes steps from the initial weights.
-
-    Raises:
-        ConfigError, DataError: as training would.
-    """
-    directory = RunDirectory(config.output_dir)
+def _trial(config: Config, directory: RunDirectory) -> Iterator[Trainer]:
+    """A trainer of a run like this one in a temporary folder, which takes steps from the initial weights."""
     data = config.datamodule
     if config.resume and (recorded := setup.recorded_vocabulary(config, directory)) is not None:
         # Of a run that is there already; the trial below does not see it.
@@ -106,7 +99,7 @@ def trial(config: Config) -> Iterator[Trainer]:
                 trainer.close()
 
 
-def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
+def _check(trainer: Trainer, place: Path) -> None:
     config, fabric, data, ranks = trainer.config, trainer.fabric, trainer.config.datamodule, trainer.ranks
     tokens = data.train_batch_size * data.train_batch_len
     total_steps = math.ceil(config.train.max_tokens / tokens)
@@ -115,14 +108,9 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
     if trainer.compiled:
         trainer.compilation.announce()
     with _fits(trainer, "a step"):
-        loader = trainer.data.train_loader(0, min(1 + STEPS, total_steps), ranks.data_rank, ranks.data_size)
+        loader = trainer.data.train_loader(0, min(1 + _STEPS, total_steps), ranks.data_rank, ranks.data_size)
         for batch in loader:
-            setup.synchronize(fabric.device)
-            began = time.perf_counter()
-            trainer.step(fabric.to_device(batch))
-            setup.synchronize(fabric.device)
-            seconds.append(time.perf_counter() - began)
-            trainer.sentinel.starting("preflight")
+            seconds.append(_seconds(trainer, fabric.to_device(batch)))
             trainer.counters.batch_count += 1
     # The last batch of the run, which lies elsewhere in the corpus.
     last = total_steps - 1
@@ -132,53 +120,136 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
             _evaluate(trainer)
     if bad := trainer.guard.bad_steps(wait=True):
         problems.append(f"the loss or gradient of batch {bad[0].batch} is not finite at the initial weights")
-
-    step = statistics.median(seconds[1:] or seconds)
-    train_seconds = seconds[0] + step * (total_steps - 1)
-    found = {
-        "steps": total_steps,
-        "first_step_seconds": seconds[0],
-        "step_seconds": step,
-        "tokens_per_second": tokens / step,
-        "train_seconds": train_seconds,
-        "gpu_hours": train_seconds / 3600 * fabric.world_size,
-        "checkpoint_bytes": _checkpoint_bytes(trainer),
-        "host_copy_bytes": _checkpoint_bytes(trainer) / _writers(trainer) if config.checkpoint_background else 0,
-    }
-    if fabric.device.type == "cuda":
-        found["memory_bytes"] = torch.cuda.max_memory_allocated(fabric.device)
-        found["memory_total_bytes"] = torch.cuda.get_device_properties(fabric.device).total_memory
-        found["host_link_bytes_per_second"] = _host_link(fabric.device)
-    if fabric.world_size > 1:
-        found["all_reduce_bytes_per_second"] = _all_reduce(fabric.device)
     trainer.vote.wait_for_all()
     if not fabric.is_global_zero:
-        return {}
-    found |= _disk(place, config, found["checkpoint_bytes"])
-    if found["disk_free_bytes"] < found["disk_needed_bytes"]:
+        return
+    step = statistics.median(seconds[1:] or seconds)
+    takes = seconds[0] + step * (total_steps - 1)
+    # Weights and AdamW's two moments, and what callbacks keep beside them, over all ranks.
+    checkpoint = 3 * sum(p.numel() * p.element_size() for p in trainer.model.module.parameters())
+    checkpoint += sum(t.numel() * t.element_size() for t in trainer.callbacks.large_state().values())
+    free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.is_dir())).free
+    needed = checkpoints_to_come(place, config) * checkpoint
+    end = datetime.now() + timedelta(seconds=takes)
+    rows = {
+        "steps": f"{total_steps:,} of {data.train_batch_size} x {data.train_batch_len:,}",
+        "first step, then": f"{seconds[0]:.2f} s, {step:.3f} s",
+        "tokens per second": f"{tokens / step:,.0f} on {fabric.world_size}",
+        "training takes": f"{duration(takes)} without evaluations: until {end:%Y-%m-%d %H:%M}",
+        f"{'GPU' if fabric.device.type == 'cuda' else 'process'}-hours": f"{takes / 3600 * fabric.world_size:,.1f}",
+        "a checkpoint": size_in_words(checkpoint),
+        "disk: needed, free": f"{size_in_words(needed)}, {size_in_words(free)}",
+    }
+    if fabric.device.type == "cuda":
+        peak, total = _memory(fabric.device)
+        rows["GPU memory: peak, all"] = f"{size_in_words(peak)}, {size_in_words(total)}"
+    width = max(map(len, rows))
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()), flush=True)
+    if free < needed:
         problems.append(
-            f"{place} has {size_in_words(found['disk_free_bytes'])} free and the checkpoints to come need "
-            f"{size_in_words(found['disk_needed_bytes'])}: make room (scripts/checkpoints.py prune --permanent "
-            "deletes older ones), raise checkpoint_keep_interval, which counts for those to come, or lower "
-            "checkpoint_keep_last"
+            f"{place} has {size_in_words(free)} free and the checkpoints to come need {size_in_words(needed)}: make "
+            "room (scripts/checkpoints.py prune --permanent deletes older ones), raise checkpoint_keep_interval, which "
+            "counts for those to come, or lower checkpoint_keep_last"
         )
-    print(table(found, config, fabric.world_size), flush=True)
     if problems:
         raise PreflightError("; ".join(problems))
-    return found
+
+
+def _compare(trainer: Trainer) -> None:
+    """Times steps with each micro-batch, with activation checkpointing and without, and prints the fastest that fits.
+
+    Neither changes what is trained. Sizes ascend, and the next one is left out where memory would not do, since a rank
+    that has none ends in the middle of a step, in which others wait for it.
+    """
+    fabric, ranks, train, data = trainer.fabric, trainer.ranks, trainer.config.train, trainer.config.datamodule
+    batch = fabric.to_device(next(iter(trainer.data.train_loader(0, 1, ranks.data_rank, ranks.data_size))))
+    sizes = divisors(len(batch["input_ids"]))
+    sizes = sizes if len(sizes) <= _MOST_SIZES else [*sizes[: _MOST_SIZES - 1], sizes[-1]]
+    model: Any = trainer.model.module
+    with_graphs = trainer.graphs.on
+    found: list[tuple[float, bool, int]] = []
+
+    def say(*cells: str) -> None:
+        if fabric.is_global_zero:
+            print("".join(f"{cell:<{width}}" for cell, width in zip(cells, (15, 17, 12, 0), strict=True)), flush=True)
+
+    say("\ncheckpointing", " grad_acc_tokens", " tokens/s", " memory")
+    # What is kept on the host is what checkpointing keeps.
+    for checkpointing in (True,) if train.block_inputs_on_host else (True, False):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            model.disable_input_require_grads()  # as setup.build_model
+        else:
+            model.gradient_checkpointing_disable()
+        trainer.graphs.on = with_graphs and not checkpointing
+        expected = 0.0
+        for sequences in sizes:
+            train.grad_acc_tokens = sequences * data.train_batch_len
+            words = ("yes" if checkpointing else "no", f"{train.grad_acc_tokens:,}")
+            _, total = _memory(fabric.device)
+            full = torch.tensor(float(expected > _MOST_MEMORY * total), device=fabric.device)
+            trainer.sum_over_ranks(full)
+            if full:
+                say(*words, "-", f"would need {size_in_words(expected)} of {size_in_words(total)}")
+                break
+            try:
+                for _ in range(3 if trainer.graphs.on else 1):
+                    _seconds(trainer, batch)  # compiles; CUDA graphs warm up and are recorded
+                if total:
+                    torch.cuda.reset_peak_memory_stats(fabric.device)
+                step = statistics.median(_seconds(trainer, batch) for _ in range(_COMPARED_STEPS))
+            except torch.OutOfMemoryError:
+                say(*words, "-", "out of memory")
+                break
+            peak, _ = _memory(fabric.device)
+            trainer.optimizer.zero_grad()
+            held = torch.cuda.memory_allocated(fabric.device) if total else 0
+            following = next((size for size in sizes if size > sequences), sequences)
+            expected = held + (peak - held) * following / sequences
+            speed = data.train_batch_size * data.train_batch_len / step
+            found.append((speed, checkpointing, sequences))
+            say(*words, f"{speed:,.0f}", size_in_words(peak) if total else "-")
+    if not found:
+        return
+    fastest, checkpointing, _ = max(found)
+    largest = max(n for speed, how, n in found if how is checkpointing and speed >= (1 - _EQUAL) * fastest)
+    if fabric.is_global_zero:
+        print(
+            f"\nfastest that fits ({fastest:,.0f} tokens/s):\n  train.grad_acc_tokens="
+            f"{largest * data.train_batch_len} train.gradient_checkpointing={str(checkpointing).lower()}",
+            flush=True,
+        )
+
+
+def _seconds(trainer: Trainer, batch: dict[str, torch.Tensor]) -> float:
+    """Seconds of a step."""
+    device = trainer.fabric.device
+    setup.synchronize(device)
+    began = time.perf_counter()
+    trainer.step(batch)
+    setup.synchronize(device)
+    trainer.sentinel.starting("preflight")
+    return time.perf_counter() - began
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Peak and all of a GPU's memory in bytes; zeros on a CPU."""
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
 
 
 @contextlib.contextmanager
 def _fits(trainer: Trainer, during: str) -> Iterator[None]:
     """
     Raises:
-        StepTooBigError: memory ended in it.
+        PreflightError: memory ended in it.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
         said = out_of_memory(error, trainer.config, during, trainer.fabric.world_size, trainer.graphs.on)
-        raise StepTooBigError(said) from None
+        raise PreflightError(said) from None
 
 
 @torch.no_grad()
@@ -194,71 +265,6 @@ def _evaluate(trainer: Trainer) -> None:
         trainer.sentinel.starting("preflight")
 
 
-def table(found: dict[str, float], config: Config, world_size: int) -> str:
-    """What was found, for people."""
-    device = "GPU" if "memory_bytes" in found else "process"
-    end = datetime.now() + timedelta(seconds=found["train_seconds"])
-    rows = [
-        (
-            "steps",
-            f"{found['steps']:,} of {config.datamodule.train_batch_size} x {config.datamodule.train_batch_len:,}",
-        ),
-        ("first step, then", f"{found['first_step_seconds']:.2f} s, {found['step_seconds']:.3f} s"),
-        ("tokens per second", f"{found['tokens_per_second']:,.0f} on {world_size}"),
-        ("training takes", f"{duration(found['train_seconds'])} without evaluations: until {end:%Y-%m-%d %H:%M}"),
-        (f"{device}-hours", f"{found['gpu_hours']:,.1f}"),
-        ("a checkpoint", size_in_words(found["checkpoint_bytes"])),
-        ("copy of it in host memory, per rank", size_in_words(found["host_copy_bytes"])),
-        (
-            "disk: needed, free",
-            f"{size_in_words(found['disk_needed_bytes'])}, {size_in_words(found['disk_free_bytes'])}",
-        ),
-        ("disk: speed of writing", f"{size_in_words(found['disk_bytes_per_second'])}/s"),
-    ]
-    if "memory_bytes" in found:
-        rows.append(
-            (
-                "GPU memory: peak, all",
-                f"{size_in_words(found['memory_bytes'])}, {size_in_words(found['memory_total_bytes'])}",
-            )
-        )
-        rows.append(("GPU to host: speed", f"{size_in_words(found['host_link_bytes_per_second'])}/s"))
-    if "all_reduce_bytes_per_second" in found:
-        rows.append(("all-reduce: speed", f"{size_in_words(found['all_reduce_bytes_per_second'])}/s"))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-
-def _checkpoint_bytes(trainer: Trainer) -> int:
-    """Weights and AdamW's two moments, and what callbacks keep beside them, over all ranks."""
-    parameters = 3 * sum(p.numel() * p.element_size() for p in trainer.model.module.parameters())
-    return parameters + sum(t.numel() * t.element_size() for t in trainer.callbacks.large_state().values())
-
-
-def _writers(trainer: Trainer) -> int:
-    """Ranks among which the copy of a checkpoint is shared out: all, but with hsdp those of each copy of the model."""
-    strategy = trainer.fabric.strategy
-    return strategy.device_mesh.shape[1] if isinstance(strategy, ModelParallelStrategy) else trainer.fabric.world_size
-
-
-def _disk(place: Path, config: Config, checkpoint_bytes: float) -> dict[str, float]:
-    """Room where the run will write, and how fast it takes bytes: those of a file that is deleted again."""
-    existing = next(folder for folder in (place, *place.parents) if folder.is_dir())
-    size = int(min(_TEST_BYTES, shutil.disk_usage(existing).free // 2))
-    block = os.urandom(1 << 20)
-    began = time.perf_counter()
-    with tempfile.NamedTemporaryFile(dir=existing, prefix=".preflight-") as file:
-        for _ in range(max(1, size >> 20)):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-    return {
-        "disk_needed_bytes": checkpoints_to_come(place, config) * checkpoint_bytes,
-        "disk_free_bytes": shutil.disk_usage(existing).free,
-        "disk_bytes_per_second": max(1, size >> 20) * len(block) / (time.perf_counter() - began),
-    }
-
-
 def checkpoints_to_come(place: Path, config: Config) -> int:
     """For how many more checkpoints than there are a run needs room at once, so that it can write all of them."""
     folder = RunDirectory(place).checkpoints
@@ -269,27 +275,3 @@ def checkpoints_to_come(place: Path, config: Config) -> int:
     permanent -= max(steps, default=0) // config.checkpoint_keep_interval
     # One more than stay, because a new one is whole before an old one goes.
     return max(0, permanent) + max(0, config.checkpoint_keep_last + 1 - rotating)
-
-
-def _host_link(device: torch.device) -> float:
-    """Bytes per second from the GPU into locked memory of the host, which is what a checkpoint's copy waits for."""
-    source = torch.empty(_TEST_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty(_TEST_BYTES, dtype=torch.uint8, pin_memory=True)
-    target.copy_(source)
-    setup.synchronize(device)
-    began = time.perf_counter()
-    target.copy_(source, non_blocking=True)
-    setup.synchronize(device)
-    return _TEST_BYTES / (time.perf_counter() - began)
-
-
-def _all_reduce(device: torch.device) -> float:
-    """Bytes per second of a sum over all ranks (bytes of the tensor, not of the wires)."""
-    size = _TEST_BYTES if device.type == "cuda" else 1 << 22
-    tensor = torch.zeros(size // 4, device=device)
-    dist.all_reduce(tensor)
-    setup.synchronize(device)
-    began = time.perf_counter()
-    dist.all_reduce(tensor)
-    setup.synchronize(device)
-    return size / (time.perf_counter() - began)

@@ -342,9 +342,8 @@ class Trainer(Parts):
             raise TrainingError(
                 f"{self.guard.longest_row} updates in a row were left out, because a loss or gradient was not finite "
                 f"or much larger than usual; {self.saver.last_good_checkpoint}, without them. "
-                f"metrics/jsonlines/bad_step.jsonl in {self.directory.root} names their documents and tokens, and "
-                "scripts/replay.py looks into one. Lower optimizer.lr (in a fork), mend the data, or raise "
-                "train.max_bad_steps"
+                f"metrics/jsonlines/bad_step.jsonl in {self.directory.root} names their documents and tokens. Lower "
+                "optimizer.lr (in a fork), mend the data, or raise train.max_bad_steps"
             )
         if left_out := self.guard.left_out:
             log.warning(
