@@ -7,10 +7,14 @@
 The same as `python -m forgetting_transformer.train`; src/forgetting_transformer/train/__init__.py describes it.
 """
 
-from forgetting_transformer import console
+from forgetting_transformer import signals
 
-with console.stopped_by_signals():  # importing takes a moment
-    from forgetting_transformer.train import main
+signals.StartEnds().__enter__()  # importing takes a moment
+
+from forgetting_transformer.train import main  # noqa: E402
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        signals.ignore()  # the exit code stands

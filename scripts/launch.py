@@ -28,7 +28,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from forgetting_transformer import command_line, console, gpus
+from forgetting_transformer import command_line, gpus, signals
 from forgetting_transformer.command_line import at_least, count, port
 from forgetting_transformer.versions import how_to_install
 
@@ -110,7 +110,7 @@ def main() -> int:
         return 0
     args, rest = parse(arguments)
     # Until there are ranks, to which the launcher passes signals on.
-    with console.stopped_by_signals():
+    with signals.StartEnds():
         return launch(args, rest)
 
 
@@ -144,7 +144,7 @@ def launch(args: argparse.Namespace, rest: Sequence[str]) -> int:
     ]
     with tempfile.TemporaryDirectory(prefix="forgetting_transformer-") as folder:
         outcome = Path(folder, "outcome")
-        os.environ[console.OUTCOME_VARIABLE] = str(outcome)
+        os.environ[signals.OUTCOME_VARIABLE] = str(outcome)
         error: Exception | None = None
         try:
             torch.distributed.run.main(command)
@@ -172,15 +172,15 @@ def conclude(error: Exception | None, outcome: str | None) -> tuple[int, list[st
     if error is None or isinstance(error, SignalException):
         if error is not None and outcome is None:
             return 128 + error.sigval, [f"{error.sigval.name}: the ranks have ended without saying how"]
-        return {None: 0, "done": 0, "preempted": console.PREEMPTED_EXIT_CODE}.get(outcome, 1), []
+        return {None: 0, "done": 0, "preempted": signals.PREEMPTED_EXIT_CODE}.get(outcome, 1), []
     if isinstance(error, ChildFailedError):
         failures = error.failures
         stopped = {
             rank for rank, failure in failures.items()
-            if failure.exitcode == console.PREEMPTED_EXIT_CODE or failure.signal_name() == "SIGTERM"
+            if failure.exitcode == signals.PREEMPTED_EXIT_CODE or failure.signal_name() == "SIGTERM"
         }  # fmt: skip
         if outcome == "preempted" and len(stopped) == len(failures):
-            return console.PREEMPTED_EXIT_CODE, []
+            return signals.PREEMPTED_EXIT_CODE, []
         silent = {rank: failure for rank, failure in failures.items() if failure.error_file == "<N/A>"}
         if silent.keys() - stopped or len(silent) < len(failures):
             # Those were stopped because of another, which is named here or has spoken itself.

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from forgetting_transformer import console, hydra_errors, train
+from forgetting_transformer import console, hydra_errors, signals, train
 from forgetting_transformer.training.faults.status import write_status
 from tests.processes import run_command
 from tests.waiting import HANG
@@ -31,7 +32,7 @@ def rank(monkeypatch, tmp_path):
         monkeypatch.setenv("RANK", str(number))
         monkeypatch.setenv("LOCAL_RANK", str(number))
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{number}.json"))
-        monkeypatch.setenv(console.OUTCOME_VARIABLE, str(tmp_path / "outcome"))
+        monkeypatch.setenv(signals.OUTCOME_VARIABLE, str(tmp_path / "outcome"))
 
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "NODE_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -63,6 +64,14 @@ def test_a_signal_while_modules_are_imported_ends_with_75():
     process.start()
     process.join(HANG)
     assert process.exitcode == 75
+
+
+def test_signals_are_heard_before_anything_slow_is_imported():
+    code = (
+        "import sys; import forgetting_transformer.signals; print(*({'typing', 'pathlib', 'logging'} & {*sys.modules}))"
+    )
+    found = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True)
+    assert not found.stdout.strip()
 
 
 @pytest.mark.parametrize("chosen", [None, "active"])

@@ -15,17 +15,12 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
+from forgetting_transformer import signals
 from forgetting_transformer.redaction import RedactingFormatter, RedactingStream, redact
 
 DATE_FORMAT = "%m-%d %H:%M:%S"
-#: EX_TEMPFAIL of sysexits.h, "try again": what train.py and scripts/launch.py exit with when the run was preempted.
-PREEMPTED_EXIT_CODE = 75
-#: Names the file into which the first rank of a node writes how the run ended; set by scripts/launch.py.
-OUTCOME_VARIABLE = "FORGETTING_TRANSFORMER_OUTCOME"
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 #: What every process of a node finds wrong, its first one says. The others wait so long for the launcher to end them
 #: before they say it too: then it was wrong for them alone.
 _SECONDS_FOR_THE_FIRST = 20.0
@@ -40,24 +35,6 @@ def rank() -> int:
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
     return 0
-
-
-def first_of_node() -> bool:
-    """Whether this process speaks for all of its node: they fail alike when the configuration or the data is wrong."""
-    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
-
-
-def has_launcher() -> bool:
-    """Whether PyTorch's elastic launcher started this process: `fabric run`, torchrun or scripts/launch.py."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def report_outcome(outcome: str) -> None:
-    """Tells scripts/launch.py how the run ended: "done", "preempted" or "failed". One rank of each node writes it."""
-    path = os.environ.get(OUTCOME_VARIABLE)
-    if path and has_launcher() and os.environ.get("LOCAL_RANK") == "0":
-        with contextlib.suppress(OSError):
-            Path(path).write_text(outcome, encoding="utf-8")
 
 
 def _record_reason(reason: str) -> None:
@@ -88,7 +65,7 @@ def start_log() -> None:
 @contextlib.contextmanager
 def one_voice() -> Iterator[None]:
     """What is printed in here is printed by the first process of the node only, and without the passwords of URLs."""
-    if first_of_node():
+    if signals.first_of_node():
         with contextlib.redirect_stdout(RedactingStream(sys.stdout)):
             yield
         return
@@ -96,30 +73,10 @@ def one_voice() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """A signal in here, before training hears them itself, ends the process with the code of a preempted one."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        if first_of_node():
-            said = f"{signal.Signals(number).name} before training began; the same command starts it\n"
-            os.write(2, said.encode())  # print() may be what the signal has interrupted
-        # Not 0, although the launcher may take this for a failure: ranks that got no signal would wait for this one.
-        report_outcome("preempted")
-        os._exit(PREEMPTED_EXIT_CODE)
-
-    before = {number: signal.signal(number, leave) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def die_with_launcher() -> None:
     """Asks Linux to end this rank when the process that started it ends, however that ends: a signal that a launcher
     does not handle, such as SIGUSR1, would otherwise leave ranks behind that hold the GPUs and the run's folder."""
-    if has_launcher() or os.environ.get("LOCAL_RANK", "0") != "0":
+    if signals.has_launcher() or os.environ.get("LOCAL_RANK", "0") != "0":
         die_with_parent()
 
 
@@ -137,14 +94,13 @@ def exit_code(outcome: str) -> int:
     An elastic launcher (`fabric run`, torchrun) takes every code but 0 for a failure; so do the launchers of Fabric and
     SLURM for ranks other than 0, and kill those that are not done yet.
     """
-    report_outcome(outcome)
+    signals.report_outcome(outcome)
     if outcome == "preempted":
         # A scheduler and a launcher may both have sent the signal: the second must not end what ends in order.
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-    if outcome != "preempted" or has_launcher() or rank() > 0:
+        signals.ignore()
+    if outcome != "preempted" or signals.has_launcher() or rank() > 0:
         return 0
-    return PREEMPTED_EXIT_CODE
+    return signals.PREEMPTED_EXIT_CODE
 
 
 def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = False) -> NoReturn:
@@ -156,11 +112,11 @@ def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = Fa
         once: the other processes of the node have probably failed for the same reason, and leave it to the first.
         at_once: without Python's clean-up, in which tensors on a GPU that failed would abort the process.
     """
-    report_outcome("failed")
+    signals.report_outcome("failed")
     reason = redact(reason)
     _record_reason(reason)
     text = f"{reason}\n{redact(traceback.format_exc())}" if trace else reason
-    speaks = first_of_node() or not once
+    speaks = signals.first_of_node() or not once
     if not speaks:
         _only_into_files()
     if _has_log:
@@ -181,9 +137,9 @@ def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = Fa
 
 def leave_it_to_the_first() -> None:
     """Waits until the launcher ends this process, because the first of the node has said what is wrong and left."""
-    if first_of_node():
+    if signals.first_of_node():
         return
-    for number in _SIGNALS:
+    for number in signals.NUMBERS:
         signal.signal(number, signal.SIG_DFL)
     parent, deadline = os.getppid(), time.monotonic() + _SECONDS_FOR_THE_FIRST
     while time.monotonic() < deadline:

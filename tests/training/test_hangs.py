@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forgetting_transformer import signals
 from forgetting_transformer.data import worker
 from forgetting_transformer.training import checkpoint
 from forgetting_transformer.training.checkpoint import Checkpointer
@@ -446,7 +447,7 @@ def step(self, batch):
     return original(self, batch)
 trainer.Trainer.step = step
 """
-    assert Job(tiny, patch=patch).wait() == [sentinel.elastic.PREEMPTED_EXIT_CODE]
+    assert Job(tiny, patch=patch).wait() == [signals.PREEMPTED_EXIT_CODE]
     found = status(tiny)
     assert found["status"] == "preempted" and "stopped by SIGTERM; no step ended for" in found["reason"]
     assert "in lost_in_thought" in rank_log(tiny, 0)

@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from forgetting_transformer import command_line, console, files, hydra_errors, official_names, plugins
+from forgetting_transformer import command_line, console, files, hydra_errors, official_names, plugins, signals
 
 if TYPE_CHECKING:
     from forgetting_transformer.training import Config
@@ -109,7 +109,7 @@ def _options() -> Iterator[tuple[str, str]]:
 def compose(composed: DictConfig) -> None:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         # Another launcher than this project's, which calls this function for each job.
-        if console.has_launcher():
+        if signals.has_launcher():
             # All jobs would share one process group and mix their gradients.
             raise CompactHydraException("-m under `fabric run` is not possible; start one `fabric run` per job")
         train(parse(composed))
@@ -123,7 +123,7 @@ def main() -> None:
     # Beside other work one of them has to wait for a core, and a step takes several times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     console.die_with_launcher()
-    with console.stopped_by_signals():
+    with signals.StartEnds():
         composed = compose_or_explain()
         if composed is None:
             return
@@ -136,7 +136,8 @@ def main() -> None:
             # several nodes the warnings of this level tell when one cannot be reached.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from forgetting_transformer.training.faults import failures  # noqa: F401 (what takes the time)
-    train(config)
+
+        train(config)  # which hears signals itself
 
 
 def compose_or_explain() -> DictConfig | None:

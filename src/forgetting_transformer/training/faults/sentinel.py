@@ -30,7 +30,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from forgetting_transformer import console
+from forgetting_transformer import signals
 from forgetting_transformer.data.worker import shared_memory_hint
 from forgetting_transformer.training.faults import peers
 
@@ -209,7 +209,7 @@ class Sentinel:
             text = _of_threads((name, traceback.format_stack(frame)) for name, frame in stacks)
             log.warning("%s%s", reason, f". Where its threads are:{text}" if text else "")
 
-        self._leave(console.PREEMPTED_EXIT_CODE, reason, say, AT_ONCE_SECONDS)
+        self._leave(signals.PREEMPTED_EXIT_CODE, reason, say, AT_ONCE_SECONDS)
 
     def _waits_in_vain(self, silence: float) -> bool:
         if self._writer_of is not None or self._closing_down or silence < PEER_PATIENCE_SECONDS or self.gone() is None:
@@ -294,7 +294,7 @@ class Sentinel:
     def _leave(self, code: int, reason: str, say: Callable[[], None], seconds: float, places: str = "") -> None:
         """Ends the process. Log, status and terminal may hang where the run hangs: none of them can keep it."""
         said = threading.Event()
-        outcome = "preempted" if code == console.PREEMPTED_EXIT_CODE else "failed"
+        outcome = "preempted" if code == signals.PREEMPTED_EXIT_CODE else "failed"
         noted = [outcome]
 
         def last_words() -> None:
@@ -309,7 +309,7 @@ class Sentinel:
             thread.join(max(0.0, deadline - time.monotonic()))
         if outcome == "preempted":
             code = {"preempted": code, "done": 0}.get(noted[0], 1)
-            console.report_outcome(noted[0])
+            signals.report_outcome(noted[0])
         if not said.is_set():
             text = f"{reason}. The log cannot be written.{places}\n".encode()
             _aside("terminal", lambda: os.write(2, text)).join(AT_ONCE_SECONDS)
