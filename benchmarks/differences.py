@@ -211,7 +211,7 @@ def fixed_gate() -> dict[str, float]:
     """The decay times of `fgate_type=fixed` from 2 to 2,048 tokens; the largest relative change."""
     import torch.nn.functional as F
 
-    from forgetting_transformer.model.forgetting_transformer import decay_time_bias
+    from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
 
     bias = decay_time_bias(24, 2.0, 2048.0).double()
     times = -1 / F.logsigmoid(bias), -1 / F.logsigmoid(bias.bfloat16().double())

@@ -355,7 +355,7 @@ def set_time_constants(model: Any, time_constants: Sequence[float]) -> None:
     """
     import torch
 
-    from forgetting_transformer.model.forgetting_transformer import decay_time_bias
+    from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
 
     draws = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -60,7 +60,7 @@ def test_what_is_recorded_is_what_attention_gets(fields, monkeypatch):
     for parameter in model.parameters():  # norm weights of 1 would hide whose they are
         parameter.data *= 1 + 0.3 * torch.rand_like(parameter)
     calls = []
-    module = "forgetting_transformer.model.forgetting_transformer"
+    module = "forgetting_transformer.model.mixers.forgetting_attention"
     attention = forget_gates.ForgettingAttentionLayer.forward.__globals__["forgetting_attention"]
 
     def spy(q, k, v, log_fgate, **options):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from forgetting_transformer import cumulative_log_fgate, forgetting_attention, forgetting_attention_decode
-from forgetting_transformer.model.transformer import TransformerConfig, TransformerForCausalLM
+from forgetting_transformer.model.mixers.transformer import TransformerConfig, TransformerForCausalLM
 from forgetting_transformer.ops import attention
 from forgetting_transformer.ops.attention import causal_attention
 from tests.gpu.test_cuda import relative_error

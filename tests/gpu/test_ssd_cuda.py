@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgetting_transformer.model.mamba2 import Mamba2Mixer
+from forgetting_transformer.model.mixers.mamba2 import Mamba2Mixer
 from forgetting_transformer.ops import backends, recurrence, selftest
 from forgetting_transformer.ops.recurrence import grouped
 

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgetting_transformer.model import forgetting_transformer as fox
 from forgetting_transformer.model.cache import (
     AttentionCache,
     DecoderCache,
     ForgettingAttentionCache,
     GrowingTensor,
 )
+from forgetting_transformer.model.mixers import forgetting_attention as fox
 from tests.model.small_models import PRO, small_model
 
 

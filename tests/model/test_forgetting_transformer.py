@@ -16,8 +16,8 @@ from forgetting_transformer.model import (
     layers,
     registry,
 )
-from forgetting_transformer.model.forgetting_transformer import decay_time_bias
-from forgetting_transformer.model.transformer import AttentionLayer
+from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
+from forgetting_transformer.model.mixers.transformer import AttentionLayer
 from tests.model.small_models import OPTION_COMBINATIONS, PRO, small_model
 
 

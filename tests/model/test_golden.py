@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forgetting_transformer.model import mamba2
+from forgetting_transformer.model.mixers import mamba2
 from forgetting_transformer.ops.recurrence import recurrence
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden"

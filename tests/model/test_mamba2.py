@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
-from forgetting_transformer.model import Mamba2Config, Mamba2ForCausalLM, mamba2
+from forgetting_transformer.model import Mamba2Config, Mamba2ForCausalLM
 from forgetting_transformer.model.layers import initial_dt_bias
+from forgetting_transformer.model.mixers import mamba2
 from forgetting_transformer.training.config import TrainConfig
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
 from tests.model.small_models import counted_flops_per_token, small

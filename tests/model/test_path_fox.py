@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forgetting_transformer.model import PathFoxConfig, PathFoxForCausalLM, path_fox
+from forgetting_transformer.model import PathFoxConfig, PathFoxForCausalLM
+from forgetting_transformer.model.mixers import path_fox
 from forgetting_transformer.training.config import TrainConfig
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
 from tests.model.small_models import counted_flops_per_token, small

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from forgetting_transformer.model import SambaConfig, SambaForCausalLM, registry, samba
-from forgetting_transformer.model.samba import MambaMixer, SambaAttention
+from forgetting_transformer.model import SambaConfig, SambaForCausalLM, registry
+from forgetting_transformer.model.mixers import samba
+from forgetting_transformer.model.mixers.samba import MambaMixer, SambaAttention
 from forgetting_transformer.training.config import TrainConfig
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
 from tests.model.small_models import small

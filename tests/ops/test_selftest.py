@@ -183,8 +183,8 @@ def test_errors_are_rounded_up(error, text):
 
 def recorded_uses(model, dtype, monkeypatch) -> list[tuple]:
     """(op, query heads, key channels, value channels, dtype, options) of every call in a forward pass."""
-    import forgetting_transformer.model.forgetting_transformer as fox
-    import forgetting_transformer.model.transformer as transformer
+    import forgetting_transformer.model.mixers.forgetting_attention as fox
+    import forgetting_transformer.model.mixers.transformer as transformer
 
     calls = []
 
@@ -216,7 +216,7 @@ def recorded_uses(model, dtype, monkeypatch) -> list[tuple]:
     for architecture in ("mamba2", "hgrn2", "delta_net", "gated_delta_net", "kda"):
         module = importlib.import_module(f"forgetting_transformer.model.{architecture}")
         record(module, "recurrence", "recurrence")
-    record(importlib.import_module("forgetting_transformer.model.path_fox"), "path_attention", "path_attention")
+    record(importlib.import_module("forgetting_transformer.model.mixers.path_fox"), "path_attention", "path_attention")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         model.train()(input_ids=torch.randint(1, 61, (1, 8)))
     return calls

@@ -21,7 +21,7 @@ from forgetting_transformer import plugins
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.checks import CHECKS, check_architecture, tiny_fields
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
-from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
+from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
 from tests.docs.test_plugins import write_files
 from tests.processes import ROOT, run_command
 

@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from forgetting_transformer.model import forgetting_transformer, layers, registry
+from forgetting_transformer.model import layers, registry
 from forgetting_transformer.model.decoder import DecoderBlock
+from forgetting_transformer.model.mixers import forgetting_attention as forgetting_transformer
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.training import parse, setup
 from forgetting_transformer.training.sharding import shard, units

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from forgetting_transformer.evaluation.models import EvaluationError, load_model, precision_context, run_steps
-from forgetting_transformer.model.forgetting_transformer import ForgettingAttentionLayer
+from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer
 from forgetting_transformer.ops.forgetting_attention.pruning import score_bounds, skipped_share
 from forgetting_transformer.ops.rotary import rotate
 

@@ -2,25 +2,25 @@
 
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
-from forgetting_transformer.model.delta_net import DeltaNetConfig, DeltaNetForCausalLM, DeltaNetModel
-from forgetting_transformer.model.forgetting_transformer import (
+from forgetting_transformer.model.hybrid import HybridConfig, HybridForCausalLM, HybridModel
+from forgetting_transformer.model.mixers.delta_net import DeltaNetConfig, DeltaNetForCausalLM, DeltaNetModel
+from forgetting_transformer.model.mixers.forgetting_attention import (
     ForgettingAttentionLayer,
     ForgettingTransformerConfig,
     ForgettingTransformerForCausalLM,
     ForgettingTransformerModel,
 )
-from forgetting_transformer.model.gated_delta_net import (
+from forgetting_transformer.model.mixers.gated_delta_net import (
     GatedDeltaNetConfig,
     GatedDeltaNetForCausalLM,
     GatedDeltaNetModel,
 )
-from forgetting_transformer.model.hgrn2 import HGRN2Config, HGRN2ForCausalLM, HGRN2Model
-from forgetting_transformer.model.hybrid import HybridConfig, HybridForCausalLM, HybridModel
-from forgetting_transformer.model.kda import KDAConfig, KDAForCausalLM, KDAModel
-from forgetting_transformer.model.mamba2 import Mamba2Config, Mamba2ForCausalLM, Mamba2Model
-from forgetting_transformer.model.path_fox import PathFoxConfig, PathFoxForCausalLM, PathFoxModel
-from forgetting_transformer.model.samba import SambaConfig, SambaForCausalLM, SambaModel
-from forgetting_transformer.model.transformer import TransformerConfig, TransformerForCausalLM, TransformerModel
+from forgetting_transformer.model.mixers.hgrn2 import HGRN2Config, HGRN2ForCausalLM, HGRN2Model
+from forgetting_transformer.model.mixers.kda import KDAConfig, KDAForCausalLM, KDAModel
+from forgetting_transformer.model.mixers.mamba2 import Mamba2Config, Mamba2ForCausalLM, Mamba2Model
+from forgetting_transformer.model.mixers.path_fox import PathFoxConfig, PathFoxForCausalLM, PathFoxModel
+from forgetting_transformer.model.mixers.samba import SambaConfig, SambaForCausalLM, SambaModel
+from forgetting_transformer.model.mixers.transformer import TransformerConfig, TransformerForCausalLM, TransformerModel
 
 registry.register(
     "forgetting_transformer",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
 from forgetting_transformer.model.field_ranges import KERNEL_MODES
 from forgetting_transformer.model.layers import GatedRMSNorm, ShortConvolution, init_xavier
-from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
+from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.norm import l2_norm

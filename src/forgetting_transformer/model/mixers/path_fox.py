@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from forgetting_transformer.model.cache import RecurrentCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
 from forgetting_transformer.model.layers import ShortConvolution
-from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
+from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.path_attention import Past, path_attention, path_attention_flops_per_token

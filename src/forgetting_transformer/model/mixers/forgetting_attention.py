@@ -29,8 +29,8 @@ from forgetting_transformer.model.layers import (
     exempt_from_decay,
     linear_together,
 )
+from forgetting_transformer.model.mixers.transformer import AttentionConfig, check_attention_options
 from forgetting_transformer.model.padding import find_seq_start, padding_mask, positions_in_documents
-from forgetting_transformer.model.transformer import AttentionConfig, check_attention_options
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.attention import causal_attention
 from forgetting_transformer.ops.backends import OpUse

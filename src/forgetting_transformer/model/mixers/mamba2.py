@@ -24,8 +24,7 @@ from forgetting_transformer.model.layers import (
     initial_dt_bias,
     is_plain,
 )
-from forgetting_transformer.model.padding import own_documents, positions_in_documents
-from forgetting_transformer.model.state_space import (
+from forgetting_transformer.model.mixers.state_space import (
     StateSpaceConfig,
     StateSpaceForCausalLM,
     StateSpaceMixer,
@@ -33,6 +32,7 @@ from forgetting_transformer.model.state_space import (
     end_with_documents,
     of_first_document,
 )
+from forgetting_transformer.model.padding import own_documents, positions_in_documents
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.columns import split_columns

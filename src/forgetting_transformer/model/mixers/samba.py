@@ -24,16 +24,16 @@ from forgetting_transformer.model.layers import (
     initial_dt_bias,
     swiglu_width,
 )
-from forgetting_transformer.model.padding import own_documents, positions_in_documents
-from forgetting_transformer.model.recurrent import state_before
-from forgetting_transformer.model.state_space import (
+from forgetting_transformer.model.mixers.recurrent import state_before
+from forgetting_transformer.model.mixers.state_space import (
     StateSpaceConfig,
     StateSpaceForCausalLM,
     StateSpaceMixer,
     StateSpaceModel,
     of_first_document,
 )
-from forgetting_transformer.model.transformer import AttentionLayer, check_attention_options
+from forgetting_transformer.model.mixers.transformer import AttentionLayer, check_attention_options
+from forgetting_transformer.model.padding import own_documents, positions_in_documents
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import selective_scan

@@ -19,7 +19,7 @@ from transformers import initialization as init
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
 from forgetting_transformer.model.field_ranges import KERNEL_MODES
 from forgetting_transformer.model.layers import RMSNorm, exempt_from_decay, init_xavier
-from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
+from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import gla_flops_per_token, last_state, recurrence
