@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from forgetting_transformer.model.decoder import CACHE_NAME
+from forgetting_transformer.model.cache import CACHE_NAME
 from forgetting_transformer.model.decoding_graph import DecodingGraph
 from tests.model import test_decoding_graph as on_cpu
 from tests.model.small_models import PRO, small

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.cache import DecoderCache
-from forgetting_transformer.model.decoder import CACHE_NAME, DecoderForCausalLM
+from forgetting_transformer.model.cache import CACHE_NAME, DecoderCache
+from forgetting_transformer.model.decoder import DecoderForCausalLM
 from forgetting_transformer.model.decoding_graph import DecodingGraph
 from tests.model.small_models import PRO, small
 

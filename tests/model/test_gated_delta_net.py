@@ -90,7 +90,7 @@ def test_options_that_do_not_fit_are_refused(fields, key):
 def test_the_documentation_shows_the_code_as_it_is():
     page = (ROOT / "docs/add_an_architecture.md").read_text()
     model = ROOT / "src/forgetting_transformer/model"
-    sources = [model / "gated_delta_net.py", model / "__init__.py", ROOT / "configs/model/gated_delta_net.yaml"]
+    sources = [model / "mixers/gated_delta_net.py", model / "__init__.py", ROOT / "configs/model/gated_delta_net.yaml"]
     code = {line.strip() for source in sources for line in source.read_text().splitlines()}
     page = page.partition("## 5. From your own repository")[0]  # tests/docs/test_plugins.py runs that example
     blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", page, flags=re.DOTALL)

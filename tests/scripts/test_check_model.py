@@ -20,7 +20,8 @@ from transformers.models.auto.modeling_auto import (
 from forgetting_transformer import plugins
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.checks import CHECKS, check_architecture, tiny_fields
-from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
+from forgetting_transformer.model.config import SwiGLUDecoderConfig
+from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
 from tests.docs.test_plugins import write_files
 from tests.processes import ROOT, run_command

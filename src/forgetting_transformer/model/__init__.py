@@ -1,7 +1,8 @@
 """Hugging Face models. Importing this package registers them with transformers' Auto classes."""
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.config import DecoderConfig
+from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.hybrid import HybridConfig, HybridForCausalLM, HybridModel
 from forgetting_transformer.model.mixers.delta_net import DeltaNetConfig, DeltaNetForCausalLM, DeltaNetModel
 from forgetting_transformer.model.mixers.forgetting_attention import (

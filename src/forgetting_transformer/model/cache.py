@@ -17,14 +17,19 @@ Axes: `forgetting_transformer/ops/__init__.py`. A buffer has room for more posit
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate
+
+#: How transformers names the cache in outputs and in the arguments of `generate`: "cache" since version 5.24.
+CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
 
 class Place(NamedTuple):

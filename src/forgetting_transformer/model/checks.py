@@ -25,7 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.decoder import CACHE_NAME, DecoderForCausalLM
+from forgetting_transformer.model.cache import CACHE_NAME
+from forgetting_transformer.model.decoder import DecoderForCausalLM
 
 #: What rounding explains, relative to the largest number compared. Built-in models stay below a tenth of it.
 TOLERANCE = 1e-4

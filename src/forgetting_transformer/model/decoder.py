@@ -36,13 +36,9 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 
 import contextlib
 import functools
-import inspect
-import math
-import threading
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -51,28 +47,27 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation import GenerationConfig, GenerationMixin
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from forgetting_transformer.model.cache import DecoderCache, one_cache
-from forgetting_transformer.model.decoding_graph import DecodingGraph
-from forgetting_transformer.model.layers import AttentionMaps, FinalRMSNorm, ResidualRMSNorm, SwiGLU, swiglu_width
+from forgetting_transformer.model.arguments import (
+    check_packing,
+    check_position_ids,
+    check_shape,
+    check_sharing,
+    has_rope,
+    layers_to_show,
+)
+from forgetting_transformer.model.cache import CACHE_NAME, DecoderCache, one_cache
+from forgetting_transformer.model.config import DecoderConfig
+from forgetting_transformer.model.generation import DecoderGenerationMixin
+from forgetting_transformer.model.layers import AttentionMaps, FinalRMSNorm, ResidualRMSNorm
+from forgetting_transformer.model.loss import check_loss_arguments, ignore_after_padding
 from forgetting_transformer.model.padding import find_seq_start, positions_in_documents
 from forgetting_transformer.ops import compiling, context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
 from forgetting_transformer.ops.finite import check_finite
-
-Layer = TypeVar("Layer", bound=nn.Module)
-
-#: How transformers names the cache in outputs and in the arguments of `generate`: "cache" since version 5.24.
-CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
-
-#: Conventions for labels: that of the FoX paper's code, and that of Hugging Face's models and Trainer.
-LOSSES = ("per_token", "causal_lm")
 
 
 @dataclass
@@ -92,152 +87,6 @@ class CausalDecoderOutput(CausalLMOutputWithPast):
     """What a language model returns: `DecoderOutput`, with the loss and the logits."""
 
     decays: tuple[Tensor | None, ...] | None = None
-
-
-class DecoderConfig(PreTrainedConfig):
-    """What every architecture's configuration has. Subclasses also provide `norm_eps`.
-
-    Fields:
-        vocab_size: rows of the embedding and of the output layer.
-        hidden_size: width of the residual stream.
-        num_hidden_layers: number of blocks.
-        initializer_range: standard deviation of linear and embedding weights at the start.
-        use_cache: whether `forward` without labels returns a cache outside training.
-        tie_word_embeddings: the output layer uses the embedding's weights.
-        loss: what `forward` makes of labels. "per_token": `labels[t]` is the token after `input_ids[t]`, the loss is
-            `(B, T)`, as in the FoX paper's code. "causal_lm": labels are the input ids, shifted inside, and the loss is
-            a mean, as in Hugging Face's models.
-    """
-
-    keys_to_ignore_at_inference: ClassVar[list[str]] = [CACHE_NAME]
-    # Names of a block's submodules and of the last norm, as in the architecture's checkpoints. The second norm and the
-    # MLP of a block are always `mlp_norm` and `mlp`.
-    mixer_norm_name: ClassVar[str] = "attn_norm"
-    mixer_name: ClassVar[str] = "attn"
-    final_norm_name: ClassVar[str] = "norm"
-    # Fields of published configurations that change nothing here, with the values for which that is right.
-    # `registry.build_config` refuses other values. Published files may hold them: the authors' code ignores them too.
-    neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    # Whether the embedding of the padding token is zero, and stays so.
-    zero_padding_embedding: ClassVar[bool] = True
-
-    vocab_size: int = 32000
-    hidden_size: int = 2048
-    num_hidden_layers: int = 24
-    initializer_range: float = 0.02
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
-    tie_word_embeddings: bool = False
-    loss: str = "per_token"
-
-    def __setattr__(self, key: str, value: Any) -> None:
-        # `from_pretrained` sets what it is given after the configuration was made.
-        if key == "loss" and value not in LOSSES:
-            raise ValueError(f"loss is {value!r}; it must be one of {', '.join(LOSSES)}")
-        super().__setattr__(key, value)
-
-    @classmethod
-    def fields_in_use(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Those of given fields that decide what the model is; a run that continues must have the same."""
-        return fields
-
-    def mixer_config(self, layer_idx: int) -> "DecoderConfig":
-        """The configuration that builds the mixer of block `layer_idx`: this one, or that of another architecture."""
-        return self
-
-    @property
-    def mixer_architectures(self) -> list[str]:
-        """Other registered architectures whose mixers the blocks have."""
-        return []
-
-    @property
-    def shared_parameters_key(self) -> str | None:
-        """The field by which mixers of several blocks share parameters (`mixer_inputs`); None if they share none."""
-        return None
-
-    def build_from_fields(self, layer_class: type[Layer], **others: Any) -> Layer:
-        """Make a layer from `others` and, for its other arguments, the fields and properties of the same names."""
-        names = inspect.signature(layer_class).parameters.keys() - others.keys()
-        return layer_class(**{name: getattr(self, name) for name in names}, **others)
-
-    def build_mixer(self, layer_idx: int) -> nn.Module:
-        """Make the sequence mixer of block `layer_idx`."""
-        raise NotImplementedError(f"{type(self).__name__} must define build_mixer")
-
-    def build_mlp(self, layer_idx: int) -> nn.Module | None:
-        """Make the MLP of block `layer_idx`, or None for a block without one."""
-        raise NotImplementedError(f"{type(self).__name__} must define build_mlp")
-
-    def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
-        """Forward FLOPs of the mixer of block `layer_idx`, averaged over the tokens of a sequence."""
-        raise NotImplementedError(f"{type(self).__name__} must define mixer_flops_per_token")
-
-    def mlp_flops_per_token(self, layer_idx: int) -> float:
-        """Forward FLOPs of the MLP of block `layer_idx`, 0 without one."""
-        raise NotImplementedError(f"{type(self).__name__} must define mlp_flops_per_token")
-
-    def flops_per_token(self, seq_len: int, training: bool = True) -> float:
-        """Model FLOPs per token, averaged over a sequence of `seq_len` tokens.
-
-        Convention: a multiply-add is two FLOPs. Matrix products only (linear layers, attention scores and weighted
-        sums, recurrences); the embedding is a lookup and free, the output layer counts. Causal attention counts the
-        pairs it needs, T(T+1)/2. Backward costs twice the forward pass; work done again to save memory
-        (checkpointing, FlashAttention's backward) is not counted, nor is work saved by pruning subtracted.
-        """
-        forward = 2 * self.hidden_size * self.vocab_size + sum(
-            self.mixer_flops_per_token(layer_idx, seq_len) + self.mlp_flops_per_token(layer_idx)
-            for layer_idx in range(self.num_hidden_layers)
-        )
-        return 3 * forward if training else forward
-
-
-class SwiGLUDecoderConfig(DecoderConfig):
-    """A configuration whose blocks all have the same SwiGLU MLP.
-
-    Fields:
-        hidden_ratio: MLP width relative to hidden_size, as if the MLP had two matrices (`swiglu_width`).
-        intermediate_size: MLP width itself; overrides hidden_ratio.
-        hidden_act: "swish" (SiLU) is the one choice.
-        norm_eps: epsilon of the RMSNorms.
-        max_position_embeddings: no effect on the model; other tools read it as the training context length.
-    """
-
-    # Start down_proj at initializer_range / sqrt(2 · layers), so that the residual stream does not grow with depth.
-    rescale_down_proj: ClassVar[bool] = False
-
-    hidden_ratio: float | None = 4
-    intermediate_size: int | None = None
-    hidden_act: str = "swish"
-    norm_eps: float = 1e-6
-    max_position_embeddings: int | None = 2048
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        check_silu(self.hidden_act)
-        if self.hidden_ratio is None and self.intermediate_size is None:
-            raise ValueError("hidden_ratio and intermediate_size are both None; set one of them")
-        super().__post_init__(**kwargs)
-
-    @property
-    def mlp_width(self) -> int:
-        if self.intermediate_size:
-            return self.intermediate_size
-        assert self.hidden_ratio is not None  # checked at the start
-        return swiglu_width(self.hidden_size, self.hidden_ratio)
-
-    def build_mlp(self, layer_idx: int) -> SwiGLU:
-        std = self.initializer_range / math.sqrt(2 * self.num_hidden_layers) if self.rescale_down_proj else None
-        return SwiGLU(self.hidden_size, self.mlp_width, std)
-
-    def mlp_flops_per_token(self, layer_idx: int) -> float:
-        return SwiGLU.flops_per_token(self.hidden_size, self.mlp_width)
-
-
-def check_silu(hidden_act: str) -> None:
-    """Refuse other activations than SiLU."""
-    if hidden_act not in ("silu", "swish"):
-        raise ValueError(f"hidden_act is {hidden_act!r}; it must be 'silu' or 'swish', which is the same")
 
 
 class DecoderBlock(GradientCheckpointingLayer):
@@ -407,6 +256,29 @@ class DecoderModel(DecoderPreTrainedModel):
         modules: Iterator[Any] = self.modules()
         return [module.op_use() for module in modules if hasattr(module, "op_use")]
 
+    def stateful_mixers(self) -> list[str]:
+        """Classes of mixers that cannot keep packed documents apart."""
+        mixers = [block.sequence_mixer for block in self.layers]
+        return sorted({type(mixer).__name__ for mixer in mixers if not getattr(mixer, "packs_documents", False)})
+
+    def whole_sequence_mixers(self, size: int, length: int | None = None) -> list[str]:
+        """Mixers for which `size` processes cannot share sequences (`ops/context.py`), with the reason.
+
+        Args:
+            length: of the shortest sequences; None: any.
+        """
+        found = set()
+        for mixer in (block.sequence_mixer for block in self.layers):
+            heads, name = getattr(mixer, "context_heads", None), type(mixer).__name__
+            before = max(getattr(module, "tokens_before", 0) for module in mixer.modules())
+            if heads is None:
+                found.add(f"{name} takes whole sequences only")
+            elif heads % size:
+                found.add(f"{name} has {heads} heads")
+            elif size > 1 and length is not None and length // size < before:
+                found.add(f"{name} needs {before} tokens of the part before, and parts have {length // size}")
+        return sorted(found)
+
     def add_shared_parameters(self) -> None:
         """Make the parameters that mixers of several blocks share. Called once; by default there are none."""
 
@@ -455,7 +327,7 @@ class DecoderModel(DecoderPreTrainedModel):
             ValueError, TypeError: arguments that do not fit together, or that this model has no use for. The message
                 names the argument.
         """
-        self.check_shape(input_ids, inputs_embeds)
+        check_shape(self, input_ids, inputs_embeds)
         past_key_values = one_cache(past_key_values, cache)
         if past_key_values is not None and not isinstance(past_key_values, DecoderCache):
             raise TypeError(
@@ -485,18 +357,18 @@ class DecoderModel(DecoderPreTrainedModel):
                 raise ValueError("the cached tokens were given position_ids; give them for the new tokens too")
             past_key_values.has_position_ids = position_ids is not None
         if position_ids is not None:
-            self._check_position_ids(position_ids, hidden_BTE, seq_start_B, num_past)
-        chosen_layers = self._layers_to_show(output_attentions)
+            check_position_ids(self, position_ids, hidden_BTE, seq_start_B, num_past)
+        chosen_layers = layers_to_show(self, output_attentions)
         shape, shared = hidden_BTE.shape, context.active()
         others = (attention_mask, past_key_values, position_ids, chosen_layers or None)
         if shared is not None:
-            self._check_sharing(shared.size, others)
+            check_sharing(self, shared.size, others)
             first = shared.rank * shape[1]
             position_ids = torch.arange(first, first + shape[1], device=hidden_BTE.device)[None]
         if place is not None:
             position_ids = place.new[None]
         if cu_seqlens is not None:
-            self._check_packing(cu_seqlens, (shape[0], shape[1] * (1 if shared is None else shared.size)), others)
+            check_packing(self, cu_seqlens, (shape[0], shape[1] * (1 if shared is None else shared.size)), others)
             if shared is None:
                 # All rows as one, which is how packed documents are kept apart.
                 hidden_BTE = hidden_BTE.flatten(0, 1)[None]
@@ -512,7 +384,7 @@ class DecoderModel(DecoderPreTrainedModel):
                 all_hidden.append(hidden_BTE)
             layer_cache = None if past_key_values is None else past_key_values.layers[i]
             options: dict[str, Any] = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-            if position_ids is not None and _has_rope(block):
+            if position_ids is not None and has_rope(block):
                 options["position_BT"] = position_ids
             if i in chosen_layers:
                 options["output_attentions"] = True
@@ -532,135 +404,11 @@ class DecoderModel(DecoderPreTrainedModel):
         )
         return output if self._wants_dict(return_dict) else output.to_tuple()
 
-    def check_shape(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
-        """Refuse what is no batch of sequences; each mixer would fail in another place.
-
-        Raises:
-            ValueError, TypeError: naming the argument, its shape and the right one.
-        """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("pass exactly one of input_ids and inputs_embeds")
-        name, given = "input_ids", input_ids
-        last: tuple[int, ...] = ()
-        if inputs_embeds is not None:
-            name, given, last = "inputs_embeds", inputs_embeds, (self.config.hidden_size,)
-        if not isinstance(given, Tensor):
-            raise TypeError(f"{name} is a {type(given).__name__}; it must be a tensor")
-        shape = tuple(given.shape)
-        if len(shape) != 2 + len(last) or 0 in shape or shape[2:] != last:
-            axes = ", ".join(("B", "T", *map(str, last)))
-            cure = f"; one sequence is a batch too: {name}[None]" if len(shape) == 1 + len(last) else ""
-            raise ValueError(f"{name} has shape {shape}; it must be ({axes}), at least one token in each row{cure}")
-
-    def stateful_mixers(self) -> list[str]:
-        """Classes of mixers that cannot keep packed documents apart."""
-        mixers = [block.sequence_mixer for block in self.layers]
-        return sorted({type(mixer).__name__ for mixer in mixers if not getattr(mixer, "packs_documents", False)})
-
-    def whole_sequence_mixers(self, size: int, length: int | None = None) -> list[str]:
-        """Mixers for which `size` processes cannot share sequences (`ops/context.py`), with the reason.
-
-        Args:
-            length: of the shortest sequences; None: any.
-        """
-        found = set()
-        for mixer in (block.sequence_mixer for block in self.layers):
-            heads, name = getattr(mixer, "context_heads", None), type(mixer).__name__
-            before = max(getattr(module, "tokens_before", 0) for module in mixer.modules())
-            if heads is None:
-                found.add(f"{name} takes whole sequences only")
-            elif heads % size:
-                found.add(f"{name} has {heads} heads")
-            elif size > 1 and length is not None and length // size < before:
-                found.add(f"{name} needs {before} tokens of the part before, and parts have {length // size}")
-        return sorted(found)
-
-    def _check_sharing(self, size: int, others: tuple[Any, ...]) -> None:
-        if reasons := self.whole_sequence_mixers(size):
-            raise ValueError(f"{size} processes cannot share sequences: {', '.join(reasons)}")
-        if any(x is not None for x in others):
-            raise ValueError(
-                "attention_mask, past_key_values, position_ids or output_attentions is given, which a model does not "
-                "take where processes share sequences; leave them out, or give it whole sequences"
-            )
-
-    def _check_packing(self, cu_seqlens: Tensor, shape: tuple[int, ...], others: tuple[Any, ...]) -> None:
-        if stateful := self.stateful_mixers():
-            raise ValueError(
-                f"cu_seqlens: {self.config.model_type.partition('-')[0]} carries a state from one document into the "
-                f"next ({', '.join(stateful)}); give every document its own row, or use FoX, a Transformer, Mamba-2 "
-                "or Samba"
-            )
-        if any(x is not None for x in others):
-            raise ValueError(
-                "cu_seqlens is given with attention_mask, past_key_values, position_ids or output_attentions, which "
-                "packed documents do not take; leave them out"
-            )
-        if cu_seqlens.ndim != 1:
-            raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (documents + 1,)")
-        if cu_seqlens.device.type == "cpu":  # looking at values would make a GPU wait
-            batch, length = shape
-            starts = {*cu_seqlens.tolist()}
-            if not starts.issuperset(range(0, batch * length + 1, length)):
-                raise ValueError(
-                    f"cu_seqlens must name the beginning of each of the {batch} rows of {length} tokens, and the end, "
-                    f"{batch * length}; it has {sorted(starts)[:8]}, …"
-                )
-
-    def _check_position_ids(
-        self, position_ids: Tensor, hidden_BTE: Tensor, seq_start_B: Tensor | None, num_past: int
-    ) -> None:
-        batch, length = hidden_BTE.shape[:2]
-        if not any(_has_rope(block) for block in self.layers):
-            raise ValueError(
-                f"position_ids: this {type(self).__name__} has no rotary positions, so they would change nothing; "
-                "leave them out (packed documents are kept apart by cu_seqlens)"
-            )
-        if position_ids.is_floating_point() or position_ids.shape not in ((batch, length), (1, length)):
-            raise ValueError(
-                f"position_ids has shape {tuple(position_ids.shape)} and dtype {position_ids.dtype}; it must be "
-                f"integers of shape {(batch, length)} or {(1, length)}"
-            )
-        # Reading values breaks a compiled graph and makes the host wait for a GPU, so this is not done while decoding.
-        if length == 1 or torch.compiler.is_compiling():
-            return
-        falls_BT = position_ids.diff(dim=1) <= 0
-        if seq_start_B is not None:
-            index_T = torch.arange(num_past, num_past + length - 1, device=falls_BT.device)
-            falls_BT = falls_BT & (index_T >= seq_start_B[:, None])
-        if bool(falls_BT.any()):
-            raise ValueError(
-                "position_ids must rise along a sequence; where they start again, packed documents would see each "
-                "other. Give cu_seqlens in their place"
-            )
-
-    def _layers_to_show(self, output_attentions: bool | Sequence[int] | None) -> Sequence[int]:
-        """The numbers of the blocks whose attention is asked for."""
-        if output_attentions is None:
-            output_attentions = self.config.output_attentions
-        if output_attentions is False:
-            return ()
-        able = [i for i, block in enumerate(self.layers) if getattr(block.sequence_mixer, "gives_attentions", False)]
-        if not able:
-            raise ValueError(f"output_attentions: {type(self).__name__} has no attention layers; leave it out")
-        if output_attentions is True:
-            return able
-        if isinstance(output_attentions, int | str):
-            raise TypeError(
-                f"output_attentions is {output_attentions!r}; give True, or a list of layers such as [{able[0]}]"
-            )
-        for layer in output_attentions:
-            if layer not in able:
-                raise ValueError(
-                    f"output_attentions has {layer!r}; layers with attention are {', '.join(map(str, able))}"
-                )
-        return output_attentions
-
     def _wants_dict(self, return_dict: bool | None) -> bool:
         return bool(self.config.return_dict if return_dict is None else return_dict)
 
 
-class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
+class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
     """A decoder with an output layer, which gives logits or, with labels, the loss of every token.
 
     Subclasses set `model_class`, which gives them its `config_class` and `base_model_prefix` too.
@@ -744,36 +492,6 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head = value
 
-    def new_cache(self, cuda_graph: bool | str = False) -> DecoderCache:
-        """Make an empty cache for this model.
-
-        Args:
-            cuda_graph: run single tokens on a GPU as a CUDA graph (`decoding_graph.py`), under `torch.no_grad()`, for
-                the same numbers but for the last bits. Models that have hooks, are compiled or lie on several devices
-                go without. Do not change the model's modules or adapters while the cache is in use. "auto": where all
-                mixers allow it, the model is on a GPU, and this is the main thread, because random numbers that another
-                thread draws during a recording are an error. `generate` without a cache does so.
-
-        Raises:
-            ValueError: cuda_graph is True, and the caches do not allow it.
-        """
-        if not isinstance(cuda_graph, bool) and cuda_graph != "auto":
-            raise ValueError(f"cuda_graph is {cuda_graph!r}; it must be True, False or 'auto'")
-        cache = self.decoder.new_cache()
-        if cuda_graph:
-            mixers = (block.sequence_mixer for block in self.decoder.layers)
-            moving = sorted({type(mixer).__name__ for mixer in mixers if not getattr(mixer, "static_cache", False)})
-            if cuda_graph is True and moving:
-                raise ValueError(
-                    f"cuda_graph=True: caches of {', '.join(moving)} do not hold still (sliding windows, PaTH-FoX, "
-                    "mixers without `static_cache`); leave it out"
-                )
-            on_gpu = self.device.type in DecodingGraph.DEVICE_TYPES
-            is_safe = on_gpu and threading.current_thread() is threading.main_thread()
-            if not moving and (cuda_graph is True or is_safe):
-                cache.graph = DecodingGraph(is_asked_for=cuda_graph is True)
-        return cache
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -807,7 +525,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
                 labels alone, so with left padding the first token of a row too, unless its label is -100: the loss is
                 then too small by this factor, 1 in the length of a row, and its gradient's direction is right.
         """
-        self.decoder.check_shape(input_ids, inputs_embeds)
+        check_shape(self.decoder, input_ids, inputs_embeds)
         past_key_values = one_cache(past_key_values, cache)
         kept: dict[str, Any]
         if labels is None and isinstance(past_key_values, DecoderCache) and past_key_values.graph is not None:
@@ -824,7 +542,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         if use_cache is None and labels is not None:
             use_cache = False
         if labels is not None:
-            self._check_loss_arguments(input_ids, labels, logits_to_keep, num_items_in_batch)
+            check_loss_arguments(self, input_ids, labels, logits_to_keep, num_items_in_batch)
             if cu_seqlens is not None and self.config.loss != "per_token":
                 raise ValueError("cu_seqlens is given and config.loss is 'causal_lm', whose shift crosses documents")
         output = self.decoder(
@@ -852,7 +570,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
                     f"labels have shape {tuple(labels.shape)}; they must be {tuple(logits.shape[:2])}, one per token"
                 )
             if attention_mask is not None:
-                labels = _ignore_after_padding(labels, attention_mask)
+                labels = ignore_after_padding(labels, attention_mask)
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
             )
@@ -875,124 +593,3 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         # An adapter stands in its place, whose weight is not all that it computes with.
         logits_BTV = self.lm_head(hidden_BTE).float()
         return F.cross_entropy(logits_BTV.transpose(1, 2), labels_BT, reduction="none")
-
-    def _check_loss_arguments(
-        self,
-        input_ids: Tensor | None,
-        labels: Tensor,
-        logits_to_keep: int | Tensor,
-        num_items_in_batch: int | Tensor | None,
-    ) -> None:
-        """Refuse what the convention for labels has no use for, and warn once of labels that look like the other's."""
-        if self.config.loss == "causal_lm":
-            if context.active() is not None:
-                raise ValueError(
-                    "config.loss is 'causal_lm', whose shift loses the first label of each process's part where "
-                    "processes share sequences; set it to 'per_token'"
-                )
-            if not isinstance(logits_to_keep, int) or logits_to_keep:
-                raise ValueError("logits_to_keep is given with labels; the loss needs all logits, leave it out")
-            return
-        if num_items_in_batch is not None:
-            raise ValueError(
-                "num_items_in_batch is given, as transformers' Trainer does, but config.loss is 'per_token': a loss "
-                "(B, T) of labels that are not shifted. Set model.config.loss = 'causal_lm'"
-            )
-        if self._has_looked_at_labels or not self.training or input_ids is None or torch.compiler.is_compiling():
-            return
-        self._has_looked_at_labels = True
-        if labels.device.type != "meta" and _are_inputs(labels, input_ids):
-            warnings.warn(
-                "labels are input_ids, and are not shifted (config.loss is 'per_token', where labels[t] is the token "
-                "after input_ids[t]): the model learns to copy. For Hugging Face's convention set "
-                "model.config.loss = 'causal_lm'",
-                stacklevel=2,
-            )
-
-    def _prepare_generation_config(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> Any:
-        """Refuse other caches. Here, as transformers takes the word "hybrid" back before it makes a cache."""
-        asked_for = [config.cache_implementation for config in (self.generation_config, generation_config) if config]
-        for implementation in (*asked_for, kwargs.get("cache_implementation")):
-            if implementation not in (None, "dynamic"):
-                raise ValueError(f"cache_implementation is {implementation!r}; this model has one cache, leave it out")
-        return super()._prepare_generation_config(generation_config, *args, **kwargs)  # type: ignore[misc]
-
-    def _prepare_cache_for_generation(  # type: ignore[override]  # whatever else there is has no use
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Give `generate` this model's cache, not transformers' DynamicCache, which holds keys and values only."""
-        if generation_config.is_assistant:
-            if self._is_stateful:
-                raise ValueError(
-                    f"assistant_model is a {type(self).__name__}, whose recurrent state cannot take rejected tokens "
-                    "back; draft with FoX or a Transformer, or leave it out"
-                )
-            # The target's, whose draft may have no rotary positions; the cache counts for those that have.
-            model_kwargs.pop("position_ids", None)
-        # Under both names, as `forward` takes it, whatever transformers calls it.
-        given = one_cache(model_kwargs.pop("past_key_values", None), model_kwargs.pop("cache", None))
-        if generation_mode == GenerationMode.ASSISTED_GENERATION and not getattr(given, "is_croppable", True):
-            raise ValueError(
-                "assisted generation takes rejected tokens back, and this cache cannot; leave out the cache or the "
-                "assistant"
-            )
-        if given is None and generation_config.use_cache:
-            # Assisted generation takes tokens back all the time.
-            is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
-            given = self.new_cache(cuda_graph=False if is_assisted else "auto")
-        if given is not None:
-            model_kwargs[CACHE_NAME] = given
-
-    def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, str | None, dict[str, Any]]:
-        """Refuse a prompt that is no batch of sequences before `generate` looks at its last token."""
-        inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)  # type: ignore[misc]  # self of a mixin
-        embeds = name == "inputs_embeds"
-        self.decoder.check_shape(None if embeds else inputs, inputs if embeds else None)
-        return inputs, name, model_kwargs
-
-    def _prepare_attention_mask_for_generation(
-        self, inputs_tensor: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
-    ) -> Any:
-        """Make the mask of a prompt without one, as transformers does, except for the draft of assisted generation.
-
-        A draft gets the target's mask if there is padding. transformers would look for padding in its ids again after
-        every round, and a target may write the padding token.
-        """
-        if generation_config.is_assistant:
-            return torch.ones(inputs_tensor.shape[:2], dtype=torch.long, device=inputs_tensor.device)
-        return super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
-
-    # `generate` reads the signature to find out whether a model takes inputs_embeds.
-    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        # generate(stop_strings=…, tokenizer=…) hands the tokenizer on, which other models swallow.
-        return {key: value for key, value in inputs.items() if not key.endswith("tokenizer")}
-
-    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the cache knows how many tokens came before, and padding needs no correction (`ops/rotary.py`)."""
-
-
-def _has_rope(block: DecoderBlock) -> bool:
-    return getattr(block.sequence_mixer, "use_rope", False)
-
-
-def _ignore_after_padding(labels_BT: Tensor, attention_mask_BN: Tensor) -> Tensor:
-    """Labels without those that a position of padding would have to predict: in left padding a row's first token."""
-    follows_padding_BT = F.pad(attention_mask_BN[:, -labels_BT.shape[1] :][:, :-1] == 0, (1, 0))
-    return labels_BT.masked_fill(follows_padding_BT, -100)
-
-
-def _are_inputs(labels_BT: Tensor, input_ids_BT: Tensor) -> bool:
-    """Whether the labels that count are the tokens at the same positions, and not the next ones."""
-    if labels_BT.shape != input_ids_BT.shape:
-        return False
-    counts_BT = labels_BT != -100
-    differs_BT = (labels_BT != input_ids_BT) & counts_BT
-    differs_from_next_BT = (labels_BT[:, :-1] != input_ids_BT[:, 1:]) & counts_BT[:, :-1]
-    return not bool(differs_BT.any()) and bool(differs_from_next_BT.any())

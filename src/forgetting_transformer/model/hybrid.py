@@ -13,12 +13,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.decoder import (
-    DecoderConfig,
-    DecoderForCausalLM,
-    DecoderModel,
-    SwiGLUDecoderConfig,
-)
+from forgetting_transformer.model.config import DecoderConfig, SwiGLUDecoderConfig
+from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 
 #: Fields that the blocks of a hybrid have in common. A mixer's own configuration takes these from the hybrid's.
 _SHARED = ("hidden_size", "num_hidden_layers", "initializer_range", "vocab_size", "pad_token_id")

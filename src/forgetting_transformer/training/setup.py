@@ -27,7 +27,7 @@ from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.remote_cache import LARGEST_TOKENIZER_FILE
 from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.decoder import DecoderConfig
+from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.plugins import CORPORA, OPTIMIZERS
 from forgetting_transformer.training import initialisation
 from forgetting_transformer.training.checkpoint import steps_in

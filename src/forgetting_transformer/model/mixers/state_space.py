@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel, check_silu
+from forgetting_transformer.model.config import DecoderConfig, check_silu
+from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.layers import ShortConvolution, init_uniform
 from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops.recurrence.grouped import LOG_ZERO

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from forgetting_transformer.model.cache import AttentionCache
-from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
+from forgetting_transformer.model.config import SwiGLUDecoderConfig
+from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.layers import AttentionMaps, apply_linear, attention_maps, linear_together
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.attention import causal_attention
