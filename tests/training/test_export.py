@@ -1,6 +1,5 @@
 """Export: what is loaded elsewhere is what was trained."""
 
-import ast
 import errno
 import json
 import runpy
@@ -77,16 +76,6 @@ def test_reloaded_logits_equal_the_checkpoints(tiny, tmp_path, finished, strateg
     # Whoever may read the configuration may read the weights.
     assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
     assert AutoTokenizer.from_pretrained(folder).model_max_length == 32
-
-
-def test_generation_stops_at_the_end_of_text_token(tiny, tmp_path, finished):
-    export(Path(finished(tiny)), tmp_path / "hf", tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert model.generation_config.eos_token_id == model.config.eos_token_id == 0
-    with torch.no_grad():
-        model.lm_head.weight.zero_()  # every token is as likely, and the first, 0, wins
-    generated = model.generate(torch.tensor([[5, 6]]), max_new_tokens=10)
-    assert generated.tolist() == [[5, 6, 0]]
 
 
 def test_any_step_can_be_exported_and_a_missing_one_is_refused(tiny, tmp_path, finished):
@@ -484,27 +473,3 @@ def test_a_place_that_cannot_be_written_is_one_line_and_the_export_there_stays(
         with pytest.raises(ExportError, match=r"cannot write the export to .*No space left.*make room") as caught:
             export(run, folder, tokenizer=tokenizer)
         assert "\n" not in str(caught.value) and contents(folder) == before
-
-
-def imports_at_once(module: str, seen: set[str]) -> set[str]:
-    """Names of all modules that importing this one imports, followed through the modules of this project."""
-    if module in seen or not module.startswith("forgetting_transformer"):
-        return seen | {module}
-    path = ROOT / "src" / module.replace(".", "/")
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    seen = seen | {module}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else ():
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-        if isinstance(node, ast.ImportFrom):
-            names = [node.module, *(f"{node.module}.{name}" for name in names)]
-        for name in names:
-            seen = imports_at_once(name, seen)
-    return seen
-
-
-def test_an_export_does_not_wait_for_the_trainers_imports():
-    """Fabric takes longer to import than all the rest."""
-    assert "lightning.fabric" in imports_at_once("forgetting_transformer.training.trainer", set())
-    found = imports_at_once("forgetting_transformer.training.export", set())
-    assert "forgetting_transformer.training.checkpoint" in found
-    assert not [name for name in found if name.startswith("lightning")]

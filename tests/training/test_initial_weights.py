@@ -19,7 +19,7 @@ from tests.tiny import VOCAB
 from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, made_once, refused, train
 from tests.training.official import official_run
 from tests.training.test_export import word_tokenizer
-from tests.training.test_resume import assert_same_run, lines, losses
+from tests.training.test_resume import lines, losses
 from tests.training.test_start_block import blocks
 
 pytestmark = pytest.mark.slow
@@ -126,18 +126,6 @@ def test_the_run_is_a_new_one_and_says_where_its_weights_come_from(tiny, tmp_pat
     assert mark["weights_from"] == {"source": str(exported), "step": 20 * STEP, "tag": "debug"}
     assert f"init_from: {exported} -> /elsewhere" in refused(changed(new, init_from="/elsewhere"))
     assert f"init_from: {exported} -> None" in refused(changed(new, init_from=None))
-
-
-def test_a_stopped_run_ends_bitwise_as_one_that_was_not(tiny, tmp_path, exported):
-    straight = changed(tiny, init_from=str(exported), output_dir=str(tmp_path / "straight"))
-    train(straight)
-    stopped = changed(straight, output_dir=tiny["output_dir"])
-    shutil.copytree(straight["output_dir"], stopped["output_dir"])
-    for step in (16, 20):  # as if it had been killed soon after its checkpoint at step 8
-        shutil.rmtree(Path(stopped["output_dir"]) / f"checkpoints/step-{step * STEP:015d}")
-    shutil.rmtree(exported)
-    train(stopped)
-    assert_same_run(straight["output_dir"], stopped["output_dir"])
 
 
 def test_tensors_that_do_not_match_are_named_and_refused_and_nothing_is_moved(tiny, interrupted, exported):

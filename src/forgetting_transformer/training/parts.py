@@ -84,8 +84,7 @@ class Parts:
             setup.start_logging(self.directory, self.fabric.global_rank)
 
         log.info("reading the corpus: %s in %s", config.datamodule.dataset, config.data_dir)
-        vocabulary = setup.recorded_vocabulary(config, self.directory) if config.resume else None
-        self.data = setup.build_data(config.data_dir, config.datamodule, vocabulary)
+        self.data = setup.build_data(config.data_dir, config.datamodule)
         self.data_info = self.data.train_info()
         self._check_budget()
         self.eval_sets = open_eval_sets(config, self.data, self.data_info, self.ranks.data_size)
