@@ -123,7 +123,7 @@ def test_the_run_is_a_new_one_and_says_where_its_weights_come_from(tiny, tmp_pat
     train(changed(new, train__max_tokens=10 * STEP))
     export(Path(new["output_dir"]), tmp_path / "further", tokenizer=str(tmp_path / "tokenizer"))
     mark = json.loads((tmp_path / "further" / MARK).read_text())
-    assert mark["weights_from"] == {"source": str(exported), "step": 20 * STEP, "tag": "debug"}
+    assert mark["weights_from"] == {"source": "hf", "step": 20 * STEP, "tag": "debug"}
     assert f"init_from: {exported} -> /elsewhere" in refused(changed(new, init_from="/elsewhere"))
     assert f"init_from: {exported} -> None" in refused(changed(new, init_from=None))
 

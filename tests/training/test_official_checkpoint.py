@@ -195,7 +195,8 @@ def test_folders_of_runs_and_models_are_left_alone_and_the_official_one_is_not_t
     official, finished, tiny, tmp_path
 ):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
     for folder in (official, Path(shutil.copytree(finished(tiny), tmp_path / "run")), tmp_path / "model"):
         with pytest.raises(RunDirectoryError, match="choose another"):
             import_run(official, folder, bos_token_id=0)
