@@ -35,9 +35,9 @@ def main() -> None:
 
     import transformers
 
-    from forgetting_transformer.training.averaging import average
     from forgetting_transformer.training.checkpoint import CheckpointError
     from forgetting_transformer.training.export import ExportError
+    from forgetting_transformer.training.export.averaging import average
 
     transformers.utils.logging.disable_progress_bar()
     run = arguments.run.absolute()

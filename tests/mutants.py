@@ -688,17 +688,17 @@ LIST = r"""
 
 == Export
 
-= export.average training/export.py
+= export.average training/export/contents.py
 - parameter.copy_(average[name])
 + parameter.copy_(parameter)
 # The last weights are exported instead of their average.
-= export.padding training/export.py
+= export.padding training/export/contents.py
 - tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"
 + tokenizer.padding_side = "left"
 # The exported tokenizer pads on its default side when it is loaded.
-= export.bos training/export.py
-- if bos_token_id is None or tokenizer("").input_ids[:1] == [bos_token_id]:
-+ if bos_token_id is None:
+= export.bos training/export/contents.py
+- if bos_token_id is not None and own != [bos_token_id, *bare]:
++ if bos_token_id is not None:
 # A tokenizer that puts BOS first puts it twice.
 
 == Evaluation

@@ -336,3 +336,15 @@ def test_texts_are_encoded_as_corpora_are_made(tmp_path, tokenizer):
     ids = model_tokenizer.encode(tokenizer, text)
     assert tokenizer.eos_token_id not in ids
     assert tokenizer.decode(ids) == "a<|endoftext|>\ufffdb"
+
+
+def test_files_that_are_not_gpt2s_are_refused(monkeypatch, tmp_path):
+    package = tmp_path / "not_gpt2"
+    (package / "data").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('nothing of the package is run')")
+    for name in ("encoder.json", "vocab.bpe"):
+        (package / "data" / name).write_text("{}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(tokenizer_module, "PACKAGE", "not_gpt2")
+    with pytest.raises(ValueError, match=r"encoder.json is not GPT-2's"):
+        model_tokenizer.longcrawl64_tokenizer()

@@ -40,8 +40,6 @@ MODEL_FIELDS = frozenset({
     "attn_mode", "expand_ratio", "use_short_conv", "conv_size", "use_lower_bound", "expand_k", "expand_v", "use_gate",
     "use_beta", "qk_activation", "norm_first",
 })  # fmt: skip
-#: Keys of `scale` in earlier versions -> the field of the model that had their value.
-OLD_SIZES = {"transformer_heads": "num_heads", "mamba2_layers": "num_hidden_layers", "mamba2_heads": "num_heads"}
 _ONE_LENGTH = "sequences are as long as {}_batch_len, and documents as the corpus has them"
 #: Official keys without a counterpart, and why.
 GONE = {
@@ -75,27 +73,6 @@ def admit(arguments: Sequence[str]) -> list[str]:
     return [f"++{argument}" if _is_admitted(argument.partition("=")[0]) else argument for argument in arguments]
 
 
-def _without_old_sizes(composed: Any) -> Any:
-    """Without the keys of `scale` that runs of earlier versions recorded: their model has the sizes itself.
-
-    Raises:
-        ValueError: a file that is composed now has one of them.
-    """
-    scale = OmegaConf.select(composed, "scale") if OmegaConf.is_dict(composed) else None
-    found = [key for key in OLD_SIZES if key in scale] if isinstance(scale, DictConfig) else []
-    if not found:
-        return composed
-    fields = composed.get("model", {}).get("config", {})
-    if any(OmegaConf.is_interpolation(fields, key) for key in fields):
-        raise ValueError(f"scale.{found[0]} is gone; set model.config.{OLD_SIZES[found[0]]}, or model.sizes in a YAML")
-    composed = copy.deepcopy(composed)
-    OmegaConf.set_readonly(composed, False)
-    OmegaConf.set_struct(composed, False)
-    for key in found:
-        del composed.scale[key]
-    return composed
-
-
 def _keys(arguments: Sequence[str]) -> set[str]:
     return {argument.partition("=")[0].lstrip("+") for argument in arguments if "=" in argument}
 
@@ -119,7 +96,6 @@ def translate(composed: Any, typed: Sequence[str] = ()) -> Any:
         ValueError: a key that its schedule does not have.
         OmegaConfBaseException: a value refers to what is not there.
     """
-    composed = _without_old_sizes(composed)
     schedule = OmegaConf.select(composed, "schedule") if OmegaConf.is_dict(composed) else None
     found = [name for name in SCHEDULE if name in schedule] if isinstance(schedule, DictConfig) else []
     if not found:

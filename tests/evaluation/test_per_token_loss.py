@@ -277,7 +277,7 @@ class HalfConfig(LongCrawl64Config):
 def plug_in(quickstart, tmp_path, monkeypatch) -> Path:
     """A corpus that a plug-in has: the documents of `words` in a folder without arrays."""
 
-    def build(data_dir, config, recorded=None):
+    def build(data_dir, config):
         options = {key: value for key, value in vars(config).items() if key not in ("name", "half", "dataset")}
         assert Path(data_dir) / config.dataset == tmp_path / "mine"
         return LongCrawl64DataModule(str(quickstart.data), dataset="words", **options)

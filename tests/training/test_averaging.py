@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
-from forgetting_transformer.training import export as export_module
-from forgetting_transformer.training.averaging import average
-from forgetting_transformer.training.checkpoint import CheckpointError, load_tensors, newest_valid
+from forgetting_transformer.training.checkpoint import CheckpointError
 from forgetting_transformer.training.export import MARK, ExportError, export
+from forgetting_transformer.training.export import contents as export_contents
+from forgetting_transformer.training.export.averaging import average
 from tests.processes import run_command
 from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused, train
 from tests.training.test_export import word_tokenizer
@@ -37,13 +37,10 @@ def snapshot(folder: Path) -> dict:
     [({"last": 3}, KEPT, True), ({"last": 2}, KEPT[1:], False), ({"steps": [20 * STEP, 8 * STEP]}, [8, 20], False)],
 )
 def test_the_mean_of_checkpoints_is_exported_and_the_run_is_left_alone(
-    tiny, tmp_path, finished, tokenizer, monkeypatch, chosen, steps, tie
+    tiny, tmp_path, finished, tokenizer, chosen, steps, tie
 ):
-    from forgetting_transformer.training import averaging
-
     run = Path(finished(changed(tiny, model__config__tie_word_embeddings=tie)))
     before = snapshot(run)
-    monkeypatch.setattr(averaging, "_GROUP", 10_000)  # several groups
     said = average(run, tmp_path / "mean", tokenizer=tokenizer, **chosen)
     assert f"the average of {len(steps)} checkpoints of {run}" in said
     each = [checkpoint_tensors(str(run), step * STEP) for step in steps]
@@ -51,12 +48,9 @@ def test_the_mean_of_checkpoints_is_exported_and_the_run_is_left_alone(
     for name, tensor in model.state_dict().items():
         expected = sum(tensors[f"model.{name}"].double() for tensors in each) / len(each)
         assert torch.equal(tensor, expected.float()), name
-    assert json.loads((tmp_path / "mean" / MARK).read_text())["average_of"] == [step * STEP for step in steps]
-    named = ", ".join(f"{step * STEP:,}" for step in steps)
-    assert (
-        f"The weights here are the mean of the checkpoints at {named} tokens"
-        in (tmp_path / "mean/README.md").read_text()
-    )
+    named = f"the mean of the checkpoints at {', '.join(f'{step * STEP:,}' for step in steps)} tokens"
+    assert json.loads((tmp_path / "mean" / MARK).read_text())["weights"] == named
+    assert f"The weights here are {named}." in (tmp_path / "mean/README.md").read_text()
     assert snapshot(run) == before
     average(run, tmp_path / "mean", tokenizer=tokenizer, **chosen)  # again, in its place
 
@@ -86,33 +80,11 @@ def test_what_cannot_be_averaged_is_refused(tiny, tmp_path, finished, interrupte
     average(mixed, tmp_path / "mean", last=3, tokenizer=tokenizer)
 
 
-def test_checkpoints_that_a_run_deletes_meanwhile_are_passed_over(tiny, tmp_path, finished, tokenizer, monkeypatch):
-    from forgetting_transformer.training import averaging
-
-    run = tmp_path / "run"
-    shutil.copytree(finished(tiny), run)
-    read, going = averaging.read_weights, [8 * STEP]
-
-    def read_while_it_goes(checkpoint, names):
-        for step in [going.pop()] if going else []:
-            shutil.rmtree(run / f"checkpoints/step-{step:015d}")
-        return read(checkpoint, names)
-
-    monkeypatch.setattr(averaging, "read_weights", read_while_it_goes)
-    with pytest.raises(CheckpointError, match=rf"^--steps: the run deleted its checkpoint at {8 * STEP} tokens while"):
-        average(run, tmp_path / "mean", steps=[8 * STEP, 20 * STEP], tokenizer=tokenizer)
-    # Of the newest ones, the next is taken.
-    shutil.copytree(finished(tiny), run, dirs_exist_ok=True)
-    going.append(16 * STEP)
-    average(run, tmp_path / "mean", last=2, tokenizer=tokenizer)
-    assert json.loads((tmp_path / "mean" / MARK).read_text())["average_of"] == [8 * STEP, 20 * STEP]
-
-
 def test_the_command_averages_generates_and_says_what_is_wrong(tiny, tmp_path, finished, tokenizer):
     shutil.copytree(finished(tiny), tmp_path / "demo")
     command = ["scripts/average_checkpoints.py", str(tmp_path / "demo")]
     done = run_command(*command, "--last", "3", "--tokenizer", tokenizer)
-    assert done.returncode == 0 and "averaging: " in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith(f"is now {tmp_path / 'demo-average'}")
     done = run_command("scripts/generate.py", str(tmp_path / "demo-average"), "--prompt", "w3", "--max_new_tokens", "4")
     assert done.returncode == 0 and "w3" in done.stdout, done.stderr
@@ -181,20 +153,7 @@ def assert_weights_alone(plain: str, other: str) -> None:
         assert all(x.get(key) == y.get(key) for key in keys)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world_size"),
-    [
-        ("auto", 1),
-        pytest.param(
-            "ddp",
-            2,
-            marks=pytest.mark.rare(
-                "tests/training/test_averaging.py::test_every_strategy_keeps_it_and_a_killed_run_ends_bitwise_the_same"
-            ),
-        ),
-        ("fsdp", 2),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("fsdp", 2)])
 def test_every_strategy_keeps_it_and_a_killed_run_ends_bitwise_the_same(
     tiny, tmp_path, finished, tokenizer, strategy, world_size
 ):
@@ -220,7 +179,10 @@ def test_every_strategy_keeps_it_and_a_killed_run_ends_bitwise_the_same(
         lines(straight, "val_ema")[-1]["val_ema/loss"], abs=1e-6
     )
     assert lines(straight, "val_ema")[-1]["val_ema/loss"] != lines(straight, "val")[-1]["val/loss"]
-    assert json.loads((tmp_path / "ema" / MARK).read_text())["weights"] == "ema"
+    assert (
+        json.loads((tmp_path / "ema" / MARK).read_text())["weights"]
+        == "the moving average ema of the weights in training"
+    )
 
 
 def held_out_loss(folder: Path, config: dict) -> float:
@@ -270,25 +232,8 @@ def test_keys_that_cannot_work_are_refused(tiny, keys, message):
 
 
 def test_an_average_that_is_not_finite_is_not_exported(tiny, tmp_path, finished, monkeypatch):
-    read = export_module.read_weights
+    read = export_contents.read_weights
     wrong = {"lm_head.weight": torch.full((64, 32), torch.inf)}
-    monkeypatch.setattr(export_module, "read_weights", lambda *args, **kwargs: read(*args, **kwargs) | wrong)
+    monkeypatch.setattr(export_contents, "read_weights", lambda *args, **kwargs: read(*args, **kwargs) | wrong)
     with pytest.raises(CheckpointError, match=r"/step-\d+, ema: lm_head.weight holds 2,048 of 2,048 values"):
         export(Path(finished(with_ema(tiny))), tmp_path / "hf", weights="ema")
-
-
-def test_a_damaged_average_is_found(tiny, tmp_path, finished):
-    """A bit of it that changed after the checkpoint's digests were taken."""
-    shutil.copytree(finished(with_ema(tiny)), tiny["output_dir"])
-    checkpoint = newest_valid(Path(tiny["output_dir"]) / "checkpoints")
-    name = next(name for name in load_tensors(checkpoint) if name.startswith("callbacks.ema."))
-    state = json.loads((checkpoint.path / "trainer.json").read_text())
-    state["digests"][name] = "0" * 16
-    manifest = json.loads((checkpoint.path / "manifest.json").read_text())
-    import zlib
-
-    text = json.dumps(state).encode()
-    (checkpoint.path / "trainer.json").write_bytes(text)
-    manifest["files"]["trainer.json"] = {"bytes": len(text), "crc32": zlib.crc32(text)}
-    (checkpoint.path / "manifest.json").write_text(json.dumps(manifest))
-    assert f"{name} is not what training held" in refused(with_ema(tiny))

@@ -1,7 +1,6 @@
 """Callbacks: when their hooks are called, what the trainer sees to around them, and what a checkpoint keeps of them."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from forgetting_transformer.training.callbacks.base import Callback, Callbacks
 from forgetting_transformer.training.callbacks.built_in import chosen
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.errors import TrainingError
-from tests.training.conftest import STEP, Job, changed, refused, train
+from tests.training.conftest import STEP, Job, changed, refused
 from tests.training.test_resume import assert_same_run, lines
 from tests.training.test_stopping import SIGNAL_IN_STEP_SIX, status
 
@@ -201,19 +200,17 @@ class Kept(Callback):
 
 
 @pytest.mark.quick
-def test_each_gets_its_own_state_and_that_of_earlier_versions():
+def test_each_gets_its_own_state():
     from types import SimpleNamespace
 
     trainer = SimpleNamespace(fabric=SimpleNamespace(is_global_zero=True))
     one, two = Kept("one", a=torch.tensor(1)), Kept("one_more", a=torch.tensor(2))
-    bare, old = Kept("bare"), Kept("loss_by_position")
-    callbacks = Callbacks(trainer, [one, two, old], [bare])
+    bare = Kept("bare")
+    callbacks = Callbacks(trainer, [one, two], [bare])
     saved = callbacks.state()
     assert {name: int(value) for name, value in saved.items()} == {"one.a": 1, "one_more.a": 2}
-    window = {"position_loss": torch.ones(3), "position_sequences": torch.tensor(4.0), "guard_norms": torch.zeros(2)}
-    callbacks.load(saved | window)
+    callbacks.load(saved | {"guard_norms": torch.zeros(2)})
     assert (one.loaded, two.loaded, bare.loaded) == ({"a": 1}, {"a": 2}, None)
-    assert old.loaded.keys() == {"loss_T", "sequences"} and old.loaded["sequences"] == 4
 
 
 @pytest.mark.quick
@@ -262,25 +259,3 @@ def test_a_callback_of_another_class_is_refused(monkeypatch):
         ConfigError, match=r"^callbacks.odd: SimpleNamespace does not derive from .*callbacks.Callback$"
     ):
         chosen(SimpleNamespace(callbacks=SimpleNamespace(odd=None)))
-
-
-def test_windows_of_an_earlier_version_are_reported_with_what_follows(tiny, finished):
-    """The checkpoint after step 8, two steps after a report, with its sums under their old names."""
-    import numpy as np
-
-    from forgetting_transformer.training.checkpoint import _checksum
-
-    shutil.copytree(finished(tiny), tiny["output_dir"])
-    for step in (16, 20):
-        shutil.rmtree(Path(tiny["output_dir"]) / f"checkpoints/step-{step * STEP:015d}")
-    folder = Path(tiny["output_dir"]) / f"checkpoints/step-{8 * STEP:015d}"
-    with np.load(folder / "windows.npz") as arrays:
-        windows = dict(arrays)
-    loss_T, sequences_T = (windows.pop(f"loss_by_position.{name}") for name in ("loss_T", "sequences"))
-    assert sequences_T.max() == 2 * 4
-    np.savez(folder / "windows.npz", position_loss=loss_T, position_sequences=sequences_T.max(), **windows)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["windows.npz"] = _checksum(folder / "windows.npz")
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    train(tiny)
-    assert_same_run(finished(tiny), tiny["output_dir"])

@@ -74,16 +74,6 @@ def test_a_run_that_continues_does_as_before(working_triton, caplog, device, com
     assert not warnings(caplog)
 
 
-@pytest.mark.parametrize(
-    ("train", "compiles"),
-    [({"compile": False}, False), ({"compile": True}, True), ({}, False), ({"max_tokens": 1}, False)],
-)
-def test_a_run_older_than_auto_stays_what_it_was(working_triton, caplog, train, compiles):
-    before = execution.recorded({"config": {"train": train}})
-    assert execution.choose("auto", torch.device("cuda"), before, ATTENTION).compile is compiles
-    assert not warnings(caplog), "its checkpoints do not say what ran its ops"
-
-
 def test_another_choice_is_one_warning_that_names_all_that_changed(working_triton, caplog):
     before = Execution(False, "cuda", {"attention": "gluon", "gla": "fla", "an op that is gone": "fla"})
     now = ATTENTION | {"gla": Backend("fla", ""), "a new op": Backend("pytorch", "")}

@@ -176,15 +176,6 @@ def test_sizes_of_an_architecture_are_by_scale_and_may_be_overridden():
     assert own.model.config["num_heads"] == 6 and own.model.config["num_hidden_layers"] is None
 
 
-def test_sizes_that_earlier_versions_recorded_in_the_scale_are_read_and_not_taken_from_a_file():
-    config = demo()
-    recorded = dataclasses.asdict(config)
-    recorded["scale"] |= {"transformer_heads": 2, "mamba2_layers": 8, "mamba2_heads": 4}
-    assert parse(OmegaConf.create(recorded)) == config
-    with pytest.raises(ConfigError, match=r"scale.mamba2_layers is gone; set model.config.num_hidden_layers, or model"):
-        demo("+scale.mamba2_layers=8")
-
-
 def on_meta(model: ModelConfig) -> DecoderForCausalLM:
     """The model with LongCrawl64's vocabulary and without storage."""
     with torch.device("meta"):

@@ -202,15 +202,3 @@ def test_a_sound_checkpoint_is_taken_on_every_world_size(tiny):
     tensors = checkpoint_tensors(tiny["output_dir"], 4 * STEP)
     assert len(state["digests"]) == len([name for name in tensors if not name.startswith("windows.")]) > 50
     assert all(int(state["digests"][name], 16) == by_definition(tensors[name]) for name in state["digests"])
-
-
-@pytest.mark.slow
-def test_a_checkpoint_without_digests_is_taken(tiny):
-    """As earlier versions wrote them."""
-    patch = """
-from forgetting_transformer.training import checkpoint
-checkpoint.digests_of_whole = lambda tensors: {}
-"""
-    job = Job(changed(tiny, train__max_tokens=STEP, skip_eval=True), patch=patch)
-    assert job.wait() == [0], job.errors()
-    train(changed(tiny, train__max_tokens=2 * STEP, skip_eval=True))

@@ -1,6 +1,5 @@
 """Training from an array elsewhere, or from a partial copy: the same run as from a whole local one, or a refusal."""
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 import zarr
 
 from forgetting_transformer.data.checksums import write_list
-from forgetting_transformer.training.checkpoint import _checksum, newest_valid
+from forgetting_transformer.training.checkpoint import newest_valid
 from forgetting_transformer.training.setup import list_held_to
 from tests.data.mirror import serve
 from tests.training.conftest import STEP, changed, checkpoint_tensors, refused, train
@@ -85,29 +84,3 @@ def test_a_list_of_checksums_that_is_gone_is_one_warning_and_not_forgotten(caplo
     for state, now, held in (({}, None, None), ({"data_checksums": None}, "new", "new"), (before, "abc", "abc")):
         assert list_held_to("step-7", state, SimpleNamespace(checksums=now, path="train.zarr"), 0) == held
     assert len(caplog.records) == 1
-
-
-@pytest.mark.slow
-def test_a_run_that_took_gpt2s_vocabulary_for_its_corpus_goes_on_with_it(tiny, tmp_path):
-    """As runs of earlier versions did on arrays without a manifest; a new run is refused."""
-    unstated = changed(tiny, datamodule__vocab_size=None, datamodule__bos_token_id=None, skip_eval=True)
-    earlier = changed(tiny, datamodule__vocab_size=300, datamodule__bos_token_id=299, skip_eval=True)
-    interrupted_at(earlier, 4)
-    run = Path(tiny["output_dir"])
-    trainer_json = run / f"checkpoints/step-{4 * STEP:015d}/trainer.json"
-    state = json.loads(trainer_json.read_text())
-    state["config"]["datamodule"] |= {"vocab_size": None, "bos_token_id": None}  # as it was when nothing had to be said
-    trainer_json.write_text(json.dumps(state))
-    manifest = json.loads((trainer_json.parent / "manifest.json").read_text())
-    manifest["files"]["trainer.json"] = _checksum(trainer_json)
-    (trainer_json.parent / "manifest.json").write_text(json.dumps(manifest))
-    assert "set datamodule.vocab_size and datamodule.bos_token_id" in refused(
-        changed(unstated, output_dir=str(tmp_path / "new"))
-    )
-    train(changed(unstated, preflight="check"))
-    interrupted_at(unstated, 6)
-    interrupted_at(earlier, 8)  # to state what it was is no change
-    assert "datamodule.vocab_size: 300 -> 64" in refused(tiny)
-    fork = changed(unstated, output_dir=str(tmp_path / "fork"), fork_dir=str(run), fork_step=8 * STEP)
-    train(fork)
-    assert len(losses(str(run))) == 8 and min(losses(fork["output_dir"])) == 9 * STEP

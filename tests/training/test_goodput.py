@@ -42,7 +42,7 @@ def test_what_came_after_the_checkpoint_a_later_start_used_was_lost():
 def test_time_runs_in_one_category_at_a_time(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    clock = Clock()
+    clock = Clock("start")
     goodput = Goodput(tmp_path / "goodput.json", clock)
     clock._seconds["start"] = 0.0
     for seconds, category in ((3, "data"), (1, "steps"), (5, None)):
@@ -66,7 +66,7 @@ def test_time_runs_in_one_category_at_a_time(tmp_path, monkeypatch):
 )
 def test_damaged_bookkeeping_stops_nothing(tmp_path, damaged):
     (tmp_path / "goodput.json").write_text(damaged)
-    goodput = Goodput(tmp_path / "goodput.json", Clock())
+    goodput = Goodput(tmp_path / "goodput.json", Clock("start"))
     goodput.begin(0)
     assert goodput.write(8)["hours"] > 0
     assert len(json.loads((tmp_path / "goodput.json").read_text())["starts"]) == 1

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfApi, constants
 
-from forgetting_transformer.analysis.model_card import CARD, FIGURE
-from forgetting_transformer.training import hub
-from forgetting_transformer.training.export import MARK, ExportError, export
+from forgetting_transformer.training.export import MARK, ExportError, export, hub
+from forgetting_transformer.training.export.card import CARD, FIGURE
 from tests.processes import ROOT, shell_environment
 from tests.tiny import STEP
 from tests.training.hub_stand_in import TOKEN, Hub, stand_in
@@ -51,13 +50,10 @@ def exported(tiny, tmp_path, finished) -> Callable[..., Path]:
     return make
 
 
-def pushed(folder: Path) -> dict[str, bytes]:
-    """What of a folder goes to a hub: its mark has no line end there."""
-    return {name: content.rstrip(b"\n") if name == MARK else content for name, content in contents(folder).items()}
-
-
 def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+    """Files as they go to a hub: the mark has no line end there."""
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    return files | {MARK: files[MARK].rstrip(b"\n")}
 
 
 def test_what_the_export_wrote_is_uploaded_and_nothing_else(there, logged_in, exported):
@@ -65,87 +61,58 @@ def test_what_the_export_wrote_is_uploaded_and_nothing_else(there, logged_in, ex
     (folder / "diary.txt").write_text("not for the hub")
     said = hub.push(folder, REPO, private=True)
     assert said == f"pushed to {there.url}/{REPO}"
-    expected = pushed(folder)
+    expected = contents(folder)
     del expected["diary.txt"]
     assert there.repos[REPO]["main"] == expected and {CARD, FIGURE, MARK, "model.safetensors"} <= expected.keys()
     assert [made["visibility"] for made in there.created] == ["private"]
     assert f'model_id = "{REPO}"' in expected[CARD].decode()
 
 
-def test_where_weights_came_from_is_pushed_without_the_path(there, logged_in, exported):
-    folder = exported()
-    mark = json.loads((folder / MARK).read_text())
-    (folder / MARK).write_text(json.dumps(mark | {"weights_from": {"source": "/home/agnes/first", "step": 5}}))
-    hub.push(folder, REPO)
-    assert json.loads(there.repos[REPO]["main"][MARK])["weights_from"] == {"source": "first", "step": 5}
-    assert json.loads(there.repos[REPO]["main"][MARK])["files"] == mark["files"]
-
-
-def test_a_branch_is_made_and_the_main_one_stays_as_it_is(there, logged_in, exported):
-    hub.push(exported(8 * STEP), REPO)
-    before = dict(there.repos[REPO]["main"])
-    assert hub.push(exported(), REPO, revision="final").endswith(", branch final")
-    assert there.repos[REPO]["main"] == before
-    assert there.repos[REPO]["final"] == pushed(exported())
-
-
-def test_a_card_edited_on_the_hub_is_kept_and_outdated_files_of_exports_go(there, logged_in, exported):
-    hub.push(exported(8 * STEP), REPO)
-    files = there.repos[REPO]["main"]
-    files[CARD] = files[CARD].replace(b"A language model", b"The best language model")
-    files["notes.txt"] = b"mine"
-    files["old.safetensors"] = b"of an export that had more files"
+def test_the_next_push_replaces_the_export_on_its_branch_and_leaves_other_files(there, logged_in, exported):
+    hub.push(exported(8 * STEP), REPO, revision="small")
+    files = there.repos[REPO]["small"]
     mark = json.loads(files[MARK])
+    files |= {"old.safetensors": b"x", "notes.txt": b"mine"}
     files[MARK] = json.dumps(mark | {"files": mark["files"] | {"old.safetensors": "digest"}}).encode()
+    assert hub.push(exported(), REPO, revision="small") == f"pushed to {there.url}/{REPO}, branch small"
+    assert files == contents(exported()) | {"notes.txt": b"mine"} and there.repos[REPO]["main"] == {}
+    assert there.commits == [f"Checkpoint at {step * STEP:,} training tokens" for step in (8, 20)]
+
+
+def test_a_card_that_was_edited_there_is_kept_and_one_edited_here_goes_up(there, logged_in, exported):
+    folder = exported()
+    (folder / CARD).write_text((folder / CARD).read_text() + "My words.")
+    for words in ("", " More."):
+        (folder / CARD).write_text((folder / CARD).read_text() + words)
+        assert hub.push(folder, REPO) == f"pushed to {there.url}/{REPO}"
+    files = there.repos[REPO]["main"]
+    assert files[CARD].endswith(b"My words. More.")
+    files[CARD] += b" Written there."
     card, figure = files[CARD], files[FIGURE]
     for _ in range(2):
-        assert f"{CARD} was edited there and is kept: its numbers are of" in hub.push(exported(), REPO)
-        assert files[CARD] == card and files[FIGURE] == figure and files["notes.txt"] == b"mine"
-        assert "old.safetensors" not in files
-        assert files["model.safetensors"] == contents(exported())["model.safetensors"]
-
-
-def test_of_a_card_edited_on_the_hub_the_numbers_are_renewed(there, logged_in, exported):
-    hub.push(exported(8 * STEP), REPO)
-    files = there.repos[REPO]["main"]
-    files[CARD] += b"My words."
-    for step in (16 * STEP, 20 * STEP):
-        said = hub.push(exported(step), REPO)
-        assert said.endswith(f"; of {CARD}, which was edited there, the marked part is new and the rest is kept")
-        assert files[CARD].endswith(b"-->\nMy words.") and f"trained on {step:,} tokens".encode() in files[CARD]
-        assert files[FIGURE] == contents(exported(step))[FIGURE]
-        assert json.loads(files[MARK])["card"] == step
+        assert f"; {CARD} there is not as an export wrote it and is kept" in hub.push(exported(8 * STEP), REPO)
+        assert files[CARD] == card and files[FIGURE] == figure
+        assert files["model.safetensors"] == contents(folder)["model.safetensors"]
 
 
 def test_a_card_and_a_figure_that_no_export_wrote_stay_here(there, logged_in, exported, tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / CARD).write_text("private notes")
     (tmp_path / "hf" / FIGURE).write_bytes(b"private picture")
-    assert hub.push(exported(), REPO).endswith(f"; {CARD} in {tmp_path / 'hf'} is not from an export and stays there")
+    hub.push(exported(), REPO)
     assert not {CARD, FIGURE} & there.repos[REPO]["main"].keys()
 
 
-def test_an_edited_card_goes_up_and_the_line_names_the_checkpoint_that_it_is_of(there, logged_in, exported):
-    folder = exported(8 * STEP)
-    (folder / CARD).write_text((folder / CARD).read_text().replace("---\n", "---\nlicense: mit\n", 1))
-    assert hub.push(folder, REPO).endswith(f"; {CARD} as you edited it is there")
-    assert b"license: mit" in there.repos[REPO]["main"][CARD]
-    (folder / CARD).write_text((folder / CARD).read_text() + "My words.")
-    assert hub.push(exported(), REPO).endswith(f"; {CARD} as you edited it is there"), "with new numbers"
-    card = there.repos[REPO]["main"][CARD].decode()
-    assert f"trained on {20 * STEP:,} tokens" in card and "license: mit" in card and card.endswith("My words.")
-    (folder / CARD).write_text((folder / CARD).read_text().replace("A language model", "The best language model"))
-    outdated = f": its numbers are of the checkpoint at {20 * STEP:,} tokens, and the weights of {8 * STEP:,}"
-    for _ in range(2):  # the next export does not forget which
-        assert hub.push(exported(8 * STEP), REPO).endswith(f"; {CARD} as you edited it is there{outdated}")
-    assert b"The best" in there.repos[REPO]["main"][CARD]
-
-
-def test_a_repository_with_another_model_is_refused(there, logged_in, exported):
-    there.repos[REPO] = {"main": {"pytorch_model.bin": b"another"}}
-    with pytest.raises(ExportError, match=r"holds pytorch_model\.bin, which is not from an export"):
+@pytest.mark.parametrize(
+    "files",
+    [{"pytorch_model.bin": b"another"}, {MARK: b"{"}, {MARK: b'{"files": 3}'}],
+    ids=["model", "broken", "other"],
+)
+def test_a_repository_with_another_model_is_refused(there, logged_in, exported, files):
+    there.repos[REPO] = {"main": dict(files)}
+    with pytest.raises(ExportError, match=rf"holds {min(files)}, which is not from an export") as caught:
         hub.push(exported(), REPO)
-    assert there.repos[REPO]["main"] == {"pytorch_model.bin": b"another"}
+    assert "\n" not in str(caught.value) and there.repos[REPO]["main"] == files
 
 
 def test_another_runs_export_is_replaced_where_that_is_asked_for_alone(there, logged_in, exported):
@@ -170,14 +137,6 @@ def test_private_is_never_an_upload_to_a_public_repository(there, logged_in, exp
     there.private.add(REPO)
     hub.push(exported(), REPO, private=True)
     assert MARK in there.repos[REPO]["main"]
-
-
-@pytest.mark.parametrize("mark", [b"[]", b"{", b'{"a": 1}', b'{"files": 3}', b"\xff"])
-def test_a_repository_whose_mark_no_export_wrote_is_refused(there, logged_in, exported, mark):
-    there.repos[REPO] = {"main": {MARK: mark}}
-    with pytest.raises(ExportError, match=rf"{REPO} holds {MARK}, which is not from an export") as caught:
-        hub.push(exported(), REPO)
-    assert "\n" not in str(caught.value) and there.repos[REPO] == {"main": {MARK: mark}}
 
 
 def test_a_card_that_the_hub_refuses_is_one_line(there, logged_in, exported):
@@ -237,7 +196,7 @@ def test_the_command_pushes_to_the_hub_that_the_environment_names(there, tiny, t
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"pushed to {there.url}/{REPO}"
-    assert there.repos[REPO]["main"] == pushed(tmp_path / "hf")
+    assert there.repos[REPO]["main"] == contents(tmp_path / "hf")
 
 
 def test_flags_without_a_push_are_refused(monkeypatch, capsys):

@@ -10,7 +10,6 @@ from forgetting_transformer.training.checkpoint import (
     Checkpointer,
     CheckpointError,
     inspect,
-    newest_valid,
     remove,
 )
 from forgetting_transformer.training.faults import status
@@ -167,21 +166,6 @@ trainer.Trainer.step = step
     (root.parent / "elsewhere").rename(root / "checkpoints")
     train(tiny)
     assert len(lines(tiny["output_dir"], "train")) == 20
-
-
-@pytest.mark.slow
-def test_an_older_run_without_the_record_is_known_by_its_metrics(tiny):
-    train(changed(tiny, train__max_tokens=4 * STEP))
-    root = Path(tiny["output_dir"])
-    (root / "last_checkpoint.json").unlink()
-    shutil.rmtree(root / "checkpoints")
-    logged = lines(tiny["output_dir"], "train")
-    assert f"a checkpoint was finished at {4 * STEP:,} tokens" in refused(tiny)
-    assert lines(tiny["output_dir"], "train") == logged
-    train(changed(tiny, resume=False))
-    (kept,) = (root / "previous").iterdir()
-    assert len(lines(str(kept), "train")) == 4
-    assert newest_valid(root / "checkpoints").step == 20 * STEP
 
 
 def starts(root: Path, resume: bool = True) -> None:

@@ -163,32 +163,10 @@ def test_its_configuration_is_held_to_what_is_known(official, tmp_path):
         import_run(official, tmp_path / "imported")
 
 
-@pytest.mark.parametrize("resume", [True, False])
-def test_the_official_folder_is_not_trained_in(tiny, official, resume):
-    """It would be taken for a run without checkpoints: begun from the first token, over the official files."""
-    before = {path: path.read_bytes() for path in official.rglob("*") if path.is_file()}
-    directory = RunDirectory(official)
-    with pytest.raises(
-        RunDirectoryError, match=r"is a run of the authors' code .*step-000000000001024\.pt.*import_checkpoint"
-    ):
-        directory.check_ours(resume)
-    for file in (official / "checkpoints").iterdir():
-        file.unlink()
-    with pytest.raises(RunDirectoryError, match=r"holds .*config\.yaml"):
-        directory.check_ours(resume)
-    assert before[official / "config.yaml"] == (official / "config.yaml").read_bytes()
-
-
 def test_a_fork_of_it_says_how(tiny, official):
     assert "is a run of the authors' code; make a run of it" in refused(
         changed(tiny, fork_dir=str(official), fork_step=AT)
     )
-
-
-def test_a_folder_with_a_run_is_left_alone(official, finished, tiny, tmp_path):
-    for folder in (official, Path(shutil.copytree(finished(tiny), tmp_path / "run"))):
-        with pytest.raises(RunDirectoryError, match="choose another"):
-            import_run(official, folder, bos_token_id=0)
 
 
 def test_an_import_that_found_no_room_may_be_tried_again(official, tmp_path, monkeypatch):
@@ -200,28 +178,28 @@ def test_an_import_that_found_no_room_may_be_tried_again(official, tmp_path, mon
     assert newest_valid(tmp_path / "imported/checkpoints").path == written.path
 
 
-def test_another_vocabulary_needs_its_first_token(official, tmp_path):
-    with pytest.raises(CheckpointError, match=r"vocabulary of 64 ids is not LongCrawl64's.*--bos_token_id"):
-        import_run(official, tmp_path / "imported")
-
-
-def test_a_corpus_whose_texts_begin_and_end_with_two_tokens_says_both(official, tmp_path):
+def test_the_first_token_of_another_vocabulary_is_asked_for_and_has_to_be_in_it(official, tmp_path):
+    for given, said in (
+        ({}, r"vocabulary of 64 ids is not LongCrawl64's.*--bos_token_id"),
+        ({"bos_token_id": 64}, r"--bos_token_id=64 .*64 ids; give one of 0 to 63"),
+        ({"bos_token_id": 0, "eos_token_id": -1}, r"--eos_token_id=-1 is not in the vocabulary .*give one of 0 to 63"),
+    ):
+        with pytest.raises(CheckpointError, match=said) as caught:
+            import_run(official, tmp_path / "imported", **given)
+        assert "\n" not in str(caught.value) and not (tmp_path / "imported").exists()
     written, _ = import_run(official, tmp_path / "imported", bos_token_id=0, eos_token_id=1)
     assert [written.trainer_state()["model_config"][f"{name}_token_id"] for name in ("bos", "eos")] == [0, 1]
-    with pytest.raises(CheckpointError, match=r"--eos_token_id=64 is not in the vocabulary .*give one of 0 to 63"):
-        import_run(official, tmp_path / "other", bos_token_id=0, eos_token_id=64)
 
 
-@pytest.mark.parametrize("wrong", [-1, 64, 9999])
-def test_a_first_token_out_of_the_vocabulary_is_refused(official, tmp_path, wrong):
-    with pytest.raises(CheckpointError, match=rf"--bos_token_id={wrong} .*64 ids; give one of 0 to 63") as caught:
-        import_run(official, tmp_path / "imported", bos_token_id=wrong)
-    assert "\n" not in str(caught.value) and not (tmp_path / "imported").exists()
-
-
-def test_it_is_not_imported_into_the_folder_of_a_model(official, tmp_path):
+def test_folders_of_runs_and_models_are_left_alone_and_the_official_one_is_not_trained_in(
+    official, finished, tiny, tmp_path
+):
+    (tmp_path / "model").mkdir()
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(RunDirectoryError, match=r"holds a model \(config\.json, model\.safetensors\).*choose another"):
-        import_run(official, tmp_path, bos_token_id=0)
-    assert not (tmp_path / "checkpoints").exists()
+        (tmp_path / "model" / name).write_text("{}")
+    for folder in (official, Path(shutil.copytree(finished(tiny), tmp_path / "run")), tmp_path / "model"):
+        with pytest.raises(RunDirectoryError, match="choose another"):
+            import_run(official, folder, bos_token_id=0)
+    for resume in (True, False):
+        with pytest.raises(RunDirectoryError, match=r"is a run of the authors' code .*import_checkpoint"):
+            RunDirectory(official).check_ours(resume)

@@ -9,7 +9,6 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 import argparse
 import contextlib
 import hashlib
-import json
 import logging
 import sys
 import warnings
@@ -198,13 +197,9 @@ def load_model(
 
 def _plugins_missing(folder: Path) -> str | None:
     """What an exported model needs that is not loaded, by what its export wrote beside it."""
-    from forgetting_transformer.training.export import MARK
+    from forgetting_transformer.training.export import read_mark
 
-    try:
-        origin = json.loads((folder / MARK).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return plugins.missing(origin.get("plugins") if isinstance(origin, dict) else None, f"{folder}: this model")
+    return plugins.missing(read_mark(folder).get("plugins"), f"{folder}: this model")
 
 
 def _check_kernels(model: nn.Module, precision: str, device: torch.device) -> None:

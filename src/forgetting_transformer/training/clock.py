@@ -1,4 +1,6 @@
-"""The clock of one start: seconds of wall time by what the loop was doing.
+"""Seconds of wall time by what a start was doing, from the first line of the program on.
+
+A run has two clocks. One is of the whole start, whose categories goodput.json adds up:
 
     steps        waiting for and taking training steps
     first step   the first step of every start: compiling, tuning kernels, first allocations
@@ -6,37 +8,38 @@
     evaluation, checkpoint (waiting for the copy, or for the last save to end), log
     start        from the first line of the program to the first step: imports, building, loading
 
-All times are of this rank's host, which waits for the device where it logs.
+The other divides the time to the end of the first step into the stages of `Parts.begin`. All times are of this rank's
+host, which waits for the device where it logs.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from forgetting_transformer.training.startup import seconds_since_process_start
+from pathlib import Path
 
 CATEGORIES = ("steps", "first step", "data", "evaluation", "checkpoint", "log", "start")
 
 
 class Clock:
-    """Time runs in one category at a time, "start" at first; `during` switches for a while."""
+    """Time runs in one category at a time.
 
-    def __init__(self) -> None:
-        self._seconds = dict.fromkeys(CATEGORIES, 0.0)
-        self._category = "start"
+    Args:
+        first: has the time from the start of the process too.
+    """
+
+    def __init__(self, first: str) -> None:
+        self._seconds = {first: _seconds_since_process_start()}
+        #: What time runs in now; None while the clock stands.
+        self.category: str | None = first
         self._since = time.perf_counter()
-        self._seconds["start"] = seconds_since_process_start()
 
-    @property
-    def category(self) -> str:
-        """What time runs in now."""
-        return self._category
-
-    def switch(self, category: str) -> str:
-        """Time runs in `category` from now on; returns the one before."""
-        now = time.perf_counter()
-        self._seconds[self._category] += now - self._since
-        before, self._category, self._since = self._category, category, now
+    def switch(self, category: str | None) -> str | None:
+        """Time runs in `category` from now on, or no more; returns the one before."""
+        now, before = time.perf_counter(), self.category
+        if before is not None:
+            self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
+        self.category, self._since = category, now
         return before
 
     @contextmanager
@@ -47,6 +50,21 @@ class Clock:
         self.switch(before)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by category, up to now."""
-        self.switch(self._category)
+        """Seconds by category up to now, in the order in which they began."""
+        self.switch(self.category)
         return dict(self._seconds)
+
+    def __str__(self) -> str:
+        seconds = self.seconds()
+        parts = [f"{category} {value:.1f}" for category, value in seconds.items() if value >= 0.05]
+        return f"{sum(seconds.values()):.1f} s after the start of the process: {', '.join(parts)}"
+
+
+def _seconds_since_process_start() -> float:
+    """Imports and Hydra come before any clock of ours; Linux knows when the process began, elsewhere this is 0."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        return max(0.0, uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return 0.0

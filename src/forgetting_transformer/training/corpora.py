@@ -10,7 +10,6 @@ from forgetting_transformer.training.config import DataModuleConfig
 
 if TYPE_CHECKING:
     from forgetting_transformer.data.corpus import Corpus
-    from forgetting_transformer.data.vocabulary import Vocabulary
 
 
 @dataclass
@@ -23,19 +22,19 @@ class LongCrawl64Config(DataModuleConfig):
 
 
 @CORPORA.register("longcrawl64", config=LongCrawl64Config)
-def longcrawl64(data_dir: str, config: LongCrawl64Config, recorded: "Vocabulary | None" = None) -> "Corpus":
+def longcrawl64(data_dir: str, config: LongCrawl64Config) -> "Corpus":
     """Documents of one length in Zarr arrays, from scripts/prepare_data.py or LongCrawl64 itself."""
     from forgetting_transformer.data import LongCrawl64DataModule
 
-    return LongCrawl64DataModule(data_dir, **_arguments(config), recorded=recorded)
+    return LongCrawl64DataModule(data_dir, **_arguments(config))
 
 
 @CORPORA.register("packed", config=LongCrawl64Config)
-def packed(data_dir: str, config: LongCrawl64Config, recorded: "Vocabulary | None" = None) -> "Corpus":
+def packed(data_dir: str, config: LongCrawl64Config) -> "Corpus":
     """The same tokens in the same order, with the texts in a row kept apart."""
     from forgetting_transformer.data import LongCrawl64DataModule
 
-    return LongCrawl64DataModule(data_dir, **_arguments(config), packed=True, recorded=recorded)
+    return LongCrawl64DataModule(data_dir, **_arguments(config), packed=True)
 
 
 @dataclass
@@ -62,11 +61,11 @@ class MixtureConfig(LongCrawl64Config):
 
 
 @CORPORA.register("mixture", config=MixtureConfig)
-def mixture(data_dir: str, config: MixtureConfig, recorded: "Vocabulary | None" = None) -> "Corpus":
+def mixture(data_dir: str, config: MixtureConfig) -> "Corpus":
     """Several corpora of one tokenizer, in proportion to weights."""
     from forgetting_transformer.data.mixture import MixtureDataModule
 
-    return MixtureDataModule(data_dir, **_arguments(config), recorded=recorded)
+    return MixtureDataModule(data_dir, **_arguments(config))
 
 
 def _arguments(config: LongCrawl64Config) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from forgetting_transformer.ops.backends import PYTORCH
 from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.training.config import ConfigError
 
@@ -30,7 +29,7 @@ class Execution:
     """
 
     compile: bool
-    device: str | None
+    device: str
     backends: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
@@ -38,16 +37,9 @@ class Execution:
 
 
 def recorded(state: dict[str, Any]) -> Execution | None:
-    """What the checkpoint with this trainer.json was trained with; None for one that another program computed.
-
-    Checkpoints that do not say it are older than `auto`, and compiled only where their `train.compile` is true.
-    """
-    found = state.get("execution", ())
-    if found is None:
-        return None
-    if not found:
-        return Execution(state["config"]["train"].get("compile") is True, None, {})
-    return Execution(found["compile"], found["device"], found["backends"])
+    """What the checkpoint with this trainer.json was trained with; None for one that another program computed."""
+    found = state["execution"]
+    return None if found is None else Execution(found["compile"], found["device"], found["backends"])
 
 
 def choose(
@@ -64,7 +56,7 @@ def choose(
         ConfigError: True, and the compiler cannot work here.
     """
     if choice == "auto":
-        same_device = before is not None and before.device in (None, device.type)
+        same_device = before is not None and before.device == device.type
         wanted: bool = before.compile if before is not None and same_device else device.type == "cuda"
     else:
         wanted = choice is True
@@ -88,13 +80,11 @@ def differences(before: Execution, now: Execution) -> list[str]:
     found = []
     if before.compile != now.compile:
         found.append(f"blocks and loss were {_compiled(before)} and are {_compiled(now)} now (train.compile)")
-    if before.device not in (None, now.device):
+    if before.device != now.device:
         found.append(f"the device was {before.device} and is {now.device} now")
-    for op in sorted(now.backends) if before.backends else ():
-        # An op that an earlier version did not choose for ran in PyTorch.
-        backend = before.backends.get(op, PYTORCH)
-        if backend != now.backends[op]:
-            found.append(f"{op} ran on {backend} and runs on {now.backends[op]} now")
+    for op in sorted(now.backends.keys() & before.backends.keys()):
+        if before.backends[op] != now.backends[op]:
+            found.append(f"{op} ran on {before.backends[op]} and runs on {now.backends[op]} now")
     return found
 
 

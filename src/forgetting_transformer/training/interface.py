@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.ranks import Ranks
     from forgetting_transformer.training.run_directory import RunDirectory
     from forgetting_transformer.training.saving import Saver
-    from forgetting_transformer.training.startup import Startup
 
 
 class PartsInterface(Protocol):
@@ -61,7 +60,7 @@ class PartsInterface(Protocol):
     kinds: set[str]
     clock: Clock
     sentinel: Sentinel
-    startup: Startup
+    startup: Clock
     guard: StepGuard
     checkpointer: Checkpointer
     saver: Saver

@@ -98,9 +98,7 @@ class MetricsLog:
         for file in self.files():
             for entry in read_lines(file):
                 if entry["step"] >= first:
-                    # Descriptions of earlier versions have names without a prefix.
-                    row = prefixed(file.stem, {k: v for k, v in entry.items() if k != "step"})
-                    rows.setdefault(entry["step"], {}).update(row)
+                    rows.setdefault(entry["step"], {}).update({k: v for k, v in entry.items() if k != "step"})
         return sorted(rows.items())
 
     def has(self, kind: str, step: int) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from forgetting_transformer.command_line import one_line
 from forgetting_transformer.files import UnreadableError, decode, parse_yaml, write_atomically
 from forgetting_transformer.model import registry
 from forgetting_transformer.training.checkpoint import (
@@ -37,13 +38,7 @@ from forgetting_transformer.training.run_directory import RunDirectory, RunDirec
 from forgetting_transformer.training.setup import build_optimizer
 
 _DONE = re.compile(r"step-(\d{15,})\.pt\.done")
-_COUNTERS = {
-    "token_count": int,
-    "batch_count": int,
-    "total_time": (int, float),
-    "update_time": (int, float),
-    "window_seq_count": int,
-}
+_COUNTERS = ("token_count", "batch_count", "total_time", "update_time", "window_seq_count")
 #: Functions named in `schedule._target_`.
 _SCHEDULES = {
     "constant_schedule": "constant",
@@ -143,7 +138,9 @@ def import_run(
             "first token of a sequence is not known; give it with --bos_token_id"
         )
     optimizer = build_optimizer(model, undecayed_parameters(model, config.train), config.optimizer)
-    _fill(optimizer, _moments(checkpoint, saved, model, config), model)
+    moments = _moments(checkpoint, saved, model, config)
+    for name, parameter in model.named_parameters():
+        optimizer.state[parameter] = moments[name]
     state = {
         **{name: saved[name] for name in ("token_count", "batch_count", "total_time", "update_time")},
         # The authors' code counts none.
@@ -217,12 +214,8 @@ def _config(directory: RunDirectory) -> Config:
         return parse(OmegaConf.create(_translated(official)))
     except FileNotFoundError as error:
         raise CheckpointError(f"{directory.root} holds checkpoints of the authors' code, but no config.yaml") from error
-    except OSError as error:
-        raise CheckpointError(f"{directory.config} cannot be read: {error.strerror}") from error
-    except UnreadableError as error:
-        raise CheckpointError(str(error)) from error
-    except ConfigError as error:
-        raise CheckpointError(f"{directory.config}: {error}") from error
+    except (UnreadableError, ConfigError, OSError) as error:
+        raise CheckpointError(f"{directory.config} cannot be read: {one_line(error)}") from error
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{directory.config} is not what the authors' code writes ({error!r})") from error
 
@@ -272,9 +265,14 @@ def _read(checkpoint: Checkpoint) -> dict[str, Any]:
             raise CheckpointError(f"{checkpoint.path} was not loaded: {_what_it_asks_for(checkpoint.path)}") from error
         except (OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{checkpoint.path} cannot be read: {str(error).splitlines()[0]}") from error
-    problem = _problem(saved)
-    if problem:
-        raise CheckpointError(f"{checkpoint.path} is not a training checkpoint of the authors' code: {problem}")
+    kinds: dict[str, Any] = {"model": dict, "optimizer": dict, "window_loss_per_token": np.ndarray}
+    kinds |= {name: (int, float) for name in _COUNTERS}
+    for name, kind in kinds.items():
+        if not isinstance(saved, dict) or not isinstance(saved.get(name), kind):
+            raise CheckpointError(
+                f"{checkpoint.path} is not a training checkpoint of the authors' code: {name} is missing, or is not "
+                "what it should be"
+            )
     return saved
 
 
@@ -284,20 +282,6 @@ def _what_it_asks_for(path: Path) -> str:
     except Exception:  # whatever a damaged or hostile file makes of it
         names = []
     return f"it asks for {names[0]}, which no training checkpoint needs" if names else "its pickle is damaged"
-
-
-def _problem(saved: Any) -> str | None:
-    if not isinstance(saved, dict):
-        return f"it holds a {type(saved).__name__}"
-    kinds: dict[str, Any] = {"model": dict, "optimizer": dict, "window_loss_per_token": np.ndarray, **_COUNTERS}
-    for name, kind in kinds.items():
-        if not isinstance(saved.get(name), kind) or isinstance(saved[name], bool):
-            return f"{name} is missing, or is not what it should be"
-    if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in saved["model"].items()):
-        return "model holds something else than tensors"
-    if saved["window_loss_per_token"].dtype != np.float64:
-        return "window_loss_per_token is not of float64"
-    return None
 
 
 def _model(
@@ -315,12 +299,11 @@ def _model(
         bos_token_id = _GPT2_BOS
     eos_token_id = bos_token_id if eos_token_id is None else eos_token_id
     ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-    for key, token in ids.items():
-        if token is not None and not 0 <= token < vocab_size:
-            raise CheckpointError(
-                f"--{key}={token} is not in the vocabulary of {checkpoint.path}, which has {vocab_size:,} ids; give "
-                f"one of 0 to {vocab_size - 1:,}"
-            )
+    if wrong := [f"--{key}={token}" for key, token in ids.items() if token is not None and not 0 <= token < vocab_size]:
+        raise CheckpointError(
+            f"{wrong[0]} is not in the vocabulary of {checkpoint.path}, which has {vocab_size:,} ids; give one of 0 to "
+            f"{vocab_size - 1:,}"
+        )
     try:
         with no_init_weights():
             model = registry.get(config.model.name).lm_class(
@@ -360,22 +343,12 @@ def _moments(
             }
             for name in parameters
         }
-    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        for name, moments in found.items():
+            for moment in (moments["exp_avg"], moments["exp_avg_sq"]):
+                if moment.shape != parameters[name].shape or moment.dtype != torch.float32:
+                    raise ValueError(f"a moment of {name} does not fit the parameter")
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint.path}: its optimizer has no AdamW state for every parameter ({error!r})"
         ) from error
-    for name, moments in found.items():
-        for kind in ("exp_avg", "exp_avg_sq"):
-            moment = moments[kind]
-            if (
-                not isinstance(moment, Tensor)
-                or moment.shape != parameters[name].shape
-                or moment.dtype != torch.float32
-            ):
-                raise CheckpointError(f"{checkpoint.path}: the optimizer's {kind} of {name} does not fit the parameter")
     return found
-
-
-def _fill(optimizer: torch.optim.Optimizer, moments: dict[str, dict[str, Tensor]], model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        optimizer.state[parameter] = moments[name]

@@ -39,7 +39,6 @@ from forgetting_transformer.training.resume import find_checkpoint, load_checkpo
 from forgetting_transformer.training.run_directory import RunDirectory
 from forgetting_transformer.training.saving import Saver
 from forgetting_transformer.training.schedule import build_schedule
-from forgetting_transformer.training.startup import Startup
 
 log = logging.getLogger(__name__)
 #: How long the writer of a checkpoint on one rank waits for those on others. It is not what ends the wait for a writer
@@ -62,7 +61,7 @@ class Parts:
         directory: RunDirectory | None = None,
         peers: Peers | None = None,
     ) -> None:
-        self.startup, self.clock = Startup(), Clock()
+        self.startup, self.clock = Clock("imports"), Clock("start")
         self.config = config
         self.sentinel = sentinel or Sentinel(config.strategy.timeout_seconds)
         self.directory = directory or RunDirectory(config.output_dir)
@@ -84,8 +83,7 @@ class Parts:
             setup.start_logging(self.directory, self.fabric.global_rank)
 
         log.info("reading the corpus: %s in %s", config.datamodule.dataset, config.data_dir)
-        vocabulary = setup.recorded_vocabulary(config, self.directory) if config.resume else None
-        self.data = setup.build_data(config.data_dir, config.datamodule, vocabulary)
+        self.data = setup.build_data(config.data_dir, config.datamodule)
         self.data_info = self.data.train_info()
         self._check_budget()
         self.eval_sets = open_eval_sets(config, self.data, self.data_info, self.ranks.data_size)
@@ -190,7 +188,7 @@ class Parts:
 
     def begin(self, stage: str) -> None:
         """The start comes to `stage`."""
-        self.startup.begin(stage)
+        self.startup.switch(stage)
         self.sentinel.starting(stage)
 
     @property

@@ -65,15 +65,6 @@ def preflight(config: Config) -> None:
 @contextlib.contextmanager
 def _trial(config: Config, directory: RunDirectory) -> Iterator[Trainer]:
     """A trainer of a run like this one in a temporary folder, which takes steps from the initial weights."""
-    data = config.datamodule
-    if config.resume and (recorded := setup.recorded_vocabulary(config, directory)) is not None:
-        # Of a run that is there already; the trial below does not see it.
-        data = dataclasses.replace(
-            data,
-            vocab_size=recorded.size if data.vocab_size is None else data.vocab_size,
-            bos_token_id=recorded.bos_token_id if data.bos_token_id is None else data.bos_token_id,
-            eos_token_id=recorded.eos_token_id if data.eos_token_id is None else data.eos_token_id,
-        )
     # A run that continues does not read what it began with, which may be gone.
     continues = config.resume and bool(steps_in(directory.checkpoints))
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
@@ -87,7 +78,6 @@ def _trial(config: Config, directory: RunDirectory) -> Iterator[Trainer]:
             init_from=None if continues else config.init_from,
             init_step=None if continues else config.init_step,
             init_allow=[] if continues else config.init_allow,
-            datamodule=data,
             train=dataclasses.replace(config.train, profile_steps=None),
             wandb=dataclasses.replace(config.wandb, mode="disabled"),
         )

@@ -15,8 +15,6 @@ from forgetting_transformer.files import LocksUnsupportedError, explain, locked
 log = logging.getLogger(__name__)
 
 PREVIOUS = "previous"
-#: Files that every start replaces.
-_REPLACED = ("config.yaml", "model.txt", "decay_params.txt", "no_decay_params.txt", "status.json")
 #: All that a run, its plots, wandb and TensorBoard write there, besides `run.lock` and `previous/`. The rest is
 #: somebody else's.
 #: In the order in which they are moved aside: first what may be a mount and cannot be moved, last what a run is
@@ -33,14 +31,8 @@ KINDS = (
 )  # fmt: skip
 #: The same for arrays.
 ARRAY_KINDS = (names.TRAIN_EVAL, names.VAL)
-#: What else a start changes or takes for its own: patterns under `output_dir`.
-_CHANGED = (
-    "goodput.json", "last_checkpoint.json", "tokenizer", "logs/rank-[0-9]*.log", "metrics/wandb/wandb_run_id.txt",
-    "metrics/wandb/folder.json", "tensorboard/events.out.tfevents.*",
-    f"traces/start-{15 * '[0-9]'}-rank-[0-9]*.json.gz",
-    *(f"metrics/jsonlines/{kind}.jsonl" for kind in (*KINDS, f"{names.VAL_SET}*")),
-    *(f"metrics/npz/{kind}/step-{15 * '[0-9]'}.npz" for kind in (*ARRAY_KINDS, f"{names.VAL_SET}*")),
-)  # fmt: skip
+#: Folders in which other programs write too, such as a scheduler its logs; a start only adds to them.
+_SHARED = ("logs", "plots", "traces", "wandb")
 #: What makes a folder a token array or a corpus of them; besides, the manifest of a corpus.
 _ARRAYS = ("*.zarr", "zarr.json", ".zarray")
 #: Weights of a model in Hugging Face format.
@@ -68,17 +60,12 @@ def _keys(file: Path) -> set[str]:
     return set(entry) if isinstance(entry, dict) else set()
 
 
-def _empty(path: Path) -> bool:
-    """Whether this is a file without content, such as a start leaves on a full disk."""
-    return path.is_file() and not path.stat().st_size
-
-
-def _may_be_a_lock(file: Path) -> bool:
-    """Whether taking this file as the lock destroys nothing: it is absent, empty, a run's lock, or cannot be opened."""
-    if not os.path.lexists(file):
-        return True
+def _holds_something(path: Path) -> bool:
+    """Whether a name leads to more than empty files, which a start leaves on a full disk."""
     try:
-        return _empty(file) or (file.is_file() and _keys(file) >= _LOCK_KEYS)
+        if path.is_dir():
+            return any(_holds_something(inner) for inner in path.iterdir())
+        return os.path.lexists(path) and path.stat().st_size > 0
     except OSError:
         return True
 
@@ -142,37 +129,28 @@ class RunDirectory:
                 "run of it in another folder with scripts/import_checkpoint.py and continue "
                 "that, or choose another output_dir"
             )
-        holds_run = self.holds_run
-        if not (holds_run and resume) and (sign := self.sign_of_a_corpus()):
+        if not (self.holds_run and resume) and (sign := self.sign_of_a_corpus()):
             what = "a run would write among its files" if resume else "resume=false would move its tokenizer aside"
             raise RunDirectoryError(
                 f"output_dir={self.root} is a folder of token arrays (it holds {sign}): "
                 f"{what}; choose another output_dir"
             )
-        if holds_run:
+        if self.holds_run:
             return
-        if weights := self._weights_of_a_model():
+        weights = sorted(path.name for pattern in _WEIGHTS for path in self.root.glob(pattern))
+        if weights and (self.root / "config.json").is_file():
             raise RunDirectoryError(
-                f"output_dir={self.root} holds a model (config.json, {weights}), which evaluations of the run would "
+                f"output_dir={self.root} holds a model (config.json, {weights[0]}), which evaluations of the run would "
                 "take for the run's; choose another output_dir"
             )
-        begun = self._begun
-        names = [
-            name
-            for name in (_REPLACED if resume else OWN_NAMES)
-            if os.path.lexists(self.root / name) and not self._left_by_a_start(name, begun)
-        ]
-        if resume and not begun:
-            changed = [path for pattern in _CHANGED for path in sorted(self.root.glob(pattern)) if not _empty(path)]
-            names += [str(path.relative_to(self.root)) for path in changed]
-        if not _may_be_a_lock(self._lock_file):
-            names.append(self._lock_file.name)
+        if self._begun:
+            return
+        changed = (*OWN_NAMES, self._lock_file.name)
+        names = [name for name in changed if not (resume and name in _SHARED) and _holds_something(self.root / name)]
         if names:
-            what = "a run would change" if resume else "resume=false would move or change"
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise RunDirectoryError(
-                f"output_dir={self.root} holds {shown}, and no run that wrote this is recognised there (by its "
-                f"config.yaml or starts.jsonl): {what} what is not a run's; choose another output_dir"
+                f"output_dir={self.root} holds {', '.join(names)}, and no run that wrote this is recognised there (by "
+                "its config.yaml or starts.jsonl): a run would change what is not a run's; choose another output_dir"
             )
 
     @property
@@ -196,27 +174,6 @@ class RunDirectory:
         found = (path.name for pattern in _ARRAYS for path in self.root.glob(pattern))
         manifest = self.root / "manifest.json"
         return next(found, manifest.name if _keys(manifest) >= _CORPUS_KEYS else None)
-
-    def _weights_of_a_model(self) -> str | None:
-        """The name of weights in Hugging Face format beside their config.json; None if there are none."""
-        names = sorted(path.name for pattern in _WEIGHTS for path in self.root.glob(pattern))
-        return names[0] if names and (self.root / "config.json").is_file() else None
-
-    def _left_by_a_start(self, name: str, begun: bool) -> bool:
-        """Whether a start that failed before it wrote config.yaml left this."""
-        path = self.root / name
-        try:
-            if name == "status.json":
-                return _keys(path) >= _STATUS_KEYS
-            if name == "last_checkpoint.json":
-                return _keys(path) >= {"step", "checkpoint"}
-            if name == "logs":
-                return all(
-                    re.fullmatch(r"rank-\d+\.log", file.name) and (begun or _empty(file)) for file in path.iterdir()
-                )
-            return name == "checkpoints" and not os.listdir(path)
-        except OSError:
-            return False
 
     def make(self, folder: Path) -> None:
         """Makes a folder of the run.
@@ -286,18 +243,12 @@ class RunDirectory:
         What a run is recognised by goes last: after an interruption the same call moves the rest.
 
         Raises:
-            RunDirectoryError: as `check_ours`, or something cannot be moved, or one of the folders holds a corpus.
+            RunDirectoryError: as `check_ours`, or something cannot be moved.
         """
         self.check_ours(resume=False)
         entries = [self.root / name for name in OWN_NAMES if os.path.lexists(self.root / name)]
         if not entries:
             return None
-        for entry in entries:
-            if sign := RunDirectory(entry).sign_of_a_corpus():
-                raise RunDirectoryError(
-                    f"resume=false would move {entry} aside, which is a folder of token arrays (it holds {sign}); move "
-                    "it out of output_dir, or choose another output_dir"
-                )
         mark = "starts.jsonl" if (self.root / "starts.jsonl").is_file() else "config.yaml"
         entries.sort(key=lambda entry: entry.name == mark)
         target = self.root / PREVIOUS / time.strftime("%Y%m%d-%H%M%S")

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import inspect
-import json
 import logging
 import os
 import random
@@ -25,12 +24,10 @@ from forgetting_transformer.data.checksums import list_name
 from forgetting_transformer.data.corpus import Corpus
 from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.remote_cache import LARGEST_TOKENIZER_FILE
-from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.plugins import CORPORA, OPTIMIZERS
 from forgetting_transformer.training import initialisation
-from forgetting_transformer.training.checkpoint import steps_in
 from forgetting_transformer.training.config import Config, ConfigError, DataModuleConfig, OptimizerConfig
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.logs import LogFile, TerminalHandler
@@ -98,26 +95,8 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -
     log.critical("the run stopped", exc_info=(kind, error, trace))
 
 
-def build_data(data_dir: str, config: DataModuleConfig, recorded: Vocabulary | None = None) -> Corpus:
-    return CORPORA.make(config.name, data_dir, config, recorded)
-
-
-def recorded_vocabulary(config: Config, directory: RunDirectory) -> Vocabulary | None:
-    """What the run, or the one it is forked from, has used so far; None for a new run.
-
-    Runs of earlier versions took GPT-2's vocabulary for any corpus without a manifest, and go on with it.
-    """
-    places = [directory.checkpoints] + ([RunDirectory(config.fork_dir).checkpoints] if config.fork_dir else [])
-    for folder in places:
-        for step in reversed(steps_in(folder)):
-            try:
-                model = json.loads((folder / f"step-{step:015d}/trainer.json").read_text(encoding="utf-8"))[
-                    "model_config"
-                ]
-                return Vocabulary(int(model["vocab_size"]), int(model["bos_token_id"]), model.get("eos_token_id"))
-            except (OSError, ValueError, LookupError, TypeError):
-                continue  # damaged; whether the run can go on is decided elsewhere
-    return None
+def build_data(data_dir: str, config: DataModuleConfig) -> Corpus:
+    return CORPORA.make(config.name, data_dir, config)
 
 
 def list_held_to(checkpoint: str, state: dict[str, Any], data: DataInfo, rank: int) -> str | None:

@@ -311,11 +311,11 @@ class Trainer(Parts):
 
     def _first_step_is_done(self, step: Step) -> None:
         self.wait_for_device()
-        self.startup.begin(None)
+        self.startup.switch(None)
         self.sentinel.started()
         log.info("the first step is done, loss %.4f, %s", step.loss.item(), self.startup)
         if self.compiled:
-            self.compilation.first_step_took(self.startup.seconds["first step"])
+            self.compilation.first_step_took(self.startup.seconds()["first step"])
             self.compilation.warn_of_uncompiled()
 
     def _evaluate_what_was_broken_off(self) -> None:

@@ -110,11 +110,6 @@ class Callback:
 
 #: What names of large states begin with in a checkpoint.
 LARGE = "callbacks."
-#: Names in windows.npz of earlier versions, which had no callbacks.
-_EARLIER_NAMES = {
-    "position_loss": "loss_by_position.loss_T",
-    "position_sequences": "loss_by_position.sequences",
-}
 
 
 class Callbacks:
@@ -249,11 +244,10 @@ class Callbacks:
         return found
 
     def load(self, windows: dict[str, Tensor]) -> None:
-        """Hands every callback its part of what a checkpoint holds, also one of an earlier version."""
-        named = {_EARLIER_NAMES.get(name, name): tensor for name, tensor in windows.items()}
+        """Hands every callback its part of what a checkpoint holds."""
         for callback in self._callbacks:
             prefix = f"{callback.name}."
-            state = {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+            state = {name.removeprefix(prefix): value for name, value in windows.items() if name.startswith(prefix)}
             if state:
                 callback.load(state)
 

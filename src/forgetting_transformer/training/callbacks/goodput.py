@@ -1,7 +1,7 @@
 """Where the wall time of a run went, over all its starts.
 
 `output_dir/goodput.json` has an entry for every start: seconds by category (clock.py), and the same as they stood at
-its checkpoints ("marks"). "stages" divides "start" and "first step" further (startup.py). What came after the mark that
+its checkpoints ("marks"). "stages" divides "start" and "first step" further (clock.py). What came after the mark that
 a later start began from was "lost". Time between starts, in a queue, is not counted. All times are of rank 0's host.
 """
 
@@ -48,7 +48,7 @@ class Goodput(Callback):
         if kind == "save":
             self.mark(step)
         elif kind == "log":
-            self._start["stages"] = {stage: round(seconds, 3) for stage, seconds in trainer.startup.seconds.items()}
+            self._start["stages"] = {stage: round(seconds, 3) for stage, seconds in trainer.startup.seconds().items()}
             trainer.report(names.GOODPUT, prefixed(names.GOODPUT, self.write(step)))
 
     def on_end(self, trainer: "TrainerInterface") -> None:

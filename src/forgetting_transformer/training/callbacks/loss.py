@@ -65,4 +65,4 @@ class LossByPosition(Callback):
 
     def load(self, state: dict[str, Tensor]) -> None:
         self._sums.loss_T.copy_(state["loss_T"])
-        self._sums.sequences_T.copy_(state["sequences"])  # one number in checkpoints of an earlier version
+        self._sums.sequences_T.copy_(state["sequences"])  # one number in an import of the authors' code

@@ -131,9 +131,7 @@ def _wandb_run_id(directory: RunDirectory) -> str:
         recorded = json.loads(home.read_text(encoding="utf-8"))
         # One that was moved keeps its inode, and so does one that a link leads to.
         known = any(recorded[key] == value for key, value in here.items())
-    except FileNotFoundError:
-        known, recorded = True, None  # of an earlier version
-    except (ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError):
         known, recorded = False, {}
     if not file.is_file() or not known:
         if file.is_file():

@@ -746,7 +746,7 @@ def recorded_step(record: Path | None) -> int | None:
     """Training tokens at which a run finished a checkpoint last, whether it is still there or not.
 
     Args:
-        record: the run's `last_checkpoint.json`. Runs of earlier versions have none; their metrics say the same.
+        record: the run's `last_checkpoint.json`.
 
     Returns:
         None if it never finished one; 0 if it did and the record does not say when.
@@ -756,15 +756,9 @@ def recorded_step(record: Path | None) -> int | None:
     try:
         return int(json.loads(record.read_text(encoding="utf-8"))["step"])
     except FileNotFoundError:
-        pass
+        return None
     except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return 0  # it is there, so there was a checkpoint
-    try:
-        lines = (record.parent / "metrics/jsonlines/checkpoint.jsonl").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    steps = re.findall(r'^\{"step": (\d+), .*\}$', lines, flags=re.MULTILINE)
-    return max(map(int, steps), default=None)
 
 
 def remove(path: Path) -> None:
@@ -846,9 +840,8 @@ def _stored(checkpoint: Checkpoint) -> set[str]:
 
 
 def _digests(checkpoint: Checkpoint) -> dict[str, str]:
-    """Digests of what was to be saved, by tensor; {} in a checkpoint of an earlier version."""
-    recorded = checkpoint.trainer_state().get("digests")
-    return recorded if isinstance(recorded, dict) else {}
+    """Digests of what was to be saved, by tensor."""
+    return checkpoint.trainer_state()["digests"]
 
 
 def _check_digests(checkpoint: Checkpoint, wrong: list[list[str]]) -> None:

@@ -77,7 +77,7 @@ class TensorReader(FileSystemReader):
         return metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Every tensor by name. What is not a tensor, as in checkpoints of earlier versions, is left alone."""
+        """Every tensor by name. What is not a tensor is left alone."""
         entries = self.read_metadata().state_dict_metadata
         return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 

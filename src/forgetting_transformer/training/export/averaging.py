@@ -1,0 +1,115 @@
+"""The mean of the weights of several checkpoints of a run, written as an exported model.
+
+Summed in float64 in the order of the steps: the result does not depend on the machine.
+"""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forgetting_transformer.training import official_checkpoint
+from forgetting_transformer.training.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    check_weights,
+    newest_valid,
+    read_weights,
+    steps_in,
+)
+from forgetting_transformer.training.continuing import changes_that_alter_the_run
+from forgetting_transformer.training.export import folder as exports
+from forgetting_transformer.training.export.contents import build_model
+from forgetting_transformer.training.run_directory import RunDirectory
+
+
+def average(
+    run_folder: Path,
+    save_folder: Path,
+    last: int | None = None,
+    steps: list[int] | None = None,
+    tokenizer: str | None = None,
+    replace: bool = False,
+) -> str:
+    """Writes the mean of some checkpoints to `save_folder`, and returns a line that says so. The run is only read.
+
+    Args:
+        last: how many, the newest valid ones; or steps: the training tokens of each.
+        tokenizer: folder or hub id; None for the run's own.
+        replace: replace another run's export too.
+
+    Raises:
+        CheckpointError: there are not so many, they belong to runs of other settings, or one cannot be read.
+        ExportError: as `export`.
+    """
+    exports.check_place(save_folder, "--out")
+    directory = RunDirectory(run_folder)
+    chosen = _find(directory, last, steps)
+    states = [checkpoint.trainer_state() for checkpoint in chosen]
+    _check_same(chosen, states)
+    model = build_model(chosen[-1], states[-1])
+    own = model.state_dict()
+    sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in own.items()}
+    for checkpoint in chosen:
+        for name, tensor in read_weights(checkpoint, list(own)).items():
+            sums[name] += tensor
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(sums.pop(name) / len(chosen))
+    check_weights(model, f"the average of {', '.join(str(checkpoint.path) for checkpoint in chosen)}")
+    numbers = [checkpoint.step for checkpoint in chosen]
+    what = f"the average of {len(chosen)} checkpoints of {run_folder}, {numbers[0]:,} to {numbers[-1]:,} tokens,"
+    about = {"weights": f"the mean of the checkpoints at {', '.join(f'{step:,}' for step in numbers)} tokens"}
+    return exports.write(
+        directory, chosen[-1], states[-1], model.eval(), save_folder, tokenizer, what, about, flag="--out",
+        replace=replace,
+    )  # fmt: skip
+
+
+def _find(directory: RunDirectory, last: int | None, steps: list[int] | None) -> list[Checkpoint]:
+    """The checkpoints to average, the oldest first, each checked against its manifest.
+
+    Raises:
+        CheckpointError: one is missing, or there are fewer valid ones than `last`.
+    """
+    folder = directory.checkpoints
+    if official_checkpoint.is_official(directory):
+        raise CheckpointError(
+            f"{directory.root} is a run of the authors' code; make runs of its checkpoints with "
+            "scripts/import_checkpoint.py first"
+        )
+    held = steps_in(folder)
+    if not held:
+        raise CheckpointError(f"{folder} holds no checkpoints; give the output_dir of a run")
+    found: list[Checkpoint] = []
+    for step in sorted(held if steps is None else steps, reverse=True):
+        checkpoint = newest_valid(folder, step)
+        if checkpoint is not None:
+            found.append(checkpoint)
+        elif steps is not None:
+            raise CheckpointError(f"no valid checkpoint at step {step} in {folder}; it holds {held}")
+        if len(found) == last:
+            break
+    if last is not None and len(found) < last:
+        raise CheckpointError(
+            f"--last={last}: {folder} has {len(found)} valid checkpoints ({held}); average fewer, or let a "
+            "run keep more (checkpoint_keep_last, checkpoint_keep_interval)"
+        )
+    return found[::-1]
+
+
+def _check_same(checkpoints: list[Checkpoint], states: list[dict[str, Any]]) -> None:
+    """
+    Raises:
+        CheckpointError: two of them are of different models or runs.
+    """
+    for (one, before), (other, after) in pairwise(zip(checkpoints, states, strict=True)):
+        changes = changes_that_alter_the_run(before["config"], after["config"])
+        if before["model_config"] != after["model_config"]:
+            changes.append("the configuration of the model")
+        if changes:
+            raise CheckpointError(
+                f"{one.path.name} and {other.path.name} in {one.path.parent} belong to runs of other settings "
+                f"({'; '.join(changes[:3])}); average those of one run with --steps"
+            )

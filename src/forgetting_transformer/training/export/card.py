@@ -1,0 +1,255 @@
+"""The card of an exported model: README.md with a figure, made of what its run left in its folder.
+
+A card is read by strangers. It shows the settings of a short list, of a path or URL only the last part, and whatever a
+run was called as text, never as markup.
+"""
+
+import dataclasses
+import html
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
+from forgetting_transformer.command_line import one_line
+from forgetting_transformer.files import write_atomically
+
+log = logging.getLogger(__name__)
+
+CARD, FIGURE = "README.md", "training_loss.png"
+#: Versions that a card names, of those that a start records.
+_VERSIONS = (
+    "python", "torch", "triton", "lightning", "transformers", "flash-linear-attention", "forgetting-transformer",
+)  # fmt: skip
+#: Words that are a path or a URL. The names of a run and of a model on a hub may have a slash in them.
+_PLACE = re.compile(r"\S*://\S+|(?<!\S)(?:~|\.{1,2})?[/\\]\S+|(?<!\S)[A-Za-z]:[\\/]\S*")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export knows of its model.
+
+    Attributes:
+        step: training tokens of the checkpoint.
+        config: the run's settings, as the checkpoint has them.
+        model_type: of its config.json.
+        parameters: their number.
+        has_tokenizer: whether one lies beside the weights.
+        plugins: modules that must be imported before the model can be loaded.
+        model_id: what the card loads: the model's name on the hub, or "." for the folder of the card.
+        origin: what the export records of the weights.
+    """
+
+    step: int
+    config: Mapping[str, Any]
+    model_type: str
+    parameters: int
+    has_tokenizer: bool
+    plugins: Sequence[str] = ()
+    model_id: str = "."
+    origin: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write(run_folder: Path, exported: Exported, folder: Path, licence: str | None, with_figure: bool = True) -> None:
+    """Writes card and figure into `folder`. An export is whole without them: metrics that cannot be read cost both.
+
+    Args:
+        licence: as the hub calls it, such as "apache-2.0"; None where nobody has chosen one.
+    """
+    # Both load matplotlib, which reading an export does not need.
+    from forgetting_transformer.analysis.conditions import conditions
+    from forgetting_transformer.analysis.plots.losses import loss_against_tokens
+
+    try:
+        run = _run_until(run_folder, exported)
+        drawn = with_figure and any(math.isfinite(loss) for loss in (*run.train_loss, *run.heldout_loss))
+        if drawn:
+            loss_against_tokens([run], folder / FIGURE, run.unigram_entropy, conditions([run]))
+        write_atomically(folder / CARD, _card(run, exported, drawn, licence))
+    except ValueError as error:
+        log.warning("no model card was written: %s", one_line(error))
+
+
+def _card(run: Run, exported: Exported, drawn: bool, licence: str | None) -> str:
+    label = _text(_at(run.config, "model", "label") or _at(run.config, "model", "name"))
+    corpus = _at(run.config, "datamodule", "dataset")
+    head = {
+        **({"license": licence} if licence else {}),
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["forgetting-transformer"],
+    }
+    parts = [
+        f"# {_text(run.name)}",
+        f"A language model with {exported.parameters:,} parameters ({label}), trained on {exported.step:,} tokens"
+        + (f" of {_text(corpus)}. " if corpus else ". ")
+        + "It is a base model: it continues text and has not learnt to follow instructions.",
+        "## How to load it",
+        "Install the Python package `forgetting-transformer`, which has the model classes, from a clone of its "
+        "repository (no package index has it), and run",
+        f"```python\n{snippet(exported)}```",
+        *([] if exported.has_tokenizer else ["There is no tokenizer here: the model takes token ids."]),
+        "## Losses",
+        *_losses(run, exported),
+        *([f"![Training and held-out loss against training tokens]({FIGURE})"] if drawn else []),
+        "## Training",
+        "\n".join(["| | |", "|---|---|", *(f"| {name} | {_text(row)} |" for name, row in _training(run, exported))]),
+        "## Limits",
+        "Nothing but the losses above was measured for this card. The model may repeat what stands in its corpus, "
+        "errors and offensive text included.",
+        "## Licence",
+        f"The publisher of this model has chosen the licence `{_plain(licence)}`."
+        if licence
+        else "**No licence has been chosen.** It is for the publisher of this model to choose one, with regard to the "
+        "corpus and the tokenizer: export again with `save_model.py --license …`. Until then nobody else may assume a "
+        "right to use the model.",
+    ]
+    text = "\n\n".join(part.rstrip("\n") for part in parts)
+    return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{text}\n"
+
+
+def snippet(exported: Exported) -> str:
+    """Python code that loads the model and, with a tokenizer, lets it write."""
+    lines = ["import forgetting_transformer.model  # registers the model classes"]
+    if _at(exported.config, "datamodule", "dataset") == "longcrawl64":
+        lines.append("import forgetting_transformer.tokenizer  # registers LongCrawl64's tokenizer")
+    for name in filter(_MODULE.fullmatch, exported.plugins):
+        lines.append(f"import {name}  # a plug-in that registers what the model needs")
+    auto = "AutoModelForCausalLM, AutoTokenizer" if exported.has_tokenizer else "AutoModelForCausalLM"
+    where = "  # the folder of this file" if exported.model_id == "." else ""
+    lines += [
+        f"from transformers import {auto}",
+        "",
+        f'model_id = "{exported.model_id}"{where}',
+        "model = AutoModelForCausalLM.from_pretrained(model_id)",
+    ]
+    if exported.has_tokenizer:
+        lines += [
+            "tokenizer = AutoTokenizer.from_pretrained(model_id)",
+            'prompt = tokenizer("One day", return_tensors="pt")',
+            "output_ids = model.generate(**prompt, max_new_tokens=32)",
+            "print(tokenizer.decode(output_ids[0], skip_special_tokens=True))",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def public(value: Any) -> Any:
+    """A setting as strangers may see it: of a word that is a path or URL its last part, without what follows a `?`."""
+    if isinstance(value, Mapping):
+        return {str(key): public(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [public(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    return _PLACE.sub(lambda found: re.split(r"[/\\]", re.split(r"[?#]", found[0])[0].rstrip("/\\"))[-1], value)
+
+
+def _run_until(run_folder: Path, exported: Exported) -> Run:
+    """The run as it was at the checkpoint."""
+    run = read_run(run_folder)
+    seen, evaluated = run.train_tokens <= exported.step, run.heldout_tokens <= exported.step
+    config = public(exported.config)
+    starts = run.starts
+    run = dataclasses.replace(
+        run,
+        name=_plain(config.get("tag") or _at(config, "model", "label") or exported.model_type),
+        train_tokens=run.train_tokens[seen],
+        train_loss=run.train_loss[seen],
+        heldout_tokens=run.heldout_tokens[evaluated],
+        heldout_loss=run.heldout_loss[evaluated],
+    )
+    # Instead of what the files say of later starts, which had no part in the checkpoint, and of places.
+    vars(run)["config"] = config
+    vars(run)["starts"] = [start for start in starts if start.get("step", 0) < exported.step] or starts[:1]
+    return run
+
+
+def _losses(run: Run, exported: Exported) -> list[str]:
+    rows = []
+    tokens = run.last("val").get("val/val_token_count")
+    of = f"mean over {tokens:,} held-out tokens, " if tokens else ""
+    weights = exported.origin.get("weights", "")
+    # Those of the weights here go first.
+    known = "average ema" in weights and run.ema.tokens <= exported.step
+    if np.any(known):
+        step, loss = run.ema.tokens[known][-1], float(run.ema.values[known][-1])
+        rows.append(("held-out, moving average of the weights", loss, f"{of}after {step:,} training tokens"))
+    if run.heldout_loss.size:
+        rows.append(("held-out", float(run.heldout_loss[-1]), f"{of}after {run.heldout_tokens[-1]:,} training tokens"))
+    train = run.train_loss_at(exported.step)
+    if math.isfinite(train):
+        rows.append(("training", train, f"mean over the last {TRAIN_WINDOW:.0%} of the tokens, as logged"))
+    if not rows:
+        return ["The run left no record of its losses."]
+    lines = ["| loss | nats per token | perplexity | |", "|---|---:|---:|---|"]
+    lines += [
+        f"| {name} | {loss:.4f} | {f'{math.exp(loss):,.2f}' if loss < 20 else ''} | {what} |"
+        for name, loss, what in rows
+    ]
+    return ["\n".join(lines), *([f"These are losses of the run. The weights here are {weights}."] if weights else [])]
+
+
+def _training(run: Run, exported: Exported) -> list[tuple[str, str]]:
+    """Rows of the table; what is not known is left out."""
+    config, data, starts = run.config, run.info("train_data"), run.starts
+    length, batch = _at(config, "datamodule", "train_batch_len"), _at(config, "datamodule", "train_batch_size")
+    warmup = _at(config, "schedule", "warmup_tokens")
+    machines = [(start.get("world_size", 1), (start.get("machine") or {}).get("device")) for start in starts]
+    hardware = [f"{count} × {device}" for count, device in machines if device]
+    newest = starts[-1] if starts else {}
+    versions, git = newest.get("versions") or {}, newest.get("git") or {}
+    rows = {
+        "architecture": f"{_at(config, 'model', 'label') or _at(config, 'model', 'name')} ({exported.model_type})",
+        "parameters": f"{exported.parameters:,}",
+        "corpus": _at(config, "datamodule", "dataset"),
+        "fingerprint of the corpus": data.get("fingerprint"),
+        "training tokens": f"{exported.step:,}",
+        "batch": f"{batch:,} sequences of {length:,} tokens" if batch and length else None,
+        "started from": _began_with(exported),
+        "weights": exported.origin.get("weights"),
+        "optimizer": _at(config, "optimizer", "name"),
+        "peak learning rate": _at(config, "optimizer", "lr"),
+        "schedule": _at(config, "schedule", "name"),
+        "warm-up": f"{warmup:,} tokens" if isinstance(warmup, int) else None,
+        "seed": config.get("seed"),
+        "precision": _at(exported.config, "fabric", "precision"),
+        "hardware": "; ".join(dict.fromkeys(hardware)),
+        "versions": ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if name in versions),
+        "code": f"commit {git['commit'][:12]}{', with uncommitted changes' * bool(git.get('patch'))}"
+        if git.get("commit")
+        else None,
+    }
+    return [(name, str(value)) for name, value in rows.items() if value not in (None, "")]
+
+
+def _began_with(exported: Exported) -> str | None:
+    weights = exported.origin.get("weights_from")
+    fork, step = exported.config.get("fork_dir"), exported.config.get("fork_step")
+    if isinstance(weights, Mapping):
+        return "the weights of " + ", ".join(
+            str(weights[key]) for key in ("source", "revision", "weights") if key in weights
+        )
+    return f"{public(fork)} at {step:,} tokens" if fork and step else None
+
+
+def _at(config: Mapping[str, Any], section: str, key: str) -> Any:
+    value = config.get(section)
+    return value.get(key) if isinstance(value, Mapping) else None
+
+
+def _plain(value: Any) -> str:
+    """One line without control characters, such as a heading or a tag may be."""
+    return " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())[:200] or "model"
+
+
+def _text(value: Any) -> str:
+    """A value as Markdown shows it: one line, in which nothing is markup."""
+    return re.sub(r"([\\`*_{}\[\]|~$#])", r"\\\1", html.escape(_plain(value), quote=False))

@@ -1,0 +1,295 @@
+"""From a training checkpoint, of any strategy and at any step, to a Hugging Face folder."""
+
+import difflib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import GenerationConfig, PreTrainedModel
+
+from forgetting_transformer import plugins
+from forgetting_transformer.command_line import one_line
+from forgetting_transformer.data.checksums import sha256_of
+from forgetting_transformer.files import explain, write_atomically
+from forgetting_transformer.training import official_checkpoint
+from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError, read_newest, steps_in
+from forgetting_transformer.training.continuing import decisive
+from forgetting_transformer.training.export import card
+from forgetting_transformer.training.export.contents import load_checkpoint, save_tokenizer, tokenizer_of_run
+from forgetting_transformer.training.run_directory import RunDirectory, belongs_to
+from forgetting_transformer.versions import how_to_install
+
+#: Written into every export: which checkpoint it was made from, and which files of a model an export may replace.
+MARK = "exported_from.json"
+_STANDARD = {"config.json", "generation_config.json", "model.safetensors"}
+_OF_MODELS = (".safetensors", ".bin", ".index.json")
+
+
+class ExportError(RuntimeError):
+    """The export could not be completed; the message says what is missing and how to give it."""
+
+
+def export(
+    run_folder: Path,
+    save_folder: Path,
+    step: int | None = None,
+    tokenizer: str | None = None,
+    model_id: str | None = None,
+    weights: str | None = None,
+    licence: str | None = None,
+    replace: bool = False,
+) -> str:
+    """Writes `save_folder` and returns a line that says what was written.
+
+    A model card (README.md) is written too. One that no export wrote, or that was edited, is kept as it is.
+
+    Args:
+        run_folder: output_dir of a training run, of this project or of the authors' code; it may still be training.
+        step: training tokens of the checkpoint; None for the newest valid one.
+        tokenizer: folder or hub id; None for the run's own.
+        model_id: what the card's example loads, such as the id on a hub; None for the folder.
+        weights: the callback whose average of the weights is exported, such as "ema"; None for the weights themselves.
+        licence: for the card, as the hub calls it; None for none.
+        replace: replace another run's export too.
+
+    Raises:
+        CheckpointError: no valid checkpoint (at that step), or none of these weights in it.
+        ExportError: the folder is a run's or a corpus's, holds another model, another run's export or files of
+            somebody else, or cannot be written, or the tokenizer cannot be used.
+    """
+    check_place(save_folder)
+    directory = RunDirectory(run_folder)
+    _check_run(run_folder, directory)
+    found: tuple[Checkpoint, dict[str, Any], PreTrainedModel] | None
+    if official_checkpoint.is_official(directory) and weights is None:
+        found = official_checkpoint.load_model(directory, step)
+    else:
+        found = read_newest(directory.checkpoints, lambda checkpoint: load_checkpoint(checkpoint, weights), step)
+    if found is None:
+        wanted = "no valid checkpoint" if step is None else f"no valid checkpoint at step {step}"
+        raise CheckpointError(
+            f"{wanted} in {directory.checkpoints}; it holds {steps_in(directory.checkpoints) or 'nothing'}"
+        )
+    what, about = f"checkpoint {found[0].path.name} of {run_folder}", {}
+    if weights is not None:
+        what, about = f"{weights} in {what}", {"weights": f"the moving average {weights} of the weights in training"}
+    return write(
+        directory, *found, save_folder, tokenizer, what, about, model_id=model_id, licence=licence, replace=replace
+    )
+
+
+def _check_run(run_folder: Path, directory: RunDirectory) -> None:
+    """
+    Raises:
+        CheckpointError: there is no such folder, or no run in it.
+    """
+    fix = "give the output_dir of a training run"
+    if not directory.root.is_dir():
+        parent = directory.root.parent
+        beside = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
+        close = difflib.get_close_matches(directory.root.name, beside, n=1)
+        hint = f"did you mean {str(run_folder.parent / close[0])!r}?" if close else fix
+        raise CheckpointError(f"--hf_load_dir={run_folder}: there is no such folder; {hint}")
+    if not directory.checkpoints.is_dir():
+        raise CheckpointError(f"--hf_load_dir={run_folder}: it holds no checkpoints; {fix}")
+
+
+def check_place(save_folder: Path, flag: str = "--hf_save_dir") -> None:
+    """
+    Args:
+        flag: of the command, for the message.
+
+    Raises:
+        ExportError: the folder is a run's or a corpus's.
+    """
+    if said := belongs_to(save_folder):
+        raise ExportError(
+            f"{flag}={save_folder} {said}, so an exported model must not go there: what reads that folder "
+            f"later would take one for the other; choose another {flag}"
+        )
+
+
+def write(
+    directory: RunDirectory,
+    checkpoint: Checkpoint,
+    state: dict[str, Any],
+    model: PreTrainedModel,
+    save_folder: Path,
+    tokenizer: str | None,
+    what: str,
+    about: dict[str, Any],
+    model_id: str | None = None,
+    flag: str = "--hf_save_dir",
+    licence: str | None = None,
+    replace: bool = False,
+) -> str:
+    """Writes `save_folder` for `export`, which has the errors, and returns its line.
+
+    Args:
+        state: trainer.json of the checkpoint. model: on the CPU.
+        what: the model, for people. about: what the folder records of it, besides the checkpoint.
+        flag: of the command that names the folder, for messages.
+    """
+    config = state["config"]
+    length, bos = config["datamodule"]["train_batch_len"], model.config.bos_token_id
+    found_tokenizer, without = _find_tokenizer(directory, state, tokenizer)
+    if hasattr(model.config, "max_position_embeddings"):
+        # No effect on the model; lm_eval and others read it as the context length of training.
+        model.config.max_position_embeddings = length
+    run = [decisive(config), state.get("data_fingerprint")]
+    needed = sorted(
+        {plugins.MODELS.plugin_of(name) for name in (config["model"]["name"], *model.config.mixer_architectures)} - {""}
+    )
+    origin = {
+        "checkpoint": checkpoint.step,
+        "tag": config.get("tag"),
+        "seed": config.get("seed"),
+        "run": hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()[:16],
+        **about,
+        **({"weights_from": card.public(state["weights_from"])} if state.get("weights_from") else {}),
+        **({"plugins": needed} if needed else {}),
+    }
+    try:
+        save_folder.mkdir(parents=True, exist_ok=True)
+        # Nothing is replaced before all of the new export is on the disk.
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=save_folder) as staged:
+            new = Path(staged)
+            if found_tokenizer is not None:
+                save_tokenizer(found_tokenizer, new, length, bos)
+            own, before = _check_ours(save_folder, _STANDARD | _files_in(new).keys(), flag), read_mark(save_folder)
+            if before and before.get("run") != origin["run"] and not replace:
+                raise ExportError(
+                    f"{save_folder} holds the export of another run ({before.get('tag')}, seed "
+                    f"{before.get('seed')}, {before['checkpoint']:,} tokens); choose another {flag}, or replace it "
+                    "with --replace"
+                )
+            pad = getattr(found_tokenizer, "pad_token_id", None)
+            model.generation_config = GenerationConfig(
+                bos_token_id=bos,
+                eos_token_id=model.config.eos_token_id,  # without it generation runs to its length limit
+                pad_token_id=model.config.eos_token_id if pad is None else pad,
+            )
+            model.save_pretrained(new)
+            for file in new.glob("model*.safetensors"):  # safetensors lets nobody else read them
+                shutil.copymode(new / "config.json", file)
+            free = {
+                name
+                for name in (card.CARD, card.FIGURE)
+                if not os.path.lexists(save_folder / name) or own.get(name) == sha256_of(save_folder / name)
+            }
+            if card.CARD in free:
+                exported = card.Exported(
+                    checkpoint.step, config, model.config.model_type, model.num_parameters(),
+                    found_tokenizer is not None, tuple(needed), model_id or ".", origin,
+                )  # fmt: skip
+                card.write(directory.root, exported, new, licence, with_figure=card.FIGURE in free)
+            files = {name: sha256_of(file) for name, file in _files_in(new).items()}
+            for name in _model_files(save_folder) - files.keys():
+                (save_folder / name).unlink()  # a part of the export before
+            for name in files:
+                (save_folder / name).parent.mkdir(exist_ok=True)
+                os.replace(new / name, save_folder / name)
+        kept = {name: digest for name, digest in own.items() if os.path.lexists(save_folder / name)}
+        write_atomically(save_folder / MARK, json.dumps(origin | {"files": kept | files}, indent=1) + "\n")
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ExportError(f"{save_folder} is a file, or lies under one; choose another {flag}") from error
+    except (OSError, SafetensorError) as error:
+        reason = explain(error) if isinstance(error, OSError) else one_line(error)
+        raise ExportError(
+            f"cannot write the export to {save_folder} ({reason}); make room, or choose another {flag}"
+        ) from error
+    line = f"{what} is now {save_folder}"
+    if before and {key: value for key, value in before.items() if key != "files"} != origin:
+        line += f", in place of the one at {before['checkpoint']:,} tokens of {before.get('tag')}"
+    if card.CARD not in free:
+        line += f"; {card.CARD} there is not as an export wrote it and is kept"
+    if needed:
+        line += f"; loading it needs `import {', '.join(needed)}`, or --plugins {' '.join(needed)}"
+    return line + without
+
+
+def _find_tokenizer(directory: RunDirectory, state: dict[str, Any], source: str | None) -> tuple[Any, str]:
+    """The tokenizer to export; None and the end of the line, where the run has none and none is named.
+
+    Raises:
+        ExportError: the one that is named, or the run's own, cannot be used.
+    """
+    data = state["config"]["datamodule"]
+    fix = "name one with --tokenizer FOLDER_OR_HUB_ID"
+    if data["dataset"] == "longcrawl64":
+        fix += "; a folder with GPT-2's vocab.json and merges.txt will do, or " + how_to_install("gpt2")
+    try:
+        return tokenizer_of_run(directory, state, source), ""
+    except (OSError, ValueError) as error:
+        if source is not None or directory.tokenizer.is_dir():
+            whose = "the run's tokenizer" if source is None else f"--tokenizer={source}"
+            raise ExportError(f"nothing is written: {whose} cannot be used ({one_line(error)}); {fix}") from error
+        if data["dataset"] != "longcrawl64":
+            fix += (
+                f", or save it as {state['config']['data_dir']}/{data['dataset']}/tokenizer, which the next start of "
+                "the run keeps with it"
+            )
+        return None, f", without a tokenizer ({one_line(error)}): {fix}"
+
+
+def _files_in(folder: Path) -> dict[str, Path]:
+    return {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+
+
+def _model_files(folder: Path) -> set[str]:
+    """Names of configurations and weights in a folder, of whatever model."""
+    return {name for name in os.listdir(folder) if name == "config.json" or name.endswith(_OF_MODELS)}
+
+
+def read_mark(folder: Path) -> dict[str, Any]:
+    """What the last export wrote of itself; empty if no export wrote there."""
+    try:
+        found = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        return found if isinstance(found["checkpoint"], int) and isinstance(found["files"], dict) else {}
+    except (OSError, ValueError, TypeError, LookupError):
+        return {}
+
+
+def origin_of(folder: Path) -> tuple[int | None, int | None]:
+    """Tokens and seed of the training that an exported model comes from; None for what is not known.
+
+    Weights that have changed since the export, as by fine-tuning, come from elsewhere.
+    """
+    mark = read_mark(folder)
+    if not mark or any(mark["files"].get(file.name) != sha256_of(file) for file in folder.glob("*.safetensors")):
+        return None, None
+    return mark["checkpoint"], mark.get("seed")
+
+
+def _check_ours(folder: Path, names: set[str], flag: str) -> dict[str, str]:
+    """Files of the export that is there, each with its SHA-256.
+
+    Args:
+        names: files that the next export writes.
+
+    Raises:
+        ExportError: one of them, or a file of a model, is there and is not from an export, or has changed since: a
+            model that was trained further is saved under the same names, and files may be edited.
+    """
+    own: dict[str, str] = read_mark(folder).get("files", {})
+    models = _model_files(folder)
+    present = models | {name for name in names if os.path.lexists(folder / name)}
+    if not own and os.path.lexists(folder / MARK):
+        present.add(MARK)
+    for name in sorted(present):
+        if name not in own:
+            raise ExportError(
+                f"{folder} holds {name}, which is not from an export: the new model would overwrite it, or be mixed "
+                f"with it; choose another {flag}"
+            )
+        if (folder / name).is_file() and sha256_of(folder / name) != own[name]:
+            raise ExportError(
+                f"{folder}/{name} has changed since it was exported, and an export would overwrite it; move it away, "
+                f"or choose another {flag}"
+            )
+    return own
