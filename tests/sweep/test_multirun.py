@@ -43,7 +43,9 @@ def test_each_job_has_a_folder_a_row_and_a_value_whatever_becomes_of_the_others(
     returned = []
     launcher = sys.modules[launchers.__name__].FabricLauncher
     launch = launcher.launch
-    monkeypatch.setattr(launcher, "launch", lambda *all, **named: returned.extend(launch(*all, **named)) or returned)
+    monkeypatch.setattr(
+        launcher, "launch", lambda *all, **named: returned.append(launch(*all, **named)) or returned[-1]
+    )
     faults |= {"fail": "seed=1", "diverge": "seed=2", "preempt": "seed=3", "die": "seed=4"}
     command = ("-m", *DEMO, "output_dir=out", "seed=0,1,2,3,4")
     assert train_main(*command) == 1
@@ -57,7 +59,7 @@ def test_each_job_has_a_folder_a_row_and_a_value_whatever_becomes_of_the_others(
     )
     (summary,) = (tmp_path / "multirun").glob("*/*/summary-0.md")
     assert summary.read_text().strip() == printed.out.strip()
-    assert returned[0].return_value == pytest.approx(3.0144, abs=1e-4), "for Hydra's sweepers"
+    assert returned[0][0].return_value == pytest.approx(3.0144, abs=1e-4), "for Hydra's sweepers"
     # The same command starts only what is not finished. Other settings, and an order to start over, are train.py's.
     for fault in ("fail", "diverge", "preempt", "die"):
         del faults[fault]
