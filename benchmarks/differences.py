@@ -136,7 +136,7 @@ def rotary(length: int, head_dim: int) -> dict[str, float]:
     """Root mean square of what is wrong with a score of the last query, relative to that of scores; q and k in bf16."""
     import torch
 
-    from forgetting_transformer.ops.rotary import rotate
+    from forgetting_transformer.ops.layers.rotary import rotate
 
     torch.manual_seed(0)
     base = 500_000.0

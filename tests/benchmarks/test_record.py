@@ -66,7 +66,9 @@ def test_only_changed_code_counts_as_a_change(record, monkeypatch):
         return record.environment("speed", "cpu")["changed"]
 
     assert not changed() and not changed("benchmarks/results/decode.json", "docs/performance.md")
-    assert changed("docs/performance.md", "src/forgetting_transformer/ops/norm.py") and changed("configs/config.yaml")
+    assert changed("docs/performance.md", "src/forgetting_transformer/ops/layers/norm.py") and changed(
+        "configs/config.yaml"
+    )
 
 
 def test_the_same_command_measures_what_is_missing_and_what_failed(record, tmp_path):

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from forgetting_transformer import forgetting_attention
 from forgetting_transformer.model.decoder import DecoderBlock
-from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
-from forgetting_transformer.ops.residual_norm import add_rms_norm
-from forgetting_transformer.ops.swiglu import swiglu
+from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
+from forgetting_transformer.ops.layers.residual_norm import add_rms_norm
+from forgetting_transformer.ops.layers.swiglu import swiglu
 from tests.model.small_models import small
 
 LENGTH, WIDTH = 2**19, 6208  # as the joint projection of a layer of 1,536 channels

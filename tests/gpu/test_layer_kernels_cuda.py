@@ -7,13 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forgetting_transformer.ops import (
-    backends,
-    compiling,
+from forgetting_transformer.ops import backends, compiling, selftest
+from forgetting_transformer.ops.layers import (
     norm,
     residual_norm,
     residual_norm_triton,
-    selftest,
     shift_norm,
     swiglu,
     swiglu_triton,

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgetting_transformer.ops import backends, norm, recurrence
+from forgetting_transformer.ops import backends, recurrence
+from forgetting_transformer.ops.layers import norm
+from forgetting_transformer.ops.layers.short_convolution import short_convolution
 from forgetting_transformer.ops.recurrence import Gates, chunked, fla, reference
-from forgetting_transformer.ops.short_convolution import short_convolution
 
 # K and V of the published models.
 HEAD_DIMS = {
@@ -303,7 +304,7 @@ def test_short_convolution(seed, dtype, tolerance, poisoned):
         options = {"previous_BCW": x.get("previous"), "silu": seed % 4 > 0, "unit_heads": heads}
         return short_convolution(x["x"], x["weight"], x["bias"], **options)
 
-    assert backends.has_triton("short_convolution", "forgetting_transformer.ops.short_convolution_triton", 0)
+    assert backends.has_triton("short_convolution", "forgetting_transformer.ops.layers.short_convolution_triton", 0)
     want = run(convolve, {name: x.double() for name, x in inputs.items()})
     got = run(convolve, inputs)
     assert_close(got, want, tolerance)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from forgetting_transformer.model import DeltaNetConfig, DeltaNetForCausalLM
-from forgetting_transformer.ops.norm import l2_norm
+from forgetting_transformer.ops.layers.norm import l2_norm
 from forgetting_transformer.training.config import TrainConfig
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
 from tests.model.small_models import counted_flops_per_token, small

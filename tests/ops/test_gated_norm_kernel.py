@@ -5,7 +5,7 @@ import os
 import pytest
 
 pytest.importorskip("triton")
-from forgetting_transformer.ops import norm
+from forgetting_transformer.ops.layers import norm
 from tests.ops.interpreter import interpret
 
 FILE = "tests/ops/test_gated_norm_kernel.py"
@@ -111,7 +111,7 @@ def test_it_compiles_for_every_generation_without_spilling(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from forgetting_transformer.ops import norm_triton
+    from forgetting_transformer.ops.layers import norm_triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
-from forgetting_transformer.ops import norm, residual_norm, swiglu
+from forgetting_transformer.ops.layers import norm, residual_norm, swiglu
 from tests.ops.interpreter import interpret
 
 FILE = "tests/ops/test_layer_kernels.py"
@@ -277,8 +277,8 @@ def test_kernels_compile_for_every_generation(capability, tmp_path, monkeypatch)
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from forgetting_transformer.ops import residual_norm_triton, swiglu_triton
     from forgetting_transformer.ops.forgetting_attention.layout import FUSED
+    from forgetting_transformer.ops.layers import residual_norm_triton, swiglu_triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     rounded = {"h_ptr", "out_ptr", "d_out_ptr", "dh_ptr", "branch_ptr", "y_ptr", "dy_ptr", "d_branch_ptr"}

@@ -214,7 +214,7 @@ def recorded_uses(model, dtype, monkeypatch) -> list[tuple]:
     record(fox, "causal_attention", "attention")
     record(transformer, "causal_attention", "attention")
     for architecture in ("mamba2", "hgrn2", "delta_net", "gated_delta_net", "kda"):
-        module = importlib.import_module(f"forgetting_transformer.model.{architecture}")
+        module = importlib.import_module(f"forgetting_transformer.model.mixers.{architecture}")
         record(module, "recurrence", "recurrence")
     record(importlib.import_module("forgetting_transformer.model.mixers.path_fox"), "path_attention", "path_attention")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):

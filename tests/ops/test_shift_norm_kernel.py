@@ -6,9 +6,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from forgetting_transformer.ops import norm
-from forgetting_transformer.ops.shift_norm import shift_norm
-from forgetting_transformer.ops.token_shift import token_shift
+from forgetting_transformer.ops.layers import norm
+from forgetting_transformer.ops.layers.shift_norm import shift_norm
+from forgetting_transformer.ops.layers.token_shift import token_shift
 from tests.ops.interpreter import interpret
 
 FILE = "tests/ops/test_shift_norm_kernel.py"
@@ -20,7 +20,7 @@ GENERATIONS = [90, *(pytest.param(capability, marks=RARE) for capability in (80,
 CHECK = """
 import random
 from forgetting_transformer.ops import shift_norm_triton as launcher
-from forgetting_transformer.ops.shift_norm import shift_norm
+from forgetting_transformer.ops.layers.shift_norm import shift_norm
 
 def results(function, leaves, d_out):
     leaves = [None if x is None else x.detach().clone().requires_grad_() for x in leaves]
@@ -183,7 +183,7 @@ def test_it_compiles_for_every_generation_without_spilling(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from forgetting_transformer.ops import shift_norm_triton as launcher
+    from forgetting_transformer.ops.layers import shift_norm_triton as launcher
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forgetting_transformer.ops.short_convolution import short_convolution
+from forgetting_transformer.ops.layers.short_convolution import short_convolution
 
 
 def written_out(x, weight, bias, previous):

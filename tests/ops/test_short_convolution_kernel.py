@@ -154,7 +154,7 @@ def compile_kernel(name: str, capability: int, width: int, norm: bool, previous:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from forgetting_transformer.ops import short_convolution_triton as launcher
+    from forgetting_transformer.ops.layers import short_convolution_triton as launcher
 
     kernel = getattr(launcher, f"convolution_{name}_kernel")
     block = max(16, triton.next_power_of_2(width))

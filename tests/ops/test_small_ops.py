@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forgetting_transformer.ops import cross_entropy, finite
-from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
-from forgetting_transformer.ops.norm import rms_norm
-from forgetting_transformer.ops.rotary import rotate
-from forgetting_transformer.ops.token_shift import token_shift
+from forgetting_transformer.ops import finite
+from forgetting_transformer.ops.layers import cross_entropy
+from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
+from forgetting_transformer.ops.layers.norm import rms_norm
+from forgetting_transformer.ops.layers.rotary import rotate
+from forgetting_transformer.ops.layers.token_shift import token_shift
 
 
 def test_token_shift_weighs_the_previous_token_by_the_current_alpha():

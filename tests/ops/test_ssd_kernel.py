@@ -182,7 +182,7 @@ def test_convolution_and_state_space_as_one_operator():
     expect("""
 from forgetting_transformer.ops import recurrence
 from forgetting_transformer.ops.recurrence import convolved_ssd
-from forgetting_transformer.ops.short_convolution import short_convolution
+from forgetting_transformer.ops.layers.short_convolution import short_convolution
 
 batch, length, heads, groups, keys, values, taps = 1, 70, 4, 2, 16, 16, 4
 channels = heads * values + 2 * groups * keys

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.ops import compiling, cross_entropy
+from forgetting_transformer.ops import compiling
+from forgetting_transformer.ops.layers import cross_entropy
 from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.training import Config, ConfigError, compilation, execution, parse, setup
 from forgetting_transformer.training.compilation import Compilation

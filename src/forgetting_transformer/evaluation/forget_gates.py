@@ -25,7 +25,7 @@ from tqdm import tqdm
 from forgetting_transformer.evaluation.models import EvaluationError, load_model, precision_context, run_steps
 from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer
 from forgetting_transformer.ops.forgetting_attention.pruning import score_bounds, skipped_share
-from forgetting_transformer.ops.rotary import rotate
+from forgetting_transformer.ops.layers.rotary import rotate
 
 log = logging.getLogger(__name__)
 

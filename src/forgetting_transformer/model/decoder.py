@@ -66,8 +66,8 @@ from forgetting_transformer.model.loss import check_loss_arguments, ignore_after
 from forgetting_transformer.model.padding import find_seq_start, positions_in_documents
 from forgetting_transformer.ops import compiling, context
 from forgetting_transformer.ops.backends import OpUse
-from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
 from forgetting_transformer.ops.finite import check_finite
+from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
 
 
 @dataclass

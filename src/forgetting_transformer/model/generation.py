@@ -119,4 +119,4 @@ class DecoderGenerationMixin(GenerationMixin):
         return {key: value for key, value in inputs.items() if not key.endswith("tokenizer")}
 
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the cache knows how many tokens came before, and padding needs no correction (`ops/rotary.py`)."""
+        """Nothing: the cache knows how many tokens came before, and padding needs none (`ops/layers/rotary.py`)."""

@@ -18,11 +18,11 @@ from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.columns import split_columns
 from forgetting_transformer.ops.forgetting_attention.dispatch import first_visible_key
 from forgetting_transformer.ops.forgetting_attention.reference import attention_weights
-from forgetting_transformer.ops.norm import gated_rms_norm, rms_norm
-from forgetting_transformer.ops.residual_norm import add_rms_norm, wide_rms_norm
-from forgetting_transformer.ops.shift_norm import shift_norm
-from forgetting_transformer.ops.short_convolution import short_convolution
-from forgetting_transformer.ops.swiglu import swiglu
+from forgetting_transformer.ops.layers.norm import gated_rms_norm, rms_norm
+from forgetting_transformer.ops.layers.residual_norm import add_rms_norm, wide_rms_norm
+from forgetting_transformer.ops.layers.shift_norm import shift_norm
+from forgetting_transformer.ops.layers.short_convolution import short_convolution
+from forgetting_transformer.ops.layers.swiglu import swiglu
 
 
 class AttentionMaps(NamedTuple):

@@ -24,18 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgetting_transformer.ops import (
-    attention,
-    backends,
-    norm,
-    path_attention,
-    path_attention_fla,
-    recurrence,
-    residual_norm,
-    shift_norm,
-    short_convolution,
-    swiglu,
-)
+from forgetting_transformer.ops import attention, backends, path_attention, path_attention_fla, recurrence
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.forgetting_attention import (
     cumulative_log_fgate,
@@ -45,6 +34,7 @@ from forgetting_transformer.ops.forgetting_attention import (
 )
 from forgetting_transformer.ops.forgetting_attention.constants import STRETCH
 from forgetting_transformer.ops.forgetting_attention.dispatch import attention_backend, first_visible_key
+from forgetting_transformer.ops.layers import norm, residual_norm, shift_norm, short_convolution, swiglu
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ the beginning of a step and reduced at its end: the embedding, norms, and what b
 Under bf16-mixed the weights of a block's linear layers are gathered in bf16. Autocast rounds them to bf16 before every
 product, so products and gradients are bitwise those of weights gathered in fp32, with half of the bytes. All other
 parameters are gathered in fp32, the output layer too: its gradient is a sum over slices of the tokens
-(ops/cross_entropy.py), which is in fp32 only where the weight is. All gradients are reduced in fp32.
+(ops/layers/cross_entropy.py), which is in fp32 only where the weight is. All gradients are reduced in fp32.
 """
 
 import collections

@@ -21,7 +21,7 @@ from forgetting_transformer.model.layers import GatedRMSNorm, ShortConvolution, 
 from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
-from forgetting_transformer.ops.norm import l2_norm
+from forgetting_transformer.ops.layers.norm import l2_norm
 from forgetting_transformer.ops.recurrence import delta_rule_flops_per_token, recurrence
 
 QK_ACTIVATIONS = {

@@ -35,8 +35,8 @@ from forgetting_transformer.ops import context
 from forgetting_transformer.ops.attention import causal_attention
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.forgetting_attention import forgetting_attention, forgetting_attention_decode
-from forgetting_transformer.ops.norm import ACTIVATIONS
-from forgetting_transformer.ops.rotary import rotate
+from forgetting_transformer.ops.layers.norm import ACTIVATIONS
+from forgetting_transformer.ops.layers.rotary import rotate
 
 FGATE_TYPES = ("full", "bias_only", "fixed", "none")
 # Fixed in the released models, whatever their norm_eps.

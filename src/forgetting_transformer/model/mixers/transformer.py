@@ -22,7 +22,7 @@ from forgetting_transformer.ops import context
 from forgetting_transformer.ops.attention import causal_attention
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.forgetting_attention import forgetting_attention_decode
-from forgetting_transformer.ops.rotary import rotate
+from forgetting_transformer.ops.layers.rotary import rotate
 
 
 class AttentionLayer(nn.Module):

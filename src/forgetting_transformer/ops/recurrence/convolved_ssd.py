@@ -14,8 +14,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.layout import on_device_of_first
+from forgetting_transformer.ops.layers.short_convolution_triton import convolve, convolve_backward
 from forgetting_transformer.ops.recurrence import ssd
-from forgetting_transformer.ops.short_convolution_triton import convolve, convolve_backward
 
 # SiLU, no normalised heads, no epsilon of theirs.
 _ACTIVATION = (True, 0, 0.0)

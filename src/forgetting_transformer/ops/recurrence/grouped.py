@@ -6,7 +6,8 @@ Importing this imports no Triton. Axes: `forgetting_transformer/ops/__init__.py`
 import torch
 from torch import Tensor
 
-from forgetting_transformer.ops import backends, short_convolution
+from forgetting_transformer.ops import backends
+from forgetting_transformer.ops.layers import short_convolution
 
 _MODULE = "forgetting_transformer.ops.recurrence.convolved_ssd"  # which imports ssd.py
 _KEY_DIMS, _VALUE_DIMS = (16, 32, 64, 128, 256), (16, 32, 64, 128)

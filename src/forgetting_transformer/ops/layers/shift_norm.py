@@ -8,8 +8,9 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 import torch
 from torch import Tensor
 
-from forgetting_transformer.ops import backends, norm
-from forgetting_transformer.ops.token_shift import token_shift
+from forgetting_transformer.ops import backends
+from forgetting_transformer.ops.layers import norm
+from forgetting_transformer.ops.layers.token_shift import token_shift
 
 _MAX_KERNEL_HEAD_DIM = 256
 
@@ -82,4 +83,6 @@ def _takes_kernel(y: Tensor, head_dim: int) -> bool:
 def kernel_serves(dtype: torch.dtype, head_dim: int, tokens: int, device_index: int) -> bool:
     """Whether the Triton kernels can serve such inputs on this GPU, and pay."""
     fits = dtype.itemsize <= 4 and head_dim <= _MAX_KERNEL_HEAD_DIM and tokens >= backends.MIN_KERNEL_TOKENS
-    return fits and backends.has_triton("shift_norm", "forgetting_transformer.ops.shift_norm_triton", device_index)
+    return fits and backends.has_triton(
+        "shift_norm", "forgetting_transformer.ops.layers.shift_norm_triton", device_index
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first, with_whole_channels
-from forgetting_transformer.ops.residual_norm_triton import sum_parts
+from forgetting_transformer.ops.layers.residual_norm_triton import sum_parts
 
 # Elements of a tile, with 4 warps: 16 and 8 to a thread.
 _TILES = {"forward": 2048, "backward": 1024}

@@ -33,4 +33,4 @@ def _takes_kernel(h: Tensor) -> bool:
 def kernel_serves(dtype: torch.dtype, tokens: int, device_index: int) -> bool:
     """Whether the Triton kernels can serve such inputs on this GPU, and pay."""
     fits = dtype.itemsize <= 4 and tokens >= backends.MIN_KERNEL_TOKENS
-    return fits and backends.has_triton("swiglu", "forgetting_transformer.ops.swiglu_triton", device_index)
+    return fits and backends.has_triton("swiglu", "forgetting_transformer.ops.layers.swiglu_triton", device_index)

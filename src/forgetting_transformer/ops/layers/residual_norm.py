@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgetting_transformer.ops import backends, norm
+from forgetting_transformer.ops import backends
+from forgetting_transformer.ops.layers import norm
 
 _MAX_KERNEL_WIDTH = 8192
 
@@ -59,11 +60,11 @@ def kernel_serves(dtype: torch.dtype, width: int, tokens: int, device_index: int
     """Whether the Triton kernels can serve such inputs on this GPU, and pay."""
     fits = dtype.itemsize <= 4 and width <= _MAX_KERNEL_WIDTH and tokens >= backends.MIN_KERNEL_TOKENS
     return fits and backends.has_triton(
-        "residual_norm", "forgetting_transformer.ops.residual_norm_triton", device_index
+        "residual_norm", "forgetting_transformer.ops.layers.residual_norm_triton", device_index
     )
 
 
 def _with_kernel(*arguments: Any) -> Any:
-    from forgetting_transformer.ops.residual_norm_triton import ResidualNorm
+    from forgetting_transformer.ops.layers.residual_norm_triton import ResidualNorm
 
     return backends.attempt("residual_norm", ResidualNorm.apply, *arguments)

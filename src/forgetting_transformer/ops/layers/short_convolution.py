@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forgetting_transformer.ops import backends
-from forgetting_transformer.ops.norm import l2_norm
+from forgetting_transformer.ops.layers.norm import l2_norm
 
 _MAX_KERNEL_TAPS, _MAX_KERNEL_HEAD_DIM = 4, 256
 _EPSILON = 1e-6  # of l2_norm
@@ -84,7 +84,7 @@ def kernel_serves(dtype: torch.dtype, taps: int, head_dim: int, unit_heads: int,
     fits = (
         dtype.itemsize <= 4 and 1 <= taps <= _MAX_KERNEL_TAPS and (not unit_heads or head_dim <= _MAX_KERNEL_HEAD_DIM)
     )
-    module = "forgetting_transformer.ops.short_convolution_triton"
+    module = "forgetting_transformer.ops.layers.short_convolution_triton"
     return fits and backends.has_triton("short_convolution", module, device_index)
 
 

@@ -11,7 +11,7 @@ from forgetting_transformer.ops import backends
 #: Of gates.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
 _MAX_KERNEL_WIDTH = 8192
-_KERNELS = "forgetting_transformer.ops.norm_triton"
+_KERNELS = "forgetting_transformer.ops.layers.norm_triton"
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, num_groups: int = 1) -> Tensor:
