@@ -85,7 +85,7 @@ def main() -> None:
 
     import transformers
 
-    from forgetting_transformer.training.checkpoint import CheckpointError
+    from forgetting_transformer.training.checkpoint.folder import CheckpointError
     from forgetting_transformer.training.export import ExportError, export, hub
 
     transformers.utils.logging.disable_progress_bar()

@@ -35,7 +35,7 @@ def main() -> None:
 
     import transformers
 
-    from forgetting_transformer.training.checkpoint import CheckpointError
+    from forgetting_transformer.training.checkpoint.folder import CheckpointError
     from forgetting_transformer.training.export import ExportError
     from forgetting_transformer.training.export.averaging import average
 

@@ -21,8 +21,9 @@ from forgetting_transformer import command_line
 from forgetting_transformer.command_line import at_least, count, step
 from forgetting_transformer.nested import flatten
 from forgetting_transformer.redaction import redact
-from forgetting_transformer.training import checkpoint as checkpoints
-from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError
+from forgetting_transformer.training.checkpoint import folder as checkpoints
+from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError
+from forgetting_transformer.training.checkpoint.reading import load_tensors
 from forgetting_transformer.training.metrics import duration
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
 
@@ -84,7 +85,7 @@ def diff(args: argparse.Namespace) -> int:
     import torch
 
     def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        return flatten(checkpoint.trainer_state()), checkpoints.load_tensors(checkpoint)
+        return flatten(checkpoint.trainer_state()), load_tensors(checkpoint)
 
     pair = [find(args.run, args.step, read), find(args.run2, args.step2, read)]
     states = [state for state, _ in pair]

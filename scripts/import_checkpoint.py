@@ -39,7 +39,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
-    from forgetting_transformer.training.checkpoint import CheckpointError
+    from forgetting_transformer.training.checkpoint.folder import CheckpointError
     from forgetting_transformer.training.official_checkpoint import import_run
     from forgetting_transformer.training.run_directory import RunDirectoryError
 

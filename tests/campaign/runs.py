@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from forgetting_transformer import training
 from forgetting_transformer.training import trainer  # noqa: F401 (what takes the time)
-from forgetting_transformer.training.checkpoint import CheckpointError, inspect
+from forgetting_transformer.training.checkpoint.folder import CheckpointError, inspect
 from forgetting_transformer.training.checkpoint.safe_reader import read_tensors
 from tests.campaign import faults
 from tests.campaign.faults import Fault

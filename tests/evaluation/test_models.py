@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from forgetting_transformer.analysis import page
 from forgetting_transformer.evaluation.models import EvaluationError, fingerprint, load_model, token_losses
 from forgetting_transformer.evaluation.workers import start_workers
-from forgetting_transformer.training.checkpoint import Checkpointer, CheckpointError, read_newest
+from forgetting_transformer.training.checkpoint import Checkpointer
+from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest
 from forgetting_transformer.training.export import export, load_checkpoint
 from forgetting_transformer.training.export.averaging import average
 from tests.evaluation.conftest import TRAIN_LENGTH, VOCABULARY

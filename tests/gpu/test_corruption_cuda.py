@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forgetting_transformer.training.checkpoint import newest_valid
+from forgetting_transformer.training.checkpoint.folder import newest_valid
 from forgetting_transformer.training.faults.corruption import digests
 from tests.gpu.test_reliability_cuda import on_gpus, run  # noqa: F401 (a fixture)
 from tests.training.conftest import STEP, Job, changed

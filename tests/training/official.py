@@ -8,7 +8,8 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from forgetting_transformer.training.checkpoint import load_tensors, newest_valid
+from forgetting_transformer.training.checkpoint.folder import newest_valid
+from forgetting_transformer.training.checkpoint.reading import load_tensors
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.export import load_checkpoint
 from forgetting_transformer.training.parameter_groups import undecayed_parameters

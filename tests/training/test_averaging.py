@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
-from forgetting_transformer.training.checkpoint import CheckpointError
+from forgetting_transformer.training.checkpoint.folder import CheckpointError
 from forgetting_transformer.training.export import MARK, ExportError, export
 from forgetting_transformer.training.export import contents as export_contents
 from forgetting_transformer.training.export.averaging import average

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from forgetting_transformer.training.checkpoint import Checkpointer, CheckpointError, newest_valid
+from forgetting_transformer.training.checkpoint import Checkpointer
+from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
 from forgetting_transformer.training.checkpoint.host_copy import HostCopy, own_pages, share
 from forgetting_transformer.training.checkpoint.safe_reader import UnsafeCheckpointError, read_tensors
 from tests.training.conftest import STEP, changed, refused, train
@@ -173,13 +174,13 @@ class _Attack:
 
 def _forge(path: Path, change) -> None:
     """A stranger changes the metadata, and the manifest so that it fits."""
-    from forgetting_transformer.training.checkpoint import MANIFEST, _checksum
+    from forgetting_transformer.training.checkpoint.folder import MANIFEST, checksum
 
     file = path / "state/.metadata"
     metadata = pickle.loads(file.read_bytes())
     file.write_bytes(pickle.dumps(change(metadata)))
     manifest = json.loads((path / MANIFEST).read_text())
-    manifest["files"]["state/.metadata"] = _checksum(file)
+    manifest["files"]["state/.metadata"] = checksum(file)
     (path / MANIFEST).write_text(json.dumps(manifest))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forgetting_transformer.training.checkpoint import CheckpointError, newest_valid
+from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
 from forgetting_transformer.training.export import build_from_checkpoint
 from forgetting_transformer.training.faults import corruption
 from forgetting_transformer.training.faults.corruption import digests, judge

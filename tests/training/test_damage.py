@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 
 from forgetting_transformer import files, training
 from forgetting_transformer.data import DataError
-from forgetting_transformer.training import checkpoint, setup
-from forgetting_transformer.training.checkpoint import CheckpointError, inspect, newest_valid, read_manifest
+from forgetting_transformer.training import setup
+from forgetting_transformer.training.checkpoint import folder
+from forgetting_transformer.training.checkpoint.folder import CheckpointError, inspect, newest_valid, read_manifest
 from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.logs import LogFile
 from forgetting_transformer.training.run_directory import RunDirectory
@@ -74,7 +75,7 @@ def test_too_many_open_files_are_no_damage(tmp_path, monkeypatch):
     def refuse(file: Path) -> None:
         raise OSError(errno.EMFILE, "Too many open files", str(file))
 
-    monkeypatch.setattr(checkpoint, "_checksum", refuse)
+    monkeypatch.setattr(folder, "checksum", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         newest_valid(tmp_path)
 

@@ -10,7 +10,7 @@ import torch
 import zarr
 
 from forgetting_transformer.data.checksums import write_list
-from forgetting_transformer.training.checkpoint import newest_valid
+from forgetting_transformer.training.checkpoint.folder import newest_valid
 from forgetting_transformer.training.setup import list_held_to
 from tests.data.mirror import serve
 from tests.training.conftest import STEP, changed, checkpoint_tensors, refused, train

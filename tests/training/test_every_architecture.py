@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.training.checkpoint import newest_valid
+from forgetting_transformer.training.checkpoint.folder import newest_valid
 from forgetting_transformer.training.export import build_from_checkpoint, export
 from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB

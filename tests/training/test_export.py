@@ -17,7 +17,7 @@ import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer import tokenizer as tokenizer_module
 from forgetting_transformer.evaluation.generation import continue_greedily
 from forgetting_transformer.evaluation.models import load_model
-from forgetting_transformer.training.checkpoint import CheckpointError, newest_valid
+from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
 from forgetting_transformer.training.export import MARK, ExportError, build_from_checkpoint, export, tokenizer_of_run
 from forgetting_transformer.training.export.averaging import average
 from forgetting_transformer.training.export.card import CARD, FIGURE

@@ -31,8 +31,8 @@ pytestmark = pytest.mark.slow
 #: While the checkpoint of step 8 is written, writing fails; at step 12 it works again.
 FAILING_WRITES = """
 import errno, os, torch.distributed.checkpoint.filesystem as filesystem
-from forgetting_transformer.training import checkpoint
-original, save = filesystem._write_item, checkpoint.Checkpointer._write
+from forgetting_transformer.training.checkpoint import writing
+original, save = filesystem._write_item, writing.Writer.write
 fails = False
 def write(*arguments, **options):
     if fails:
@@ -42,7 +42,7 @@ def count(self, step, *arguments):
     global fails
     fails = step == 1024
     return save(self, step, *arguments)
-filesystem._write_item, checkpoint.Checkpointer._write = write, count
+filesystem._write_item, writing.Writer.write = write, count
 """
 
 
@@ -222,7 +222,7 @@ def test_death_inside_a_save_leaves_the_last_good_checkpoint(tiny, finished, mom
     where = {
         "before the rename": "pathlib.Path.rename",
         "before the manifest": "checkpoint.write_atomically",
-        "while deleting the old one": "checkpoint.shutil.rmtree",
+        "while deleting the old one": "writing.shutil.rmtree",
     }[moment]
     condition = {
         "before the rename": "'.tmp-step-000000000001536' in str(a[0])",  # step 12
@@ -231,7 +231,7 @@ def test_death_inside_a_save_leaves_the_last_good_checkpoint(tiny, finished, mom
     }[moment]
     patch = f"""
 import os, pathlib
-from forgetting_transformer.training import checkpoint
+from forgetting_transformer.training.checkpoint import writing
 original = {where}
 def dies(*a, **k):
     if {condition}:

@@ -38,7 +38,7 @@ import os, signal, threading, time
 import torch.distributed.checkpoint.filesystem as filesystem
 from forgetting_transformer.training import checkpoint, trainer
 from forgetting_transformer.training.faults import sentinel
-save, write_item, wait = checkpoint.Checkpointer._write, filesystem._write_item, checkpoint.Checkpointer._wait
+save, write_item, wait = writing.Writer.write, filesystem._write_item, checkpoint.Checkpointer._wait
 step, hangs = None, threading.Event()
 def write(self, step_, *arguments):
     global step
@@ -56,7 +56,7 @@ def waiting(self):
         hangs.wait()
         {limit}
     return wait(self)
-checkpoint.Checkpointer._write, filesystem._write_item, checkpoint.Checkpointer._wait = write, hang, waiting
+writing.Writer.write, filesystem._write_item, checkpoint.Checkpointer._wait = write, hang, waiting
 """
 SHORT = "self.watch.__self__.timeout = 1"
 SIGTERM = "sentinel.LEAST_WRITER_PATIENCE_SECONDS = 1; os.kill(os.getpid(), signal.SIGTERM)"

@@ -6,12 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forgetting_transformer.training.checkpoint import (
-    Checkpointer,
-    CheckpointError,
-    inspect,
-    remove,
-)
+from forgetting_transformer.training.checkpoint import Checkpointer
+from forgetting_transformer.training.checkpoint.folder import CheckpointError, inspect, remove
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.run_directory import RunDirectory
 from tests.training.conftest import STEP, Job, changed, refused, train
@@ -87,7 +83,7 @@ def test_what_is_half_deleted_does_not_look_like_a_checkpoint(tmp_path, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("forgetting_transformer.training.checkpoint.shutil.rmtree", dies)
+        patched.setattr("forgetting_transformer.training.checkpoint.writing.shutil.rmtree", dies)
         with pytest.raises(KeyboardInterrupt):
             remove(path)
     assert [p.name for p in tmp_path.iterdir()] == [f".deleted-{path.name}"]

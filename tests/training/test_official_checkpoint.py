@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from forgetting_transformer.training.checkpoint import CheckpointError, newest_valid
+from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
 from forgetting_transformer.training.export import build_from_checkpoint, export
 from forgetting_transformer.training.official_checkpoint import import_run, is_official, load_model
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError

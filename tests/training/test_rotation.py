@@ -10,9 +10,9 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from forgetting_transformer.evaluation.models import EvaluationError, _load_run
-from forgetting_transformer.training import checkpoint as checkpoints
 from forgetting_transformer.training import export as exporting
-from forgetting_transformer.training.checkpoint import CheckpointError, read_newest, remove
+from forgetting_transformer.training.checkpoint import reading
+from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest, remove
 from forgetting_transformer.training.export import export
 from tests.training.conftest import STEP, changed, train
 
@@ -106,21 +106,19 @@ def test_a_run_that_rotates_faster_than_anybody_reads_is_an_error_that_says_so(r
 def test_a_shard_that_cannot_be_read_is_named(run, tmp_path, monkeypatch, number):
     """It was whole when it was looked at, and then the disk fails: PyTorch raises what `except Exception` misses."""
     shutil.copytree(run, tmp_path / "run")
-    whole = checkpoints._checksum
+    whole = reading.checksum
 
     def fails(*_, **__):
         raise OSError(number, "the disk has failed")
 
     def read_data(*arguments):
-        monkeypatch.setattr(
-            checkpoints, "_checksum", lambda file, *_: fails() if file.suffix == ".distcp" else whole(file)
-        )
+        monkeypatch.setattr(reading, "checksum", lambda file, *_: fails() if file.suffix == ".distcp" else whole(file))
         fails()
 
     monkeypatch.setattr(FileSystemReader, "read_data", read_data)
     shard = f"step-{8 * STEP:015d}/state/__0_0.distcp"
     with pytest.raises(CheckpointError, match=f"{shard} cannot be read: the disk has failed"):
         exporting.export(tmp_path / "run", tmp_path / "hf")
-    monkeypatch.setattr(checkpoints, "_checksum", whole)
+    monkeypatch.setattr(reading, "checksum", whole)
     with pytest.raises(EvaluationError, match=f"{shard} cannot be read: the disk has failed"):
         _load_run(tmp_path / "run", None, None)

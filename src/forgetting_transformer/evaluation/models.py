@@ -215,7 +215,7 @@ def _check_kernels(model: nn.Module, precision: str, device: torch.device) -> No
 
 def run_steps(run_folder: str | Path) -> list[int]:
     """Training tokens of a run's checkpoints, valid or not."""
-    from forgetting_transformer.training.checkpoint import steps_in
+    from forgetting_transformer.training.checkpoint.folder import steps_in
     from forgetting_transformer.training.run_directory import RunDirectory
 
     return steps_in(RunDirectory(run_folder).checkpoints)
@@ -332,7 +332,7 @@ def _is_run(folder: Path) -> bool:
 def _load_run(
     folder: Path, step: int | None, tokenizer: str | None
 ) -> tuple[nn.Module, Any, int | None, int | None, str, int | None]:
-    from forgetting_transformer.training.checkpoint import CheckpointError, read_newest, steps_in
+    from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest, steps_in
     from forgetting_transformer.training.export import load_checkpoint, tokenizer_of_run
     from forgetting_transformer.training.official_checkpoint import is_official
     from forgetting_transformer.training.run_directory import RunDirectory

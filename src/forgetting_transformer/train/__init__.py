@@ -208,7 +208,7 @@ def parse(composed: DictConfig) -> "Config":
 def train(config: "Config") -> None:
     from forgetting_transformer import training
     from forgetting_transformer.data import DataError
-    from forgetting_transformer.training.checkpoint import CheckpointError
+    from forgetting_transformer.training.checkpoint.folder import CheckpointError
     from forgetting_transformer.training.errors import DeviceError, TrainingError
     from forgetting_transformer.training.preflight import PreflightError
     from forgetting_transformer.training.run_directory import RunDirectoryError

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forgetting_transformer.data.corpus import Corpus, DataInfo
-    from forgetting_transformer.training.checkpoint import Checkpoint, Checkpointer
+    from forgetting_transformer.training.checkpoint import Checkpointer
+    from forgetting_transformer.training.checkpoint.folder import Checkpoint
     from forgetting_transformer.training.clock import Clock
     from forgetting_transformer.training.config import Config
     from forgetting_transformer.training.counters import Counters

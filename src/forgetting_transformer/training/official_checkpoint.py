@@ -23,13 +23,9 @@ from transformers.initialization import no_init_weights
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.files import UnreadableError, decode, parse_yaml, write_atomically
 from forgetting_transformer.model import registry
-from forgetting_transformer.training.checkpoint import (
-    Checkpoint,
-    Checkpointer,
-    CheckpointError,
-    check_weights,
-    steps_in,
-)
+from forgetting_transformer.training.checkpoint import Checkpointer
+from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, steps_in
+from forgetting_transformer.training.checkpoint.reading import check_weights
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.continuing import recorded
 from forgetting_transformer.training.parameter_groups import undecayed_parameters

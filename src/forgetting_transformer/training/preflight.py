@@ -24,7 +24,7 @@ from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.files import size_in_words
 from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training import setup
-from forgetting_transformer.training.checkpoint import read_manifest, steps_in
+from forgetting_transformer.training.checkpoint.folder import read_manifest, steps_in
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.faults.failures import out_of_memory
 from forgetting_transformer.training.faults.sentinel import Sentinel

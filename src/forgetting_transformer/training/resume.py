@@ -8,7 +8,8 @@ import torch
 from lightning.fabric import Fabric
 
 from forgetting_transformer.training import execution, setup
-from forgetting_transformer.training.checkpoint import Checkpoint, Checkpointer, CheckpointError, steps_in
+from forgetting_transformer.training.checkpoint import Checkpointer
+from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, steps_in
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.continuing import check_continues
 from forgetting_transformer.training.official_checkpoint import is_official

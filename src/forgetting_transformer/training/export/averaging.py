@@ -10,14 +10,8 @@ from typing import Any
 import torch
 
 from forgetting_transformer.training import official_checkpoint
-from forgetting_transformer.training.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    check_weights,
-    newest_valid,
-    read_weights,
-    steps_in,
-)
+from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, newest_valid, steps_in
+from forgetting_transformer.training.checkpoint.reading import check_weights, read_weights
 from forgetting_transformer.training.continuing import changes_that_alter_the_run
 from forgetting_transformer.training.export import folder as exports
 from forgetting_transformer.training.export.contents import build_model

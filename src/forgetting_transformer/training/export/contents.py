@@ -12,13 +12,8 @@ from forgetting_transformer.model import registry
 from forgetting_transformer.model_tokenizer import check_vocabulary, load_tokenizer, longcrawl64_tokenizer
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
 from forgetting_transformer.training.callbacks.base import LARGE
-from forgetting_transformer.training.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    check_weights,
-    load_weights,
-    read_weights,
-)
+from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError
+from forgetting_transformer.training.checkpoint.reading import check_weights, load_weights, read_weights
 from forgetting_transformer.training.run_directory import RunDirectory
 
 

@@ -17,7 +17,7 @@ from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data.checksums import sha256_of
 from forgetting_transformer.files import explain, write_atomically
 from forgetting_transformer.training import official_checkpoint
-from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError, read_newest, steps_in
+from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest, steps_in
 from forgetting_transformer.training.continuing import decisive
 from forgetting_transformer.training.export import card
 from forgetting_transformer.training.export.contents import load_checkpoint, save_tokenizer, tokenizer_of_run

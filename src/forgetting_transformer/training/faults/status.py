@@ -126,7 +126,7 @@ def _keep_what_it_proves(directory: RunDirectory) -> None:
     ):
         return
     # Imported here: it brings PyTorch along.
-    from forgetting_transformer.training.checkpoint import recorded_step
+    from forgetting_transformer.training.checkpoint.folder import recorded_step
 
     if recorded_step(directory.last_checkpoint) is None:
         write_atomically(directory.last_checkpoint, json.dumps({"step": step, "checkpoint": f"step-{step:015d}"}))

@@ -1,0 +1,213 @@
+"""Folder of a checkpoint: its name, its manifest, and how a whole one is told from a damaged one."""
+
+import errno
+import json
+import logging
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from torch.distributed.checkpoint.api import CheckpointException
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+NAME = re.compile(r"step-(\d{15})")
+TEMPORARY, DELETED = ".tmp-", ".deleted-"
+#: What a save or a deletion leaves that was interrupted. Other names are not this program's.
+LEFTOVER = re.compile(rf"({re.escape(TEMPORARY)}|{re.escape(DELETED)}){NAME.pattern}")
+#: What every checkpoint consists of, besides its shards.
+_ALWAYS = ("state/.metadata", "trainer.json", "windows.npz")
+_CHUNK = 1 << 24
+#: Checkpoints that a reader tries while their run deletes one after another.
+ROTATIONS = 20
+T = TypeVar("T")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message says which, why, and what still holds."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that passed `inspect`."""
+
+    path: Path
+    step: int
+    permanent: bool
+
+    def trainer_state(self) -> dict[str, Any]:
+        return json.loads((self.path / "trainer.json").read_text(encoding="utf-8"))
+
+    def windows(self) -> dict[str, np.ndarray]:
+        with np.load(self.path / "windows.npz", allow_pickle=False) as arrays:
+            return dict(arrays)
+
+
+def newest_valid(folder: Path, step: int | None = None) -> Checkpoint | None:
+    """The newest valid checkpoint in `folder`, or the one at `step`; says in the log why it passes over others."""
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        if not NAME.fullmatch(path.name) or step not in (None, step_of(path)):
+            continue
+        try:
+            return inspect(path)
+        except CheckpointError as error:
+            if path.exists():  # else its run has deleted it meanwhile
+                log.warning("passing over checkpoint %s: %s", path, error)
+    return None
+
+
+def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None = None) -> T | None:
+    """What `read` makes of the newest valid checkpoint, or of the one at `step`; None if there is none.
+
+    The run may be training, and deletes old checkpoints when it has written new ones. Where the checkpoint that is
+    being read goes, the next one is read.
+
+    Raises:
+        CheckpointError: what `read` raised, of a checkpoint that is still there.
+    """
+    for _ in range(ROTATIONS):
+        before = steps_in(folder)
+        checkpoint = newest_valid(folder, step)
+        if checkpoint is None:
+            if steps_in(folder) == before:
+                return None
+            continue
+        try:
+            return read(checkpoint)
+        except (CheckpointError, OSError) as error:
+            if checkpoint.path.exists():
+                if isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(f"{checkpoint.path} cannot be read: {reason_of(error)}") from error
+            log.info("%s was deleted while it was read; taking the next", checkpoint.path)
+    raise CheckpointError(
+        f"each of {ROTATIONS} checkpoints in {folder} was deleted by its run while it was read; raise "
+        f"checkpoint_keep_last or "
+        "checkpoint_interval there, or export a step that stays (checkpoint_keep_interval)"
+    )
+
+
+def inspect(path: Path) -> Checkpoint:
+    """Checks every file of a checkpoint against its manifest.
+
+    Raises:
+        CheckpointError: what is wrong with it.
+    """
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError("it has no manifest.json, so part of it is missing")
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"its format is {manifest['format']}, this version reads {FORMAT}")
+        listed = manifest["files"]
+        lacking = [name for name in _ALWAYS if name not in listed]
+        lacking += [
+            f"state/{file.name}" for file in (path / "state").glob("*.distcp") if f"state/{file.name}" not in listed
+        ]
+        if lacking or not any(name.endswith(".distcp") for name in listed):
+            raise CheckpointError(
+                f"its manifest does not list {', '.join(lacking) or 'any shard'}, so nothing holds that to its contents"
+            )
+        for name, recorded in listed.items():
+            if ".." in Path(name).parts or Path(name).is_absolute():
+                raise CheckpointError(f"its manifest names {name}, a file outside its folder")
+            if not (path / name).is_file():
+                raise CheckpointError(f"{name} is missing")
+            size = (path / name).stat().st_size
+            if size != recorded["bytes"]:
+                raise CheckpointError(f"{name} has {size} bytes instead of {recorded['bytes']}")
+            if checksum(path / name) != recorded:
+                raise CheckpointError(f"the contents of {name} do not match its checksum")
+        return Checkpoint(path, step_of(path), manifest["permanent"] is True)
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise  # the checkpoint is not to blame, and an older one would be taken
+        raise CheckpointError(f"it cannot be read ({error})") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"its manifest.json is damaged ({type(error).__name__}: {error})") from error
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint folder, without looking at the files; None if there is none that can be read."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        sum(entry["bytes"] for entry in manifest["files"].values())
+        return manifest if isinstance(manifest["permanent"], bool) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:015d}"
+
+
+def step_of(path: Path) -> int:
+    """Training tokens of a checkpoint folder, from its name."""
+    return int(path.name.removeprefix("step-"))
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of all checkpoint folders, valid or not, for messages."""
+    return sorted(step_of(path) for path in folder.glob("step-*") if NAME.fullmatch(path.name))
+
+
+def recorded_step(record: Path | None) -> int | None:
+    """Training tokens at which a run finished a checkpoint last, whether it is still there or not.
+
+    Args:
+        record: the run's `last_checkpoint.json`.
+
+    Returns:
+        None if it never finished one; 0 if it did and the record does not say when.
+    """
+    if record is None:
+        return None
+    try:
+        return int(json.loads(record.read_text(encoding="utf-8"))["step"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        return 0  # it is there, so there was a checkpoint
+
+
+def remove(path: Path) -> None:
+    """Deletes a checkpoint. It loses its name first, so that no half-deleted folder looks like one."""
+    going = path.with_name(f"{DELETED}{path.name}")
+    if going.exists():  # of a deletion that was interrupted
+        shutil.rmtree(going)
+    path.rename(going)
+    shutil.rmtree(going)
+
+
+def set_aside(path: Path) -> Path:
+    """Gives a checkpoint that cannot be used another name beside it, which nothing deletes; returns that."""
+    target = path.with_name(f"damaged-{path.name}")
+    number = 0
+    while target.exists():
+        number += 1
+        target = path.with_name(f"damaged-{path.name}.{number}")
+    path.rename(target)
+    return target
+
+
+def checksum(file: Path, moves: Callable[[int], None] = lambda count: None) -> dict[str, int]:
+    crc, size = 0, 0
+    with file.open("rb") as stream:
+        while block := stream.read(_CHUNK):
+            crc, size = zlib.crc32(block, crc), size + len(block)
+            moves(len(block))
+    return {"bytes": size, "crc32": crc}
+
+
+def reason_of(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        # A BaseException that maps ranks to (exception, traceback).
+        error = next(iter(error.failures.values()))[0]
+    return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[-1]

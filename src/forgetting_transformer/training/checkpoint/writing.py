@@ -1,0 +1,228 @@
+"""Writer of a checkpoint: all ranks write beside, flush, name the files in a manifest, and rename last."""
+
+import contextlib
+import errno
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from forgetting_transformer.files import flush, size_in_words, write_atomically
+from forgetting_transformer.training.checkpoint.folder import (
+    FORMAT,
+    LEFTOVER,
+    MANIFEST,
+    NAME,
+    TEMPORARY,
+    CheckpointError,
+    checksum,
+    inspect,
+    name_of,
+    reason_of,
+    remove,
+    set_aside,
+    step_of,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Writer:
+    """Writes checkpoints on all ranks, and deletes old ones.
+
+    Args:
+        folder, keep_last, rank, record: as of `Checkpointer`.
+        group: gloo group of all ranks; None for one.
+    """
+
+    def __init__(
+        self, folder: Path, keep_last: int, rank: int, group: dist.ProcessGroup | None, record: Path | None
+    ) -> None:
+        self.folder, self.keep_last, self.rank, self.record = folder, keep_last, rank, record
+        self._group, self._moved = group, 0
+
+    def progress(self, step: int) -> int:
+        """A number that changes when any rank has written bytes of the save in flight, or this one has come further."""
+        count = self._moved
+        with contextlib.suppress(OSError):
+            for file in (self.folder / f"{TEMPORARY}{name_of(step)}").rglob("*"):
+                count += file.stat().st_size
+        return count
+
+    def _move(self, amount: int = 1) -> None:
+        self._moved += amount
+
+    def write(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        needed: int,
+        trainer_state: dict[str, Any],
+        permanent: bool,
+        before_manifest: Callable[[], None],
+    ) -> None:
+        """Writes this rank's `tensors`, of a checkpoint of `needed` bytes.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not write (full disk, no permission, …). What was written
+                is removed, older checkpoints are untouched, and training may go on.
+        """
+        final = self.folder / name_of(step)
+        temporary = self.folder / f"{TEMPORARY}{final.name}"
+        windows = {name: t for name, t in tensors.items() if name.startswith("windows.")}
+        state = {name: tensor for name, tensor in tensors.items() if name not in windows}
+        self._agree(lambda: self._prepare(temporary, needed), "make room for")
+        try:
+            dcp.save(
+                state,
+                storage_writer=dcp.FileSystemWriter(temporary / "state", overwrite=False),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except (CheckpointException, OSError, RuntimeError) as error:
+            self._on_rank_zero(lambda: shutil.rmtree(temporary, ignore_errors=True))
+            raise CheckpointError(f"could not write {final}: {reason_of(error)}") from error
+        self._move()
+        checksums = self._gather_checksums(temporary)
+        arrays = {name.removeprefix("windows."): tensor.cpu().numpy() for name, tensor in windows.items()}
+
+        def publish() -> None:
+            before_manifest()
+            self._publish(temporary, final, checksums, trainer_state, arrays, permanent)
+
+        self._move()
+        self._agree(publish, "finish")
+        self._move()
+        self._on_rank_zero(lambda: self._prune(step))
+
+    def clean(self) -> None:
+        """Removes what an interrupted save or deletion left behind; rank 0, at start-up."""
+        for leftover in sorted(self._leftovers()):
+            log.warning("removing %s, which an interrupted save or deletion left behind", leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def _leftovers(self) -> list[Path]:
+        return [path for path in self.folder.glob(".*") if LEFTOVER.fullmatch(path.name)]
+
+    def _prepare(self, temporary: Path, needed: int) -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / "state").mkdir(parents=True)
+        free = shutil.disk_usage(temporary).free
+        if free < needed:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise OSError(
+                errno.ENOSPC,
+                f"the disk has {size_in_words(free)} left, a checkpoint needs {size_in_words(needed)}",
+            )
+
+    def _gather_checksums(self, temporary: Path) -> dict[str, dict[str, int]]:
+        """Every rank reads back the shards it wrote, so that the work is shared."""
+        shards = sorted((temporary / "state").iterdir())
+        mine = {f"state/{file.name}": checksum(file, self._move) for file in shards if _writer_of(file) == self.rank}
+        if self._group is None:
+            return mine
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, mine, group=self._group)
+        return {name: entry for part in gathered for name, entry in part.items()}
+
+    def _publish(
+        self,
+        temporary: Path,
+        final: Path,
+        checksums: dict[str, dict[str, int]],
+        trainer_state: dict[str, Any],
+        windows: dict[str, np.ndarray],
+        permanent: bool,
+    ) -> None:
+        arrays: dict[str, Any] = dict(windows)
+        np.savez(temporary / "windows.npz", **arrays)
+        (temporary / "trainer.json").write_text(json.dumps(trainer_state, indent=1), encoding="utf-8")
+        for name in ("windows.npz", "trainer.json"):
+            flush(temporary / name)
+            checksums[name] = checksum(temporary / name)
+        flush(temporary / "state")
+        manifest = {
+            "format": FORMAT,
+            "step": trainer_state["token_count"],
+            "permanent": permanent,
+            "files": checksums,
+        }
+        write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))  # flushes the folder too
+        if self._is_whole(final):
+            # Of the same step of this run, which could not be read for a while. To replace it is to have none in
+            # between.
+            shutil.rmtree(temporary)
+        else:
+            temporary.rename(final)
+        flush(self.folder)
+        if self.record is not None:
+            try:
+                write_atomically(
+                    self.record, json.dumps({"step": trainer_state["token_count"], "checkpoint": final.name})
+                )
+            except OSError as error:  # the checkpoint itself is whole
+                log.warning("could not note in %s that %s is finished: %s", self.record, final.name, error)
+
+    @staticmethod
+    def _is_whole(final: Path) -> bool:
+        """Whether a checkpoint is there already. One that is damaged makes room, for somebody may still mend it."""
+        if not final.exists():
+            return False
+        try:
+            inspect(final)
+        except CheckpointError as error:
+            kept = set_aside(final)
+            log.warning("%s cannot be used (%s); it is now %s", final, error, kept)
+            return False
+        return True
+
+    def _prune(self, step: int) -> None:
+        """Keeps the newest `keep_last` checkpoints up to `step` and the permanent ones."""
+        older = [
+            path
+            for path in sorted(self.folder.glob("step-*"), reverse=True)
+            if NAME.fullmatch(path.name) and step_of(path) <= step and (path / MANIFEST).is_file()
+        ]
+        for path in older[self.keep_last :]:
+            try:
+                if not json.loads((path / MANIFEST).read_text(encoding="utf-8"))["permanent"]:
+                    remove(path)
+            except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+                # Housekeeping: what cannot be read or deleted stays, and training goes on.
+                log.warning("could not tidy up %s: %s", path, error)
+
+    def _agree(self, action: Callable[[], None], what: str) -> None:
+        """Rank 0 acts; if it fails, every rank raises."""
+        problem: list[str | None] = [None]
+        if self.rank == 0:
+            try:
+                action()
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                problem = [reason_of(error)]
+                for leftover in self._leftovers():
+                    shutil.rmtree(leftover, ignore_errors=True)
+        if self._group is not None:
+            dist.broadcast_object_list(problem, src=0, group=self._group)
+        if problem[0] is not None:
+            raise CheckpointError(f"could not {what} a checkpoint in {self.folder}: {problem[0]}")
+
+    def _on_rank_zero(self, action: Callable[[], None]) -> None:
+        if self.rank == 0:
+            action()
+        if self._group is not None:
+            dist.barrier(group=self._group)
+
+
+def _writer_of(file: Path) -> int:
+    """The rank that wrote a shard: `__3_0.distcp` is rank 3's, `.metadata` rank 0's."""
+    match = re.match(r"__(\d+)_", file.name)
+    return int(match[1]) if match else 0
