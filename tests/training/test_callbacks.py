@@ -242,8 +242,8 @@ def test_a_hook_that_fails_is_named():
             raise ZeroDivisionError("boom")
 
     cpu = SimpleNamespace(is_global_zero=True, device=torch.device("cpu"))
-    saver = SimpleNamespace(last_good_checkpoint="the last good checkpoint is at 512 tokens")
-    trainer = SimpleNamespace(fabric=cpu, model=torch.nn.Identity(), saver=saver)
+    good = "the last good checkpoint is at 512 tokens"
+    trainer = SimpleNamespace(fabric=cpu, model=torch.nn.Identity(), last_good_checkpoint=good)
     with pytest.raises(ZeroDivisionError) as error:
         Callbacks(trainer, [], [Fails()]).call_all("on_save", None)
     assert error.value.__notes__ == ["raised by on_save of callbacks.fails; the last good checkpoint is at 512 tokens"]

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import shutil
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,17 +113,6 @@ def trainer_state(config: dict, step: int) -> Path:
     return Path(config["output_dir"]) / f"checkpoints/step-{step * STEP:015d}/trainer.json"
 
 
-def rewrite(file: Path, change) -> None:
-    """Changes a checkpoint's trainer.json as an older version would have written it, manifest included."""
-    state = json.loads(file.read_text())
-    change(state)
-    file.write_text(json.dumps(state))
-    manifest = json.loads(file.with_name("manifest.json").read_text())
-    content = file.read_bytes()
-    manifest["files"]["trainer.json"] = {"bytes": len(content), "crc32": zlib.crc32(content)}
-    file.with_name("manifest.json").write_text(json.dumps(manifest))
-
-
 def run(config: dict, world_size: int = 1, patch: str = CAPTURE_ONLY) -> str:
     """Trains to the end; returns what this start logged, on rank 0."""
     log = Path(config["output_dir"]) / "logs/rank-0.log"
@@ -153,14 +141,6 @@ def test_a_resume_takes_the_choice_of_its_checkpoint(tiny, tmp_path, monkeypatch
         backends = {"attention": "pytorch", "gated_norm": "pytorch"}
         assert state["execution"] == {"compile": compiles, "device": "cpu", "backends": backends}
         assert state["config"]["train"]["compile"] == choice
-
-    def as_an_old_version(state: dict) -> None:
-        del state["execution"], state["config"]["train"]["compile"]
-
-    rewrite(trainer_state(tiny, 6), as_an_old_version)
-    assert "not bitwise" not in run(changed(tiny, train__max_tokens=8 * STEP))
-    state = json.loads(trainer_state(tiny, 8).read_text())
-    assert state["execution"]["compile"] is False
 
 
 @pytest.mark.rare("tests/training/test_compile.py::test_a_run_that_continues_does_as_before")

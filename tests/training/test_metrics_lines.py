@@ -107,22 +107,6 @@ def test_a_start_cuts_only_the_kinds_that_a_run_writes(tmp_path):
     assert steps(directory.jsonlines / "train.jsonl") == [128]
 
 
-def test_wandb_gets_the_descriptions_of_an_older_run_under_names_of_their_own(tiny, tmp_path, monkeypatch):
-    """Earlier versions wrote them without a prefix, so that one corpus took the place of the other."""
-    rows = []
-    run = SimpleNamespace(step=0, log=lambda values, step: rows.append((step, values)), finish=lambda: None)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run, Settings=dict))
-    directory = RunDirectory(tmp_path / "run")
-    directory.jsonlines.mkdir(parents=True)
-    for kind, tokens in (("train_data_info", 7), ("val_data_info", 5)):
-        (directory.jsonlines / f"{kind}.jsonl").write_text(json.dumps({"step": 0, "total_tokens": tokens}) + "\n")
-    metrics = MetricsLog(directory, 256)
-    Wandb().open(metrics, parse(OmegaConf.create(tiny | {"wandb": {"mode": "offline"}})), {})
-    metrics.report_once("train_data_info", 256, {"total_tokens": 9})
-    metrics.close()
-    assert rows == [(0, {"train_data_info/total_tokens": 7, "val_data_info/total_tokens": 5})]
-
-
 def test_a_kind_that_no_resume_would_cut_is_not_written(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     metrics = MetricsLog(directory, 0)

@@ -109,7 +109,7 @@ def open_corpus(
     }  # fmt: skip
     try:
         config = parse_section("datamodule", OmegaConf.merge(values, OmegaConf.from_dotlist(list(keys))))
-        source: Corpus = CORPORA.make(name, str(place.parent), config, None)
+        source: Corpus = CORPORA.make(name, str(place.parent), config)
     except (ConfigError, PluginError, UnknownComponentError) as error:
         raise DataError(f"--corpus {' '.join([name, *keys])}: {error}") from error
     info = source.eval_info()

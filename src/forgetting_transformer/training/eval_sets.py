@@ -100,7 +100,7 @@ def _open(config: Config, path: str, corpus: Corpus, info: DataInfo, world_size:
             raise DataError(_nothing_at(place)) from None
         # What reads the corpus of the run reads the set too.
         data_dir, name = (place.parent, place.name) if isinstance(place, Path) else place.rstrip("/").rsplit("/", 1)
-        found = CORPORA.make(data.name, str(data_dir), dataclasses.replace(data, dataset=name), None)
+        found = CORPORA.make(data.name, str(data_dir), dataclasses.replace(data, dataset=name))
     described = found.eval_info()
     for what, own, other in (
         ("ids", info.vocab_size, described.vocab_size),

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.metrics import MetricsLog
     from forgetting_transformer.training.ranks import Ranks
     from forgetting_transformer.training.run_directory import RunDirectory
-    from forgetting_transformer.training.saving import Saver
 
 
 class PartsInterface(Protocol):
@@ -64,7 +63,6 @@ class PartsInterface(Protocol):
     startup: Clock
     guard: StepGuard
     checkpointer: Checkpointer
-    saver: Saver
     checkpoint: Checkpoint | None
     before: Execution | None
     comparison: Comparison | None
@@ -75,6 +73,10 @@ class PartsInterface(Protocol):
     environment: dict[str, Any]
     origin: str
     weights_from: dict[str, Any] | None
+
+    @property
+    def last_good_checkpoint(self) -> str:
+        """What a later start can go on from, for messages."""
 
     @property
     def compiled(self) -> bool:

@@ -192,6 +192,11 @@ class Parts:
         self.sentinel.starting(stage)
 
     @property
+    def last_good_checkpoint(self) -> str:
+        """What a later start can go on from, for messages."""
+        return self.saver.last_good_checkpoint
+
+    @property
     def compiled(self) -> bool:
         """Whether blocks and loss are compiled: what `train.compile` came to."""
         return self.execution.compile

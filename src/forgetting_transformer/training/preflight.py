@@ -8,6 +8,7 @@ is not touched.
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import shutil
 import statistics
@@ -155,50 +156,55 @@ def _compare(trainer: Trainer) -> None:
     batch = fabric.to_device(next(iter(trainer.data.train_loader(0, 1, ranks.data_rank, ranks.data_size))))
     sizes = divisors(len(batch["input_ids"]))
     sizes = sizes if len(sizes) <= _MOST_SIZES else [*sizes[: _MOST_SIZES - 1], sizes[-1]]
-    model: Any = trainer.model.module
     with_graphs = trainer.graphs.on
     found: list[tuple[float, bool, int]] = []
 
     def say(*cells: str) -> None:
         if fabric.is_global_zero:
-            print("".join(f"{cell:<{width}}" for cell, width in zip(cells, (15, 17, 12, 0), strict=True)), flush=True)
+            row = "".join(f"{cell:<{width}}" for cell, width in zip(cells, (15, 17, 12, 0), strict=True))
+            print(row.rstrip(), flush=True)
 
-    say("\ncheckpointing", " grad_acc_tokens", " tokens/s", " memory")
+    say("", "", "", "")
+    say("checkpointing", "grad_acc_tokens", "tokens/s", "memory")
     # What is kept on the host is what checkpointing keeps.
-    for checkpointing in (True,) if train.block_inputs_on_host else (True, False):
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-            model.disable_input_require_grads()  # as setup.build_model
-        else:
-            model.gradient_checkpointing_disable()
-        trainer.graphs.on = with_graphs and not checkpointing
-        expected = 0.0
-        for sequences in sizes:
-            train.grad_acc_tokens = sequences * data.train_batch_len
-            words = ("yes" if checkpointing else "no", f"{train.grad_acc_tokens:,}")
-            _, total = _memory(fabric.device)
-            full = torch.tensor(float(expected > _MOST_MEMORY * total), device=fabric.device)
-            trainer.sum_over_ranks(full)
-            if full:
-                say(*words, "-", f"would need {size_in_words(expected)} of {size_in_words(total)}")
-                break
-            try:
-                for _ in range(3 if trainer.graphs.on else 1):
-                    _seconds(trainer, batch)  # compiles; CUDA graphs warm up and are recorded
-                if total:
-                    torch.cuda.reset_peak_memory_stats(fabric.device)
-                step = statistics.median(_seconds(trainer, batch) for _ in range(_COMPARED_STEPS))
-            except torch.OutOfMemoryError:
-                say(*words, "-", "out of memory")
-                break
-            peak, _ = _memory(fabric.device)
-            trainer.optimizer.zero_grad()
-            held = torch.cuda.memory_allocated(fabric.device) if total else 0
-            following = next((size for size in sizes if size > sequences), sequences)
-            expected = held + (peak - held) * following / sequences
-            speed = data.train_batch_size * data.train_batch_len / step
-            found.append((speed, checkpointing, sequences))
-            say(*words, f"{speed:,.0f}", size_in_words(peak) if total else "-")
+    ways = (True,) if train.block_inputs_on_host else (True, False)
+    expected, full_with = 0.0, None
+    for checkpointing, sequences in itertools.product(ways, sizes):
+        if checkpointing is full_with:
+            continue
+        if sequences == sizes[0]:
+            expected = 0.0
+            _switch_checkpointing(trainer, checkpointing)
+            trainer.graphs.on = with_graphs and not checkpointing
+        train.grad_acc_tokens = sequences * data.train_batch_len
+        words = ("yes" if checkpointing else "no", f"{train.grad_acc_tokens:,}")
+        total = _memory(fabric.device)[1]
+        full = torch.tensor(float(expected > _MOST_MEMORY * total), device=fabric.device)
+        trainer.sum_over_ranks(full)
+        if full:
+            say(*words, "-", f"would need {size_in_words(expected)} of {size_in_words(total)}")
+            full_with = checkpointing
+            continue
+        try:
+            for _ in range(3 if trainer.graphs.on else 1):
+                _seconds(trainer, batch)  # compiles; CUDA graphs warm up and are recorded
+            if total:
+                torch.cuda.reset_peak_memory_stats(fabric.device)
+            step = statistics.median(_seconds(trainer, batch) for _ in range(_COMPARED_STEPS))
+        except torch.OutOfMemoryError:
+            say(*words, "-", "out of memory")
+            full_with = checkpointing
+            if fabric.world_size > 1:
+                break  # DDP and FSDP cannot go on after half a step
+            continue
+        peak = _memory(fabric.device)[0]
+        trainer.optimizer.zero_grad()
+        held = torch.cuda.memory_allocated(fabric.device) if total else 0
+        following = next((size for size in sizes if size > sequences), sequences)
+        expected = held + (peak - held) * following / sequences
+        speed = data.train_batch_size * data.train_batch_len / step
+        found.append((speed, checkpointing, sequences))
+        say(*words, f"{speed:,.0f}", size_in_words(peak) if total else "-")
     if not found:
         return
     fastest, checkpointing, _ = max(found)
@@ -209,6 +215,15 @@ def _compare(trainer: Trainer) -> None:
             f"{largest * data.train_batch_len} train.gradient_checkpointing={str(checkpointing).lower()}",
             flush=True,
         )
+
+
+def _switch_checkpointing(trainer: Trainer, on: bool) -> None:
+    model: Any = trainer.model.module
+    if on:
+        model.gradient_checkpointing_enable()
+        model.disable_input_require_grads()  # as setup.build_model
+    else:
+        model.gradient_checkpointing_disable()
 
 
 def _seconds(trainer: Trainer, batch: dict[str, torch.Tensor]) -> float:

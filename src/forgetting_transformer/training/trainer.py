@@ -306,7 +306,7 @@ class Trainer(Parts):
         if given < count:
             raise TrainingError(
                 f"{corpus} gave {given} batches instead of {count}, from batch {first:,} on; "
-                f"{self.saver.last_good_checkpoint}. Its train_loader must give all that it is asked for"
+                f"{self.last_good_checkpoint}. Its train_loader must give all that it is asked for"
             )
 
     def _first_step_is_done(self, step: Step) -> None:
@@ -337,11 +337,11 @@ class Trainer(Parts):
         self.saver.collect(self, wait=True, must_succeed=self.stop != Stop.CORRUPT)
         self.callbacks.call_all("on_end")
         if self.stop == Stop.CORRUPT and self.comparison is not None:
-            self.comparison.refuse(self.saver.last_good_checkpoint)
+            self.comparison.refuse(self.last_good_checkpoint)
         if self.stop == Stop.BAD_STEPS:
             raise TrainingError(
                 f"{self.guard.longest_row} updates in a row were left out, because a loss or gradient was not finite "
-                f"or much larger than usual; {self.saver.last_good_checkpoint}, without them. "
+                f"or much larger than usual; {self.last_good_checkpoint}, without them. "
                 f"metrics/jsonlines/bad_step.jsonl in {self.directory.root} names their documents and tokens. Lower "
                 "optimizer.lr (in a fork), mend the data, or raise train.max_bad_steps"
             )
@@ -364,7 +364,7 @@ class Trainer(Parts):
     def _ended_by_sentinel(self, outcome: str, reason: str) -> str:
         if self.outcome is None:  # else that is how the run ended, whatever hangs behind it
             outcome, reason = self.peers.ended(outcome, reason)
-            self._end(outcome, f"{reason}; {self.saver.last_good_checkpoint}")
+            self._end(outcome, f"{reason}; {self.last_good_checkpoint}")
         return self.outcome or outcome
 
     def _end(self, outcome: str, reason: str, unless: Sequence[str] = ("done", "preempted", "failed")) -> None:

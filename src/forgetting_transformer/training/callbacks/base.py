@@ -181,7 +181,7 @@ class Callbacks:
             with _left_as_found(self._trainer.model, self._trainer.fabric.device):
                 getattr(callback, hook)(self._trainer, *arguments)
         except Exception as error:
-            saved = self._trainer.saver.last_good_checkpoint
+            saved = self._trainer.last_good_checkpoint
             error.add_note(f"raised by {hook} of callbacks.{callback.name}; {saved}")
             raise
         finally:

@@ -26,6 +26,7 @@ from forgetting_transformer.versions import how_to_install
 
 #: Written into every export: which checkpoint it was made from, and which files of a model an export may replace.
 MARK = "exported_from.json"
+_UNFINISHED = ".unfinished-export-"
 _STANDARD = {"config.json", "generation_config.json", "model.safetensors"}
 _OF_MODELS = (".safetensors", ".bin", ".index.json")
 
@@ -156,8 +157,10 @@ def write(
     }
     try:
         save_folder.mkdir(parents=True, exist_ok=True)
+        for left in save_folder.glob(f"{_UNFINISHED}*"):  # by an export that was killed
+            shutil.rmtree(left)
         # Nothing is replaced before all of the new export is on the disk.
-        with tempfile.TemporaryDirectory(prefix=".export-", dir=save_folder) as staged:
+        with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=save_folder) as staged:
             new = Path(staged)
             if found_tokenizer is not None:
                 save_tokenizer(found_tokenizer, new, length, bos)

@@ -62,7 +62,7 @@ def train(config: Config) -> str:
             # A full disk, a file system that went away, readers that die. Checkpoints that could be skipped have been.
             trainer.saver.wait_for_save()
             reason = explain(error) if isinstance(error, OSError) else str(error)
-            last_good = trainer.saver.last_good_checkpoint
+            last_good = trainer.last_good_checkpoint
             problem = TrainingError(f"{reason}; {last_good}. Mend this and start the same command again")
             trainer.failed(problem)
             raise problem from error
@@ -70,7 +70,7 @@ def train(config: Config) -> str:
             trainer.saver.wait_for_save()
             during = "evaluation" if trainer.clock.category == "evaluation" else "training"
             reason = out_of_memory(error, config, during, trainer.fabric.world_size, trainer.graphs.on)
-            problem = TrainingError(f"{reason}; {trainer.saver.last_good_checkpoint}")
+            problem = TrainingError(f"{reason}; {trainer.last_good_checkpoint}")
             trainer.failed(problem)
             raise problem from error
         except Exception as error:
@@ -78,10 +78,10 @@ def train(config: Config) -> str:
             if (what := device_error(error)) is not None:
                 with contextlib.suppress(RuntimeError):  # what was copied to the host can still be written
                     trainer.saver.wait_for_save()
-                where, last_good = f"{trainer.fabric.device} of {platform.node()}", trainer.saver.last_good_checkpoint
+                where, last_good = f"{trainer.fabric.device} of {platform.node()}", trainer.last_good_checkpoint
                 problem = DeviceError(f"{where} failed: {what}; {last_good}. {AFTER_DEVICE_ERROR}")
             elif (blame := peers.explain(error)) is not None:
-                last_good = trainer.saver.last_good_checkpoint
+                last_good = trainer.last_good_checkpoint
                 if STOPPED in blame:
                     return trainer.preempted(f"{blame}; {last_good}")
                 problem = TrainingError(f"{blame}; {last_good}. Start the same command again")
