@@ -21,8 +21,7 @@ from forgetting_transformer.training import parse
 from hydra_plugins import forgetting_transformer_launchers as launchers
 from tests.processes import run_command
 from tests.sweep.conftest import DEMO, ROOT, starts
-from tests.training.conftest import STEP
-from tests.training.test_failures import command_line
+from tests.training.conftest import STEP, command_line
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

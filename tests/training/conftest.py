@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +23,9 @@ import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
 
 from forgetting_transformer import training
-from tests.processes import free_port, server, start_as_by_default
+from tests.processes import Command, free_port, server, start_as_by_default
 from tests.tiny import STEP, make_corpus, tiny_config
-from tests.waiting import HANG
+from tests.waiting import HANG, wait_until
 
 
 @contextlib.contextmanager
@@ -188,3 +189,67 @@ def checkpoint_tensors(output_dir: str, step: int) -> dict[str, torch.Tensor]:
     }
     dcp.load(state, storage_reader=reader, no_dist=True)
     return state
+
+
+def status(config: dict) -> dict:
+    return json.loads((Path(config["output_dir"]) / "status.json").read_text())
+
+
+def rank_log(config: dict, rank: int) -> str:
+    return (Path(config["output_dir"]) / f"logs/rank-{rank}.log").read_text()
+
+
+#: The signal comes in the middle of step 6, on one rank only.
+SIGNAL_IN_STEP_SIX = """
+import os, signal, time
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == 5 and self.fabric.global_rank == {rank}:
+        os.kill(os.getpid(), signal.{name})
+        while self.sentinel.request is None:  # until it is heard
+            time.sleep(0.001)
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+
+
+FABRIC = [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--accelerator", "cpu"]
+ENDLESS = ["train.max_tokens=99999999", "datamodule.repeat=true", "skip_eval=true"]
+
+
+def command_line(tiny: dict, output_dir: Path) -> list[str]:
+    """The tiny configuration as overrides of an experiment."""
+    return [
+        "+experiment/demo=fox_pro",
+        f"data_dir={tiny['data_dir']}",
+        f"output_dir={output_dir}",
+        "datamodule.dataset=tiny",
+        "datamodule.vocab_size=64",
+        "datamodule.bos_token_id=0",
+        "datamodule.train_batch_len=32",
+        "datamodule.train_batch_size=4",
+        "datamodule.eval_tokens=640",
+        "scale.hidden_size=64",
+        "scale.heads_of_64=1",
+        "scale.num_hidden_layers=1",
+        "train.grad_acc_tokens=64",
+        "schedule.warmup_tokens=128",
+        "schedule.total_tokens=1280",
+        f"log_interval={STEP}",
+        f"checkpoint_interval={4 * STEP}",
+        "wandb.mode=disabled",
+    ]
+
+
+def wait_for_training(folder: Path, launcher: Command) -> None:
+    """Until the run has logged a step."""
+    logged, printed = folder / "metrics/jsonlines/train.jsonl", folder / "printed"
+    wait_until(logged.exists, lambda: launcher.poll() is None, printed.read_text)
+
+
+def start(tiny: dict, folder: Path, *command: str) -> Command:
+    """A run without an end in `folder`, which takes what it prints too. The ranks are started as users start them."""
+    folder.mkdir()
+    printed = folder / "printed"
+    return Command(*command, *command_line(tiny, folder), *ENDLESS, output=printed, errors=printed)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from forgetting_transformer.training.faults.step_guard import WINDOW, StepGuard
-from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused
+from tests.training.conftest import SIGNAL_IN_STEP_SIX, STEP, Job, changed, checkpoint_tensors, refused
 from tests.training.test_resume import lines, losses
-from tests.training.test_stopping import SIGNAL_IN_STEP_SIX
 
 pytestmark = pytest.mark.slow
 

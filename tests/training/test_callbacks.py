@@ -11,9 +11,8 @@ from forgetting_transformer.training.callbacks.base import Callback, Callbacks
 from forgetting_transformer.training.callbacks.built_in import chosen
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.errors import TrainingError
-from tests.training.conftest import STEP, Job, changed, refused
+from tests.training.conftest import SIGNAL_IN_STEP_SIX, STEP, Job, changed, refused, status
 from tests.training.test_resume import assert_same_run, lines
-from tests.training.test_stopping import SIGNAL_IN_STEP_SIX, status
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from forgetting_transformer.training import ConfigError, setup
-from tests.training.conftest import STEP, changed, checkpoint_tensors, refused, train
+from tests.training.conftest import STEP, changed, checkpoint_tensors, rank_log, refused, train
 from tests.training.test_compile import run
 from tests.training.test_resume import assert_same_run, lines, losses
-from tests.training.test_stopping import rank_log
 
 pytestmark = pytest.mark.slow
 

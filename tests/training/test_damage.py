@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from forgetting_transformer import files, training
-from forgetting_transformer.data import DataError
+from forgetting_transformer import training
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import folder
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, inspect, newest_valid, read_manifest
 from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.logs import LogFile
-from forgetting_transformer.training.run_directory import RunDirectory
 from tests.training.conftest import Job, refused
 from tests.training.test_checkpoint import save
 
@@ -124,15 +122,6 @@ def test_an_error_of_the_system_is_put_down_to_what_it_concerns(tiny, monkeypatc
         training.run(training.parse(OmegaConf.create(tiny)))
 
 
-def test_what_writes_a_file_names_it_when_the_disk_is_full(tmp_path):
-    with pytest.raises(OSError) as caught:
-        files.append_durably(Path("/dev/full"), b"text")
-    assert files.explain(caught.value) == "/dev/full: No space left on device"
-    with pytest.raises(OSError) as caught, files.replacing(tmp_path / "new"):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    assert files.explain(caught.value) == f"{tmp_path / 'new'}: No space left on device"
-
-
 def test_a_log_that_cannot_be_written_says_so_once(capsys):
     handler = LogFile("/dev/full")
     for number in range(3):
@@ -140,12 +129,3 @@ def test_a_log_that_cannot_be_written_says_so_once(capsys):
     sys.stderr.flush()
     said = capsys.readouterr().err
     assert said == "/dev/full cannot be written: No space left on device; lines of the log are lost\n"
-
-
-def test_a_tokenizer_without_an_end_is_not_copied(tmp_path):
-    """It would fill the disk of the run."""
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer/vocab.json").symlink_to("/dev/zero")
-    with pytest.raises(DataError, match=r"tokenizer/vocab\.json is not a regular file, but a device"):
-        setup.copy_tokenizer(tmp_path, RunDirectory(tmp_path / "run"))
-    assert not (tmp_path / "run/tokenizer").exists()

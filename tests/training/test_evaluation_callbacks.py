@@ -8,10 +8,9 @@ import pytest
 import torch
 import zarr
 
-from tests.training.conftest import STEP, Job, changed, refused
+from tests.training.conftest import STEP, Job, changed, rank_log, refused, status
 from tests.training.test_export import word_tokenizer
 from tests.training.test_resume import assert_same_run, lines
-from tests.training.test_stopping import rank_log, status
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,7 @@ from forgetting_transformer.training.checkpoint.folder import newest_valid
 from forgetting_transformer.training.export import build_from_checkpoint, export
 from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB
-from tests.training.conftest import STEP, changed, checkpoint_tensors, train
-from tests.training.test_stopping import rank_log
+from tests.training.conftest import STEP, changed, checkpoint_tensors, rank_log, train
 
 pytestmark = pytest.mark.slow
 

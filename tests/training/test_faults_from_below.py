@@ -12,7 +12,7 @@ from tests.waiting import HANG
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.rare("tests/training/test_failures.py::test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run"),
+    pytest.mark.rare("tests/training/test_faults.py::test_a_fault_is_named_and_the_same_command_goes_on_bitwise"),
     pytest.mark.skipif(
         not sys.platform.startswith("linux") or faults.compiler() is None, reason="needs Linux and a C compiler"
     ),
@@ -36,38 +36,3 @@ def test_faults_from_below_lose_nothing(tmp_path, kind, strategy):
     done = campaign(tmp_path, "--each", "3", "--kinds", kind, "--strategies", strategy, "--seed", "7")
     assert done.returncode == 0 and "3 faults in" in done.stdout, done.stdout + done.stderr
     assert "nothing was lost" in done.stdout and not list(tmp_path.iterdir())
-
-
-def test_the_campaign_finds_what_is_lost(tmp_path):
-    """A checkpoint that is damaged and has none before it to go on from: the campaign must not take that for sound."""
-    script = """
-import sys
-from tests.campaign import run as campaign
-def loses(run, generator):
-    campaign.killed_at_a_call(run, generator)
-    for manifest in run.folder.glob("checkpoints/step-*/manifest.json"):
-        manifest.write_text("{")
-    run.kept = max(run.kept, 1)
-sys.exit(campaign.main(sys.argv[1:]) if campaign.KINDS.clear() or not campaign.KINDS.update({loses: 1}) else 0)
-"""
-    command = [
-        sys.executable,
-        "-c",
-        script,
-        "--runs",
-        "1",
-        "--each",
-        "1",
-        "--strategies",
-        "auto",
-        "--folder",
-        str(tmp_path),
-    ]
-    done = subprocess.run(
-        command, env=shell_environment(), cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=HANG
-    )
-    assert done.returncode == 1 and "LOST: seed 0" in done.stdout, done.stdout + done.stderr
-    assert (
-        "the newest whole checkpoint was at step" in done.stdout
-        and "python tests/campaign/run.py --seed 0" in done.stdout
-    )

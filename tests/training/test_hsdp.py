@@ -12,12 +12,21 @@ import torch
 from forgetting_transformer.training import ConfigError, parse
 from forgetting_transformer.training.launch import _shard_size
 from tests.processes import ROOT, free_port, shell_environment
-from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused, train
+from tests.training.conftest import (
+    ENDLESS,
+    SIGNAL_IN_STEP_SIX,
+    STEP,
+    Job,
+    changed,
+    checkpoint_tensors,
+    command_line,
+    refused,
+    status,
+    train,
+)
 from tests.training.test_corruption import FLIP, MOMENT, WEIGHT
-from tests.training.test_failures import ENDLESS, command_line
 from tests.training.test_resume import assert_same_run, lines, losses
 from tests.training.test_start_block import blocks
-from tests.training.test_stopping import SIGNAL_IN_STEP_SIX, status
 from tests.waiting import HANG, wait_until
 
 pytestmark = pytest.mark.slow
@@ -177,9 +186,7 @@ def test_a_copy_that_differs_stops_the_run_and_names_its_rank(hsdp, tensor):
     assert f"the last good checkpoint is at {4 * STEP:,} tokens" in found["reason"]
 
 
-@pytest.mark.rare(
-    "tests/training/test_stopping.py::test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on_later"
-)
+@pytest.mark.rare("tests/training/test_faults.py::test_a_fault_is_named_and_the_same_command_goes_on_bitwise")
 def test_a_node_that_dies_ends_the_other_and_the_same_command_continues(hsdp, finished):
     patch = """
 import os

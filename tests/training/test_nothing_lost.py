@@ -8,8 +8,6 @@ import pytest
 
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, inspect, remove
-from forgetting_transformer.training.faults import status
-from forgetting_transformer.training.run_directory import RunDirectory
 from tests.training.conftest import STEP, Job, changed, refused, train
 from tests.training.test_checkpoint import assert_holds, save, trained
 from tests.training.test_resume import lines
@@ -162,57 +160,3 @@ trainer.Trainer.step = step
     (root.parent / "elsewhere").rename(root / "checkpoints")
     train(tiny)
     assert len(lines(tiny["output_dir"], "train")) == 20
-
-
-def starts(root: Path, resume: bool = True) -> None:
-    """What a start does before it builds anything, where only the status may say that there was a checkpoint."""
-    directory = RunDirectory(root)
-    status.claim(directory, resume)
-    try:
-        Checkpointer(directory.checkpoints, 1, 0, 1, record=directory.last_checkpoint).newest()
-    finally:
-        status.end(directory, "the reason")
-
-
-@pytest.mark.parametrize("how", ["done", "preempted", "running", "starting"])
-def test_a_run_of_which_only_the_status_is_left_is_refused_every_time(tmp_path, how):
-    status.write_status(tmp_path, how, 5120)
-    for _ in range(2):  # the first refusal replaces the status
-        with pytest.raises(CheckpointError, match=r"a checkpoint was finished at 5,120 tokens, .* resume=false"):
-            starts(tmp_path)
-    directory = RunDirectory(tmp_path)
-    status.claim(directory, resume=False)
-    moved = status.move_aside(directory)
-    assert sorted(path.name for path in moved.iterdir()) == ["last_checkpoint.json", "status.json"]
-    directory.release()
-    starts(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "fork_step"),
-    [
-        ('{"status": "failed", "step": 5120}', 0),  # at that many tokens, which need not have been saved
-        ('{"status": "running", "step": 0}', 0),
-        ('{"status": "done", "step": 5120}', 5120),  # a fork that had nothing left to train
-        ('{"status": "done", "step": true}', 0),
-        ('{"status": "done", "step": "5120"}', 0),
-        ('{"status": "done"}', 0),
-        ("", 0),
-        ("[]", 0),
-        ("[" * 100_000, 0),
-    ],
-)
-def test_a_status_that_proves_no_checkpoint_stops_nothing(tmp_path, text, fork_step):
-    (tmp_path / "config.yaml").write_text(
-        f"output_dir: run\nfork_step: {fork_step or 'null'}\ndatamodule:\n  name: x\n"
-    )
-    (tmp_path / "status.json").write_text(text)
-    starts(tmp_path)
-    assert not (tmp_path / "last_checkpoint.json").exists()
-
-
-def test_what_is_known_of_checkpoints_is_not_replaced_by_what_the_status_says(tmp_path):
-    (tmp_path / "last_checkpoint.json").write_text('{"step": 7, "checkpoint": "step-000000000000007"}')
-    status.write_status(tmp_path, "done", 5120)
-    with pytest.raises(CheckpointError, match="a checkpoint was finished at 7 tokens"):
-        starts(tmp_path)

@@ -12,8 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from forgetting_transformer.evaluation.models import EvaluationError, _load_run
 from forgetting_transformer.training import export as exporting
 from forgetting_transformer.training.checkpoint import reading
-from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest, remove
-from forgetting_transformer.training.export import export
+from forgetting_transformer.training.checkpoint.folder import CheckpointError, remove
 from tests.training.conftest import STEP, changed, train
 
 pytestmark = pytest.mark.slow
@@ -81,27 +80,6 @@ def test_a_checkpoint_that_goes_at_any_moment_of_reading_makes_room_for_the_next
     assert moments > 5, "most moments were too early for step 8 to be read"
 
 
-def test_an_export_takes_the_next_one_too(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    folder, _ = rotate_at(5, tmp_path / "run")
-    assert "without a tokenizer" in export(folder, tmp_path / "hf")
-    assert (tmp_path / "hf/model.safetensors").is_file()
-
-
-def test_a_run_that_rotates_faster_than_anybody_reads_is_an_error_that_says_so(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    folder = tmp_path / "run/checkpoints"
-    shutil.rmtree(folder / f"step-{4 * STEP:015d}")
-
-    def read(checkpoint):
-        shutil.copytree(checkpoint.path, folder / f"step-{checkpoint.step + STEP:015d}")
-        remove(checkpoint.path)
-        raise FileNotFoundError(errno.ENOENT, "gone", str(checkpoint.path))
-
-    with pytest.raises(CheckpointError, match="was deleted by its run while it was read; raise checkpoint_keep_last"):
-        read_newest(folder, read)
-
-
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT])
 def test_a_shard_that_cannot_be_read_is_named(run, tmp_path, monkeypatch, number):
     """It was whole when it was looked at, and then the disk fails: PyTorch raises what `except Exception` misses."""
@@ -112,7 +90,9 @@ def test_a_shard_that_cannot_be_read_is_named(run, tmp_path, monkeypatch, number
         raise OSError(number, "the disk has failed")
 
     def read_data(*arguments):
-        monkeypatch.setattr(reading, "checksum", lambda file, *_: fails() if file.suffix == ".distcp" else whole(file))
+        monkeypatch.setattr(
+            reading, "checksum", lambda file, *_: fails() if file.suffix == ".distcp" else whole(file)
+        )
         fails()
 
     monkeypatch.setattr(FileSystemReader, "read_data", read_data)

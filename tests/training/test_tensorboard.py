@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.conftest import STEP, Job, changed, refused, train
+from tests.training.conftest import STEP, Job, changed, rank_log, refused, train
 from tests.training.test_export import word_tokenizer
 from tests.training.test_resume import assert_same_run, lines, losses
-from tests.training.test_stopping import rank_log
 
 pytestmark = pytest.mark.slow
 

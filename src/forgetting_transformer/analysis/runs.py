@@ -105,7 +105,7 @@ class Run:
 
     @cached_property
     def status(self) -> dict[str, Any]:
-        """How its last start ended (training/status.py); {} before the first, and where the file is damaged."""
+        """How its last start ended (training/faults/status.py); {} before the first, and where the file is damaged."""
         try:
             found = json.loads((self.output_dir / "status.json").read_bytes())
         except (OSError, ValueError, RecursionError):

@@ -31,7 +31,7 @@ class AdamWConfig(OptimizerConfig):
 
 @OPTIMIZERS.register("adamw", config=AdamWConfig)
 def adamw(model: "nn.Module", undecayed: set[str], config: AdamWConfig) -> "torch.optim.Optimizer":
-    """AdamW with PyTorch's fused kernel, which leaves out a step on the device (step_guard.py)."""
+    """AdamW with PyTorch's fused kernel, which leaves out a step on the device (faults/step_guard.py)."""
     from forgetting_transformer.training.parameter_groups import group_parameters, trainable
 
     return _adamw(group_parameters(trainable(model), undecayed, config.weight_decay), config)

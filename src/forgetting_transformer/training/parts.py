@@ -70,7 +70,6 @@ class Parts:
         self.fabric = launch(config)
         self.peers = peers or Peers()
         self.peers.join(self.fabric.global_rank, self.fabric.world_size)
-        self.sentinel.gone = self.peers.gone
         check(config, self.fabric.world_size)
         check_device(config.train.cuda_graphs, self.fabric.device)
         timeout = timedelta(seconds=config.strategy.timeout_seconds)

@@ -96,7 +96,7 @@ class RunDirectory:
         self._lock_file = self.root / "run.lock"
         self._lock = contextlib.ExitStack()
         self.is_locked = False  # whether this process may write here
-        #: What status.json held before this process replaced it (status.py).
+        #: What status.json held before this process replaced it (faults/status.py).
         self.status_before: bytes | None = None
 
     def newest_step(self) -> int:

@@ -105,7 +105,7 @@ def _strategy(trainer: TrainerInterface) -> str:
 
 
 def _corruption(trainer: TrainerInterface) -> str:
-    """What finds weights and moments that memory or a GPU has changed (corruption.py)."""
+    """What finds weights and moments that memory or a GPU has changed (faults/corruption.py)."""
     if trainer.comparison is not None:
         ranks = f"ranks compared every {trainer.config.strategy.compare_steps:,} steps and before checkpoints"
     elif trainer.fabric.world_size == 1:

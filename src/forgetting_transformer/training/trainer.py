@@ -4,10 +4,8 @@ Everything that decides what the weights become is a function of the config and 
 the learning rate (schedule.py), the random numbers (setup.seed_step). A checkpoint therefore carries only weights,
 moments and counters, and a run that was killed continues as if it had not been.
 
-parts.py makes what the loop works with. What is measured or done besides training is a callback (callbacks/). What can
-go wrong has its own files: saving.py and checkpoint/ (whole or not there, written in the background), step_guard.py
-(losses that are not finite), sentinel.py and stop.py (signals, ranks that hang), feed.py (readers that die),
-failures.py and status.py (how it ended). docs/reliability.md says what happens when.
+parts.py makes what the loop works with. What is measured or done besides training is a callback (callbacks/). When and
+how a run saves is in saving.py and checkpoint/. What can go wrong has a folder, faults/.
 """
 
 import itertools

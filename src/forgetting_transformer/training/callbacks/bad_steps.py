@@ -1,4 +1,4 @@
-"""Says which updates were left out, and what was in their batches (step_guard.py decides that)."""
+"""Says which updates were left out, and what was in their batches (faults/step_guard.py decides that)."""
 
 import logging
 from typing import TYPE_CHECKING

@@ -48,14 +48,13 @@ class Difference:
     """What a comparison of all ranks found.
 
     Attributes:
-        batch: steps that had been made then; `agreed`: at the last comparison that found nothing, None if none did.
+        batch: steps that had been made then.
         ranks: those that differ from the majority; all that differ from rank 0, it included,
             where there is no majority.
         tensors: names of the tensors in which they differ.
     """
 
     batch: int
-    agreed: int | None
     ranks: list[int]
     majority: bool
     tensors: list[str]
@@ -66,8 +65,7 @@ class Difference:
             f"{ranks} differ{'s' * (len(self.ranks) == 1)} from the other ranks" if self.majority else f"{ranks} differ"
         )
         more = f" and {len(self.tensors) - 1} more" if len(self.tensors) > 1 else ""
-        since = "no comparison before it" if self.agreed is None else f"they agreed after step {self.agreed:,}"
-        return f"{who} in {self.tensors[0]}{more} after step {self.batch:,} ({since})"
+        return f"{who} in {self.tensors[0]}{more} after step {self.batch:,}"
 
 
 class Comparison:
@@ -81,7 +79,6 @@ class Comparison:
 
     def __init__(self, world_size: int, shards: int = 1) -> None:
         self._world_size, self._shards = world_size, shards
-        self._agreed: int | None = None
         self._pending: collections.deque[tuple[int, list[str], Tensor, torch.cuda.Event | None]] = collections.deque()
         self._found: Difference | None = None
 
@@ -112,8 +109,7 @@ class Comparison:
                     break
                 event.synchronize()
             self._pending.popleft()
-            self._found = judge(batch, names, table, self._agreed, self._shards)
-            self._agreed = batch
+            self._found = judge(batch, names, table, self._shards)
         return self._found
 
     def refuse(self, last_good_checkpoint: str) -> None:
@@ -130,9 +126,7 @@ class Comparison:
             )
 
 
-def judge(
-    batch: int, names: Sequence[str], table: Tensor, agreed: int | None = None, shards: int = 1
-) -> Difference | None:
+def judge(batch: int, names: Sequence[str], table: Tensor, shards: int = 1) -> Difference | None:
     """What a table of digests, (ranks, tensors), says: None if rows that are `shards` apart are equal."""
     for first in range(shards):
         rows = {rank: tuple(row) for rank, row in enumerate(table.tolist()) if rank % shards == first}
@@ -144,7 +138,7 @@ def judge(
         different = [rank for rank, row in rows.items() if row != usual]
         ranks = different if majority else [first, *different]
         wrong = [name for k, name in enumerate(names) if any(rows[rank][k] != usual[k] for rank in different)]
-        return Difference(batch, agreed, ranks, majority, wrong)
+        return Difference(batch, ranks, majority, wrong)
     return None
 
 

@@ -24,9 +24,9 @@ def train(config: Config) -> str:
     Returns:
         "done", or "preempted" if a signal stopped it; then the same config continues it.
     """
-    directory = RunDirectory(config.output_dir)
+    directory, peers = RunDirectory(config.output_dir), Peers()
+    trainer: Trainer | None = None
     with Sentinel(config.strategy.timeout_seconds) as sentinel:
-        peers = Peers()
 
         def end(outcome: str, reason: str) -> str:
             outcome, reason = peers.ended(outcome, reason)
@@ -36,64 +36,63 @@ def train(config: Config) -> str:
         sentinel.on_end = end
         try:
             trainer = Trainer(config, sentinel, directory, peers)
-        except BaseException as error:
-            problem = error
-            if isinstance(error, OSError):  # a full disk, or one that went away
-                problem = TrainingError(f"cannot start: {explain(error)}. Mend this and start the same command again")
-            elif (blame := peers.explain(error)) is not None:
-                if STOPPED in blame:
-                    return end("preempted", blame)
-                problem = TrainingError(f"cannot start: {blame}. Start the same command again")
-            elif isinstance(error, torch.OutOfMemoryError):
-                problem = TrainingError(f"cannot start: {out_of_memory(error, config)}")
-            elif (what := device_error(error)) is not None:
-                problem = DeviceError(f"cannot start: a GPU of {platform.node()} failed: {what}. {AFTER_DEVICE_ERROR}")
-            reason = f"{type(problem).__name__}: {problem}"
-            peers.failed(reason)
-            status.end(directory, reason)
-            raise problem from (None if problem is error else error)
-        try:
             outcome = trainer.run()
             trainer.close()
             # So that no launcher takes an early rank's end for a reason to end the others.
             trainer.vote.wait_for_all()
             return outcome
-        except (OSError, DataWorkerError) as error:
-            # A full disk, a file system that went away, readers that die. Checkpoints that could be skipped have been.
-            trainer.saver.wait_for_save()
-            reason = explain(error) if isinstance(error, OSError) else str(error)
-            last_good = trainer.last_good_checkpoint
-            problem = TrainingError(f"{reason}; {last_good}. Mend this and start the same command again")
-            trainer.failed(problem)
-            raise problem from error
-        except torch.OutOfMemoryError as error:
-            trainer.saver.wait_for_save()
-            during = "evaluation" if trainer.clock.category == "evaluation" else "training"
-            reason = out_of_memory(error, config, during, trainer.fabric.world_size, trainer.graphs.on)
-            problem = TrainingError(f"{reason}; {trainer.last_good_checkpoint}")
-            trainer.failed(problem)
-            raise problem from error
-        except Exception as error:
-            problem = error
-            if (what := device_error(error)) is not None:
-                with contextlib.suppress(RuntimeError):  # what was copied to the host can still be written
-                    trainer.saver.wait_for_save()
-                where, last_good = f"{trainer.fabric.device} of {platform.node()}", trainer.last_good_checkpoint
-                problem = DeviceError(f"{where} failed: {what}; {last_good}. {AFTER_DEVICE_ERROR}")
-            elif (blame := peers.explain(error)) is not None:
-                last_good = trainer.last_good_checkpoint
-                if STOPPED in blame:
-                    return trainer.preempted(f"{blame}; {last_good}")
-                problem = TrainingError(f"{blame}; {last_good}. Start the same command again")
-            trainer.failed(problem)
+        except BaseException as error:
+            blame = peers.explain(error)
+            if blame is not None and STOPPED in blame:
+                if trainer is None:
+                    return end("preempted", blame)
+                return trainer.preempted(f"{blame}; {trainer.saver.last_good_checkpoint}")
+            problem = _problem(error, blame, config, trainer)
+            if trainer is not None:
+                trainer.failed(problem)
+            else:
+                reason = f"{type(problem).__name__}: {problem}"
+                peers.failed(reason)
+                status.end(directory, reason)
             if problem is error:
                 raise
             raise problem from error
-        except SystemExit as error:  # of a callback or an optimizer of somebody's own
-            trainer.failed(error)
-            raise
         finally:
-            trainer.close()
+            if trainer is not None:
+                trainer.close()
+
+
+def _problem(error: BaseException, blame: str | None, config: Config, trainer: Trainer | None) -> BaseException:
+    """The error in words that say what to do; the error itself where it does that, or where nobody knows.
+
+    Args:
+        blame: what another rank did, where that is behind the error.
+        trainer: None while the run starts.
+    """
+    kind, fix = TrainingError, ". Start the same command again"
+    if blame is not None:
+        what = blame
+    elif isinstance(error, OSError):  # a full disk, or one that went away. Checkpoints that could be skipped have been
+        what, fix = explain(error), ". Mend this and start the same command again"
+    elif isinstance(error, DataWorkerError):
+        what, fix = str(error), ". Mend this and start the same command again"
+    elif isinstance(error, torch.OutOfMemoryError):
+        during, world_size, graphs = "the start", 1, False
+        if trainer is not None:
+            during = "evaluation" if trainer.clock.category == "evaluation" else "training"
+            world_size, graphs = trainer.fabric.world_size, trainer.graphs.on
+        what, fix = out_of_memory(error, config, during, world_size, graphs), ""
+    elif (said := device_error(error)) is not None:
+        device = "a GPU" if trainer is None else trainer.fabric.device
+        kind, what, fix = DeviceError, f"{device} of {platform.node()} failed: {said}", f". {AFTER_DEVICE_ERROR}"
+    else:
+        return error
+    if trainer is None:
+        return kind(f"cannot start: {what}{fix}")
+    if blame is None:
+        with contextlib.suppress(RuntimeError):  # of a GPU that failed; what was copied can still be written
+            trainer.saver.wait_for_save()
+    return kind(f"{what}; {trainer.saver.last_good_checkpoint}{fix}")
 
 
 #: What helps where a GPU has failed.

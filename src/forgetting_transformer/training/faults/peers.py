@@ -1,8 +1,7 @@
-"""Which rank a failure began on, for the ranks that only see that another one is gone.
+"""Who fails first, among the ranks of a job: the others only see that it is gone, and should say so.
 
-What a rank sees then is a connection that was closed, or a collective operation that did not end. Each rank leaves who
-it is, and why it fails, in the store over which the processes found each other. A rank that was killed left no reason,
-and one that was stopped (SIGSTOP, a debugger) cannot: on the same machine their processes are looked at.
+Ranks write why they end into the store over which PyTorch connected them. Rank 0, which writes status.json, has the
+store in its own process and reads it when it ends itself.
 """
 
 import contextlib
@@ -10,28 +9,25 @@ import os
 import re
 import socket
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-#: What PyTorch says on a rank whose peer is gone, and what it may say then.
+#: What PyTorch says on a rank whose peer is gone.
 _CLOSED = re.compile(
     r"(connection|socket) (was )?(closed|reset)|(closed|reset) by peer|remote process exited", re.IGNORECASE
 )
+#: What it says there or for another reason.
 _PERHAPS = re.compile(r"connection|timed? ?out|socket|broken pipe|NCCL|gloo", re.IGNORECASE)
 #: A rank that a signal has stopped, and not an error, says so.
 STOPPED = "stopped by "
-#: What a rank says that was not the first to fail.
+#: A rank says one of these that was not the first to fail, and the last that cannot know.
 _ANOTHER = "another rank is gone, and its log says why"
-#: What the sentinel of such a rank says, if it knows, and if it cannot know.
 WAITS = "this rank waits for another"
-PERHAPS_WAITS = "or waits for another"
-#: A connection ends a moment before the process behind it is seen to have ended.
-_SECONDS_TO_DIE = 3.0
-#: All ranks have just found each other when they say who they are. One that takes longer is not looked after.
-_SECONDS_TO_JOIN = 60.0
+MAY_WAIT = "or waits for another"
+#: A rank that fails in the same moment may need so long to say it.
+_SECONDS_TO_SPEAK = 3.0
 
 
 class Peers:
@@ -40,8 +36,6 @@ class Peers:
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
         self._store: Any = None
-        #: Processes of the other ranks that this one can see: rank -> pid.
-        self._visible: dict[int, int] = {}
 
     def join(self, rank: int, world_size: int) -> None:
         """Called once by every rank when they are connected."""
@@ -49,20 +43,6 @@ class Peers:
         if world_size > 1:
             self._store = dist.PrefixStore("peers", dist.distributed_c10d._get_default_store())
             self._publish(f"{rank}", f"{os.getpid()} {_place()}")
-            self._look_around()
-
-    def _look_around(self) -> None:
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        with contextlib.suppress(Exception):  # a rank that is gone already: the next collective operation tells
-            self._store.wait([f"{rank}" for rank in others], timedelta(seconds=_SECONDS_TO_JOIN))
-            for rank in others:
-                process, _, place = (self._published(f"{rank}") or "").partition(" ")
-                if place == _place() and not is_gone(int(process)):
-                    self._visible[rank] = int(process)
-
-    def gone(self) -> int | None:
-        """A rank on this machine whose process has ended; None if there is none. Asks nobody, so it cannot hang."""
-        return next((rank for rank, process in self._visible.items() if is_gone(process)), None)
 
     def failed(self, reason: str) -> None:
         """This rank ends, and why. Never raises."""
@@ -73,59 +53,57 @@ class Peers:
 
         A launcher stops the other ranks with a signal when one has failed: then the job has failed.
         """
-        blame = self.blame()
         self.failed(reason)
+        blame = self.blame(silent=outcome == "failed")
         if blame is None or (outcome == "preempted" and STOPPED in blame):
             return outcome, reason
         return "failed", f"{blame}; {reason}"
 
-    def blame(self, wait: bool = False) -> str | None:
+    def blame(self, silent: bool = True) -> str | None:
         """The rank that failed first as far as can be told, and why; None where all others seem to be there.
 
-        On rank 0 only, which writes the status. With the others the store may be gone, and asking it prints pages.
+        On rank 0 only. With the others the store may be gone, and asking it prints pages.
 
         Args:
-            wait: for a moment, because one of them is known to be gone.
+            silent: whether a rank that does not say why it ends is to blame. If not, only one whose process has ended.
         """
-        if self.rank != 0:
+        if self.rank != 0 or self._store is None:
             return None
-        deadline = time.monotonic() + (_SECONDS_TO_DIE if wait else 0.0)
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        while self._store is not None:
-            reasons = {rank: self._published(f"{rank} failed") or "" for rank in others}
-            told = {rank: text for rank, text in reasons.items() if text and not _for_another(text)}
-            sure = [rank for rank, text in told.items() if PERHAPS_WAITS not in text]
-            if not sure and (seen := self._seen([rank for rank in others if not reasons[rank]])):
-                return seen
-            if first := (sure or list(told))[:1]:
-                said = told[first[0]]
-                return f"rank {first[0]} {'was' if said.startswith(STOPPED) else 'has failed:'} {said}"
-            if time.monotonic() >= deadline:
+        others = range(1, self.world_size)
+        deadline = time.monotonic() + _SECONDS_TO_SPEAK
+        while True:
+            said = {rank: text for rank in others if (text := self._published(f"{rank} failed"))}
+            quiet = [rank for rank in others if rank not in said]
+            sure = [rank for rank, text in said.items() if not any(w in text for w in (_ANOTHER, WAITS, MAY_WAIT))]
+            if sure:
+                return f"rank {sure[0]} {'was' if said[sure[0]].startswith(STOPPED) else 'has failed:'} {said[sure[0]]}"
+            if gone := [rank for rank in quiet if is_gone(self._process(rank))]:
+                return f"rank {gone[0]} was killed or has crashed"
+            if not quiet or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        return None
-
-    def _seen(self, silent: list[int]) -> str | None:
-        """Of ranks that did not say why they fail, one whose process on this machine has ended or is stopped."""
-        for states, what in (("ZX", "was killed or has crashed"), ("Tt", "is stopped, as by SIGSTOP or a debugger")):
-            for rank in silent:
-                process, _, place = (self._published(f"{rank}") or "").partition(" ")
-                if process and place == _place() and _state(int(process)) in states:
-                    return f"rank {rank} (process {process} on {socket.gethostname()}) {what}"
-        return None
+        if quiet and silent:
+            return f"rank {quiet[0]} hangs, or was killed: it has said nothing"
+        perhaps = [rank for rank, text in said.items() if MAY_WAIT in text]
+        return f"rank {perhaps[0]} has failed: {said[perhaps[0]]}" if perhaps else None
 
     def explain(self, error: BaseException) -> str | None:
         """What is behind `error` if another rank is; None if it is this rank's own."""
         if self._store is None or not isinstance(error, RuntimeError):
             return None
         text, ours = str(error), type(error).__module__.partition(".")[0] == __name__.partition(".")[0]
-        if ours or not (_CLOSED.search(text) or _PERHAPS.search(text)):
+        closed = _CLOSED.search(text) is not None
+        if ours or not (closed or _PERHAPS.search(text)):
             return None
-        blame = self.blame(wait=True)
-        if blame is None and not _CLOSED.search(text):
+        blame = self.blame(silent=closed)
+        if blame is None and not closed:
             return None
-        first = text.strip().splitlines()[0][:300]
-        return f"{blame or _ANOTHER} (seen here as: {first})"
+        return f"{blame or _ANOTHER} (seen here as: {text.strip().splitlines()[0][:300]})"
+
+    def _process(self, rank: int) -> int:
+        """Number of its process if that is on this machine, and in this container; 0 elsewhere."""
+        process, _, place = (self._published(f"{rank}") or "").partition(" ")
+        return int(process) if place == _place() else 0
 
     def _publish(self, key: str, value: str) -> None:
         with contextlib.suppress(Exception):  # the store may be what is gone
@@ -146,21 +124,11 @@ def _place() -> str:
     return socket.gethostname()
 
 
-def _for_another(reason: str) -> bool:
-    """Whether a rank that ends so was not the first to fail."""
-    return _ANOTHER in reason or WAITS in reason
-
-
 def is_gone(process: int) -> bool:
-    """Whether a process of this machine has ended, noticed by its parent or not. Elsewhere than on Linux: False."""
-    return _state(process) in "ZX"
-
-
-def _state(process: int) -> str:
-    """The letter that Linux has for it: "T" or "t" if it is stopped, "Z" or "X" if it has ended. Elsewhere "?"."""
-    if not Path("/proc/self/stat").exists():
-        return "?"
+    """Whether a process of this machine has ended, noticed by its parent or not; False where Linux does not say it."""
+    if not process or not Path("/proc/self/stat").exists():
+        return False
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
-        return "X"
+        return True

@@ -6,34 +6,29 @@ done        trained to train.max_tokens
 preempted   stopped by a signal, saved if there was anything to save; the same command continues
 failed      stopped by an error; the reason says what to do before the same command continues
 
-What an earlier start left is replaced as soon as rank 0 holds the run's folder, before anything is built. Where it
-shows that a checkpoint was finished and nothing else does any more, that is noted in `last_checkpoint.json` first.
+What an earlier start left is replaced as soon as rank 0 holds the run's folder, before anything is built.
 """
 
 import contextlib
 import json
 import os
-import re
 import socket
 import threading
 import time
 from pathlib import Path
 
-from forgetting_transformer.files import explain, write_atomically
+from forgetting_transformer.files import write_atomically
 from forgetting_transformer.redaction import redact
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
 
 _NAME = "status.json"
-#: A file of so many bytes is kept for the next status, because what ends a run may be a disk with no room for one.
-_RESERVE = ".status.json.reserve"
-_RESERVED_BYTES = 8192
-#: The loop and the sentinel's thread may write in the same moment, and each writes over the reserve.
+#: The loop and the sentinel's thread may write in the same moment.
 _writing = threading.RLock()
 
 
 def write_status(root: Path, status: str, step: int, reason: str = "") -> None:
     """Replaces the file at once. `step` is training tokens done. Never raises: a run ends as it ends."""
-    entry = {
+    entry: dict[str, str | int] = {
         "status": status,
         "step": step,
         "reason": redact(reason),
@@ -42,11 +37,15 @@ def write_status(root: Path, status: str, step: int, reason: str = "") -> None:
         "pid": os.getpid(),
     }
     text = json.dumps(entry, indent=1) + "\n"
-    if len(text.encode()) > _RESERVED_BYTES:
-        entry["reason"] = redact(reason)[: _RESERVED_BYTES // 8] + " …"
-        text = json.dumps(entry, indent=1) + "\n"
-    with _writing:
-        _replace(root, text)
+    with _writing, contextlib.suppress(OSError):
+        try:
+            write_atomically(root / _NAME, text)
+        except OSError:
+            # A full disk, which may be what ends the run: over the bytes of the old status, which needs no room.
+            entry["reason"] = redact(reason)[:1000]
+            with (root / _NAME).open("r+b") as file:
+                file.write(json.dumps(entry, indent=1).encode() + b"\n")
+                file.truncate()
 
 
 def write_own(directory: RunDirectory, status: str, step: int, reason: str = "") -> None:
@@ -54,34 +53,6 @@ def write_own(directory: RunDirectory, status: str, step: int, reason: str = "")
     with _writing:
         if directory.is_locked:
             write_status(directory.root, status, step, reason)
-
-
-def _replace(root: Path, text: str) -> None:
-    with contextlib.suppress(OSError):
-        _reserve(root)
-    # Over bytes that are there, which needs no room: those of the reserve, or, not quite at once, those of the old
-    # status.
-    place = root / (_RESERVE if os.path.exists(root / _RESERVE) else _NAME)  # where Path.exists may raise
-    with contextlib.suppress(OSError):
-        descriptor = os.open(place, os.O_WRONLY)
-        try:
-            os.write(descriptor, text.encode())
-            os.ftruncate(descriptor, len(text.encode()))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(place, root / _NAME)
-    with contextlib.suppress(OSError):
-        _reserve(root)
-
-
-def _reserve(root: Path) -> None:
-    """Keeps the room that the next status needs, if there is none kept."""
-    with contextlib.suppress(FileNotFoundError):
-        # A process that was killed while it wrote leaves a short one.
-        if (root / _RESERVE).stat().st_size >= _RESERVED_BYTES:
-            return
-    write_atomically(root / _RESERVE, " " * _RESERVED_BYTES)  # zeros might be stored as none
 
 
 def claim(directory: RunDirectory, resume: bool = True) -> None:
@@ -98,47 +69,7 @@ def claim(directory: RunDirectory, resume: bool = True) -> None:
         directory.acquire()
         file = directory.root / _NAME
         directory.status_before = file.read_bytes() if file.is_file() else None
-        try:
-            _keep_what_it_proves(directory)
-        except OSError as error:
-            directory.release()
-            raise RunDirectoryError(f"cannot write {explain(error)}; make room") from error
         write_status(directory.root, "starting", directory.newest_step())
-
-
-def _keep_what_it_proves(directory: RunDirectory) -> None:
-    """Notes that a checkpoint was finished, if only the status says so: the next one will not.
-
-    A run that is done or preempted has saved. One that began at more than 0 tokens had a checkpoint to begin from,
-    which of a fork was another run's. "failed" proves nothing: its tokens may never have been saved.
-    """
-    if directory.last_checkpoint.exists():
-        return
-    try:
-        found = json.loads(directory.status_before or b"{}")
-        name, step = found["status"], found["step"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return  # damaged, so unknown
-    if (
-        name not in ("done", "preempted", "starting", "running")
-        or type(step) is not int
-        or step <= _forked_at(directory)
-    ):
-        return
-    # Imported here: it brings PyTorch along.
-    from forgetting_transformer.training.checkpoint.folder import recorded_step
-
-    if recorded_step(directory.last_checkpoint) is None:
-        write_atomically(directory.last_checkpoint, json.dumps({"step": step, "checkpoint": f"step-{step:015d}"}))
-
-
-def _forked_at(directory: RunDirectory) -> int:
-    """Tokens that the run in the folder began with, by its config.yaml: 0 unless it is a fork."""
-    try:
-        found = re.search(rb"^fork_step: (\d{1,18})", directory.config.read_bytes(), flags=re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
 
 
 def move_aside(directory: RunDirectory) -> Path | None:

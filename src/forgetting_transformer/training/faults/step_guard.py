@@ -153,7 +153,7 @@ class StepGuard:
         return {"guard_skipped": self._skipped, "guard_in_a_row": self._in_a_row, "guard_norms": self._norms}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """From a checkpoint; one of an earlier version has no such state, and the guard starts afresh."""
+        """From a checkpoint; one that was imported from the authors' code has no such state."""
         if "guard_norms" in state:
             self._skipped = state["guard_skipped"].to(self._device)
             self._in_a_row = state["guard_in_a_row"].to(self._device)

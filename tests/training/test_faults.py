@@ -1,0 +1,331 @@
+"""Faults of a run (training/faults): it ends as it should, says which rank or resource, and the same command goes on to
+the weights, moments and lines of a run that was left alone, bit for bit.
+
+Faults 4, 6, 7, 9, 10 and 12 of the list have their files: test_bad_steps.py, test_resume.py, tests/data,
+test_resume.py, test_corruption.py, and tests/data/test_remote.py with test_wandb.py.
+"""
+
+import json
+import os
+import re
+import signal
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import Command, free_port
+from tests.training.conftest import (
+    ENDLESS,
+    FABRIC,
+    STEP,
+    Job,
+    changed,
+    command_line,
+    rank_log,
+    refused,
+    start,
+    status,
+    train,
+    wait_for_training,
+)
+from tests.training.test_resume import assert_same_run, lines
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+STOP = "os.kill(os.getpid(), signal.SIGTERM)"
+HEARD = "\nwhile self.sentinel.request is None:\n    time.sleep(0.001)"
+HANG = "\ntime.sleep(36000)"
+
+
+def patch_of(owner: str, method: str, arguments: str, condition: str, what: str) -> str:
+    """Code that does `what` in a method before its own work, where `condition` holds."""
+    return f"""
+import os, signal, sys, time, torch
+from forgetting_transformer.data import longcrawl64
+from forgetting_transformer.training import checkpoint, metrics, setup, trainer
+from forgetting_transformer.training.callbacks.held_out import HeldOut
+from forgetting_transformer.training.faults import sentinel
+original = {owner}.{method}
+def patched({arguments}, **options):
+    if {condition}:
+{textwrap.indent(what, "        ")}
+    return original({arguments}, **options)
+{owner}.{method} = patched
+"""
+
+
+def in_step(what: str, ranks: str = "0") -> str:
+    condition = f"self.counters.batch_count == 9 and str(self.fabric.global_rank) in '{ranks}'"
+    return patch_of("trainer.Trainer", "step", "self, batch", condition, what)
+
+
+def in_reader(what: str) -> str:
+    return patch_of("longcrawl64.TrainBatches", "__getitem__", "self, batch", "batch == 5", what)
+
+
+def in_start(what: str, rank: int = 0) -> str:
+    return patch_of("setup", "build_model", "config, data", f"os.environ.get('RANK', '0') == '{rank}'", what)
+
+
+#: While the checkpoint of step 8 is written, one write does something else.
+IN_WRITER = """
+import os, signal, threading, time
+import torch.distributed.checkpoint.filesystem as filesystem
+from forgetting_transformer.training import checkpoint
+from forgetting_transformer.training.checkpoint import writing
+from forgetting_transformer.training.faults import sentinel
+sentinel.WRITER_PATIENCE_SECONDS = 1
+write_item, save, wait = filesystem._write_item, writing.Writer.write, checkpoint.Checkpointer._wait
+now, hangs = None, threading.Event()
+def write(self, step, *arguments):
+    global now
+    now = step
+    return save(self, step, *arguments)
+def item(*arguments, **options):
+    if now == 1024:
+        {what}
+    return write_item(*arguments, **options)
+def waiting(self):
+    if now == 1024 and {waits}:
+        hangs.wait()
+        {limit}
+    return wait(self)
+filesystem._write_item, writing.Writer.write, checkpoint.Checkpointer._wait = item, write, waiting
+"""
+
+
+def hung_writer(limit: str) -> str:
+    return IN_WRITER.format(what="hangs.set(); time.sleep(36000)", waits=True, limit=limit)
+
+
+@dataclass
+class Fault:
+    """What is done to a run, how its ranks end, and what status.json (or, of one that goes on, the log) says."""
+
+    patch: str
+    codes: list[int]
+    status: str
+    said: str
+    log: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+FAULTS = {
+    "a signal": Fault(in_step(STOP + HEARD), [0], "preempted", "^SIGTERM$"),
+    "a signal on one rank of two": Fault(
+        in_step((STOP + HEARD).replace("SIGTERM", "SIGUSR1"), ranks="1"), [0, 0], "preempted", "^(SIGUSR1)?$"
+    ),
+    "a signal in an evaluation": Fault(
+        patch_of("trainer.Trainer", "evaluate", "self, due", "True", STOP + HEARD), [0], "preempted", "^SIGTERM$"
+    ),
+    "a signal in the start": Fault(
+        in_start(STOP + HANG), [75], "preempted", "^stopped by SIGTERM in 'model', before the first step$"
+    ),
+    "a signal in a step that hangs": Fault(
+        in_step("sentinel.STEP_PATIENCE_SECONDS = 0.5\n" + STOP + HANG),
+        [75],
+        "preempted",
+        "stopped by SIGTERM; no step ended for .*the last good checkpoint is at",
+        "in patched",
+    ),
+    "a signal while a reader is silent": Fault(
+        in_reader("sentinel.READER_PATIENCE_SECONDS = 0.5\n" + STOP + HANG),
+        [75],
+        "preempted",
+        "stopped by SIGTERM; no batch of datamodule.name='longcrawl64' came for ",
+    ),
+    "a signal while a writer hangs": Fault(
+        hung_writer(STOP), [75], "preempted", "nothing was written of the checkpoint at 1,024 tokens for "
+    ),
+    "a second signal": Fault(
+        in_step(STOP + HEARD + "\ntime.sleep(1.1)\n" + STOP + HANG),
+        [128 + signal.SIGTERM],
+        "failed",
+        "^SIGTERM, after SIGTERM: left at once; the last good checkpoint is at",
+    ),
+    "a killed rank": Fault(
+        in_step("os.kill(os.getpid(), 9)", ranks="1"),
+        [1, -signal.SIGKILL],
+        "failed",
+        r"rank 1 was killed or has crashed \(seen here as: .*the last good checkpoint is at",
+    ),
+    "a rank killed in the start": Fault(
+        in_start("os.kill(os.getpid(), 9)", rank=1), [1, -signal.SIGKILL], "failed", "cannot start: rank 1 was killed"
+    ),
+    "a rank that fails in the start": Fault(
+        in_start("raise ValueError('no such thing')", rank=1),
+        [1, 1],
+        "failed",
+        "cannot start: rank 1 has failed: ValueError: no such thing",
+    ),
+    "a killed rank, and another inside of a call that never returns": Fault(
+        # As for NCCL. A launcher asks it to stop.
+        in_step(
+            "sentinel.STEP_PATIENCE_SECONDS = 0.5\nself.sentinel._longest = 0\n"
+            "if self.fabric.global_rank == 1:\n    os.kill(os.getpid(), 9)\n" + STOP + HANG,
+            ranks="01",
+        ),
+        [1, -signal.SIGKILL],
+        "failed",
+        "rank 1 was killed or has crashed; stopped by SIGTERM; no step ended for ",
+    ),
+    "a hung rank": Fault(
+        in_step("self.sentinel.timeout = 2" + HANG, ranks="1"),
+        [1, 1],
+        "failed",
+        "rank 1 has failed: no step ended for .*this rank stands still",
+        config={"strategy__timeout_seconds": 3600},
+    ),
+    "a hung start": Fault(
+        in_start("sentinel.START_SECONDS = 1" + HANG),
+        [1],
+        "failed",
+        "the start stood still in 'model' for ",
+        config={"strategy__timeout_seconds": 1},
+    ),
+    "a reader that is silent": Fault(
+        in_reader(HANG[1:]),
+        [1],
+        "failed",
+        "no batch of datamodule.name='longcrawl64' came for .*this rank stands still",
+        config={"strategy__timeout_seconds": 1},
+    ),
+    "a reader that is killed": Fault(
+        in_step("import multiprocessing\nfor one in multiprocessing.active_children():\n    os.kill(one.pid, 9)"),
+        [0],
+        "done",
+        "^$",
+        "Readers are restarted",
+        {"datamodule__train_num_workers": 1},
+    ),
+    "a writer that hangs": Fault(
+        hung_writer("self.watch.__self__.timeout = 1"),
+        [1],
+        "failed",
+        "nothing was written of the checkpoint at 1,024 tokens for .*the last good checkpoint is at 512 tokens",
+    ),
+    "what hangs after the end": Fault(
+        patch_of("metrics.MetricsLog", "close", "self", "True", HANG[1:]) + "close = trainer.Trainer.close\n"
+        "def closing(self):\n    self.sentinel.timeout = 1\n    close(self)\n"
+        "trainer.Trainer.close = closing",
+        [1],
+        "done",
+        "^$",
+        "training was over and the process did not end for",
+    ),
+    "a full disk at a save": Fault(
+        IN_WRITER.format(what="raise OSError(28, 'No space left on device')", waits=False, limit="pass"),
+        [0],
+        "done",
+        "^$",
+        "No space left on device; the last good checkpoint is at 512 tokens. Training goes on",
+    ),
+    "weights that are not finite": Fault(
+        in_step("next(self.model.parameters()).data.fill_(float('nan'))", ranks="01"),
+        [1, 1],
+        "failed",
+        "weights or moments became infinite or NaN .*the last good checkpoint is at 1,024 tokens",
+    ),
+    "a GPU that fails": Fault(
+        in_step("raise torch.AcceleratorError('CUDA error: unspecified launch failure\\nSearch for more')"),
+        [1],
+        "failed",
+        "^DeviceError: cpu of .* failed: unspecified launch failure; the last good checkpoint is at 1,024 tokens",
+    ),
+    "a GPU out of memory": Fault(
+        in_step("raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has …')"),
+        [1],
+        "failed",
+        r"out of memory in training for 2.50 GiB more. Start the same command again with train.grad_acc_tokens=32 "
+        r"\(now 64\) or train.gradient_checkpointing=true or strategy=fsdp on several GPUs; the last good checkpoint",
+    ),
+    "a callback that fails": Fault(
+        patch_of(
+            "HeldOut",
+            "on_interval",
+            "self, trainer, kind",
+            "kind == 'eval' and trainer.counters.batch_count > 8",
+            "next(trainer.model.parameters()).data.zero_()\nraise ZeroDivisionError('boom')",
+        ),
+        [1],
+        "failed",
+        "ZeroDivisionError: boom",
+    ),
+    "a clock that is set back": Fault(
+        "import time; real = time.time; time.time = lambda: real() - 86400", [0], "done", "^$"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_and_the_same_command_goes_on_bitwise(tiny, finished, name):
+    fault = FAULTS[name]
+    world_size = len(fault.codes)
+    job = Job(changed(tiny, **fault.config), world_size, patch=fault.patch)
+    assert job.wait() == fault.codes, job.errors()
+    found = status(tiny)
+    assert found["status"] == fault.status and re.search(fault.said, found["reason"]), found
+    assert "\n" not in found["reason"] and fault.log in rank_log(tiny, 0)
+    train(tiny, world_size)
+    assert status(tiny)["status"] == "done"
+    assert_same_run(finished(tiny, world_size), tiny["output_dir"])
+
+
+def test_a_second_start_in_the_same_folder_is_refused_with_the_name_of_the_first(tiny):
+    slow = changed(tiny, train__max_tokens=10**6 * STEP, datamodule__repeat=True, skip_eval=True)
+    first = Job(slow)
+    try:
+        metrics = Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl"
+        wait_until(metrics.exists, first.processes[0].is_alive, first.errors)
+        before = status(tiny)
+        message = refused(slow)
+        assert "another run is writing to output_dir" in message and f'"pid": {first.processes[0].pid}' in message
+        assert status(tiny) == before
+    finally:
+        first.kill()
+    train(changed(slow, train__max_tokens=lines(tiny["output_dir"], "train")[-1]["step"] + 8 * STEP))
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_launcher_passes_signals_on_and_ends_with_75(tiny, tmp_path, number):
+    """SIGUSR1 among them, of which `fabric run` by itself would die and tell its ranks nothing."""
+    folder = tmp_path / "run"
+    launcher = start(tiny, folder, "scripts/launch.py", "--accelerator", "cpu", "--devices", "1")
+    wait_for_training(folder, launcher)
+    launcher.send_signal(number)
+    assert launcher.wait() == 75
+    found = status({"output_dir": folder})
+    assert found["status"] == "preempted" and found["reason"] == number.name
+    assert (folder / f"checkpoints/step-{found['step']:015d}/manifest.json").is_file()
+    said = (folder / "printed").read_text()
+    assert "Traceback" not in said and said.splitlines()[-1].endswith(str(folder)), said
+
+
+def test_a_rank_of_fabric_run_that_is_asked_to_stop_is_no_failure(tiny, tmp_path):
+    """The launcher itself gets no signal, and would report a rank that ends with 75 at length."""
+    folder = tmp_path / "run"
+    launcher = start(tiny, folder, *FABRIC, "--devices", "1", "--main-port", str(free_port()))
+    wait_for_training(folder, launcher)
+    os.kill(json.loads((folder / "run.lock").read_text())["pid"], signal.SIGTERM)
+    assert launcher.wait() == 0 and "Traceback" not in (folder / "printed").read_text()
+    assert status({"output_dir": folder})["status"] == "preempted"
+
+
+def test_ctrl_c_exits_with_75_and_a_kill_leaves_the_folder_free_although_readers_live_on(tiny, tmp_path):
+    printed, logged = tmp_path / "printed", tmp_path / "cli/metrics/jsonlines/train.jsonl"
+    command = ["train.py", *command_line(tiny, tmp_path / "cli"), *ENDLESS, "datamodule.train_num_workers=1"]
+    process = Command(*command)
+    wait_until(logged.exists, lambda: process.poll() is None)
+    process.kill()
+    process.wait()
+    size = logged.stat().st_size
+    process = Command(*command, errors=printed)
+    wait_until(lambda: logged.stat().st_size > size, lambda: process.poll() is None)
+    process.send_signal(signal.SIGINT)
+    code, said = process.wait(), printed.read_text()
+    assert code == 75 and "Traceback" not in said, said
+    assert "SIGINT: stopping after this step" in said and "stopped and saved" in said

@@ -1,0 +1,177 @@
+"""How long the sentinel waits for what, whom rank 0 blames, and that nothing keeps a process which ends itself."""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from forgetting_transformer.training import checkpoint
+from forgetting_transformer.training.checkpoint import Checkpointer
+from forgetting_transformer.training.faults import peers, sentinel
+from tests.training.test_checkpoint import trained
+from tests.waiting import HANG, wait_until
+
+
+def test_what_is_waited_for_decides_how_long():
+    watch = sentinel.Sentinel(60)
+    watch.starting("first step")
+    assert watch._patience()[1] == 60 + sentinel.START_SECONDS, "kernels are compiled"
+    with watch.reading("the corpus"):
+        assert watch._patience() == ("no batch of the corpus came", 60, 20), "nothing is compiled then"
+    watch.started()
+    assert watch._patience()[2] < 30, "containers are killed 30 s after a signal"
+    watch._longest = 20.0
+    assert watch._patience()[2] == 60, "a slow step is given time to end"
+    with watch.waiting_for("the checkpoint at 5 tokens", 1000.0):
+        assert watch._patience()[2] == 2000, "a flush may take as long as the whole save before it"
+    watch.callback = lambda: "mine"
+    assert watch._patience()[0] == "no step ended (callbacks.mine)"
+
+
+def test_a_signal_within_a_second_is_the_same_request_however_slow_the_log(monkeypatch):
+    """A scheduler and a launcher both send it."""
+    watch, left, said = sentinel.Sentinel(36000), [], threading.Event()
+    watch.started()
+    monkeypatch.setattr(watch, "_leave", lambda code, reason: left.append(code))
+    monkeypatch.setattr(sentinel.log, "warning", lambda *_: said.wait(HANG))
+    watch._hear(signal.SIGTERM, 5.0)
+    watch._hear(signal.SIGTERM, 5.9)
+    assert not left and watch.request == "SIGTERM"
+    watch._hear(signal.SIGTERM, 6.1)
+    assert left == [128 + signal.SIGTERM]
+    said.set()
+
+
+@pytest.fixture
+def ranks(monkeypatch) -> list[peers.Peers]:
+    """Rank 0 of three, which sees the process of the last alone, and the others."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(peers, "_SECONDS_TO_SPEAK", 0.1)
+    found = [peers.Peers() for _ in range(3)]
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(peers, "_place", lambda: "another machine")
+        found[1].join(1, 3)
+    for rank in (0, 2):
+        found[rank].join(rank, 3)
+    return found
+
+
+def test_of_ranks_that_end_the_first_to_fail_is_blamed(ranks, monkeypatch):
+    here, one, two = ranks
+    assert here.blame() == "rank 1 hangs, or was killed: it has said nothing"
+    assert here.blame(silent=False) is None
+    one.failed("no step ended for 9 s; this rank waits for another, whose log says where it stands")
+    two.failed("no step ended for 9 s; this rank stands still, or waits for another")
+    assert here.blame() == "rank 2 has failed: no step ended for 9 s; this rank stands still, or waits for another"
+    two.failed("ValueError: no such thing")
+    assert here.blame() == "rank 2 has failed: ValueError: no such thing"
+    # A launcher sends a signal to the ranks that are left.
+    stopped = "stopped by SIGTERM in 'model', before the first step"
+    assert here.ended("preempted", stopped) == ("failed", f"rank 2 has failed: ValueError: no such thing; {stopped}")
+    two.failed(stopped)
+    assert here.ended("preempted", stopped) == ("preempted", stopped)
+    assert here.explain(RuntimeError("Connection closed by peer")).startswith("rank 2 was stopped by SIGTERM")
+    assert here.explain(ValueError("Connection closed by peer")) is None
+
+
+def test_only_a_process_that_can_be_seen_is_missed(ranks, monkeypatch):
+    """Elsewhere, and in another container, its number is another process's or nobody's."""
+    monkeypatch.setattr(peers, "is_gone", lambda process: process != 0)
+    assert ranks[0].blame(silent=False) == "rank 2 was killed or has crashed"
+
+
+def _never(*_: object) -> None:
+    time.sleep(36000)
+
+
+def _hang_with(what: str) -> None:
+    sentinel.START_SECONDS, sentinel.LAST_WORDS_SECONDS, sentinel.AT_ONCE_SECONDS = 0.0, 0.1, 0.1
+    watch = sentinel.Sentinel(0.1 if "signal" not in what else 36000)
+    if "log" in what:
+        handler = logging.Handler()
+        handler.emit = _never
+        logging.getLogger().addHandler(handler)
+    if "terminal" in what:
+        _, writing = os.pipe()
+        os.dup2(writing, 2)
+        os.set_blocking(2, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(2, b"x" * 65536)
+        os.set_blocking(2, True)
+    if "status" in what:
+        watch.on_end = _never
+    with watch:
+        if "signal" in what:
+            watch.started()
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(lambda: watch.request)
+            sentinel.SAME_REQUEST_SECONDS = 0.0
+            os.kill(os.getpid(), signal.SIGTERM)
+        _never()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("what", "code"), [("log and terminal", 1), ("status", 1), ("log, at a signal", 128 + signal.SIGTERM)]
+)
+def test_what_else_hangs_does_not_keep_the_process(what, code):
+    """The disk that the run waits for may be that of its log and of its folder, too."""
+    process = multiprocessing.get_context("fork").Process(target=_hang_with, args=(what,))
+    process.start()
+    process.join(HANG)
+    assert process.exitcode == code
+
+
+def test_a_slow_writer_is_not_a_hung_one(tmp_path, monkeypatch):
+    """Every byte it writes is a sign of life to who waits for it, and its silence is none."""
+    monkeypatch.setattr(checkpoint, "_LOOK_SECONDS", 0.001)
+    checkpointer = Checkpointer(tmp_path, 1, 0, 1, background=True)
+    turns = [threading.Event() for _ in range(4)]
+    signs, looks = [], []
+
+    def write(step, *_):
+        folder = tmp_path / f".tmp-step-{step:015d}"
+        folder.mkdir()
+        for turn in turns:
+            turn.wait()
+            with (folder / "state").open("a") as file:
+                file.write("a byte or two")
+
+    class Watch:
+        def __enter__(self):
+            return lambda: signs.append(len(looks))
+
+        def __exit__(self, *_):
+            signs.append("over")
+
+    progress = checkpointer._progress
+    monkeypatch.setattr(checkpointer, "_progress", lambda: (looks.append(0), progress())[1])
+    monkeypatch.setattr(checkpointer, "_write", write)
+    checkpointer.watch = lambda name, seconds: Watch()
+    model, optimizer = trained(1)
+    checkpointer.save(1, model, optimizer, {}, {}, permanent=False)
+    waiter = threading.Thread(target=lambda: checkpointer.finished(wait=True), daemon=True)
+    waiter.start()
+    for turn in turns[:-1]:
+        seen = len(signs)
+        turn.set()
+        wait_until(lambda seen=seen: len(signs) > seen, waiter.is_alive)
+    # It may look in the middle of a write, and see the rest of it the next time.
+    written = len("a byte or two") * len(turns[:-1])
+    wait_until(lambda: (tmp_path / f".tmp-step-{1:015d}/state").stat().st_size == written, waiter.is_alive)
+    looked = len(looks)
+    wait_until(lambda: len(looks) > looked + 2, waiter.is_alive)
+    before, looked = len(signs), len(looks)
+    wait_until(lambda: len(looks) > looked + 20, waiter.is_alive)
+    assert len(signs) == before, "silence"
+    turns[-1].set()
+    waiter.join(HANG)
+    assert signs[-1] == "over"
