@@ -86,8 +86,7 @@ def test_a_wrong_command_of_the_readme_is_noticed(right, wrong, message, monkeyp
     [
         ("python train.py -m +experiment/demo=fox_pro,mamba2 train.max_tokns=1,2 output_dir=x data_dir=x", "max_tokns"),
         (
-            "python train.py -m hydra/launcher=slurm hydra.launcher.tme=1 +experiment/demo=fox_pro output_dir=x "
-            "data_dir=x",
+            "python train.py -m hydra.launcher.tme=1 +experiment/demo=fox_pro output_dir=x data_dir=x",
             "tme",
         ),
         ("python train.py --cgf job", "SystemExit"),
