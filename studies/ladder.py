@@ -23,8 +23,6 @@ from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count, number, positive
 from forgetting_transformer.ranges import Range
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -52,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.sweep import SweepError
     from forgetting_transformer.sweep.composition import Composer
+    from forgetting_transformer.sweep.jobs import quote
     from forgetting_transformer.training import ConfigError
+    from studies import ROOT
     from studies.engine import ladder
 
     try:
@@ -61,34 +61,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         base = composer.compose(composer.task_overrides)
         folder = Path(base.output_dir).expanduser().absolute()
         common = [override for override in composer.task_overrides if not override.startswith("output_dir=")]
-        common.append(f"output_dir={ladder.quote(str(folder))}")
-        rungs = [
-            ladder.rung(composer.compose, ROOT / "configs", name, args.shrink, args.shrink_tokens, common)
-            for name in args.scales
-        ]
+        common.append(f"output_dir={quote(str(folder))}")
+        rungs = [ladder.rung(composer.compose, name, args.shrink, args.shrink_tokens, common) for name in args.scales]
         print(ladder.plan(rungs, args.shrink).markdown(padded=True))
-        for warning in ladder.warnings(rungs):
-            print(f"warning: {warning}", file=sys.stderr)
         seeds = [base.seed] if args.seeds is None else args.seeds
-        make = ladder.search_of(ROOT / "train.py", composer.compose, composer.machine(), folder, seeds, args.guess)
-        climbed = ladder.Ladder(rungs, folder, args.shrink, make)
-        if args.dry_run:
-            return 0
-        complete = climbed.run()
-    except (SweepError, ConfigError, AnalysisError) as error:
+        machine = composer.machine()
+        climbed = ladder.Ladder(rungs, folder, args.shrink, composer.compose, machine, seeds, args.guess)
+        complete = args.dry_run or climbed.run()
+    except (SweepError, ConfigError, AnalysisError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(
-            f"error: {error.filename or folder}: {error.strerror or error}; choose another output_dir", file=sys.stderr
-        )
         return 1
     if (folder / "table.md").is_file():
         print(f"\n{(folder / 'table.md').read_text(encoding='utf-8')}\n{folder / 'figure.png'}")
     if not complete:
         print("the ladder is not complete; the same command goes on with it", file=sys.stderr)
-        return 1
-    return 0
+    return 0 if complete else 1
 
 
 if __name__ == "__main__":

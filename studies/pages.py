@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import functools
 import json
-import runpy
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +28,11 @@ from tables import Results
 from forgetting_transformer.analysis import AnalysisError, position_loss
 from forgetting_transformer.analysis.evaluations import from_lm_eval, from_longbench
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_table
+from forgetting_transformer.analysis.statistics import against_baseline
 from forgetting_transformer.analysis.tables import markdown, markdown_table
 from studies.engine import tables as study_tables
 from studies.engine.marked_pages import fill_in
+from studies.engine.results import Study, read_study
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_760M = "forgetting_transformer/pro_760m_16b"
@@ -107,7 +108,41 @@ def measured(script: str, pattern: str, table: Callable[[Results], str], name: s
 
 
 def front() -> dict[str, str]:
-    return trained() | authors() | study("three_seeds_100m", "numbers")
+    return trained() | authors() | leads()
+
+
+def leads() -> dict[str, str]:
+    """How far models end above FoX (Pro), in studies of three seeds and of one at 125M."""
+    study = read_study(ROOT / "studies" / "three_seeds_100m")
+    apart = study.differences("models")
+    recurrent = sorted(apart[name].value for name in ("mamba2", "hgrn2", "delta_net"))
+    longer = read_study(ROOT / "studies" / "longer_sequences").differences("models")
+    return {
+        "pro_gain": apart["transformer_pro"].text(),
+        "behind_least": f"{recurrent[0]:.2f}",
+        "behind_most": f"{recurrent[-1]:.2f}",
+        "longer_gain": f"{longer['transformer_pro'].value:.3f}",
+        **equal_rates(study),
+    }
+
+
+def equal_rates(study: Study) -> dict[str, str]:
+    """The Transformer (Pro) above FoX (Pro) where both have the same learning rate; rates_*.jsonl have a line per run.
+
+    The noise is that of the study's runs and these, and each interval holds for itself.
+    """
+    losses = {
+        f"{name} {model['learning_rate']}": study.losses("models", name) for name, model in study["models"].items()
+    }
+    for name in ("fox_pro", "transformer_pro"):
+        lines = (ROOT / "studies" / "three_seeds_100m" / f"rates_{name}.jsonl").read_text("utf-8").splitlines()
+        for run in map(json.loads, lines):
+            losses.setdefault(f"{name} {run['rate']}", {})[run["seed"]] = run["heldout_loss"][0]
+    found = {}
+    for which, rate in (("low", 1e-3), ("high", 2e-3)):
+        above, below = (f"{name} {rate}" for name in ("transformer_pro", "fox_pro"))
+        found[f"lead_{which}"] = against_baseline(losses, below, compared={above}).against[above].text()
+    return found
 
 
 def trained() -> dict[str, str]:
@@ -259,12 +294,10 @@ def long_contexts() -> dict[str, str]:
     }
 
 
-# Studies: each with a page has page.py beside it, which says what the sentences of the page want.
-
-
-def study(name: str, what: str = "sections") -> dict[str, str]:
+def study_page(name: str) -> dict[str, str]:
     folder = ROOT / "studies" / name
-    return runpy.run_path(str(folder / "page.py"))[what](folder)
+    found = study_tables.sections(folder, folder / "README.md")
+    return found | (equal_rates(read_study(folder)) if (folder / "rates_fox_pro.jsonl").is_file() else {})
 
 
 # Other pages.
@@ -368,8 +401,8 @@ def eval_forget_gates() -> dict[str, str]:
 
 PAGES: dict[str, Callable[[], dict[str, str]]] = {
     **{
-        f"studies/{file.parent.name}/README.md": functools.partial(study, file.parent.name)
-        for file in sorted(ROOT.glob("studies/*/page.py"))
+        f"studies/{file.parent.name}/README.md": functools.partial(study_page, file.parent.name)
+        for file in sorted(ROOT.glob("studies/*/README.md"))
     },
     "README.md": front,
     "docs/performance.md": performance,

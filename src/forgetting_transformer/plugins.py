@@ -210,8 +210,6 @@ MODELS: Registry[type] = Registry("model.name")
 REGISTRIES: tuple[Registry, ...] = (OPTIMIZERS, SCHEDULES, CORPORA, CALLBACKS, MODELS)
 #: Entry points of installed packages that are plug-ins.
 GROUP = "forgetting_transformer.plugins"
-#: A folder in which plug-ins are looked for too: studies/study.sh works in another one than the user.
-_FOLDER = "FORGETTING_TRANSFORMER_PLUGINS"
 
 
 class PluginError(ValueError):
@@ -253,9 +251,8 @@ def load(names: Iterable[str] = ()) -> None:
             raise PluginError(
                 f"plugins=[{name}] is not the name of a module; give it as in `import my_lab`, without / and .py"
             )
-        for folder in (os.getcwd(), os.environ.get(_FOLDER)):
-            if folder and folder not in sys.path:
-                sys.path.append(folder)
+        if (folder := os.getcwd()) not in sys.path:
+            sys.path.append(folder)
         _load(name, functools.partial(importlib.import_module, name))
 
 

@@ -1,0 +1,12 @@
+"""The engine of studies, which their commands and pages share.
+
+plan.py     the YAML of a study
+queue.py    searches, runs and variants of all models in one queue of jobs
+stages.py   corpus, training, evaluations and report, one after another on all GPUs
+results.py  the numbers of a study, as one small JSON file
+scores.py   needle in a haystack, and the next line of code
+claims.py   the rules and verdicts of claims
+tables.py   tables, and the sections of a page
+figures.py  figures
+scaling.py, ladder.py  learning rates at several sizes, and power laws through them
+"""

@@ -1,12 +1,17 @@
-"""Figures of a study: differences of losses with their intervals, and what heads do while models are trained."""
+"""Figures of a study."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+from forgetting_transformer.analysis import position_loss
+from forgetting_transformer.analysis.needles import CHANCE
+from forgetting_transformer.analysis.plots.heatmaps import score_grids
+from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_by_octave
 from forgetting_transformer.analysis.plots.style import (
     ACCENT,
     GREY,
@@ -20,12 +25,113 @@ from forgetting_transformer.analysis.plots.style import (
     reference_line,
     token_axis,
 )
+from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate
 from forgetting_transformer.analysis.statistics import Estimate
+from studies.engine.results import Study, counted_seeds
+from studies.engine.scores import needle_grids
 
 #: Marker, legend and colour of a difference.
 _APART = ("o", "interval excludes zero", ACCENT)
 _TOGETHER = ("o", "interval includes zero", MAIN)
 _FEW_SEEDS = ("D", "no interval (too few seeds)", GREY)
+
+
+def draw_figures(study: Study, folder: Path) -> None:
+    """Draws the figures that study.json alone suffices for: learning rates, loss by octave, differences of losses,
+    heads over training, and the needle in a haystack.
+    """
+    draw: Sequence[Callable[[Study, Path], None]] = (_search, _octaves, _differences, _heads, _needle)
+    for one in draw:
+        one(study, folder / f"{one.__name__[1:]}.png")
+
+
+def draw_positions(study: Study, results: Sequence[position_loss.Result], folder: Path) -> None:
+    """Draws the loss at every position, if there is any."""
+    if results:
+        made_with = position_loss.made_with([result.summary for result in results])
+        loss_against_position(
+            position_loss.group_seeds(results),
+            folder / "per_token_loss.png",
+            {result.name: result.summary.get("train_length") for result in results},
+            conditions=[*made_with, *study.machines(study.evaluated().values())],
+        )
+
+
+def _search(study: Study, path: Path) -> None:
+    curves = {
+        study.name(model): {float(rate): [math.inf if loss is None else loss] for rate, loss in losses.items()}
+        for model, losses in study["search"].items()
+    }
+    if curves:
+        title = f"Learning-rate search of {len(curves)} models"
+        loss_against_learning_rate(
+            curves, study["search_loss"], path, ring_each=True, title=title, conditions=study["search_made_with"]
+        )
+
+
+def _octaves(study: Study, path: Path) -> None:
+    models, evaluated = study["models"].values(), study.evaluated()
+    if not evaluated or not study["comparison"]:
+        return
+    octaves = {
+        study.name(name): {entry["position"]: entry["after"] for entry in model["per_token_loss"]["slope"]}
+        for name, model in evaluated.items()
+    }
+    tokens = {model["budget"] for model in models}
+    several = max(len(counted_seeds(model)) for model in models)
+    left = f"seed {', '.join(map(str, sorted({seed for model in models for seed in model['seeds'][:1]})))}"
+    made_with = [f"{tokens.pop():,} training tokens"] if len(tokens) == 1 else []
+    made_with.append(left if several == 1 else f"left: {left}; right: mean of {several} seeds")
+    lengths = {study.name(name): model["train_length"] for name, model in evaluated.items()}
+    loss_by_octave(octaves, study["comparison"], path, [*made_with, *study.machines(evaluated.values())], lengths)
+
+
+def _differences(study: Study, path: Path) -> None:
+    panels, families = {}, False
+    for kind in ("models", "variants"):
+        by_family, found = study.contrasts(kind), study.differences(kind)
+        families = families or len(by_family) > 1
+        if any(not math.isnan(apart.value) for apart in found.values()):
+            tokens = {model["budget"] for model in study[kind].values()}
+            budget = f", {tokens.pop() / 1e6:,.3g}M tokens" if len(tokens) == 1 else ""
+            most = by_family[0].seeds
+            complete = all(len(counted_seeds(model)) >= most for model in study[kind].values())
+            seeds = f"{'' if complete else 'up to '}{most} seed{'s' * (most != 1)}"
+            panels[f"{kind}{budget}, {seeds}"] = (study.name(study.baseline(kind)), found)
+    if panels:
+        shown = [model for kind in ("models", "variants") for model in study[kind].values()]
+        differences_to_baseline(panels, study.plan.models, path, study.machines(shown), families)
+
+
+def _heads(study: Study, path: Path) -> None:
+    models = {name: model for name, model in study["models"].items() if any(model["heads"])}
+    if models:
+        recorded = {study.name(name): [heads for heads in model["heads"] if heads] for name, model in models.items()}
+        lengths = {model["train_length"] for model in study["models"].values()}
+        length = lengths.pop() if len(lengths) == 1 else None
+        heads_over_training(recorded, path, length, study.machines(models.values()))
+
+
+def _needle(study: Study, path: Path) -> None:
+    prompt_lengths, depths, grids = needle_grids(study)
+    if not grids:
+        return
+    asked = study["needles"]
+    trained = {of["train_length"] for runs in asked.values() for modes in runs.values() for of in modes.values()}
+    seeds = {len(runs) for runs in asked.values()}
+    several = "one seed" if seeds == {1} else f"mean of {'up to ' * (len(seeds) > 1)}{max(seeds)} seeds"
+    machines = study.machines([study["models"][name] for name in asked])
+    score_grids(
+        grids,
+        prompt_lengths,
+        depths,
+        path,
+        title="Needle in a haystack",
+        label="share of the answer's words",
+        limits=(0.0, 1.0),
+        train_length=trained.pop() if len(trained) == 1 else None,
+        conditions=["easy mode: the needle has the question before it", several, CHANCE, *machines],
+    )
 
 
 def differences_to_baseline(
@@ -71,7 +177,7 @@ def differences_to_baseline(
 
 
 def heads_over_training(
-    models: Mapping[str, Sequence[Sequence[Mapping[str, float]]]],
+    models: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
     path: Path,
     train_length: int | None = None,
     conditions: Sequence[str] = (),

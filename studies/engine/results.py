@@ -1,8 +1,8 @@
-"""Reads the results of a study (sweep/study.py) from its folder: all numbers, as one small JSON file."""
+"""The numbers of a study: collected from its folder into one small JSON file, and read from there."""
 
-import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,192 +15,206 @@ from forgetting_transformer.analysis.evaluations import read_json
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
 from forgetting_transformer.analysis.tables import rate_text
 from forgetting_transformer.nested import flatten
-from studies.engine.claim_rules import GLOBAL, LOCAL
 from studies.engine.plan import StudyPlan, read_plan
 
 #: States of a run.
 FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
-#: What benchmarks/training.py measures runs without pruning with.
-UNPRUNED = "log_pruning_tolerance=null"
+#: A head is local or global by its memory length, as a share of the training length.
+LOCAL, GLOBAL = 1 / 16, 1 / 2
 #: What a run must share with variants to stand among them.
 _VARIANT_SHARES = ("budget", "learning_rate", "warmup_tokens")
 #: Points of a training curve that are kept.
 _CURVE_POINTS = 200
 
 
-def display_name(study: Mapping[str, Any], model: str) -> str:
-    """What the study calls a model in tables and figures."""
-    return study.get("names", {}).get(model, model)
+@dataclass(frozen=True)
+class Study:
+    """What a study compares, and what was measured.
+
+    Args:
+        plan: its YAML.
+        content: its JSON, as `collect` makes it.
+    """
+
+    plan: StudyPlan
+    content: dict[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.content[key]
+
+    def name(self, model: str) -> str:
+        return self.plan.name(model)
+
+    def losses(self, kind: str, model: str) -> dict[int, float]:
+        """Held-out loss at the end of each seed that has one, of "models" or "variants"."""
+        found = self[kind].get(model, {"seeds": [], "heldout_loss": []})
+        pairs = zip(found["seeds"], found["heldout_loss"], strict=True)
+        return {seed: loss for seed, loss in pairs if loss is not None}
+
+    def baseline(self, kind: str) -> str:
+        """The model that the others of "models" or "variants" are compared with."""
+        named = self.plan.baseline
+        return named if named is not None and named in self[kind] else str(next(iter(self[kind])))
+
+    def contrasts(
+        self, kind: str, than: str | None = None, compared: Collection[str] | None = None
+    ) -> list[statistics.Contrasts]:
+        """Held-out losses of "models" or "variants" against the baseline's, for each family of models that has both.
+
+        Args:
+            than: another model than the study's baseline, and of `compared` models, for which the intervals hold at
+                once. Only families that it is in.
+        """
+        if not self[kind]:
+            return []
+        losses = {name: self.losses(kind, name) for name in self[kind]}
+        baseline = self.baseline(kind)
+        if than is None or than == baseline:
+            than, compared = baseline, None
+        if not losses.get(than):
+            return []
+        families = [{baseline, *family} for family in self.plan.families if kind == "models"]
+        families.append({baseline, *(losses.keys() - set().union(*families))})
+        return [
+            statistics.against_baseline({name: of for name, of in losses.items() if name in family}, than, compared)
+            for family in families
+            if than in family and not family.isdisjoint(losses.keys() - {than})
+        ]
+
+    def differences(self, kind: str) -> dict[str, statistics.Estimate]:
+        """Model -> its difference to the baseline, in the first family that it is in."""
+        found = self.contrasts(kind)
+        return {model: apart for family in reversed(found) for model, apart in family.against.items()}
+
+    def evaluated_runs(self) -> list[tuple[str, str]]:
+        """Folder name and model of each run whose loss is in the tables."""
+        models = self["models"].items()
+        return [(f"{name}_seed{model['seeds'][i]}", name) for name, model in models for i in counted_seeds(model)]
+
+    def evaluated(self) -> dict[str, dict[str, Any]]:
+        """The models whose loss at every position is known."""
+        return {name: model for name, model in self["models"].items() if "per_token_loss" in model}
+
+    def machines(self, models: Iterable[Mapping[str, Any]]) -> list[str]:
+        """The machines of some models, for figures."""
+        machines = dict.fromkeys(machine for model in models for machine in model["machines"])
+        return [f"on {', '.join(machines)}"] if machines else []
 
 
-def in_order(models: Sequence[str], names: Collection[str]) -> list[str]:
+def read_study(folder: Path) -> Study:
+    """What `collect` wrote: study.json, and study.yaml beside it.
+
+    Raises:
+        AnalysisError: one is missing or damaged.
+    """
+    if not (folder / "study.json").is_file():
+        raise AnalysisError(f"{folder} is no report of a study: it has no study.json, which `collect` writes")
+    return Study(read_plan(folder / "study.yaml"), read_json(folder / "study.json"))
+
+
+def split_seed(run: str) -> tuple[str, int]:
+    """ "fox_pro_seed0" -> ("fox_pro", 0)."""
+    model, _, seed = run.rpartition("_seed")
+    return model, int(seed)
+
+
+def counted_seeds(model: Mapping[str, Any]) -> list[int]:
+    """Indices of the seeds whose losses are averaged, those that have one: the finished ones, or all while none is."""
+    losses = zip(model["train_loss"], model["heldout_loss"], strict=True)
+    return [i for i, either in enumerate(losses) if either != (None, None)]
+
+
+def in_order(models: Iterable[str], names: Collection[str]) -> list[str]:
     """The models that a study names in its order, then the others by name."""
     known = list(names)
     return sorted(models, key=lambda model: (known.index(model) if model in known else len(known), model))
 
 
-#: Keys of every study.json.
-_NEEDED = ("models", "variants", "search", "search_loss", "speed", "pruned")
+# Collecting.
 
 
-def read_study(folder: Path) -> dict[str, Any]:
-    """What `collect` found, from study.json; names are those of study.yaml beside it, if there is one.
-
-    Raises:
-        AnalysisError: the folder has no study.json, or a file is damaged.
-    """
-    if not (folder / "study.json").is_file():
-        raise AnalysisError(f"{folder} is no report of a study: it has no study.json, which `collect` writes")
-    study = read_json(folder / "study.json")
-    lacking = _NEEDED if not isinstance(study, dict) else [key for key in _NEEDED if key not in study]
-    if lacking:
-        raise AnalysisError(f"{folder / 'study.json'} is no study: it lacks {', '.join(lacking)}; collect it again")
-    if (file := folder / "study.yaml").is_file():
-        plan = read_plan(file)
-        study |= said_by(plan)
-        if tokens := plan.overrides.get("search", {}).get("train.max_tokens"):
-            study.setdefault("search_made_with", [f"{tokens:,} training tokens each"])
-    return study
-
-
-def machines_of(study: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
-    """What a model was trained on; where its entry does not say so, as in older reports, the machines of the study."""
-    environments = [part.get("environment", {}) for part in study.get("parts") or [study]]
-    devices = [environment.get("machine", {}).get("device") for environment in environments]
-    return model.get("machines") or [*dict.fromkeys(device for device in devices if device)]
-
-
-def said_by(plan: StudyPlan | None) -> dict[str, Any]:
-    """What tables need of a study's YAML."""
-    plan = plan or StudyPlan("", {})
-    claims = [dataclasses.asdict(claim) for claim in plan.claims]
-    # With settings of their own, variants need the model at these settings too.
-    groups = {} if plan.overrides.get("variants") else dict(plan.variants)
-    said = {"names": plan.names, "baseline": plan.baseline, "equal_loss": dict(plan.equal_loss), "claims": claims}
-    return said | {"variant_groups": groups, "families": [list(family) for family in plan.families]}
-
-
-def split_seed(run: str) -> tuple[str, int]:
-    """ "fox_pro_seed0" -> ("fox_pro", 0).
-
-    Raises:
-        AnalysisError: the name does not end with a seed.
-    """
-    model, found, seed = run.rpartition("_seed")
-    if not found or not seed.isdecimal():
-        raise AnalysisError(f"{run!r} is not the name of a study's run, which ends with its seed as in fox_pro_seed0")
-    return model, int(seed)
-
-
-def runs_in(study: Path, kind: str, names: Collection[str] = (), seeds: Collection[int] = ()) -> dict[str, list[Path]]:
-    """Runs of a study that have logged: model -> a run per seed, that of the searches first.
-
-    Args:
-        study: its folder.
-        kind: "runs" or "variants".
-        names: of models, in the order of the tables.
-        seeds: of the plan, whose first one comes first where nothing was searched.
-    """
-    first = [split_seed(path.name)[1] for path in study.glob("search/*/lr*_seed*")][:1] or list(seeds)[:1]
+def runs_in(folder: Path, kind: str, plan: StudyPlan) -> dict[str, list[Path]]:
+    """The "runs" or "variants" of a study that have logged: model -> a run per seed, that of the searches first."""
     found: dict[str, dict[int, Path]] = {}
-    for file in (study / kind).glob("*/metrics/jsonlines/train.jsonl"):
+    for file in (folder / kind).glob("*_seed*/metrics/jsonlines/train.jsonl"):
         model, seed = split_seed(file.parents[2].name)
         found.setdefault(model, {})[seed] = file.parents[2]
     runs: dict[str, list[Path]] = {}
-    for model in in_order(list(found), names):
-        ordered = sorted(found[model], key=lambda seed: (seed not in first, seed))
+    for model in in_order(found, plan.models):
+        ordered = sorted(found[model], key=lambda seed: (seed != plan.seeds[0], seed))
         runs[model] = [found[model][seed] for seed in ordered]
     return runs
 
 
-def collect(
-    folder: Path,
-    positions: Path,
-    speed: Sequence[Path] = (),
-    decisive: Decisive = flatten,
-    plan: StudyPlan | None = None,
-) -> dict[str, Any]:
-    """All numbers of a study, for JSON; what is not there yet is left out.
+def collect(folder: Path, plan: StudyPlan, decisive: Decisive = flatten) -> dict[str, Any]:
+    """All numbers of a study that need no model, for JSON; what is not there yet is left out.
 
     Args:
         folder: of the study.
-        positions: folder of per_token_loss with a result per run.
-        speed: results of benchmarks/training.py on runs of the study.
-        plan: what the study calls its models, and in which order.
         decisive: what must be the same in the configs of a model's seeds, `training.continuing.decisive`.
-
-    Returns:
-        Among others an empty "pruned", for model -> text length -> share of tiles that pruning skips, and an empty
-        "changes", for `position_changes`.
 
     Raises:
         AnalysisError: there is no run in the folder, or runs of one model differ in more than their seed.
     """
-    names, seeds = (plan.names, plan.seeds) if plan else ({}, [])
-    runs, variants = (runs_in(folder, kind, names, seeds) for kind in ("runs", "variants"))
+    runs, variants = (runs_in(folder, kind, plan) for kind in ("runs", "variants"))
     searched = sorted(path for path in (folder / "search").glob("*/lr*_seed*") if path.is_dir())
     if not (runs or variants or searched):
-        raise AnalysisError(
-            f"{folder}: none of search/, runs/ and variants/ holds a run; give the output_dir of studies/run.py"
-        )
+        raise AnalysisError(f"{folder}: none of search/, runs/ and variants/ holds a run; name the folder of a study")
     search: dict[str, dict[str, float | None]] = {}
     heldout, counted = False, []
-    for path in searched:
-        run = read_run(path)
+    for run in map(read_run, searched):
         if run.finished(run.config.get("train", {}).get("max_tokens", math.inf)) or run.diverged:
             counted.append(run)
-            rates = search.setdefault(path.parent.name, {})
             heldout = heldout or run.heldout_loss.size > 0
             loss = math.nan if run.diverged else run.final_loss(run.heldout_loss.size > 0)
-            rates[rate_text(run.config["optimizer"]["lr"])] = loss if math.isfinite(loss) else None
+            rates = search.setdefault(run.output_dir.parent.name, {})
+            rates[rate_text(run.config["optimizer"]["lr"])] = _finite(loss)
     found: dict[str, Any] = {
-        **said_by(plan),
-        "models": {name: describe(paths, decisive) for name, paths in runs.items()},
-        "search": {name: search[name] for name in in_order(list(search), names)},
+        "models": {name: _describe(paths, decisive) for name, paths in runs.items()},
+        "search": {name: search[name] for name in in_order(search, plan.models)},
         "search_made_with": conditions(counted),
         "search_loss": "held-out loss" if heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens",
-        "variants": {name: describe(paths, decisive) for name, paths in variants.items()},
-        "speed": _speeds(speed, {paths[0].name: name for name, paths in runs.items()}),
-        "pruning_speed": _pruning_speeds(speed, {path.name: name for name, paths in runs.items() for path in paths}),
+        "variants": _with_own(plan, {name: _describe(paths, decisive) for name, paths in variants.items()}),
+        **_speeds(folder / "speed", runs),
         "pruned": {},
-        "changes": [],
+        "pruning_loss": {},
     }
     for name, paths in runs.items():
-        if (file := positions / paths[0].name / "results.json").is_file():
+        if (file := folder / "position_loss" / paths[0].name / "results.json").is_file():
             found["models"][name]["per_token_loss"] = _without(read_json(file), "source")
-    add_own_variants(found)
-    for path in [*(paths[0] for paths in (*runs.values(), *variants.values())), *searched]:
-        if starts := read_run(path).starts:
-            start = starts[0]
-            found["environment"] = {
-                "versions": start["versions"],
-                "machine": {key: start["machine"][key] for key in ("device", "platform") if key in start["machine"]},
-                "commit": start["git"].get("commit"),
-            }
-            found["started"] = start["time"]
-            found["corpus"] = _without(read_run(path).info("train_data"), "path")
-            break
+    _add_own_variants(found, plan)
+    every = [read_run(path) for path in [*(paths[0] for paths in (*runs.values(), *variants.values())), *searched]]
+    first = next((run for run in every if run.starts), None)
+    if first is not None:
+        start = first.starts[0]
+        found["environment"] = {
+            "versions": start["versions"],
+            "machine": {key: start["machine"][key] for key in ("device", "platform") if key in start["machine"]},
+            "commit": start["git"].get("commit"),
+        }
+        found["started"] = start["time"]
+        found["corpus"] = _without(first.info("train_data"), "path")
     return found
 
 
-def add_own_variants(study: dict[str, Any]) -> None:
-    """A model that is listed among its own variants, and was not trained as one, is its run.
+def _with_own(plan: StudyPlan, variants: dict[str, Any]) -> dict[str, Any]:
+    order = [*(name for names in plan.variants.values() for name in names), *plan.models]
+    return {name: variants[name] for name in in_order(variants, order)}
 
-    Only where the study's variants have no settings of their own (`variant_groups`), and the variants that were trained
-    have the run's budget, learning rate and warm-up. It is marked as `of_run`, since it may have more seeds later.
+
+def _add_own_variants(found: dict[str, Any], plan: StudyPlan) -> None:
+    """Puts the run of a model that is listed among its own variants, and was not trained as one, among them.
+
+    Only where the variants have no settings of their own, and those that were trained share the run's settings.
     """
-    groups: Mapping[str, Sequence[str]] = study["variant_groups"]
-    trained = {name: variant for name, variant in study["variants"].items() if not variant.get("of_run")}
-    found = dict(trained)
-    for model, names in groups.items():
-        run, others = study["models"].get(model), [trained[name] for name in names if name in trained]
-        if model not in names or model in trained or run is None or not others:
+    variants = dict(found["variants"])
+    for model, names in plan.variants.items() if not plan.overrides.get("variants") else ():
+        run, others = found["models"].get(model), [variants[name] for name in names if name in variants]
+        if model not in names or model in variants or run is None or not others:
             continue
-        # Older reports do not have all of these.
-        if all(run.get(key, other.get(key)) == other.get(key) for other in others for key in _VARIANT_SHARES):
-            found[model] = {**run, "of_run": True}
-    order = [*(name for names in groups.values() for name in names), *study["names"]]
-    study["variants"] = {name: found[name] for name in in_order([*found], order)}
+        if all(run[key] == other[key] for other in others for key in _VARIANT_SHARES):
+            variants[model] = {key: value for key, value in run.items() if key != "per_token_loss"}
+    found["variants"] = _with_own(plan, variants)
 
 
 def _without(found: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -208,7 +222,7 @@ def _without(found: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key != path}
 
 
-def describe(paths: Sequence[Path], decisive: Decisive = flatten) -> dict[str, Any]:
+def _describe(paths: Sequence[Path], decisive: Decisive) -> dict[str, Any]:
     """Runs that differ in their seed: what they share, and of each its losses."""
     runs = [read_run(path) for path in paths]
     for other in runs[1:]:
@@ -217,8 +231,7 @@ def describe(paths: Sequence[Path], decisive: Decisive = flatten) -> dict[str, A
                 f"{runs[0].output_dir} and {other.output_dir} differ in {', '.join(keys)}, and seeds of one model are "
                 "averaged: train them with the same settings, or move one of them away"
             )
-    info = runs[0].info("model")
-    config = runs[0].config
+    config, info = runs[0].config, runs[0].info("model")
     states = [_state(run) for run in runs]
     return {
         "budget": config["train"]["max_tokens"],
@@ -253,7 +266,7 @@ def _heads(run: Run) -> list[dict[str, float]]:
 
     Returns:
         Training `tokens`; `shortest`, `median` and `longest` memory of a head, in tokens; the shares of `local` and
-        `global` heads (claim_rules.py); and of the tiles that pruning skips, `pruned`, where there is pruning.
+        `global` heads; and of the tiles that pruning skips, `pruned`, where there is pruning.
     """
     length = run.config["datamodule"].get("train_batch_len") or math.inf
     found = []
@@ -287,106 +300,42 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _speeds(files: Sequence[Path], models: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Model -> what the benchmark measured of its run; `models` maps the names of the runs of interest to them."""
+def _speeds(folder: Path, runs: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
+    """`speed`: model -> what benchmarks/training.py measured of its first seed; `pruning_speed`: model -> tokens per
+    second of the seeds that were measured both "pruned", as they were trained, and "unpruned".
+    """
+
+    def row(file: Path) -> dict[str, Any] | None:
+        rows = read_json(file)["rows"] if file.is_file() else []
+        return next((row for row in rows if row["status"] == "ok" and row["trained"]), None)
+
     kept = ("tokens_per_second", "mfu", "peak_memory_bytes", "tokens_per_step")
-    rows = _measured(files)
-    return {models[run]: {key: row[key] for key in kept} for run, pruned, row in rows if run in models and pruned}
+    speed, pruning = {}, {}
+    for model, paths in runs.items():
+        own = [row(folder / f"{path.name}.json") for path in paths]
+        other = [row(folder / "unpruned" / f"{path.name}.json") for path in paths]
+        if own and own[0]:
+            speed[model] = {key: own[0][key] for key in kept}
+        if both := [
+            (a["tokens_per_second"], b["tokens_per_second"]) for a, b in zip(own, other, strict=True) if a and b
+        ]:
+            pruning[model] = dict(zip(("pruned", "unpruned"), map(list, zip(*both, strict=True)), strict=True))
+    return {"speed": speed, "pruning_speed": pruning}
 
 
-def _pruning_speeds(files: Sequence[Path], models: Mapping[str, str]) -> dict[str, dict[str, list[float]]]:
-    """Model -> tokens per second of its runs as they were trained, "pruned", and with pruning switched off, "unpruned".
-
-    Only runs of which both were measured.
-    """
-    rates: dict[bool, dict[str, float]] = {True: {}, False: {}}
-    for run, pruned, row in _measured(files):
-        rates[pruned][run] = row["tokens_per_second"]
-    speeds: dict[str, dict[str, list[float]]] = {}
-    for run in (run for run in models if run in rates[True] and run in rates[False]):
-        both = speeds.setdefault(models[run], {"pruned": [], "unpruned": []})
-        both["pruned"].append(rates[True][run])
-        both["unpruned"].append(rates[False][run])
-    return speeds
+# Loss at every position.
 
 
-def _measured(files: Sequence[Path]) -> list[tuple[str, bool, dict[str, Any]]]:
-    """Rows of benchmarks/training.py of trained runs: name of the run, whether with the run's own pruning, the row."""
-    found = []
-    for file in files:
-        content = read_json(file)
-        own = not any(override.endswith(UNPRUNED) for override in content.get("settings", {}).get("overrides") or ())
-        rows = [row for row in content["rows"] if row["status"] == "ok" and row["trained"]]
-        found += [(Path(row["experiment"]).name, own, row) for row in rows]
-    return found
-
-
-def counted_seeds(model: Mapping[str, Any]) -> list[int]:
-    """Indices of the seeds whose losses are averaged, those that have one: the finished ones, or all while none is."""
-    losses = zip(model["train_loss"], model["heldout_loss"], strict=True)
-    return [i for i, either in enumerate(losses) if either != (None, None)]
-
-
-def losses_by_seed(model: Mapping[str, Any]) -> dict[int, float]:
-    """Held-out loss at the end of each seed that has one."""
-    losses = zip(model["seeds"], model["heldout_loss"], strict=True)
-    return {seed: loss for seed, loss in losses if loss is not None}
-
-
-def baseline_of(study: Mapping[str, Any], kind: str) -> str:
-    """The model that the others of "models" or "variants" are compared with."""
-    named = study.get("baseline")
-    return str(named if named in study[kind] else next(iter(study[kind])))
-
-
-def contrasts(
-    study: Mapping[str, Any], kind: str, than: str | None = None, compared: Collection[str] | None = None
-) -> list[statistics.Contrasts]:
-    """Held-out losses of "models" or "variants" against the baseline's, for each family of models that has both.
-
-    Args:
-        than: another model than the study's baseline, and of `compared` models, for which the intervals hold at once.
-            Only families that it is in.
-    """
-    if not study[kind]:
-        return []
-    losses = {name: losses_by_seed(model) for name, model in study[kind].items()}
-    baseline = baseline_of(study, kind)
-    if than is None or than == baseline:
-        than, compared = baseline, None
-    if not losses.get(than):
-        return []
-    named = [{baseline, *family} for family in study.get("families", ()) if kind == "models"]
-    # Models of none, as where the command line named other models than the study, are one more.
-    named.append({baseline, *(losses.keys() - set().union(*named))})
-    return [
-        statistics.against_baseline({name: of for name, of in losses.items() if name in family}, than, compared)
-        for family in named
-        if than in family and not family.isdisjoint(losses.keys() - {than})
-    ]
-
-
-def differences(found: Sequence[statistics.Contrasts]) -> dict[str, statistics.Estimate]:
-    """Model -> its difference to the baseline, in the first family that it is in."""
-    return {model: apart for family in reversed(found) for model, apart in family.against.items()}
-
-
-def evaluated_runs(study: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Folder name and model of each run whose loss is in the tables."""
-    models = study["models"].items()
-    return [(f"{name}_seed{model['seeds'][i]}", name) for name, model in models for i in counted_seeds(model)]
-
-
-def read_positions(study: Mapping[str, Any], folder: Path) -> dict[str, position_loss.Result]:
+def read_positions(study: Study, folder: Path) -> dict[str, position_loss.Result]:
     """Loss at every position of the runs in the tables that have one, by the names of their folders."""
     return {
-        run: position_loss.read_result(folder / run, display_name(study, model))
-        for run, model in evaluated_runs(study)
+        run: position_loss.read_result(folder / run, study.name(model))
+        for run, model in study.evaluated_runs()
         if (folder / run / "results.json").is_file()  # written after results.npz
     }
 
 
-def position_changes(study: Mapping[str, Any], results: Mapping[str, position_loss.Result]) -> list[dict[str, Any]]:
+def position_changes(study: Study, results: Mapping[str, position_loss.Result]) -> list[dict[str, Any]]:
     """How the loss changes with every doubling of the context, with intervals over seeds and texts.
 
     Args:
@@ -399,14 +348,12 @@ def position_changes(study: Mapping[str, Any], results: Mapping[str, position_lo
         seed by seed on the same texts, which has the other model as `than`.
     """
     octaves: dict[str, dict[int, tuple[Any, np.ndarray, position_loss.Result]]] = {}
-    for run, model in evaluated_runs(study):
+    for run, model in study.evaluated_runs():
         result = results.get(run)
         if result is not None and result.octaves_NO is not None:
             texts = (result.summary.get("data"), result.loss_T.size, len(result.octaves_NO))
             octaves.setdefault(model, {})[split_seed(run)[1]] = (texts, result.octaves_NO, result)
-    pairs = [
-        (claim["than"], m) for claim in study["claims"] if claim["rule"] == "falls_behind" for m in claim["models"]
-    ]
+    pairs = [(claim.than, m) for claim in study.plan.claims if claim.rule == "falls_behind" for m in claim.models]
     entries = []
     for than, model in [*((None, model) for model in octaves), *dict.fromkeys(pairs)]:
         own, other = octaves.get(model, {}), octaves.get(than, {}) if than else None
@@ -427,8 +374,7 @@ def position_changes(study: Mapping[str, Any], results: Mapping[str, position_lo
 
 
 def save_positions(results: Mapping[str, position_loss.Result], file: Path) -> None:
-    """Loss at every position `(T,)`, and per document and octave `(documents, octaves)`, and the group of each
-    document, of every run in one .npz."""
+    """Writes the loss of all runs at every position `(T,)`, per document and octave, and the documents' groups."""
     arrays: dict[str, Any] = {}
     for run, result in results.items():
         arrays[run] = result.loss_T.astype(np.float32)

@@ -1,26 +1,16 @@
-"""Tables of a study: studies.py collects the numbers, and `marked_pages.fill_in` puts the tables into a page."""
+"""Tables of a study, and the sections that a page about it may show (marked_pages.py)."""
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import stdev
 from typing import Any
 
 from forgetting_transformer.analysis import position_loss, statistics
 from forgetting_transformer.analysis.tables import markdown_table, rate_text
-from studies.engine.claims import claims_table, equal_loss_table, rules_list
-from studies.engine.results import (
-    DIVERGED,
-    FINISHED,
-    baseline_of,
-    contrasts,
-    counted_seeds,
-    differences,
-    display_name,
-    in_order,
-    read_study,
-)
+from studies.engine.claims import claims_table, equal_loss, rules_list
+from studies.engine.results import DIVERGED, FINISHED, Study, counted_seeds, in_order, read_study
 from studies.engine.scores import downstream_table, needle_table
 
 #: In the place of a table or figure of which there is nothing.
@@ -29,19 +19,19 @@ NOT_RUN = "Not run yet."
 UNEQUAL = 0.01
 
 
-def models_table(study: Mapping[str, Any]) -> str:
+def models_table(study: Study) -> str:
     """One row per model: losses and speed."""
     models = study["models"]
     if not models:
         return NOT_RUN
-    baseline = baseline_of(study, "models")
-    against = _against(contrasts(study, "models"))
+    baseline = study.baseline("models")
+    against = _against(study, "models")
     rows = []
     for name, model in models.items():
         speed = study["speed"].get(name, {})
         rows.append(
             [
-                display_name(study, name),
+                study.name(name),
                 *_settings(model),
                 _text(_mean(model, "train_loss")),
                 *_heldout(model),
@@ -52,11 +42,11 @@ def models_table(study: Mapping[str, Any]) -> str:
             ]
         )
     header = ["model", "body", "rate", "tokens", "seeds", "training loss", "held-out loss", "perplexity"]
-    header += [f"against {display_name(study, baseline)}", "tokens/s", "MFU", "tiles pruned (text length)"]
+    header += [f"against {study.name(baseline)}", "tokens/s", "MFU", "tiles pruned (text length)"]
     return markdown_table(header, rows, "l" + 11 * "r")
 
 
-def search_table(study: Mapping[str, Any]) -> str:
+def search_table(study: Study) -> str:
     """Loss of every model at every learning rate tried, the best bold; none of a search that is not finished is."""
     rates = sorted({rate for losses in study["search"].values() for rate in losses}, key=float)
     rows = []
@@ -65,7 +55,7 @@ def search_table(study: Mapping[str, Any]) -> str:
         cells = [("diverged" if losses[r] is None else f"{losses[r]:.4f}") if r in losses else "" for r in rates]
         rows.append(
             [
-                display_name(study, name),
+                study.name(name),
                 *(
                     f"**{c}**" if c and best is not None and losses.get(r) == best else c
                     for r, c in zip(rates, cells, strict=True)
@@ -75,7 +65,7 @@ def search_table(study: Mapping[str, Any]) -> str:
     return markdown_table(["model", *rates], rows, "l" + "r" * len(rates)) if rows else NOT_RUN
 
 
-def positions_table(study: Mapping[str, Any]) -> str:
+def positions_table(study: Study) -> str:
     """By how much the loss changes with every doubling of the context, per model."""
     return _by_position(
         study,
@@ -84,58 +74,65 @@ def positions_table(study: Mapping[str, Any]) -> str:
     )
 
 
-def octaves_table(study: Mapping[str, Any]) -> str:
+def octaves_table(study: Study) -> str:
     """Mean loss in every octave of positions, per model."""
     return _by_position(
         study, lambda position: f"{position:,} to {2 * position:,}", lambda entry: f"{entry['after']:.4f}"
     )
 
 
-def _by_position(
-    study: Mapping[str, Any], title: Callable[[int], str], cell: Callable[[Mapping[str, Any]], str]
-) -> str:
+def _by_position(study: Study, title: Callable[[int], str], cell: Callable[[Mapping[str, Any]], str]) -> str:
     """A row per model, a column for each position from 128 on at which loss before and after is compared."""
     slopes = {
         name: {entry["position"]: entry for entry in model["per_token_loss"]["slope"]}
-        for name, model in study["models"].items()
-        if "per_token_loss" in model
+        for name, model in study.evaluated().items()
     }
     if not slopes:
         return NOT_RUN
     positions = sorted({position for slope in slopes.values() for position in slope if position >= 128})
     rows = [
-        [display_name(study, name), *(cell(slope[position]) if position in slope else "" for position in positions)]
+        [study.name(name), *(cell(slope[position]) if position in slope else "" for position in positions)]
         for name, slope in slopes.items()
     ]
     return markdown_table(["model", *(title(position) for position in positions)], rows, "l" + "r" * len(positions))
 
 
-def variants_table(study: Mapping[str, Any]) -> str:
+def variants_table(study: Study) -> str:
     """One row per variant, the baseline's differences left out."""
     if not study["variants"]:
         return NOT_RUN
-    baseline = baseline_of(study, "variants")
-    against = _against(contrasts(study, "variants"))
+    baseline = study.baseline("variants")
+    against = _against(study, "variants")
     rows = [
         [
-            display_name(study, name),
+            study.name(name),
             *_settings(variant),
             *_heldout(variant),
             against.get(name, ""),
         ]
         for name, variant in study["variants"].items()
     ]
-    header = [
-        "model",
-        "body",
-        "rate",
-        "tokens",
-        "seeds",
-        "held-out loss",
-        "perplexity",
-        f"against {display_name(study, baseline)}",
-    ]
-    return markdown_table(header, rows, "l" + 7 * "r")
+    header = ["model", "body", "rate", "tokens", "seeds", "held-out loss", "perplexity"]
+    return markdown_table([*header, f"against {study.name(baseline)}"], rows, "l" + 7 * "r")
+
+
+def equal_loss_table(study: Study) -> str:
+    """A row per pair of the study's `equal_loss`: final losses, and tokens to the other's final loss."""
+    rows = []
+    for model, other in study.plan.equal_loss.items():
+        shares = equal_loss(study, model, other)
+        if not shares:
+            continue
+        both = [study["models"][name] for name in (model, other)]
+        losses = [statistics.mean(_losses(one)).text() for one in both]
+        reached = all(math.isfinite(share) for share in shares.values())
+        mean = statistics.mean([*shares.values()])
+        of_budget = statistics.Estimate(100 * mean.value, 100 * mean.half_width)
+        cells = [f"{mean.value * both[1]['budget'] / 1e6:,.3g}M", f"{of_budget.text(digits=1)} %"]
+        cells = cells if reached else ["", "not reached"]
+        rows.append([study.name(model), study.name(other), *losses, *cells, str(len(shares))])
+    header = ["model", "against", "held-out loss", "that of the other", "tokens to equal loss", "of its budget"]
+    return markdown_table([*header, "seeds"], rows, "llrrrrr") if rows else NOT_RUN
 
 
 def _settings(model: Mapping[str, Any]) -> list[str]:
@@ -178,14 +175,14 @@ def _mean(model: Mapping[str, Any], which: str = "heldout_loss") -> statistics.E
     return statistics.mean(losses) if losses else None
 
 
-def _against(found: Sequence[statistics.Contrasts]) -> dict[str, str]:
+def _against(study: Study, kind: str) -> dict[str, str]:
     """Model -> cell of its difference to the baseline."""
-    return {name: apart.text("+") for name, apart in differences(found).items() if not math.isnan(apart.value)}
+    return {name: apart.text("+") for name, apart in study.differences(kind).items() if not math.isnan(apart.value)}
 
 
-def noise(study: Mapping[str, Any], kind: str) -> str:
+def noise(study: Study, kind: str) -> str:
     """What the intervals of a table are, and which differences its seeds can show; a line for each family."""
-    families = contrasts(study, kind)
+    families = study.contrasts(kind)
     lines = []
     for family in families:
         if not family.freedom:
@@ -206,7 +203,7 @@ def noise(study: Mapping[str, Any], kind: str) -> str:
                 f" These deviations differ more than by chance (Bartlett's test, p = {chance:.1g}), so that intervals "
                 "are too wide for the models with little noise and too narrow for the others."
             )
-        names = "; ".join(display_name(study, name) for name in family.estimated_from)
+        names = "; ".join(study.name(name) for name in family.estimated_from)
         lines.append(text if len(families) == 1 else f"* {names}: {text[0].lower()}{text[1:]}")
     return "\n".join(lines) or "No interval can be given: that takes two models with the same two seeds or more."
 
@@ -215,13 +212,13 @@ def _text(estimate: statistics.Estimate | None) -> str:
     return "" if estimate is None else estimate.text()
 
 
-def comparison_table(study: Mapping[str, Any]) -> str:
+def comparison_table(study: Study) -> str:
     """Models against the first on the same documents, octave by octave, mean of seeds."""
-    rows = study.get("comparison", ())
+    rows = study["comparison"]
     return position_loss.comparison_table(rows).markdown() if rows else NOT_RUN
 
 
-def missing(study: Mapping[str, Any]) -> list[str]:
+def missing(study: Study) -> list[str]:
     """What a study does not have yet, a line each."""
     lines = [
         f"search/{name}: not finished, as its lowest loss is at an end of the rates tried ({', '.join(losses)})"
@@ -240,25 +237,23 @@ def missing(study: Mapping[str, Any]) -> list[str]:
             lines += [
                 f"{kind}{name}_seed{seed}: others have a run with it" for seed in seeds if seed not in model["seeds"]
             ]
-    scored = study.get("scores", {})
     for what, have in (
         ("a run at the rate found", study["models"]),
-        ("loss at every position", {n for n, model in study["models"].items() if "per_token_loss" in model}),
+        ("loss at every position", study.evaluated()),
         ("speed", study["speed"]),
+        ("needle and tasks", study["scores"]),
     ):
-        known = in_order([*{**study["search"], **study["models"]}], study.get("names", ()))
+        known = in_order([*{**study["search"], **study["models"]}], study.plan.models)
         if lacking := [name for name in known if name not in have]:
             lines.append(f"{what}: none of {', '.join(lacking)}")
-    if lacking := [name for name in in_order([*study["models"]], study.get("names", ())) if name not in scored]:
-        lines.append(f"needle and tasks: none of {', '.join(lacking)}")
     if not study["variants"]:
         lines.append("variants: none has run")
     return lines
 
 
-def source(study: Mapping[str, Any]) -> str:
+def source(study: Study) -> str:
     """On what and from what the study was made, in a sentence or two for each of its parts."""
-    made = [_source(part) for part in study.get("parts", [study]) if "environment" in part]
+    made = [_source(part) for part in study.content.get("parts", [study.content]) if "environment" in part]
     return made[0] if len(made) == 1 else "\n".join(f"* {text}" for text in made)
 
 
@@ -285,7 +280,7 @@ FIGURES = {
     "needle": "share of the answer's words that models find, by length of the prompt and depth of the needle",
     "heads": "memory lengths of heads, and the share of tiles that pruning skips, against training tokens",
 }
-TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+TABLES: dict[str, Callable[[Study], str]] = {
     "models": models_table,
     "search": search_table,
     "octaves": octaves_table,
@@ -300,7 +295,8 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def sections(report: Path, page: Path) -> dict[str, str]:
-    """The sections of a page about a study for `marked_pages.fill_in`: tables, figures, and how it was made.
+    """The sections of a page about a study for `marked_pages.fill_in`: tables, figures, how it was made, and for each
+    model `MODEL_apart`, its difference to the baseline.
 
     Args:
         report: folder with study.json and figures, which `collect` of studies/report.py wrote.
@@ -309,6 +305,11 @@ def sections(report: Path, page: Path) -> dict[str, str]:
     study = read_study(report)
     found = {name: table(study) for name, table in TABLES.items()} | {"source": source(study)}
     found["claim_rules"] = rules_list(study)
+    found |= {
+        f"{name}_apart": apart.text("+")
+        for kind in ("variants", "models")
+        for name, apart in study.differences(kind).items()
+    }
     found |= {f"{kind}_noise": noise(study, kind) for kind in ("models", "variants")}
     for name, title in FIGURES.items():
         figure = report / f"{name}.png"

@@ -28,6 +28,8 @@ from torch.distributed.run import get_args_parser
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.composition import Composer, search_space
 from forgetting_transformer.training.config import ConfigError, check
+from studies import SEARCH_PATH
+from studies.engine.stages import Stages
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -252,11 +254,10 @@ def check_overrides(script: str, options: argparse.Namespace) -> None:
         some = [f"{key}={d.choices[0] if hasattr(d, 'choices') else d.low}" for key, d in ranges.items()]
         compose([*fixed, *some])
     elif script == "studies/run.py":
-        for model in options.models:
-            compose([f"+experiment/{options.group}={model}", *options.overrides, *options.search])
-        for _, *variants in options.variants:
-            for variant in variants:
-                compose([f"+experiment/{options.group}={variant}", *options.overrides, *options.variant])
+        with _refusals(SweepError, ConfigError):
+            stages = Stages(options.study, options.plan, options.folder, options.overrides)
+        for model in options.plan.models:
+            compose([SEARCH_PATH, f"+experiment/{options.plan.group}={model}", *stages.composer.task_overrides])
     elif script in ("benchmarks/training.py", "benchmarks/whole_run.py"):
         from tests.benchmarks.conftest import load
 
@@ -304,7 +305,9 @@ def check_train(arguments: Sequence[str], processes: int, partial: bool) -> None
     with _refusals():
         found = hydra_parser().parse_args(list(arguments))
     overrides = list(found.overrides)
-    if found.config_dir:
+    if found.config_dir == "studies/configs":
+        overrides.append(SEARCH_PATH)
+    elif found.config_dir:
         # What the reader's own folder offers is not known here.
         overrides = [ANY_EXPERIMENT if override.startswith("+experiment=") else override for override in overrides]
     if partial and not any(override.startswith("+experiment/") for override in overrides):
@@ -334,7 +337,8 @@ def compose(overrides: Sequence[str], processes: int = 1, check_machine: bool = 
 def _compose(overrides: tuple[str, ...], processes: int, check_machine: bool) -> None:
     composer = Composer(CONFIGS, overrides)
     with _refusals(SweepError, ConfigError, MissingMandatoryValue):
-        config = composer.compose(composer.task_overrides)
+        searched = [override for override in overrides if override.startswith("hydra.searchpath=")]
+        config = composer.compose([*searched, *composer.task_overrides])
         check(config, processes)
         if check_machine:
             composer.machine()

@@ -101,7 +101,7 @@ def test_a_wrong_command_of_the_readme_is_noticed(right, wrong, message, monkeyp
             "python scripts/sweep_optuna.py +experiment/demo=fox_pro output_dir=x data_dir=x optimizer.r=1,2",
             "optimizer.r",
         ),
-        ("python -m studies.run output_dir=x data_dir=x --group study --models fox_po", "fox_po"),
+        ("python -m studies.run studies/three_seeds/study.yaml x --models fox_po", "fox_po"),
         ("python scripts/launch.py --devices 4 +experiment/demo=fox", "there is no experiment/demo=fox; choices"),
         ("python benchmarks/training.py --overrides train.compil=true", "train.compil"),
         ("torchrun --nproc-per-nod 4 eval/niah/run_niah.py --model_path x", "SystemExit"),

@@ -391,19 +391,3 @@ def test_tags_come_from_the_model(overrides, tag):
 def test_every_model_has_its_own_label():
     labels = {path.stem: OmegaConf.load(path).label for path in (CONFIGS / "model").glob("*.yaml")}
     assert all(name == label for name, label in labels.items())
-
-
-@pytest.mark.slow
-def test_models_of_the_study_have_bodies_of_one_size_and_see_the_same_batches():
-    bodies, batches = {}, set()
-    for path in CONFIGS.glob("experiment/study/*.yaml"):
-        config = experiment(f"experiment/study/{path.stem}")
-        model = on_meta(config.model)
-        embedding = model.get_input_embeddings().weight.numel()
-        bodies[path.stem] = sum(parameter.numel() for parameter in model.parameters()) - 2 * embedding
-        batches.add((config.train.max_tokens, str(config.datamodule), str(config.schedule)))
-    assert {"fox_pro", "fox_llama", "transformer_pro", "transformer_llama", "mamba2", "hgrn2", "delta_net"} < set(
-        bodies
-    )
-    assert min(bodies.values()) > 19.6e6 and max(bodies.values()) < 20.7e6
-    assert len(batches) == 1

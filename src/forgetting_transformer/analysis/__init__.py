@@ -9,8 +9,7 @@ published.py      the columns of the paper's tables
 known_models.py   what models are called, and their colours
 statistics.py     means over seeds with their intervals
 comparisons.py    models against each other at equal tokens and at equal FLOPs
-study_plan.py     a study's YAML; studies.py: what came of it; study_tables.py: its tables
-tables.py         tables in Markdown and LaTeX; marked_pages.py: pages that are filled in
+tables.py         tables in Markdown and LaTeX
 conditions.py     under which conditions runs were made; plots/: the figures, a file per subject
 page.py           one HTML page about runs and their evaluations
 

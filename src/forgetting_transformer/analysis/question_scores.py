@@ -26,7 +26,7 @@ from forgetting_transformer.analysis.tables import Table
 from forgetting_transformer.files import write_json
 
 FILE = QUESTION_SCORES
-#: Key of a question in a data set: the held-out group of texts that it was made of (studies/code_tasks.py).
+#: Key of a question in a data set: the held-out group of texts that it was made of.
 GROUP = "heldout_group"
 
 

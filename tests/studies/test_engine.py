@@ -1,0 +1,175 @@
+"""A study from its YAML to verdicts: which jobs come of it, and what is collected of them."""
+
+import re
+
+import pytest
+
+from forgetting_transformer.analysis import AnalysisError
+from forgetting_transformer.analysis.runs import read_run
+from forgetting_transformer.sweep.composition import Composer
+from studies import ROOT, SEARCH_PATH, report
+from studies.engine.ladder import _parameters
+from studies.engine.plan import read_plan
+from studies.engine.results import read_study
+from studies.engine.stages import Stages
+from tests.studies.conftest import YAML
+
+rare = pytest.mark.rare("no contract: studies")
+pytestmark = pytest.mark.slow
+
+
+def test_a_yaml_becomes_runs_numbers_figures_and_verdicts(study, tmp_path):
+    code, out, order = study("--stages", "train", "collect")
+    assert code == 0, out
+    assert order == [f"runs/{model}_seed{seed}" for seed in range(3) for model in ("mamba2", "fox_pro")]
+    folder = tmp_path / "study/report"
+    assert {"study.json", "study.yaml", "differences.png", "compare.png"} <= {file.name for file in folder.iterdir()}
+    found = read_study(folder)
+    assert found["models"]["mamba2"]["seeds"] == [0, 1, 2] and found["models"]["fox_pro"]["learning_rate"] == 2e-3
+    (page := tmp_path / "page.md").write_text(
+        "<!-- claims -->\n<!-- end of claims -->\n<!-- heads_figure -->\n<!-- end of heads_figure -->"
+    )
+    assert report.main(["tables", str(folder), str(page)]) == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines() if "|" in line]
+    assert [(row[0], row[2], row[-1]) for row in rows[2:]] == [
+        ("FoX is better", "Mamba-2 against FoX (Pro)", "seen"),
+        ("Mamba-2 is better", "Mamba-2 against FoX (Pro)", "not seen"),
+        ("FoX forgets", "FoX (Pro)", "not run"),
+    ]
+    assert "Not run yet." in page.read_text()
+    assert study("--stages", "train")[2] == [], "what is finished is not run again"
+
+
+@rare
+def test_a_model_is_searched_run_at_its_best_rate_and_then_its_variants(study, tmp_path):
+    yaml = """
+    group: demo
+    models: {mamba2: Mamba-2, fox_pro: FoX (Pro)}
+    seeds: [0, 1]
+    start_rate: 2e-3
+    learning_rates: {mamba2: 5e-3}
+    overrides: {search: {train.max_tokens: 4096}, variants: {exp: short}}
+    variants: {fox_pro: [fox_pro, fox_llama]}
+    """
+    code, out, order = study("--stages", "train", yaml=yaml)
+    assert code == 0, out
+    # What has the first seed comes first; the longest chain of a seed starts first.
+    assert order == [
+        "runs/mamba2_seed0",
+        *(f"search/fox_pro/lr{rate}_seed0" for rate in ("1e-3", "2e-3", "5e-3")),
+        "runs/mamba2_seed1", "runs/fox_pro_seed0",
+        "variants/fox_pro_seed0", "variants/fox_llama_seed0",
+        "runs/fox_pro_seed1", "variants/fox_pro_seed1", "variants/fox_llama_seed1",
+    ]  # fmt: skip
+    variant = read_run(tmp_path / "study/variants/fox_llama_seed1").config
+    assert variant["optimizer"]["lr"] == 2e-3 and variant["exp"] == "short" and variant["seed"] == 1
+    assert read_run(tmp_path / "study/search/fox_pro/lr2e-3_seed0").config["train"]["max_tokens"] == 4096
+    assert study("--stages", "train", yaml=yaml)[2] == []
+
+
+@rare
+def test_parts_of_a_study_are_collected_from_one_folder(study, tmp_path):
+    """As when machines make other models and seeds, and their folders are copied into one."""
+    assert study("--stages", "train", "--models", "fox_pro", "--seeds", "0", "1")[0] == 0
+    assert study("--stages", "train", "collect", "--models", "mamba2", "--seeds", "0")[0] == 0
+    found = read_study(tmp_path / "study/report")
+    assert {name: model["seeds"] for name, model in found["models"].items()} == {"mamba2": [0], "fox_pro": [0, 1]}
+    config = tmp_path / "study/runs/fox_pro_seed1/config.yaml"
+    config.write_text(config.read_text().replace("max_tokens: ", "max_tokens: 1"))
+    code, out, _ = study("--stages", "collect")
+    assert code == 1 and "fox_pro_seed1 differ in train.max_tokens, and seeds of one model are averaged" in out
+
+
+@rare
+def test_a_job_that_failed_leaves_the_rest_and_the_same_command_goes_on(study, faults):
+    faults["fail"] = "fox_pro_seed1"
+    code, out, order = study("--stages", "train")
+    assert code == 1 and "jobs that are not finished: 1; the same command goes on with them" in out
+    faults.clear()
+    assert len(order) == 6 and study("--stages", "train")[2] == ["runs/fox_pro_seed1"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("seeds: [0, 0]", "seeds=[0, 0]: give at least one, each once"),
+        ("sedes: [0]", "Key 'sedes' not in 'StudyPlan'"),
+        ("slowest_first: [fox_pro]", "slowest_first=['fox_pro'] must name each of mamba2, fox_pro once"),
+        ("learning_rates: {fox_pro: -1}", "learning_rates: fox_pro: -1 must be a positive number"),
+        ("overrides: {run: {}}", "overrides has run; it may have runs, search and variants"),
+        ("families: [[fox]]", "families: 'fox' is none of fox_pro, mamba2"),
+        ("claims: [{claim: a, rule: loer, models: [fox_pro]}]", "rule='loer' must be one of falls, rises"),
+        ("claims: [{claim: a, rule: lower, models: [fox_pro]}]", "the claim 'a': the rule lower needs than"),
+        ("claims: [{claim: a, rule: lower, models: [a], than: mamba2}]", "'a' is none of fox_pro, mamba2"),
+        ("claims: [{claim: a, rule: falls, models: [mamba2], at: 0.3}]", "at=0.3 must be a power of two"),
+    ],
+)
+@rare
+def test_a_yaml_that_is_no_study_is_refused_by_key_and_value(tmp_path, line, message):
+    text = f"group: demo\nmodels: {{mamba2: Mamba-2, fox_pro: FoX}}\n{line}\n"
+    (file := tmp_path / "study.yaml").write_text(text)
+    with pytest.raises(AnalysisError, match=re.escape(message)) as refused:
+        read_plan(file)
+    assert str(file) in str(refused.value) and "\n" not in str(refused.value)
+
+
+@rare
+def test_every_experiment_of_a_study_is_composed_and_bodies_have_one_size(tmp_path):
+    sizes, batches = {}, set()
+    for file in sorted(ROOT.glob("studies/*/study.yaml")):
+        stages = Stages(file, plan := read_plan(file), tmp_path)
+        for name in {*plan.models, *(name for names in plan.variants.values() for name in names)}:
+            experiment = [SEARCH_PATH, f"+experiment/{plan.group}={name}", f"output_dir={tmp_path}"]
+            config = stages.composer.compose([*experiment, *stages.composer.task_overrides])
+            if plan.group == "study" and name not in sizes:
+                sizes[name] = _parameters(config)
+                batches.add((config.train.max_tokens, str(config.datamodule), str(config.schedule)))
+    assert len(sizes) == 30 and len(batches) == 1
+    assert min(sizes.values()) > 19.6e6 and max(sizes.values()) < 20.7e6
+
+
+#: Says what it was called with, fails for one run, and leaves what an evaluation of a run would.
+SCRIPT = """
+import os, pathlib, sys
+with open("calls.txt", "a") as file:
+    file.write(" ".join(map(str, sys.argv)) + "\\n")
+sys.exit("FAILING" in os.environ and os.environ["FAILING"] in " ".join(sys.argv))
+"""
+
+
+@rare
+def test_evaluations_are_made_once_for_every_run_and_their_failures_are_named(study, tmp_path, monkeypatch):
+    """Scripts of the repository are played by one that writes what it was called with."""
+    for script in ("eval/per_token_loss/run_per_token_loss.py", "eval/niah/run_niah.py", "studies/code_tasks.py",
+                   "eval/longbench/run_longbench.py", "eval/lm_eval_harness/run_lm_eval.py", "scripts/prepare_data.py",
+                   "benchmarks/training.py"):  # fmt: skip
+        (tmp_path / script).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / script).write_text(SCRIPT)
+    assert study("--stages", "train")[0] == 0
+    monkeypatch.setattr("studies.engine.stages.ROOT", tmp_path)
+    monkeypatch.setattr(Composer, "__init__", lambda *_: None)
+    runs = [f"{model}_seed{seed}" for seed in range(3) for model in ("mamba2", "fox_pro")]
+    for run in runs[:-1]:
+        (tmp_path / "study/runs" / run / "checkpoints").mkdir()
+        (tmp_path / "study/runs" / run / "status.json").write_text('{"status": "done"}')
+
+    def calls(*stages: str) -> tuple[int, str, list[str]]:
+        (tmp_path / "calls.txt").write_text("")
+        code, out, _ = study("--stages", *stages, yaml=YAML + "speed_seeds: [0]\n")
+        made = (tmp_path / "calls.txt").read_text().replace(f"{tmp_path}/", "").splitlines()
+        return code, out, sorted(made)
+
+    code, out, made = calls("corpus", "evaluate")
+    assert code == 0 and f"there is no run {runs[-1]} yet" in out
+    assert made[-1].startswith("scripts/prepare_data.py ") and "--doc_len 16384 --heldout_docs 128" in made[-1]
+    assert sum(call.startswith("eval/per_token_loss") for call in made) == 5
+    assert next(call.split()[2] for call in made if call.startswith("benchmarks/")) == "study/runs/fox_pro_seed0"
+    for run in runs[:-1]:
+        file = tmp_path / "study/position_loss" / run / "results.json"
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+    assert not [call for call in calls("evaluate")[2] if call.startswith("eval/per_token_loss")], "they are there"
+    monkeypatch.setenv("FAILING", "runs/mamba2_seed1")
+    code, out, made = calls("downstream")
+    assert code == 1 and f"run_niah of mamba2_seed1 failed: {tmp_path}/study/logs/run_niah-mamba2_seed1.log" in out
+    assert sum("--mode paper_easy" in call for call in made) == 4 and sum("lcc" in call for call in made) == 5
