@@ -134,14 +134,6 @@ def test_a_study_that_is_not_finished_is_named_and_changes_no_page(pages, copy, 
     assert error.count("\n") == 1 and "study.json lacks held-out losses of fox_llama: finish the study first" in error
 
 
-def test_failed_measurements_are_shown(pages, copy):
-    def edit(content):
-        content["rows"].append({"experiment": "samba/760m_16b", "checkpointing": True, "status": "out of memory"})
-
-    change(copy / "benchmarks/results/training_760m_compiled.json", edit)
-    assert re.search(r"\| Samba +\| yes +\| +\| +out of memory \|", pages.performance()["whole_models"])
-
-
 @pytest.mark.parametrize("page", PAGES_WITH_MARKS)
 def test_no_line_begins_with_a_number_in_marks(page):
     """Markdown would take the line for HTML, and show what else is on it as it is written."""
@@ -189,75 +181,6 @@ def test_recipes_of_the_study_are_compared_by_how_far_their_seeds_are_apart(tmp_
     (tmp_path / "recipes.jsonl").write_text(f"{json.dumps(runs[-1])}\n")
     (only,) = recipes(tmp_path / "recipes.jsonl").splitlines()[2:]
     assert [cell.strip() for cell in only.split("|")[1:-1]] == ["2e-3", "16", "1", "3.4000", "–", "+0.300"]
-
-
-def test_kernels_of_a_step_are_counted_once(pages, monkeypatch):
-    """By what they do; and a profile in which kernels share a name has no table."""
-    tables = pages.tables
-    names = {
-        "forward_kernel": "attention, forward",
-        "backward_kernel": "attention, backward",
-        "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": "matrix products",
-        "void cublasLt::splitKreduce_kernel<32, 16, int>": "matrix products",
-        "shift_norm_backward_kernel": "token shift and norms of heads",
-        "norm_forward_kernel": "output norm and gate",
-        "swiglu_forward_kernel": "SwiGLU",
-        "residual_norm_backward_kernel": "norms of the residual stream",
-        "triton_red_fused__log_softmax__to_copy_3": "loss",
-        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "clipping and AdamW",
-        "triton_poi_fused__to_copy_forgetting_attention_backward_2": tables._REST,
-    }
-    assert {name: tables.piece_of(name) for name in names} == names
-    row = {
-        "experiment": "forgetting_transformer/pro_760m_16b",
-        "pruned": True,
-        "parameters": 836_707_392,
-        "tokens_per_step": 16384,
-        "step_seconds": [0.2, 0.1, 0.15],
-        "kernels": [{"name": name, "ms": 2.0} for name in names],
-    }
-    content = {
-        "environment": {"date": "2026-11-23"},
-        "settings": {"vocab_size": 50257, "seq_len": 16384},
-        "rows": [row],
-    }
-    results = tables.Results("steps_760m.json")
-    results.files = [content]
-    lines = tables.pieces(results).splitlines()
-    # 6 operations per weight and token at 700 TFLOP/s.
-    assert re.search(r"\| matrix products +\| +4\.0 \| +106\.7 \|", "\n".join(lines))
-    assert re.search(r"\| all kernels +\| +22\.0 \|", lines[-2]) and re.search(r"\| a step +\| +150\.0 \|", lines[-1])
-    row["kernels"] = [kernel for kernel in row["kernels"] if not kernel["name"].startswith("swiglu_")]
-    with pytest.raises(LookupError, match="kernels that have names of their own"):
-        tables.pieces(results)
-
-
-def test_memory_and_graphs_are_rows_of_their_tables(pages):
-    tables = pages.tables
-    step = {"experiment": "forgetting_transformer/pro_125m_2b", "tokens_per_step": 16384}
-    results = tables.Results("graphs*.json")
-    results.files = [
-        {
-            "settings": {},
-            "rows": [{**step, "cuda_graphs": used, "step_seconds": [seconds, 9.0, 0.01], "tokens_per_second": speed}],
-        }
-        for used, seconds, speed in ((True, 0.05, 1.5e5), (False, 0.07, 1e5))
-    ]
-    (both,) = ([c.strip() for c in line.split("|")[1:-1]] for line in tables.graphs(results).splitlines()[2:])
-    assert both == ["FoX (Pro) 125M", "16,384", "70.0", "50.0", "100,000", "150,000", "1.50"]
-    results.files[0]["rows"].append({**step, "status": "out of memory"})
-    results.files[0]["settings"] = {"overrides": ["train.cuda_graphs=true"], "seq_len": 7, "batch_size": 1}
-    lost = [c.strip() for c in tables.graphs(results).splitlines()[2].split("|")[1:-1]]
-    assert lost == ["FoX (Pro) 125M", "7", "", "", "", "out of memory", ""]
-    peaks = tables.Results("memory*.json")
-    rows = [
-        {"seq_len": 2048, "inputs": "host", "status": "out of memory"},
-        {"seq_len": 1024, "inputs": "gpu", "status": "ok", "peak_memory_bytes": 7e9, "step_seconds": [2.0, 4.0]},
-    ]
-    peaks.files = [{"settings": {"experiment": step["experiment"]}, "rows": rows}]
-    first, second = ([c.strip() for c in line.split("|")[1:-1]] for line in tables.memory(peaks).splitlines()[2:])
-    assert first == ["FoX (Pro) 125M", "1,024", "gpu", "7.0", "3.00"]
-    assert second == ["FoX (Pro) 125M", "2,048", "host", "out of memory", ""]
 
 
 def test_steps_that_did_not_fit_are_rows_and_break_no_page(pages, tmp_path, monkeypatch):
