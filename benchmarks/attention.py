@@ -21,8 +21,6 @@ Forgetting attention has two more columns, of both passes together: `graph`, rep
 
 Times are medians of --repeats runs measured with device events, forward and backward apart. Pruned attention ends
 before Python has launched the next kernel, so runs of the second table are replayed from CUDA graphs.
-
-Each row is printed and saved to --out (record.py) as soon as it is measured. The same command measures missing rows.
 """
 
 import argparse
@@ -32,65 +30,69 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name, run_main
+from cases import Case, parse, parser, run, run_main
 
 from forgetting_transformer.command_line import count
 
-SHAPES = ["1,16384,24,64", "1,16384,12,128", "1,65536,24,64", "8,2048,24,64"]
-PRUNE_SHAPES = ["1,16384,24,64", "8,2048,24,64"]
-BASELINES = ("cudnn", "flash", "flash4", "fla", "triton", "pytorch")
+SHAPES = [[1, 16384, 24, 64], [1, 16384, 12, 128], [1, 65536, 24, 64], [8, 2048, 24, 64]]
+PRUNE_SHAPES = [SHAPES[0], SHAPES[-1]]
+GATES = ("half", "spread", "one")
+OURS = "forgetting attention"
+#: Names of rows for each choice of --baselines.
+BASELINES = {
+    "cudnn": ["cuDNN, no gate"],
+    "flash": ["FlashAttention-2, no gate"],
+    "flash4": [f"FlashAttention-4, {name}, no gate" for name in ("reproducible", "not reproducible")],
+    "fla": ["FLA forgetting attention"],
+    "triton": ["forgetting attention, without Gluon"],
+    "pytorch": ["forgetting attention, in PyTorch"],
+}
+#: PyTorch's backend of scaled_dot_product_attention.
+SDPA = {"cuDNN, no gate": "CUDNN_ATTENTION", "FlashAttention-2, no gate": "FLASH_ATTENTION"}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="*", default=SHAPES, metavar="B,T,H,D", help=f"default {' '.join(SHAPES)}")
-    parser.add_argument("--baselines", nargs="*", default=["cudnn", "flash"], choices=BASELINES)
-    parser.add_argument(
-        "--prune_shapes", nargs="*", default=PRUNE_SHAPES, metavar="B,T,H,D", help="none: no second table"
-    )
-    parser.add_argument("--repeats", type=count, default=10)
-    add_options(parser)
-    return parser.parse_args(argv)
+    made = parser(__doc__)
+    made.add_argument("--shapes", nargs="*", type=shape_of("BTHD"), default=SHAPES, metavar="B,T,H,D")
+    made.add_argument("--baselines", nargs="*", default=["cudnn", "flash"], choices=BASELINES)
+    made.add_argument("--prune_shapes", nargs="*", type=shape_of("BTHD"), default=PRUNE_SHAPES, metavar="B,T,H,D")
+    made.add_argument("--repeats", type=count, default=10)
+    return parse(made, argv)
+
+
+def shape_of(names: str) -> Callable[[str], list[int]]:
+    """A type of argument: as many numbers as there are names."""
+
+    def read(text: str) -> list[int]:
+        shape = [count(number) for number in text.split(",")]
+        if len(shape) != len(names):
+            raise argparse.ArgumentTypeError(f"{text!r}: a shape is {len(names)} numbers {','.join(names)}")
+        return shape
+
+    return read
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    import torch
-
-    if not torch.cuda.is_available():
-        print("this benchmark measures GPU kernels, and PyTorch sees no GPU", file=sys.stderr)
-        return 2
-    shapes, prune_shapes = ([parse_shape(text) for text in texts] for texts in (args.shapes, args.prune_shapes))
-    try:
-        record = Record("attention", args, argv, "cuda")
-    except RecordError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(KERNELS_HEADER, flush=True)
-    for shape in shapes:
-        for row in measure_shape(shape, args, record):
-            print(describe_kernel(row), flush=True)
-    if prune_shapes:
-        print(f"\n{PRUNING_HEADER}", flush=True)
-    for shape in prune_shapes:
-        for row in measure_pruning(shape, args.repeats, record):
-            print(describe_pruning(row), flush=True)
-    print(footer(record.content))
-    return 0
-
-
-def parse_shape(text: str) -> tuple[int, int, int, int]:
-    try:
-        batch, length, heads, head_dim = map(count, text.split(","))
-    except (ValueError, argparse.ArgumentTypeError):
-        sys.exit(f"a shape is four numbers B,T,H,D from 1 on; got {text!r}")
-    return batch, length, heads, head_dim
+    cases = [
+        {"table": "kernels", "shape": shape, "kernel": kernel}
+        for shape in args.shapes
+        for kernel in [OURS, *(kernel for name in args.baselines for kernel in BASELINES[name])]
+    ]
+    cases += [
+        {"table": "pruning", "shape": shape, "gates": gates, "bounds": bounds}
+        for shape in args.prune_shapes
+        for gates in GATES
+        for bounds in ("weights", "tile")
+    ]
+    measures = {"kernels": measure_kernel, "pruning": measure_pruning}
+    return run(__file__, args, argv, cases, lambda case: measures[case["table"]](case, args.repeats), gpu_only=True)
 
 
 def median_ms(function: Callable[[], Any], repeats: int) -> float:
@@ -134,10 +136,7 @@ def time_both_ways(attend: Callable[..., Any], inputs: list[Any], repeats: int) 
     return forward, backward
 
 
-def measure_shape(
-    shape: tuple[int, int, int, int], args: argparse.Namespace, record: Record
-) -> Iterator[dict[str, Any]]:
-    """A row per kernel, of table "kernels"."""
+def measure_kernel(case: Case, repeats: int) -> dict[str, float]:
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -145,57 +144,38 @@ def measure_shape(
     from forgetting_transformer import forgetting_attention
     from forgetting_transformer.ops import backends
 
+    shape, kernel = case["shape"], case["kernel"]
     batch, length, heads, head_dim = shape
     torch.manual_seed(0)
-    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    inputs = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
     log_fgate = F.logsigmoid(torch.randn(batch, length, heads, device="cuda") + 4)
+    attend: Callable[..., Any] = forgetting_attention
+    left_out: tuple[str, ...] = ()
+    if kernel in SDPA:
 
-    def sdpa(backend: SDPBackend) -> Callable[..., Any]:
-        def attend(q, k, v):
-            with sdpa_kernel(backend):
-                heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        def attend(*inputs: Any) -> Any:
+            with sdpa_kernel(getattr(SDPBackend, SDPA[kernel])):
+                heads_first = (x.transpose(1, 2) for x in inputs)
                 return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
 
-        return attend
-
-    ours = (forgetting_attention, [q, k, v, log_fgate])
-    kernels: dict[str, tuple[Callable[..., Any], list[Any]]] = {"forgetting attention": ours}
-    left_out: dict[str, tuple[str, ...]] = {}
-    if "cudnn" in args.baselines:
-        kernels["cuDNN, no gate"] = (sdpa(SDPBackend.CUDNN_ATTENTION), [q, k, v])
-    if "flash" in args.baselines:
-        kernels["FlashAttention-2, no gate"] = (sdpa(SDPBackend.FLASH_ATTENTION), [q, k, v])
-    if "flash4" in args.baselines:
+    elif kernel.startswith("FlashAttention-4"):
         from flash_attn.cute import flash_attn_func
 
-        def flash4(q, k, v, deterministic):
-            out = flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
+        def attend(*inputs: Any) -> Any:
+            out = flash_attn_func(*inputs, causal=True, deterministic="not reproducible" not in kernel)
             return out[0] if isinstance(out, tuple) else out
 
-        for name, deterministic in (("reproducible", True), ("not reproducible", False)):
-            attend = functools.partial(flash4, deterministic=deterministic)
-            kernels[f"FlashAttention-4, {name}, no gate"] = (attend, [q, k, v])
-    if "fla" in args.baselines:
-        from fla.ops.forgetting_attn import parallel_forgetting_attn
-
-        kernels["FLA forgetting attention"] = (parallel_forgetting_attn, [q, k, v, log_fgate])
-    if "triton" in args.baselines:
-        kernels["forgetting attention, without Gluon"] = ours
-        left_out["forgetting attention, without Gluon"] = (backends.GLUON,)
-    if "pytorch" in args.baselines:
-        kernels["forgetting attention, in PyTorch"] = ours
-        left_out["forgetting attention, in PyTorch"] = (backends.GLUON, backends.TRITON)
-    flops = 2 * batch * heads * length**2 * head_dim
-
-    def measure(name: str) -> dict[str, float]:
-        with backends.without("attention", *left_out.get(name, ())):
-            forward, backward = time_both_ways(*kernels[name], args.repeats)
-            launched = time_launched(*ours, args.repeats) if name == "forgetting attention" else {}
-        tflops = 3.5 * flops / (forward + backward) / 1e9
-        return {"forward_ms": forward, "backward_ms": backward, "tflops": tflops, **launched}
-
-    for name in kernels:
-        yield record.row({"table": "kernels", "shape": shape, "kernel": name}, functools.partial(measure, name))
+    else:
+        inputs.append(log_fgate)
+        if kernel == "FLA forgetting attention":
+            from fla.ops.forgetting_attn import parallel_forgetting_attn as attend
+        elif kernel != OURS:
+            left_out = (backends.GLUON, backends.TRITON) if "PyTorch" in kernel else (backends.GLUON,)
+    with backends.without("attention", *left_out):
+        forward, backward = time_both_ways(attend, inputs, repeats)
+        launched = time_launched(attend, inputs, repeats) if kernel == OURS else {}
+    tflops = 7 * batch * heads * length**2 * head_dim / (forward + backward) / 1e9
+    return {"forward_ms": forward, "backward_ms": backward, "tflops": tflops, **launched}
 
 
 def time_replayed(attend: Callable[..., Any], inputs: list[Any], repeats: int) -> tuple[float, float]:
@@ -238,16 +218,15 @@ def time_launched(attend: Callable[..., Any], inputs: list[Any], repeats: int) -
     return {"graph_ms": graph, "queued_ms": statistics.median(times)}
 
 
-def measure_pruning(shape: tuple[int, int, int, int], repeats: int, record: Record) -> Iterator[dict[str, Any]]:
-    """A row per kind of gates and of bounds, of table "pruning"."""
+def measure_pruning(case: Case, repeats: int) -> dict[str, Any]:
     import torch
     import torch.nn.functional as F
 
     from forgetting_transformer import forgetting_attention
     from forgetting_transformer.ops.forgetting_attention.pruning import score_bounds, skipped_share
 
-    batch, length, heads, head_dim = shape
-    scale, tolerance = 1 / math.sqrt(head_dim), -10.0
+    batch, length, heads, head_dim = shape = case["shape"]
+    scale, tolerance, by_weights = 1 / math.sqrt(head_dim), -10.0, case["bounds"] == "weights"
     torch.manual_seed(0)
     q, k = ((F.normalize(torch.randn(shape, device="cuda"), dim=-1) * math.sqrt(head_dim)).bfloat16() for _ in range(2))
     v = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
@@ -256,31 +235,22 @@ def measure_pruning(shape: tuple[int, int, int, int], repeats: int, record: Reco
     threshold = log_tolerance - 2 * math.sqrt(head_dim) - math.log(length)
     times = torch.logspace(math.log10(4), 6, heads, dtype=torch.float64)
     gates = {"half": torch.full((heads,), -math.log(2)), "spread": -1 / times, "one": torch.zeros(heads)}
-
-    @functools.cache
-    def unpruned(name: str) -> tuple[list[Any], tuple[float, float]]:
-        """Inputs with these gates, and the time without pruning."""
-        log_fgate = gates[name].float().cuda().expand(batch, length, heads).contiguous()
-        inputs = [q, k, v, log_fgate]
-        return inputs, time_replayed(forgetting_attention, inputs, repeats)
-
-    def measure(name: str, bounds: str) -> dict[str, Any]:
-        inputs, full = unpruned(name)
-        option = threshold if bounds == "weights" else "auto"
-        attend = functools.partial(forgetting_attention, adaptive_threshold=option, log_tolerance=tolerance)
-        pruned = time_replayed(attend, inputs, repeats)
-        log_fgate_BHN = inputs[-1].transpose(1, 2)
-        rule = (threshold, None) if bounds == "weights" else (log_tolerance, score_bounds(*heads_first, scale))
-        search = time_search(*heads_first, log_fgate_BHN, rule[0], bounds == "tile", repeats)
-        return {
-            "full_ms": full, "pruned_ms": pruned, "speedup": sum(full) / sum(pruned),
-            "skipped": skipped_share(log_fgate_BHN, length, *rule).mean().item(),
-            "search": search / sum(pruned),
-        }  # fmt: skip
-
-    for name, bounds in itertools.product(gates, ("weights", "tile")):
-        case = {"table": "pruning", "shape": shape, "gates": name, "bounds": bounds}
-        yield record.row(case, functools.partial(measure, name, bounds))
+    log_fgate = gates[case["gates"]].float().cuda().expand(batch, length, heads).contiguous()
+    inputs = [q, k, v, log_fgate]
+    full = time_replayed(forgetting_attention, inputs, repeats)
+    option = threshold if by_weights else "auto"
+    attend = functools.partial(forgetting_attention, adaptive_threshold=option, log_tolerance=tolerance)
+    pruned = time_replayed(attend, inputs, repeats)
+    log_fgate_BHN = log_fgate.transpose(1, 2)
+    rule = (threshold, None) if by_weights else (log_tolerance, score_bounds(*heads_first, scale))
+    search = time_search(*heads_first, log_fgate_BHN, rule[0], not by_weights, repeats)
+    return {
+        "full_ms": full,
+        "pruned_ms": pruned,
+        "speedup": sum(full) / sum(pruned),
+        "skipped": skipped_share(log_fgate_BHN, length, *rule).mean().item(),
+        "search": search / sum(pruned),
+    }
 
 
 def time_search(q: Any, k: Any, log_fgate: Any, threshold: Any, is_bounded: bool, repeats: int) -> float:
@@ -296,35 +266,6 @@ def time_search(q: Any, k: Any, log_fgate: Any, threshold: Any, is_bounded: bool
         ops.forgetting_attention_decay(log_fgate, q.shape[2], threshold, *found, None)
 
     return replayed_ms(search, repeats)
-
-
-KERNELS_HEADER = (
-    "| B,T,H,D | kernel | forward ms | backward ms | both TFLOP/s | graph ms | queued ms |\n"
-    "|---|---|---|---|---|---|---|"
-)
-PRUNING_HEADER = (
-    "| B,T,H,D | gates | bounds | full ms | pruned ms | speed-up | skipped | search |\n"
-    "|---|---|---|---|---|---|---|---|"
-)
-
-
-def describe_kernel(row: dict[str, Any]) -> str:
-    shape = ",".join(str(n) for n in row["shape"])
-    times = f"{row['forward_ms']:.2f} | {row['backward_ms']:.2f}"
-    launched = " | ".join(f"{row[key]:.2f}" if key in row else "" for key in ("graph_ms", "queued_ms"))
-    return f"| {shape} | {row['kernel']} | {times} | {row['tflops']:.0f} | {launched} |"
-
-
-def describe_pruning(row: dict[str, Any]) -> str:
-    shape = ",".join(str(n) for n in row["shape"])
-    full, pruned = (f"{f:.2f} + {b:.2f}" for f, b in (row["full_ms"], row["pruned_ms"]))
-    shares = f"{row['skipped']:.1%} | {row['search']:.1%}"
-    return f"| {shape} | {row['gates']} | {row['bounds']} | {full} | {pruned} | {row['speedup']:.2f} | {shares} |"
-
-
-def footer(result: dict[str, Any]) -> str:
-    versions = result["environment"]["versions"]
-    return f"\n{device_name(result['environment'])}, torch {versions['torch']}, Triton {versions['triton']}, bf16."
 
 
 if __name__ == "__main__":

@@ -16,19 +16,16 @@ Kernels:
   whole          forgetting_attention with one query, which sums all gates in each call and gives a head to one program
   flash, cudnn   PyTorch's scaled_dot_product_attention without gates, through FlashAttention-2 and through cuDNN
 
-Columns: `us` per call. `tokens/s` is B tokens per call, as if a model had only this layer. `GB/s` is the size of keys
-and values (decode: also of cumulative sums) divided by the time. The column after it is the share of --peak_gb_s.
+Values: `us` per call. `tokens_per_second` is B tokens per call, as if a model had only this layer. `gb_per_second` is
+the size of keys and values (decode: also of cumulative sums) divided by the time, `share_of_peak` that of --peak_gb_s.
 Pruned kernels read less and have neither. `error` is ‖out - exact‖ / ‖exact‖ against float64.
 
 Each call is timed inside a CUDA graph with at least 4 calls on separate caches of together at least --min_mib, like
 the layers of a model. Otherwise a small cache would stay in the GPU's L2. The median of --repeats replays counts.
-
-Each row is printed and saved to --out (record.py) as soon as it is measured. The same command measures missing rows.
 """
 
 import argparse
 import functools
-import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -37,60 +34,39 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from attention import footer, replayed_ms
-from record import Record, RecordError, add_options, run_main
+from attention import replayed_ms, shape_of
+from cases import parse, parser, run, run_main
 
 from forgetting_transformer.command_line import count, positive
 
-SHAPES = ["1,24,24,64,16384", "1,24,24,64,65536", "8,24,24,64,16384", "1,24,4,64,16384", "8,24,4,64,16384"]
+SHAPES = [
+    [1, 24, 24, 64, 16384],
+    [1, 24, 24, 64, 65536],
+    [8, 24, 24, 64, 16384],
+    [1, 24, 4, 64, 16384],
+    [8, 24, 4, 64, 16384],
+]
 KERNELS = ("decode", "half", "spread", "whole", "flash", "cudnn")
 PRUNED = ("half", "spread")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="*", default=SHAPES, metavar="B,H,G,D,N", help=f"default {' '.join(SHAPES)}")
-    parser.add_argument("--kernels", nargs="*", default=list(KERNELS), choices=KERNELS, help="default all")
-    parser.add_argument("--repeats", type=count, default=20)
-    parser.add_argument("--min_mib", type=count, default=400, help="MiB of caches that a CUDA graph goes through")
-    parser.add_argument("--peak_gb_s", type=positive, default=4800, help="of the GPU's memory; default an H200's")
-    add_options(parser)
-    return parser.parse_args(argv)
+    made = parser(__doc__)
+    made.add_argument("--shapes", nargs="*", type=shape_of("BHGDN"), default=SHAPES, metavar="B,H,G,D,N")
+    made.add_argument("--kernels", nargs="*", default=list(KERNELS), choices=KERNELS, help="default all")
+    made.add_argument("--repeats", type=count, default=20)
+    made.add_argument("--min_mib", type=count, default=400, help="MiB of caches that a CUDA graph goes through")
+    made.add_argument("--peak_gb_s", type=positive, default=4800, help="of the GPU's memory; default an H200's")
+    return parse(made, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    shapes = [parse_shape(text) for text in args.shapes]
-    import torch
-
-    if not torch.cuda.is_available():
-        print("this benchmark measures GPU kernels, and PyTorch sees no GPU", file=sys.stderr)
-        return 2
-    try:
-        record = Record("decode", args, argv, "cuda")
-    except RecordError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(HEADER, flush=True)
-    with torch.no_grad():
-        for shape, kernel in itertools.product(shapes, args.kernels):
-            case = {"shape": shape, "kernel": kernel}
-            print(describe_row(record.row(case, functools.partial(measure, shape, kernel, args))), flush=True)
-    print(footer(record.content))
-    return 0
+    cases = [{"shape": shape, "kernel": kernel} for shape in args.shapes for kernel in args.kernels]
+    return run(__file__, args, argv, cases, lambda case: measure(case["shape"], case["kernel"], args), gpu_only=True)
 
 
-def parse_shape(text: str) -> tuple[int, ...]:
-    try:
-        batch, heads, groups, head_dim, keys = map(count, text.split(","))
-    except (ValueError, argparse.ArgumentTypeError):
-        sys.exit(f"a shape is five numbers B,H,G,D,N from 1 on; got {text!r}")
-    if heads % groups:
-        sys.exit(f"query heads H must be a multiple of key heads G; got {text!r}")
-    return batch, heads, groups, head_dim, keys
-
-
-def measure(shape: tuple[int, ...], kernel: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(shape: list[int], kernel: str, args: argparse.Namespace) -> dict[str, Any]:
     """Time and error of a kernel; an `unavailable` reason where PyTorch has none for the shape."""
     import torch
 
@@ -116,7 +92,7 @@ def measure(shape: tuple[int, ...], kernel: str, args: argparse.Namespace) -> di
     }  # fmt: skip
 
 
-def make_call(shape: tuple[int, ...], kernel: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def make_call(shape: list[int], kernel: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A call of the kernel on a separate cache, and one that computes the same in float64."""
     import torch
     import torch.nn.functional as F
@@ -164,19 +140,6 @@ def replayed_seconds(calls: list[Callable[[], Any]], repeats: int) -> float:
             call()
 
     return replayed_ms(call_all, repeats) / 1e3 / len(calls)
-
-
-HEADER = "| B,H,G,D,N | kernel | us | tokens/s | GB/s | of peak | error |\n|---|---|---|---|---|---|---|"
-
-
-def describe_row(row: dict[str, Any]) -> str:
-    name = f"| {','.join(str(n) for n in row['shape'])} | {row['kernel']} |"
-    if "unavailable" in row:
-        return f"{name} – | – | – | – | {row['unavailable']} |"
-    bandwidth = " – | – "
-    if row["gb_per_second"] is not None:
-        bandwidth = f" {row['gb_per_second']:.0f} | {row['share_of_peak']:.0%} "
-    return f"{name} {row['us']:.1f} | {row['tokens_per_second']:.0f} |{bandwidth}| {row['error']:.1e} |"
 
 
 if __name__ == "__main__":

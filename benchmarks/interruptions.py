@@ -4,302 +4,288 @@
     python benchmarks/interruptions.py                                  # FoX (Pro) 125M on all GPUs of this machine
     python benchmarks/interruptions.py --devices 8 --out results.json   # again and again, until no row is missing
     python benchmarks/interruptions.py --checks sigterm sigkill hang --overrides train.compile=false
-    python benchmarks/interruptions.py --accelerator cpu --devices 4    # to try it: a tiny model, processes with gloo
+    python benchmarks/interruptions.py --device cpu --devices 4         # to try it: a tiny model, processes with gloo
 
-Every run is started as a user would, by scripts/launch.py or `fabric run`, on random tokens, for --steps steps. Four
-checkpoints are written in this time, and a third of the steps is done when a signal comes, from outside, to the last
-rank. A row is printed and saved to --out (record.py) as soon as it is measured. The same command measures the missing
-rows, each from its start. One call takes about --time_limit seconds at most: what it did not come to is "stopped".
+Every run is started as a user would, by scripts/launch.py, on random tokens, for --steps steps. Four checkpoints are
+written in this time, and a third of the steps is done when a signal comes, from outside, to the last rank.
 
-straight          a run without interruption on N devices, and one on N/2: what the other rows are compared with
-world_sizes       a run that ends and is continued on N, N/2, N/4 and N devices
-sigterm           SIGTERM to one rank; then the run is continued
-sigkill           SIGKILL to one rank; then the run is continued
-hang              SIGSTOP to one rank, with strategy.timeout_seconds=--timeout
-checkpoint_stall  a checkpoint is written in the background while training goes on
+straight      a run without interruption on N devices, and one on N/2: what the other rows are compared with
+world_sizes   a run that ends and is continued on N, N/2, N/4 and N devices
+sigterm       SIGTERM to one rank; then the run is continued
+sigkill       SIGKILL to one rank; then the run is continued
+hang          SIGSTOP to one rank, with strategy.timeout_seconds=--timeout
 
-first step    seconds from each command to the end of its first step. Kernels that earlier runs left in the caches of
-              Triton and PyTorch are used
-to the end    seconds from the signal until the launcher and all ranks have ended
-exit code     of the launcher, after the signal
-steps lost    steps that were done when the run ended and are done again by the next start
-tokens        whether all steps took the straight run's tokens in its order: a digest per step over the global batch
-losses        "bitwise": every step's loss, and all weights and moments in the end, are those of the straight run.
-              Otherwise the largest difference of a step's loss; in brackets that of the straight runs on N and N/2,
-              which only add in another order
-remark        what status.json says of the rank that was lost, and how many seconds after the signal; milliseconds of a
-              step, without a checkpoint and while one is written
+first_step_seconds   from each command to the end of its first step, with the kernels that earlier runs left in caches
+seconds_to_end       from the signal until the launcher has ended
+exit_code            of the launcher, after the signal
+steps_lost           steps that were done when the run ended and are done again by the next start
+bitwise              whether every step's loss, and all weights and moments in the end, are those of the straight run
+largest_difference   of a step's loss
+reason               what status.json says of the rank that was lost
 
-A row whose run did not do what docs/reliability.md promises has failed, says why, and makes the exit code 1. Losses on
-other numbers of devices are not judged, but reported. Runs log every step, for which the host waits for the GPUs.
+A row whose run did not do what docs/reliability.md promises has failed and says why. Losses on other numbers of
+devices are not judged, but reported: sums are made in another order. Runs log every step, for which the host waits for
+the GPUs.
 """
 
 import argparse
+import hashlib
+import itertools
 import json
+import os
 import re
 import signal
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name, run_main
-from runs import (
-    Ended,
-    Failure,
-    Runs,
-    TimeOver,
-    largest_difference,
-    result,
-    step_seconds,
-    taken_once,
-    times,
-)
-from start import VOCABULARY, read_status
-from tables import INTERRUPTIONS, interruption_cells
+from cases import compose, end_with_parent, parse, parser, run, run_main
+from start import FIRST_LINE, VOCABULARY, launch_command, on_random_tokens, read_status, write_corpus
 
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import at_least, count, positive
-from training import experiment_file
+from forgetting_transformer.command_line import at_least, count
 
-CHECKS = ("world_sizes", "sigterm", "sigkill", "hang", "checkpoint_stall")
-ON_GPU: dict[str, Any] = {"experiment": "forgetting_transformer/pro_125m_2b", "vocabulary": VOCABULARY}
-ON_CPU: dict[str, Any] = {"experiment": "demo/fox_pro", "vocabulary": 512}
+CHECKS = ("world_sizes", "sigterm", "sigkill", "hang")
+ON_GPU = {"experiment": "forgetting_transformer/pro_125m_2b", "vocabulary": VOCABULARY}
+ON_CPU = {"experiment": "demo/fox_pro", "vocabulary": 512}
 #: What a CPU can do: eight short sequences a step, one at a time, of which eight processes have one each.
 TINY = ["datamodule.train_batch_len=128", "datamodule.train_batch_size=8", "datamodule.train_num_workers=0"]
 TINY += ["train.grad_acc_tokens=128", "model.config.hidden_size=64", "model.config.num_hidden_layers=2"]
-#: What may be wrong with a run.
-OTHER_TOKENS, NOT_NAMED = "its steps had other tokens", "status.json does not name the rank"
-#: Steps of a start that do not count as usual ones: the first compiles, and memory for checkpoints is reserved then.
-WARMUP = 3
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=count, help="N (default: all GPUs of this machine)")
-    parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS), help="default: all")
-    parser.add_argument("--experiment", metavar="NAME", help="of configs/experiment; default as above")
-    parser.add_argument("--strategy", choices=("fsdp", "ddp", "hsdp"), default="fsdp", help="default fsdp")
-    parser.add_argument(
-        "--steps", type=at_least(12), default=24, help="of a run (default 24, a multiple of 4 from 12 on)"
-    )
-    parser.add_argument("--vocabulary", type=count, help="ids of the random tokens; default GPT-2's 50,257 on a GPU")
-    parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
-    parser.add_argument("--launcher", choices=("launch.py", "fabric"), default="launch.py")
-    parser.add_argument("--timeout", type=count, default=20, help="strategy.timeout_seconds of `hang` (default 20)")
+    made = parser(__doc__, time_limit=540)
+    made.add_argument("--devices", type=count, help="N (default: all GPUs of this machine)")
+    made.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS), help="default: all")
+    made.add_argument("--experiment", metavar="NAME", help="of configs/experiment; default as above")
+    made.add_argument("--strategy", choices=("fsdp", "ddp", "hsdp"), default="fsdp", help="default fsdp")
+    made.add_argument("--steps", type=at_least(12), default=24, help="of a run, a multiple of 4 (default 24)")
+    made.add_argument("--vocabulary", type=count, help="ids of the random tokens; default GPT-2's 50,257 on a GPU")
+    made.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
+    made.add_argument("--timeout", type=count, default=20, help="strategy.timeout_seconds of `hang` (default 20)")
     # NCCL chooses an algorithm by message, topology and version, and each adds in another order. A ring adds in one.
-    parser.add_argument("--nccl_algo", default="Ring", help="NCCL_ALGO of all runs, for equal bits (default Ring)")
-    parser.add_argument(
-        "--folder", type=command_line.path, help="where runs write, for the time of the call (default /tmp)"
-    )
-    parser.add_argument("--time_limit", type=positive, default=540, help="seconds for all (default 540)")
-    add_options(parser)
-    args = parser.parse_args(argv)
-    for key, value in (ON_GPU if args.accelerator == "cuda" else ON_CPU).items():
-        if getattr(args, key) is None:
-            setattr(args, key, value)
-    if args.accelerator == "cpu" and args.experiment == ON_CPU["experiment"]:
+    made.add_argument("--nccl_algo", default="Ring", help="NCCL_ALGO of all runs, for equal bits (default Ring)")
+    made.add_argument("--folder", type=command_line.path, help="where runs write, for the time of the call")
+    args = parse(made, argv, ON_GPU, ON_CPU)
+    if args.device == "cpu" and args.experiment == ON_CPU["experiment"]:
         args.overrides = [*TINY, *args.overrides]
-    if not experiment_file(args.experiment).is_file():
-        parser.error(f"there is no experiment {args.experiment!r} in configs/experiment")
     if args.devices is None:
         import torch
 
-        args.devices = torch.cuda.device_count() if args.accelerator == "cuda" else 2
+        args.devices = torch.cuda.device_count() if args.device == "cuda" else 2
     if args.steps % 4:
-        parser.error(f"--steps {args.steps} must be a multiple of 4")
+        made.error(f"--steps {args.steps} must be a multiple of 4")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.devices < 2:
-        problem = f"this needs several devices, and there are {args.devices}; try --accelerator cpu --devices 4"
+        problem = f"this needs several devices, and there are {args.devices}; try --device cpu --devices 4"
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    try:
-        record = Record("interruptions", args, argv, args.accelerator, leave_out=("folder", "time_limit"))
-    except RecordError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{args.devices} x {device_name(record.environment)}")
-    print(f"| {' | '.join(INTERRUPTIONS)} |\n{'|---' * len(INTERRUPTIONS)}|", flush=True)
-    if args.folder is not None:
-        args.folder.mkdir(parents=True, exist_ok=True)
+    sizes = [size for size in (args.devices, args.devices // 2, args.devices // 4) if size] + [args.devices]
+    cases = [{"check": "straight", "devices": [size]} for size in sizes[:2]]
+    cases += [{"check": check, "devices": sizes if check == "world_sizes" else sizes[:1]} for check in args.checks]
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         runs = Runs(args, Path(folder))
-        failed = False
-        for case in cases(args):
-            row = record.find(case) or record.add({**case, **measured(runs, case, record)})
-            print(f"| {' | '.join(interruption_cells(row, record.rows))} |", flush=True)
-            failed |= row["status"] != "ok"
-    return 1 if failed else 0
+        cases = [{"experiment": args.experiment, **case} for case in cases]
+        return run(__file__, args, argv, cases, lambda case: getattr(runs, case["check"])(case["devices"]))
 
 
-def world_sizes(devices: int) -> list[int]:
-    """8 → 4 → 2 → 8; with fewer devices only those that there are."""
-    return [size for size in (devices, devices // 2, devices // 4) if size] + [devices]
+class Runs:
+    """Runs of train.py in `folder`, on a corpus that is made there. Each check is a method that returns its row."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.folder = args, folder
+        self._straight: dict[int, dict[str, Any]] = {}
+
+    def straight(self, devices: list[int]) -> dict[str, Any]:
+        (size,) = devices
+        if size not in self._straight:
+            output = self.folder / f"straight-{size}"
+            first = self._done(output, size)
+            clock = [line["throughput/total_time"] for line in lines(output, "throughput")][3:]  # usual steps
+            usual = statistics.median(after - before for before, after in itertools.pairwise(clock))
+            self._straight[size] = {"first_step_seconds": [first], "step_seconds": usual, **result(output)}
+        return self._straight[size]
+
+    def world_sizes(self, sizes: list[int]) -> dict[str, Any]:
+        output, starts = self.folder / "world_sizes", []
+        for part, size in enumerate(sizes, 1):
+            starts.append(self._done(output, size, self.args.steps * part // len(sizes)))
+        losses = result(output)["losses"]
+        difference = largest_difference(losses, self.straight(sizes[:1])["losses"])
+        return {"first_step_seconds": starts, "largest_difference": difference, "losses": losses}
+
+    def sigterm(self, devices: list[int]) -> dict[str, Any]:
+        return self._struck(devices, signal.SIGTERM)
+
+    def sigkill(self, devices: list[int]) -> dict[str, Any]:
+        return self._struck(devices, signal.SIGKILL)
+
+    def _struck(self, devices: list[int], number: signal.Signals) -> dict[str, Any]:
+        """A signal to the last rank, and the next start."""
+        reference, output = self.straight(devices), self.folder / number.name
+        end = self._strike(output, number)
+        done = len(lines(output, "train"))
+        again = self._done(output, *devices)
+        resumed = json.loads((output / "starts.jsonl").read_text(encoding="utf-8").splitlines()[-1])["step"]
+        found = result(output)
+        row = {
+            **end,
+            "first_step_seconds": [*end["first_step_seconds"], again],
+            "steps_lost": max(0, done - resumed // self._step_tokens()),
+            "bitwise": found["losses"] == reference["losses"] and found["weights"] == reference["weights"],
+            "largest_difference": largest_difference(found["losses"], reference["losses"]),
+        }
+        promised = {"losses or weights differ from the straight run's": row["bitwise"]}
+        if number == signal.SIGTERM:
+            promised |= {"it is not preempted": row["outcome"] == "preempted", "steps were lost": not row["steps_lost"]}
+        return judged(row, promised)
+
+    def hang(self, devices: list[int]) -> dict[str, Any]:
+        """SIGSTOP to the last rank."""
+        timeout = [f"strategy.timeout_seconds={self.args.timeout}"]
+        return {"timeout": self.args.timeout, **self._strike(self.folder / "hang", signal.SIGSTOP, timeout)}
+
+    def _strike(self, output: Path, number: signal.Signals, overrides: Sequence[str] = ()) -> dict[str, Any]:
+        """How a run ends after a signal to the last rank, and what it says of it.
+
+        Raises:
+            RuntimeError: it ended before the signal, or does not name the rank after SIGKILL or SIGSTOP.
+        """
+        rank = self.args.devices - 1
+        code, first, seconds = self._start(output, self.args.devices, self.args.steps, overrides, number)
+        status = read_status(output)
+        row = {
+            "rank": rank,
+            "first_step_seconds": [first],
+            "seconds_to_end": seconds,
+            "exit_code": code,
+            "outcome": status["status"],
+            "reason": status["reason"].replace(socket.gethostname(), "HOST"),
+        }
+        is_named = number == signal.SIGTERM or re.search(rf"\brank {rank}\b", row["reason"])
+        return judged(row, {"status.json does not name the rank": bool(is_named)})
+
+    def _done(self, output: Path, devices: int, steps: int | None = None) -> float | None:
+        """Seconds to the first step of a start that ends by itself with so many steps done.
+
+        Raises:
+            RuntimeError: it did not.
+        """
+        code, first, _ = self._start(output, devices, steps or self.args.steps)
+        if code != 0 or read_status(output)["status"] != "done":
+            said = output.with_suffix(".txt").read_text(encoding="utf-8", errors="replace")
+            raise RuntimeError(f"a start on {devices} devices ended with code {code}: {said[-2000:]}")
+        return first
+
+    def _start(
+        self,
+        output: Path,
+        devices: int,
+        steps: int,
+        overrides: Sequence[str] = (),
+        strike: signal.Signals | None = None,
+    ) -> tuple[int, float | None, float | None]:
+        """Starts or continues a run; with `strike`, sends that signal to the last rank after a third of the steps.
+
+        Returns:
+            exit code of the launcher; seconds to the first step; seconds from the signal to the end.
+        """
+        args, tokens, printed = self.args, self._step_tokens(), output.with_suffix(".txt")
+        data, whole = self.folder / "data", self.args.steps * self._step_tokens()
+        write_corpus(data / "random", self._length(), whole // self._length(), args.vocabulary)
+        command = [
+            *launch_command(devices, args.device, "launch.py"),
+            *on_random_tokens(args.experiment, output, data, args.vocabulary), f"strategy={args.strategy}",
+            f"train.max_tokens={steps * tokens}", f"log_interval={tokens}", "wandb.mode=disabled",
+            f"schedule.warmup_tokens={whole // 4}", f"schedule.total_tokens={whole}",
+            f"checkpoint_interval={whole // 4}", f"checkpoint_keep_interval={whole}", *args.overrides, *overrides,
+        ]  # fmt: skip
+        began, first, struck = time.monotonic(), None, None
+        with printed.open("w", encoding="utf-8") as said:
+            process = subprocess.Popen(
+                command, env=os.environ | {"NCCL_ALGO": args.nccl_algo}, stdout=said, stderr=said,
+                start_new_session=True, preexec_fn=end_with_parent,
+            )  # fmt: skip
+            try:
+                while process.poll() is None:
+                    if time.monotonic() - began > args.time_limit:
+                        raise RuntimeError(f"a start took more than {args.time_limit:g} s")
+                    if first is None and FIRST_LINE in printed.read_text(encoding="utf-8", errors="replace"):
+                        first = time.monotonic() - began
+                    if strike and struck is None and len(lines(output, "train")) >= args.steps // 3:
+                        os.kill(process_of(process.pid, devices - 1), strike)
+                        struck = time.monotonic()
+                    time.sleep(0.02)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if strike and struck is None:
+            raise RuntimeError(f"it ended with code {process.returncode} before the signal")
+        return process.returncode, first, struck and time.monotonic() - struck
+
+    def _length(self) -> int:
+        return self._config().datamodule.train_batch_len
+
+    def _step_tokens(self) -> int:
+        return self._length() * self._config().datamodule.train_batch_size
+
+    def _config(self) -> Any:
+        return compose(self.args.experiment, [f"fabric.accelerator={self.args.device}", *self.args.overrides])
 
 
-def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What tells the rows apart, in their order: first the straight runs that the checks compare with."""
-    straight = [args.devices] if {"world_sizes", "sigterm", "sigkill"} & {*args.checks} else []
-    straight += [args.devices // 2] if "world_sizes" in args.checks else []
-    found: list[dict[str, Any]] = [{"check": "straight", "devices": [devices]} for devices in straight]
-    for check in (check for check in CHECKS if check in args.checks):
-        found.append({"check": check, "devices": world_sizes(args.devices) if check == CHECKS[0] else [args.devices]})
-    return [{"experiment": args.experiment, **case} for case in found]
+def process_of(launcher: int, rank: int) -> int:
+    """The process of a rank that this launcher has started."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher and f"\0RANK={rank}\0" in f"\0{(folder / 'environ').read_text()}":
+                return int(folder.name)
+        except OSError:
+            continue
+    raise RuntimeError(f"the launcher has no process of rank {rank}")
 
 
-def measured(runs: Runs, case: dict[str, Any], record: Record) -> dict[str, Any]:
-    """The values of a row, or why there are none."""
-    check, devices = case["check"], case["devices"]
-    output = runs.folder / f"{check}-{devices[0]}"
-    try:
-        if check == "straight":
-            return straight(runs, output, devices[0])
-        if check == "hang":
-            return hang(runs, output)
-        if check == "checkpoint_stall":
-            return checkpoint_stall(runs, output)
-        straight_run = {"check": "straight", "devices": [runs.args.devices]}
-        reference = record.find({**straight_run, "status": "ok"})
-        if reference is None:
-            if any(row["status"].startswith("stopped") for row in record.rows if row.items() >= straight_run.items()):
-                raise TimeOver
-            raise Failure("there is no straight run to compare with")
-        if check == "world_sizes":
-            return continued_elsewhere(runs, output, devices, reference)
-        return struck(runs, output, getattr(signal, check.upper()), reference)
-    except Failure as failure:
-        return {"status": f"failed: {failure}"}
-    except (OSError, LookupError, ValueError) as error:
-        return {"status": f"failed: what a run should have written is not as it should be: {error!r}"}
-    except TimeOver:
-        return {"status": f"stopped after {runs.args.time_limit:g} s; the same command with --out goes on here"}
+def lines(output: Path, name: str) -> list[dict[str, Any]]:
+    """What a run has logged, without a line that is being written."""
+    file = output / f"metrics/jsonlines/{name}.jsonl"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return [json.loads(line) for line in text.splitlines(True) if line.endswith("\n")]
 
 
-# The checks.
+def result(output: Path) -> dict[str, Any]:
+    """Losses of all steps of a run that is done, and a digest of its weights and moments in the end."""
+    newest = max(output.glob("checkpoints/step-*/trainer.json"))
+    digests = json.dumps(json.loads(newest.read_text(encoding="utf-8"))["digests"], sort_keys=True)
+    weights = hashlib.blake2b(digests.encode(), digest_size=8).hexdigest()
+    return {"losses": [line["train/loss"] for line in lines(output, "train")], "weights": weights}
 
 
-def straight(runs: Runs, output: Path, devices: int) -> dict[str, Any]:
-    ended = runs.done(output, devices)
-    seconds = step_seconds(times(ended.notes))
-    usual = statistics.median(seconds[step] for step in seconds if step >= WARMUP)
-    return {"status": "ok", "first_step_seconds": [ended.first_step_seconds], "step_seconds": usual, **result(output)}
+def largest_difference(ours: Iterable[float], theirs: Iterable[float]) -> float:
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
-def continued_elsewhere(runs: Runs, output: Path, sizes: list[int], reference: dict[str, Any]) -> dict[str, Any]:
-    starts = []
-    for part, size in enumerate(sizes, 1):
-        starts.append(runs.done(output, size, runs.args.steps * part // len(sizes)))
-    found = result(output)
-    same = found["tokens"] == reference["tokens"]
-    row = {
-        "first_step_seconds": [ended.first_step_seconds for ended in starts],
-        "same_tokens": same,
-        "largest_difference": largest_difference(found["losses"], reference["losses"]),
-        "losses": found["losses"],
-    }
-    return judged(row, {OTHER_TOKENS: same, "steps were taken twice": taken_once(output)})
+def judged(row: dict[str, Any], promised: dict[str, bool]) -> dict[str, Any]:
+    """The row. `promised`: what is wrong -> whether it is not.
 
-
-def struck(runs: Runs, output: Path, number: signal.Signals, reference: dict[str, Any]) -> dict[str, Any]:
-    """SIGTERM or SIGKILL to the last rank, and the next start."""
-    args, rank = runs.args, runs.args.devices - 1
-    ended = runs.start(output, args.devices, strike=number)
-    end = end_of(ended, output, rank)
-    preempted = end["outcome"] == "preempted"
-    taken = max(times(ended.notes))  # by rank 0: steps from 0, of which the last one may not have ended
-    again = runs.done(output, args.devices)
-    resumed = json.loads((output / "starts.jsonl").read_text(encoding="utf-8").splitlines()[-1])["step"]
-    found, done = result(output), taken + preempted
-    row = {
-        **end,
-        "first_step_seconds": [ended.first_step_seconds, again.first_step_seconds],
-        "steps_done": done,
-        "steps_lost": done - resumed // runs.step_tokens,
-        "same_tokens": found["tokens"] == reference["tokens"],
-        "bitwise": found["losses"] == reference["losses"] and found["weights"] == reference["weights"],
-        "largest_difference": largest_difference(found["losses"], reference["losses"]),
-    }
-    promises = {OTHER_TOKENS: row["same_tokens"], "losses or weights differ from the straight run's": row["bitwise"]}
-    if number == signal.SIGTERM:
-        promises |= {"it is not preempted": preempted, "steps were lost": row["steps_lost"] == 0}
-    else:
-        promises |= {NOT_NAMED: bool(row["named"])}
-    return judged(row, promises)
-
-
-def hang(runs: Runs, output: Path) -> dict[str, Any]:
-    """SIGSTOP to the last rank."""
-    args, rank = runs.args, runs.args.devices - 1
-    short = [f"strategy.timeout_seconds={args.timeout}"]
-    ended = runs.start(output, args.devices, strike=signal.SIGSTOP, overrides=short)
-    row = {"timeout": args.timeout, "first_step_seconds": [ended.first_step_seconds], **end_of(ended, output, rank)}
-    return judged(row, {NOT_NAMED: bool(row["named"])})
-
-
-def end_of(ended: Ended, output: Path, rank: int) -> dict[str, Any]:
-    """How a run ended after a signal to `rank`, and what it says of it."""
-    status = read_status(output)
-    reason = status["reason"].replace(socket.gethostname(), "HOST")
-    return {
-        "rank": rank,
-        "seconds_to_end": ended.seconds_to_end,
-        "seconds_to_status": (output / "status.json").stat().st_mtime - ended.struck if ended.struck else None,
-        "exit_code": ended.code,
-        "outcome": status["status"],
-        "reason": reason,
-        "named": re.search(rf"\brank {rank}\b", reason) is not None if reason else None,
-    }
-
-
-def checkpoint_stall(runs: Runs, output: Path) -> dict[str, Any]:
-    """One checkpoint in the middle of a run (and one at its end, which no step waits for)."""
-    middle = runs.args.steps // 2
-    ended = runs.done(output, runs.args.devices, overrides=[f"checkpoint_interval={middle * runs.step_tokens}"])
-    first = json.loads((output / "metrics/jsonlines/checkpoint.jsonl").read_text(encoding="utf-8").splitlines()[0])
-    taken, written = times(ended.notes), first["checkpoint/write_time"]
-    return {
-        "status": "ok",
-        "first_step_seconds": [ended.first_step_seconds],
-        "copy_seconds": first["checkpoint/checkpoint_time"],
-        "write_seconds": written,
-        **stall(taken, middle, written),
-    }
-
-
-def stall(taken: dict[int, float], saved: int, written: float) -> dict[str, Any]:
-    """What a checkpoint after `saved` steps costs.
-
-    Args:
-        taken: when the batch of each step, from 0, was taken.
-        written: seconds that writing it took, after the copy.
+    Raises:
+        RuntimeError: a promise is broken.
     """
-    seconds = step_seconds(taken)
-    until = taken[saved] + written
-    beside = [step for step in seconds if step >= saved and taken[step] < until]
-    alone = [length for step, length in seconds.items() if step >= WARMUP and step not in (saved - 1, *beside)]
-    usual = statistics.median(alone)
-    return {
-        "step_seconds": usual,
-        "step_seconds_meanwhile": statistics.median(seconds[step] for step in beside) if beside else None,
-        "steps_meanwhile": len(beside),
-        "stall_seconds": sum(seconds[step] - usual for step in (saved - 1, *beside)),
-    }
-
-
-def judged(row: dict[str, Any], promises: dict[str, bool]) -> dict[str, Any]:
-    """The row with its status. `promises`: what is wrong -> whether it is not."""
-    broken = [problem for problem, kept in promises.items() if not kept]
-    return {"status": f"failed: {'; '.join(broken)}" if broken else "ok", **row}
+    if broken := [problem for problem, kept in promised.items() if not kept]:
+        raise RuntimeError(f"{'; '.join(broken)}: {row}")
+    return row
 
 
 if __name__ == "__main__":

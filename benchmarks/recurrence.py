@@ -9,13 +9,9 @@ the largest ‖x - reference‖ / ‖reference‖ of the output and the gradient
 training runs before its first step. `backend` is the backend that ran. On Hopper GPUs each of FLA's kernels has one
 fixed launch configuration (ops/recurrence/fla_on_hopper.py). On others FLA tunes them in the first call, which takes
 minutes.
-
-Each row is printed and saved to --out (record.py) as soon as it is measured. The same command measures missing rows.
 """
 
 import argparse
-import functools
-import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from attention import time_both_ways
-from record import Record, RecordError, add_options, device_name, run_main
+from cases import parse, parser, run, run_main
 
 from forgetting_transformer.command_line import count
 
@@ -38,45 +34,26 @@ SHAPES = {
 }
 #: "triton" has kernels for simple_gla whose heads share one query and key, as in Mamba-2.
 BACKENDS = ("triton", "fla", "pytorch")
-HEADER = "| op | H,K,V | backend | forward ms | backward ms | error |\n|---|---|---|---|---|---|"
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ops", nargs="+", default=list(SHAPES), choices=SHAPES)
-    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
-    parser.add_argument("--length", type=count, default=16384, help="tokens (default %(default)s)")
-    parser.add_argument(
-        "--repeats", type=count, default=10, help="runs of which the median counts (default %(default)s)"
-    )
-    add_options(parser)
-    return parser.parse_args(argv)
+    made = parser(__doc__)
+    made.add_argument("--ops", nargs="+", default=list(SHAPES), choices=SHAPES)
+    made.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
+    made.add_argument("--length", type=count, default=16384, help="tokens (default %(default)s)")
+    made.add_argument("--repeats", type=count, default=10, help="runs of which the median counts (default %(default)s)")
+    return parse(made, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    import torch
-
-    if not torch.cuda.is_available():
-        print("this benchmark measures GPU kernels, and PyTorch sees no GPU", file=sys.stderr)
-        return 2
-    try:
-        record = Record("recurrence", args, argv, "cuda")
-    except RecordError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(HEADER, flush=True)
-    for op, backend in itertools.product(args.ops, args.backends):
-        if backend == "triton" and op != "simple_gla":
-            continue
-        case = {"op": op, "shape": SHAPES[op], "wanted": backend}
-        print(describe_row(record.row(case, functools.partial(measure, op, backend, args))), flush=True)
-    versions = record.environment["versions"]
-    print(
-        f"\n{device_name(record.environment)}, torch {versions['torch']}, Triton {versions['triton']}, T = "
-        f"{args.length:,}."
-    )
-    return 0
+    cases = [
+        {"op": op, "shape": SHAPES[op], "wanted": backend}
+        for op in args.ops
+        for backend in args.backends
+        if backend != "triton" or op == "simple_gla"
+    ]
+    return run(__file__, args, argv, cases, lambda case: measure(case["op"], case["wanted"], args), gpu_only=True)
 
 
 def measure(op: str, backend: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -113,11 +90,6 @@ def measure(op: str, backend: str, args: argparse.Namespace) -> dict[str, Any]:
         forward, backward = time_both_ways(run, inputs, args.repeats)
         ran = selftest.choose_backends([use], torch.bfloat16, device, None)[op].name
     return {"backend": ran, "forward_ms": forward, "backward_ms": backward, "error": error}
-
-
-def describe_row(row: dict[str, Any]) -> str:
-    times = f"{row['forward_ms']:.2f} | {row['backward_ms']:.2f} | {row['error']:.1e}"
-    return f"| {row['op']} | {','.join(str(n) for n in row['shape'])} | {row['backend']} | {times} |"
 
 
 if __name__ == "__main__":

@@ -3,17 +3,17 @@
 
     python benchmarks/start.py                                  # FoX (Pro) 760M on one GPU
     python benchmarks/start.py --devices 2 --experiments forgetting_transformer/pro_760m_48b hgrn2/760m_16b
-    python benchmarks/start.py --experiments demo/fox_pro --devices 1 --accelerator cpu
+    python benchmarks/start.py --experiments demo/fox_pro --devices 1 --device cpu
 
 Starts train.py (`fabric run train.py` or scripts/launch.py on several devices) as a user would, on random tokens and
 for one step: first without compiled code in any cache, then with the caches of that start. It reports seconds:
 
-first line   from the command to the first line with a loss
-launcher     of these, the time before the process of rank 0 began: `fabric run` imports PyTorch too
-stages       from there on, as the run logs them (docs/reliability.md)
+first_line_seconds   from the command to the first line with a loss
+launcher_seconds     of these, the time before the process of rank 0 began: `fabric run` imports PyTorch too
+stages               from there on, as the run logs them (docs/reliability.md)
 
-Everything is written to a temporary folder, which needs space for two checkpoints. --out saves each row as soon as it
-is measured (record.py). A run that does not fit into memory is a result.
+Everything is written to a temporary folder, which needs space for two checkpoints. A run that does not fit into memory
+is a result.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
+from cases import CONFIGS, NotMeasured, compose, end_with_parent, experiment_override, parse, parser, run, run_main
 
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import count, positive
-from training import CONFIGS, compose, experiment_file, experiment_override
+from forgetting_transformer.command_line import count
+from training import empty_caches
 
 CACHES = ("empty", "warm")
 LAUNCH = CONFIGS.parent / "scripts/launch.py"
@@ -42,66 +42,46 @@ FIRST_LINE = "the first step is done, loss "
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experiments", nargs="+", default=["forgetting_transformer/pro_760m_48b"], metavar="NAME")
-    parser.add_argument("--devices", type=count, default=1)
-    parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--launcher", choices=("fabric", "launch.py"), default="fabric", help="of several devices")
-    parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
-    parser.add_argument(
-        "--folder", type=command_line.path, help="where to write; default: the system's temporary folder"
-    )
-    parser.add_argument("--time_limit", type=positive, default=540, help="seconds a start may take (default 540)")
-    add_options(parser)
-    args = parser.parse_args(argv)
-    for name in args.experiments:
-        if not experiment_file(name).is_file():
-            parser.error(f"there is no experiment {name!r} in configs/experiment")
-    return args
+    made = parser(__doc__, time_limit=540)
+    made.add_argument("--experiments", nargs="+", default=["forgetting_transformer/pro_760m_48b"], metavar="NAME")
+    made.add_argument("--devices", type=count, default=1)
+    made.add_argument("--launcher", choices=("fabric", "launch.py"), default="fabric", help="of several devices")
+    made.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
+    made.add_argument("--folder", type=command_line.path, help="where to write; default: a temporary folder")
+    return parse(made, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    try:
-        record = Record("start", args, argv, args.accelerator, leave_out=("folder", "time_limit"))
-    except RecordError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{args.devices} x {device_name(record.environment)}", flush=True)
-    for experiment in args.experiments:
-        rows = [record.find({"experiment": experiment, "caches": caches}) for caches in CACHES]
-        if None in rows:
-            # Both: the second start finds what the first one has left.
-            with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-                for i, caches in enumerate(CACHES):
-                    found = {
-                        "experiment": experiment,
-                        "caches": caches,
-                        **start(args, experiment, Path(folder) / caches),
-                    }
-                    rows[i] = rows[i] or record.add(found)
-                    print(describe(rows[i]), flush=True)
-        else:
-            print(*map(describe, rows), sep="\n", flush=True)
-    return 1 if record.failed else 0
+    cases = [{"experiment": experiment, "caches": caches} for experiment in args.experiments for caches in CACHES]
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        return run(__file__, args, argv, cases, lambda case: measure(args, Path(folder), **case))
+
+
+def measure(args: argparse.Namespace, folder: Path, experiment: str, caches: str) -> dict[str, Any]:
+    """A start with empty caches, or one that finds what the start before has left."""
+    folder /= experiment.replace("/", "_")
+    if caches == "warm" and not (folder / "empty").exists():
+        start(args, experiment, folder / "empty")
+    return start(args, experiment, folder / caches)
 
 
 def start(args: argparse.Namespace, experiment: str, output: Path) -> dict[str, Any]:
     """Starts a run in `output` and lets it take one step. Corpus and caches are beside that folder."""
-    config = compose(experiment, [f"fabric.accelerator={args.accelerator}", *args.overrides])
+    config = compose(experiment, [f"fabric.accelerator={args.device}", *args.overrides])
     data, folder = config.datamodule, output.parent
     write_corpus(folder / "data/random", data.train_batch_len, data.train_batch_size)
     command = [
-        *launch_command(args.devices, args.accelerator, args.launcher),
+        *launch_command(args.devices, args.device, args.launcher),
         *on_random_tokens(experiment, output, folder / "data"), "log_interval=1",
         f"train.max_tokens={data.train_batch_len * data.train_batch_size}",
         f"schedule.total_tokens={config.schedule.total_tokens or 'null'}", *args.overrides,
     ]  # fmt: skip
-    caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-    log, began, seconds = output / "logs/rank-0.log", time.perf_counter(), None
-    with Path(f"{output}.txt").open("w+", encoding="utf-8", errors="replace") as said:
+    began, seconds = time.perf_counter(), None
+    log, printed = output / "logs/rank-0.log", Path(f"{output}.txt")
+    with printed.open("w", encoding="utf-8") as said:
         process = subprocess.Popen(
-            command, env=os.environ | caches, stdout=said, stderr=said, preexec_fn=end_with_parent
+            command, env=os.environ | empty_caches(str(folder)), stdout=said, stderr=said, preexec_fn=end_with_parent
         )
         try:
             while process.poll() is None and time.perf_counter() - began < args.time_limit:
@@ -112,20 +92,13 @@ def start(args: argparse.Namespace, experiment: str, output: Path) -> dict[str, 
             if process.poll() is None:
                 process.terminate()
             process.wait()  # it may be writing into a folder that is about to be removed
-        if process.returncode != 0 or seconds is None:
-            if ran_out_of_memory(output):
-                return {"status": "out of memory"}
-            said.seek(0)
-            ended = f"ended with code {process.returncode} after {time.perf_counter() - began:.0f} s"
-            return {"status": f"failed: {ended}: {said.read()[-2000:]}"}
+    if process.returncode != 0 or seconds is None:
+        if (output / "status.json").is_file() and "out of memory in " in read_status(output)["reason"]:
+            raise NotMeasured("out of memory")
+        ended = f"ended with code {process.returncode} after {time.perf_counter() - began:.0f} s"
+        raise RuntimeError(f"{ended}: {printed.read_text(encoding='utf-8', errors='replace')[-2000:]}")
     stages = json.loads((output / "goodput.json").read_text(encoding="utf-8"))["starts"][-1]["stages"]
-    launcher = seconds - sum(stages.values())
-    return {"status": "ok", "first_line_seconds": seconds, "launcher_seconds": launcher, "stages": stages}
-
-
-def ran_out_of_memory(output: Path) -> bool:
-    """Whether a run says that it ended so."""
-    return (output / "status.json").is_file() and "out of memory in " in read_status(output)["reason"]
+    return {"first_line_seconds": seconds, "launcher_seconds": seconds - sum(stages.values()), "stages": stages}
 
 
 def read_status(output: Path) -> dict[str, Any]:
@@ -162,14 +135,6 @@ def write_corpus(folder: Path, length: int, documents: int, vocabulary: int = VO
         tokens = generator.integers(0, vocabulary, size=(documents, length)).astype(np.uint16)
         array = zarr.create_array(folder / f"{split}.zarr", shape=tokens.shape, dtype="uint16", chunks=(1, length))
         array[:] = tokens
-
-
-def describe(row: dict[str, Any]) -> str:
-    name = f"{row['experiment']}, {row['caches']} caches: "
-    if row["status"] != "ok":
-        return name + row["status"]
-    stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in row["stages"].items())
-    return f"{name}first line after {row['first_line_seconds']:.1f} s: launcher {row['launcher_seconds']:.1f}, {stages}"
 
 
 if __name__ == "__main__":

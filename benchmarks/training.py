@@ -6,59 +6,46 @@
     python benchmarks/training.py --experiments forgetting_transformer/pro_760m_16b \\
         --overrides model.config.log_pruning_tolerance=null          # FoX without pruning
     python benchmarks/training.py --experiments output/run           # a run: config, trained weights, held-out tokens
-    python benchmarks/training.py --experiments output/run --overrides model.config.log_pruning_tolerance=null
 
 A step is forward and backward of one micro-batch of random tokens on one device. --optimizer_step adds gradient
-clipping and AdamW at a learning rate of 0, which costs the same and changes no weight. Each experiment runs in a
-separate process, first with activation checkpointing, then without. Each row of a Markdown table is printed as soon as
-it is measured, and --out saves it with all details as JSON (record.py). The same command measures missing rows. Running
-out of memory or of time is a result, not an error. Any other failure is also in the table, and the exit code is 1.
+clipping and AdamW at a learning rate of 0, which costs the same and changes no weight. Each row is measured in a
+process of its own, with activation checkpointing and without. Running out of memory or of time is a result, not an
+error.
 
-Defaults on a GPU: the 760M models, 16,384 tokens, bf16 autocast. Defaults on a CPU, to try it: the demo models, 512
-tokens, fp32.
+Defaults on a GPU: the 760M models, 16,384 tokens, bf16 autocast. On a CPU, to try it: demo models, 512 tokens, fp32.
 
-tokens/s     tokens of a step / median seconds of --steps steps, after --warmup_steps. On a GPU the host queues them
-             without waiting, as train.py does, and seconds are those between marks in the GPU's queue
-MFU          model FLOPs per second / peak dense FLOP/s of the GPU at this precision. Model FLOPs count what the model
-             needs: causal attention has T(T+1)/2 pairs, backward is twice forward, recomputation is not counted, and
-             pruned attention counts as full. Empty if the peak is unknown; --peak_flops gives it
-memory       peak of PyTorch's allocator during the measured steps: weights, gradients, activations, with
-             --optimizer_step AdamW's moments
-first step   seconds of the first step of a process, which compiles and tunes kernels
-cold start   seconds from the start of the process to the end of its first step: imports, building the model, and that
-             step. It uses kernels that earlier runs left in the disk caches; --empty_kernel_cache hides them
+tokens_per_second   tokens of a step / median seconds of --steps steps, after --warmup_steps. On a GPU the host queues
+                    them without waiting, as train.py does, and seconds are those between marks in the GPU's queue
+mfu                 model FLOPs per second / peak dense FLOP/s of the GPU at this precision. Model FLOPs count what the
+                    model needs: causal attention has T(T+1)/2 pairs, backward is twice forward, recomputation is not
+                    counted, and pruned attention counts as full. None if the peak is unknown; --peak_flops gives it
+peak_memory_bytes   of PyTorch's allocator during the measured steps: weights, gradients, activations, with
+                    --optimizer_step AdamW's moments
+first_step_seconds  of the first step, which compiles and tunes kernels. It uses what earlier runs left in the disk
+                    caches; --empty_kernel_cache hides that
 
 Weights are those of initialisation, where forget gates are near 1/2 and pruning skips most, unless --experiments names
 the output_dir of a run.
 """
 
 import argparse
-import contextlib
-import functools
-import gc
 import itertools
-import json
 import math
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
+from cases import Case, compose, is_run, parse, parser, run, run_main
 
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import at_least, count, large, positive
+from forgetting_transformer.command_line import at_least, count, large
 
-STARTED = time.perf_counter()
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 ON_GPU = {
     "experiments": [
         "forgetting_transformer/pro_760m_16b",
@@ -85,214 +72,69 @@ CHECKPOINTING = {"both": (True, False), "on": (True,), "off": (False,)}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
+    made = parser(__doc__)
+    made.add_argument(
         "--experiments",
         nargs="+",
         metavar="NAME",
         help="files of configs/experiment/longcrawl64, or demo/NAME, or runs",
     )
-    parser.add_argument("--seq_len", type=count, help="tokens of a sequence")
-    parser.add_argument("--batch_size", type=count, default=1, help="sequences of a micro-batch (default 1)")
-    parser.add_argument("--vocab_size", type=count, help="tokens of the vocabulary; GPT-2's 50,257 on a GPU")
-    parser.add_argument("--checkpointing", choices=CHECKPOINTING, default="both", help="activation checkpointing")
-    parser.add_argument("--steps", type=count, default=5, help="measured steps (default 5)")
-    parser.add_argument(
-        "--warmup_steps", type=count, default=2, help="steps before them, the first included (default 2)"
-    )
-    parser.add_argument("--optimizer_step", action="store_true", help="a step includes clipping and AdamW")
-    parser.add_argument(
-        "--attention",
-        choices=("ours", "cudnn"),
-        default="ours",
-        help="kernels of attention without gates: ours, or cuDNN's through PyTorch, to compare with (default ours)",
-    )
-    parser.add_argument("--precision", choices=("bf16-mixed", "32-true"))
-    parser.add_argument(
-        "--kernels", type=at_least(0), default=0, help="keep in --out the kernels that take most of a step, so many"
-    )
-    parser.add_argument("--peak_flops", type=large, help="peak FLOP/s of the device, for MFU")
-    parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
-    command_line.add_plugins(parser)
-    parser.add_argument("--empty_kernel_cache", action="store_true", help="start without compiled and tuned kernels")
-    parser.add_argument(
-        "--time_limit",
-        type=positive,
-        default=900,
-        help="seconds an experiment may take before it is stopped (default 900)",
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
-    add_options(parser)
-    parser.add_argument("--worker", nargs=2, metavar=("EXPERIMENT", "FILE"), help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    made.add_argument("--seq_len", type=count, help="tokens of a sequence")
+    made.add_argument("--batch_size", type=count, default=1, help="sequences of a micro-batch (default 1)")
+    made.add_argument("--vocab_size", type=count, help="tokens of the vocabulary; GPT-2's 50,257 on a GPU")
+    made.add_argument("--checkpointing", choices=CHECKPOINTING, default="both", help="activation checkpointing")
+    made.add_argument("--steps", type=count, default=5, help="measured steps (default 5)")
+    made.add_argument("--warmup_steps", type=count, default=2, help="steps before them (default 2)")
+    made.add_argument("--optimizer_step", action="store_true", help="a step includes clipping and AdamW")
+    made.add_argument("--precision", choices=("bf16-mixed", "32-true"))
+    made.add_argument("--kernels", type=at_least(0), default=0, help="keep so many of the slowest kernels of a step")
+    made.add_argument("--peak_flops", type=large, help="peak FLOP/s of the device, for MFU")
+    made.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
+    command_line.add_plugins(made)
+    made.add_argument("--empty_kernel_cache", action="store_true", help="start without compiled and tuned kernels")
+    args = parse(made, argv, ON_GPU, ON_CPU)
     del args.plugins  # which are imported, and change nothing that is measured
-    if args.device is None:
-        import torch
-
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    for key, value in (ON_GPU if args.device == "cuda" else ON_CPU).items():
-        if getattr(args, key) is None:
-            setattr(args, key, value)
-    for name in args.experiments:
-        if not is_run(name) and not experiment_file(name).is_file():
-            folder = CONFIGS / "experiment"
-            known = sorted(str(f.relative_to(folder).with_suffix("")) for f in folder.glob("**/*.yaml"))
-            parser.error(f"there is no experiment {name!r}; choose from {', '.join(known)}")
     return args
-
-
-def experiment_file(name: str) -> Path:
-    """`mamba2/760m_16b` is short for `longcrawl64/mamba2/760m_16b`."""
-    file = CONFIGS / "experiment" / f"{name}.yaml"
-    return file if file.is_file() else CONFIGS / "experiment" / "longcrawl64" / f"{name}.yaml"
-
-
-def is_run(name: str) -> bool:
-    """Whether this is the output_dir of a run with checkpoints."""
-    return (Path(name) / "checkpoints").is_dir()
-
-
-# The parent: one process per experiment.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    if args.worker:
-        experiment, file = args.worker
-        work(args, experiment, Path(file))
-        return 0
-    try:
-        record = Record("training", args, argv, args.device, leave_out=("time_limit", "worker"))
-    except RecordError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(HEADER, flush=True)
-    for experiment in args.experiments:
-        missing = []
-        for checkpointing in CHECKPOINTING[args.checkpointing]:
-            if row := record.find({"experiment": experiment, "checkpointing": checkpointing}):
-                print(describe_row(row), flush=True)
-            else:
-                missing.append(checkpointing)
-        if missing:
-            for row in run_in_process(args, experiment, missing, list(sys.argv[1:] if argv is None else argv)):
-                print(describe_row(record.add(row)), flush=True)
-    print(footer(record.content))
-    return 1 if record.failed else 0
+    cases = [
+        {"experiment": experiment, "checkpointing": checkpointing}
+        for experiment in args.experiments
+        for checkpointing in CHECKPOINTING[args.checkpointing]
+    ]
+    return run(
+        __file__, args, argv, cases, lambda case: measure(args, case), lambda _: 1,
+        empty_caches if args.empty_kernel_cache else None,
+    )  # fmt: skip
 
 
-def run_in_process(
-    args: argparse.Namespace, experiment: str, settings: Sequence[bool], argv: list[str]
-) -> Iterator[dict[str, Any]]:
-    """Rows of one experiment as they are measured, one per checkpointing setting; what did not finish says why."""
-    chosen = ["--checkpointing", "both" if len(settings) > 1 else "on" if settings[0] else "off"]
-    command = [sys.executable, __file__, *argv, *chosen, "--device", args.device, "--worker", experiment]
-    cases = [{"experiment": experiment, "checkpointing": checkpointing} for checkpointing in settings]
-    yield from rows_of_process(command, cases, args.time_limit, args.empty_kernel_cache)
+def empty_caches(folder: str) -> dict[str, str]:
+    """Variables that hide the kernels that Triton and Inductor have on disk."""
+    return {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
 
 
-def rows_of_process(
-    command: Sequence[str], cases: Sequence[dict[str, Any]], time_limit: float, empty_kernel_cache: bool = False
-) -> Iterator[dict[str, Any]]:
-    """Rows of a worker as it measures them; cases that it did not finish get a row that says why.
-
-    Args:
-        command: of the worker. One argument is added: the file that gets a line of JSON per case, in their order.
-        cases: the values that tell the worker's rows apart.
-        time_limit: seconds after which it is stopped.
-        empty_kernel_cache: hide the kernels that Triton and Inductor have on disk.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.jsonl"
-        file.touch()
-        environ = dict(os.environ)
-        if empty_kernel_cache:
-            environ |= {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-        process = subprocess.Popen([*command, str(file)], env=environ, preexec_fn=end_with_parent)
-        deadline, done = time.monotonic() + time_limit, 0
-        problem = None
-        try:
-            while problem is None:
-                try:
-                    process.wait(min(0.2, max(0.0, deadline - time.monotonic())))
-                    problem = f"failed: the process ended with code {process.returncode}"
-                except subprocess.TimeoutExpired:
-                    if time.monotonic() >= deadline:
-                        process.kill()
-                        process.wait()
-                        problem = f"stopped after {time_limit:g} s"
-                # A line that is being written has no end yet.
-                lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-                whole = [line for line in lines if line.endswith("\n")]
-                for line in whole[done:]:
-                    yield json.loads(line)
-                done = len(whole)
-        finally:
-            process.kill()
-            process.wait()
-    for case in cases[done:]:
-        yield {**case, "status": problem}
-
-
-# The worker: measures one experiment and appends a line of JSON per checkpointing setting.
-
-
-def work(args: argparse.Namespace, experiment: str, file: Path) -> None:
-    for i, checkpointing in enumerate(CHECKPOINTING[args.checkpointing]):
-        row = {"experiment": experiment, "checkpointing": checkpointing}
-        row |= attempt(functools.partial(measure, args, experiment, checkpointing, cold=i == 0))
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row) + "\n")
-
-
-def attempt(measurement: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The measurement with `status` "ok", or the status that says why there is none."""
+def measure(args: argparse.Namespace, case: Case) -> dict[str, Any]:
+    """Builds the model as a training run would, and times its steps."""
     import torch
 
-    try:
-        return {"status": "ok", **measurement()}
-    except torch.OutOfMemoryError as error:
-        # The traceback holds the frames, and the frames hold the tensors that the next measurement needs room for.
-        error.__traceback__ = None
-        return {"status": "out of memory"}
-    except Exception as error:
-        error.__traceback__ = None
-        return {"status": f"failed: {type(error).__name__}: {' '.join(str(error).split())}"}
-    finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
-def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold: bool) -> dict[str, Any]:
-    """Builds the model as a training run would, and times its steps. `cold`: the first measurement of a process."""
-    import torch
-
-    from forgetting_transformer.training import execution, setup
+    from forgetting_transformer.training import execution
     from forgetting_transformer.training.compilation import Compilation
     from forgetting_transformer.training.graphs import Graphs, check_device
     from forgetting_transformer.training.graphs import choose as choose_graphs
     from forgetting_transformer.training.kernel_choice import choose_on_all_ranks
-    from forgetting_transformer.training.parameter_groups import undecayed_parameters
 
     device = torch.device(args.device)
-    if is_run(experiment):
-        model, config, tokens_BT = read_run(args, experiment, checkpointing)
+    if is_run(case["experiment"]):
+        model, config, tokens_BT = read_run(args, case["experiment"], case["checkpointing"])
     else:
-        config = compose(experiment, overrides(args, checkpointing))
-        model = setup.build_model(config, SimpleNamespace(vocab_size=args.vocab_size, bos_token_id=0, eos_token_id=0))
+        config = compose(case["experiment"], overrides(args, case["checkpointing"]))
+        model = build(config, args.vocab_size)
         tokens_BT = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1))
-    with_cudnn = args.attention == "cudnn"
-    if with_cudnn and not any(use.op == "attention" and not use.is_gated for use in model.op_uses()):
-        raise ValueError("--attention cudnn: no layer of this model has attention without gates; leave it out")
-    if with_cudnn and device.type != "cuda":
-        raise ValueError("--attention cudnn needs a GPU")
     config.train.check()
     check_device(config.train.cuda_graphs, device)
-    undecayed = undecayed_parameters(model, config.train)
-    model = model.to(device).train()
-    optimizer = setup.build_optimizer(model, undecayed, config.optimizer)
-    keep_weights(optimizer)
+    optimizer = at_rest(model, config, device)
     tokens_BT = tokens_BT.to(device)
     inputs_BT, labels_BT = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16-mixed")
@@ -318,42 +160,39 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
             optimizer.zero_grad()
         return loss.detach()
 
-    with cudnn_attention() if with_cudnn else contextlib.nullcontext():
-        times = measure_steps(args, step, inputs_BT.numel(), flops_per_token, device, cold, graphs=graphs.on)
-    backends = {op: backend.text for op, backend in chosen.items()}
-    if with_cudnn:
-        backends["attention"] = "cuDNN"
+    times = measure_steps(args, step, inputs_BT.numel(), flops_per_token, device, graphs=graphs.on)
     return {
-        "trained": is_run(experiment),
+        "trained": is_run(case["experiment"]),
         "compiled": model._is_compiled,
         "cuda_graphs": graphs.on,
         "pruned": getattr(model.config, "log_pruning_tolerance", None) is not None,
-        "backends": backends,
+        "backends": {op: backend.text for op, backend in chosen.items()},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         **times,
     }
 
 
-def keep_weights(optimizer: Any) -> None:
-    """Lets steps change no weight. All have the same batch, which a model learns by heart, and its gates change."""
+def build(config: Any, vocabulary: int, **options: Any) -> Any:
+    """The model of an experiment with another vocabulary, whose first token is BOS and EOS."""
+    from forgetting_transformer.training import setup
+
+    data = SimpleNamespace(vocab_size=vocabulary, bos_token_id=0, eos_token_id=0)
+    return setup.build_model(config, data, **options)
+
+
+def at_rest(model: Any, config: Any, device: Any) -> Any:
+    """The model's optimizer, whose steps change no weight; moves the model to the device.
+
+    All steps have the same batch, which a model learns by heart, and then its gates change.
+    """
+    from forgetting_transformer.training import setup
+    from forgetting_transformer.training.parameter_groups import undecayed_parameters
+
+    undecayed = undecayed_parameters(model, config.train)
+    optimizer = setup.build_optimizer(model.to(device).train(), undecayed, config.optimizer)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-
-
-@contextlib.contextmanager
-def cudnn_attention() -> Iterator[None]:
-    """Attention without gates runs in cuDNN, through `scaled_dot_product_attention`, and not in our kernels."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    from forgetting_transformer.ops import attention
-
-    takes_kernel = attention.takes_kernel
-    attention.takes_kernel = lambda *_, **__: False
-    try:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            yield
-    finally:
-        attention.takes_kernel = takes_kernel
+    return optimizer
 
 
 def measure_steps(
@@ -362,7 +201,6 @@ def measure_steps(
     tokens: int,
     flops_per_token: float,
     device: Any,
-    cold: bool,
     graphs: bool = False,
 ) -> dict[str, Any]:
     """Times of `step`, which returns its loss, after the warm-up: the part of a row that every model has.
@@ -381,7 +219,7 @@ def measure_steps(
     losses = [step().item()]
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    first_step, cold_start = time.perf_counter() - started, time.perf_counter() - STARTED
+    first_step = time.perf_counter() - started
     for _ in range(args.warmup_steps - 1):
         step()
     if device.type == "cuda":
@@ -402,8 +240,7 @@ def measure_steps(
         "tokens_per_second": rate,
         "mfu": rate * flops_per_token / peak if peak else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        "first_step_seconds": first_step if cold else None,
-        "cold_start_seconds": cold_start if cold else None,
+        "first_step_seconds": first_step,
         **({"kernels": slowest_kernels(step, args.kernels)} if args.kernels else {}),
     }
 
@@ -481,61 +318,6 @@ def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> 
 def overrides(args: argparse.Namespace, checkpointing: bool) -> list[str]:
     """Those of a row. CUDA graphs and activation checkpointing exclude each other, so no config may have both first."""
     return [f"train.gradient_checkpointing={str(checkpointing).lower()}", *args.overrides]
-
-
-def experiment_override(experiment: str) -> str:
-    """What train.py is given to choose an experiment."""
-    group, name = str(experiment_file(experiment).relative_to(CONFIGS).with_suffix("")).rsplit("/", 1)
-    return f"+{group}={name}"
-
-
-def compose(experiment: str, overrides: list[str]) -> Any:
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-
-    from forgetting_transformer.training.parsing import parse
-
-    chosen = experiment_override(experiment)
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return parse(hydra_compose("config", overrides=[chosen, *overrides, "output_dir=unused", "data_dir=unused"]))
-
-
-# The table: HEADER, a line per row, and the footer.
-
-HEADER = (
-    "| experiment | checkpointing | ms per step | tokens/s | MFU | memory GB | first step s | cold start s |\n"
-    "|---|---|---|---|---|---|---|---|"
-)
-
-
-def footer(result: dict[str, Any]) -> str:
-    """What the rows mean."""
-    chosen = result["settings"]
-    step = "forward, backward, clipping, AdamW" if chosen["optimizer_step"] else "forward and backward"
-    return (
-        f"\n{device_name(result['environment'])}, {chosen['precision']}, {chosen['batch_size']} x "
-        f"{chosen['seq_len']:,} tokens a step; a step is {step}. MFU: causal-exact model FLOPs, recomputation not "
-        f"counted, pruned attention as if "
-        "full, over dense peak."
-    )
-
-
-def describe_row(row: dict[str, Any]) -> str:
-    name, checkpointing = row["experiment"], "yes" if row["checkpointing"] else "no"
-    if row["status"] != "ok":
-        reason = row["status"].replace("|", "/")
-        return f"| {name} | {checkpointing} | {reason} | | | | | |"
-    cells = [
-        name,
-        checkpointing,
-        f"{statistics.median(row['step_seconds']) * 1000:,.1f}",
-        f"{row['tokens_per_second']:,.0f}",
-        "–" if row["mfu"] is None else f"{row['mfu']:.1%}",
-        "–" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e9:.1f}",
-        "–" if row["first_step_seconds"] is None else f"{row['first_step_seconds']:.1f}",
-        "–" if row["cold_start_seconds"] is None else f"{row['cold_start_seconds']:.1f}",
-    ]
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ defines the names of each page.
 """
 
 import argparse
-import contextlib
 import functools
 import json
 import statistics
@@ -90,20 +89,6 @@ def thousands(tokens_per_second: float) -> str:
     return f"{float(f'{tokens_per_second:.3g}'):,.0f}"
 
 
-def measured(script: str, pattern: str, table: Callable[[Results], str], name: str | None = None) -> dict[str, str]:
-    """A table and its source, or how to measure it where no file of results matches the pattern.
-
-    Args:
-        script: of benchmarks/, without .py.
-        name: of the table; default the script's.
-    """
-    name = name or script
-    if not any(tables.RESULTS.glob(pattern)):
-        return {name: f"Not measured yet: `python benchmarks/{script}.py`.", f"{name}_source": ""}
-    results = Results(pattern)
-    return {name: table(results), f"{name}_source": results.source}
-
-
 # README.md and docs/performance.md.
 
 
@@ -180,39 +165,28 @@ def authors() -> dict[str, str]:
 
 
 def performance() -> dict[str, str]:
-    made = {
+    steps, run = Results("steps_760m*.json"), Results("whole_run_125m*.json")
+    made: dict[str, tuple[str, Callable[[Results], str]]] = {
         "whole_run": ("whole_run*.json", tables.whole_run),
-        "whole_models": ("training_760m*.json", tables.whole_models),
         "steps": ("steps_760m*.json", tables.steps),
         "graphs": ("graphs*.json", tables.graphs),
-        "cold_start": ("cold_start*.json", tables.cold_start),
+        "peers": ("peers*.json", functools.partial(tables.peers, steps=steps)),
         "starts": ("start_*.json", tables.starts),
-        "demo_losses": ("demo_losses*.json", tables.demo_losses),
+        "scaling": ("scaling*.json", tables.scaling),
         "attention": ("attention_triton*.json", tables.attention_kernels),
         "pruning": ("attention_triton*.json", tables.attention_pruning),
         "decoding": ("decode*.json", tables.decoding),
-        "attention_errors": ("attention_errors*.json", tables.errors),
+        "recurrences": ("recurrence*.json", tables.recurrences),
     }
-    run = Results("whole_run_125m*.json")
-    pruned, unpruned = (run.row(part=part)["tokens_per_second"] for part in ("step", "step_unpruned"))
-    sections = trained() | authors() | four_gpus() | {"recurrences": study_tables.NOT_RUN, "recurrences_source": ""}
+    sections = trained() | authors() | four_gpus()
     losses = [row["loss"] for row in Results("scaling*.json").rows() if "loss" in row]
     sections["repeated_loss"] = f"{min(losses):.1g}"
+    pruned, unpruned = (run.row(part=part)["tokens_per_second"] for part in ("step", "step_unpruned"))
     sections["pruning_gain"] = f"{pruned / unpruned:.1f}"
     sections["trained_tokens"] = f"{run.row(part='train')['tokens'] / 1e6:.0f}"
-    if any(tables.RESULTS.glob("recurrence*.json")):
-        made["recurrences"] = ("recurrence*.json", tables.recurrences)
-    peers = functools.partial(tables.peers, steps=Results("steps_760m*.json"))
-    sections |= measured("scaling", "scaling*.json", tables.scaling) | measured("peers", "peers*.json", peers)
-    sections["pieces"] = "Not measured yet: `python benchmarks/training.py --optimizer_step --kernels 90`."
-    with contextlib.suppress(LookupError):  # older profiles do not tell kernels apart
-        sections["pieces"] = tables.pieces(Results("steps_760m*.json"))
     for name, (pattern, table) in made.items():
         results = Results(pattern)
         sections |= {name: table(results), f"{name}_source": results.source}
-    others = Results("others*.json")
-    sections["against_others"] = tables.against_others(others, Results("training_760m*.json"))
-    sections["against_others_source"] = others.source
     return sections
 
 
@@ -224,73 +198,21 @@ def efficiency(row: Mapping[str, Any], alone: Mapping[str, Any]) -> str:
 def four_gpus() -> dict[str, str]:
     """Numbers in the sentences about strategies on four GPUs."""
     found = {}
-    for size in ("125m", "360m", "760m"):
-        results = Results(f"scaling_{size}_4_gpus.json")
-        alone = results.row(case="one")
-        alone_mean = 1000 * statistics.mean(alone["step_seconds"])
-        found[f"alone_{size}_mean"] = f"{alone_mean:,.0f}"
-        found[f"alone_{size}_longest"] = f"{1000 * max(alone['step_seconds']):,.0f}"
-        for case in ("fsdp_kept", "ddp"):
-            row = results.row(case=case)
-            steps = [1000 * seconds for seconds in row["step_seconds"]]
-            name = f"{case.partition('_')[0]}_{size}"
-            traced = sum(row[f"{part}_ms"] for part in ("compute", "exposed", "idle"))
-            found |= {
-                f"{name}_efficiency": efficiency(row, alone),
-                f"{name}_exposed": f"{100 * row['exposed_ms'] / traced:.0f} %",
-                f"{name}_shortest": f"{min(steps):,.0f}",
-                f"{name}_longest": f"{max(steps):,.0f}",
-                f"{name}_longer": f"{statistics.mean(steps) - alone_mean:.0f}",
-            }
-    unpruned = Results("scaling_760m_4_gpus_unpruned.json")
-    for name, case in (("fsdp", "fsdp_kept"), ("ddp", "ddp")):
-        found[f"{name}_unpruned_efficiency"] = efficiency(unpruned.row(case=case), unpruned.row(case="one"))
-    return found | host_bound()
-
-
-def host_bound() -> dict[str, str]:
-    """Numbers in the sentences about 125M with one sequence on each of four GPUs, where the host limits the speed."""
+    for name, file in (("125m", "125m_4_gpus"), ("760m", "760m_4_gpus"), ("unpruned", "760m_4_gpus_unpruned")):
+        results = Results(f"scaling_{file}.json")
+        for strategy, case in (("fsdp", "fsdp_kept"), ("ddp", "ddp")):
+            found[f"{strategy}_{name}_efficiency"] = efficiency(results.row(case=case), results.row(case="one"))
+    # One sequence on each GPU, where the host limits the speed.
     steps = Results("scaling_125m_4_gpus_one_micro_batch.json")
-    several = Results("scaling_125m_4_gpus_micro_batches.json")
-    four = several.row(case="ddp", micro_batches=4)["step_seconds"]
-
-    def ms(results: Results, **case: Any) -> float:
-        return 1000 * statistics.mean(results.row(**case)["step_seconds"])
-
-    runs = {row["case"]: row for row in Results("train_125m_4_gpus_one_micro_batch.json").rows()}
-    before, after = (runs[case]["tokens_per_second"] for case in ("ddp", "ddp_graphs"))
-    return {
-        **{
-            f"one_sequence_{case}": f"{ms(steps, case=case):.1f}" for case in ("one", "one_graphs", "ddp", "ddp_graphs")
-        },
-        "one_sequence_again": f"{ms(Results('repeated_scaling_125m_4_gpus_one_micro_batch.json'), case='ddp'):.1f}",
-        "one_sequence_side_stream": f"{ms(Results('side_stream_125m_4_gpus.json'), case='ddp'):.1f}",
+    for case in ("one", "one_graphs", "ddp", "ddp_graphs"):
+        found[f"one_sequence_{case}"] = f"{1000 * statistics.mean(steps.row(case=case)['step_seconds']):.1f}"
+    runs = Results("train_125m_4_gpus_one_micro_batch.json")
+    before, after = (runs.row(case=case)["tokens_per_second"] for case in ("ddp", "ddp_graphs"))
+    return found | {
         "one_sequence_share": efficiency(steps.row(case="ddp_graphs"), steps.row(case="one_graphs")),
-        **{f"one_sequence_train_{case}": f"{1000 * row['seconds_per_step']:.0f}" for case, row in runs.items()},
         "one_sequence_rate": f"{round(before, -3):,.0f}",
         "one_sequence_rate_graphs": f"{round(after, -4):,.0f}",
         "one_sequence_gain": f"{after / before:.1f}",
-        **{
-            f"{number}_{case}": f"{ms(several, case=case, micro_batches=count):,.1f}"
-            for number, count in (("two", 2), ("four", 4))
-            for case in ("ddp", "ddp_graphs")
-        },
-        "four_ddp_shortest": f"{1000 * min(four):.0f}",
-        "four_ddp_longest": f"{1000 * max(four):.0f}",
-    }
-
-
-def long_contexts() -> dict[str, str]:
-    memory = Results("memory*.json")
-    predicted = measured("long_contexts", "long_contexts_*_gpus*.json", tables.long_contexts_predicted)["long_contexts"]
-    return {
-        "memory": tables.memory(memory),
-        "memory_source": memory.source,
-        "long_contexts_predicted": predicted,
-        **measured("long_contexts", "long_contexts_1_gpu*.json", tables.long_contexts),
-        **measured("long_contexts", "long_contexts_2_gpus*.json", tables.long_contexts, "long_contexts_of_two"),
-        **measured("long_contexts", "long_contexts_4_gpus*.json", tables.long_contexts, "long_contexts_of_four"),
-        **measured("long_run", "long_run*.json", tables.long_runs),
     }
 
 
@@ -310,41 +232,16 @@ def longcrawl64() -> dict[str, str]:
 
 def reliability() -> dict[str, str]:
     results, corruption = Results("checkpoint*.json"), Results("corruption*.json")
+    interruptions = Results("interruptions*.json")
     seconds = results.rows()[0]["reserve_seconds"]
     return {
-        **measured("interruptions", "interruptions*.json", tables.interruptions),
+        "interruptions": tables.interruptions(interruptions),
+        "interruptions_source": interruptions.source,
         "corruption": tables.corruption(corruption),
         "corruption_source": corruption.source,
         "checkpoints": tables.checkpoints(results),
         "checkpoints_source": results.source,
         "reserve_seconds": f"{seconds:.1f}",
-    }
-
-
-def differences() -> dict[str, str]:
-    results = Results("differences*.json")
-    reduction, seeds, pruning = (results.row(what=what) for what in ("reduction", "seeds", "pruning"))
-    rotary = {dim: results.row(what="rotary", head_dim=dim) for dim in (64, 128)}
-    short, long = sorted(results.rows(what="cumsum"), key=lambda row: row["length"])
-    return {
-        "steps": f"{seeds['steps']}",
-        "seed_difference": f"{abs(seeds['difference']):.4f}",
-        "seed_step": f"{seeds['largest_of_a_step']:.2f}",
-        "reduction_error": f"{reduction['gradient_error']:.1%}",
-        "reduction_difference": f"{abs(reduction['difference']):.1g}",
-        "reduction_step": f"{reduction['largest_of_a_step']:.1g}",
-        "pruned_bound": f"{pruning['bound']:.1e}",
-        "pruned_largest": f"{pruning['largest_of_a_row']:.0e}",
-        "pruned_skipped": f"{pruning['skipped']:.0%}",
-        **{f"rotary_{dim}": f"{row['fp32_tables']:.2%}" for dim, row in rotary.items()},
-        **{f"rotary_{dim}_coarse": f"{row['bf16_tables']:.2%}" for dim, row in rotary.items()},
-        "rotary_length": f"{rotary[64]['length']:,}",
-        "cumsum_short": f"{short['largest']:.2g}",
-        "cumsum_short_length": f"{short['length']:,}",
-        "cumsum_long": f"{long['largest']:.2g}",
-        "cumsum_long_length": f"{long['length']:,}",
-        "fixed_gate": f"{results.row(what='fixed gate')['largest_change']:.1%}",
-        "differences_source": results.source,
     }
 
 
@@ -406,12 +303,10 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     },
     "README.md": front,
     "docs/performance.md": performance,
-    "docs/long_contexts.md": long_contexts,
     "benchmarks/results/README.md": lambda: {"files": tables.files()},
     "docs/longcrawl64.md": longcrawl64,
     "docs/reliability.md": reliability,
     "docs/sweep.md": sweep,
-    "docs/differences.md": differences,
     "eval/per_token_loss/README.md": eval_per_token_loss,
     "eval/lm_eval_harness/README.md": eval_lm_eval_harness,
     "eval/longbench/README.md": eval_longbench,

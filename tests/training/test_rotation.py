@@ -90,9 +90,7 @@ def test_a_shard_that_cannot_be_read_is_named(run, tmp_path, monkeypatch, number
         raise OSError(number, "the disk has failed")
 
     def read_data(*arguments):
-        monkeypatch.setattr(
-            reading, "checksum", lambda file, *_: fails() if file.suffix == ".distcp" else whole(file)
-        )
+        monkeypatch.setattr(reading, "checksum", lambda file, *_: fails() if file.suffix == ".distcp" else whole(file))
         fails()
 
     monkeypatch.setattr(FileSystemReader, "read_data", read_data)
