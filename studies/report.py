@@ -14,8 +14,8 @@ names what it skips.
 figures draws those again that study.json alone suffices for.
 
 tables replaces the text between <!-- NAME --> and <!-- end of NAME --> in a page. NAME is source, models, search,
-octaves, positions, comparison, variants, equal_loss, needle, downstream, claims, claim_rules, models_noise,
-variants_noise, or the name of a figure followed by _figure. (studies/pages.py fills the pages in studies/.)
+octaves, comparison, variants, needle, downstream, claims, claim_rules, models_noise, variants_noise, MODEL_apart, or
+the name of a figure followed by _figure. (studies/pages.py fills the pages in studies/.)
 """
 
 import argparse

@@ -17,7 +17,6 @@
     baseline: fox_pro                 # the model that the others are compared with; default the first
     families:                         # of models whose noise is pooled and whose intervals hold at once; each has
       - [fox_pro, mamba2]             # the baseline too. Default: all models are one
-    equal_loss: {fox_pro_muon: fox_pro}  # model: the other one whose final loss it may reach after fewer tokens
     claims:                           # the predictions that the study decides, each by a rule of claims.py
       - claim: FoX reaches a lower loss than the Transformer
         rule: lower
@@ -118,7 +117,6 @@ class StudyPlan:
     variants: dict[str, list[str]] = field(default_factory=dict)
     baseline: str | None = None
     families: list[list[str]] = field(default_factory=list)
-    equal_loss: dict[str, str] = field(default_factory=dict)
     claims: list[Claim] = field(default_factory=list)
     corpus: Corpus = field(default_factory=Corpus)
     jobs_per_gpu: int = 3
@@ -178,7 +176,6 @@ def _check(plan: StudyPlan) -> None:
         "learning_rates": (plan.learning_rates, known["runs"]),
         "baseline": ([plan.baseline] if plan.baseline is not None else [], every),
         "families": ([model for family in plan.families for model in family], known["runs"]),
-        "equal_loss": ([*plan.equal_loss, *plan.equal_loss.values()], known["runs"]),
     }
     for key, (names, among) in named.items():
         if missing := [name for name in names if name not in among]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from forgetting_transformer.analysis import position_loss, statistics
 from forgetting_transformer.analysis.tables import markdown_table, rate_text
-from studies.engine.claims import claims_table, equal_loss, rules_list
-from studies.engine.results import DIVERGED, FINISHED, Study, counted_seeds, in_order, read_study
+from studies.engine.claims import claims_table, rules_list
+from studies.engine.results import DIVERGED, FINISHED, Study, counted_seeds, read_study
 from studies.engine.scores import downstream_table, needle_table
 
 #: In the place of a table or figure of which there is nothing.
@@ -65,36 +65,16 @@ def search_table(study: Study) -> str:
     return markdown_table(["model", *rates], rows, "l" + "r" * len(rates)) if rows else NOT_RUN
 
 
-def positions_table(study: Study) -> str:
-    """By how much the loss changes with every doubling of the context, per model."""
-    return _by_position(
-        study,
-        lambda position: f"at {position:,}",
-        lambda entry: f"{entry['per_doubling']:+.3f} ± {entry['standard_error'] or math.nan:.3f}",
-    )
-
-
 def octaves_table(study: Study) -> str:
-    """Mean loss in every octave of positions, per model."""
-    return _by_position(
-        study, lambda position: f"{position:,} to {2 * position:,}", lambda entry: f"{entry['after']:.4f}"
-    )
-
-
-def _by_position(study: Study, title: Callable[[int], str], cell: Callable[[Mapping[str, Any]], str]) -> str:
-    """A row per model, a column for each position from 128 on at which loss before and after is compared."""
-    slopes = {
-        name: {entry["position"]: entry for entry in model["per_token_loss"]["slope"]}
+    """Mean loss in every octave of positions from 128 on, per model."""
+    octaves = {
+        name: {entry["position"]: f"{entry['after']:.4f}" for entry in model["per_token_loss"]["slope"]}
         for name, model in study.evaluated().items()
     }
-    if not slopes:
-        return NOT_RUN
-    positions = sorted({position for slope in slopes.values() for position in slope if position >= 128})
-    rows = [
-        [study.name(name), *(cell(slope[position]) if position in slope else "" for position in positions)]
-        for name, slope in slopes.items()
-    ]
-    return markdown_table(["model", *(title(position) for position in positions)], rows, "l" + "r" * len(positions))
+    positions = sorted({position for found in octaves.values() for position in found if position >= 128})
+    rows = [[study.name(name), *(found.get(position, "") for position in positions)] for name, found in octaves.items()]
+    header = ["model", *(f"{position:,} to {2 * position:,}" for position in positions)]
+    return markdown_table(header, rows, "l" + "r" * len(positions)) if rows else NOT_RUN
 
 
 def variants_table(study: Study) -> str:
@@ -114,25 +94,6 @@ def variants_table(study: Study) -> str:
     ]
     header = ["model", "body", "rate", "tokens", "seeds", "held-out loss", "perplexity"]
     return markdown_table([*header, f"against {study.name(baseline)}"], rows, "l" + 7 * "r")
-
-
-def equal_loss_table(study: Study) -> str:
-    """A row per pair of the study's `equal_loss`: final losses, and tokens to the other's final loss."""
-    rows = []
-    for model, other in study.plan.equal_loss.items():
-        shares = equal_loss(study, model, other)
-        if not shares:
-            continue
-        both = [study["models"][name] for name in (model, other)]
-        losses = [statistics.mean(_losses(one)).text() for one in both]
-        reached = all(math.isfinite(share) for share in shares.values())
-        mean = statistics.mean([*shares.values()])
-        of_budget = statistics.Estimate(100 * mean.value, 100 * mean.half_width)
-        cells = [f"{mean.value * both[1]['budget'] / 1e6:,.3g}M", f"{of_budget.text(digits=1)} %"]
-        cells = cells if reached else ["", "not reached"]
-        rows.append([study.name(model), study.name(other), *losses, *cells, str(len(shares))])
-    header = ["model", "against", "held-out loss", "that of the other", "tokens to equal loss", "of its budget"]
-    return markdown_table([*header, "seeds"], rows, "llrrrrr") if rows else NOT_RUN
 
 
 def _settings(model: Mapping[str, Any]) -> list[str]:
@@ -226,28 +187,21 @@ def missing(study: Study) -> list[str]:
         if is_unfinished(losses)
     ]
     for kind, models in (("", study["models"]), ("variant ", study["variants"])):
-        seeds = {seed: None for model in models.values() for seed in model["seeds"]}
         for name, model in models.items():
             for seed, state, tokens in zip(model["seeds"], model["states"], model["tokens"], strict=True):
                 if state != FINISHED:
-                    why = (
+                    done = (
                         "which diverged" if state == DIVERGED else f"{tokens:,} of {model['budget']:,} tokens are done"
                     )
-                    lines.append(f"the rest of {kind}{name}_seed{seed}: {why}")
-            lines += [
-                f"{kind}{name}_seed{seed}: others have a run with it" for seed in seeds if seed not in model["seeds"]
-            ]
+                    lines.append(f"the rest of {kind}{name}_seed{seed}: {done}")
     for what, have in (
-        ("a run at the rate found", study["models"]),
+        ("a run", study["models"]),
         ("loss at every position", study.evaluated()),
         ("speed", study["speed"]),
         ("needle and tasks", study["scores"]),
     ):
-        known = in_order([*{**study["search"], **study["models"]}], study.plan.models)
-        if lacking := [name for name in known if name not in have]:
+        if lacking := [name for name in study.plan.models if name not in have]:
             lines.append(f"{what}: none of {', '.join(lacking)}")
-    if not study["variants"]:
-        lines.append("variants: none has run")
     return lines
 
 
@@ -284,10 +238,8 @@ TABLES: dict[str, Callable[[Study], str]] = {
     "models": models_table,
     "search": search_table,
     "octaves": octaves_table,
-    "positions": positions_table,
     "comparison": comparison_table,
     "variants": variants_table,
-    "equal_loss": equal_loss_table,
     "needle": needle_table,
     "downstream": downstream_table,
     "claims": claims_table,
