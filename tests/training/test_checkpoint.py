@@ -124,7 +124,7 @@ def test_one_save_is_in_flight_at_a_time_and_its_error_is_told_once(tmp_path, mo
         hold.wait(HANG)
         raise CheckpointError("no room")
 
-    monkeypatch.setattr(checkpointer, "_write", write)
+    monkeypatch.setattr(checkpointer._writer, "write", write)
     checkpointer.save(1, model, optimizer, {}, {}, permanent=False)
     assert checkpointer.finished() is None
     with pytest.raises(RuntimeError, match="one is in flight at a time"):

@@ -152,9 +152,9 @@ def test_a_slow_writer_is_not_a_hung_one(tmp_path, monkeypatch):
         def __exit__(self, *_):
             signs.append("over")
 
-    progress = checkpointer._progress
-    monkeypatch.setattr(checkpointer, "_progress", lambda: (looks.append(0), progress())[1])
-    monkeypatch.setattr(checkpointer, "_write", write)
+    progress = checkpointer._writer.progress
+    monkeypatch.setattr(checkpointer._writer, "progress", lambda step: (looks.append(0), progress(step))[1])
+    monkeypatch.setattr(checkpointer._writer, "write", write)
     checkpointer.watch = lambda name, seconds: Watch()
     model, optimizer = trained(1)
     checkpointer.save(1, model, optimizer, {}, {}, permanent=False)
