@@ -5,7 +5,6 @@ import argparse
 import os
 import re
 import sys
-from pathlib import Path
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count, number, seed
@@ -18,7 +17,6 @@ with command_line.interruptible("interrupted: the same command continues"):
         DEFAULT_DEDUP_WORDS,
         DEFAULT_HELDOUT_FRACTION,
     )
-    from forgetting_transformer.training.run_directory import RunDirectory, belongs_to
 
 EPILOG = """\
 examples:
@@ -43,9 +41,9 @@ what happens to the texts:
 
 what --force does:
   It builds the corpus again, also with other settings. The old corpus stays whole in OUT until the new one is complete
-  and takes its place, whatever error or kill comes before; so there must be room for both. Only a corpus whose
-  manifest.json is of this program is replaced; other files are refused. An unfinished corpus is started over, unless
-  it was begun with --force too: then it is continued, and texts that were all encoded are not read again.
+  and takes its place, whatever error or kill comes before; so there must be room for both. OUT may hold a corpus of
+  this program and nothing else; other files are refused. An unfinished corpus is started over, unless it was begun
+  with --force too: then it is continued, and texts that were all encoded are not read again.
 
 More: docs/prepare_data.md
 """
@@ -161,23 +159,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def refuse_runs_folder(out: Path) -> None:
-    """
-    Raises:
-        CorpusError: `out` is the folder of a training run, or something in it that the run owns.
-    """
-    said, place = belongs_to(out), RunDirectory(out)
-    if said and (place.is_a_runs or not place.sign_of_a_corpus()):  # else a corpus is there, which may be ours
-        raise CorpusError(f"--out={out} {said}, and a corpus would lie among its files: choose another --out.")
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = vars(parse_arguments(arguments))
     out, workers, force = options.pop("out"), options.pop("workers"), options.pop("force")
     for name in ("inputs", "include", "exclude"):
         options[name] = tuple(options[name])
     try:
-        refuse_runs_folder(out)
         prepare_corpus(CorpusSettings(**options), out, workers, force)
     except CorpusError as error:
         print(f"error: {error}", file=sys.stderr)

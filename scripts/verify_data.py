@@ -11,7 +11,6 @@ from forgetting_transformer.ranges import Range
 with command_line.interruptible():
     from forgetting_transformer.data.errors import DataError
     from forgetting_transformer.data.token_array import MISSING_CHUNKS, read_manifest
-    from forgetting_transformer.data.tools.overlap import measure_overlap
     from forgetting_transformer.data.tools.verify import verify
     from forgetting_transformer.data.vocabulary import GPT2_VOCAB_SIZE
 
@@ -20,7 +19,6 @@ examples:
   scripts/verify_data.py data/longcrawl64
   scripts/verify_data.py data/longcrawl64/heldout.zarr --share 0.05
   scripts/verify_data.py data/longcrawl64/train.zarr --missing_chunks skip
-  scripts/verify_data.py data/python --overlap 32
 
 what is checked:
   metadata        a Zarr array (documents, doc_len) of uint16 or uint32, with codecs that are safe to run
@@ -31,7 +29,6 @@ what is checked:
   checksums       files are as train.sha256, heldout.sha256 say. An array that has no such list and is sound gets one:
                   from then on training compares every chunk with it
   content hash    all tokens are as manifest.json says (scripts/prepare_data.py writes it)
-  overlap         with --overlap N: how many of the held-out pieces of N tokens also occur in train.zarr
 
 Exit code: 0 if the data can be trained on, 1 if not.
 """
@@ -64,12 +61,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--vocab_size", type=count, metavar="N", help="default: from manifest.json, else GPT-2's 50,257"
     )
-    parser.add_argument(
-        "--overlap",
-        type=count,
-        metavar="N",
-        help="also count the held-out pieces of N tokens, as 32, that occur in train.zarr; reads all of both arrays",
-    )
     parser.add_argument("--workers", type=count, default=4, metavar="N", help="threads (default: 4)")
     return parser.parse_args(arguments)
 
@@ -87,10 +78,6 @@ def main(arguments: list[str] | None = None) -> int:
                 report = verify(array, vocab_size, args.missing_chunks, args.share, args.workers)
                 print(report.table())
                 sound &= not report.problems
-            if args.overlap and sound:
-                if path.suffix == ".zarr":
-                    raise DataError(f"--overlap compares heldout.zarr with train.zarr; give their folder, not {path}")
-                print(measure_overlap(path, args.overlap).text())
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

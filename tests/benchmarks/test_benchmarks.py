@@ -21,7 +21,7 @@ CASES = {
     "authors": ([], 8),
     "checkpoint": ([], 1),
     "corruption": ([], 1),
-    "data": ([], 6),
+    "data": ([], 4),
     "decode": ([], 30),
     "interruptions": (["--devices", "4"], 6),
     "peers": ([], 24),

@@ -1,7 +1,6 @@
 """Downloading from a partial mirror: complete row-chunks only, every file verified, nothing fetched twice."""
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -57,12 +56,6 @@ def test_takes_only_row_chunks_that_have_every_chunk_and_reads_back_right(source
     array = TokenArray(tmp_path / "out/train.zarr", 50_257, missing_chunks="skip")
     expected = tokens_of_corpus()[[*range(8), *range(16, 24), *range(32, 44)]]
     np.testing.assert_array_equal(array.read(0, array.documents, 0, 96), expected)
-
-
-def test_a_whole_split_needs_no_skipping(source, tmp_path):
-    fetch(source, tmp_path / "out", split="heldout")
-    array = TokenArray(tmp_path / "out/heldout.zarr", 50_257)
-    np.testing.assert_array_equal(array.read(0, 44, 0, 96), tokens_of_corpus())
 
 
 @pytest.mark.parametrize(
@@ -122,11 +115,20 @@ def test_what_fails_for_good_is_named_and_the_rest_is_kept(source, mirror, tmp_p
     assert {name for name, n in mirror.fetched().items() if n != before.get(name)} == {"train.zarr/2.1"}
 
 
-def test_a_file_that_is_not_what_it_should_be_is_refused(mirror, tmp_path):
-    (mirror.root / "train.zarr/0.0").write_bytes(b"<html>not found</html>")
-    with pytest.raises(DataError, match=r"0\.0 came whole and cannot be decoded"):
-        fetch(HUB, tmp_path / "out")
-    assert not (tmp_path / "out/train.zarr/0.0").exists()
+def test_what_is_not_right_is_fetched_again_and_what_stays_wrong_is_refused(mirror, tmp_path):
+    fetch(HUB, tmp_path / "out", documents=8)
+    sums = tmp_path / "out/train.sha256"
+    sums.write_text(sums.read_text()[:-20])  # a line that a kill cut short
+    (tmp_path / "out/train.zarr/0.0").write_bytes(b"")
+    first = mirror.fetched()
+    fetch(HUB, tmp_path / "out", documents=8)
+    assert {name for name, n in mirror.fetched().items() if n != first[name]} == {"train.zarr/0.0", "train.zarr/0.3"}
+    done = subprocess.run(["sha256sum", "-c", sums.name], cwd=sums.parent, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count(": OK") == 4
+    (mirror.root / "train.zarr/2.0").write_bytes(b"<html>not found</html>")
+    with pytest.raises(DataError, match=r"2\.0 came whole and cannot be decoded"):
+        fetch(HUB, tmp_path / "out", documents=16)
+    assert not (tmp_path / "out/train.zarr/2.0").exists()
 
 
 def test_a_finished_copy_fetches_nothing_and_more_documents_only_the_new_ones(source, mirror, tmp_path):
@@ -137,35 +139,6 @@ def test_a_finished_copy_fetches_nothing_and_more_documents_only_the_new_ones(so
     fetch(source, tmp_path / "out", documents=16)
     assert set(mirror.fetched()) - set(first) == {f"train.zarr/2.{column}" for column in range(4)}
     assert set(mirror.fetched().values()) == {1}
-
-
-def test_files_that_no_run_has_verified_are_verified_and_damaged_ones_fetched_again(source, mirror, tmp_path):
-    """Files put there by other means, or renamed into place just before a kill."""
-    target = tmp_path / "out/train.zarr"
-    shutil.copytree(mirror.root / "train.zarr", target)
-    (target / "0.0").write_bytes((target / "0.0").read_bytes()[:-5])
-    fetch(source, tmp_path / "out")
-    assert mirror.fetched() == {"train.zarr/0.0": 1}
-    assert (target / "0.0").read_bytes() == (mirror.root / "train.zarr/0.0").read_bytes()
-    # A file that changed its size after it was verified is noticed without reading it.
-    (target / "2.2").write_bytes(b"")
-    fetch(source, tmp_path / "out")
-    assert mirror.fetched() == {"train.zarr/0.0": 1, "train.zarr/2.2": 1}
-
-
-def test_the_list_of_sums_is_what_sha256sum_checks(mirror, tmp_path):
-    fetch(HUB, tmp_path / "out", documents=16)
-    done = subprocess.run(["sha256sum", "-c", "train.sha256"], cwd=tmp_path / "out", capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count(": OK") == 8
-
-
-def test_a_line_of_the_list_that_a_kill_cut_short_is_not_believed(mirror, tmp_path):
-    fetch(HUB, tmp_path / "out", documents=8)
-    sums = tmp_path / "out/train.sha256"
-    sums.write_text(sums.read_text()[:-20])
-    fetch(HUB, tmp_path / "out", documents=16)
-    assert len(sums.read_text().splitlines()) == 8 and set(mirror.fetched().values()) == {1}
-    assert all(len(line.split()) == 2 for line in sums.read_text().splitlines())
 
 
 def test_too_little_space_is_refused_before_anything_is_fetched(source, mirror, tmp_path, monkeypatch):
@@ -195,41 +168,9 @@ def test_sources_and_lengths_do_not_mix_in_one_folder(mirror, tmp_path):
         fetch(mirror.url, tmp_path / "out", documents=8)
     with pytest.raises(DataError, match="was begun with tokens 96, not 72"):
         fetch(HUB, tmp_path / "out", documents=8, tokens=72)
-
-
-def test_wrong_places_are_refused(mirror, tmp_path):
-    with pytest.raises(DataError, match=r"no array at .*/nothing/train\.zarr: neither"):
-        fetch(f"{mirror.url}/nothing", tmp_path / "out")
-    with pytest.raises(DataError, match="not of the form hf://datasets/OWNER/NAME"):
-        fetch("hf://someone/longcrawl64", tmp_path / "out")
-    mirror.faults = {"train.zarr/.zarray": [401]}
-    with pytest.raises(DataError, match=r"answered 401 .*needs a login"):
-        fetch(mirror.url, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("codec", "message"),
-    [({"id": "pickle"}, "not a readable Zarr array"), ({"id": "base64"}, "codec base64; accepted are blosc, ")],
-)
-def test_metadata_that_asks_for_a_codec_that_is_not_known_to_be_safe_is_refused(mirror, tmp_path, codec, message):
-    metadata = json.loads((mirror.root / "train.zarr/.zarray").read_text())
-    metadata["compressor"] = codec
-    (mirror.root / "train.zarr/.zarray").write_text(json.dumps(metadata))
-    with pytest.raises(DataError, match=message):
-        fetch(mirror.url, tmp_path / "out")
-    assert mirror.fetched() == {}
-
-
-def test_names_from_the_source_never_become_paths(mirror, tmp_path, monkeypatch):
-    """The listing names a file outside; only names that the array's metadata implies are fetched."""
-    from tests.data import mirror as server
-
-    listing = json.loads(server.tree_of(mirror.root, "train.zarr"))
-    evil = dict(listing[1], path="train.zarr/../../../escaped")
-    monkeypatch.setattr(server, "tree_of", lambda root, below: json.dumps([evil, *listing]).encode())
-    fetch(HUB, tmp_path / "out")
-    assert not list(tmp_path.rglob("*escaped*"))
-    assert all("escaped" not in name for _, name in mirror.requests)
+    (tmp_path / "mine/train.zarr").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"mine/train\.zarr was not made by this program"):
+        fetch(HUB, tmp_path / "mine", documents=8)
 
 
 def test_a_dry_run_fetches_nothing_but_metadata_and_says_what_there_is(mirror, tmp_path):
@@ -243,18 +184,6 @@ def test_a_dry_run_fetches_nothing_but_metadata_and_says_what_there_is(mirror, t
     said.clear()
     download(mirror.url, "train", tmp_path / "out", Selection(documents=9), dry_run=True, say=said.append)
     assert "the source has" not in said[0] and "asked for: 16 documents" in said[0], "it was not asked for all"
-
-
-def test_other_object_stores_are_read_through_fsspec(mirror, tmp_path):
-    import fsspec
-
-    memory = fsspec.filesystem("memory")
-    memory.put(str(mirror.root / "train.zarr"), "/bucket/train.zarr", recursive=True)
-    try:
-        assert fetch("memory://bucket", tmp_path / "out").rows == [0, 2, 4, 5]
-    finally:
-        memory.rm("/bucket", recursive=True)
-    assert len(chunks(tmp_path / "out/train.zarr")) == 16
 
 
 def run_script(mirror, out, *arguments):
@@ -310,10 +239,3 @@ def test_the_command_says_what_was_wrong_and_exits_with_1(script, mirror, tmp_pa
     assert "error: no array at" in capsys.readouterr().err
     assert script.main(["heldout", "train", "--source", HUB, "--out", str(tmp_path / "out"), "--documents", "50%"]) == 0
     assert zarr.open_array(tmp_path / "out/heldout.zarr", mode="r").shape == (44, 96)
-
-
-@pytest.mark.parametrize("text", ["0", "-3", "0%", "101%", "many"])
-def test_amounts_that_mean_nothing_are_refused(script, text, capsys):
-    with pytest.raises(SystemExit):
-        script.parse_arguments(["train", f"--documents={text}"])
-    assert "neither a number of documents" in capsys.readouterr().err

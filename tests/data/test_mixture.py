@@ -6,7 +6,6 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 
 from forgetting_transformer.data import DataError
 from forgetting_transformer.data.mixture import Interleaving, MixtureDataModule
@@ -119,28 +118,6 @@ def test_held_out_tokens_are_shared_out_by_weight_and_counted_once(corpora):
                 seen += batch["labels"][batch["weight"] == 1][:, 0].tolist()
         # Document by document and column by column: 9 documents of code, 3 of prose, each in 4 sequences.
         assert sorted(seen) == sorted([100 + n for n in range(9)] * 4 + [200 + n for n in range(3)] * 4)
-
-
-@pytest.mark.parametrize(
-    ("eval_tokens", "message"),
-    [
-        (
-            64,
-            r"eval_tokens=64 gives code 48 tokens by its weight, .*one document \(64 tokens\) .*; raise it, or",
-        ),
-        (64 * 1000, r"eval_tokens=64,000 gives code 48,000 tokens by its weight, .*; lower it, or use null for all"),
-    ],
-)
-def test_a_share_of_held_out_tokens_that_a_part_cannot_give_is_named(corpora, eval_tokens, message):
-    with pytest.raises(DataError, match=message):
-        mixture(corpora, {"code": 3, "prose": 1}, eval_tokens=eval_tokens).eval_info()
-
-
-def test_packed_mixtures_carry_boundaries(corpora):
-    data = mixture(corpora, {"code": 3, "prose": 1}, packed=True)
-    batch = next(iter(data.train_loader(0, 1, 0, 1)))
-    assert torch.equal(batch["cu_seqlens"][:, :2], torch.tensor([[0, 16]] * 6, dtype=torch.int32))
-    assert data.train_lengths() == {16: 1.0}
 
 
 @pytest.mark.parametrize(

@@ -36,14 +36,6 @@ def test_tokens_are_those_of_the_corpus_and_documents_begin_at_bos(corpus):
                 assert bounds.tolist() == begins + [32] * (33 - len(begins))
 
 
-def test_ranks_and_workers_get_the_same_boundaries(corpus):
-    whole = list(module(corpus, packed=True).train_loader(0, 3, 0, 1))
-    for rank in range(2):
-        parts = module(corpus, packed=True, train_num_workers=2).train_loader(0, 3, rank, 2)
-        for part, batch in zip(parts, whole, strict=True):
-            assert torch.equal(part["cu_seqlens"], batch["cu_seqlens"][2 * rank : 2 * rank + 2])
-
-
 def test_the_model_gets_the_boundaries_of_some_rows_as_one_sequence():
     input_ids = torch.tensor([[BOS, 5, BOS, 6], [7, 8, 9, 4], [BOS, BOS, 3, 2]])
     batch = {"input_ids": input_ids, "labels": input_ids, "cu_seqlens": cu_seqlens_of(input_ids, BOS)}

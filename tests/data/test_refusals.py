@@ -1,19 +1,13 @@
 """Damaged or hostile files of a corpus are refused in one line; nothing about them waits for ever."""
 
-import gzip
 import json
 import logging
-import os
 
 import httpx
-import numpy as np
 import pytest
 
 from forgetting_transformer.data import DataError, LongCrawl64DataModule, TokenArray, remote
-from forgetting_transformer.data.prepare.errors import CorpusError
-from forgetting_transformer.data.prepare.sources import _json_rows
-from forgetting_transformer.data.remote import RemoteError, RemoteFolder, _TryAgain, open_remote
-from forgetting_transformer.data.token_array import read_manifest
+from forgetting_transformer.data.remote import RemoteError, RemoteFolder, TryAgain, open_remote
 from forgetting_transformer.data.tools.verify import verify
 from tests.data.mirror import DOC_LEN, write_layout
 
@@ -46,46 +40,6 @@ def test_a_shape_of_more_than_any_corpus_is_damage(array, shape, missing_chunks)
     assert verify(array, vocab_size=60_000).problems
 
 
-def test_chunks_of_nothing_are_damage(array):
-    restate(array, chunks=[8, 0])
-    with pytest.raises(DataError) as error:
-        TokenArray(array, 60_000)
-    one_line(error, "train.zarr")
-
-
-def test_a_sequence_length_for_the_longest_rows_is_found_at_once(tmp_path):
-    from forgetting_transformer.data.longcrawl64 import check_length
-
-    class Rows:
-        doc_len, path = 2**31 - 1, "long.zarr"
-
-    with pytest.raises(DataError, match=r"nearest lengths that do are 1, 2147483647"):
-        check_length("datamodule.train_batch_len", 48, Rows)
-
-
-@pytest.mark.parametrize("name", ["0.0", ".zarray"])
-@pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
-def test_only_regular_files_of_a_bounded_size_are_read(array, name, kind):
-    (array / name).unlink()
-    if kind == "pipe":
-        os.mkfifo(array / name)
-    elif kind == "device":
-        (array / name).symlink_to("/dev/zero")
-    else:
-        with (array / name).open("wb") as file:
-            file.truncate(1 << 40)  # a hole: it takes no room
-    with pytest.raises(DataError) as error:
-        TokenArray(array, 60_000)
-    one_line(error, f"train.zarr/{name}", "bytes" if kind == "huge" else f"not a regular file, but a {kind}")
-    assert verify(array, vocab_size=60_000).problems
-
-
-def test_a_manifest_that_is_a_pipe_is_not_waited_for(array):
-    os.mkfifo(array.parent / "manifest.json")
-    with pytest.raises(DataError, match=r"manifest.json is not a regular file, but a pipe"):
-        read_manifest(array.parent)
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -113,18 +67,6 @@ def test_a_damaged_manifest_is_refused_by_what_is_wrong(array, text, named):
     one_line(error)
 
 
-def test_a_flipped_bit_in_a_compressed_input_names_the_file(tmp_path):
-    file = tmp_path / "texts.jsonl.gz"
-    lines = "".join(json.dumps({"text": f"{n} {np.random.default_rng(n).bytes(60).hex()}"}) + "\n" for n in range(400))
-    whole = gzip.compress(lines.encode())
-    for position in range(0, len(whole), 701):
-        file.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
-        try:
-            list(_json_rows(file, "text"))
-        except CorpusError as error:
-            assert str(file) in str(error) and "\n" not in str(error)
-
-
 class Busy(RemoteFolder):
     """A server that is never ready, and asks for `after` seconds of peace."""
 
@@ -133,7 +75,7 @@ class Busy(RemoteFolder):
         self.after = after
 
     def _read(self, name: str, at_most: int) -> bytes | None:
-        raise _TryAgain("the server answered 429", self.after)
+        raise TryAgain("the server answered 429", self.after)
 
 
 @pytest.mark.parametrize(("after", "waits"), [(999_999.0, [330.0] * 3), (None, 5)])

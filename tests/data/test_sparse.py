@@ -91,29 +91,6 @@ def test_the_fingerprint_of_a_whole_array_is_what_it_was(tmp_path):
     assert module(tmp_path).train_info().fingerprint == "cb75879b89f03aa7"
 
 
-def test_an_array_without_any_whole_document_is_refused(sparse):
-    for row in range(6):
-        (sparse / f"longcrawl64/train.zarr/{row}.2").unlink(missing_ok=True)
-    with pytest.raises(DataError, match="no row of chunks with all 4 files, so missing_chunks=skip leaves no"):
-        module(sparse, missing_chunks="skip").train_info()
-
-
-def test_sharded_arrays_are_sparse_by_shard(tmp_path):
-    with zarr.config.set({"array.write_empty_chunks": True}):
-        zarr.create_array(
-            tmp_path / "train.zarr", data=tokens_of_corpus(), chunks=(4, 12), shards=(16, 48), zarr_format=3
-        )
-    (tmp_path / "train.zarr/c/1/0").unlink()
-    array = TokenArray(tmp_path / "train.zarr", 50_257, missing_chunks="skip")
-    expected = tokens_of_corpus()[[*range(16), *range(32, 44)]]
-    np.testing.assert_array_equal(array.read(0, array.documents, 0, 96), expected)
-
-
-def test_an_unknown_way_to_treat_missing_chunks_is_refused(sparse):
-    with pytest.raises(DataError, match="missing_chunks='ignore' is unknown; use 'error' or 'skip'"):
-        module(sparse, missing_chunks="ignore").train_info()
-
-
 def test_a_damaged_chunk_is_named_with_the_fix(tmp_path):
     write_layout(tmp_path / "train.zarr")
     array = TokenArray(tmp_path / "train.zarr", 50_257)

@@ -93,29 +93,6 @@ def test_rows_of_zeros_are_named_with_their_document(verify, array):
     assert f"{array}/2.1: 3 documents are all zeros in tokens 24 and on, the first is document 18" in said
 
 
-def test_a_chunk_missing_inside_a_shard_shows_as_zeros(verify, tmp_path):
-    tokens = tokens_of_corpus()
-    tokens[4:8, :48] = 0  # Zarr leaves empty chunks out of their shard
-    zarr.create_array(tmp_path / "train.zarr", data=tokens, chunks=(4, 12), shards=(16, 48), zarr_format=3)
-    code, said = verify(tmp_path / "train.zarr")
-    assert code == 1 and "shards of 16 x 48" in said and "4 documents are all zeros" in said
-
-
-def test_files_that_changed_after_the_download_are_named(verify, array):
-    import hashlib
-
-    lines = [
-        f"{hashlib.sha256(file.read_bytes()).hexdigest()}  train.zarr/{file.name}\n"
-        for file in array.iterdir()
-        if file.name[0].isdigit()
-    ]
-    (array.parent / "train.sha256").write_text("".join(lines))
-    assert "24 files are as train.sha256 says" in verify(array)[1]
-    rewrite(array, 0, 0, 7)
-    code, said = verify(array)
-    assert code == 1 and f"{array}/0.0 is not the file that was downloaded" in said
-
-
 def test_a_prepared_corpus_is_held_to_its_content_hash(verify, tmp_path):
     prepare(tmp_path / "out", package_tree(tmp_path / "in"))
     code, said = verify(tmp_path / "out")
@@ -124,11 +101,6 @@ def test_a_prepared_corpus_is_held_to_its_content_hash(verify, tmp_path):
     array[0, 0] = (int(array[0, 0]) + 1) % 256
     code, said = verify(tmp_path / "out")
     assert code == 1 and "manifest.json says" in said.split("! content hash: ")[1]
-
-
-def test_a_share_of_the_files_is_spread_evenly(verify, array):
-    code, said = verify(array, "--share", "0.25")
-    assert code == 0 and "decodable        yes, 6 files" in said
 
 
 def test_what_is_no_array_of_tokens_is_refused(verify, array, tmp_path):

@@ -73,24 +73,6 @@ def test_longcrawl64_cut_short_by_the_downloader_is_still_longcrawl64(tmp_path):
         module(tmp_path, "longcrawl64").train_info()
 
 
-@pytest.mark.parametrize(
-    ("place", "is_gpt2"),
-    [
-        ("data/longcrawl64", True),
-        ("hf://datasets/clankur/longcrawl64@5e2f38e6", True),
-        ("s3://bucket/longcrawl64", True),
-        ("data/my_longcrawl64", False),
-        ("data/longcrawl64/tokenised", False),
-    ],
-)
-def test_its_name_is_that_of_its_folder(place, is_gpt2):
-    if is_gpt2:
-        assert vocabulary_of(place, "train", 65_536, {}) == Vocabulary(50_257, 50_256)
-    else:
-        with pytest.raises(DataError, match=r"datamodule\.vocab_size"):
-            vocabulary_of(place, "train", 65_536, {})
-
-
 def test_what_is_stated_wins_and_what_a_run_recorded_comes_last():
     manifest, recorded = {"vocab_size": 300, "bos_token_id": 299}, Vocabulary(500, 499)
     of = vocabulary_of

@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from forgetting_transformer.data import DataError, LongCrawl64DataModule, TokenArray
 from forgetting_transformer.data.mixture import MixtureDataModule
-from forgetting_transformer.data.prepare import stream
+from forgetting_transformer.data.prepare import shards
 from forgetting_transformer.data.tools.verify import verify
 from forgetting_transformer.data.vocabulary import token_dtype
 from forgetting_transformer.training.export import export
@@ -118,9 +117,9 @@ def test_the_arrays_hold_the_ids_of_the_texts(wide: Path, tmp_path: Path, zarr_f
 def test_an_interrupted_corpus_is_the_same_byte_for_byte(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "SHARD_BYTES", 10_000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 10_000)
     settings = {"tokenizer": str(wide / "tokenizer"), "doc_len": DOC_LEN, "heldout_docs": 12}
-    calls, append = [], stream._append
+    calls, append = [], shards._append
 
     def die(path: Path, data: bytes) -> None:
         calls.append(path)
@@ -129,7 +128,7 @@ def test_an_interrupted_corpus_is_the_same_byte_for_byte(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stream, "_append", die)
+        patch.setattr(shards, "_append", die)
         prepare(tmp_path / "out", wide / "texts", **settings)
     prepare(tmp_path / "out", wide / "texts", **settings)
     assert all_files(tmp_path / "out") == all_files(wide / "wide")
@@ -180,29 +179,6 @@ def test_the_room_for_batches_in_flight_is_reckoned_with_four_bytes(remote: str,
     module(remote, cache_gb=2 * chunk / 1e9, **enough).check_cache(1, evaluates=False)
     with pytest.raises(DataError, match=r"datamodule\.cache_gb=.* is less than"):
         module(remote, cache_gb=(2 * chunk - 1) / 1e9, **enough).check_cache(1, evaluates=False)
-
-
-def test_a_chunk_decodes_to_four_bytes_an_id_and_no_more(wide: Path, tmp_path: Path) -> None:
-    import numcodecs
-
-    shutil.copytree(wide / "wide", tmp_path / "copy")
-    (tmp_path / "copy/train.sha256").unlink()
-    array = TokenArray(tmp_path / "copy/train.zarr", WORDS)
-    (tmp_path / "copy/train.zarr/0.0").write_bytes(numcodecs.Blosc().encode(bytes(24 << 20)))
-    tracemalloc.start()
-    try:
-        with pytest.raises(DataError, match=r"0\.0 cannot be decoded .*4,096 bytes"):
-            array.read(0, 1, 0, 32)
-        assert tracemalloc.get_traced_memory()[1] < 8 << 20
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize(("name", "n_bytes"), [("narrow", 2), ("wide", 4)])
-def test_decoded_chunks_take_the_bytes_of_the_array(wide: Path, name: str, n_bytes: int) -> None:
-    held_out = module(wide, name).held_out(1)
-    assert held_out.read(0, 0).dtype.itemsize == n_bytes
-    assert held_out.kept.nbytes == held_out.kept.slots * np.prod(held_out.kept.chunk_shape) * n_bytes
 
 
 def test_parts_of_a_mixture_may_be_stored_differently(wide: Path) -> None:

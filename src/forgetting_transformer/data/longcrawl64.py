@@ -9,7 +9,6 @@ beginning-of-sequence token in front, as inputs (also for slices from the middle
 import bisect
 import itertools
 import math
-import multiprocessing
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,8 +29,8 @@ from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary,
 from forgetting_transformer.data.worker import hand_over, sharing_memory, start_worker
 from forgetting_transformer.ranges import divisors
 
-#: Batches that each worker prepares ahead.
-PREFETCHED_BATCHES = 4
+#: Batches that are prepared ahead.
+PREFETCHED_BATCHES = 8
 
 
 class LongCrawl64DataModule:
@@ -43,7 +42,8 @@ class LongCrawl64DataModule:
         dataset: folder name of the corpus.
         train_batch_len: tokens in a training sequence; must divide the documents' length.
         train_batch_size: sequences in a global batch.
-        train_num_workers: worker processes that read ahead, per rank; 0 reads in the training process.
+        train_num_workers: 1 reads ahead in a process of each rank; 0 reads in the training process. More are as 1: one
+            process decodes each chunk once.
         eval_tokens: held-out tokens to evaluate on; None for all. Rounded down to whole documents.
         eval_batch_len: tokens in an evaluation sequence; must divide the documents' length.
         eval_local_batch_size: sequences in one evaluation batch of one rank.
@@ -145,8 +145,7 @@ class LongCrawl64DataModule:
         Each item is a dict of `input_ids` and `labels`, both (train_batch_size // world_size, train_batch_len) int64.
         """
         array, order = self.open_train()
-        kept = room(array, self._train_slots(array, order), self.train_num_workers)
-        dataset = TrainBatches(array, order, rank, world_size, kept)
+        dataset = TrainBatches(array, order, rank, world_size, DecodedChunks(self._train_slots(array, order)))
         batches = range(first_batch, last_batch)
         return Loader(dataset, batches, self.train_num_workers, self.vocabulary, self.packed)
 
@@ -171,7 +170,7 @@ class LongCrawl64DataModule:
     def held_out(self, world_size: int) -> "HeldOut":
         """The held-out sequences, and room for the chunks of those in flight."""
         array = self.array("heldout")
-        kept = room(array, self.held_out_slots(world_size), self.eval_num_workers)
+        kept = DecodedChunks(self.held_out_slots(world_size))
         return HeldOut(array, self.eval_size()[1], self.eval_batch_len, kept)
 
     # A run that only evaluates needs no train.zarr (and the reverse), so each array is opened when first asked for.
@@ -219,27 +218,23 @@ class LongCrawl64DataModule:
             self.held_out_slots(world_size)
 
     def _train_slots(self, array: TokenArray, order: ReadingOrder) -> int:
-        swept = order.rows * order.batch_size
-        return self.slots(array, order.batch_size, order.seq_len, swept, self.train_num_workers)
+        return self.slots(array, order.batch_size, order.seq_len)
 
     def held_out_slots(self, world_size: int) -> int:
-        documents, _ = self.eval_size()
-        batch_size = self.eval_local_batch_size * world_size
-        return self.slots(self.array("heldout"), batch_size, self.eval_batch_len, documents, self.eval_num_workers)
+        return self.slots(self.array("heldout"), self.eval_local_batch_size * world_size, self.eval_batch_len)
 
-    def slots(self, array: TokenArray, global_batch_size: int, seq_len: int, documents: int, num_workers: int) -> int:
-        """Chunks of all batches that the workers of a rank may have in hand, and of one more.
+    def slots(self, array: TokenArray, batch_size: int, seq_len: int) -> int:
+        """Chunks that a batch touches.
 
         Raises:
             DataError: the cache of a remote corpus has no room for so many.
         """
-        batches = num_workers * PREFETCHED_BATCHES + 1
-        slots = slots_for(array.chunk_shape, batches * global_batch_size, seq_len, array.doc_len, documents)
+        slots = slots_for(array.chunk_shape, batch_size, seq_len)
         needed = slots * math.prod(array.chunk_shape) * array.dtype.itemsize
         if is_url(array.path) and self.cache.limit_bytes < needed:
             raise DataError(
                 f"datamodule.cache_gb={self.cache.limit_bytes / 1e9:g} is less than the {needed / 1e9:.3g} GB that "
-                f"batches in flight need of {array.path}; raise it"
+                f"a batch needs of {array.path}; raise it"
             )
         return slots
 
@@ -274,12 +269,6 @@ class LongCrawl64DataModule:
         )
 
 
-def room(array: TokenArray, slots: int, num_workers: int) -> DecodedChunks:
-    context = multiprocessing.get_context() if num_workers else None
-    with sharing_memory():
-        return DecodedChunks(array.chunk_shape, slots, context, array.dtype)
-
-
 def check_length(key: str, seq_len: int, array: TokenArray) -> None:
     """Refuses a sequence length that does not divide the documents' length, naming the lengths that would."""
     if seq_len < 1 or array.doc_len % seq_len:
@@ -302,7 +291,7 @@ class TrainBatches(Dataset):
     def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
         where = self.order.locate(batch, self.rank, self.world_size)
         labels = self.array.read(
-            where.first_document, where.last_document, where.begin_token, where.end_token, self.kept, batch
+            where.first_document, where.last_document, where.begin_token, where.end_token, self.kept
         )
         return {"labels": torch.from_numpy(labels)}
 
@@ -315,11 +304,11 @@ class HeldOut(NamedTuple):
     seq_len: int
     kept: DecodedChunks
 
-    def read(self, sequence: int, turn: int) -> np.ndarray:
+    def read(self, sequence: int) -> np.ndarray:
         """Tokens `(1, seq_len)` of a sequence."""
         column, document = divmod(sequence, self.sequences // (self.array.doc_len // self.seq_len))
         begin = column * self.seq_len
-        return self.array.read(document, document + 1, begin, begin + self.seq_len, self.kept, turn)
+        return self.array.read(document, document + 1, begin, begin + self.seq_len, self.kept)
 
 
 class EvalBatches(Dataset):
@@ -339,30 +328,17 @@ class EvalBatches(Dataset):
         rows = []
         for sequence in np.minimum(wanted, self.ends[-1] - 1).tolist():  # past the end: the last again, with weight 0
             part = bisect.bisect_right(self.ends, sequence)
-            rows.append(self.parts[part].read(sequence - self.ends[part] + self.parts[part].sequences, batch))
+            rows.append(self.parts[part].read(sequence - self.ends[part] + self.parts[part].sequences))
         weight = torch.from_numpy((wanted < self.ends[-1]).astype(np.float64))
         return {"labels": torch.from_numpy(np.concatenate(rows)), "weight": weight}
 
 
-class _Indices:
-    """A sampler that yields a range in order; its length is what the loader reports."""
-
-    def __init__(self, indices: range) -> None:
-        self.indices = indices
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices)
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-
 class Loader(DataLoader):
-    """Prefetches whole batches in worker processes, keeps their order, and makes inputs and labels of them.
+    """Prefetches whole batches in a worker process, and makes inputs and labels of them.
 
-    Workers hand over tokens as they are stored, 2 or 4 bytes each. Widened to inputs and labels they would be 16 bytes
-    to pass between processes, which costs more than all the rest. They are tensors, whose bytes do not go
-    through the pipe: a worker in the middle of a long write would outlive a rank that is killed.
+    The worker hands over tokens as they are stored, 2 or 4 bytes each. Widened to inputs and labels they would be 16
+    bytes to pass between processes, which costs more than all the rest. They are tensors, whose bytes do not go through
+    the pipe: a worker in the middle of a long write would outlive a rank that is killed.
     """
 
     def __init__(
@@ -371,8 +347,8 @@ class Loader(DataLoader):
         super().__init__(
             dataset,
             batch_size=None,
-            sampler=_Indices(indices),
-            num_workers=num_workers,
+            sampler=indices,
+            num_workers=min(num_workers, 1),
             collate_fn=hand_over if num_workers else None,
             prefetch_factor=PREFETCHED_BATCHES if num_workers else None,
             # Its own generator, so that making an iterator draws nothing from the global random state.

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from forgetting_transformer.data.corpus import DataInfo, lengths_of
 from forgetting_transformer.data.decoded_chunks import DecodedChunks
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.longcrawl64 import EvalBatches, Loader, LongCrawl64DataModule, room
+from forgetting_transformer.data.longcrawl64 import EvalBatches, Loader, LongCrawl64DataModule
 from forgetting_transformer.data.order import Location, ReadingOrder
 from forgetting_transformer.data.token_array import TokenArray
 from forgetting_transformer.data.tokens import other_tokens
@@ -207,11 +207,7 @@ class MixtureDataModule:
         return DataInfo(**{**vars(info), "total_tokens": sequences * first.eval_batch_len})
 
     def train_loader(self, first_batch: int, last_batch: int, rank: int, world_size: int) -> DataLoader:
-        kept = [
-            room(part.array("train"), slots, self.num_workers)
-            for part, slots in zip(self.parts, self._train_slots(), strict=True)
-        ]
-        dataset = _MixedBatches(self, rank, world_size, kept)
+        dataset = _MixedBatches(self, rank, world_size, [DecodedChunks(slots) for slots in self._train_slots()])
         batches = range(first_batch, last_batch)
         return Loader(dataset, batches, self.num_workers, self.parts[0].vocabulary, self.packed)
 
@@ -267,11 +263,10 @@ class MixtureDataModule:
 
     def _train_slots(self) -> list[int]:
         counts = self.interleaving.weights_I * self.batch_size / len(self.interleaving.pattern_P)
-        slots = []
-        for part, count in zip(self.parts, counts.tolist(), strict=True):
-            array = part.array("train")
-            slots.append(part.slots(array, math.ceil(count) + 1, self.batch_len, array.documents, self.num_workers))
-        return slots
+        return [
+            part.slots(part.array("train"), math.ceil(count) + 1, self.batch_len)
+            for part, count in zip(self.parts, counts.tolist(), strict=True)
+        ]
 
     def _order(self, part: LongCrawl64DataModule) -> ReadingOrder:
         array = part.array("train")
@@ -335,6 +330,5 @@ class _MixedBatches(Dataset):
                 place.begin_token,
                 place.end_token,
                 self.kept[number],
-                batch,
             )
         return {"labels": torch.from_numpy(labels_BT)}

@@ -4,8 +4,9 @@ One small interface serves the downloader and training on remote arrays: what fi
 say), how large, with which checksum, and their bytes, whole, or an error. A file that ends early, a connection that
 breaks and a server that is busy are tried again; a file that is not there is not.
 
-fsspec carries the bytes of object stores. For HTTP and the hub it does not: `cat_file` holds all that a server sends,
-whatever range was asked for, its errors are those of a second HTTP client, and each file would cost one more request.
+fsspec carries the bytes of object stores, and huggingface_hub lists the hub. Bytes behind HTTP come through httpx: of
+these libraries one request per file, a bound on what is kept of an answer, and the server's wish to be left alone for a
+while are not to be had.
 """
 
 import base64
@@ -16,7 +17,8 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
@@ -46,7 +48,7 @@ class RemoteError(DataError):
     """The source could not be read, after all attempts."""
 
 
-class _TryAgain(Exception):
+class TryAgain(Exception):
     """A failure that may pass; `after` is the wait in seconds that the server asked for."""
 
     def __init__(self, message: str, after: float | None = None) -> None:
@@ -136,28 +138,25 @@ class RemoteFolder:
 
         def fetch() -> bytes | None:
             data = self._read(name, at_most)
-            problem = expected.mismatch(data) if expected is not None and data is not None else None
-            if problem:
-                raise _TryAgain(problem)
+            if expected is not None and data is not None and (problem := expected.mismatch(data)):
+                raise TryAgain(problem)
             return data
 
         return self._persist(name, fetch)
 
     def connection(self) -> Any:
         """The client of this process: one inherited through fork shares sockets with the parent, which ends badly."""
-        process = os.getpid()
-        if process not in self._connections:
-            with self._lock:
-                if process not in self._connections:
-                    self._connections[process] = self._connect()
-        return self._connections[process]
+        with self._lock:
+            if os.getpid() not in self._connections:
+                self._connections[os.getpid()] = self._connect()
+            return self._connections[os.getpid()]
 
     def _persist(self, name: str, action: Callable[[], T]) -> T:
         waited, attempt = 0.0, 0
         while True:
             try:
                 return action()
-            except _TryAgain as error:
+            except TryAgain as error:
                 attempt += 1
                 wait = min(LONGEST_WAIT, self.first_wait * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
                 if error.after is not None:
@@ -168,10 +167,9 @@ class RemoteFolder:
                     raise RemoteError(
                         f"cannot read {place}: {error} ({after}). Check the network and start the same command again"
                     ) from error
+                asked = f" (the server asks for {error.after:.0f} s)" if error.after is not None else ""
                 log.warning(
-                    "%s: %s; attempt %d of %d in %.0f s%s",
-                    *(place, error, attempt + 1, self.attempts, wait),
-                    f" (the server asks for {error.after:.0f} s)" if error.after is not None else "",
+                    "%s: %s; attempt %d of %d in %.0f s%s", place, error, attempt + 1, self.attempts, wait, asked
                 )
             waited += wait
             time.sleep(wait)
@@ -214,61 +212,42 @@ class HttpFolder(RemoteFolder):
 
     def _stat(self, name: str) -> RemoteFile | None:
         with self._answer("HEAD", name) as response:
-            if response.status_code == 404:
-                return None
-            length = response.headers.get("content-length")
-            return RemoteFile(size=int(length) if length else None)
+            length = response and response.headers.get("content-length")
+            return None if response is None else RemoteFile(int(length) if length else None)
 
     def _read(self, name: str, at_most: int) -> bytes | None:
-        import httpx
-
         with self._answer("GET", name) as response:
-            if response.status_code == 404:
+            if response is None:
                 return None
             data = bytearray()
-            try:
-                for piece in response.iter_raw():
-                    data += piece
-                    if len(data) > at_most:
-                        raise RemoteError(
-                            f"{join(self.url, name)} is larger than {at_most:,} bytes, so it is not the file it should "
-                            "be; check the URL"
-                        )
-            except httpx.TransportError as error:
-                raise _TryAgain(f"the connection broke after {len(data):,} bytes: {error}") from error
+            for piece in response.iter_raw():
+                data += piece
+                if len(data) > at_most:
+                    raise RemoteError(
+                        f"{join(self.url, name)} is larger than {at_most:,} bytes, so it is not the file it should "
+                        "be; check the URL"
+                    )
             return bytes(data)
 
-    def _answer(self, method: str, name: str) -> "_Answer":
-        return _Answer(self, method, join(self.base, name))
-
-
-class _Answer:
-    """Context manager: an open response with status 200 or 404; anything else is raised as what it means."""
-
-    def __init__(self, folder: HttpFolder, method: str, url: str) -> None:
-        self.stream = folder.connection().stream(method, url)
-        self.url = url
-
-    def __enter__(self) -> Any:
+    @contextmanager
+    def _answer(self, method: str, name: str) -> Iterator[Any]:
+        """An open response of status 200, or None for 404; everything else is raised as what it means."""
         import httpx
 
+        url = join(self.base, name)
         try:
-            response = self.stream.__enter__()
+            with self.connection().stream(method, url) as response:
+                status = response.status_code
+                if status in PASSING:
+                    raise TryAgain(f"the server answered {status}", _asked_wait(response.headers))
+                if status not in (200, 404):
+                    hint = "; it needs a login (`hf auth login`, or HF_TOKEN)" if status in (401, 403) else ""
+                    raise RemoteError(f"{url}: the server answered {status} {response.reason_phrase}{hint}")
+                yield response if status == 200 else None
         except httpx.TransportError as error:
-            raise _TryAgain(f"{type(error).__name__}: {error}") from error
+            raise TryAgain(f"{type(error).__name__}: {error}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:  # redirected in circles, or to nowhere
-            raise RemoteError(f"{redact(self.url)}: {error} Check the URL") from error
-        status = response.status_code
-        if status not in (200, 404):
-            self.stream.__exit__(None, None, None)
-            if status in PASSING:
-                raise _TryAgain(f"the server answered {status}", _asked_wait(response.headers))
-            hint = "; it needs a login (`hf auth login`, or HF_TOKEN)" if status in (401, 403) else ""
-            raise RemoteError(f"{self.url}: the server answered {status} {response.reason_phrase}{hint}")
-        return response
-
-    def __exit__(self, *raised: Any) -> None:
-        self.stream.__exit__(*raised)
+            raise RemoteError(f"{redact(url)}: {error} Check the URL") from error
 
 
 def _asked_wait(headers: Any) -> float | None:
@@ -302,13 +281,7 @@ class HubFolder(HttpFolder):
         self.headers = build_hf_headers()
 
     def _files(self, folder: str) -> dict[str, RemoteFile]:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import (
-            EntryNotFoundError,
-            HfHubHTTPError,
-            OfflineModeIsEnabled,
-            RepositoryNotFoundError,
-        )
+        from huggingface_hub import HfApi, errors
         from huggingface_hub.hf_api import RepoFile
 
         path = str(PurePosixPath(self.folder, folder))
@@ -321,27 +294,25 @@ class HubFolder(HttpFolder):
                 recursive=True,
             )
             prefix = 0 if path == "." else len(path) + 1
-            return {entry.path[prefix:]: _hub_file(entry) for entry in entries if isinstance(entry, RepoFile)}
-        except EntryNotFoundError:
+            # Large files are stored by their SHA-256; small ones are git blobs, whose id hashes more than the contents.
+            return {
+                entry.path[prefix:]: RemoteFile(entry.size, ("sha256", entry.lfs.sha256) if entry.lfs else None)
+                for entry in entries
+                if isinstance(entry, RepoFile)
+            }
+        except errors.EntryNotFoundError:
             return {}
-        except RepositoryNotFoundError as error:
+        except errors.RepositoryNotFoundError as error:
             raise RemoteError(
                 f"no data set {self.repo} (or it is private) at {self.endpoint}; check {self.url}"
             ) from error
-        except HfHubHTTPError as error:
-            status = error.response.status_code
-            if status in PASSING:
-                raise _TryAgain(f"the hub answered {status}") from error
-            raise RemoteError(f"cannot list {self.url}: {error}") from error
-        except OfflineModeIsEnabled as error:
+        except errors.OfflineModeIsEnabled as error:
             raise RemoteError(f"cannot list {self.url}: HF_HUB_OFFLINE is set; unset it") from error
-        except Exception as error:  # of the HTTP library under huggingface_hub, which changes between versions
-            raise _TryAgain(f"{type(error).__name__}: {error}") from error
-
-
-def _hub_file(entry: Any) -> RemoteFile:
-    # Large files are stored by their SHA-256; small ones are git blobs, whose id hashes more than the contents.
-    return RemoteFile(entry.size, ("sha256", entry.lfs.sha256) if entry.lfs else None)
+        except Exception as error:  # also of the HTTP library under huggingface_hub, which changes between versions
+            status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+            if status is not None and status not in PASSING:
+                raise RemoteError(f"cannot list {self.url}: {error}") from error
+            raise TryAgain(f"the hub answered {status}" if status else f"{type(error).__name__}: {error}") from error
 
 
 class FsspecFolder(RemoteFolder):
@@ -362,14 +333,10 @@ class FsspecFolder(RemoteFolder):
 
     def _files(self, folder: str) -> dict[str, RemoteFile]:
         system, root = self.connection()
-        top = join(root, folder) if root else folder
+        top = (join(root, folder) if root else folder).strip("/")
         found = _translated(lambda: system.find(top, detail=True)) or {}
-        names = {self._relative(path, top): details for path, details in found.items()}
+        names = {path.strip("/")[len(top) :].lstrip("/"): details for path, details in found.items()}
         return {name: _object_file(details) for name, details in names.items() if name}
-
-    @staticmethod
-    def _relative(path: str, top: str) -> str:
-        return path.strip("/")[len(top.strip("/")) :].lstrip("/")
 
     def _stat(self, name: str) -> RemoteFile | None:
         system, root = self.connection()
@@ -400,7 +367,7 @@ def _translated(action: Callable[[], T]) -> T | None:
     except PermissionError as error:
         raise RemoteError(f"access denied: {error}. Check the credentials of this machine") from error
     except OSError as error:
-        raise _TryAgain(str(error) or type(error).__name__) from error
+        raise TryAgain(str(error) or type(error).__name__) from error
 
 
 def open_remote(url: str, **options: Any) -> RemoteFolder:

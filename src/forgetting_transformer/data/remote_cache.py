@@ -30,11 +30,12 @@ CONNECTIONS = 8
 #: Lock files; two names that share one wait for each other, no more.
 LOCKS = 64
 #: What marks a folder as the cache's own. Backups leave folders with such a file out; other programs write one too, so
-#: the second line counts.
+#: the other lines count.
 MARK = "CACHEDIR.TAG"
 _MARK_TEXT = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
     "# Files of forgetting_transformer, fetched from the address in url.txt. It deletes those used longest ago.\n"
+    "# The name of this folder: "
 )
 #: Files of chunks: 0.0, 0/0, c/0/0.
 _CHUNK = re.compile(r"(c[./])?\d+([./]\d+)*")
@@ -71,45 +72,27 @@ class RemoteCache:
     def __init__(self, remote: RemoteFolder, settings: CacheSettings) -> None:
         self.remote, self.settings = remote, settings
         # By the URL without its password, which may change and must not be kept.
-        self.folder = settings.folder / _name_of(remote.url)
+        self.folder = settings.folder / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
         self.locks, self.parts = self.folder / ".locks", self.folder / ".parts"
         try:
-            self._adopt(settings.folder / _name_of(remote.address))
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not _is_ours(self.folder):
-                # Looked at in this order: another process may just be marking it.
-                strangers = list(self.folder.iterdir())
-                if strangers and not _is_ours(self.folder):
-                    raise DataError(
-                        f"{self.folder} holds files that this cache did not write; set datamodule.cache_dir"
-                    )
-            if not _is_marked(self.folder):
-                self._mark(self.folder)
+            # Looked at in this order: another process may just be marking it.
+            if any(self.folder.iterdir()) and not _is_ours(self.folder):
+                raise DataError(f"{self.folder} holds files that this cache did not write; set datamodule.cache_dir")
+            # Whole or not at all, so that no other process takes a file without contents for somebody else's.
+            with replacing(self.folder / MARK, durable=False, beside=settings.folder) as stream:
+                stream.write(f"{_MARK_TEXT}{self.folder.name}\n".encode())
             for folder in (self.locks, self.parts):
                 folder.mkdir(exist_ok=True)
             (self.folder / "url.txt").write_text(remote.url)
             for part in self.parts.iterdir():
-                if not (TEMPORARY.fullmatch(part.name) or part.name.startswith("tmp")):  # "tmp…": of earlier versions
-                    continue
                 with suppress(FileNotFoundError):  # another process may have finished it
-                    if time.time() - part.stat().st_mtime > ABANDONED_SECONDS:
-                        part.unlink(missing_ok=True)
+                    if TEMPORARY.fullmatch(part.name) and time.time() - part.stat().st_mtime > ABANDONED_SECONDS:
+                        part.unlink()
         except OSError as error:
             raise DataError(
                 f"cannot keep remote chunks in {settings.folder}: {explain(error)}; set datamodule.cache_dir"
             ) from error
-
-    def _adopt(self, older: Path) -> None:
-        """Takes over what a version that named folders by the whole URL kept here; `url.txt` is then written again."""
-        if older == self.folder or not _is_ours(older):
-            return
-        if not _is_marked(older):
-            self._mark(older)  # its url.txt will no longer say whose it is
-        (older / "url.txt").write_text(self.remote.url)
-        if self.folder.exists():
-            return
-        with suppress(OSError):  # another process was faster
-            older.rename(self.folder)
 
     def fetch(self, name: str, at_most: int, fresh: bool = False) -> Path | None:
         """The local copy of a file, fetched if it is not here, or None if the source has no such file.
@@ -136,11 +119,6 @@ class RemoteCache:
         if len(missing) > 1:
             with ThreadPoolExecutor(CONNECTIONS) as pool:
                 list(pool.map(lambda name: self.fetch(name, at_most), missing))
-
-    def _mark(self, folder: Path) -> None:
-        """Whole or not at all, so that no other process takes a file without contents for somebody else's."""
-        with replacing(folder / MARK, durable=False, beside=self.settings.folder) as stream:
-            stream.write(_mark_of(folder).encode())
 
     def _path(self, name: str) -> Path:
         return self.folder / join("", name).lstrip("/")  # join refuses names that lead out of the folder
@@ -170,9 +148,7 @@ class RemoteCache:
     def _make_room(self, keep: Path) -> None:
         """Deletes the chunks used longest ago until the rest is within the limit."""
         files = []
-        for folder in self.settings.folder.iterdir():
-            if not _is_ours(folder):
-                continue
+        for folder in filter(_is_ours, self.settings.folder.iterdir()):
             for file in folder.rglob("*"):
                 with suppress(FileNotFoundError):  # another process of this machine may have replaced it
                     if _CHUNK.fullmatch(file.relative_to(folder).as_posix()) and file.is_file():
@@ -188,31 +164,11 @@ class RemoteCache:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder is named as its mark says, or after the address in its url.txt: earlier marks named no folder.
-
-    A copy that somebody made under another name, or moved, is neither.
-    """
-    if _is_marked(folder):
-        return True
+    """Whether a folder is named as its mark says. A copy that somebody made under another name is not."""
     try:
-        return _name_of((folder / "url.txt").read_text(encoding="utf-8")) == folder.name
+        return (folder / MARK).read_text(encoding="utf-8") == f"{_MARK_TEXT}{folder.name}\n"
     except (OSError, ValueError):
         return False
-
-
-def _is_marked(folder: Path) -> bool:
-    try:
-        return (folder / MARK).read_text(encoding="utf-8") == _mark_of(folder)
-    except (OSError, ValueError):
-        return False
-
-
-def _mark_of(folder: Path) -> str:
-    return f"{_MARK_TEXT}# The name of this folder: {folder.name}\n"
-
-
-def _name_of(url: str) -> str:
-    return hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 def fetch_tokenizer(url: str, settings: CacheSettings) -> Path:

@@ -9,7 +9,7 @@ import contextlib
 import difflib
 import hashlib
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from forgetting_transformer.data.checksums import ChecksumError
 from forgetting_transformer.data.decoded_chunks import Chunk, DecodedChunks
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.manifest import manifest_problem
-from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.remote import is_url, open_remote
 from forgetting_transformer.data.remote_cache import CacheSettings
 from forgetting_transformer.data.vocabulary import TOKEN_DTYPES
@@ -104,15 +103,12 @@ class TokenArray:
         self.documents = self.stored_documents if self.present_rows is None else int(self._firsts[-1])
         self._check_sample()
 
-    def read(
-        self, first: int, last: int, begin: int, end: int, kept: DecodedChunks | None = None, turn: int = 0
-    ) -> np.ndarray:
+    def read(self, first: int, last: int, begin: int, end: int, kept: DecodedChunks | None = None) -> np.ndarray:
         """Tokens [begin, end) of documents [first, last), shape (last - first, end - begin), dtype `self.dtype`.
 
         Args:
-            kept: decoded chunks to take from and to add to, made for this array's chunk_shape and dtype. Without it
-                every chunk that the slice touches is decoded for this call.
-            turn: number of the batch that the slice belongs to, in the order of the data; `kept` makes room by it.
+            kept: decoded chunks of this array to take from and to add to. Without it every chunk that the slice touches
+                is decoded for this call.
 
         Raises:
             DataError: a chunk is missing or cannot be decoded, an id is out of range or a document is all zeros.
@@ -122,10 +118,8 @@ class TokenArray:
         self.files.fetch_all(self._file_names(chunks if kept is None else kept.lacking(chunks)))
         tokens = np.empty((last - first, end - begin), dtype=self.dtype)
         for chunk, source, target in pieces:
-            if kept is None:
-                tokens[target] = self.decode(chunk)[source]
-            else:
-                kept.copy(chunk, partial(self.decode, chunk), source, tokens[target], turn)
+            decoded = self.decode(chunk) if kept is None else kept.get(chunk, self.decode)
+            tokens[target] = decoded[source]
         self._check_tokens(tokens, first, begin)
         return tokens
 
@@ -289,7 +283,7 @@ def read_manifest(folder: str | Path) -> dict:
     if isinstance(folder, str) and is_url(folder):
         text = open_remote(folder).read("manifest.json", LARGEST_METADATA)
     else:
-        text = Path(place).read_bytes() if check_regular(place, LARGEST_METADATA) else None
+        text = Path(place).read_bytes() if Path(place).is_file() else None
     if text is None:
         return {}
     place = redact(place)

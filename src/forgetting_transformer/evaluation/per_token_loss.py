@@ -419,8 +419,7 @@ class _Batches(Dataset):
         self.data, self.batches = data, batches
         # Documents that follow each other share chunks, and all their columns are read. One process reads.
         array, longest = data.array, max(map(len, batches), default=1)
-        slots = slots_for(array.chunk_shape, max(1, longest), array.doc_len, array.doc_len, array.stored_documents)
-        self.kept = DecodedChunks(array.chunk_shape, slots, None, array.dtype)
+        self.kept = DecodedChunks(slots_for(array.chunk_shape, max(1, longest), array.doc_len))
 
     def __len__(self) -> int:
         return len(self.batches)

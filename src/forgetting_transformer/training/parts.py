@@ -247,7 +247,9 @@ class Parts:
                 "lower datamodule.train_batch_size or datamodule.train_batch_len, or use a larger corpus"
             )
         if config.train.max_tokens > info.total_tokens and not config.datamodule.repeat:
-            more = fetching(info, config.train.max_tokens)
+            # A run that goes on needs the corpus it began with.
+            goes_on = config.resume and any(self.directory.checkpoints.glob("step-*"))
+            more = None if goes_on else fetching(info, config.train.max_tokens)
             raise ConfigError(
                 f"train.max_tokens={config.train.max_tokens:,} is more than the {info.total_tokens:,} tokens of "
                 f"{info.path} at this batch shape; lower it, or set datamodule.repeat=true to read the data again"

@@ -22,8 +22,6 @@ from forgetting_transformer import console, gpus
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.data.checksums import list_name
 from forgetting_transformer.data.corpus import Corpus
-from forgetting_transformer.data.regular import check_regular
-from forgetting_transformer.data.remote_cache import LARGEST_TOKENIZER_FILE
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.plugins import CORPORA, OPTIMIZERS
@@ -301,7 +299,4 @@ def seed_step(seed: int, batch: int, rank: int) -> None:
 def copy_tokenizer(data_folder: Path, directory: RunDirectory) -> None:
     """Keeps the corpus's tokenizer with the run, so that an export needs nothing but the run's folder."""
     if (data_folder / "tokenizer").is_dir() and not directory.tokenizer.exists():
-        for file in (data_folder / "tokenizer").rglob("*"):
-            if not file.is_dir():
-                check_regular(file, LARGEST_TOKENIZER_FILE)
         shutil.copytree(data_folder / "tokenizer", directory.tokenizer)

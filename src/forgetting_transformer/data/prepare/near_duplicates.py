@@ -10,25 +10,20 @@ the hash tables, about 4.5 kB of memory per text that stays.
 """
 
 import hashlib
-import json
-import os
+import itertools
 import re
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from forgetting_transformer.data.prepare import sources
+from forgetting_transformer.data.prepare import shards, sources
 from forgetting_transformer.data.prepare.errors import CorpusError
 from forgetting_transformer.data.prepare.settings import CorpusSettings
-from forgetting_transformer.data.prepare.stream import SHARD_BYTES
-from forgetting_transformer.files import append_durably, write_atomically
 from forgetting_transformer.progress import Progress
 from forgetting_transformer.versions import how_to_install
 
@@ -78,7 +73,7 @@ def check_installed() -> None:
 # In the workers -----------------------------------------------------------------------------------------------
 
 
-def sketch_texts(bodies: list[str | Path], words: int) -> np.ndarray:
+def sketch_texts(bodies: list[str | Path], words: int) -> shards.Result:
     """Sketches of texts, uint32 `(texts, SKETCH)`; runs in a worker process."""
     from datasketch import MinHash
 
@@ -88,10 +83,10 @@ def sketch_texts(bodies: list[str | Path], words: int) -> np.ndarray:
         sketch = empty.copy()
         for piece in sources.cut_body(body):
             runs = iter(_runs(piece, words))
-            while batch := list(islice(runs, _BATCH)):
+            while batch := list(itertools.islice(runs, _BATCH)):
                 sketch.update_batch(batch)
         row[:] = sketch.hashvalues
-    return sketches
+    return {"sketches": sketches}, {}
 
 
 def _runs(text: str, n: int) -> set[str]:
@@ -107,60 +102,10 @@ def _hash(run: str) -> int:
 # In the parent ------------------------------------------------------------------------------------------------
 
 
-class _Sketches:
-    """Sketches on disk in `folder`: `sketches.bin`, and `batches.jsonl` with a line per batch of texts."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path, self.log_path = folder / "sketches.bin", folder / "batches.jsonl"
-        for path in (self.path, self.log_path):
-            path.touch()
-        self.batches: list[dict[str, Any]] = []
-        n_texts = self.path.stat().st_size // (4 * SKETCH)
-        for line in self.log_path.read_text().splitlines(keepends=True):
-            if not line.endswith("\n") or json.loads(line)["end"] > n_texts:  # the kill fell into the middle of it
-                break
-            self.batches.append(json.loads(line))
-        self.keep(len(self.batches))
-
-    def keep(self, n_batches: int) -> None:
-        """Forget all batches after the first `n_batches`, and what a kill left behind them."""
-        self.batches = self.batches[:n_batches]
-        write_atomically(self.log_path, "".join(json.dumps(batch) + "\n" for batch in self.batches))
-        os.truncate(self.path, self._end(n_batches) * 4 * SKETCH)
-
-    def _end(self, n_batches: int) -> int:
-        """Texts in the first `n_batches` batches."""
-        return self.batches[n_batches - 1]["end"] if n_batches else 0
-
-    def has(self, number: int, digest: str) -> bool:
-        return number < len(self.batches) and self.batches[number]["digest"] == digest
-
-    def append(self, digest: str, sketches: np.ndarray) -> None:
-        """Commit one batch: the data is on the disk before the line that says so."""
-        batch = {"digest": digest, "end": self._end(len(self.batches)) + len(sketches)}
-        append_durably(self.path, sketches.tobytes())
-        append_durably(self.log_path, (json.dumps(batch) + "\n").encode())
-        self.batches.append(batch)
-
-    def read(self, number: int) -> np.ndarray:
-        """Sketches of a batch, `(texts, SKETCH)`."""
-        first, end = self._end(number), self._end(number + 1)
-        return self._rows(first, end - first)
-
-    def of_text(self, number: int) -> np.ndarray:
-        """The sketch of one text, `(SKETCH,)`."""
-        return self._rows(number, 1)[0]
-
-    def _rows(self, first: int, count: int) -> np.ndarray:
-        rows = np.fromfile(self.path, "<u4", count=count * SKETCH, offset=first * 4 * SKETCH)
-        return rows.reshape(count, SKETCH)
-
-
 class _Search:
     """Takes texts in reading order and decides about each."""
 
-    def __init__(self, threshold: float, max_bytes: int | None, sketches: _Sketches) -> None:
+    def __init__(self, threshold: float, max_bytes: int | None, sketches: shards.ShardLog) -> None:
         from datasketch import MinHash, MinHashLSH
 
         self.threshold, self.max_bytes, self.sketches = threshold, max_bytes, sketches
@@ -182,7 +127,7 @@ class _Search:
                 return
             self.probe.hashvalues = sketch
             candidates = self.tables.query(self.probe)
-            if any(self._alike(sketch, self.sketches.of_text(number)) for number in candidates):
+            if any(self._alike(sketch, self.sketches.rows("sketches", number, 1)[0]) for number in candidates):
                 self.near.add(text.digest)
             else:
                 self.tables.insert(self.n_texts, self.probe, check_duplication=False)
@@ -198,55 +143,50 @@ def _short(values: bytes) -> bytes:
     return hashlib.blake2b(values, digest_size=8).digest()
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Consecutive texts of about a shard."""
+
+    texts: list[sources.Text]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.blake2b(b"".join(text.digest for text in self.texts), digest_size=16).hexdigest()
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(text.n_bytes for text in self.texts)
+
+
 def find(
     settings: CorpusSettings, out: Path, folder: Path, pool: Executor, workers: int, progress: Progress
 ) -> NearDuplicates:
-    """Read the input once, up to `max_bytes` of text that stays, and find the near-duplicates in it.
+    """Reads the input once, up to `max_bytes` of text that stays, and finds the near-duplicates in it.
 
     Args:
         folder: for the sketches; those of an interrupted run are used again where the texts are the same.
     """
     assert settings.dedup is not None and settings.dedup_words is not None
-    sketches = _Sketches(folder)
+    sketches = shards.ShardLog(folder, {"sketches": np.dtype(np.uint32)}, SKETCH)
     search = _Search(settings.dedup, settings.max_bytes, sketches)
-    waiting: deque[tuple[list[sources.Text], str, Future[np.ndarray]]] = deque()
-
-    def decide(number: int, batch: list[sources.Text]) -> None:
-        search.add(batch, sketches.read(number))
-        progress.advance(sum(text.n_bytes for text in batch))
-
-    def commit_oldest() -> None:
-        batch, digest, future = waiting.popleft()
-        sketches.append(digest, future.result())
-        decide(len(sketches.batches) - 1, batch)
-
-    for number, batch in enumerate(_batches(sources.distinct_texts(settings, out, sources.Tally()))):
-        digest = hashlib.blake2b(b"".join(text.digest for text in batch), digest_size=16).hexdigest()
-        if search.is_full:
-            break
-        if sketches.has(number, digest):
-            decide(number, batch)
-            continue
-        if number < len(sketches.batches):  # the texts changed since the kill, here or earlier
-            sketches.keep(number)
-        bodies = [text.body for text in batch]
-        waiting.append((batch, digest, pool.submit(sketch_texts, bodies, settings.dedup_words)))
-        if len(waiting) >= 2 * workers:
-            commit_oldest()
-    while waiting:
-        commit_oldest()
+    words = settings.dedup_words
+    batches = itertools.takewhile(lambda _: not search.is_full, _batches(settings, out))
+    for number, batch in shards.work_through(
+        batches, sketches, lambda batch: pool.submit(sketch_texts, [text.body for text in batch.texts], words), workers
+    ):
+        search.add(batch.texts, sketches.read(number, "sketches"))
+        progress.advance(batch.n_bytes)
     return NearDuplicates(frozenset(search.near), search.kept.hexdigest())
 
 
-def _batches(texts: Iterator[sources.Text]) -> Iterator[list[sources.Text]]:
-    """Consecutive texts of about SHARD_BYTES."""
-    batch: list[sources.Text] = []
+def _batches(settings: CorpusSettings, out: Path) -> Iterator[_Batch]:
+    texts: list[sources.Text] = []
     n_bytes = 0
-    for text in texts:
-        batch.append(text)
+    for text in sources.distinct_texts(settings, out, sources.Tally()):
+        texts.append(text)
         n_bytes += text.n_bytes
-        if n_bytes >= SHARD_BYTES:
-            yield batch
-            batch, n_bytes = [], 0
-    if batch:
-        yield batch
+        if n_bytes >= shards.SHARD_BYTES:
+            yield _Batch(texts)
+            texts, n_bytes = [], 0
+    if texts:
+        yield _Batch(texts)

@@ -1,50 +1,31 @@
-"""The folder OUT: what in it is ours, and how a finished corpus takes its place there, also that of an older one.
+"""The folder OUT of a corpus, and how a finished corpus gets there, also in the place of an older one.
 
-All work happens in `OUT/.work`, and one file in it says how far that is; its name changes by a rename, so a kill
-never leaves two states, and a full disk does not hinder it:
+All work happens beside it, in `.OUT.preparing`:
 
-    settings.json     the corpus is being built, or is complete and waits; what is in OUT has not been touched
-    publishing.json   the parts of the complete corpus are being moved into OUT, or the rest is being deleted
-    discarded.json    unfinished work is being deleted
+    settings.json    of the corpus that is being built
+    corpus/          what OUT is to hold; its manifest.json, the last file, says that it is complete
+    replaced/        the corpus that was in OUT
+    discarded.json   settings.json under another name: all this is being deleted
 
-Publishing is renames alone. The old `manifest.json` leaves OUT first and the new one enters it last, so that no
-manifest ever lies beside the arrays of another corpus. Whatever was renamed stays so; the next start does the rest.
+A new corpus appears by one rename, corpus/ to OUT. Where it replaces one, the rename of OUT to replaced/ comes before
+it. A kill leaves one of these states, and the next start does the rest.
 """
 
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.data.array_files import LARGEST_METADATA
 from forgetting_transformer.data.prepare.errors import CorpusError
-from forgetting_transformer.files import TEMPORARY
+from forgetting_transformer.files import locked, write_json
 
 MANIFEST = "manifest.json"
-PARTS = ("tokenizer", "train.zarr", "heldout.zarr", "train.sha256", "heldout.sha256")  # in OUT beside manifest.json
-WORK = ".work"
-LOCK = ".prepare_data.lock"
-BUILDING, PUBLISHING, DISCARDED = STATES = ("settings.json", "publishing.json", "discarded.json")
-REPLACED = "replaced"  # in .work: the corpus that was in OUT
-
-
-# Whose is it --------------------------------------------------------------------------------------------------
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that this program wrote.
-
-    Raises:
-        CorpusError: there is something else in the file.
-    """
-    try:
-        found = json.loads(path.read_text())
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise _not_ours(path)
-    return found
+PARTS = ("tokenizer", "train.zarr", "heldout.zarr", "train.sha256", "heldout.sha256")  # beside manifest.json
+_LOCK = "lock"
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -53,153 +34,120 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises:
         CorpusError: this program did not write the file. Other programs, and people, write manifests too.
     """
-    found = read_object(path)
-    if "format_version" not in found or not all(isinstance(found.get(key), dict) for key in ("settings", "arrays")):
-        raise _not_ours(path)
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError):
+        found = None
+    known = isinstance(found, dict) and "format_version" in found
+    if not known or not all(isinstance(found.get(key), dict) for key in ("settings", "arrays")):
+        raise CorpusError(
+            f"{path} is not a file of this program, or it is damaged. Give another --out, or move it away."
+        )
     return found
 
 
-def _not_ours(path: Path) -> CorpusError:
-    return CorpusError(
-        f"{path} is not a file of this program, or it is damaged. Give another --out, or move it away if it is damaged."
-    )
-
-
 def holds_corpus(folder: Path) -> bool:
-    """Whether a manifest says that the parts in this folder are ours."""
-    # The manifest of a corpus that is being published lies in .work. It is looked for there first: it moves one way.
-    for path in (folder / WORK / MANIFEST, folder / MANIFEST):
+    """Whether a manifest says that this program made what is in this folder."""
+    try:
+        return bool(read_manifest(folder / MANIFEST))
+    except (OSError, CorpusError):
+        return False
+
+
+@dataclass(frozen=True)
+class Place:
+    """OUT and the folder beside it in which its corpus is built."""
+
+    out: Path
+
+    @property
+    def work(self) -> Path:
+        return self.out.with_name(f".{self.out.name}.preparing")
+
+    @property
+    def new(self) -> Path:
+        return self.work / "corpus"
+
+    @property
+    def begun(self) -> Path:
+        """The settings of the corpus that is being built, and `force`."""
+        return self.work / "settings.json"
+
+    def finished(self) -> dict[str, Any] | None:
+        """The manifest of the corpus in OUT; None if OUT is empty or not there.
+
+        Raises:
+            CorpusError: there is something else.
+        """
+        if os.path.ismount(self.out):
+            raise CorpusError(f"{self.out} is a mount point, which cannot be renamed. Give a folder in it as --out.")
+        if not self.out.exists():
+            return None
+        names = os.listdir(self.out)
+        found = read_manifest(self.out / MANIFEST) if MANIFEST in names else None
+        others = sorted(set(names).difference(PARTS, [MANIFEST]) if found else names)
+        if others:
+            shown = ", ".join(others[:8]) + (", …" if len(others) > 8 else "")
+            beside = "beside a corpus" if found else "and no corpus of this program"
+            raise CorpusError(f"{self.out} holds {shown}, {beside}. Give another --out, or move it away.")
+        return found
+
+    @contextmanager
+    def only_run(self) -> Iterator[None]:
+        """Two runs of one OUT would overwrite each other; the second is refused. A kill releases the lock.
+
+        Raises:
+            CorpusError: there is another run, or the folder beside OUT is not of this program.
+        """
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.work.mkdir(exist_ok=True)
+        if not (self.work / _LOCK).exists() and any(self.work.iterdir()):
+            raise CorpusError(f"{self.work} is not of this program. Give another --out, or move it away.")
         try:
-            if path.is_file() and path.stat().st_size <= LARGEST_METADATA:
-                read_manifest(path)
-                return True
-        except (OSError, CorpusError):
-            continue
-    return False
+            with locked(self.work / _LOCK, wait=False):
+                try:
+                    yield
+                finally:
+                    if os.listdir(self.work) == [_LOCK]:
+                        (self.work / _LOCK).unlink()
+                        self.work.rmdir()
+        except BlockingIOError as error:
+            raise CorpusError(f"another run is preparing {self.out}. Wait for it, or give another --out.") from error
 
+    def publish(self) -> bool:
+        """Puts a complete corpus in its place, if there is one, and deletes what a killed run wanted to delete.
 
-def refuse_work_of_others(out: Path) -> None:
-    """
-    Raises:
-        CorpusError: `out` holds a .work of something else.
-    """
-    work = out / WORK
-    if work.is_symlink():
-        raise CorpusError(f"{work} is a link, which this program did not make. Give another --out, or move it away.")
-    if work.exists() and _state(work) is None and not all(map(_left_by_a_kill, os.listdir(work))):
-        raise CorpusError(f"{out} holds a folder .work, which this program did not make. Give another --out.")
+        Returns:
+            Whether there was one.
 
+        Raises:
+            CorpusError: something else is in its place by now, or nobody asked to replace the corpus there.
+        """
+        complete = (self.new / MANIFEST).exists()
+        if complete:
+            if self.finished() is not None and not json.loads(self.begun.read_text())["force"]:
+                raise CorpusError(f"{self.out} holds another corpus by now. Give another --out, or --force.")
+            if self.out.is_dir():
+                os.rename(self.out, self.work / "replaced")
+            os.rename(self.new, self.out)
+        if not (self.begun.exists() and self.new.exists()):
+            self.discard()
+        return complete
 
-def _left_by_a_kill(name: str) -> bool:
-    return name == "settings.json.tmp" or TEMPORARY.fullmatch(name) is not None  # the first: of earlier versions
+    def discard(self) -> None:
+        """Deletes all work except the lock; half of it is never taken for work to continue."""
+        discarded = self.work / "discarded.json"
+        if self.begun.exists():
+            os.rename(self.begun, discarded)
+        for entry in self.work.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name not in (discarded.name, _LOCK):
+                entry.unlink()
+        discarded.unlink(missing_ok=True)
 
-
-def refuse_unvouched_parts(out: Path) -> None:
-    """
-    Raises:
-        CorpusError: a part of the corpus is in the way of something in `out`, and no manifest says that this is ours.
-    """
-    _refuse_parts(out, [name for name in PARTS if os.path.lexists(out / name)])
-
-
-def _refuse_parts(out: Path, names: list[str]) -> None:
-    if names:
-        raise CorpusError(
-            f"{out} holds {', '.join(names)} without a manifest.json, so something else wrote it. "
-            "Give another --out, or move it away."
-        )
-
-
-# From .work into OUT ------------------------------------------------------------------------------------------
-
-
-def _state(work: Path) -> str | None:
-    return next((name for name in STATES if (work / name).exists()), None)
-
-
-def _change_state(work: Path, state: str) -> None:
-    before = _state(work)
-    if before not in (None, state):
-        os.rename(work / str(before), work / state)
-
-
-def finish_what_a_kill_left(out: Path) -> bool:
-    """Complete the publishing or deleting that a kill interrupted, and say whether it was publishing.
-
-    Raises:
-        CorpusError: as `publish`.
-    """
-    work = out / WORK
-    state = _state(work)
-    # The second: earlier versions noted no state. Without a manifest in OUT, nothing but publishing is left to do.
-    waits = state == BUILDING and (work / MANIFEST).exists() and not os.path.lexists(out / MANIFEST)
-    if state == PUBLISHING or waits:
-        publish(out)
-        return True
-    if state == DISCARDED:
-        discard(work)
-    return False
-
-
-def publish(out: Path) -> None:
-    """Move the complete corpus from .work into `out`, in the place of the corpus there, and delete .work.
-
-    Raises:
-        CorpusError: what is in its place is not ours, or nobody asked to replace it. Nothing was moved.
-    """
-    work = out / WORK
-    if (work / MANIFEST).exists():  # else all of it is in its place
-        _refuse_to_replace(out, work)
-        _change_state(work, PUBLISHING)
-        _swap(work, out)
-    discard(work)
-
-
-def _refuse_to_replace(out: Path, work: Path) -> None:
-    """What is in OUT may have changed since the build began, hours ago."""
-    for path in (work, *(out / name for name in PARTS)):
-        if os.path.ismount(path):
-            raise CorpusError(f"{path} is a mount point, which cannot be renamed. Unmount it, or give another --out.")
-    replaced = work / REPLACED
-    vouched = (replaced / MANIFEST).exists()
-    if os.path.lexists(out / MANIFEST):
-        read_manifest(out / MANIFEST)
-        vouched = bool(read_object(work / str(_state(work))).get("force"))
-        if not vouched:
-            raise CorpusError(f"{out} holds another corpus by now. Give another --out, or --force to replace it.")
-    in_the_way = [name for name in PARTS if os.path.lexists(work / name) and os.path.lexists(out / name)]
-    _refuse_parts(out, [name for name in in_the_way if not vouched or os.path.lexists(replaced / name)])
-
-
-def _swap(work: Path, out: Path) -> None:
-    replaced = work / REPLACED
-    replaced.mkdir(exist_ok=True)
-    if os.path.lexists(out / MANIFEST):
-        os.rename(out / MANIFEST, replaced / MANIFEST)
-    for name in PARTS:
-        if os.path.lexists(work / name):  # else a start that was killed here has moved it
-            if os.path.lexists(out / name):
-                os.rename(out / name, replaced / name)
-            os.rename(work / name, out / name)
-    os.rename(work / MANIFEST, out / MANIFEST)
-
-
-def discard(work: Path) -> None:
-    """Delete .work. What cannot be deleted now, as a file that a reader has open on NFS, is left to the next start."""
-    if not work.exists():
-        return
-    if _state(work) != PUBLISHING:  # which says more: that the corpus in OUT is the one that was asked for
-        _change_state(work, DISCARDED)
-    for entry in work.iterdir():
-        if entry.name in (PUBLISHING, DISCARDED):
-            continue  # last: it says whose the rest is
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink()
-    if set(os.listdir(work)) <= {PUBLISHING, DISCARDED}:
-        for name in (PUBLISHING, DISCARDED):
-            (work / name).unlink(missing_ok=True)
-        work.rmdir()
-    else:
-        _change_state(work, DISCARDED)
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Starts over, with these settings."""
+        self.discard()
+        self.new.mkdir()
+        write_json(self.begun, settings)

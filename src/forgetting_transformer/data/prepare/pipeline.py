@@ -1,45 +1,36 @@
 """The order of things: tokenizer, token stream, split, arrays, manifest; and what is left to do after a kill.
 
-All work happens in `OUT/.work`. Each stage leaves a file when it is complete, and a run begins with the first stage
-whose file is missing. The finished parts are then renamed into `OUT` (output.py), `manifest.json` last: a folder with
-a manifest is a whole corpus, one without is not.
+All work happens beside `OUT` (output.py). Each stage leaves a file when it is complete, and a run begins with the first
+stage whose file is missing.
 """
 
 import dataclasses
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from forgetting_transformer.data.prepare import near_duplicates, output, packing, sources, stream, tokenizers, writing
+from forgetting_transformer.data.prepare import near_duplicates, packing, sources, stream, tokenizers, writing
 from forgetting_transformer.data.prepare.errors import CorpusError, writing_under
 from forgetting_transformer.data.prepare.near_duplicates import NearDuplicates
+from forgetting_transformer.data.prepare.output import MANIFEST, Place, read_manifest
 from forgetting_transformer.data.prepare.pool import open_pool
 from forgetting_transformer.data.prepare.settings import LAYOUT_SETTINGS, CorpusSettings
 from forgetting_transformer.data.prepare.summary import summary_lines
-from forgetting_transformer.files import locked, write_atomically
+from forgetting_transformer.files import write_json
 from forgetting_transformer.progress import Progress
 from forgetting_transformer.versions import installed_versions
 
 FORMAT_VERSION = 1
 ARRAYS = ("train", "heldout")
-PACKAGES = (
-    "forgetting-transformer",
-    "tokenizers",
-    "transformers",
-    "numpy",
-    "zarr",
-    "datasketch",
-)  # whose versions the manifest names
-STREAM = "stream.json"  # in .work, when all texts are encoded
+#: Packages whose versions the manifest names.
+PACKAGES = ("forgetting-transformer", "tokenizers", "transformers", "numpy", "zarr", "datasketch")
 Say = Callable[[str], None]
 
 
@@ -51,6 +42,7 @@ def prepare_corpus(
     Continues an interrupted run; does nothing, and says so, if `out` already holds the finished corpus.
 
     Args:
+        out: a folder that is not there, or is empty, or holds a corpus of this program and nothing else.
         workers: processes that encode and write; the result does not depend on it.
         force: build it again, also with other settings. The new corpus replaces the one in `out` when it is complete;
             until then that one stays as it is. An unfinished corpus is started over, unless it was begun with `force`
@@ -61,9 +53,10 @@ def prepare_corpus(
         CorpusError: with what is wrong and how to fix it. Finished work is kept, and so is the corpus in `out`.
     """
     out = Path(out).absolute()
+    place = Place(out.resolve() if out.is_symlink() else out)
     try:
-        with writing_under(out):
-            return _prepare(settings, out, workers, force, say)
+        with writing_under(place.work), place.only_run():
+            return _prepare(settings, place, workers, force, say)
     except BrokenProcessPool as error:
         raise CorpusError(
             "a worker process died, most often for lack of memory. Run the same command again with fewer --workers: "
@@ -71,153 +64,70 @@ def prepare_corpus(
         ) from error
 
 
-def _prepare(settings: CorpusSettings, out: Path, workers: int, force: bool, say: Say) -> dict[str, Any]:
-    work = out / output.WORK
-    out.mkdir(parents=True, exist_ok=True)
-    with _only_run(out):
-        output.refuse_work_of_others(out)
-        published = output.finish_what_a_kill_left(out)
-        if published:
-            settings = dataclasses.replace(settings)  # its tokenizer may be one that had no place until now
-        finished = _finished_manifest(out)
-        same = finished is not None and not settings.different_from(finished["settings"])
-        if not (published and same):  # else this command was all but done
-            if finished is not None and not force:
-                settings.refuse_if_different(finished["settings"], out)
-                waiting = _is_to_replace(work)
-                if not waiting:
-                    output.discard(work)  # an earlier version left it when it was killed at its end
-                say(f"{out} already holds this corpus; its inputs were not read again (--force builds it again).")
-                if waiting:
-                    say(f"{work} holds an unfinished one that is to replace it: --force goes on with it.")
-                return finished
-            _begin_or_continue(settings, out, work, force, finished is not None, say)
-            if not (work / output.MANIFEST).exists():
-                _write_json(work / output.MANIFEST, _build_or_give_up(settings, out, work, workers))
-            output.publish(out)
-    manifest = json.loads((out / output.MANIFEST).read_text())
+def _prepare(settings: CorpusSettings, place: Place, workers: int, force: bool, say: Say) -> dict[str, Any]:
+    published = place.publish()  # which a killed run had completed
+    finished = place.finished()
+    same = finished is not None and not settings.different_from(finished["settings"])
+    if finished is not None and not force:
+        settings.refuse_if_different(finished["settings"], place.out)
+        if not published:
+            say(f"{place.out} already holds this corpus; its inputs were not read again (--force builds it again).")
+            if place.begun.exists():
+                say(f"{place.work} holds an unfinished one that is to replace it: --force goes on with it.")
+            return finished
+    if not (published and same):  # else this command was all but done
+        _begin_or_continue(settings, place, force, say)
+        write_json(place.new / MANIFEST, _build(settings, place, workers))
+        place.publish()
+    manifest = read_manifest(place.out / MANIFEST)
     for line in summary_lines(manifest):
         say(line)
     return manifest
 
 
-# What is there already ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _only_run(out: Path) -> Iterator[None]:
-    """Two runs in one folder would overwrite each other; the second is refused. A kill releases the lock."""
-    lock = out / output.LOCK
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(lock, wait=False))
-        except BlockingIOError as error:
-            raise CorpusError(f"another run is preparing {out}. Wait for it, or give another --out.") from error
-        stack.callback(lock.unlink)
-        yield
-
-
-def _finished_manifest(out: Path) -> dict[str, Any] | None:
-    path = out / output.MANIFEST
-    return output.read_manifest(path) if os.path.lexists(path) else None
-
-
-def _is_to_replace(work: Path) -> bool:
-    """Whether .work holds what was begun with --force."""
-    begun = work / output.BUILDING
-    return begun.exists() and bool(output.read_object(begun).get("force"))
-
-
-def _begin_or_continue(settings: CorpusSettings, out: Path, work: Path, force: bool, replaces: bool, say: Say) -> None:
-    """Afterwards .work holds the settings, and what is done of the corpus; see `prepare_corpus` for `force`."""
-    _refuse_to_read_work(settings, work)
-    begun = work / output.BUILDING
-    if begun.exists():
-        written = output.read_object(begun)
+def _begin_or_continue(settings: CorpusSettings, place: Place, force: bool, say: Say) -> None:
+    """Afterwards the settings, and what is done of the corpus, lie in `place`; see `prepare_corpus` for `force`."""
+    if place.begun.exists():
+        written = json.loads(place.begun.read_text())
         different = settings.different_from(written)
-        can_continue = set(different) <= set(LAYOUT_SETTINGS) and not (different and (work / output.MANIFEST).exists())
-        if not force and not can_continue and _has_work(work):
-            settings.refuse_if_different(written, out)
-        if can_continue and (not force or written.get("force")):
+        can_continue = set(different) <= set(LAYOUT_SETTINGS)
+        has_work = any(log.stat().st_size for log in place.work.glob("*/shards.jsonl"))
+        if not force and not can_continue and has_work:
+            settings.refuse_if_different(written, place.work)
+        if can_continue and (not force or written["force"]):
             if different:
-                _delete_arrays(work)
-                _write_json(begun, settings.as_json() | {"force": bool(written.get("force"))})
+                for name in ARRAYS:
+                    shutil.rmtree(place.new / f"{name}.zarr", ignore_errors=True)
+                write_json(place.begun, settings.as_json() | {"force": written["force"]})
             changed = f", with another {', '.join(different)}" if different else ""
-            say(f"continuing the unfinished corpus in {out}{changed}")
-            if force and (work / STREAM).exists():
-                say(f"Its texts are not read again; delete {work} to start over.")
+            say(f"continuing the unfinished corpus in {place.work}{changed}")
             return
-    if not replaces:
-        output.refuse_unvouched_parts(out)
-    _check_inputs(settings, out)
-    output.discard(work)
-    if work.exists():
-        raise CorpusError(
-            f"{work} cannot be deleted: a program may still read the corpus that was replaced. Stop it, and run the "
-            "same command again."
-        )
-    work.mkdir()
-    _write_json(begun, settings.as_json() | {"force": force})
-
-
-def _refuse_to_read_work(settings: CorpusSettings, work: Path) -> None:
-    for name, place in (*(("input", place) for place in settings.inputs), ("--tokenizer", settings.tokenizer)):
-        if Path(place).is_relative_to(work):
-            raise CorpusError(f"{name} {place} lies in {work}, which this program deletes. Copy it elsewhere.")
-
-
-def _check_inputs(settings: CorpusSettings, out: Path) -> None:
-    """Find mistakes before anything is deleted, and before hours of work."""
+    # Mistakes are found before anything is deleted, and before hours of work.
     sources.check_inputs(settings)
     tally = sources.Tally()
-    if settings.inputs and not sources.has_files(settings, out, tally):
+    if settings.inputs and not sources.has_files(settings, place.out, tally):
         raise _nothing_to_read(settings, tally)
     if settings.dedup is not None:
         near_duplicates.check_installed()
     if settings.tokenizer != "bytes" and not settings.tokenizer.startswith("train:"):
         tokenizers.load(settings.tokenizer)
-
-
-def _has_work(work: Path) -> bool:
-    """Whether texts have been encoded, or sketched for their near-duplicates."""
-    files = (work / "stream" / "tokens.bin", work / "sketches" / "sketches.bin")
-    return any(file.exists() and file.stat().st_size > 0 for file in files)
-
-
-def _delete_arrays(work: Path) -> None:
-    for name in ARRAYS:
-        (work / f"{name}.blocks").unlink(missing_ok=True)  # first, so that no log outlives its array
-        (work / f"{name}.sha256").unlink(missing_ok=True)
-        shutil.rmtree(work / f"{name}.zarr", ignore_errors=True)
+    place.begin(settings.as_json() | {"force": force})
 
 
 # The stages ---------------------------------------------------------------------------------------------------
 
 
-class _InputChangedError(CorpusError):
-    """What was found in the input no longer holds. Only the same input again, or a new beginning, helps."""
-
-
-def _build_or_give_up(settings: CorpusSettings, out: Path, work: Path, workers: int) -> dict[str, Any]:
-    try:
-        return _build(settings, out, work, workers)
-    except _InputChangedError:
-        # The message says that --force starts over, so that must not continue this.
-        _write_json(work / output.BUILDING, settings.as_json() | {"force": False})
-        raise
-
-
-def _build(settings: CorpusSettings, out: Path, work: Path, workers: int) -> dict[str, Any]:
+def _build(settings: CorpusSettings, place: Place, workers: int) -> dict[str, Any]:
     started = time.monotonic()
     # One worker works in this process, which may hold the encoder and the layout of an earlier corpus of this folder.
     stream.load_encoder.cache_clear()
     writing.load_layout.cache_clear()
     with open_pool(workers) as pool:
-        near = _find_near_duplicates(settings, out, work, pool, workers)
-        info = _make_tokenizer(settings, out, work, near)
-        counted = _make_stream(settings, out, work, info, near, pool, workers)
-        split = _split(settings, work)
-        arrays, entropy = _make_arrays(settings, split, work, info, pool, workers)
+        near = _find_near_duplicates(settings, place, pool, workers)
+        info = _make_tokenizer(settings, place, near)
+        counted = _make_stream(settings, place, info, near, pool, workers)
+        split = _split(settings, place.work)
+        arrays, entropy = _make_arrays(settings, split, place, info, pool, workers)
     seconds = time.monotonic() - started
     n_tokens = counted["stream_tokens"]
     dropped_tokens = {name: getattr(split, name).n_tokens_dropped for name in ARRAYS}
@@ -252,36 +162,34 @@ def _build(settings: CorpusSettings, out: Path, work: Path, workers: int) -> dic
 
 
 def _find_near_duplicates(
-    settings: CorpusSettings, out: Path, work: Path, pool: Executor, workers: int
+    settings: CorpusSettings, place: Place, pool: Executor, workers: int
 ) -> NearDuplicates | None:
     """None where nobody asked for it."""
     if settings.dedup is None:
         return None
-    complete = work / "near_duplicates.json"
+    complete = place.work / "near_duplicates.json"
     if not complete.exists():
-        with Progress("looking for near-duplicates", sources.input_bytes(settings, out), "B") as progress:
-            found = near_duplicates.find(settings, out, work / "sketches", pool, workers, progress)
-        _write_json(complete, found.as_json())
+        with Progress("looking for near-duplicates", sources.input_bytes(settings, place.out), "B") as progress:
+            found = near_duplicates.find(settings, place.out, place.work / "sketches", pool, workers, progress)
+        write_json(complete, found.as_json())
     return NearDuplicates.from_json(json.loads(complete.read_text()))
 
 
-def _make_tokenizer(
-    settings: CorpusSettings, out: Path, work: Path, near: NearDuplicates | None
-) -> tokenizers.TokenizerInfo:
-    folder, described = work / "tokenizer", work / "tokenizer.json"
+def _make_tokenizer(settings: CorpusSettings, place: Place, near: NearDuplicates | None) -> tokenizers.TokenizerInfo:
+    folder, described = place.new / "tokenizer", place.work / "tokenizer.json"
     if not described.exists():
         shutil.rmtree(folder, ignore_errors=True)
         input_hash = None
         if settings.tokenizer == "bytes":
             tokenizers.save_built(tokenizers.byte_tokenizer(), folder)
         elif settings.tokenizer.startswith("train:"):
-            sample, input_hash = _take_sample(settings, out, near)
+            sample, input_hash = _take_sample(settings, place.out, near)
             trained = tokenizers.train_tokenizer(sample.texts(), settings.trained_vocab_size())
             tokenizers.save_built(trained, folder)
         else:
             tokenizers.save_loaded(settings.tokenizer, folder)
         info = tokenizers.describe(folder, settings)
-        _write_json(described, {"info": dataclasses.asdict(info), "input_hash": input_hash})
+        write_json(described, {"info": dataclasses.asdict(info), "input_hash": input_hash})
     return tokenizers.TokenizerInfo(**json.loads(described.read_text())["info"])
 
 
@@ -291,8 +199,8 @@ def _take_sample(settings: CorpusSettings, out: Path, near: NearDuplicates | Non
     with Progress("sampling text for the tokenizer", sources.input_bytes(settings, out), "B") as progress:
         for shard in stream.make_shards(_pieces(settings, out, tally, near)):
             digests.append(shard.digest)
-            for text in shard.texts:
-                sample.add(text)
+            for piece in shard.pieces:
+                sample.add(piece.text)
             progress.advance(shard.n_bytes)
     if not digests:
         raise _nothing_to_read(settings, tally)
@@ -308,38 +216,38 @@ def _pieces(
         return
     yield from sources.read_pieces(settings, out, tally, near.digests)
     if tally.kept.hexdigest() != near.kept:
-        raise _InputChangedError(
-            "the input changed after near-duplicates were looked for in it. Run the same command with --force to "
-            "start over."
+        raise CorpusError(
+            "the input changed after near-duplicates were looked for in it. Delete the unfinished corpus, "
+            f"{Place(out).work}, and run the same command again."
         )
 
 
 def _make_stream(
     settings: CorpusSettings,
-    out: Path,
-    work: Path,
+    place: Place,
     info: tokenizers.TokenizerInfo,
     near: NearDuplicates | None,
     pool: Executor,
     workers: int,
 ) -> dict[str, Any]:
     """Encode everything; return what was counted on the way."""
-    complete = work / STREAM
+    complete = place.work / "stream.json"
     if complete.exists():
         return json.loads(complete.read_text())
     tally = sources.Tally()
-    tokens = stream.TokenStream(work / "stream", info.dtype)
-    with Progress("tokenising", sources.input_bytes(settings, out), "B") as progress:
-        pieces = _pieces(settings, out, tally, near)
-        texts = stream.write_stream(pieces, tokens, work / "tokenizer", info, pool, workers, progress)
+    log = stream.open_stream(place.work / "stream", info)
+    with Progress("tokenising", sources.input_bytes(settings, place.out), "B") as progress:
+        pieces = _pieces(settings, place.out, tally, near)
+        texts = stream.write_stream(pieces, log, place.new / "tokenizer", info, pool, workers, progress)
     if len(texts.tokens) == 0:
         raise _nothing_to_read(settings, tally)
-    sampled = json.loads((work / "tokenizer.json").read_text())["input_hash"]
-    if sampled not in (None, tokens.fingerprint):
-        raise _InputChangedError(
-            "the input changed after the tokenizer was trained on it. Run the same command with --force to start over."
+    input_hash = stream.combined_digest(shard["digest"] for shard in log.shards)
+    if json.loads((place.work / "tokenizer.json").read_text())["input_hash"] not in (None, input_hash):
+        raise CorpusError(
+            "the input changed after the tokenizer was trained on it. Delete the unfinished corpus, "
+            f"{place.work}, and run the same command again."
         )
-    np.savez(work / "texts.npz", tokens=texts.tokens, shared=texts.shared)
+    np.savez(place.work / "texts.npz", tokens=texts.tokens, shared=texts.shared)
     counted = {
         "texts": tally.total("texts"),
         "bytes": tally.total("bytes"),
@@ -347,10 +255,11 @@ def _make_stream(
         "sources": {name: dict(counts) for name, counts in tally.per_input.items()},
         "dropped": dict(sorted(tally.dropped.items())),
         "stopped_early": tally.stopped_early,
-        "input_hash": f"blake2b:{tokens.fingerprint}",
-        "roundtrip": tokens.roundtrip,
+        "input_hash": f"blake2b:{input_hash}",
+        # Beginnings of shards that were decoded again, and how many of them came out different.
+        "roundtrip": {"checked": len(log.shards), "lossy": sum(not shard["reversible"] for shard in log.shards)},
     }
-    _write_json(complete, counted)
+    write_json(complete, counted)
     return counted
 
 
@@ -374,7 +283,7 @@ def _split(settings: CorpusSettings, work: Path) -> packing.Split:
 def _make_arrays(
     settings: CorpusSettings,
     split: packing.Split,
-    work: Path,
+    place: Place,
     info: tokenizers.TokenizerInfo,
     pool: Executor,
     workers: int,
@@ -385,13 +294,13 @@ def _make_arrays(
     n_rows = sum(layout.n_documents for layout in layouts.values())
     with Progress("writing arrays", n_rows, "documents") as progress:
         for name, form in forms.items():
-            layout_path, tokens_path = work / f"{name}.layout.npz", work / "stream" / "tokens.bin"
-            writing.write_array(work / f"{name}.zarr", layout_path, tokens_path, form, pool, workers, progress)
+            layout, tokens = place.work / f"{name}.layout.npz", place.work / "stream" / "tokens.bin"
+            writing.write_array(place.new / f"{name}.zarr", layout, tokens, form, pool, workers, progress)
     arrays, facts = {}, {}
     with Progress("reading arrays back", n_rows, "documents") as progress:
         for name, form in forms.items():
-            facts[name] = writing.read_back(work / f"{name}.zarr", info.vocab_size, form.chunk_docs, progress)
-            writing.list_checksums(work / f"{name}.zarr", workers)
+            facts[name] = writing.read_back(place.new / f"{name}.zarr", info.vocab_size, form.chunk_docs, progress)
+            writing.list_checksums(place.new / f"{name}.zarr", workers)
             arrays[name] = {
                 "documents": layouts[name].n_documents,
                 "tokens": layouts[name].n_documents * settings.doc_len,
@@ -413,7 +322,3 @@ def _entropy_nats(counts: np.ndarray) -> float:
     """Entropy of the distribution of ids, in nats per token: the loss of a model that knows only frequencies."""
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

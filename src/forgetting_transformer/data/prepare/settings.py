@@ -91,6 +91,8 @@ class CorpusSettings:
                 raise CorpusError("--dedup leaves duplicates out and --keep_duplicates keeps them: give one of them.")
         elif self.dedup_words is not None:
             raise CorpusError(f"--dedup_words {self.dedup_words} needs --dedup.")
+        if self.doc_len < 2:
+            raise CorpusError(f"--doc_len {self.doc_len} leaves no token to predict: a row needs 2 or more.")
         if self.chunk_tokens is not None and self.chunk_tokens > self.doc_len:
             raise CorpusError(
                 f"--chunk_tokens {self.chunk_tokens:,} is longer than a row (--doc_len {self.doc_len:,})."

@@ -30,7 +30,7 @@ WHOLE_FILE_BYTES = 16 << 20
 PIECE_CHARS = 1 << 20
 PARQUET_ROWS = 256
 NEAR_DUPLICATE = "near-duplicate of an earlier text"
-MADE_HERE = "part of a corpus that this program made"
+MADE_HERE = "corpus that this program made"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,7 @@ class Tally:
 def distinct_texts(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[Text]:
     """Yield every text in order, each once unless `keep_duplicates`; count what is left out into `tally`.
 
-    `out` is where the corpus is written: it is left out if it lies inside an input folder. If it is an input folder,
-    what this program writes there is left out, and so it is of any other corpus inside an input folder.
+    `out` is where the corpus is written: it is left out if it lies inside an input folder, and so is any other corpus.
     """
     seen: set[bytes] = set()
     for text in _read_texts(settings, out, tally):
@@ -154,10 +153,9 @@ def _find_files(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[t
     An input that lies inside another one is read in its own turn and skipped in the outer one.
     """
     out = Path(os.path.abspath(out))
-    names = (*output.PARTS, output.MANIFEST, output.WORK, output.LOCK)
     # The corpus of `out` counts as left out nowhere, whether an older one is there or not: the counts of an earlier
     # and of a later start are the same.
-    own_turn = {*settings.inputs, str(out), *(str(out / name) for name in names)}
+    own_turn = {*settings.inputs, str(out), str(output.Place(out).work)}
     for name in settings.inputs:
         if os.path.isdir(name):
             for parts in _walk(name, (), settings, own_turn, tally):
@@ -172,16 +170,14 @@ def _walk(
     folder = os.path.join(root, *parts)
     with reading(folder), os.scandir(folder) as listing:
         entries = sorted(listing, key=lambda entry: entry.name)
-    # Told by a manifest and not by the names alone: a folder may have a tokenizer/ of its own.
-    made_here: tuple[str, ...] = ()
-    if any(entry.name in (output.MANIFEST, output.WORK) for entry in entries) and output.holds_corpus(Path(folder)):
-        made_here = (*output.PARTS, output.MANIFEST)
+    if any(entry.name == output.MANIFEST for entry in entries) and output.holds_corpus(Path(folder)):
+        tally.dropped[MADE_HERE] += 1
+        return
     for entry in entries:
         below = (*parts, entry.name)
         if entry.path in own_turn:
             continue
-        reason = MADE_HERE if entry.name in made_here else _reason_to_skip(entry, "/".join(below), settings)
-        if reason:
+        if reason := _reason_to_skip(entry, "/".join(below), settings):
             tally.dropped[reason] += 1
         elif entry.is_dir():
             yield from _walk(root, below, settings, own_turn, tally)

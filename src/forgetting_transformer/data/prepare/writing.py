@@ -1,15 +1,15 @@
 """Rows -> Zarr chunks, in parallel and restartable; and reading the finished array back.
 
-An array is written in blocks of `chunk_docs` rows, so that no two workers touch one chunk. A block that is written is
-noted in a log beside the array; after a kill only the others are written again.
+An array is written in blocks of `chunk_docs` rows, so that no two workers touch one chunk. Zarr renames each chunk's
+file into its place; after a kill only the blocks are written that lack one.
 """
 
 import hashlib
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Executor, wait
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,36 +109,35 @@ def write_array(
 ) -> None:
     """Write all rows of one array, except the blocks that an interrupted run has written."""
     layout = Layout.load(layout_path)
-    log = path.with_suffix(".blocks")
-    if not log.exists():
+    if not any((path / name).exists() for name in (".zarray", "zarr.json")):
         create_array(path, layout, form)
-        log.touch()
-    done = _read_log(log)
-    blocks = [
-        (first, min(first + form.chunk_docs, layout.n_documents))
-        for first in range(0, layout.n_documents, form.chunk_docs)
-    ]
-    progress.advance(sum(last - first for first, last in blocks if first in done))
-    missing = iter([block for block in blocks if block[0] not in done])
-
-    def submit(block: tuple[int, int]) -> tuple:
-        return pool.submit(write_block, path, layout_path, tokens_path, *block), block
-
-    running = dict(submit(block) for block in islice(missing, 2 * workers))
-    while running:
-        finished, _ = wait(running, return_when=FIRST_COMPLETED)
-        for future in finished:
-            first, last = running.pop(future)
-            future.result()
-            with log.open("a") as file:
-                file.write(f"{first}\n")
+    array = zarr.open_array(path, mode="r")
+    missing = []
+    for row, first in enumerate(range(0, layout.n_documents, form.chunk_docs)):
+        last = min(first + form.chunk_docs, layout.n_documents)
+        if all((path / key).exists() for key in _keys(array, [row])):
             progress.advance(last - first)
-            running.update(submit(block) for block in islice(missing, 1))
+        else:
+            missing.append((first, last))
+    running: deque[tuple[int, Future[None]]] = deque()
+    for first, last in missing:
+        running.append((last - first, pool.submit(write_block, path, layout_path, tokens_path, first, last)))
+        if len(running) >= 2 * workers:
+            _take(running, progress)
+    while running:
+        _take(running, progress)
 
 
-def _read_log(log: Path) -> set[int]:
-    """First rows of the blocks that are written; a line without its end was being written at the kill."""
-    return {int(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")}
+def _take(running: "deque[tuple[int, Future[None]]]", progress: Progress) -> None:
+    n_rows, future = running.popleft()
+    future.result()
+    progress.advance(n_rows)
+
+
+def _keys(array: zarr.Array, rows: Iterable[int]) -> list[str]:
+    """The files of rows of chunks."""
+    columns = range(-(-array.shape[1] // array.chunks[1]))
+    return [array.metadata.encode_chunk_key((row, column)) for row in rows for column in columns]
 
 
 def read_back(path: Path, vocab_size: int, chunk_docs: int, progress: Progress) -> ArrayFacts:
@@ -155,9 +154,7 @@ def read_back(path: Path, vocab_size: int, chunk_docs: int, progress: Progress) 
 def list_checksums(path: Path, workers: int) -> None:
     """Lists the checksums of the array's files beside it; readers compare every chunk with them."""
     array = zarr.open_array(path, mode="r")
-    height, width = array.chunks
-    files = product(range(-(-array.shape[0] // height)), range(-(-array.shape[1] // width)))
-    checksums.write_list(path, [array.metadata.encode_chunk_key(file) for file in files], workers)
+    checksums.write_list(path, _keys(array, range(-(-array.shape[0] // array.chunks[0]))), workers)
 
 
 def _blocks(path: Path, chunk_docs: int) -> Iterator[np.ndarray]:

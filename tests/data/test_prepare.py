@@ -1,0 +1,514 @@
+"""scripts/prepare_data.py: texts in, arrays out, the same whatever the number of workers and kills."""
+
+import errno
+import gzip
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import types
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forgetting_transformer.data.prepare import CorpusError, CorpusSettings, output, pipeline, pool, shards, writing
+from forgetting_transformer.data.prepare.sources import MADE_HERE, Tally, read_pieces
+from tests.data.corpus_helpers import (
+    all_files,
+    array_of,
+    byte_text,
+    numbered_text,
+    numbers_in,
+    package_tree,
+    prepare,
+    rows,
+    write_tree,
+)
+from tests.processes import server
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
+FINISHED = ["heldout.sha256", "heldout.zarr", "manifest.json", "tokenizer", "train.sha256", "train.zarr"]
+
+
+@pytest.fixture(autouse=True)
+def many_shards(monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_BYTES", 4_000)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return package_tree(tmp_path / "in")
+
+
+@pytest.fixture
+def place(tmp_path):
+    return output.Place(tmp_path / "out")
+
+
+# What the arrays hold -----------------------------------------------------------------------------------------
+
+
+def test_rows_are_the_texts_in_path_order_and_whole_folders_are_held_out(tmp_path):
+    tree = package_tree(tmp_path / "in", n_packages=40, n_files=3, n_lines=4)
+    prepare(tmp_path / "out", tree, heldout_fraction=0.3)
+    train, heldout = (
+        set().union(*(numbers_in(byte_text(row)) for row in rows(tmp_path / "out", name)))
+        for name in ("train", "heldout")
+    )
+    assert len(heldout) > 10
+
+    def path_of(number):
+        return f"package{number // 3}", number % 3
+
+    assert not {number // 3 for number in train} & {number // 3 for number in heldout}, "a package is on both sides"
+    stream = "".join(f"{numbered_text(number, 4)}\f" for number in sorted(train, key=path_of)).encode()
+    expected = [stream[i : i + 512] for i in range(0, len(stream) - 511, 512)]
+    actual = [bytes(np.where(row == 256, 12, row).astype(np.uint8)) for row in rows(tmp_path / "out", "train")]
+    assert Counter(actual) == Counter(expected) and actual != expected, "permuted"
+    again = prepare(tmp_path / "again", tree, heldout_fraction=0.3, seed=1)
+    assert again["arrays"]["train"]["content_hash"] != _manifest(tmp_path / "out")["arrays"]["train"]["content_hash"]
+
+
+def _manifest(out):
+    return json.loads((out / "manifest.json").read_text())
+
+
+def test_a_single_text_is_cut_and_the_summary_warns(script, tmp_path, capsys):
+    write_tree(tmp_path / "in", {"only.txt": numbered_text(1, 400), "notes.md": "left out", "empty.txt": ""})
+    arguments = f"{tmp_path / 'in'} --glob *.txt --tokenizer bytes --doc_len 512 --heldout_docs 2 --workers 1 --out"
+    assert script.main([*arguments.split(), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "1 texts",
+        "2 documents × 512",
+        "1 × empty text",
+        "does not match --glob",
+        "WARNING: the texts are too",
+    ):
+        assert part in said
+    end = (numbered_text(1, 400).encode() + b"\f")[-1024:]
+    held = sorted(bytes(np.where(r == 256, 12, r).astype(np.uint8)) for r in rows(tmp_path / "out", "heldout"))
+    assert held == sorted([end[:512], end[512:]])
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_every_chunk_is_a_file_and_the_manifest_states_what_is_there(tmp_path, zarr_format):
+    # NUL is token 0, the fill value: Zarr would leave out chunks of it.
+    (tmp_path / "zeros.jsonl").write_text(json.dumps({"text": "\0" * 40_000}) + "\n" + json.dumps({"text": "x" * 999}))
+    form = {"zarr_format": zarr_format, "chunk_docs": 4, "chunk_tokens": 100}
+    manifest = prepare(tmp_path / "out", tmp_path / "zeros.jsonl", heldout_docs=1, **form)
+    array = array_of(tmp_path / "out" / "train.zarr")
+    assert (array.metadata.zarr_format, array.dtype, array.chunks) == (zarr_format, np.uint16, (4, 100))
+    chunks = [p for p in (tmp_path / "out" / "train.zarr").rglob("*") if p.is_file() and p.name[0] not in ".z"]
+    assert len(chunks) == -(-array.shape[0] // 4) * 6
+    assert (array[:] == 0).all(axis=1).any()
+    assert manifest == _manifest(tmp_path / "out")
+    assert (manifest["vocab_size"], manifest["bos_token_id"], manifest["eos_token_id"]) == (257, 256, 256)
+    assert (manifest["texts"], manifest["bytes"]) == (2, 40_999)
+    for name, stated in manifest["arrays"].items():
+        stored = array_of(tmp_path / "out" / f"{name}.zarr")[:]
+        digest = hashlib.blake2b(stored.astype("<u2").tobytes(), digest_size=16).hexdigest()
+        assert stated["content_hash"] == f"blake2b:{digest}"
+        assert (stated["documents"], stated["tokens"]) == (len(stored), stored.size)
+    count = np.bincount(array[:].ravel())
+    share = count[count > 0] / count.sum()
+    assert manifest["unigram_entropy_nats"] == pytest.approx(-(share * np.log(share)).sum(), rel=1e-12)
+
+
+def test_chunk_rows_grow_with_the_corpus_up_to_the_paper():
+    chosen = [writing.choose_chunk_docs(n) for n in (1, 1_000, 10_000, 100_000, 6_609_334)]
+    assert chosen == [16, 16, 256, 2048, 2048]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "train:300"])
+def test_the_result_does_not_depend_on_workers_or_the_form_of_the_input(tmp_path, tokenizer):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = [numbered_text(number, 10) for number in range(100, 140)]
+    write_tree(tmp_path / "files", {f"{i}.txt": text for i, text in enumerate(texts, start=100)})
+    lines = "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(texts))
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    pq.write_table(pa.table({"body": texts}), tmp_path / "a.parquet")
+    inputs = ("files", "a.jsonl", "a.jsonl.gz", "a.parquet")
+    for name in inputs:
+        settings = {"tokenizer": tokenizer, "doc_len": 128, "chunk_docs": 4, "heldout_docs": 2, "text_field": "body"}
+        prepare(tmp_path / f"out-{name}", tmp_path / name, workers=3 if name == "files" else 1, **settings)
+    first, *others = (all_files(tmp_path / f"out-{name}") for name in inputs)
+    assert all(other == first for other in others)
+
+
+# Which texts are read -----------------------------------------------------------------------------------------
+
+
+def read(*inputs, **settings) -> tuple[list[str], Tally]:
+    """All texts and what was counted."""
+    tally, texts, parts = Tally(), [], []
+    settings = CorpusSettings(inputs=tuple(map(str, inputs)), **settings)
+    for piece in read_pieces(settings, Path("/nowhere/out"), tally):
+        parts.append(piece.text)
+        if piece.ends_text:
+            texts.append("".join(parts))
+            parts = []
+    assert not parts
+    return texts, tally
+
+
+def test_texts_come_in_path_order_and_what_is_left_out_is_counted(tmp_path):
+    odd = "\ufeffone\r\ntwo\rthree \u2028 é 例 \n\n"
+    write_tree(tmp_path / "b", {
+        "z.py": "1", "m/y.py": "2", "m/a.py": odd, "a.py": "4", "same.py": "4", "blank.py": " \n", "notes.md": "x",
+        ".hidden.py": "x", ".git/a.py": "x", "pkg/__pycache__/a.py": "x", "tests/a.py": "x", "old/b.py": "x",
+    })  # fmt: skip
+    write_tree(tmp_path / "a", {"x.py": "5"})
+    (tmp_path / "b/binary.py").write_bytes(b"x\0y")
+    (tmp_path / "b/latin.py").write_bytes(b"caf\xe9")
+    (tmp_path / "b/loop").symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / "b/broken.py").symlink_to(tmp_path / "nothing")
+    texts, tally = read(tmp_path / "b", tmp_path / "a", tmp_path / "b/m", include=("*.py",), exclude=("tests", "old/*"))
+    assert texts == ["4", "1", "5", odd, "2"], "an input inside another one has its own turn"
+    assert tally.dropped == {
+        "duplicate of an earlier text": 1,
+        "empty text": 1,
+        "does not match --glob": 1,
+        "hidden file or folder": 2,
+        "excluded file or folder": 3,
+        "binary file": 1,
+        "not UTF-8": 1,
+        "symbolic link to a folder": 1,
+        "broken link or special file": 1,
+    }
+    assert (
+        read(tmp_path / "b", keep_duplicates=True, include=("a.py", "same.py"), exclude=("m", "tests"))[0] == ["4"] * 2
+    )
+    texts, tally = read(tmp_path / "b", max_bytes=1, include=("*.py",))
+    assert texts == ["4"] and tally.stopped_early
+
+
+@pytest.mark.parametrize("unit", ["a line of text\n", "é", "例\n\n", "x\n"])
+def test_a_long_text_is_cut_alike_however_it_is_read_and_nothing_is_lost(tmp_path, monkeypatch, unit):
+    monkeypatch.setattr("forgetting_transformer.data.prepare.sources.PIECE_CHARS", 50)
+    monkeypatch.setattr("forgetting_transformer.data.prepare.sources.WHOLE_FILE_BYTES", 64)
+    text = "begin" + unit * 100 + "end"
+    write_tree(tmp_path, {"file.txt": text, "rows.jsonl": json.dumps({"text": text})})
+    cuts = []
+    for name in ("file.txt", "rows.jsonl"):
+        settings = CorpusSettings(inputs=(str(tmp_path / name),))
+        cuts.append([piece.text for piece in read_pieces(settings, Path("/nowhere/out"), Tally())])
+    assert cuts[0] == cuts[1] and "".join(cuts[0]) == text
+    assert all(len(piece) <= 50 for piece in cuts[0])
+    assert read(tmp_path)[1].dropped == {"duplicate of an earlier text": 1}, "file and record hash alike"
+    (tmp_path / "file.txt").write_bytes(text.encode() + b"\xe9")
+    assert read(tmp_path / "file.txt")[1].dropped == {"not UTF-8": 1}, "dropped whole, for its end"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"body": "x", "id": 1}', r"line 2: no text under 'text'; its keys are body, id"),
+        ("a.jsonl", b'{"text": 7}', r"line 1: 'text' holds int, not text.*--text_field"),
+        ("a.jsonl", b'{"text": "x"\n', r"line 1, column 13: not valid JSON|line 2, column 1: not valid JSON"),
+        ("a.jsonl", b"\xe9", r"line 1, column 1: the byte 0xe9 is not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000)[:-20], r"a\.jsonl\.gz is damaged behind line"),
+        ("a.jsonl.gz", b"not gzip", r"cannot read .*a\.jsonl\.gz"),
+        ("a.parquet", b"not parquet", r"a\.parquet: not a readable Parquet file"),
+    ],
+)
+def test_an_input_that_cannot_be_read_is_an_error_with_its_place(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CorpusError, match=message):
+        read(tmp_path)
+
+
+def test_records_without_text_are_dropped_and_a_data_set_is_streamed(tmp_path, monkeypatch):
+    lines = ['{"text": "a"}', '{"text": null}', '{"text": " "}', "", '{"text": "\\ud800"}', '{"text": "b"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    texts, tally = read(tmp_path)
+    assert texts == ["a", "b"] and tally.dropped == {"empty text": 2, "not valid Unicode": 1}
+
+    def load_dataset(name, config, split, streaming):
+        assert (name, config, split, streaming) == ("org/set", "small", "validation", True)
+        return [{"text": "a"}, {"text": "b"}, {"body": "a"}]
+
+    config = types.SimpleNamespace(HF_HUB_OFFLINE=True)
+    library = types.SimpleNamespace(load_dataset=load_dataset, config=config)
+    monkeypatch.setitem(__import__("sys").modules, "datasets", library)
+    settings = {"dataset": "org/set", "dataset_config": "small", "dataset_split": "validation"}
+    assert read(**settings, max_bytes=2)[0] == ["a", "b"]
+    with pytest.raises(CorpusError, match=r"row 2: no text under 'text'; its keys are body"):
+        read(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"inputs": ()}, "either files and folders to read, or --dataset"),
+        ({"heldout_docs": 1, "heldout_fraction": 0.1}, "--heldout_docs or --heldout_fraction, not both"),
+        ({"heldout_fraction": 1.0}, "--heldout_fraction must lie between 0 and 1"),
+        ({"doc_len": 1}, "--doc_len 1 leaves no token to predict"),
+        ({"doc_len": 100, "chunk_tokens": 101}, "--chunk_tokens 101 is longer than a row"),
+        ({"tokenizer": "train1024"}, r"--tokenizer train1024: did you mean train:1024\?"),
+        ({"tokenizer": "train:256"}, r"N in train:N must be a number from 257 .* to 1,048,576"),
+        ({"dedup": 80.0}, r"--dedup must be a similarity from 0.5 to below 1, such as 0.8; got 80.0"),
+        ({"dedup_words": 3}, "--dedup_words 3 needs --dedup"),
+        ({"dedup": 0.8, "keep_duplicates": True}, "--keep_duplicates keeps them: give one of them"),
+    ],
+)
+def test_wrong_settings_name_the_flag(settings, message):
+    with pytest.raises(CorpusError, match=message):
+        CorpusSettings(**{"inputs": ("a",), **settings})
+
+
+# Kills --------------------------------------------------------------------------------------------------------
+
+#: Function, number of the call, and whether the process dies before it, after it or in the middle of writing.
+KILLS = {
+    "in the middle of a shard's tokens": ("forgetting_transformer.data.prepare.shards", "_append", 7, "half"),
+    "between tokens and lengths": ("forgetting_transformer.data.prepare.shards", "_append", 7, "after"),
+    "in the middle of a log line": ("forgetting_transformer.data.prepare.shards", "_append", 9, "half"),
+    "before the stream is complete": ("forgetting_transformer.data.prepare.pipeline", "write_json", 2, "before"),
+    "after a block of rows": ("forgetting_transformer.data.prepare.writing", "write_block", 3, "after"),
+    "before the manifest": ("forgetting_transformer.data.prepare.pipeline", "write_json", 3, "before"),
+    "before the corpus appears": ("os", "rename", 1, "before"),
+    "after the corpus has appeared": ("os", "rename", 1, "after"),
+}
+OPTIONS = {"tokenizer": "train:300", "doc_len": 128, "chunk_docs": 4}
+
+
+def _prepare_and_die(out: Path, tree: Path, kill: tuple, options: dict) -> None:
+    """In a child process: prepare, and die by SIGKILL at the n-th call of a function."""
+    module, name, nth, when = importlib.import_module(kill[0]), *kill[1:]
+    shards.SHARD_BYTES, original, calls = 4_000, getattr(module, name), []
+
+    def dying(*args: object, **kwargs: object) -> object:
+        if name == "rename" and not str(args[0]).startswith(str(out.parent)):
+            return original(*args, **kwargs)
+        calls.append(args)
+        if len(calls) != nth:
+            return original(*args, **kwargs)
+        if when == "half":
+            original(args[0], args[1][: len(args[1]) // 2])
+        if when == "after":
+            original(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    setattr(module, name, dying)
+    prepare(out, tree, **options)
+
+
+def die(out: Path, tree: Path, kill: tuple, **options: object) -> None:
+    child = server.Process(target=_prepare_and_die, args=(out, tree, kill, options))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A corpus that was never interrupted, at `in` and `out` of the folder."""
+    folder = tmp_path_factory.mktemp("straight")
+    prepare(folder / "out", package_tree(folder / "in"), **OPTIONS)
+    return folder
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_a_killed_run_continues_to_the_same_result(straight, tmp_path, kill):
+    die(tmp_path / "out", straight / "in", KILLS[kill], **OPTIONS)
+    assert (tmp_path / "out").exists() == (kill == "after the corpus has appeared")
+    prepare(tmp_path / "out", straight / "in", **OPTIONS)
+    assert all_files(tmp_path / "out") == all_files(straight / "out")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_corpus_is_whole_or_not_there_while_it_is_replaced(tree, place, monkeypatch, nth):
+    """Killed before each of the renames: the old one away, the new one in its place, its settings to discarded.json."""
+    prepare(place.out, tree, seed=1)
+    before = all_files(place.out)
+    die(place.out, tree, ("os", "rename", nth, "before"), seed=2, force=True)
+    assert place.out.exists() == (nth != 2)
+    assert nth != 1 or all_files(place.out) == before
+    monkeypatch.setattr(pipeline, "_build", _never)  # the build was complete
+    with pytest.raises(CorpusError, match="seed: 2 there, 3 here"):  # any start finishes it
+        prepare(place.out, tree, seed=3)
+    assert _manifest(place.out)["settings"]["seed"] == 2
+    assert sorted(os.listdir(place.out)) == FINISHED and sorted(os.listdir(place.out.parent)) == ["in", "out"]
+
+
+def _never(*arguments, **keywords):
+    raise AssertionError("it was done again")
+
+
+def interrupt_at(stage, monkeypatch, out, tree, **settings) -> None:
+    """Prepares a corpus until a function of pipeline.py is called."""
+
+    def interrupt(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, stage, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(out, tree, **settings)
+
+
+def test_text_that_changed_and_tokens_that_got_lost_since_the_kill_are_encoded_again(
+    tree, place, tmp_path, monkeypatch
+):
+    interrupt_at("_split", monkeypatch, place.out, tree)
+    (place.work / "stream.json").unlink()
+    (tree / "package3" / "part2" / "file.txt").write_text(numbered_text(999, 5))
+    shutil.rmtree(tree / "package5")
+    os.truncate(place.work / "stream" / "tokens.bin", 11_111)
+    prepare(place.out, tree)
+    prepare(tmp_path / "fresh", tree)
+    assert all_files(place.out) == all_files(tmp_path / "fresh")
+
+
+def test_an_input_that_changed_after_the_tokenizer_was_trained_is_refused(tree, place, monkeypatch):
+    interrupt_at("_make_stream", monkeypatch, place.out, tree, tokenizer="train:300")
+    (tree / "package3" / "part2" / "file.txt").write_text(numbered_text(999, 5))
+    with pytest.raises(CorpusError, match=r"input changed after the tokenizer was trained.*Delete .*\.out\.preparing"):
+        prepare(place.out, tree, tokenizer="train:300")
+    prepare(place.out, tree, tokenizer="train:300", force=True)
+
+
+def test_an_unfinished_corpus_keeps_its_tokens_when_the_layout_changes_and_nothing_else_may(tree, place, monkeypatch):
+    with pytest.raises(CorpusError, match="too few for a row of --doc_len 65,536"):
+        prepare(place.out, tree, doc_len=65536)
+    with pytest.raises(CorpusError, match=r"(?s)exclude: \[\] there, \['package1'\] here.*--force"):
+        prepare(place.out, tree, exclude=("package1",))
+    with monkeypatch.context() as patch:
+        patch.setattr("forgetting_transformer.data.prepare.stream.encode_shard", _never)
+        assert prepare(place.out, tree, doc_len=256)["doc_len"] == 256
+
+
+def test_a_full_disk_names_the_file_and_the_same_command_continues(tree, place, tmp_path, monkeypatch):
+    append, calls = shards._append, []
+
+    def full(path, data):
+        calls.append(path)
+        if len(calls) == 8:
+            append(path, data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        append(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "_append", full)
+        with pytest.raises(CorpusError, match=r"cannot write .*bin: the disk is full\. Free some space and run"):
+            prepare(place.out, tree)
+    prepare(place.out, tree)
+    prepare(tmp_path / "fresh", tree)
+    assert all_files(place.out) == all_files(tmp_path / "fresh")
+
+    def full_too(*_, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")  # of a semaphore
+
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", full_too)
+    with pytest.raises(CorpusError, match=r"^/dev/shm \(.*`--shm-size`, or use --workers 1\.$"):
+        prepare(tmp_path / "more", tree, workers=2)
+
+
+# Folders that hold something already --------------------------------------------------------------------------
+
+
+def test_a_finished_corpus_is_left_alone_and_force_replaces_it(script, tree, place, monkeypatch, capsys):
+    first = prepare(place.out, tree)
+    monkeypatch.setattr(pipeline, "_build", _never)
+    assert prepare(place.out, tree) == first
+    with pytest.raises(CorpusError, match=r"(?s)seed: 0 there, 1 here.*--force"):
+        prepare(place.out, tree, seed=1)
+    monkeypatch.undo()
+    before = all_files(place.out)
+    interrupt_at("_split", monkeypatch, place.out, tree, seed=1, force=True)
+    assert all_files(place.out) == before, "until the new one is complete"
+    monkeypatch.setattr("forgetting_transformer.data.prepare.stream.encode_shard", _never)
+    assert prepare(place.out, tree, seed=1, force=True)["settings"]["seed"] == 1, "the rebuild goes on"
+    monkeypatch.undo()
+    own = {"tokenizer": str(place.out / "tokenizer"), "force": True}
+    assert prepare(place.out, tree, **own)["settings"]["tokenizer"] == own["tokenizer"]
+    arguments = [
+        str(tree / "nowhere"),
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "1",
+        "--out",
+        str(place.out.parent / "new"),
+    ]
+    capsys.readouterr()
+    assert script.main(arguments) == 1
+    assert capsys.readouterr().err == f"error: input {tree / 'nowhere'} does not exist.\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"out/train.zarr/mine": "x"}, r"out holds train\.zarr, and no corpus of this program\. Give another --out"),
+        ({"out/starts.jsonl": "{}", "out/tokenizer/a": "x"}, r"out holds starts\.jsonl, tokenizer, and no corpus"),
+        ({"out/manifest.json": '{"settings": {}}'}, r"manifest\.json is not a file of this program"),
+        ({"out/manifest.json": "no JSON"}, r"manifest\.json is not a file of this program"),
+        ({".out.preparing/thesis.tex": "x"}, r"\.out\.preparing is not of this program"),
+    ],
+)
+@pytest.mark.parametrize("force", [False, True])
+def test_files_of_others_are_refused_with_force_too(tree, tmp_path, files, message, force):
+    write_tree(tmp_path, files)
+    with pytest.raises(CorpusError, match=message):
+        prepare(tmp_path / "out", tree, force=force)
+    assert all((tmp_path / name).read_text() == text for name, text in files.items())
+
+
+def test_files_of_others_that_come_during_a_rebuild_stay(tree, place, monkeypatch):
+    prepare(place.out, tree)
+    build = pipeline._build
+
+    def builds(*arguments):
+        write_tree(place.out, {"notes.txt": "mine"})
+        return build(*arguments)
+
+    monkeypatch.setattr(pipeline, "_build", builds)
+    with pytest.raises(
+        CorpusError, match=r"out holds notes\.txt, beside a corpus\. Give another --out, or move it away"
+    ):
+        prepare(place.out, tree, seed=1, force=True)
+    assert (place.out / "notes.txt").read_text() == "mine"
+    (place.out / "notes.txt").unlink()
+    monkeypatch.setattr(pipeline, "_build", _never)
+    assert prepare(place.out, tree, seed=1, force=True)["settings"]["seed"] == 1
+
+
+def test_a_second_run_is_refused(tree, place):
+    with place.only_run(), pytest.raises(CorpusError, match="another run is preparing"):
+        prepare(place.out, tree)
+
+
+def test_a_corpus_inside_an_input_is_not_read(tree, tmp_path):
+    first = prepare(tree / "data" / "one", tree)
+    second = prepare(tree / "data" / "two", tree)
+    assert first["dropped"] == {} and second["texts"] == first["texts"]
+    assert second["dropped"] == {MADE_HERE: 1}
+    write_tree(tree, {"app/manifest.json": '{"name": "app"}', "app/tokenizer/a.py": "import this\n"})
+    assert prepare(tmp_path / "out", tree)["texts"] == first["texts"] + 2, "a manifest of something else is a text"
+
+
+# The command --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("prepare_data", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("text", "number"), [("500", 500), ("30MB", 30_000_000), ("1.5g", 1_500_000_000)])
+def test_amounts_of_bytes(script, text, number):
+    assert script.number_of_bytes(text) == number
