@@ -257,7 +257,14 @@ def check_overrides(script: str, options: argparse.Namespace) -> None:
         with _refusals(SweepError, ConfigError):
             stages = Stages(options.study, options.plan, options.folder, options.overrides)
         for model in options.plan.models:
-            compose([SEARCH_PATH, f"+experiment/{options.plan.group}={model}", *stages.composer.task_overrides])
+            compose(
+                [
+                    SEARCH_PATH,
+                    f"+experiment/{options.plan.group}={model}",
+                    "output_dir=x",
+                    *stages.composer.task_overrides,
+                ]
+            )
     elif script in ("benchmarks/training.py", "benchmarks/whole_run.py"):
         from tests.benchmarks.conftest import load
 

@@ -81,6 +81,7 @@ def study() -> Study:
     ids=lambda asked: asked.rule if isinstance(asked, Claim) else "",
 )
 def test_a_rule_measures_what_it_says(study, asked, value, detail):
+    study.plan.claims.append(asked)
     measured, said = measure(study, asked, asked.models[0])
     assert measured.value == pytest.approx(value) and said == detail
 
