@@ -1,5 +1,5 @@
 /* Faults from below, for tests: preloaded into a process, it makes calls on files under one folder fail, kill the process
- * or wait, and lets the wall clock jump. Nothing happens until faults_set is called, which is per process; forked children
+ * or wait. Nothing happens until faults_set is called, which is per process; forked children
  * inherit it. Built and used by faults.py, which names the fields. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -9,7 +9,6 @@
 #include <stdarg.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <sys/time.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -20,17 +19,17 @@ enum { NOTHING = 0, FAIL = 1, KILL = 2 };
 
 static struct {
     char root[4096];
-    int kind, operations, error, lasting, delay_us, clock_jump_s, filled;
+    int kind, operations, error, lasting, delay_us, filled;
     volatile int countdown;
-    volatile long seen, clock_reads;
+    volatile long seen;
 } plan;
 static volatile unsigned char below[1 << 16]; /* whether a descriptor is of a file under root */
 
-void faults_set(const char *root, int kind, int operations, int countdown, int error, int lasting, int delay_us, int clock_jump_s)
+void faults_set(const char *root, int kind, int operations, int countdown, int error, int lasting, int delay_us)
 {
     strncpy(plan.root, root, sizeof plan.root - 1);
     plan.operations = operations, plan.countdown = countdown, plan.error = error, plan.lasting = lasting;
-    plan.delay_us = delay_us, plan.clock_jump_s = clock_jump_s, plan.kind = kind;
+    plan.delay_us = delay_us, plan.kind = kind;
 }
 
 long faults_seen(void) { return plan.seen; }
@@ -131,16 +130,4 @@ int unlink(const char *path)
 {
     REAL(unlink);
     return is_below(path) && hit(UNLINK) ? -1 : real(path);
-}
-
-/* The wall clock is now hours ahead and now hours behind; what measures time must not notice. */
-int clock_gettime(clockid_t clock, struct timespec *now)
-{
-    REAL(clock_gettime);
-    int result = real(clock, now);
-    if (clock == CLOCK_REALTIME && plan.clock_jump_s) {
-        long hop = __sync_add_and_fetch(&plan.clock_reads, 1) / 16;
-        now->tv_sec += (hop * 7 % 11 - 5) * (long)plan.clock_jump_s;
-    }
-    return result;
 }

@@ -26,7 +26,6 @@ class Fault:
         kind: "fail" (with `error`, an errno), "kill" (the process, by SIGKILL) or "none".
         countdown: which of the calls among `operations` is hit, from 1; `lasting`: and all after it.
         delay_us: microseconds that every call takes longer, as on slow storage.
-        clock_jump_s: the wall clock jumps back and forth by multiples of so many seconds.
     """
 
     kind: str = "none"
@@ -35,13 +34,12 @@ class Fault:
     error: int = 0
     lasting: bool = False
     delay_us: int = 0
-    clock_jump_s: int = 0
 
     def begin(self, root: Path) -> None:
         """From here on, in this process."""
         ctypes.CDLL(None).faults_set(
             os.fsencode(root), _KINDS[self.kind], self.operations, self.countdown, self.error, int(self.lasting),
-            self.delay_us, self.clock_jump_s,
+            self.delay_us,
         )  # fmt: skip
 
 

@@ -6,11 +6,10 @@
     python tests/campaign/run.py --faults 40 --kinds disk,slow_storage --strategies fsdp
 
 Runs of twenty steps suffer faults, ten for each seed, and are started again after each: they are killed at one of its
-calls to the file system or at a random moment, get signals, meet disks that fail, are full or slow, a clock that jumps,
-a second start in their folder, damaged checkpoints and half-written lines. Then each is left alone, and must end in the
-weights, moments and logged numbers, bit for bit, of a run that nothing happened to. On the way no start may lose a
-checkpoint that was whole, end with an error that no message explains, or hang; and files that somebody keeps in the
-folder stay as they are.
+calls to the file system or at a random moment, get signals, meet disks that fail, are full or slow, and damaged
+checkpoints. Then each is left alone, and must end in the weights, moments and logged numbers, bit for bit, of a run
+that nothing happened to. On the way no start may lose a checkpoint that was whole, end with an error that no message
+explains, or hang.
 
 Needs Linux and a C compiler. Not part of the test suite. Each run prints its seed; the exit code is 1 if anything was
 lost.
@@ -195,9 +194,8 @@ class Run:
         self.campaign, self.strategy, self.ranks, self.folder = campaign, strategy, ranks, folder
         self.settings = config(folder, campaign.data, strategy, workers)
         self.kept = 0  # step of the newest whole checkpoint
-        self.others: dict[Path, bytes] = {}
 
-    def processes(self, fault: Fault | None = None, victim: int = 0, tag: str = "") -> list[Any]:
+    def processes(self, fault: Fault | None = None, victim: int = 0) -> list[Any]:
         """Starts every rank; `victim` suffers `fault`."""
         environment = {}
         if self.ranks > 1:
@@ -210,7 +208,7 @@ class Run:
         for rank in range(self.ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.ranks > 1 else {}
             suffers = fault if fault is not None and rank == victim else Fault()
-            said = self.folder.with_name(f"{self.folder.name}.{tag}{rank}.txt")
+            said = self.folder.with_name(f"{self.folder.name}.{rank}.txt")
             process = self.campaign.context.Process(
                 target=start, args=(self.settings, environment | own, suffers, said)
             )
@@ -234,41 +232,35 @@ class Run:
             raise Lost(f"rank {codes.index(None)} hangs: {self.last_words()}")
         return codes
 
-    def said(self, tag: str = "") -> str:
-        files = [self.folder.with_name(f"{self.folder.name}.{tag}{rank}.txt") for rank in range(self.ranks)]
+    def said(self) -> str:
+        files = [self.folder.with_name(f"{self.folder.name}.{rank}.txt") for rank in range(self.ranks)]
         return "\f".join(file.read_text(errors="replace") if file.is_file() else "" for file in files)
 
-    def last_words(self, tag: str = "") -> str:
-        return " | ".join(line for line in self.said(tag).splitlines() if line.strip())[-1500:]
+    def last_words(self) -> str:
+        return " | ".join(line for line in self.said().splitlines() if line.strip())[-1500:]
 
-    def expect(self, codes: list[int], *allowed: int, tag: str = "") -> None:
+    def expect(self, codes: list[int], *allowed: int) -> None:
         """
-        Args:
-            tag: of what the start said.
-
         Raises:
             Lost: a start ended in a way that is not allowed, or with an error that no message explains.
         """
         if any(code not in allowed for code in codes):
-            raise Lost(f"ended with {codes}, expected are {allowed}: {self.last_words(tag)}")
+            raise Lost(f"ended with {codes}, expected are {allowed}: {self.last_words()}")
         if self.ranks == 1 and FAILED in codes:
-            ended = self.said(tag).rpartition("ENDED BY ")[2].splitlines()[:1]
+            ended = self.said().rpartition("ENDED BY ")[2].splitlines()[:1]
             if not ended or not ended[0].startswith(EXPLAINED):
-                raise Lost(f"ended by what no message explains: {self.last_words(tag)}")
+                raise Lost(f"ended by what no message explains: {self.last_words()}")
 
     def check(self) -> None:
         """
         Raises:
-            Lost: there is no whole checkpoint that is as new as the newest one before, or others' files have changed.
+            Lost: there is no whole checkpoint that is as new as the newest one before.
         """
         steps = valid_steps(self.folder)
         newest = steps[-1] if steps else 0
         if newest < self.kept:
             raise Lost(f"the newest whole checkpoint was at step {self.kept}, and now it is at {newest}")
         self.kept = newest
-        for path, data in self.others.items():
-            if not path.is_file() or path.read_bytes() != data:
-                raise Lost(f"somebody else's {path} was changed")
 
     def end(self, straight: dict[str, Any]) -> None:
         """Leaves the run alone, until it ends and once more, and compares it with one to which nothing happened.
@@ -338,27 +330,6 @@ def slow_storage(run: Run, generator: random.Random) -> None:
     run.expect(run.start(fault, 0), DONE, FAILED, -signal.SIGKILL)
 
 
-def clock_jumps(run: Run, generator: random.Random) -> None:
-    fault = Fault(
-        "kill",
-        countdown=generator.randint(1, run.campaign.calls[run.strategy]),
-        clock_jump_s=generator.choice((1, 3600, 10**7)),
-    )
-    run.expect(run.start(fault, generator.randrange(run.ranks)), DONE, FAILED, -signal.SIGKILL)
-
-
-def two_starts(run: Run, generator: random.Random) -> None:
-    """At once, or one while the other is at work: one of them is refused, and then the other is killed."""
-    first = run.processes(tag="other-")
-    time.sleep(generator.choice((0.0, generator.uniform(0, run.campaign.seconds[run.strategy]))))
-    second = run.processes()
-    time.sleep(generator.uniform(0, run.campaign.seconds[run.strategy]))
-    for process in (*first, *second):
-        end(process)
-    run.expect(run.wait(first), DONE, FAILED, -signal.SIGKILL, tag="other-")
-    run.expect(run.wait(second), DONE, FAILED, -signal.SIGKILL)
-
-
 def damaged_checkpoint(run: Run, generator: random.Random) -> None:
     """The newest one, where there is one before it."""
     steps = valid_steps(run.folder)
@@ -377,37 +348,9 @@ def damaged_checkpoint(run: Run, generator: random.Random) -> None:
     killed_at_a_call(run, generator)
 
 
-def half_a_line(run: Run, generator: random.Random) -> None:
-    """What a crash of the machine leaves at the end of a file that was not flushed."""
-    files = sorted((run.folder / "metrics/jsonlines").glob("*.jsonl"))
-    if files:
-        with generator.choice(files).open("a") as file:
-            file.write('{"step": 12' + "8" * generator.randrange(5))
-    killed_at_a_call(run, generator)
-
-
-def damaged_bookkeeping(run: Run, generator: random.Random) -> None:
-    for name in ("status.json", "goodput.json", "run.lock"):
-        if (run.folder / name).is_file():
-            (run.folder / name).write_bytes(generator.choice((b"", b"{", b"\0" * 100, b"[]", b"null")))
-    killed_at_a_call(run, generator)
-
-
-def others_files(run: Run, generator: random.Random) -> None:
-    """Somebody keeps files in the folder."""
-    number = generator.randrange(10**6)
-    for name in (f"thesis-{number}.tex", f"checkpoints/step-mine-{number}/notes.txt", f"metrics/plot-{number}.png"):
-        path = run.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(str(number))
-        run.others[path] = path.read_bytes()
-    killed_at_a_call(run, generator)
-
-
 #: And how often each is chosen.
 KINDS: dict[Callable[[Run, random.Random], None], int] = {
-    killed_at_a_call: 5, killed_at_a_moment: 3, signalled: 2, disk: 5, slow_storage: 1, clock_jumps: 2, two_starts: 2,
-    damaged_checkpoint: 3, half_a_line: 1, damaged_bookkeeping: 1, others_files: 1,
+    killed_at_a_call: 5, killed_at_a_moment: 3, signalled: 2, disk: 5, slow_storage: 1, damaged_checkpoint: 3,
 }  # fmt: skip
 
 KINDS_BY_NAME = {kind.__name__: (kind, weight) for kind, weight in KINDS.items()}

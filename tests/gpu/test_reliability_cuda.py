@@ -149,7 +149,7 @@ trainer.Trainer.step = step
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_that_is_killed_is_named(on_gpus, strategy):
-    """Rank 0 waits for it in a CUDA call, which NCCL alone would not end before its timeout."""
+    """Rank 0 waits for it in a CUDA call. There is no launcher, which would ask it to stop."""
     if GPUS < 2:
         pytest.skip("needs 2 GPUs")
     patch = """

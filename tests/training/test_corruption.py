@@ -83,12 +83,10 @@ def test_digests_of_shards_add_up_to_that_of_the_whole(world_size):
 def test_a_comparison_names_ranks_and_tensors():
     table = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 5, 3], [1, 2, 3]])
     assert judge(8, "abc", table[:2]) is None
-    found = judge(8, "abc", table)
-    assert (found.ranks, found.majority, found.tensors) == ([2], True, ["b"])
-    assert str(found) == "rank 2 differs from the other ranks in b after step 8"
+    assert judge(8, "abc", table) == "rank(s) 2 differ from the other ranks in b after step 8"
     table[3, 2] = 9
-    assert str(judge(8, "abc", table)) == "ranks 0, 2, 3 differ in b and 1 more after step 8"
-    assert judge(8, "abc", table[1:3]).ranks == [0, 1], "of two, nobody knows which is wrong"
+    assert judge(8, "abc", table) == "ranks 0, 2, 3 differ in b and 1 more after step 8"
+    assert judge(8, "abc", table[1:3]).startswith("ranks 0, 1 differ in b"), "of two, nobody knows which is wrong"
 
 
 @pytest.mark.slow
@@ -103,7 +101,7 @@ def test_a_comparison_names_ranks_and_tensors():
                 "tests/training/test_corruption.py::test_before_a_checkpoint_ranks_are_compared_at_any_step"
             ),
         ),
-        (3, MOMENT, "rank 1 differs from"),
+        (3, MOMENT, "rank(s) 1 differ from"),
     ],
 )
 def test_a_rank_that_differs_stops_the_run_and_nothing_wrong_is_saved(tiny, tmp_path, world_size, tensor, who):
@@ -120,7 +118,7 @@ def test_a_rank_that_differs_stops_the_run_and_nothing_wrong_is_saved(tiny, tmp_
         who,
         "in ",
         kind,
-        "after step 8;",
+        "after step 8. All ranks",
         f"the last good checkpoint is at {6 * 192:,} tokens",
     ):
         assert part in status["reason"], (part, status["reason"])

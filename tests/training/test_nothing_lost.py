@@ -51,6 +51,7 @@ def test_resume_false_is_advised_only_where_it_would_be_allowed(tmp_path, what):
     """It moves nothing aside in a folder that may not be a run's, and starts no fork over."""
     damaged = tmp_path / f"checkpoints/step-{128:015d}/state"
     damaged.mkdir(parents=True)
+    (damaged / "shard").write_bytes(b"of something")
     if what == "a fork":
         (tmp_path / "starts.jsonl").write_text("{}\n")
     checkpointer = Checkpointer(tmp_path / "checkpoints", 1, 0, 1)
@@ -109,6 +110,7 @@ def assert_holds_after_saving_again(folder: Path, path: Path, expected: dict) ->
 
 def test_a_run_whose_checkpoints_are_gone_is_refused(tmp_path):
     """A scratch file system that deletes old files may take one folder and leave the others."""
+    (tmp_path / "starts.jsonl").write_text("{}\n")
     record = tmp_path / "last_checkpoint.json"
     folder = tmp_path / "checkpoints"
     folder.mkdir()

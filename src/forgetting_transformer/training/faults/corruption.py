@@ -24,7 +24,6 @@ is in the weights of all.
 
 import collections
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -43,31 +42,6 @@ _SMALL = 16
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
-class Difference:
-    """What a comparison of all ranks found.
-
-    Attributes:
-        batch: steps that had been made then.
-        ranks: those that differ from the majority; all that differ from rank 0, it included,
-            where there is no majority.
-        tensors: names of the tensors in which they differ.
-    """
-
-    batch: int
-    ranks: list[int]
-    majority: bool
-    tensors: list[str]
-
-    def __str__(self) -> str:
-        ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
-        who = (
-            f"{ranks} differ{'s' * (len(self.ranks) == 1)} from the other ranks" if self.majority else f"{ranks} differ"
-        )
-        more = f" and {len(self.tensors) - 1} more" if len(self.tensors) > 1 else ""
-        return f"{who} in {self.tensors[0]}{more} after step {self.batch:,}"
-
-
 class Comparison:
     """Compares weights and moments over the ranks that hold the same of them.
 
@@ -80,7 +54,7 @@ class Comparison:
     def __init__(self, world_size: int, shards: int = 1) -> None:
         self._world_size, self._shards = world_size, shards
         self._pending: collections.deque[tuple[int, list[str], Tensor, torch.cuda.Event | None]] = collections.deque()
-        self._found: Difference | None = None
+        self._found: str | None = None
 
     @torch.no_grad()
     def begin(self, batch: int, tensors: Mapping[str, Tensor]) -> None:
@@ -96,7 +70,7 @@ class Comparison:
             event.record()
         self._pending.append((batch, list(tensors), table, event))
 
-    def difference(self, wait: bool = False) -> Difference | None:
+    def difference(self, wait: bool = False) -> str | None:
         """The first difference that was found, if any.
 
         Args:
@@ -126,8 +100,13 @@ class Comparison:
             )
 
 
-def judge(batch: int, names: Sequence[str], table: Tensor, shards: int = 1) -> Difference | None:
-    """What a table of digests, (ranks, tensors), says: None if rows that are `shards` apart are equal."""
+def judge(batch: int, names: Sequence[str], table: Tensor, shards: int = 1) -> str | None:
+    """The ranks that differ from the majority, or, without one, from the first rank, and where; None if none does.
+
+    Args:
+        batch: steps that had been made then.
+        table: digests, (ranks, tensors), in which rows that are `shards` apart should be equal.
+    """
     for first in range(shards):
         rows = {rank: tuple(row) for rank, row in enumerate(table.tolist()) if rank % shards == first}
         kinds = collections.Counter(rows.values()).most_common()
@@ -136,9 +115,11 @@ def judge(batch: int, names: Sequence[str], table: Tensor, shards: int = 1) -> D
         majority = kinds[0][1] > len(rows) / 2
         usual = kinds[0][0] if majority else rows[first]
         different = [rank for rank, row in rows.items() if row != usual]
-        ranks = different if majority else [first, *different]
         wrong = [name for k, name in enumerate(names) if any(rows[rank][k] != usual[k] for rank in different)]
-        return Difference(batch, ranks, majority, wrong)
+        ranks = ", ".join(map(str, different if majority else [first, *different]))
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        who = f"rank(s) {ranks} differ from the other ranks" if majority else f"ranks {ranks} differ"
+        return f"{who} in {wrong[0]}{more} after step {batch:,}"
     return None
 
 

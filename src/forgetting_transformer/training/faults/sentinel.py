@@ -35,7 +35,6 @@ from forgetting_transformer.training.faults.peers import MAY_WAIT, STOPPED, WAIT
 
 log = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 #: A launcher forwards what a scheduler or a terminal has already sent to its processes: within so many seconds it is
 #: the same request.
 SAME_REQUEST_SECONDS = 1.0
@@ -91,7 +90,7 @@ class Sentinel:
     def __enter__(self) -> "Sentinel":
         if threading.current_thread() is threading.main_thread():
             # The handlers do nothing: having them is what makes Python write to the descriptor.
-            self._previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+            self._previous = {number: signal.signal(number, lambda *_: None) for number in signals.NUMBERS}
             signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             # A forked data worker must not speak for its parent.
             os.register_at_fork(after_in_child=_forget_descriptor)
@@ -164,7 +163,7 @@ class Sentinel:
             readable, _, _ = select.select([self._reader], [], [], 0.5)
             now = time.monotonic()
             for number in self._reader.recv(4096) if readable else b"":
-                if number in SIGNALS:
+                if number in signals.NUMBERS:
                     self._hear(signal.Signals(number), now)
             if self._closing:
                 break
