@@ -18,7 +18,6 @@ much more precise than either model's slope.
 main_loss_64k_line.png (and .pdf), whatever the length.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -26,13 +25,12 @@ from forgetting_transformer import command_line
 from forgetting_transformer.analysis import outputs, position_loss
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
 from forgetting_transformer.command_line import count
-from forgetting_transformer.evaluation import official
-from forgetting_transformer.evaluation.models import EvaluationError
+from forgetting_transformer.evaluation import official, options
 from forgetting_transformer.files import write_atomically
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.make_parser(__doc__)
     parser.add_argument(
         "results", type=command_line.name, nargs="*", metavar="RESULT", help="[NAME=]FOLDER with results.npz"
     )
@@ -77,7 +75,7 @@ def main() -> None:
             for name, table in tables.items():
                 write_atomically(new / name, f"{table.markdown()}\n", durable=False)
             pictures = sorted(path.name for path in new.iterdir() if path.suffix != ".md")
-    except (EvaluationError, ValueError) as error:
+    except ValueError as error:
         sys.exit(f"error: {error}")
     print("\n".join(str(out / name) for name in pictures))
     for name, table in tables.items():

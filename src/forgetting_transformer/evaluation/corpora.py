@@ -69,9 +69,22 @@ class _Batches(Dataset):
         return {key: torch.cat([row[key] for row in rows]) for key in ("input_ids", "labels")} if rows else None
 
 
-def corpora_of_plug_ins() -> list[str]:
-    """Values of `datamodule.name` besides the corpora of this package."""
-    return [name for name in CORPORA.names() if CORPORA.plugin_of(name)]
+def count_sequences(length: int, available: int, path: object, tokens: int | None, at_most: int | None) -> int:
+    """How many sequences of `length` tokens are evaluated, of `available` tokens.
+
+    Args:
+        tokens: to evaluate on, rounded down to whole sequences; None for all, or for `at_most` if there are more.
+
+    Raises:
+        DataError: there are fewer, or not one sequence.
+    """
+    wanted = min(available, at_most or available) if tokens is None else tokens
+    if not length <= wanted <= available:
+        raise DataError(
+            f"--eval_tokens={wanted:,} must be between one sequence ({length:,} tokens) and all {available:,} tokens "
+            f"of {path}; --eval_tokens all takes them all"
+        )
+    return wanted // length
 
 
 def open_corpus(
@@ -91,7 +104,7 @@ def open_corpus(
         name: `datamodule.name`. folder: of the corpus. keys: further ones of `datamodule`, as "skip_tokens=5".
         length: tokens in a sequence; default that of the model's training.
         vocab_size, bos_token_id: default the model's.
-        tokens, at_most: as of `per_token_loss.open_heldout`.
+        tokens, at_most: as of `count_sequences`.
 
     Raises:
         DataError: naming the flag and what the corpus has.
@@ -112,13 +125,12 @@ def open_corpus(
         source: Corpus = CORPORA.make(name, str(place.parent), config)
     except (ConfigError, PluginError, UnknownComponentError) as error:
         raise DataError(f"--corpus {' '.join([name, *keys])}: {error}") from error
-    info = source.eval_info()
-    available = info.total_batches * length
-    wanted = min(available, at_most or available) if tokens is None else tokens
-    if not length <= wanted <= available:
+    if source.packed:
         raise DataError(
-            f"--eval_tokens={wanted:,} must be between one sequence ({length:,} tokens) and all {available:,} tokens "
-            f"of {info.path}; --eval_tokens all takes them all"
+            f"--corpus {name}: its rows hold several texts that are kept apart, so a position in a row says nothing of "
+            "the context; use --corpus with a corpus of one text a row"
         )
+    info = source.eval_info()
+    sequences = count_sequences(length, info.total_batches * length, info.path, tokens, at_most)
     ids = info.vocab_size, info.bos_token_id
-    return CorpusHeldOut(source, info.path, source.folder, info.fingerprint, *ids, length, wanted // length)
+    return CorpusHeldOut(source, info.path, source.folder, info.fingerprint, *ids, length, sequences)
