@@ -36,12 +36,10 @@ def main() -> None:
     beside = Path(__file__).with_name(args.config.name)
     file = beside if not args.config.exists() and beside.exists() else args.config
     try:
-        config = niah_steps.read_prompt_config(file)
-        tokenizer = niah_steps.load_prompt_tokenizer(args.tokenizer or config.tokenizer)
-        folder = niah_steps.write_prompts(config, args.exp, tokenizer, args.haystack_dir)
+        folder, count = niah_steps.write_prompts(file, args.exp, args.tokenizer, args.haystack_dir)
     except AnalysisError as error:
         sys.exit(f"error: {error}")
-    print(f"{len(config.lengths) * len(config.depths)} prompts in {folder}")
+    print(f"{count} prompts in {folder}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ main_loss_64k_line.png (and .pdf), whatever the length.
 """
 
 import sys
-from pathlib import Path
 
 from forgetting_transformer import command_line
 from forgetting_transformer.analysis import outputs, position_loss
@@ -67,7 +66,7 @@ def main() -> None:
         tables = {"slopes.md": position_loss.slope_table(position_loss.unique_names(results))}
         if compared:
             tables["comparison.md"] = position_loss.comparison_table(compared)
-        with outputs.writing(out, "plot_per_token_loss.py", is_old_figure) as new:
+        with outputs.writing(out, "plot_per_token_loss.py") as new:
             for suffix in ("png", "pdf"):
                 loss_against_position(curves, new / f"{stem}.{suffix}", lengths, args.first, conditions)
                 if compared:
@@ -80,12 +79,6 @@ def main() -> None:
     print("\n".join(str(out / name) for name in pictures))
     for name, table in tables.items():
         print(f"{out / name}\n\n{table.markdown()}\n")
-
-
-def is_old_figure(path: Path) -> bool:
-    """Whether the file lies beside a table of slopes of an earlier version."""
-    slopes = path.with_name("slopes.md")
-    return slopes.is_file() and slopes.read_bytes().startswith(b"| Model | at position i |")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from forgetting_transformer.analysis.plots import heatmaps
 from forgetting_transformer.evaluation import forget_gates
@@ -112,34 +111,6 @@ def test_pictures_are_the_largest_entries_of_the_matrices(length, pixels, monkey
         torch.testing.assert_close(gates, pooled(decay[head], size))
         weights = forget_gates.attention_map(inputs, head, pixels)
         torch.testing.assert_close(weights, pooled(attention[head], size))
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the most elements of any tensor made while it is active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            self.elements = max(self.elements, out.numel())
-        return out
-
-
-@pytest.mark.slow
-def test_a_text_of_16k_tokens_needs_a_strip_and_not_the_square():
-    length, heads = 16384, 1
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(heads, length, 8, generator=generator) for _ in range(2))
-    log_fgate = torch.nn.functional.logsigmoid(4 + torch.randn(heads, length, generator=generator)).double()
-    inputs = forget_gates.AttentionInputs(0, q, k, log_fgate, torch.full((heads,), 5.0), -10.0)
-    with LargestTensor() as largest:
-        forget_gates.gate_matrix(log_fgate[0], 64)
-        forget_gates.attention_map(inputs, 0, 64)
-        forget_gates.report_heads(inputs, -10.0)
-    assert largest.elements <= 2**24 < length**2 / 8
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 100])

@@ -2,13 +2,12 @@
 
 import json
 import re
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from forgetting_transformer.analysis import needles
 from forgetting_transformer.analysis.evaluations import from_needle
@@ -160,14 +159,6 @@ def test_essays_begin_again_where_they_end(model):
     assert found == (ids_of(model, "the cat sat .") * 20)[:59] + ids_of(model, "red")
 
 
-def test_the_grid_and_the_needles_are_the_papers():
-    for mode in ("easy", "standard"):
-        config = niah_steps.read_prompt_config(ROOT / f"eval/niah/config-prompt-{mode}.yaml")
-        assert list(config.lengths) == [1000 + 3100 * n for n in range(11)]
-        assert list(config.depths) == list(range(0, 101, 10))
-        assert (config.needle, config.question) == (niah.Needle().text(mode), niah.Needle().asked)
-
-
 def test_without_essays_pythons_documentation_is_the_haystack_and_that_is_said(tmp_path, capsys):
     assert len(niah.find_essays(None, tmp_path / niah.ESSAYS)) > 100_000
     assert "scores are not the paper's. github.com/zhixuan-lin" in capsys.readouterr().err
@@ -229,45 +220,45 @@ def test_the_command_in_both_modes(quickstart, essays, tmp_path, monkeypatch, mo
     assert done.returncode == 2 and "leave --data_path and --samples out" in done.stderr
 
 
-def test_a_grid_says_what_it_shows(monkeypatch, tmp_path):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
-    records = [{"length": n, "depth": d, "words": d / 2} for n in (300, 400) for d in (0.0, 1.0)]
-    scores = {"model": "fox-pro-760m-longcrawl64-48b", "mode": "paper", "train_length": 300, "records": records}
-    needles.draw(from_needle(scores), "words", tmp_path / "x.png")
-    (figure,) = drawn
-    FigureCanvasAgg(figure).draw()
-    text = figure.texts[1].get_text().replace("\n", " ")
-    assert "1 prompt a cell" in text and "mean 0.250 ± 0.144 (standard error over 4 prompts)" in text
-    assert "training length, 300 tokens" in text and "chance is above 0" in text
-    assert [cell.get_text() for cell in figure.axes[0].texts] == ["0", "0", "0.5", "0.5"]
-
-
 # The paper's steps
 # -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_the_configs_are_the_papers_and_a_wrong_one_names_the_key(tmp_path):
+    for mode in ("easy", "standard"):
+        config = niah_steps.ConfigFile(ROOT / f"eval/niah/config-prompt-{mode}.yaml")
+        assert niah_steps.grid(config, "context", "min_len", "max_len") == [1000 + 3100 * n for n in range(11)]
+        depths = niah_steps.grid(config, "document_depth", "min_percent", "max_percent")
+        assert depths == list(range(0, 101, 10))
+        assert config.need("prompt.needle") == niah.Needle().text(mode)
+        assert config.need("prompt.retrieval_question") == niah.Needle().asked
+    for text, message in (
         ("prompt: [", r"line 1, column 10: not valid YAML"),
         ("prompt", r"is not a YAML mapping"),
-        ("prompt: {needle: x}\nsave_dir: y", r"lacks the key prompt.haystack_dir"),
+        ("prompt: {needle: x}\nsave_dir: y", r"lacks the key prompt.retrieval_question"),
         ("tokenizer: {tokenizer_type: OpenAI}", r"tokenizer.tokenizer_type='OpenAI'; only Huggingface"),
-    ],
-)
-def test_a_wrong_config_names_the_key(tmp_path, text, message):
-    (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(EvaluationError, match=message):
-        niah_steps.read_prompt_config(tmp_path / "config.yaml")
+    ):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(EvaluationError, match=message):
+            niah_steps.write_prompts(tmp_path / "config.yaml", "one")
 
 
-def test_prompts_and_answers_of_two_kinds_are_not_mixed(model, essays, tmp_path, monkeypatch):
+def test_prompts_and_answers_of_two_kinds_are_not_mixed(quickstart, model, essays, tmp_path, monkeypatch):
     monkeypatch.setattr(niah_steps, "continue_greedily", lambda *_arguments: [" red. \n"])
-    fields = {"needle": "\nred .\n", "question": "what ?", "haystack_dir": essays, "lengths": [300], "tokenizer": ""}
-    config = niah_steps.PromptConfig(**fields, depths=[0, 50], save_dir=str(tmp_path / "prompts"))
-    prompts = niah_steps.write_prompts(config, "one", model.tokenizer, None)
-    assert niah_steps.write_prompts(config, "one", model.tokenizer, None) == prompts  # the same again
+
+    def write(*depths: int, exp: str = "one") -> Path:
+        config = {
+            "prompt": {"needle": "\nred .\n", "retrieval_question": "what ?", "haystack_dir": str(essays)},
+            "context": {"manually_select_list": [300]},
+            "document_depth": {"manually_select_list": depths},
+            "tokenizer": {"model_name": str(quickstart.hf)},
+            "save_dir": str(tmp_path / "prompts"),
+        }
+        (tmp_path / "config.yaml").write_text(json.dumps(config))
+        return niah_steps.write_prompts(tmp_path / "config.yaml", exp)[0]
+
+    prompts = write(0, 50)
+    assert write(0, 50) == prompts  # the same again
     folder = tmp_path / "pred/one/hf"
     assert niah_steps.answer_prompts(model, prompts, folder, ALONE) == 2
     assert (folder / "Huggingface_len_300_depth_5000.txt").read_text() == "red."
@@ -278,13 +269,12 @@ def test_prompts_and_answers_of_two_kinds_are_not_mixed(model, essays, tmp_path,
     with pytest.raises(EvaluationError, match=re.escape("(--exp; made so far: one); run prompt.py first")):
         niah_steps.answer_prompts(model, prompts.with_name("on"), folder, ALONE)
     with pytest.raises(EvaluationError, match=r"--exp='../one' names a folder"):
-        niah_steps.write_prompts(config, "../one", model.tokenizer, None)
-    other = niah_steps.PromptConfig(**fields, depths=[25], save_dir=config.save_dir)
+        write(0, exp="../one")
     with pytest.raises(EvaluationError, match=r"holds results with depths=\[0, 50\].*choose another --exp"):
-        niah_steps.write_prompts(other, "one", model.tokenizer, None)
+        write(25)
     (prompts / "settings.json").unlink()
     with pytest.raises(EvaluationError, match=r"holds prompts that do not say how they were made"):
-        niah_steps.write_prompts(config, "one", model.tokenizer, None)
+        write(0, 50)
 
 
 @pytest.fixture

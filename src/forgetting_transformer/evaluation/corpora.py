@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
@@ -19,14 +20,9 @@ from forgetting_transformer.training.parsing import parse_section
 
 
 @dataclass(frozen=True)
-class CorpusHeldOut:
-    """Sequences of `length` tokens, in the order in which a corpus gives them to one process.
+class HeldOutSequences:
+    """Held-out sequences of a corpus: their number, `length` tokens each."""
 
-    Attributes:
-        source: with one sequence in a batch.
-    """
-
-    source: Corpus
     path: str
     folder: Path
     fingerprint: str
@@ -40,16 +36,32 @@ class CorpusHeldOut:
         """Name of its folder."""
         return self.folder.resolve().name
 
-    def groups(self) -> None:
-        """Nothing is known of groups of texts."""
+    def groups(self) -> np.ndarray | None:
+        """For each sequence, the number of the held-out group of texts that it is from; None where that is unknown."""
+        return None
 
     def batches(self, batches: Sequence[range]) -> Dataset:
-        """`HeldOut.batches`; they must be asked for in their order, by one process."""
+        """Batch number of this process -> inputs and labels; None where the others have work and this one has not."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class CorpusSequences(HeldOutSequences):
+    """Sequences in the order in which a corpus gives them to one process.
+
+    Attributes:
+        source: with one sequence in a batch.
+    """
+
+    source: Corpus
+
+    def batches(self, batches: Sequence[range]) -> Dataset:
+        """They must be asked for in their order, by one process."""
         return _Batches(self, batches)
 
 
 class _Batches(Dataset):
-    def __init__(self, data: CorpusHeldOut, batches: Sequence[range]) -> None:
+    def __init__(self, data: CorpusSequences, batches: Sequence[range]) -> None:
         self.data, self.batches = data, batches
         self._rows: Iterator[tuple[int, Batch]] = enumerate(data.source.eval_loader(0, 1))
 
@@ -97,7 +109,7 @@ def open_corpus(
     vocab_size: int | None = None,
     bos_token_id: int | None = None,
     at_most: int | None = None,
-) -> CorpusHeldOut:
+) -> CorpusSequences:
     """The held-out sequences of a corpus that a plug-in reads.
 
     Args:
@@ -133,4 +145,4 @@ def open_corpus(
     info = source.eval_info()
     sequences = count_sequences(length, info.total_batches * length, info.path, tokens, at_most)
     ids = info.vocab_size, info.bos_token_id
-    return CorpusHeldOut(source, info.path, source.folder, info.fingerprint, *ids, length, sequences)
+    return CorpusSequences(info.path, source.folder, info.fingerprint, *ids, length, sequences, source)

@@ -9,11 +9,12 @@ L counts tokens, d is the depth in percent.
 """
 
 import hashlib
+import itertools
 import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,61 +88,21 @@ class ConfigFile:
         return value
 
 
-@dataclass(frozen=True)
-class PromptConfig:
-    """Parts of all prompts; `read_prompt_config` reads them from the official YAML format.
+def grid(config: ConfigFile, section: str, least: str, most: str) -> list[int]:
+    """Lengths or depths: those that a config lists, or evenly spaced ones.
 
-    Attributes:
-        needle, question: the text that is hidden; what ends a prompt.
-        haystack_dir: folder of the essays, here or beside the config.
-        lengths: tokens.
-        depths: percent.
-        tokenizer: folder or hub id.
-        save_dir: `prompts`.
-    """
-
-    needle: str
-    question: str
-    haystack_dir: Path
-    lengths: Sequence[int]
-    depths: Sequence[int]
-    tokenizer: str
-    save_dir: str
-
-
-def read_prompt_config(file: Path) -> PromptConfig:
-    """
     Raises:
-        EvaluationError: there is no such file, it is not YAML, or a key is missing or not supported; names the key.
+        EvaluationError: there is no such key, or no number.
     """
-    config = ConfigFile(file)
-    for key, supported in (("tokenizer.tokenizer_type", "Huggingface"), ("document_depth.interval_type", "linear")):
-        if config.get(key) not in (None, supported):
-            raise EvaluationError(f"{file}: {key}={config.get(key)!r}; only {supported} is supported")
-
-    def grid(section: str, least: str, most: str) -> list[int]:
-        chosen = config.get(f"{section}.manually_select_list")
-        try:
-            if chosen is None:
-                chosen = np.linspace(*(config.need(f"{section}.{key}") for key in (least, most, "interval")))
-            return [round(float(value)) for value in chosen]
-        except TypeError as error:
-            raise EvaluationError(
-                f"{file}: {section} must give numbers: {least}, {most} and interval ({error})"
-            ) from error
-
-    essays = Path(config.need("prompt.haystack_dir"))
-    if not essays.is_dir() and (file.parent / essays).is_dir():
-        essays = file.parent / essays
-    return PromptConfig(
-        needle=config.need("prompt.needle"),
-        question=config.need("prompt.retrieval_question"),
-        haystack_dir=essays,
-        lengths=grid("context", "min_len", "max_len"),
-        depths=grid("document_depth", "min_percent", "max_percent"),
-        tokenizer=config.need("tokenizer.model_name"),
-        save_dir=config.need("save_dir"),
-    )
+    chosen = config.get(f"{section}.manually_select_list")
+    try:
+        if chosen is None:
+            chosen = np.linspace(*(config.need(f"{section}.{key}") for key in (least, most, "interval")))
+        return [round(float(value)) for value in chosen]
+    except TypeError as error:
+        raise EvaluationError(
+            f"{config.file}: {section} must give numbers: {least}, {most} and interval ({error})"
+        ) from error
 
 
 def load_prompt_tokenizer(source: str) -> Any:
@@ -161,37 +122,49 @@ def load_prompt_tokenizer(source: str) -> Any:
         ) from error
 
 
-def write_prompts(config: PromptConfig, exp: str, tokenizer: Any, folder: Path | None) -> Path:
-    """Writes a prompt for every length and depth, and returns their folder.
+def write_prompts(file: Path, exp: str, tokenizer: str | None = None, folder: Path | None = None) -> tuple[Path, int]:
+    """Writes a prompt for every length and depth of an official config, and returns their folder and how many they are.
 
     Args:
+        tokenizer: folder or hub id; None takes the config's.
         folder: of essays; None takes the config's if it is there, else Python's documentation, and says so on stderr.
 
     Raises:
-        EvaluationError: there is no text, a length has no room for the needle, or the folder has
-            prompts of another kind.
+        EvaluationError: the config lacks a key, there is no tokenizer or no text, a length has no room for the needle,
+            or the folder has prompts of another kind.
     """
-    target = Path(config.save_dir) / folder_name("--exp", exp)
-    haystack = niah.Essays(tokenizer, niah.find_essays(folder, config.haystack_dir), tokenizer.bos_token_id)
+    config = ConfigFile(file)
+    for key, supported in (("tokenizer.tokenizer_type", "Huggingface"), ("document_depth.interval_type", "linear")):
+        if config.get(key) not in (None, supported):
+            raise EvaluationError(f"{file}: {key}={config.get(key)!r}; only {supported} is supported")
+    needle, asked = config.need("prompt.needle"), config.need("prompt.retrieval_question")
+    lengths = grid(config, "context", "min_len", "max_len")
+    depths = grid(config, "document_depth", "min_percent", "max_percent")
+    target = Path(config.need("save_dir")) / folder_name("--exp", exp)
+    essays = Path(config.need("prompt.haystack_dir"))
+    if not essays.is_dir() and (file.parent / essays).is_dir():
+        essays = file.parent / essays
+    source = tokenizer or config.need("tokenizer.model_name")
+    counted = load_prompt_tokenizer(source)
+    haystack = niah.Essays(counted, niah.find_essays(folder, essays), counted.bos_token_id)
     cure = "choose another --exp, or delete the folder"
     if any(target.glob("*_prompts.json")) and not (target / "settings.json").is_file():
         raise EvaluationError(f"{target} holds prompts that do not say how they were made: {cure}")
     settings = {
-        "needle": config.needle,
-        "question": config.question,
-        "lengths": config.lengths,
-        "depths": config.depths,
-        "tokenizer": config.tokenizer,
-        "vocabulary": _digest(sorted(tokenizer.get_vocab().items())),
+        "needle": needle,
+        "question": asked,
+        "lengths": lengths,
+        "depths": depths,
+        "tokenizer": source,
+        "vocabulary": _digest(sorted(counted.get_vocab().items())),
         "haystack": haystack.digest,
     }
     check_settings(target, settings, cure)
-    for length in config.lengths:
-        for depth in config.depths:
-            prompt = haystack.prompt_text(config.needle, config.question, length, depth)
-            messages = [{"role": "system", "content": ""}, {"role": "user", "content": prompt}]
-            write_json(target / f"Huggingface_len_{length}_depth_{100 * depth}_prompts.json", messages)
-    return target
+    for length, depth in itertools.product(lengths, depths):
+        prompt = haystack.prompt_text(needle, asked, length, depth)
+        messages = [{"role": "system", "content": ""}, {"role": "user", "content": prompt}]
+        write_json(target / f"Huggingface_len_{length}_depth_{100 * depth}_prompts.json", messages)
+    return target, len(lengths) * len(depths)
 
 
 def _digest(value: object) -> str:

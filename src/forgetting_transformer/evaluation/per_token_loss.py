@@ -50,7 +50,7 @@ from forgetting_transformer.data.token_array import TokenArray, read_manifest
 from forgetting_transformer.data.tokens import other_token, tokens_of
 from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
 from forgetting_transformer.data.worker import hand_over
-from forgetting_transformer.evaluation.corpora import CorpusHeldOut, count_sequences, open_corpus
+from forgetting_transformer.evaluation.corpora import HeldOutSequences, count_sequences, open_corpus
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
@@ -73,40 +73,13 @@ PAPER_TOKENS = 2**31
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Sequences of a corpus's held-out documents: `length` tokens each, in the order of the array."""
+class HeldOut(HeldOutSequences):
+    """Sequences of a corpus's held-out documents, in the order of the array."""
 
     array: TokenArray
-    bos_token_id: int
-    length: int
-    sequences: int
-
-    @property
-    def path(self) -> str:
-        return str(self.array.path)
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.array.path).parent
-
-    @property
-    def corpus(self) -> str:
-        """Name of its folder."""
-        return self.folder.resolve().name
-
-    @property
-    def fingerprint(self) -> str:
-        return self.array.fingerprint
-
-    @property
-    def vocab_size(self) -> int:
-        return self.array.vocab_size
 
     def groups(self) -> np.ndarray | None:
-        """For each sequence, the number of the held-out group of texts that it is from, `(sequences,)`.
-
-        None for a corpus whose manifest says nothing of them.
-        """
+        """`HeldOutSequences.groups`, from the corpus's manifest."""
         rows = read_manifest(self.folder).get("split", {}).get("group_of_heldout_row")
         if not isinstance(rows, list) or len(rows) != self.array.documents:
             return None
@@ -118,7 +91,6 @@ class HeldOut:
         return self.array.read(document, document + 1, column * self.length, (column + 1) * self.length, kept)
 
     def batches(self, batches: Sequence[range]) -> Dataset:
-        """Batch number of this process -> inputs and labels; None where the others have work and this one has not."""
         return _Batches(self, batches)
 
 
@@ -145,7 +117,7 @@ def find_heldout(data_path: str | Path, dataset: str = "longcrawl64") -> Path:
 
 def open_data(
     model: EvaluatedModel, data_path: str, dataset: str, corpus: Sequence[str] = (), **chosen: Any
-) -> HeldOut | CorpusHeldOut:
+) -> HeldOutSequences:
     """The held-out sequences of a command line.
 
     Args:
@@ -195,10 +167,11 @@ def open_heldout(
     length = length or array.doc_len
     check_length("--eval_len", length, array)
     sequences = count_sequences(length, array.documents * array.doc_len, array.path, tokens, at_most)
-    return HeldOut(array, found[0].bos_token_id, length, sequences)
+    ids = array.vocab_size, found[0].bos_token_id
+    return HeldOut(str(array.path), folder, array.fingerprint, *ids, length, sequences, array)
 
 
-def check_vocabulary(model: EvaluatedModel, data: HeldOut | CorpusHeldOut) -> None:
+def check_vocabulary(model: EvaluatedModel, data: HeldOutSequences) -> None:
     """Refuses a corpus of another tokenizer than the model's, whose losses would mean nothing.
 
     Raises:
@@ -246,7 +219,7 @@ class Sums:
 
 def evaluate(
     model: EvaluatedModel,
-    data: HeldOut | CorpusHeldOut,
+    data: HeldOutSequences,
     folder: Path,
     workers: Workers,
     *,
@@ -366,7 +339,7 @@ def summarise(sums: Sums, model: EvaluatedModel, identity: dict[str, Any]) -> di
     return results
 
 
-def check_context(context: int, model: EvaluatedModel, data: HeldOut | CorpusHeldOut, processes: int) -> None:
+def check_context(context: int, model: EvaluatedModel, data: HeldOutSequences, processes: int) -> None:
     """Refuses sequences that so many processes cannot share.
 
     Raises:
@@ -393,7 +366,7 @@ def check_context(context: int, model: EvaluatedModel, data: HeldOut | CorpusHel
         )
 
 
-def check_extrapolates(model: EvaluatedModel, data: HeldOut | CorpusHeldOut) -> None:
+def check_extrapolates(model: EvaluatedModel, data: HeldOutSequences) -> None:
     """Refuses an evaluation that never goes beyond the training length.
 
     Raises:
