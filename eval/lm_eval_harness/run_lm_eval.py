@@ -10,26 +10,17 @@ lm_eval's results by task, after each task. The same command continues with the 
 Hugging Face hub. Without a network, an error says what to download and where to put it.
 """
 
-import argparse
-import logging
 import sys
 
-from forgetting_transformer import command_line, console
-from forgetting_transformer.command_line import at_least, count, step
+from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count
+from forgetting_transformer.evaluation import options
 from forgetting_transformer.versions import how_to_install
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
-    )
-    command_line.add_plugins(parser)
-    parser.add_argument(
-        "--model", type=command_line.name, help="name of the results' folder; default the last part of --model_path"
-    )
-    parser.add_argument("--step", type=step, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
+def main() -> None:
+    parser = options.make_parser(__doc__)
+    options.add_model(parser)
     parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL")
     parser.add_argument("--tasks", help="lm_eval's names with commas between them; default the eleven of the paper")
     parser.add_argument(
@@ -38,44 +29,26 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max_len", type=count, help="longest sequence, tokens; default the training length")
     parser.add_argument("--batch_size", type=count, default=1, help="sequences per forward pass; default %(default)s")
     parser.add_argument("--limit", type=count, help="examples of each task, for a quick test; default: all")
-    parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
-    device = parser.add_mutually_exclusive_group()
-    device.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
-    device.add_argument("--device_id", type=at_least(0), help="number of the GPU")
-    return parser.parse_args()
+    args = parser.parse_args()
 
-
-def main() -> None:
-    args = parse_args()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-
-    import transformers
-
-    from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.analysis.evaluations import from_lm_eval
     from forgetting_transformer.analysis.published import TASKS, lm_eval_table
     from forgetting_transformer.analysis.tables import markdown
-    from forgetting_transformer.evaluation import official
-    from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
-    from forgetting_transformer.evaluation.workers import start_workers
+    from forgetting_transformer.evaluation.workers import run
 
     try:
         from forgetting_transformer.evaluation import harness
     except ImportError as error:
         sys.exit(f"error: {error}. lm-evaluation-harness is an extra: {how_to_install('eval')}")
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        workers = start_workers(official.device_of(args.device, args.device_id))
-        model = load_chosen(args, workers.device)
-        if args.max_len is None and model.train_length is None:
-            raise EvaluationError(f"{model.source} does not say at which length it was trained: set --max_len")
+
+    def evaluate(model, workers):
         folder = args.save_dir / model.name
         results = harness.evaluate(
             model,
             folder,
             workers,
             tasks=args.tasks.split(",") if args.tasks else [task.name for task in TASKS],
-            max_length=args.max_len or model.train_length,
+            max_length=args.max_len,
             batch_size=args.batch_size,
             precision=args.precision,
             limit=args.limit,
@@ -84,9 +57,8 @@ def main() -> None:
         if workers.is_first:
             table = markdown(*lm_eval_table({model.name: [from_lm_eval(results)]}))
             print(f"{folder}/results.json\n\n{table}", end="")
-        workers.close()
-    except (AnalysisError, EvaluationError) as error:
-        console.fail(f"error: {error}")
+
+    run(args, evaluate)
 
 
 if __name__ == "__main__":

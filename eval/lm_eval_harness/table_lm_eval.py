@@ -10,14 +10,14 @@ The table is printed in Markdown and LaTeX (package booktabs). With --out, the s
 OUT/table.tex and OUT/scores.png.
 """
 
-import argparse
 import sys
 
 from forgetting_transformer import command_line
+from forgetting_transformer.evaluation import options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.make_parser(__doc__)
     parser.add_argument(
         "results", type=command_line.name, nargs="*", metavar="RESULT", help="[NAME=]FOLDER with results.json"
     )
@@ -36,7 +36,6 @@ def main() -> None:
     from forgetting_transformer.analysis.question_scores import differences_table
     from forgetting_transformer.analysis.tables import write_tables
     from forgetting_transformer.evaluation import official
-    from forgetting_transformer.evaluation.models import EvaluationError
 
     try:
         found = official.results_in(args.result_dir, "results.json") if args.result_dir else []
@@ -44,7 +43,7 @@ def main() -> None:
         # Before anything is written: it refuses models that were asked other questions.
         apart = differences_table(models, args.against) if args.against else None
         write_tables(*lm_eval_table(models), args.out, "lm-evaluation-harness", sample_counts(models), apart)
-    except (AnalysisError, EvaluationError) as error:
+    except AnalysisError as error:
         sys.exit(f"error: {error}")
 
 

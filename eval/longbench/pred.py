@@ -11,35 +11,29 @@ same command continues after an interruption. The data comes from the Hugging Fa
 run_longbench.py answers and scores by LongBench's own rules.
 """
 
-import argparse
-import logging
 import sys
 
-from forgetting_transformer import command_line, console
-from forgetting_transformer.evaluation import longbench_options
+from forgetting_transformer import command_line
+from forgetting_transformer.command_line import at_least
+from forgetting_transformer.evaluation import options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=command_line.name, required=True, help="name of the folder of answers")
-    longbench_options.add_options(parser)
+    parser = options.make_parser(__doc__)
+    options.add_model(parser, name_required=True)
+    options.add_longbench(parser)
+    parser.add_argument(
+        "--max_length", type=at_least(4), required=True, help="tokens of a prompt (the paper: 15500 for 16384)"
+    )
+    parser.add_argument("--e", action="store_true", help="LongBench-E: scores by ranges of lengths")
     args = parser.parse_args()
-    if args.max_length is None:
-        parser.error("--max_length is required here: tokens of a prompt (the paper: 15500)")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
-    import transformers
+    from forgetting_transformer.evaluation import longbench
+    from forgetting_transformer.evaluation.workers import run
 
-    from forgetting_transformer.evaluation import longbench, longbench_files
-    from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
-    from forgetting_transformer.evaluation.workers import start_workers
-
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        sets, folder = longbench.choose_sets(args.sets, args.e), longbench_files.folder_of(args.model, args.e)
-        workers = start_workers(args.device)
-        model = load_chosen(args, workers.device)
-        longbench_files.answer_sets(
+    def evaluate(model, workers):
+        sets, folder = longbench.choose_sets(args.sets, args.e), longbench.folder_of(args.model, args.e)
+        longbench.answer_sets(
             model,
             folder,
             workers,
@@ -52,9 +46,8 @@ def main() -> None:
         )
         if workers.is_first:
             print(f"answers to {len(sets)} sets in {folder}")
-        workers.close()
-    except EvaluationError as error:
-        console.fail(f"error: {error}")
+
+    run(args, evaluate)
 
 
 if __name__ == "__main__":

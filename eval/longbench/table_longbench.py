@@ -10,15 +10,15 @@ The table is printed in Markdown and LaTeX (package booktabs). With --out, the s
 OUT/table.tex and OUT/scores.png.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
+from forgetting_transformer.evaluation import options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.make_parser(__doc__)
     parser.add_argument(
         "results",
         type=command_line.name,
@@ -38,7 +38,6 @@ def main() -> None:
     from forgetting_transformer.analysis.question_scores import differences_table
     from forgetting_transformer.analysis.tables import write_tables
     from forgetting_transformer.evaluation import official
-    from forgetting_transformer.evaluation.models import EvaluationError
 
     try:
         results = args.results or official.results_in(Path("pred"), "result.json")
@@ -46,7 +45,7 @@ def main() -> None:
         # Before anything is written: it refuses models that were asked other questions.
         apart = differences_table(models, args.against) if args.against else None
         write_tables(*longbench_table(models), args.out, "LongBench", sample_counts(models), apart)
-    except (AnalysisError, EvaluationError) as error:
+    except AnalysisError as error:
         sys.exit(f"error: {error}")
 
 

@@ -9,17 +9,17 @@ Without --api-key the key comes from OPENAI_API_KEY, where other users of the ma
 in ratings.jsonl beside the results; the same command repeats only failed requests. run_niah.py scores without a judge.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count
+from forgetting_transformer.evaluation import options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.make_parser(__doc__)
     parser.add_argument("--exp", type=command_line.name, required=True, help="as in pred.py")
     parser.add_argument("--model", type=command_line.name, required=True, help="as in pred.py")
     parser.add_argument("--api-key", help="key of the endpoint; default the environment variable OPENAI_API_KEY")
@@ -34,28 +34,25 @@ def main() -> None:
     parser.add_argument("--tries", type=count, default=5, help="requests for one rating; default %(default)s")
     args = parser.parse_args()
 
-    from forgetting_transformer.evaluation import niah_files
-    from forgetting_transformer.evaluation.judge import Judge
-    from forgetting_transformer.evaluation.models import EvaluationError
+    from forgetting_transformer.analysis import AnalysisError
+    from forgetting_transformer.evaluation.models import folder_name
+    from forgetting_transformer.evaluation.niah_steps import ConfigFile, Judge, rate_answers
 
-    config = Path(__file__).with_name("config-eval.yaml")
     try:
-        found = niah_files.read_yaml(config)
-        exp, model = niah_files.one_folder("--exp", args.exp), niah_files.one_folder("--model", args.model)
-        answers, results = (Path(found[key]) / exp / model for key in ("pred_dir", "save_dir"))
+        config = ConfigFile(Path(__file__).with_name("config-eval.yaml"))
+        place = Path(folder_name("--exp", args.exp), folder_name("--model", args.model))
+        answers, results = (Path(config.need(key)) / place for key in ("pred_dir", "save_dir"))
         judge = Judge(
             args.judge_url,
-            args.judge_model or found["model"]["model_name"],
+            args.judge_model or config.need("model.model_name"),
             results / "ratings.jsonl",
             args.api_key or os.environ.get("OPENAI_API_KEY") or None,
             args.tries,
         )
-        question, reference = found["prompt"]["retrieval_question"], found["prompt"]["needle"].strip()
-        file, failed = niah_files.rate_answers(answers, results, question, reference, judge)
-    except EvaluationError as error:
+        question, reference = config.need("prompt.retrieval_question"), config.need("prompt.needle").strip()
+        file, failed = rate_answers(answers, results, question, reference, judge)
+    except AnalysisError as error:
         sys.exit(f"error: {error}")
-    except KeyError as error:
-        sys.exit(f"error: {config} lacks the key {error.args[0]}")
     print(file)
     if failed:
         sys.exit(f"{failed} answers have no rating; {judge.cache} says why. Run the same command again to ask for them")

@@ -7,29 +7,29 @@
 A dashed line marks the training length of the model.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count
+from forgetting_transformer.evaluation import options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.make_parser(__doc__)
     parser.add_argument(
         "--figure_dir", type=command_line.path, required=True, help="folder to write to; made if needed"
     )
     parser.add_argument("--train_len", type=count, help="training length to mark; default: the one that pred.py found")
     args = parser.parse_args()
 
-    from forgetting_transformer.evaluation import niah_files
-    from forgetting_transformer.evaluation.models import EvaluationError
+    from forgetting_transformer.analysis import AnalysisError
+    from forgetting_transformer.evaluation import niah_steps
 
     try:
-        for picture in niah_files.draw_all(Path("results"), Path("pred"), args.figure_dir, args.train_len):
+        for picture in niah_steps.draw_all(Path("results"), Path("pred"), args.figure_dir, args.train_len):
             print(picture)
-    except EvaluationError as error:
+    except AnalysisError as error:
         sys.exit(f"error: {error}")
 
 

@@ -9,57 +9,35 @@ MODEL is an export of save_model.py, a training run's output_dir, or a hub id. A
 1,024 tokens, or fewer if the model ends its text.
 """
 
-import argparse
-import logging
 import sys
 from pathlib import Path
 
-from forgetting_transformer import command_line, console
-from forgetting_transformer.command_line import at_least, count, step
+from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count
+from forgetting_transformer.evaluation import options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.make_parser(__doc__)
     parser.add_argument("--exp", type=command_line.name, required=True, help="folder of prompts, as in prompt.py")
-    parser.add_argument("--model", type=command_line.name, required=True, help="name of the folder of answers")
-    parser.add_argument(
-        "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
-    )
-    command_line.add_plugins(parser)
-    parser.add_argument("--step", type=step, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
-    device = parser.add_mutually_exclusive_group()
-    device.add_argument("--device_id", type=at_least(0), help="number of the GPU")
-    device.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
+    options.add_model(parser, name_required=True)
     parser.add_argument("--max_new_tokens", type=count, default=1024, help="tokens of an answer; default %(default)s")
-    parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
     args = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
-    import transformers
+    from forgetting_transformer.evaluation import niah_steps
+    from forgetting_transformer.evaluation.models import folder_name
+    from forgetting_transformer.evaluation.workers import run
 
-    from forgetting_transformer.evaluation import niah_files, official
-    from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
-    from forgetting_transformer.evaluation.workers import start_workers
-
-    transformers.utils.logging.disable_progress_bar()
-    config = Path(__file__).with_name("config-pred.yaml")
-    try:
-        folders = niah_files.read_yaml(config)
-        prompts = Path(folders["prompt_dir"]) / niah_files.one_folder("--exp", args.exp)
-        workers = start_workers(official.device_of(args.device, args.device_id))
-        model = load_chosen(args, workers.device)
-        folder = Path(folders["save_dir"]) / args.exp / model.name
-        answered = niah_files.answer_prompts(
-            model, prompts, folder, workers, max_new_tokens=args.max_new_tokens, precision=args.precision
-        )
+    def evaluate(model, workers):
+        config, exp = niah_steps.ConfigFile(Path(__file__).with_name("config-pred.yaml")), args.exp
+        prompts = Path(config.need("prompt_dir")) / folder_name("--exp", exp)
+        folder = Path(config.need("save_dir")) / exp / model.name
+        limits = {"max_new_tokens": args.max_new_tokens, "precision": args.precision}
+        answered = niah_steps.answer_prompts(model, prompts, folder, workers, **limits)
         if workers.is_first:
             print(f"answers to {answered} prompts in {folder}")
-        workers.close()
-    except EvaluationError as error:
-        console.fail(f"error: {error}")
-    except KeyError as error:
-        sys.exit(f"error: {config} lacks the key {error.args[0]}")
+
+    run(args, evaluate)
 
 
 if __name__ == "__main__":

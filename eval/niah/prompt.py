@@ -8,16 +8,16 @@
 This is the first of four steps: prompt.py, pred.py, eval.py, plot_niah.py. run_niah.py does all and needs no judge.
 """
 
-import argparse
 import logging
 import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
+from forgetting_transformer.evaluation import options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.make_parser(__doc__)
     parser.add_argument(
         "--config",
         type=command_line.path,
@@ -30,18 +30,16 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
-    from forgetting_transformer.evaluation import niah_files
-    from forgetting_transformer.evaluation.models import EvaluationError
+    from forgetting_transformer.analysis import AnalysisError
+    from forgetting_transformer.evaluation import niah_steps
 
     beside = Path(__file__).with_name(args.config.name)
     file = beside if not args.config.exists() and beside.exists() else args.config
     try:
-        config = niah_files.read_prompt_config(file)
-        tokenizer = niah_files.load_prompt_tokenizer(args.tokenizer or config.tokenizer)
-        folder = niah_files.write_prompts(config, args.exp, tokenizer, args.haystack_dir)
-    except EvaluationError as error:
+        folder, count = niah_steps.write_prompts(file, args.exp, args.tokenizer, args.haystack_dir)
+    except AnalysisError as error:
         sys.exit(f"error: {error}")
-    print(f"{len(config.lengths) * len(config.depths)} prompts in {folder}")
+    print(f"{count} prompts in {folder}")
 
 
 if __name__ == "__main__":

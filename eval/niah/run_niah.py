@@ -14,30 +14,20 @@ predictions/*.json          one file per prompt; a later start computes only mis
 scores.json                 every prediction with its scores
 words.png, exact.png        heat-maps: the share of the reference answer's words in the answer, in order; whether the
                             answer is exact
-
-judge_niah.py lets a language model rate the answers instead.
 """
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
-from forgetting_transformer import command_line, console
-from forgetting_transformer.command_line import count, step
+from forgetting_transformer import command_line
+from forgetting_transformer.command_line import count
+from forgetting_transformer.evaluation import options
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
-    )
-    command_line.add_plugins(parser)
-    parser.add_argument(
-        "--model", type=command_line.name, help="name of the results' folder; default the last part of --model_path"
-    )
-    parser.add_argument("--step", type=step, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
+    parser = options.make_parser(__doc__)
+    options.add_model(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--haystack_dir",
@@ -68,8 +58,6 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--local_batch_size", type=count, default=1, help="prompts that a process runs together")
     parser.add_argument("--train_len", type=count, help="sequence length of training, where the model does not say")
-    parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
     args = parser.parse_args()
     in_paper = args.mode.startswith("paper")
     if args.max_new_tokens is None:
@@ -85,63 +73,40 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
-    import transformers
-
-    from forgetting_transformer.analysis import AnalysisError
-    from forgetting_transformer.data import DataError
-    from forgetting_transformer.evaluation.models import EvaluationError
-
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        run(args)
-    except (AnalysisError, EvaluationError, DataError) as error:
-        console.fail(f"error: {error}")
-
-
-def run(args: argparse.Namespace) -> None:
     import numpy as np
 
-    from forgetting_transformer.evaluation import niah, niah_paper
-    from forgetting_transformer.evaluation.models import load_chosen
-    from forgetting_transformer.evaluation.workers import start_workers
+    from forgetting_transformer.evaluation import niah
+    from forgetting_transformer.evaluation.workers import run
 
-    workers = start_workers(args.device)
-    model = load_chosen(args, workers.device, train_length=args.train_len)
-    chosen = {key: getattr(args, key) for key in ("question", "statement", "answer")}
-    needle = niah.Needle(**{key: value for key, value in chosen.items() if value is not None})
-    lengths = [round(float(x)) for x in np.linspace(args.min_length, args.max_length, args.num_lengths)]
-    depths = [round(float(x), 4) for x in np.linspace(0, 1, args.num_depths)] if args.num_depths > 1 else [0.5]
-    if args.mode in niah_paper.MODES:
-        text = niah_paper.find_text(args.haystack_dir, Path(__file__).with_name(niah_paper.ESSAYS))
-        haystack = niah_paper.Essays(model.require_tokenizer(), text, bos=model.bos_token_id is not None)
-    elif args.haystack_dir is not None:
-        haystack = niah.Haystack.from_folder(model, args.haystack_dir)
-    elif args.data_path is None:
-        haystack = niah.Haystack.from_text(model, niah_paper.free_text())
-    else:
-        haystack = niah.Haystack.from_heldout(model, args.data_path, args.dataset, args.samples * args.max_length)
-    folder = args.save_dir / model.name / args.mode
-    records = niah.evaluate(
-        model,
-        haystack,
-        niah.grid(lengths, depths, args.samples),
-        folder,
-        workers,
-        needle=needle,
-        mode=args.mode,
-        max_new_tokens=args.max_new_tokens,
-        batch_size=args.local_batch_size,
-        precision=args.precision,
-    )
-    if workers.is_first:
-        grid = {"lengths": lengths, "depths": depths, "train_length": model.train_length}
-        means = niah.write_results(folder, {"model": model.name, "mode": args.mode, **grid, "records": records})
-        words, exact = (100 * mean for mean in means)
-        found = f"{words:.1f} % of the answer's words found, {exact:.1f} % answered word for word"
-        print(f"{len(records)} prompts: {found}; {folder}")
-    workers.close()
+    def evaluate(model, workers):
+        chosen = {key: getattr(args, key) for key in ("question", "statement", "answer")}
+        needle = niah.Needle(**{key: value for key, value in chosen.items() if value is not None})
+        essays, needed = Path(__file__).with_name(niah.ESSAYS), args.samples * args.max_length
+        haystack = niah.find_haystack(model, args.mode, args.haystack_dir, essays, args.data_path, args.dataset, needed)
+        lengths = np.linspace(args.min_length, args.max_length, args.num_lengths)
+        depths = np.linspace(0, 1, args.num_depths) if args.num_depths > 1 else [0.5]
+        folder = args.save_dir / model.name / args.mode
+        records = niah.evaluate(
+            model,
+            haystack,
+            folder,
+            workers,
+            lengths=[round(float(length)) for length in lengths],
+            depths=[round(float(depth), 4) for depth in depths],
+            samples=args.samples,
+            needle=needle,
+            mode=args.mode,
+            max_new_tokens=args.max_new_tokens,
+            batch_size=args.local_batch_size,
+            precision=args.precision,
+        )
+        if workers.is_first:
+            words, exact = (100 * np.mean([record[score] for record in records]) for score in ("words", "exact"))
+            found = f"{words:.1f} % of the answer's words found, {exact:.1f} % answered word for word"
+            print(f"{len(records)} prompts: {found}; {folder}")
+
+    run(args, evaluate)
 
 
 if __name__ == "__main__":

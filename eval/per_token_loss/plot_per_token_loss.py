@@ -18,21 +18,18 @@ much more precise than either model's slope.
 main_loss_64k_line.png (and .pdf), whatever the length.
 """
 
-import argparse
 import sys
-from pathlib import Path
 
 from forgetting_transformer import command_line
 from forgetting_transformer.analysis import outputs, position_loss
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
 from forgetting_transformer.command_line import count
-from forgetting_transformer.evaluation import official
-from forgetting_transformer.evaluation.models import EvaluationError
+from forgetting_transformer.evaluation import official, options
 from forgetting_transformer.files import write_atomically
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.make_parser(__doc__)
     parser.add_argument(
         "results", type=command_line.name, nargs="*", metavar="RESULT", help="[NAME=]FOLDER with results.npz"
     )
@@ -69,7 +66,7 @@ def main() -> None:
         tables = {"slopes.md": position_loss.slope_table(position_loss.unique_names(results))}
         if compared:
             tables["comparison.md"] = position_loss.comparison_table(compared)
-        with outputs.writing(out, "plot_per_token_loss.py", is_old_figure) as new:
+        with outputs.writing(out, "plot_per_token_loss.py") as new:
             for suffix in ("png", "pdf"):
                 loss_against_position(curves, new / f"{stem}.{suffix}", lengths, args.first, conditions)
                 if compared:
@@ -77,17 +74,11 @@ def main() -> None:
             for name, table in tables.items():
                 write_atomically(new / name, f"{table.markdown()}\n", durable=False)
             pictures = sorted(path.name for path in new.iterdir() if path.suffix != ".md")
-    except (EvaluationError, ValueError) as error:
+    except ValueError as error:
         sys.exit(f"error: {error}")
     print("\n".join(str(out / name) for name in pictures))
     for name, table in tables.items():
         print(f"{out / name}\n\n{table.markdown()}\n")
-
-
-def is_old_figure(path: Path) -> bool:
-    """Whether the file lies beside a table of slopes of an earlier version."""
-    slopes = path.with_name("slopes.md")
-    return slopes.is_file() and slopes.read_bytes().startswith(b"| Model | at position i |")
 
 
 if __name__ == "__main__":

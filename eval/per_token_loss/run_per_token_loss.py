@@ -12,24 +12,17 @@ and results.npz. The same command continues after a kill, on any number of GPUs.
 """
 
 import argparse
-import logging
 import sys
 
-from forgetting_transformer import command_line, console
-from forgetting_transformer.command_line import at_least, count, number, step
+from forgetting_transformer import command_line
+from forgetting_transformer.command_line import at_least, count, number
+from forgetting_transformer.evaluation import options
 from forgetting_transformer.ranges import TOKENS
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
-    )
-    command_line.add_plugins(parser)
-    parser.add_argument(
-        "--model", type=command_line.name, help="name of the results' folder; default the last part of --model_path"
-    )
-    parser.add_argument("--step", type=step, help="training tokens of a run's checkpoint; default the newest valid one")
+    parser = options.make_parser(__doc__)
+    options.add_model(parser)
     parser.add_argument(
         "--data_path",
         type=command_line.name,
@@ -47,8 +40,7 @@ def parse_args() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar=("NAME", "KEY=VALUE"),
-        help="datamodule.name of a plug-in that reads DATA_PATH, and further keys of datamodule; without it, a folder "
-        "without heldout.zarr is of the corpus that the plug-ins have, if that is one",
+        help="datamodule.name of a plug-in that reads DATA_PATH, and further keys of datamodule",
     )
     parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL")
     parser.add_argument(
@@ -80,10 +72,6 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--save_interval", type=count, default=64, help="batches between two writes of the state")
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="continue; the default")
-    parser.add_argument(
-        "--precision", default="auto", choices=["auto", "bf16", "fp32"], help="auto: bf16 autocast on CUDA, else fp32"
-    )
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
     args = parser.parse_args()
     if args.preset and args.eval_len:
         parser.error("--preset=extrapolation evaluates whole documents; leave --eval_len out")
@@ -107,36 +95,23 @@ def token_count(text: str) -> int | str:
 
 def main() -> None:
     args = parse_args()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
-    import transformers
-
-    from forgetting_transformer.analysis import AnalysisError, evaluations, position_loss
-    from forgetting_transformer.data import DataError
+    from forgetting_transformer.analysis import position_loss
     from forgetting_transformer.evaluation import per_token_loss
-    from forgetting_transformer.evaluation.corpora import open_corpus
-    from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
-    from forgetting_transformer.evaluation.workers import start_workers
-    from forgetting_transformer.files import write_atomically
+    from forgetting_transformer.evaluation.workers import run
 
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        place, of_plug_in = per_token_loss.find_corpus(args.data_path, args.dataset, args.corpus)
-        options = {
-            "length": args.eval_len,
-            "tokens": None if args.eval_tokens == "all" else args.eval_tokens,
-            "vocab_size": args.vocab_size,
-            "bos_token_id": args.bos_token_id,
-            "at_most": per_token_loss.PAPER_TOKENS if args.eval_tokens is None else None,
-        }
-        data = None if of_plug_in else per_token_loss.open_heldout(place, **options)
-        workers = start_workers(args.device)
-        model = load_chosen(args, workers.device, train_length=args.train_len)
-        if data is None:
-            name, *keys = of_plug_in
-            data = open_corpus(name, place, keys, model, **options)
-        if args.preset == "extrapolation":
-            per_token_loss.check_extrapolates(model, data)
+    def evaluate(model, workers):
+        data = per_token_loss.open_data(
+            model,
+            args.data_path,
+            args.dataset,
+            args.corpus,
+            length=args.eval_len,
+            tokens=None if args.eval_tokens == "all" else args.eval_tokens,
+            vocab_size=args.vocab_size,
+            bos_token_id=args.bos_token_id,
+            at_most=per_token_loss.PAPER_TOKENS if args.eval_tokens is None else None,
+        )
         folder = args.save_dir / model.name
         results = per_token_loss.evaluate(
             model,
@@ -148,20 +123,16 @@ def main() -> None:
             save_interval=args.save_interval,
             resume=args.resume,
             context=args.context,
+            extrapolation=args.preset == "extrapolation",
         )
         if workers.is_first:
-            table = position_loss.slope_table({model.name: results})
-            if args.preset == "extrapolation":
-                table = position_loss.extrapolation_table({model.name: results})
-                with evaluations.writing(folder, "per_token_loss") as new:
-                    write_atomically(new / "extrapolation.md", f"{table.markdown()}\n", durable=False)
-            loss = (
-                f"{results[f'val/loss_avg_len_{data.length}']:.4f} nats per token ({results['eval_tokens']:,} tokens)"
-            )
-            print(f"loss over {results['eval_len']:,} positions: {loss}; {folder}/results.json\n\n{table.markdown()}")
-        workers.close()
-    except (AnalysisError, EvaluationError, DataError) as error:
-        console.fail(f"error: {error}")
+            table = position_loss.extrapolation_table if args.preset else position_loss.slope_table
+            loss = results[f"val/loss_avg_len_{data.length}"]
+            said = f"{loss:.4f} nats per token ({results['eval_tokens']:,} tokens)"
+            print(f"loss over {data.length:,} positions: {said}; {folder}/results.json")
+            print(f"\n{table({model.name: results}).markdown()}")
+
+    run(args, evaluate)
 
 
 if __name__ == "__main__":

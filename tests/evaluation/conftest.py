@@ -15,40 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from forgetting_transformer.training.export import export
 from tests.training.conftest import STEP, changed, tiny_config, train
 
-WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sat",
-    "ran",
-    "on",
-    "under",
-    "mat",
-    "house",
-    "red",
-    "small",
-    "and",
-    "then",
-    ".",
-    ",",
-    "answer",
-    "question",
-    ":",
-    "what",
-    "is",
-    "best",
-    "thing",
-    "to",
-    "do",
-    "in",
-    "city",
-    "eat",
-    "sandwich",
-    "park",
-    "sunny",
-    "day",
-]
+_WORDS = "the a cat dog sat ran on under mat house red small and then . , answer question : what is best thing to do in"
+WORDS = f"{_WORDS} city eat sandwich park sunny day".split()
 VOCABULARY = ["<eos>", "<unk>", *WORDS]
 DOC_LEN, DOCUMENTS, TRAIN_LENGTH = 256, 24, 32
 

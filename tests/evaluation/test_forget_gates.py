@@ -7,15 +7,13 @@ import re
 import numpy as np
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from forgetting_transformer.analysis.plots import heatmaps
 from forgetting_transformer.evaluation import forget_gates
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.model.layers import GroupRMSNorm
-from tests.evaluation.conftest import TRAIN_LENGTH, sentences
+from tests.evaluation.conftest import sentences
 from tests.evaluation.scripts import run_script
 from tests.model.small_models import PRO, small, small_model
 
@@ -115,34 +113,6 @@ def test_pictures_are_the_largest_entries_of_the_matrices(length, pixels, monkey
         torch.testing.assert_close(weights, pooled(attention[head], size))
 
 
-class LargestTensor(TorchDispatchMode):
-    """Notes the most elements of any tensor made while it is active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            self.elements = max(self.elements, out.numel())
-        return out
-
-
-@pytest.mark.slow
-def test_a_text_of_16k_tokens_needs_a_strip_and_not_the_square():
-    length, heads = 16384, 1
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(heads, length, 8, generator=generator) for _ in range(2))
-    log_fgate = torch.nn.functional.logsigmoid(4 + torch.randn(heads, length, generator=generator)).double()
-    inputs = forget_gates.AttentionInputs(0, q, k, log_fgate, torch.full((heads,), 5.0), -10.0)
-    with LargestTensor() as largest:
-        forget_gates.gate_matrix(log_fgate[0], 64)
-        forget_gates.attention_map(inputs, 0, 64)
-        forget_gates.report_heads(inputs, -10.0)
-    assert largest.elements <= 2**24 < length**2 / 8
-
-
 @pytest.mark.parametrize("tokens", [1, 7, 100])
 def test_the_memory_of_a_constant_gate_is_its_decay_time(tokens):
     log_fgate = torch.full((1, 1000), -1 / (tokens + 0.5), dtype=torch.float64)
@@ -181,51 +151,27 @@ def test_models_without_forgetting_attention_and_layers_they_lack_are_refused():
     assert (inputs.log_fgate_HT == 0).all()
 
 
-@pytest.mark.slow
-def test_the_figures_of_an_exported_model(quickstart, tmp_path):
+def test_the_figures_of_a_model_are_of_one_model_and_impossible_requests_name_the_flag(quickstart, tmp_path):
     (tmp_path / "text.txt").write_text(sentences(5, 200))
-    arguments = ["--model_path", quickstart.hf, "--text", tmp_path / "text.txt", "--out", tmp_path / "out"]
-    done = run_script(SCRIPT, *arguments, "--pixels", 32, "--layers", 1, "--heads", "0,1")
+    text, out = ["--text", tmp_path / "text.txt", "--pixels", 32, "--layers", 1], tmp_path / "out"
+    done = run_script(SCRIPT, "--model_path", quickstart.hf, *text, "--heads", "0,1", "--out", out)
     assert done.returncode == 0, done.stderr
     for name in ("gates", "attention", "memory"):
-        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    summary = json.loads((tmp_path / "out/heads.json").read_text())
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((out / "heads.json").read_text())
     assert summary["tokens"] == 201
     assert [(entry["layer"], entry["head"]) for entry in summary["heads"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all(0 <= entry["pruned"] <= 1 and entry["memory"] >= 0 for entry in summary["heads"])
-
-
-@pytest.mark.slow
-def test_memory_over_training_reads_every_checkpoint_of_a_run(quickstart, tmp_path):
-    arguments = ["--data_path", quickstart.data, "--dataset", "words", "--document", 2, "--out", tmp_path]
-    done = run_script(SCRIPT, "--model_path", quickstart.run, *arguments, "--over_training")
-    assert done.returncode == 0, done.stderr
-    history = json.loads((tmp_path / "training.json").read_text())
-    assert [entry["train_tokens"] for entry in history] == [4 * 4 * TRAIN_LENGTH, 8 * 4 * TRAIN_LENGTH]
-    assert all(len(entry["heads"]) == 4 for entry in history)
-    newest = json.loads((tmp_path / "heads.json").read_text())["heads"]
-    assert history[-1]["heads"] == newest, "what is evaluated without --over_training is the newest checkpoint"
-    assert (tmp_path / "training.png").is_file()
-    done = run_script(SCRIPT, "--model_path", quickstart.hf, *arguments)
+    done = run_script(SCRIPT, "--model_path", quickstart.run, *text, "--out", out)
     assert done.returncode == 1 and "choose another --out" in done.stderr, "results of another model stay"
-    assert json.loads((tmp_path / "heads.json").read_text())["heads"] == newest
-    done = run_script(SCRIPT, "--model_path", quickstart.hf, *arguments[:-1], tmp_path / "hf", "--over_training")
-    assert done.returncode == 1 and "--over_training reads the checkpoints of a training run" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+    document = ["--model_path", quickstart.hf, "--data_path", quickstart.data / "words", "--out", tmp_path / "other"]
+    for arguments, message in (
         (["--layers", "9"], "--layers=9: the model's forgetting-attention layers are 0, 1"),
-        (["--layers", "a"], "argument --layers: 'a': give whole numbers"),
         (["--heads", "2"], "--heads=2: the model's heads are 0 to 1"),
         (["--document", "99"], "--document=99: .* has documents 0 to 23"),
-    ],
-)
-def test_impossible_requests_name_the_flag(quickstart, tmp_path, arguments, message):
-    common = ["--model_path", quickstart.hf, "--data_path", quickstart.data / "words", "--out", tmp_path]
-    done = run_script(SCRIPT, *common, *arguments)
-    assert done.returncode != 0 and re.search(message, done.stderr), done.stderr
+    ):
+        done = run_script(SCRIPT, *document, *arguments)
+        assert done.returncode == 1 and re.search(message, done.stderr), done.stderr
 
 
 def test_values_below_the_threshold_and_above_the_diagonal_are_not_drawn(tmp_path, monkeypatch):
@@ -235,31 +181,3 @@ def test_values_below_the_threshold_and_above_the_diagonal_are_not_drawn(tmp_pat
     heatmaps.head_matrices({(3, 1): picture}, tmp_path / "a.png", 2, "weight", threshold=0.5)
     shown = figures[0].axes[0].images[0].get_array()
     assert shown.mask.tolist() == [[False, True], [True, False]]
-
-
-def test_nothing_in_a_grid_of_heads_lies_over_its_title_or_its_conditions(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
-    pictures = {(layer, head): np.full((4, 4), 0.5) for layer in range(2) for head in range(2)}
-    conditions = ["on one text of 512 tokens", "a long condition of several words " * 4]
-    heatmaps.head_matrices(pictures, tmp_path / "a.png", 512, "weight", title="Gates of fox", conditions=conditions)
-    (figure,) = figures
-    FigureCanvasAgg(figure).draw()
-    title, note = figure.texts
-    assert title.get_text() == "Gates of fox" and "512 tokens" in note.get_text()
-    assert figure.axes[2].get_xlabel() == "key position j (tokens)"
-    for box in (text.get_window_extent() for text in figure.texts):
-        assert not any(box.overlaps(axes.get_tightbbox()) for axes in figure.axes)
-
-
-def test_memories_that_are_lower_bounds_are_marked_over_training_too(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
-    memory, is_bound = {(0, 0): [4, 8], (1, 0): [16, 64]}, {(0, 0): [False, False], (1, 0): [False, True]}
-    heatmaps.heads_over_training([100, 200], memory, is_bound, [0.25, 0.5], tmp_path / "a.png")
-    axes, below = figures[0].axes
-    assert below.lines[0].get_ydata().tolist() == [25, 50] and "%" in below.get_ylabel()
-    marked = [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.lines if line.get_marker() == "^"]
-    assert marked == [([], []), ([200], [64.0])]
-    (legend,) = figures[0].legends
-    assert "at least this: not forgotten within the text" in [text.get_text() for text in legend.get_texts()]

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("rouge", reason="the extra `eval` is not installed")
 
 from forgetting_transformer.analysis.evaluations import read_evaluation
+from forgetting_transformer.analysis.longbench_sets import LONGBENCH_OF_PAPER
 from forgetting_transformer.analysis.question_scores import read_question_scores
 from forgetting_transformer.evaluation import longbench
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
@@ -49,22 +50,16 @@ def data(tmp_path):
     return folder
 
 
-def test_there_are_sixteen_english_sets_with_the_benchmarks_lengths():
-    lengths = {name: entry.max_new_tokens for name, entry in longbench.SETS.items()}
-    assert lengths == {
+def test_the_sets_are_the_papers_fourteen_with_the_benchmarks_lengths():
+    assert tuple(longbench.SETS) == LONGBENCH_OF_PAPER and len(longbench.SETS) == 14
+    assert {name: entry.max_new_tokens for name, entry in longbench.SETS.items()} == {
         **dict.fromkeys(("narrativeqa", "qasper", "samsum"), 128),
         **dict.fromkeys(("multifieldqa_en", "trec", "lcc", "repobench-p"), 64),
-        **dict.fromkeys(("hotpotqa", "2wikimqa", "musique", "triviaqa", "passage_count", "passage_retrieval_en"), 32),
+        **dict.fromkeys(("hotpotqa", "2wikimqa", "musique", "triviaqa"), 32),
         **dict.fromkeys(("gov_report", "qmsum", "multi_news"), 512),
     }
-
-
-def test_the_papers_fourteen_are_the_default():
-    chosen = longbench.choose_sets(None)
-    assert len(chosen) == 14 and set(longbench.SETS) - set(chosen) == {"passage_count", "passage_retrieval_en"}
-    assert set(chosen) - set(longbench.choose_sets(None, even=True)) == {"narrativeqa", "musique", "qmsum"}
-    assert longbench.choose_sets("all") == list(longbench.SETS) and len(longbench.choose_sets("all", even=True)) == 13
-    assert longbench.choose_sets("lcc,passage_count") == ["lcc", "passage_count"]
+    assert set(longbench.SETS) - set(longbench.choose_sets(None, even=True)) == {"narrativeqa", "musique", "qmsum"}
+    assert longbench.choose_sets("lcc,trec") == ["lcc", "trec"]
     with pytest.raises(EvaluationError, match=r"--sets=qmsum: the sets of LongBench-E are qasper, "):
         longbench.choose_sets("qmsum", even=True)
 
@@ -87,64 +82,45 @@ def test_prompts_agree_with_lm_evals_copy_of_the_benchmark():
         assert entry.prompt.split() == theirs.split(), name
 
 
-@pytest.mark.parametrize(
-    ("prediction", "answer", "score"),
-    [
+def test_scores_are_the_benchmarks():
+    for prediction, answer, score in (
         ("The Cat, sat!", "cat sat", 1.0),
         ("the cat sat on a mat", "cat sat", 2 * (2 / 4) * 1 / (2 / 4 + 1)),
         ("cat cat cat", "cat", 0.5),
         ("dog", "cat", 0.0),
         ("", "cat", 0.0),
-    ],
-)
-def test_f1_of_words(prediction, answer, score):
-    assert longbench.f1(prediction, answer) == pytest.approx(score)
-
-
-def test_rouge_l_is_that_of_the_benchmarks_package():
+    ):
+        assert longbench.f1(prediction, answer) == pytest.approx(score)
     assert longbench.rouge_l("the cat sat on the mat", "the cat sat on the mat") == pytest.approx(1.0, abs=1e-6)
     # The longest common subsequence of "the cat ran" and "the dog ran" has 2 of 3 words: P = R = F.
     assert longbench.rouge_l("the cat ran", "the dog ran") == pytest.approx(2 / 3, abs=1e-6)
     assert longbench.rouge_l("", "the dog ran") == longbench.rouge_l(" . ", "the dog ran") == 0.0
-
-
-@pytest.mark.parametrize(
-    ("prediction", "answer", "score"),
-    [
+    classes = ["Food", "Sport", "entity", "Other entity"]  # "entity" is part of another's name
+    for prediction, answer, score in (
         ("Food", "Food", 1.0),
         ("Food or Sport", "Food", 0.5),
         ("Sport", "Food", 0.0),
-        ("Other entity", "Other entity", 1.0),  # "entity" is part of the answer's own name
-        ("", "Food", 0.0),
-    ],
-)
-def test_classes_named_share_the_score(prediction, answer, score):
-    assert longbench.classification(prediction, answer, ["Food", "Sport", "entity", "Other entity"]) == score
-
-
-def test_code_is_compared_with_the_first_line_that_is_code():
+        ("Other entity", "Other entity", 1.0),
+    ):
+        assert longbench.classification(prediction, answer, classes) == score
     assert longbench.code_similarity("\n# a comment\n```python\nx = 1\ny = 2", "x = 1") == 1.0
     assert longbench.code_similarity("abcd", "abxd") == 0.75
     assert longbench.code_similarity("# nothing", "x") == 0.0
     assert longbench.code_line("\n\nx = 1\ny") == "x = 1" and longbench.code_line("x = 1  # one\n// y") is None
 
 
-def test_synthetic_sets_count_the_numbers_that_are_right():
-    assert longbench.count("There are 7, or 8", "7") == 0.5
-    assert longbench.count("seven", "7") == 0.0 and longbench.count("17", "7") == 0.0
-    assert longbench.retrieval("Paragraph 12", "Paragraph 12") == 1.0
-    assert longbench.retrieval("12 or Paragraph 1", "Paragraph 1") == 0.5
-
-
 def test_only_the_benchmarks_three_sets_count_the_first_line_alone():
-    single = {name for name, entry in longbench.SETS.items() if entry.first_line}
-    assert single == {"trec", "triviaqa", "samsum"}
-    assert longbench.score_example("triviaqa", "\nParis\nLondon is", ["Paris"], None) == 1.0
-    assert longbench.score_example("hotpotqa", "\nParis\nLondon is", ["Paris"], None) == 0.5
-    whole = longbench.score_example("gov_report", "the cat sat.\nthe dog ran.", ["the cat sat. the dog ran."], None)
+    assert {name for name, entry in longbench.SETS.items() if entry.first_line} == {"trec", "triviaqa", "samsum"}
+
+    def score(name: str, prediction: str, *answers: str, as_in_paper: bool = False) -> float:
+        return longbench.score_example(name, {"pred": prediction, "answers": answers}, as_in_paper)
+
+    assert score("triviaqa", "\nParis\nLondon is", "Paris") == 1.0
+    assert score("hotpotqa", "\nParis\nLondon is", "Paris") == 0.5
+    whole = score("gov_report", "the cat sat.\nthe dog ran.", "the cat sat. the dog ran.")
     assert whole == pytest.approx(1.0, abs=1e-6), "a summary has more than one line"
-    assert longbench.score_example("hotpotqa", "red", ["blue", "red", "green"], None) == 1.0, "the best reference"
-    assert longbench.score_example("hotpotqa", "\nParis\nLondon is", ["Paris"], None, as_in_paper=True) == 1.0
+    assert score("hotpotqa", "red", "blue", "red", "green") == 1.0, "the best reference"
+    assert score("hotpotqa", "\nParis\nLondon is", "Paris", as_in_paper=True) == 1.0
 
 
 def test_longbench_e_has_a_score_for_each_range_of_lengths():
@@ -183,7 +159,7 @@ def test_the_command_answers_and_scores_every_set(quickstart, data, tmp_path, mo
     done = run_script(SCRIPT, *arguments, "--limit", 1)
     assert done.returncode == 0, done.stderr
     scores = json.loads((tmp_path / "hf/results.json").read_text())
-    assert list(scores) == list(longbench.PAPER_SETS) and all(0 <= score <= 100 for score in scores.values())
+    assert list(scores) == list(longbench.SETS) and all(0 <= score <= 100 for score in scores.values())
     answers = read_question_scores(tmp_path / "hf")
     assert {name: round(np.mean(of_set.scores["score"]), 2) for name, of_set in answers.items()} == scores
     done = run_script(SCRIPT, *arguments)
@@ -208,41 +184,10 @@ def test_answers_are_asked_for_once_whatever_the_number_of_processes(model, data
     assert len(asked) == 1 and asked[0][1]["min_new_tokens"] == 1
     with (tmp_path / "pred/samsum.1.jsonl").open("a") as file:
         file.write('{"index": 0, "pr')  # killed while it wrote
-    (score,) = longbench.evaluate(model, tmp_path, ALONE, **options).numbers
+    longbench.evaluate(model, tmp_path, ALONE, **options)
+    (score,) = read_evaluation(tmp_path).numbers
     assert (score.task, score.value, score.standard_error, score.samples) == ("samsum", 100.0, 0.0, 3)
     assert len(asked) == 3
-
-
-def test_longbench_e_scores_each_range_of_lengths_in_a_folder_of_its_own(quickstart, tmp_path, monkeypatch):
-    example = {"input": "what ?", "context": "the cat sat", "answers": ["red"], "all_classes": ["red", "blue"]}
-    lines = [json.dumps({**example, "length": length}) for length in (100, 200, 9000)]
-    (tmp_path / "trec_e.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    monkeypatch.setattr(longbench, "continue_greedily", lambda *_arguments, **_options: ["red"])
-    arguments = [
-        "--model_path",
-        quickstart.hf,
-        "--save_dir",
-        tmp_path / "out",
-        "--data_dir",
-        tmp_path,
-        "--max_length",
-        60,
-    ]
-    done = run_script(SCRIPT, *arguments, "--sets", "trec", "--e")
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "out/hf_e/results.json").read_text()) == {
-        "trec": {"0-4k": 100.0, "4-8k": None, "8k+": 100.0}
-    }
-    found = read_evaluation(tmp_path / "out/hf_e").numbers
-    assert [(one.at["words"], one.value, one.standard_error, one.samples) for one in found] == [
-        ("0-4k", 100.0, 0.0, 2), ("8k+", 100.0, None, 1),
-    ]  # fmt: skip
-    rows = [line.split("|")[1:3] for line in (tmp_path / "out/hf_e/table.md").read_text().splitlines()]
-    assert [[cell.strip() for cell in row] for row in rows if "---" not in row[0]] == [
-        ["Words", "TREC"], ["0-4k", "100.00 ± 0.00"], ["8k+", "100.00"],
-    ]  # fmt: skip
-    done = run_script(SCRIPT, *arguments, "--sets", "qmsum", "--e")
-    assert done.returncode == 1 and "--sets=qmsum: the sets of LongBench-E are" in done.stderr
 
 
 def test_data_is_read_from_the_benchmarks_archive_without_unpacking_it(data, tmp_path, monkeypatch):
@@ -258,15 +203,6 @@ def test_data_is_read_from_the_benchmarks_archive_without_unpacking_it(data, tmp
         longbench.read_examples("lcc", tmp_path / "data.zip")
 
 
-def test_a_text_may_hold_what_unicode_calls_a_line_separator(data):
-    file = data / "trec.jsonl"
-    first, *rest = file.read_text().splitlines()
-    odd = json.loads(first) | {"context": "the cat\u2028sat\u0085on the mat"}
-    file.write_text("\n".join([json.dumps(odd, ensure_ascii=False), *rest, "", ""]), encoding="utf-8")
-    examples = longbench.read_examples("trec", data)
-    assert len(examples) == 3 and examples[0]["context"] == odd["context"]
-
-
 def test_missing_data_says_what_to_download_and_where_to_put_it(tmp_path, monkeypatch):
     def offline(*_arguments, **_options):
         raise OSError("no network")
@@ -280,15 +216,3 @@ def test_missing_data_says_what_to_download_and_where_to_put_it(tmp_path, monkey
     (tmp_path / "trec.jsonl").write_text('{"question": "other"}\n')
     with pytest.raises(EvaluationError, match=r"is not a set of LongBench \(KeyError: 'context'\)"):
         longbench.read_examples("trec", tmp_path)
-
-
-def test_the_table_has_the_papers_groups(tmp_path):
-    for name, score in (("fox", 30.0), ("llama", 20.0)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "results.json").write_text(json.dumps(dict.fromkeys(longbench.PAPER_SETS, score)))
-    done = run_script("eval/longbench/table_longbench.py", tmp_path / "fox", tmp_path / "llama", "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "| fox | **30.00** |" in (tmp_path / "table.md").read_text() and (tmp_path / "scores.png").is_file()
-    latex = (tmp_path / "table.tex").read_text()
-    assert r"\multicolumn{3}{c}{Single-Document QA} & \multicolumn{3}{c}{Multi-Document QA}" in latex
-    assert latex.count(r"\underline{20.00}") == 14

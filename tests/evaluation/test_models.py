@@ -1,9 +1,7 @@
 """What can be evaluated: runs, exports, hub models; and what is refused."""
 
 import functools
-import logging
 import math
-import os
 import shutil
 
 import pytest
@@ -11,9 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from forgetting_transformer.analysis import page
 from forgetting_transformer.evaluation.models import EvaluationError, fingerprint, load_model, token_losses
-from forgetting_transformer.evaluation.workers import start_workers
+from forgetting_transformer.evaluation.workers import Workers, start_workers
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest
 from forgetting_transformer.training.export import export, load_checkpoint
@@ -32,19 +29,6 @@ def test_a_run_and_its_export_are_the_same_model(quickstart):
     assert AutoModelForCausalLM.from_pretrained(quickstart.hf).config.max_position_embeddings == TRAIN_LENGTH
 
 
-@pytest.mark.slow
-def test_a_folder_whose_name_is_not_utf_8_is_like_any_other(quickstart, tmp_path):
-    """The libraries in Rust that read weights and tokenizers refuse such a path."""
-    folder = tmp_path / os.fsdecode(b"caf\xe9")
-    shutil.copytree(quickstart.run, folder)
-    export(folder, folder / "hf")
-    run, exported = load_model(str(folder)), load_model(str(folder / "hf"))
-    assert fingerprint(run.model) == fingerprint(exported.model) == fingerprint(load_model(str(quickstart.hf)).model)
-    assert run.require_tokenizer().decode([2, 3]) == exported.require_tokenizer().decode([2, 3]) == "the a"
-    page.write_report([folder, quickstart.run], [], folder / "report.html")
-    assert "caf\\udce9" in (folder / "report.html").read_text(encoding="utf-8")
-
-
 def test_a_runs_earlier_checkpoint_is_another_model(quickstart):
     early = load_model(str(quickstart.run), step=4 * 4 * TRAIN_LENGTH)
     assert early.train_tokens == 4 * 4 * TRAIN_LENGTH
@@ -55,52 +39,44 @@ def test_a_runs_earlier_checkpoint_is_another_model(quickstart):
         load_model(str(quickstart.hf), step=5)
 
 
+def test_a_folder_with_both_is_the_exported_model_unless_a_step_is_chosen(quickstart, tmp_path):
+    shutil.copytree(quickstart.run, tmp_path / "both")
+    early = load_model(str(quickstart.run), step=4 * 4 * TRAIN_LENGTH)
+    early.model.save_pretrained(tmp_path / "both")
+    assert fingerprint(load_model(str(tmp_path / "both")).model) == fingerprint(early.model)
+    step = load_model(str(quickstart.run)).train_tokens
+    assert load_model(str(tmp_path / "both"), step=step).train_tokens == step
+
+
+def test_what_is_no_model_is_refused_in_one_line(quickstart, tmp_path):
+    def refused(source: object, message: str, **options) -> None:
+        with pytest.raises(EvaluationError, match=message) as caught:
+            load_model(str(source), **options)
+        assert "\n" not in str(caught.value)
+
+    for source in (tmp_path / "none", "./none", "output/hf/none"):
+        refused(source, f"^there is no folder {source}; give")
+    refused(tmp_path, r"neither a training run .* nor a model in Hugging Face format")
+    refused(quickstart.hf, r"--model='a/b' names a folder", name="a/b")
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, n_positions=16))
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    refused(tmp_path, r"the weights of .* are damaged \(.*again")
+    file.unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    refused(tmp_path, r"cannot load the model .*safetensors")
+    (tmp_path / "official/checkpoints").mkdir(parents=True)
+    for name in ("step-000000000001280.pt", "step-000000000001280.pt.done"):
+        (tmp_path / "official/checkpoints" / name).write_bytes(b"")
+    refused(tmp_path / "official", r"a run of the authors' code: evaluate its export, python save_model\.py")
+
+
 def test_a_model_trained_with_hugging_faces_loss_is_evaluated_like_any_other(quickstart, tmp_path):
     AutoModelForCausalLM.from_pretrained(quickstart.hf, loss="causal_lm").save_pretrained(tmp_path)
     ids = torch.arange(8)[None]
     losses = [token_losses(load_model(str(folder)).model, ids, ids.roll(-1, 1)) for folder in (tmp_path, quickstart.hf)]
     assert losses[0].shape == ids.shape and torch.equal(*losses)
-
-
-def test_a_run_of_the_authors_code_is_refused_with_the_way_to_evaluate_it(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    for name in ("step-000000000001280.pt", "step-000000000001280.pt.done"):
-        (tmp_path / "checkpoints" / name).write_bytes(b"")
-    with pytest.raises(
-        EvaluationError, match=r"a run of the authors' code: evaluate its export, python save_model\.py"
-    ):
-        load_model(str(tmp_path))
-
-
-def test_a_folder_that_is_not_there_is_no_hub_id(tmp_path):
-    for source in (str(tmp_path / "none"), "./none", "output/hf/none"):
-        with pytest.raises(EvaluationError, match=f"^there is no folder {source}; give"):
-            load_model(source)
-
-
-def test_what_is_no_model_is_refused(tmp_path, quickstart):
-    with pytest.raises(EvaluationError, match=r"neither a training run .* nor a model in Hugging Face format"):
-        load_model(str(tmp_path))
-    with pytest.raises(EvaluationError, match=r"--model='a/b' names a folder"):
-        load_model(str(quickstart.hf), name="a/b")
-
-
-def test_pickled_weights_are_refused(tmp_path):
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, n_positions=16))
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(EvaluationError, match=r"cannot load the model .*safetensors"):
-        load_model(str(tmp_path))
-
-
-def test_damaged_weights_are_one_line(tmp_path):
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, n_positions=16))
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(EvaluationError, match=r"the weights of .* are damaged \(.*again") as caught:
-        load_model(str(tmp_path))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("change", ["prefix", "gone", "more", "shape"])
@@ -180,55 +156,38 @@ def test_tied_weights_and_what_other_models_store_besides_are_no_reason_to_refus
     assert fingerprint(load_model(str(tmp_path)).model) == fingerprint(model)
 
 
-def test_a_folder_with_a_run_and_an_exported_model_is_not_guessed_about(quickstart, tmp_path):
-    shutil.copytree(quickstart.run, tmp_path / "both")
-    shutil.copytree(quickstart.hf, tmp_path / "both", dirs_exist_ok=True)
-    with pytest.raises(EvaluationError, match=r"both holds both a training run .* and a model .*--step=") as caught:
-        load_model(str(tmp_path / "both"))
-    assert "\n" not in str(caught.value)
-    early = load_model(str(tmp_path / "both"), step=4 * 4 * TRAIN_LENGTH)
-    assert early.train_tokens == 4 * 4 * TRAIN_LENGTH
-    # A folder of this name that no run made is the model's own business.
-    shutil.copytree(quickstart.hf, tmp_path / "hf")
-    (tmp_path / "hf/checkpoints").mkdir()
-    assert load_model(str(tmp_path / "hf")).train_tokens == load_model(str(quickstart.run)).train_tokens
-
-
-def test_a_foreign_models_losses_are_those_of_its_own_logits(tmp_path, monkeypatch):
+def test_a_foreign_models_losses_are_those_of_its_logits(tmp_path):
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=len(VOCABULARY), n_embd=8, n_layer=1, n_head=1, n_positions=64, bos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    model = load_model(str(tmp_path)).model
-    assert load_model(str(tmp_path)).train_length == 64
+    found = load_model(str(tmp_path))
+    assert found.train_length == 64
     input_ids, labels = torch.randint(len(VOCABULARY), (2, 3, 40))
-    logits = model(input_ids=input_ids).logits
+    logits = found.model(input_ids=input_ids).logits
     expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    # Slices of ten tokens: what is held at once must not change the result.
-    monkeypatch.setattr("forgetting_transformer.evaluation.models._MAX_LOGITS", 10 * len(VOCABULARY))
-    calls = []
-    model.lm_head.register_forward_hook(lambda module, args, out: calls.append(out.shape[0]))
-    torch.testing.assert_close(token_losses(model, input_ids, labels), expected)
-    assert calls[-12:] == [10] * 12, "the output layer must be run on slices"
+    torch.testing.assert_close(token_losses(found.model, input_ids, labels), expected)
 
 
-def test_a_model_whose_logits_are_changed_after_the_output_layer_still_gets_its_own_losses(tmp_path, caplog):
-    class Capped(GPT2LMHeadModel):
-        def forward(self, *args, **kwargs):
-            output = super().forward(*args, **kwargs)
-            output.logits = 0.1 * torch.tanh(output.logits / 0.1)
-            return output
+def test_what_the_first_process_refuses_every_process_refuses(monkeypatch):
+    """Another that waited for it would end with another error, of the network."""
+    sent = []
 
-    torch.manual_seed(0)
-    model = Capped(
-        GPT2Config(vocab_size=23, n_embd=8, n_layer=1, n_head=1, n_positions=64, initializer_range=1.0)
-    ).eval()
-    input_ids, labels = torch.randint(23, (2, 3, 40))
-    expected = torch.nn.functional.cross_entropy(
-        model(input_ids=input_ids).logits.transpose(1, 2), labels, reduction="none"
-    )
-    with caplog.at_level(logging.WARNING):
-        torch.testing.assert_close(token_losses(model, input_ids, labels), expected)
-    assert "all logits are computed at once" in caplog.text
+    def broadcast(workers, value):
+        if workers.is_first:
+            sent.append(value)
+        return sent[-1]
+
+    monkeypatch.setattr(Workers, "broadcast", broadcast)
+    processes = [Workers(rank, 2, torch.device("cpu")) for rank in (0, 1)]
+
+    def refuse():
+        raise EvaluationError("the folder holds other results")
+
+    for process in processes:
+        with pytest.raises(EvaluationError, match="the folder holds other results"):
+            process.on_first(refuse)
+    calls = iter([7])
+    assert [process.on_first(lambda: next(calls)) for process in processes] == [7, 7]
 
 
 def test_an_option_that_fabric_run_has_taken_is_not_lost_silently(monkeypatch):

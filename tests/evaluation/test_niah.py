@@ -1,25 +1,29 @@
 """Needle in a haystack: prompts of the stated length and depth, scores of known answers, no rating lost."""
 
 import json
+import re
+from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from forgetting_transformer.analysis import needles
 from forgetting_transformer.analysis.evaluations import from_needle
-from forgetting_transformer.evaluation import niah
-from forgetting_transformer.evaluation.judge import Judge
+from forgetting_transformer.evaluation import niah, niah_steps, texts
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
+from forgetting_transformer.evaluation.niah_steps import Judge
 from forgetting_transformer.evaluation.workers import Workers
-from tests.evaluation.conftest import sentences
-from tests.evaluation.scripts import run_script
+from tests.evaluation.conftest import VOCABULARY, sentences
+from tests.evaluation.scripts import ROOT, run_script
 
-SCRIPT, JUDGE = "eval/niah/run_niah.py", "eval/niah/judge_niah.py"
+SCRIPT = "eval/niah/run_niah.py"
 ALONE = Workers(0, 1, torch.device("cpu"))
 NEEDLE = niah.Needle("what is best ?", "the best thing is", "eat a sandwich in the park")
+#: Of words that the tokenizer knows.
+HIDDEN = "\nthe best thing is eat a sandwich in the park .\n"
+STOP = VOCABULARY.index(".")
 
 
 @pytest.fixture(scope="module")
@@ -29,83 +33,78 @@ def model(quickstart):
 
 @pytest.fixture
 def essays(tmp_path):
+    """Of 600 words each; read in the order of their names."""
     folder = tmp_path / "essays"
-    for n, name in enumerate(("b/two.txt", "a/one.md", "c.txt")):
+    for n, name in enumerate(("b.txt", "a.txt", "c.txt", "deeper/d.md")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(sentences(n, 150))
+        (folder / name).write_text(sentences(n, 600) + " ")
     (folder / "picture.png").write_bytes(b"\x89PNG")
     return folder
 
 
-def haystack(count: int = 1000, every: int = 5) -> niah.Haystack:
-    """Tokens 10, 11, …, 33 again and again; every fifth ends a sentence."""
+def haystack(model, count: int = 1000, every: int = 5) -> niah.Haystack:
+    """Tokens 20, 21, …, 33 again and again; every fifth ends a sentence."""
     position = np.arange(count)
-    return niah.Haystack(10 + position % 24, position % every == every - 1)
+    return niah.Haystack(model, np.where(position % every == every - 1, STOP, 20 + position % 14))
 
 
-def encode(model, text: str) -> list[int]:
+def ids_of(model, text: str) -> list[int]:
     return model.tokenizer(text, add_special_tokens=False).input_ids
 
 
-@pytest.mark.parametrize("mode", niah.MODES)
-@pytest.mark.parametrize("depth", [0.0, 0.3, 0.5, 1.0])
+def split(text: list[int], needle: list[int]) -> tuple[int, list[int]]:
+    """Where the only needle is, and the text without it."""
+    (place,) = (n for n in range(len(text)) if text[n : n + len(needle)] == needle)
+    return place, text[:place] + text[place + len(needle) :]
+
+
+@pytest.mark.parametrize(("mode", "depth"), [("easy", 0.0), ("standard", 0.3), ("easy", 0.5), ("standard", 1.0)])
 def test_a_prompt_has_its_length_and_the_needle_lies_at_its_depth(model, mode, depth):
-    cell = niah.Cell(200, depth, 0)
-    prompt = niah.build_prompt(model, haystack(), NEEDLE, mode, cell)
-    needle, query = (encode(model, text) for text in (NEEDLE.text(mode), NEEDLE.query))
+    hay = haystack(model)
+    prompt = hay.prompt(NEEDLE, mode, niah.Cell(200, depth, 0))
+    needle, query = (ids_of(model, text) for text in (NEEDLE.text(mode), NEEDLE.query))
     assert prompt.shape == (200,) and prompt.dtype == np.int64
     assert prompt[0] == 0, "the beginning-of-sequence token"
     assert prompt[-len(query) :].tolist() == query
-    text = prompt[1 : len(prompt) - len(query)].tolist()
-    places = [n for n in range(len(text)) if text[n : n + len(needle)] == needle]
-    assert len(places) == 1
-    room = len(text) - len(needle)
-    assert depth * room - 0.05 * room - 1 <= places[0] <= depth * room + 0.5
-    # Without needle and query the text is the haystack, whole.
-    without = text[: places[0]] + text[places[0] + len(needle) :]
-    assert without == haystack().tokens[:room].tolist()
+    place, without = split(prompt[1 : -len(query)].tolist(), needle)
+    room = len(without)
+    assert without == hay.tokens[:room].tolist()
+    assert depth * room - 0.05 * room - 1 <= place <= depth * room + 0.5
     if 0 < depth < 1:
-        assert haystack().is_end[places[0] - 1], "after the end of a sentence"
+        assert without[place - 1] == STOP, "after the end of a sentence"
 
 
 def test_only_the_easy_needle_holds_the_question():
     assert NEEDLE.text("easy") == "\nwhat is best ? Answer: the best thing is eat a sandwich in the park.\n"
     assert NEEDLE.text("standard") == "\nthe best thing is eat a sandwich in the park.\n"
     assert NEEDLE.query.endswith("what is best ? Answer: the best thing is")
-    with pytest.raises(EvaluationError, match="--mode='hard'; it must be one of standard, easy"):
-        NEEDLE.text("hard")
-
-
-def test_without_the_end_of_a_sentence_nearby_the_needle_is_put_at_its_depth_exactly(model):
-    text = niah.Haystack(np.full(1000, 12), np.zeros(1000, dtype=bool))
-    prompt = niah.build_prompt(model, text, NEEDLE, "standard", niah.Cell(101, 0.5, 0))
-    needle = encode(model, NEEDLE.text("standard"))
-    room = 101 - 1 - len(needle) - len(encode(model, NEEDLE.query))
-    assert prompt[1 + round(room / 2) :][: len(needle)].tolist() == needle
 
 
 def test_samples_use_other_parts_of_a_text_that_goes_round(model):
-    one, two = (niah.build_prompt(model, haystack(300), NEEDLE, "easy", niah.Cell(200, 0.5, n)) for n in (0, 1))
-    assert one[1] == 10 and two[1] == 10 + 200 % 24
+    hay = haystack(model, 300, every=1000)
+    one, two = (hay.prompt(NEEDLE, "easy", niah.Cell(201, 0.5, n)) for n in (0, 1))
+    assert one[1] == 20 and two[1] == hay.tokens[201]
+    needle, query = ids_of(model, NEEDLE.text("easy")), ids_of(model, NEEDLE.query)
+    place, without = split(one[1 : -len(query)].tolist(), needle)
+    assert place == round(len(without) / 2), "at its depth exactly where no sentence ends nearby"
     with pytest.raises(
         EvaluationError, match=r"a prompt of 20 tokens has no room for text: needle and query alone have"
     ):
-        niah.build_prompt(model, haystack(), NEEDLE, "easy", niah.Cell(20, 0.5, 0))
+        hay.prompt(NEEDLE, "easy", niah.Cell(20, 0.5, 0))
 
 
-def test_a_folders_texts_are_read_in_the_order_of_their_paths(model, essays, tmp_path):
-    tokens = niah.Haystack.from_folder(model, essays).tokens
-    expected = " ".join((essays / name).read_text() for name in ("a/one.md", "b/two.txt", "c.txt"))
-    assert tokens.tolist() == encode(model, expected)
-    (tmp_path / "none").mkdir()
-    with pytest.raises(EvaluationError, match=r"holds no text: put files there that end in \.txt"):
-        niah.Haystack.from_folder(model, tmp_path / "none")
-
-
-def test_a_corpus_of_held_out_documents_is_a_haystack(model, quickstart):
-    found = niah.Haystack.from_heldout(model, str(quickstart.data), "words", 300)
+def test_haystacks_are_folders_and_held_out_documents(model, essays, quickstart, tmp_path):
+    hay = niah.find_haystack(model, "easy", essays, tmp_path, None, "", 0)
+    names = ("a.txt", "b.txt", "c.txt", "deeper/d.md")
+    assert hay.tokens.tolist() == ids_of(model, " ".join((essays / name).read_text() for name in names))
+    found = niah.find_haystack(model, "easy", None, tmp_path, str(quickstart.data), "words", 300)
     assert len(found.tokens) == 512, "two documents of 256"
-    assert found.is_end.tolist() == [token == model.tokenizer.convert_tokens_to_ids(".") for token in found.tokens]
+    assert found.is_end.tolist() == (found.tokens == STOP).tolist()
+    (tmp_path / "none").mkdir()
+    with pytest.raises(EvaluationError, match=r"none holds no text: put \.txt files there"):
+        texts.read_folder(tmp_path / "none")
+    with pytest.raises(EvaluationError, match=r"there is no folder .*esays: give a folder"):
+        texts.read_folder(tmp_path / "esays")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,6 @@ def test_a_corpus_of_held_out_documents_is_a_haystack(model, quickstart):
         ("I would eat a big sandwich in the park", 0.0, 1.0),
         ("park the in sandwich a eat", 0.0, 1 / 6),
         # "eat a" and "in the park" are five words in order, though "sandwich in the park" is the longest run.
-        ("sandwich eat a in the park", 0.0, 5 / 6),
         ("a sandwich eat a in the park sandwich", 0.0, 5 / 6),
         ("", 0.0, 0.0),
         ("nothing " * 12 + "eat a sandwich in the park", 0.0, 0.0),
@@ -125,6 +123,49 @@ def test_a_corpus_of_held_out_documents_is_a_haystack(model, quickstart):
 def test_scores_of_known_answers(prediction, exact, words):
     assert niah.exact_match(prediction, NEEDLE.answer) == exact
     assert niah.word_match(prediction, NEEDLE.answer) == pytest.approx(words)
+
+
+# The paper's prompts
+# -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 30, 100])
+def test_the_paper_takes_the_needle_and_a_buffer_from_the_length(model, essays, tmp_path, depth):
+    text = niah.find_essays(essays, tmp_path)
+    assert text == "".join((essays / f"{name}.txt").read_text() for name in "abc")
+    hay, needle = niah.Essays(model.tokenizer, text, 0), ids_of(model, HIDDEN)
+    found = ids_of(model, hay.context(HIDDEN, 1000, depth))
+    assert len(found) == 1000 - 200
+    place, without = split(found, needle)
+    assert without == ids_of(model, text)[: len(without)]
+    wanted = int(len(without) * depth / 100)
+    after_stop = max([n + 1 for n in range(wanted) if without[n] == STOP], default=0)
+    assert place == (wanted if depth == 100 else after_stop)
+    whole = hay.prompt_text(NEEDLE.text("easy"), NEEDLE.asked, 400, 50)
+    assert whole.endswith(
+        "\n\nThere is an important piece of information hidden inside the above document. Now that you've read the "
+        "document, I will quiz you about it. Answer the following question: what is best ? Answer: the best thing is"
+    )
+    assert hay.prompt(NEEDLE, "paper_easy", niah.Cell(400, 0.5, 0)).tolist() == [0, *ids_of(model, whole)]
+    with pytest.raises(
+        EvaluationError, match=r"a prompt of 205 tokens has no room for text: the needle has 11, and 200"
+    ):
+        hay.context(HIDDEN, 205, 50)
+
+
+def test_essays_begin_again_where_they_end(model):
+    hay = niah.Essays(model.tokenizer, "the cat sat . ", 0)
+    found = ids_of(model, hay.context("red", 260, 100))
+    assert found == (ids_of(model, "the cat sat .") * 20)[:59] + ids_of(model, "red")
+
+
+def test_without_essays_pythons_documentation_is_the_haystack_and_that_is_said(tmp_path, capsys):
+    assert len(niah.find_essays(None, tmp_path / niah.ESSAYS)) > 100_000
+    assert "scores are not the paper's. github.com/zhixuan-lin" in capsys.readouterr().err
+
+
+# Evaluations
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_finished_prompts_are_not_asked_again_whatever_the_number_of_processes(model, tmp_path, monkeypatch):
@@ -137,149 +178,148 @@ def test_finished_prompts_are_not_asked_again_whatever_the_number_of_processes(m
     monkeypatch.setattr(niah, "continue_greedily", answer)
     monkeypatch.setattr(Workers, "wait", lambda self: None)
     monkeypatch.setattr(Workers, "broadcast", lambda self, value: value)
-    cells = niah.grid([100, 200], [0.0, 0.5, 1.0], 2)
-    options = {"needle": NEEDLE, "mode": "easy"}
+    options = {"lengths": [100, 200], "depths": [0.0, 0.5, 1.0], "samples": 2, "needle": NEEDLE, "max_new_tokens": 9}
     second_of_two = Workers(1, 2, torch.device("cpu"))
-    with pytest.raises(EvaluationError, match=r"predictions/length_100_depth_0.0_sample_0.json: run the evaluation"):
-        niah.evaluate(model, haystack(), cells, tmp_path, second_of_two, **options)  # the other one never ran
+    with pytest.raises(ValueError, match=r"predictions/length_100_depth_0.0_sample_0.json: run the evaluation"):
+        niah.evaluate(model, haystack(model), tmp_path, second_of_two, mode="easy", **options)  # the other never ran
     assert len(asked) == 6
-    records = niah.evaluate(model, haystack(), cells, tmp_path, ALONE, **options, batch_size=4)
+    records = niah.evaluate(model, haystack(model), tmp_path, ALONE, mode="easy", batch_size=4, **options)
     assert len(asked) == 12 == len({tuple(prompt) for prompt in asked})
-    evaluation = from_needle(
+    found = from_needle(
         {"model": "m", "mode": "easy", "records": [*records, {"length": 300, "depth": 0.0, "words": 1}]}
     )
-    lengths, depths, matrix = needles.score_matrix(evaluation, "exact")
+    lengths, depths, matrix = needles.score_matrix(found, "exact")
     assert (lengths, depths) == ([100, 200, 300], [0.0, 0.5, 1.0])
     np.testing.assert_array_equal(matrix, [[1, 0, np.nan]] * 3)
     with pytest.raises(EvaluationError, match=r"holds results with mode='easy', this evaluation has 'standard'"):
-        niah.evaluate(model, haystack(), cells, tmp_path, ALONE, needle=NEEDLE, mode="standard")
+        niah.evaluate(model, haystack(model), tmp_path, ALONE, mode="standard", **options)
 
 
-def test_the_command_on_an_exported_model(quickstart, essays, tmp_path):
-    arguments = ["--model_path", quickstart.hf, "--haystack_dir", essays, "--save_dir", tmp_path, "--mode", "standard"]
-    arguments += ["--question", "what is best ?", "--statement", "best is", "--answer", "sunny park"]
-    grid = ["--min_length", 60, "--max_length", 100, "--num_lengths", 3, "--num_depths", 2, "--local_batch_size", 2]
-    done = run_script(SCRIPT, *arguments, *grid, "--max_new_tokens", 4)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("6 prompts: ")
-    results = json.loads((tmp_path / "hf/standard/scores.json").read_text())
-    assert (results["lengths"], results["depths"], results["train_length"]) == ([60, 80, 100], [0.0, 1.0], 32)
-    assert {(r["length"], r["depth"]) for r in results["records"]} == {
-        (n, d) for n in (60, 80, 100) for d in (0.0, 1.0)
-    }
+@pytest.mark.parametrize(("mode", "tokens"), [("standard", 50), ("paper", 1024)])
+def test_the_command_in_both_modes(quickstart, essays, tmp_path, monkeypatch, mode, tokens):
+    asked = []
+
+    def answer(_model, prompts, max_new_tokens, *_arguments):
+        asked.append(max_new_tokens)
+        return ["eat a sandwich and sit in Dolores Park on a sunny day. And"] * len(prompts)
+
+    monkeypatch.setattr(niah, "continue_greedily", answer)
+    arguments = ["--model_path", quickstart.hf, "--haystack_dir", essays, "--save_dir", tmp_path, "--mode", mode]
+    grid = ["--num_lengths", 2, "--num_depths", 3, "--local_batch_size", 3]
+    done = run_script(SCRIPT, *arguments, "--min_length", 30, "--max_length", 40, *grid, "--max_new_tokens", 5)
+    assert done.returncode == 1 and "a prompt of 30 tokens has no room for text" in done.stderr
+    done = run_script(SCRIPT, *arguments, "--min_length", 300, "--max_length", 400, *grid)
+    assert done.returncode == 0, "settings of a start that failed stand in nobody's way"
+    assert set(asked) == {tokens}
+    assert done.stdout.startswith("6 prompts: 100.0 % of the answer's words found, 100.0 % answered")
+    results = json.loads((tmp_path / f"hf/{mode}/scores.json").read_text())
+    assert (results["lengths"], results["depths"], results["train_length"]) == ([300, 400], [0.0, 0.5, 1.0], 32)
     for name in ("words", "exact"):
-        assert (tmp_path / f"hf/standard/{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / f"hf/{mode}/{name}.png").read_bytes().startswith(b"\x89PNG")
+    done = run_script(SCRIPT, *arguments[:-1], "paper", "--samples", 2)
+    assert done.returncode == 2 and "leave --data_path and --samples out" in done.stderr
 
 
-def test_a_small_grid_has_room_for_its_title_and_says_what_it_shows(monkeypatch, tmp_path):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
-    records = [{"length": n, "depth": d, "words": d / 2} for n in (300, 400) for d in (0.0, 1.0)]
-    scores = {"model": "fox-pro-760m-longcrawl64-48b", "mode": "paper", "train_length": 300, "records": records}
-    needles.draw(from_needle(scores), "words", tmp_path / "x.png")
-    (figure,) = drawn
-    FigureCanvasAgg(figure).draw()
-    title, note = (text for text in figure.texts)
-    box = title.get_window_extent()
-    assert 0 <= box.x0 < box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height
-    assert not any(box.overlaps(axes.get_tightbbox()) for axes in figure.axes), "the colour bar is one of them"
-    text = note.get_text().replace("\n", " ")
-    assert "1 prompt a cell" in text and "mean 0.250 ± 0.144 (standard error over 4 prompts)" in text
-    assert "training length, 300 tokens" in text and "chance is above 0" in text
-    assert [cell.get_text() for cell in figure.axes[0].texts] == ["0", "0", "0.5", "0.5"]
+# The paper's steps
+# -------------------------------------------------------------------------------------------------------------
 
 
-def judge(endpoint, tmp_path, **options) -> Judge:
-    return Judge(endpoint.url, "grader", tmp_path / "cache.jsonl", wait=lambda seconds: None, **options)
+def test_the_configs_are_the_papers_and_a_wrong_one_names_the_key(tmp_path):
+    for mode in ("easy", "standard"):
+        config = niah_steps.ConfigFile(ROOT / f"eval/niah/config-prompt-{mode}.yaml")
+        assert niah_steps.grid(config, "context", "min_len", "max_len") == [1000 + 3100 * n for n in range(11)]
+        depths = niah_steps.grid(config, "document_depth", "min_percent", "max_percent")
+        assert depths == list(range(0, 101, 10))
+        assert config.need("prompt.needle") == niah.Needle().text(mode)
+        assert config.need("prompt.retrieval_question") == niah.Needle().asked
+    for text, message in (
+        ("prompt: [", r"line 1, column 10: not valid YAML"),
+        ("prompt", r"is not a YAML mapping"),
+        ("prompt: {needle: x}\nsave_dir: y", r"lacks the key prompt.retrieval_question"),
+        ("tokenizer: {tokenizer_type: OpenAI}", r"tokenizer.tokenizer_type='OpenAI'; only Huggingface"),
+    ):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(EvaluationError, match=message):
+            niah_steps.write_prompts(tmp_path / "config.yaml", "one")
 
 
-def test_ratings_are_asked_for_once(endpoint, tmp_path):
+def test_prompts_and_answers_of_two_kinds_are_not_mixed(quickstart, model, essays, tmp_path, monkeypatch):
+    monkeypatch.setattr(niah_steps, "continue_greedily", lambda *_arguments: [" red. \n"])
+
+    def write(*depths: int, exp: str = "one") -> Path:
+        config = {
+            "prompt": {"needle": "\nred .\n", "retrieval_question": "what ?", "haystack_dir": str(essays)},
+            "context": {"manually_select_list": [300]},
+            "document_depth": {"manually_select_list": depths},
+            "tokenizer": {"model_name": str(quickstart.hf)},
+            "save_dir": str(tmp_path / "prompts"),
+        }
+        (tmp_path / "config.yaml").write_text(json.dumps(config))
+        return niah_steps.write_prompts(tmp_path / "config.yaml", exp)[0]
+
+    prompts = write(0, 50)
+    assert write(0, 50) == prompts  # the same again
+    folder = tmp_path / "pred/one/hf"
+    assert niah_steps.answer_prompts(model, prompts, folder, ALONE) == 2
+    assert (folder / "Huggingface_len_300_depth_5000.txt").read_text() == "red."
+    changed = next(prompts.glob("*_prompts.json"))
+    changed.write_text(changed.read_text().replace("what ?", "who ?"))
+    with pytest.raises(EvaluationError, match=r"holds results with prompts=.*choose another --model name or --exp"):
+        niah_steps.answer_prompts(model, prompts, folder, ALONE)
+    with pytest.raises(EvaluationError, match=re.escape("(--exp; made so far: one); run prompt.py first")):
+        niah_steps.answer_prompts(model, prompts.with_name("on"), folder, ALONE)
+    with pytest.raises(EvaluationError, match=r"--exp='../one' names a folder"):
+        write(0, exp="../one")
+    with pytest.raises(EvaluationError, match=r"holds results with depths=\[0, 50\].*choose another --exp"):
+        write(25)
+    (prompts / "settings.json").unlink()
+    with pytest.raises(EvaluationError, match=r"holds prompts that do not say how they were made"):
+        write(0, 50)
+
+
+@pytest.fixture
+def judge(endpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(niah_steps.time, "sleep", lambda seconds: None)
+
+    def rate(answer: str, **options) -> int | None:
+        return Judge(endpoint.url, "grader", tmp_path / "cache.jsonl", **options).rate("q?", "a", answer)
+
+    return rate
+
+
+def test_ratings_are_asked_for_once(endpoint, tmp_path, judge):
     endpoint.replies = [(200, "Half of it, not [[9]] but [[4]]")]
-    assert judge(endpoint, tmp_path, api_key="secret").rate("q?", "a", "b") == 4
-    assert judge(endpoint, tmp_path).rate("q?", "a", "b") == 4, "from the cache, in another process too"
-    assert judge(endpoint, tmp_path).rate("q?", "a", "c") == 7
+    assert judge("b", api_key="secret") == 4
+    assert judge("b") == 4, "from the cache, in another process too"
+    assert judge("c") == 7
     (path, key, body), (_, no_key, _) = endpoint.requests
     assert (path, key, no_key) == ("/v1/chat/completions", "Bearer secret", None)
     assert body["model"] == "grader" and body["temperature"] == 0
     assert "secret" not in (tmp_path / "cache.jsonl").read_text()
 
 
-def test_failures_are_tried_again_then_kept_and_asked_for_next_time(endpoint, tmp_path):
+def test_failures_are_tried_again_then_kept_and_asked_for_next_time(endpoint, tmp_path, judge):
     endpoint.replies = [(500, ""), (429, ""), (200, "no brackets"), (200, "too much: [[11]]"), (200, "[[3]]")]
-    assert judge(endpoint, tmp_path, tries=5).rate("q?", "a", "b") == 3
+    assert judge("b") == 3
     endpoint.replies = [(500, "")] * 2
-    assert judge(endpoint, tmp_path, tries=2).rate("q?", "a", "other") is None
+    assert judge("other", tries=2) is None
     kept = [json.loads(line) for line in (tmp_path / "cache.jsonl").read_text().splitlines()]
     assert [record["rating"] for record in kept] == [3, None] and "500" in kept[1]["error"]
-    assert judge(endpoint, tmp_path).rate("q?", "a", "other") == 7
     with (tmp_path / "cache.jsonl").open("a") as file:
         file.write('{"key": "cut sho')  # killed while it wrote
-    assert judge(endpoint, tmp_path).rate("q?", "a", "third") == 7
-    assert judge(endpoint, tmp_path).rate("q?", "a", "third") == 7
-    assert len(endpoint.requests) == 9
+    assert judge("other") == judge("other") == 7
+    assert len(endpoint.requests) == 8
 
 
-def test_an_endpoint_that_refuses_the_key_is_not_asked_again(endpoint, tmp_path):
+def test_an_endpoint_that_refuses_or_is_not_there_is_given_up(endpoint, judge, monkeypatch):
     endpoint.replies = [(401, "")]
     with pytest.raises(EvaluationError, match=r"answers 401 for the model 'grader': check --judge_url"):
-        judge(endpoint, tmp_path).rate("q?", "a", "b")
+        judge("b")
     assert len(endpoint.requests) == 1
 
+    def refuse(*_arguments, **_options):
+        raise httpx.ConnectError("refused")
 
-def test_an_address_where_nothing_answers_is_given_up_after_one_rating(endpoint, tmp_path):
-    endpoint.url = "http://127.0.0.1:9/v1"  # the port `discard`, where nothing listens
-    with pytest.raises(EvaluationError, match=r"127\.0\.0\.1:9/v1 cannot be reached \(ConnectError.*check --judge_url"):
-        judge(endpoint, tmp_path, tries=2).rate("q?", "a", "b")
-    assert json.loads((tmp_path / "cache.jsonl").read_text())["rating"] is None
-
-
-def test_the_judges_command_keeps_what_it_has_when_some_fail(endpoint, tmp_path):
-    records = [
-        {"length": 60, "depth": depth, "sample": 0, "prediction": f"answer {depth}"} for depth in (0.0, 0.5, 1.0)
-    ]
-    grid = {"lengths": [60], "depths": [0.0, 0.5, 1.0], "train_length": None}
-    (tmp_path / "scores.json").write_text(json.dumps({"model": "m", "mode": "easy", **grid, "records": records}))
-    (tmp_path / "settings.json").write_text(json.dumps(vars(NEEDLE)))
-    endpoint.replies = [(200, "[[10]]"), (500, ""), (200, "[[2]]")]
-    arguments = [tmp_path, "--judge_url", endpoint.url, "--judge_model", "grader", "--tries", 1]
-    done = run_script(JUDGE, *arguments)
-    assert done.returncode == 1 and "1 answers have no rating" in done.stderr
-    ratings = [record["judge"] for record in json.loads((tmp_path / "judge.json").read_text())["records"]]
-    assert ratings == [10, None, 2] and "mean rating 6.00" in done.stdout
-    done = run_script(JUDGE, *arguments)
-    assert done.returncode == 0, done.stderr
-    assert len(endpoint.requests) == 4, "only the failed one was asked for again"
-    assert (tmp_path / "judge.png").is_file()
-
-
-def test_the_judge_replaces_no_file_of_others_and_asks_nothing_before(endpoint, tmp_path):
-    record = {"length": 60, "depth": 0.5, "sample": 0, "prediction": "a"}
-    scores = {"model": "m", "mode": "easy", "lengths": [60], "depths": [0.5], "train_length": None, "records": [record]}
-    (tmp_path / "scores.json").write_text(json.dumps(scores))
-    (tmp_path / "settings.json").write_text(json.dumps(vars(NEEDLE)))
-    arguments = [tmp_path, "--judge_url", endpoint.url, "--judge_model", "grader", "--tries", 1]
-    for name in ("judge.json", "judge.png"):
-        (tmp_path / name).write_text("{}")
-        done = run_script(JUDGE, *arguments)
-        assert done.returncode == 1 and f"{name} is not as eval/niah/judge_niah.py has written it" in done.stderr
-        assert (tmp_path / name).read_text() == "{}" and not endpoint.requests
-        (tmp_path / name).unlink()
-    # What an earlier version wrote, which kept no list, is replaced.
-    (tmp_path / "judge.json").write_text(json.dumps({**scores, "judge": "grader"}))
-    (tmp_path / "judge.png").write_text("a picture")
-    endpoint.replies = [(200, "[[7]]")]
-    assert run_script(JUDGE, *arguments).returncode == 0
-    assert json.loads((tmp_path / "judge.json").read_text())["records"][0]["judge"] == 7
-
-
-def test_the_judge_says_when_nothing_is_there_to_rate_and_when_nothing_was_rated(endpoint, tmp_path):
-    common = ["--judge_url", endpoint.url, "--judge_model", "grader", "--tries", 1]
-    done = run_script(JUDGE, tmp_path, *common)
-    assert done.returncode == 1 and "scores.json: run the evaluation that writes it first" in done.stderr
-    record = {"length": 60, "depth": 0.5, "sample": 0, "prediction": "a"}
-    scores = {"model": "m", "mode": "easy", "lengths": [60], "depths": [0.5], "train_length": None, "records": [record]}
-    (tmp_path / "scores.json").write_text(json.dumps(scores))
-    (tmp_path / "settings.json").write_text(json.dumps(vars(NEEDLE)))
-    endpoint.replies = [(500, "")]
-    done = run_script(JUDGE, tmp_path, *common)
-    assert done.returncode == 1 and "no answer was rated" in done.stdout and "nan" not in done.stdout
+    monkeypatch.setattr(httpx, "post", refuse)
+    with pytest.raises(EvaluationError, match=r"cannot be reached \(ConnectError: refused\): check --judge_url"):
+        judge("b", tries=2)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from lightning.fabric.cli import _run as fabric_run
 
-from forgetting_transformer.evaluation import generation, longbench, longbench_files, niah_files
+from forgetting_transformer.evaluation import longbench, niah_steps
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
+from forgetting_transformer.files import write_json
 from tests.evaluation.conftest import DOC_LEN, DOCUMENTS, Quickstart, sentences
 from tests.evaluation.scripts import ROOT, run_script, short_answers
 
@@ -88,7 +89,7 @@ def test_needle_in_a_haystack(reader, quickstart, monkeypatch, endpoint):
         text = file.read_text().replace("interval: 11", "interval: 2").replace("min_len: 1000", "min_len: 300")
         text = text.replace("max_len: 32000", "max_len: 400")
         file.write_text(text.replace("zhixuan-lin/longcrawl64-json-gpt2-tokenizer", str(quickstart.hf)))
-    asked = short_answers(monkeypatch, niah_files)
+    asked = short_answers(monkeypatch, niah_steps)
     monkeypatch.setenv("OPENAI_BASE_URL", endpoint.url)
     lines = commands("niah")
     assert [line.split()[1] for line in lines] == [
@@ -156,7 +157,8 @@ def test_short_context_tasks(reader, monkeypatch):
 
     def evaluate(model, folder, workers, *, tasks, max_length, batch_size, **_):
         assert len(tasks) == 11 and (max_length, batch_size, workers.device.type) == (16384, 16, "cpu")
-        generation.write_json(folder / "results.json", found)
+        folder.mkdir(parents=True)
+        write_json(folder / "results.json", found)
         return found
 
     monkeypatch.setattr(harness, "evaluate", evaluate)
@@ -189,12 +191,12 @@ def test_long_context_tasks(reader, tmp_path, monkeypatch):
     assert len(asked) == 2 * 14 + 2 * 11
     reader.type_all([pred])
     assert len(asked) == 2 * 14 + 2 * 11, "nothing is asked again"
-    for folder, sets in (("pred", longbench.PAPER_SETS), ("pred_e", longbench.choose_sets(None, even=True))):
+    for folder, sets in (("pred", longbench.SETS), ("pred_e", longbench.choose_sets(None, even=True))):
         files = {file.name for file in Path(folder, MODEL).glob("*.jsonl*")}
         assert files == {f"{name}.jsonl{end}" for name in sets for end in ("", ".done")}
         record = json.loads(Path(folder, MODEL, "lcc.jsonl").read_text().splitlines()[1])
         assert record.keys() == {"pred", "answers", "all_classes", "length"} and record["length"] == 9000
-        for file in longbench_files.RESULTS:
+        for file in longbench.RESULTS:
             scores = json.loads(Path(folder, MODEL, file).read_text())
             assert scores.keys() == set(sets)
             assert set(scores["lcc"]) == set(longbench.RANGES) if folder == "pred_e" else scores["lcc"] >= 0

@@ -91,14 +91,14 @@ def test_a_signal_breaks_lm_eval_off_and_the_next_start_does_it_again(tiny, fini
     patch = """
 import os, signal, time
 from forgetting_transformer.evaluation import lm_eval_callback
-original = lm_eval_callback.LmEval._adapter
-def adapter(self, trainer):
+original = lm_eval_callback.LmEval.evaluate
+def evaluate(self, trainer):
     if trainer.fabric.global_rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
         while trainer.sentinel.request is None:  # until it is heard
             time.sleep(0.001)
     return original(self, trainer)
-lm_eval_callback.LmEval._adapter = adapter
+lm_eval_callback.LmEval.evaluate = evaluate
 """
     straight, config = finished(tiny, world_size), with_lm_eval(tiny, task, batch_size=1)
     job = Job(config, world_size, patch=offline(task) + patch)
@@ -290,7 +290,7 @@ def test_the_needle_test_gives_the_losses_of_the_finished_model_and_changes_no_w
         assert 0 <= last[f"needle/length_{length}/accuracy"] <= last[f"needle/length_{length}/tokens_right"] <= 1
 
 
-def test_a_test_that_is_changed_is_recorded_in_each_line_and_said(tiny, task):
+def test_a_test_that_is_changed_is_recorded_in_each_line(tiny, task):
     first = with_needle(tiny, task, lengths=[128])
     job = Job(changed(first, train__max_tokens=10 * STEP))
     assert job.wait() == [0], job.errors()
@@ -300,15 +300,9 @@ def test_a_test_that_is_changed_is_recorded_in_each_line_and_said(tiny, task):
     described = ("needle/mode", "needle/depths", "needle/samples")
     assert [before[key] for key in described] == ["easy", "0 100", 1]
     assert [after[key] for key in described] == ["standard", "50", 2]
-    assert len(before["needle/length_128/texts"]) == 12
-    assert before["needle/length_128/texts"] != after["needle/length_128/texts"]
-    said = "callbacks.needle is another test than before in this run (needle/mode: easy -> standard; needle/depths: 0 1"
-    assert said in rank_log(tiny, 0)
 
 
-@pytest.mark.rare(
-    "tests/training/test_evaluation_callbacks.py::test_a_test_that_is_changed_is_recorded_in_each_line_and_said"
-)
+@pytest.mark.rare("tests/training/test_evaluation_callbacks.py::test_a_test_that_is_changed_is_recorded_in_each_line")
 def test_the_examples_of_lm_eval_are_recorded_in_each_line(tiny, task):
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
     job = Job(with_lm_eval(changed(tiny, train__max_tokens=10 * STEP), task, limit=3), patch=offline(task))
@@ -318,8 +312,6 @@ def test_the_examples_of_lm_eval_are_recorded_in_each_line(tiny, task):
     before, after = lines(tiny["output_dir"], "lm_eval")
     assert (before["lm_eval/words/examples"], after["lm_eval/words/examples"]) == (3, 7)
     assert before["lm_eval/max_length"] == 32
-    assert before["lm_eval/words/texts"] != after["lm_eval/words/texts"]
-    assert "callbacks.lm_eval is another test than before in this run (lm_eval/words/" in rank_log(tiny, 0)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +346,7 @@ needle_callback.NeedleTest._batches, needle_callback.NeedleTest.on_interval = ba
     job = Job(config, world_size, patch=patch)
     assert job.wait() == [0] * world_size, job.errors()
     assert status(tiny)["status"] == "preempted" and status(tiny)["step"] == 10 * STEP
-    assert "the needle test after 1,280 tokens was broken off" in rank_log(tiny, 0)
+    assert "needle after 1,280 tokens was broken off" in rank_log(tiny, 0)
     job = Job(config, world_size)
     assert job.wait() == [0] * world_size, job.errors()
     assert [entry["step"] for entry in lines(tiny["output_dir"], "needle")] == [10 * STEP, 20 * STEP]
@@ -363,8 +355,14 @@ needle_callback.NeedleTest._batches, needle_callback.NeedleTest.on_interval = ba
 
 def test_what_the_needle_test_cannot_do_is_refused_before_the_first_step(tiny, task):
     for keys, message in (
-        ({"lengths": [40, 128]}, "callbacks.needle.lengths=[40, 128]: needle, question and answer alone have "),
-        ({"lengths": None}, "callbacks.needle.lengths=null takes the 32 tokens of datamodule.train_batch_len, and "),
+        (
+            {"lengths": [40, 128]},
+            "callbacks.needle.lengths=[40, 128] has prompts of 40 tokens, and needle, ",
+        ),
+        (
+            {"lengths": None},
+            "callbacks.needle.lengths=null has prompts of 32 tokens, and needle, ",
+        ),
         ({"lengths": []}, "callbacks.needle.lengths=[] must be numbers of tokens"),
         ({"depths": [0, 50]}, "callbacks.needle.depths=[0.0, 50.0] must be from 0 to 1"),
         ({"mode": "eazy"}, "callbacks.needle.mode='eazy' is unknown; use 'easy' or 'standard'"),

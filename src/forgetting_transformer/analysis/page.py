@@ -46,7 +46,6 @@ from forgetting_transformer.nested import flatten
 # What run_forget_gates.py writes beside heads.json.
 _GATE_PICTURES = {
     "memory.png": "memory length of every head",
-    "training.png": "memory lengths over training",
     "gates.png": "forget-gate matrices",
     "attention.png": "attention maps",
 }

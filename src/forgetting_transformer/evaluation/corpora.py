@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
@@ -19,14 +20,9 @@ from forgetting_transformer.training.parsing import parse_section
 
 
 @dataclass(frozen=True)
-class CorpusHeldOut:
-    """Sequences of `length` tokens, in the order in which a corpus gives them to one process.
+class HeldOutSequences:
+    """Held-out sequences of a corpus: their number, `length` tokens each."""
 
-    Attributes:
-        source: with one sequence in a batch.
-    """
-
-    source: Corpus
     path: str
     folder: Path
     fingerprint: str
@@ -40,16 +36,32 @@ class CorpusHeldOut:
         """Name of its folder."""
         return self.folder.resolve().name
 
-    def groups(self) -> None:
-        """Nothing is known of groups of texts."""
+    def groups(self) -> np.ndarray | None:
+        """For each sequence, the number of the held-out group of texts that it is from; None where that is unknown."""
+        return None
 
     def batches(self, batches: Sequence[range]) -> Dataset:
-        """`HeldOut.batches`; they must be asked for in their order, by one process."""
+        """Batch number of this process -> inputs and labels; None where the others have work and this one has not."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class CorpusSequences(HeldOutSequences):
+    """Sequences in the order in which a corpus gives them to one process.
+
+    Attributes:
+        source: with one sequence in a batch.
+    """
+
+    source: Corpus
+
+    def batches(self, batches: Sequence[range]) -> Dataset:
+        """They must be asked for in their order, by one process."""
         return _Batches(self, batches)
 
 
 class _Batches(Dataset):
-    def __init__(self, data: CorpusHeldOut, batches: Sequence[range]) -> None:
+    def __init__(self, data: CorpusSequences, batches: Sequence[range]) -> None:
         self.data, self.batches = data, batches
         self._rows: Iterator[tuple[int, Batch]] = enumerate(data.source.eval_loader(0, 1))
 
@@ -69,9 +81,22 @@ class _Batches(Dataset):
         return {key: torch.cat([row[key] for row in rows]) for key in ("input_ids", "labels")} if rows else None
 
 
-def corpora_of_plug_ins() -> list[str]:
-    """Values of `datamodule.name` besides the corpora of this package."""
-    return [name for name in CORPORA.names() if CORPORA.plugin_of(name)]
+def count_sequences(length: int, available: int, path: object, tokens: int | None, at_most: int | None) -> int:
+    """How many sequences of `length` tokens are evaluated, of `available` tokens.
+
+    Args:
+        tokens: to evaluate on, rounded down to whole sequences; None for all, or for `at_most` if there are more.
+
+    Raises:
+        DataError: there are fewer, or not one sequence.
+    """
+    wanted = min(available, at_most or available) if tokens is None else tokens
+    if not length <= wanted <= available:
+        raise DataError(
+            f"--eval_tokens={wanted:,} must be between one sequence ({length:,} tokens) and all {available:,} tokens "
+            f"of {path}; --eval_tokens all takes them all"
+        )
+    return wanted // length
 
 
 def open_corpus(
@@ -84,14 +109,14 @@ def open_corpus(
     vocab_size: int | None = None,
     bos_token_id: int | None = None,
     at_most: int | None = None,
-) -> CorpusHeldOut:
+) -> CorpusSequences:
     """The held-out sequences of a corpus that a plug-in reads.
 
     Args:
         name: `datamodule.name`. folder: of the corpus. keys: further ones of `datamodule`, as "skip_tokens=5".
         length: tokens in a sequence; default that of the model's training.
         vocab_size, bos_token_id: default the model's.
-        tokens, at_most: as of `per_token_loss.open_heldout`.
+        tokens, at_most: as of `count_sequences`.
 
     Raises:
         DataError: naming the flag and what the corpus has.
@@ -112,13 +137,12 @@ def open_corpus(
         source: Corpus = CORPORA.make(name, str(place.parent), config)
     except (ConfigError, PluginError, UnknownComponentError) as error:
         raise DataError(f"--corpus {' '.join([name, *keys])}: {error}") from error
-    info = source.eval_info()
-    available = info.total_batches * length
-    wanted = min(available, at_most or available) if tokens is None else tokens
-    if not length <= wanted <= available:
+    if source.packed:
         raise DataError(
-            f"--eval_tokens={wanted:,} must be between one sequence ({length:,} tokens) and all {available:,} tokens "
-            f"of {info.path}; --eval_tokens all takes them all"
+            f"--corpus {name}: its rows hold several texts that are kept apart, so a position in a row says nothing of "
+            "the context; use --corpus with a corpus of one text a row"
         )
+    info = source.eval_info()
+    sequences = count_sequences(length, info.total_batches * length, info.path, tokens, at_most)
     ids = info.vocab_size, info.bos_token_id
-    return CorpusHeldOut(source, info.path, source.folder, info.fingerprint, *ids, length, wanted // length)
+    return CorpusSequences(info.path, source.folder, info.fingerprint, *ids, length, sequences, source)

@@ -10,24 +10,25 @@ Axes: `forgetting_transformer/ops/__init__.py`. P is the pixels of a picture's s
 """
 
 import contextlib
-import logging
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from forgetting_transformer.evaluation.models import EvaluationError, load_model, precision_context, run_steps
+from forgetting_transformer.analysis import evaluations
+from forgetting_transformer.analysis.plots import heatmaps
+from forgetting_transformer.analysis.plots.style import format_tokens
+from forgetting_transformer.evaluation.generation import check_settings
+from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, precision_context
+from forgetting_transformer.files import write_json
 from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer
 from forgetting_transformer.ops.forgetting_attention.pruning import score_bounds, skipped_share
 from forgetting_transformer.ops.layers.rotary import rotate
-
-log = logging.getLogger(__name__)
 
 #: Entries of a strip of a T × T matrix that are held at once: 64 MiB in float32.
 _STRIP_ENTRIES = 2**24
@@ -35,7 +36,7 @@ _STRIP_ENTRIES = 2**24
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What attention of one layer gets for one text.
+    """Inputs of one layer's attention for one text.
 
     Attributes:
         layer: index of the block.
@@ -86,13 +87,16 @@ def visit(model: Any, input_ids_T: Tensor, layers: Sequence[int], use: Callable[
         EvaluationError: a layer that the model does not have.
     """
     available = attention_layers(model)
-    for layer in layers:
-        if layer not in available:
-            known = ", ".join(map(str, available))
-            raise EvaluationError(f"--layers={layer}: the model's forgetting-attention layers are {known}")
+    _check_layers(layers, available)
     with watching({layer: available[layer] for layer in layers}, use):
         # The blocks alone: this evaluation needs no logits.
         model.decoder(input_ids=input_ids_T[None], use_cache=False)
+
+
+def _check_layers(layers: Sequence[int], available: Mapping[int, Any]) -> None:
+    if wrong := [layer for layer in layers if layer not in available]:
+        known = ", ".join(map(str, available))
+        raise EvaluationError(f"--layers={wrong[0]}: the model's forgetting-attention layers are {known}")
 
 
 @contextlib.contextmanager
@@ -133,7 +137,6 @@ def watching(mixers: Mapping[int, ForgettingAttentionLayer], use: Callable[[Atte
 def _attention_inputs(
     layer: int, mixer: ForgettingAttentionLayer, hidden_BTE: Tensor, q: Tensor, k: Tensor
 ) -> Iterator[AttentionInputs]:
-    """Of every sequence of the batch."""
     per_head = (*hidden_BTE.shape[:2], -1, mixer.head_dim)
     q_BTHD, k_BTHD = (x.float().reshape(per_head) for x in (q, k))
     if mixer.use_rope:
@@ -261,28 +264,87 @@ def report_model(model: nn.Module, input_ids_T: Tensor, tolerance: float, precis
     return reports
 
 
-def heads_over_training(
-    run_folder: str, input_ids_T: Tensor, tolerance: float, precision: str = "auto"
-) -> list[dict[str, Any]]:
-    """Memory length and pruned share of every head at every valid checkpoint of a run, oldest first.
+def evaluate(
+    model: EvaluatedModel,
+    tokens_T: np.ndarray,
+    text: str,
+    folder: Path,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    pixels: int = 256,
+    threshold: float = 0.5,
+    tolerance: float = -10.0,
+    precision: str = "auto",
+) -> dict[str, Any]:
+    """Draws gates.png, attention.png and memory.png of one text, and writes heads.json.
+
+    Args:
+        text: what conditions call it.
+        layers, heads: to draw; default four layers, evenly spaced, and their first four heads.
+        pixels: a picture's side. threshold: attention weights below it stay white.
+        tolerance: ln ε of pruning, for models that do not set it.
 
     Returns:
-        A dict per checkpoint: `train_tokens`, and `heads`, a list of the fields of `HeadReport`.
+        The content of heads.json.
 
     Raises:
-        EvaluationError: the folder is not a run's, or none of its checkpoints is valid.
+        EvaluationError: the model has no such layer or head, or no forgetting attention at all.
+        AnalysisError: the folder holds files of others.
     """
-    if not (Path(run_folder) / "checkpoints").is_dir():
-        raise EvaluationError(f"--over_training reads the checkpoints of a training run, and {run_folder} is not one")
-    history = []
-    for step in tqdm(run_steps(run_folder), desc="checkpoints", disable=not sys.stderr.isatty()):
-        try:
-            model = load_model(run_folder, step=step, device=input_ids_T.device)
-        except EvaluationError as error:
-            log.warning("left out: %s", error)
-            continue
-        heads = report_model(model.model, input_ids_T, tolerance, precision)
-        history.append({"train_tokens": step, "heads": [vars(report) for report in heads]})
-    if not history:
-        raise EvaluationError(f"none of the checkpoints in {run_folder} can be read; the warnings above say why")
-    return history
+    evaluations.check_folder(folder, "forget_gates", "gates.png", "attention.png", "memory.png", "heads.json")
+    source = str(Path(model.source).resolve()) if Path(model.source).exists() else model.source
+    check_settings(folder, {"model": source}, "choose another --out, or delete the folder")
+    available = attention_layers(model.model)
+    spaced = np.linspace(0, len(available) - 1, min(4, len(available))).round().astype(int)
+    layers, num_heads = layers or [list(available)[i] for i in spaced], next(iter(available.values())).num_heads
+    heads = heads or list(range(min(4, num_heads)))
+    if wrong := [head for head in heads if head >= num_heads]:
+        raise EvaluationError(f"--heads={wrong[0]}: the model's heads are 0 to {num_heads - 1}")
+    _check_layers(layers, available)
+    input_ids_T = torch.from_numpy(tokens_T).to(model.device)
+    gates, maps, titles = {}, {}, {}
+    reports: list[HeadReport] = []
+
+    def use(inputs: AttentionInputs) -> None:
+        reports.extend(report_heads(inputs, tolerance))
+        for report in reports[-num_heads:]:
+            if inputs.layer in layers and report.head in heads:
+                key = (inputs.layer, report.head)
+                gates[key] = gate_matrix(inputs.log_fgate_HT[report.head], pixels).cpu().numpy()
+                maps[key] = attention_map(inputs, report.head, pixels).cpu().numpy()
+                memory = f"{'≥ ' * report.memory_is_bound}{report.memory:,.0f}" if report.memory >= 1 else "<1"
+                titles[key] = f"layer {key[0]}, head {key[1]}\nmemory {memory} token{'s' * (report.memory > 1)}"
+
+    with precision_context(precision, model.device):
+        visit(model.model, input_ids_T, list(available), use)
+    pruned = sum(report.pruned for report in reports) / len(reports)
+    summary = {
+        "model": model.source,
+        "tokens": len(input_ids_T),
+        "train_tokens": model.train_tokens,
+        "pruned": pruned,
+        "heads": [vars(report) for report in reports],
+    }
+    trained = [] if model.train_tokens is None else [f"after {format_tokens(model.train_tokens)} training tokens"]
+    conditions = [*trained, f"on one text of {len(input_ids_T):,} tokens, {text}"]
+    largest = [f"a pixel is the largest of its entries, {pixels} of them a side"] * (len(input_ids_T) > pixels)
+
+    def draw_memory(path: Path) -> None:
+        columns = ([r.layer for r in reports], [r.memory for r in reports], [r.memory_is_bound for r in reports])
+        heatmaps.heads_by_layer(*columns, path, f"Memory length of every head of {model.name}", conditions)
+
+    def draw_matrices(pictures: dict, path: Path, title: str, label: str, least: float | None = None) -> None:
+        title, made_with = f"{title} of {model.name}", conditions + largest
+        heatmaps.head_matrices(pictures, path, len(input_ids_T), label, titles, least, title, made_with)
+
+    def write_more(new: Path) -> None:
+        draw_memory(new / "memory.png")
+        write_json(new / "heads.json", summary)
+        draw_matrices(gates, new / "gates.png", "Forget gates", "decay $F_{ij}$")
+        label = f"attention weight $A_{{ij}}$ (below {threshold:g}: white)"
+        draw_matrices(maps, new / "attention.png", "Attention", label, threshold)
+
+    evaluation = evaluations.from_gates(summary)
+    evaluations.write_evaluation(evaluation, folder, evaluations.number_table(evaluation), draw_memory, write_more)
+    return summary

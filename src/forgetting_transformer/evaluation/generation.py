@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forgetting_transformer.analysis import AnalysisError, evaluations
+from forgetting_transformer.analysis.evaluations import read_json
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, precision_context
 from forgetting_transformer.files import write_atomically
 
@@ -91,18 +91,6 @@ def write_text(file: Path, text: str) -> None:
     """The same of a text."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text)
-
-
-def read_json(file: Path) -> Any:
-    """Reads what `write_json` wrote.
-
-    Raises:
-        EvaluationError: the file is not there, or damaged.
-    """
-    try:
-        return evaluations.read_json(file)
-    except AnalysisError as error:
-        raise EvaluationError(str(error)) from error
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:

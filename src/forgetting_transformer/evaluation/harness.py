@@ -8,13 +8,13 @@ Axes: `forgetting_transformer/ops/__init__.py`. t are the last positions.
 
 import difflib
 import functools
-import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lm_eval
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -30,9 +30,8 @@ from tqdm import tqdm
 from forgetting_transformer import files
 from forgetting_transformer.analysis import evaluations, question_scores, tables
 from forgetting_transformer.analysis.published import TASKS, lm_eval_table, sample_counts
-from forgetting_transformer.command_line import one_line
 from forgetting_transformer.evaluation import texts
-from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, read_json, write_json
+from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, write_json
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
@@ -53,7 +52,9 @@ _KIND = "lm_eval_harness"
 
 
 class HarnessModel(TemplateLM):
-    """What lm_eval calls a model.
+    """A model as lm_eval sees one.
+
+    Not lm_eval's HFLM, which computes the logits of whole sequences: 79 GB for 16 of 16,384 tokens.
 
     Args:
         evaluated: the model and its tokenizer.
@@ -102,7 +103,7 @@ class HarnessModel(TemplateLM):
         for (_context, text), _ids, continuation in requests:
             if len(continuation) > self.max_length:
                 raise EvaluationError(
-                    f"a continuation of {len(continuation):,} tokens, {_beginning(text)}, does not fit --max_length="
+                    f"a continuation of {len(continuation):,} tokens, {text[:40]!r}…, does not fit --max_length="
                     f"{self.max_length:,}, and would be scored in part; give a longer one"
                 )
         sequences = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
@@ -160,44 +161,32 @@ class HarnessModel(TemplateLM):
         return answers
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """How a task wants texts generated; a key that is null in its file counts as left out.
+        """How a task wants texts generated; a key that is null counts as left out.
 
         Raises:
             EvaluationError: greedy decoding within the longest sequence cannot do it.
         """
-        try:
-            options: Any = normalize_gen_kwargs({k: v for k, v in given.items() if v is not None}, _MAX_NEW_TOKENS)
-        except (TypeError, ValueError, OverflowError) as error:  # of numbers, which is all that it reads
-            raise EvaluationError(f"a task generates with {given}, which cannot be read: {one_line(error)}") from error
-        if not all(isinstance(stop, str) for stop in options["until"]):
-            raise EvaluationError(f"a task generates with until={given['until']}; it must be a text or a list of texts")
-        count = options["max_gen_toks"]
-        if count < 1:
-            raise EvaluationError(f"a task generates max_gen_toks={count:,} tokens; it must be at least 1")
-        if count >= self.max_length:
+        options: Any = normalize_gen_kwargs({k: v for k, v in given.items() if v is not None}, _MAX_NEW_TOKENS)
+        if not 0 < options["max_gen_toks"] < self.max_length:
             raise EvaluationError(
-                f"a task generates max_gen_toks={count:,} tokens, which leaves no room for its prompt in --max_length="
-                f"{self.max_length:,}; give a longer one"
+                f"a task generates max_gen_toks={options['max_gen_toks']:,} tokens, and its prompt needs room too in "
+                f"--max_length={self.max_length:,}; give a longer one"
             )
         # Without sampling, temperature and the like have no effect.
         for key, greedy in {"do_sample": False, "num_beams": 1, "max_length": None}.items():
             if options.get(key, greedy) != greedy:
-                instead = "max_gen_toks" if key == "max_length" else f"{key}={greedy}, as the paper's tasks do"
                 raise EvaluationError(
-                    f"a task asks for {key}={options[key]}, which this adapter does not do; use {instead}"
+                    f"a task asks for {key}={options[key]}, which this adapter does not do; leave the key out of its "
+                    "generation_kwargs, or use another task"
                 )
         return options
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        if self.world_size == 1:
-            return tensor
         parts = [torch.zeros_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(parts, tensor)
         return torch.stack(parts)
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        if self.world_size == 1:
-            return [obj]
         parts = [None] * self.world_size if self.rank == dst else None
         dist.gather_object(obj, parts, dst=dst)
         return parts
@@ -207,15 +196,11 @@ class HarnessModel(TemplateLM):
 
     def _log_probs(self, input_ids_BT: Tensor, needed: int) -> Tensor:
         """`(B, K, V)` float32 of the last `needed` positions; right padding cannot change what comes before it."""
-        model = self.evaluated.model
-        keep = {"logits_to_keep": needed} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         with precision_context(self.precision, self.evaluated.device):
-            logits = model(input_ids=input_ids_BT.to(self.device), use_cache=False, **keep).logits
+            logits = self.evaluated.model(
+                input_ids=input_ids_BT.to(self.device), use_cache=False, logits_to_keep=needed
+            ).logits
         return logits[:, -needed:].float().log_softmax(-1)
-
-
-def _beginning(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:40]}…")
 
 
 def _pad(sequences: Sequence[list[int]], width: int, token: int) -> Tensor:
@@ -228,7 +213,7 @@ def evaluate(
     workers: Workers,
     *,
     tasks: Sequence[str],
-    max_length: int,
+    max_length: int | None = None,
     batch_size: int = 1,
     precision: str = "auto",
     limit: int | None = None,
@@ -240,6 +225,7 @@ def evaluate(
 
     Args:
         tasks: lm_eval's names.
+        max_length: longest sequence; default that of training.
         limit: examples of each task, for a quick look; None for all.
         include_path: folder of task files of your own. Such files can run Python: use your own only.
 
@@ -250,11 +236,12 @@ def evaluate(
         EvaluationError: a task's data is not there and cannot be downloaded, or the folder holds
             results of other settings.
     """
-    import lm_eval
-
+    length = max_length or model.train_length
+    if length is None:
+        raise EvaluationError(f"{model.source} does not say at which length it was trained: set --max_len")
     settings = {
         "weights": fingerprint(model.model),
-        "max_length": max_length,
+        "max_length": length,
         "precision": resolve(precision, workers.device),
         "limit": limit,
     }
@@ -263,56 +250,61 @@ def evaluate(
     def known_results() -> dict[str, Any]:
         evaluations.check_folder(folder, _KIND, question_scores.FILE)
         check_settings(folder, settings)
-        return read_json(file) if file.is_file() else {}
+        return evaluations.read_json(file) if file.is_file() else {}
 
     results = workers.on_first(known_results)
     manager = task_manager(include_path)
     check_names(tasks, manager, "--tasks")
-    adapter = HarnessModel(model, max_length, batch_size, precision, workers)
-    for task in tasks:
-        if task in results:
-            continue
+    adapter = HarnessModel(model, length, batch_size, precision, workers)
+    for task in [task for task in tasks if task not in results]:
         if workers.is_first:
             print(f"{task} …", file=sys.stderr)
         load_task(task, manager)
-        found = lm_eval.simple_evaluate(
-            adapter,
-            tasks=[task],
-            task_manager=manager,
-            limit=limit,
-            bootstrap_iters=_BOOTSTRAP,
-            log_samples=True,
-        )
+        found = run_tasks(adapter, [task], manager, limit, log_samples=True)
         if workers.is_first:
-            _keep_scores(folder, task, found["samples"], found["results"][task])
             results[task] = found["results"][task]
+            samples = found["samples"]
+            questions = _scores_of([samples[task]] if task in samples else [*samples.values()], results[task])
+            if questions.scores:
+                known = question_scores.read_question_scores(folder) | {task: questions}
+                with evaluations.writing(folder, _KIND) as new:
+                    question_scores.write_question_scores(new, known)
             write_json(file, results)
     if workers.is_first:
-        _write_evaluation(folder, model, results, settings)
+        evaluation = evaluations.from_lm_eval(results, model.name, about=model.about, settings=settings)
+        models = {model.name: [evaluation]}
+        rows, columns = lm_eval_table(models)
+
+        def draw(path: Path) -> None:
+            tables.draw_scores(rows, columns, path, "lm-evaluation-harness", sample_counts(models))
+
+        evaluations.write_evaluation(evaluation, folder, tables.score_table(rows, columns), draw)
     return results
 
 
-def _keep_scores(
-    folder: Path,
-    task: str,
-    samples: Mapping[str, Sequence[Mapping[str, Any]]],
-    reported: Mapping[str, Any],
-) -> None:
-    """Adds the score of every question of a task, or of a group of tasks, to question_scores.json."""
-    of_tasks = [samples[task]] if task in samples else list(samples.values())
-    found = _scores_of(of_tasks, reported)
-    if found.scores:
-        known = question_scores.read_question_scores(folder) | {task: found}
-        with evaluations.writing(folder, _KIND) as new:
-            question_scores.write_question_scores(new, known)
+def run_tasks(
+    adapter: HarnessModel, tasks: Sequence[str], manager: TaskManager, limit: int | None, log_samples: bool
+) -> dict[str, Any]:
+    """lm_eval's results; None on all processes but the first."""
+    return lm_eval.simple_evaluate(
+        adapter,
+        tasks=list(tasks),
+        task_manager=manager,
+        limit=limit,
+        bootstrap_iters=_BOOTSTRAP,
+        log_samples=log_samples,
+    )
 
 
 def _scores_of(
     of_tasks: Sequence[Sequence[Mapping[str, Any]]], reported: Mapping[str, Any]
 ) -> question_scores.QuestionScores:
-    """Of lm_eval's records, one per question and filter, those metrics whose means are what it reports.
+    """Scores of single questions, from lm_eval's records, for the metrics whose means are what it reports.
 
     A perplexity is none, for example: its records are log-likelihoods.
+
+    Args:
+        of_tasks: a record per question and filter, of a task or of those in a group.
     """
     scores: dict[str, dict[tuple[int, int], float]] = {}
     groups: dict[tuple[int, int], Any] = {}
@@ -327,12 +319,11 @@ def _scores_of(
             for metric in sample["metrics"]:
                 if isinstance(sample[metric], (int, float)):
                     scores.setdefault(f"{metric},{sample['filter']}", {})[at] = sample[metric]
-    means = {name: value for name, value in reported.items() if isinstance(value, (int, float))}
     kept = {
         name.removesuffix(",none"): [*of_metric.values()]
         for name, of_metric in scores.items()
         if of_metric.keys() == questions.keys()
-        and math.isclose(sum(of_metric.values()) / len(of_metric), means.get(name, math.nan), abs_tol=1e-9)
+        and math.isclose(sum(of_metric.values()) / len(of_metric), reported.get(name, math.nan), abs_tol=1e-9)
     }
     known_groups = None if None in groups.values() else [*groups.values()]
     return question_scores.QuestionScores(kept, question_scores.digest_of(questions.values()), known_groups)
@@ -350,17 +341,6 @@ def check_names(tasks: Sequence[str], manager: TaskManager, option: str) -> None
         raise EvaluationError(
             f"{option}={','.join(unknown)}: lm_eval does not know them; {hint}`lm_eval ls tasks` lists all"
         )
-
-
-def _write_evaluation(folder: Path, model: EvaluatedModel, results: dict[str, Any], settings: dict[str, Any]) -> None:
-    evaluation = evaluations.from_lm_eval(results, model.name, about=model.about, settings=settings)
-    models = {model.name: [evaluation]}
-    rows, columns = lm_eval_table(models)
-
-    def draw(path: Path) -> None:
-        tables.draw_scores(rows, columns, path, "lm-evaluation-harness", sample_counts(models))
-
-    evaluations.write_evaluation(evaluation, folder, tables.score_table(rows, columns), draw)
 
 
 @functools.cache
@@ -387,19 +367,18 @@ def load_task(task: str, manager: TaskManager) -> dict[str, Any]:
     try:
         use_cached_datasets()
         return manager.load([task])["tasks"]
+    except TypeError as error:  # of temperature: null, for example, which lm_eval reads as a number
+        raise EvaluationError(
+            f"the file of task {task} cannot be used ({error}); leave keys without a value out of its generation_kwargs"
+        ) from error
     except (OSError, ValueError, ImportError) as error:  # what datasets raises without network, cache or permission
-        entry_of_lm_eval = next((entry for entry in TASKS if entry.name == task), None)
-        dataset = f", {entry_of_lm_eval.dataset}," if entry_of_lm_eval else ""
-        if entry_of_lm_eval is None and "Unable to find" in str(error):
-            reason = str(error).strip().splitlines()[0]
-            raise EvaluationError(
-                f"the data of task {task} cannot be loaded ({reason}). Paths in a task file are "
-                "relative to the current folder"
-            ) from error
+        reason = str(error).strip().splitlines()[0]
+        dataset = next((f", {entry.dataset}," for entry in TASKS if entry.name == task), "")
         # `hf download` would not do: without a network, datasets reads what it has itself prepared, and nothing else.
         load = f"from lm_eval.tasks import TaskManager; TaskManager().load(['{task}'])"
         raise EvaluationError(
-            f"the data of task {task}{dataset} cannot be loaded ({str(error).strip().splitlines()[0]}). On a machine "
-            f'with a network run `python -c "{load}"`, copy its ~/.cache/huggingface/datasets to the same path here '
-            "(or to another one, and set HF_DATASETS_CACHE to it), and set HF_HUB_OFFLINE=1"
+            f"the data of task {task}{dataset} cannot be loaded ({reason}). A path in a task file is relative to the "
+            f'current folder. For data of the hub run `python -c "{load}"` on a machine with a network, copy its '
+            "~/.cache/huggingface/datasets to the same path here (or to another one, and set HF_DATASETS_CACHE to it), "
+            "and set HF_HUB_OFFLINE=1"
         ) from error

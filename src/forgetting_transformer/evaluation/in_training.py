@@ -1,26 +1,75 @@
-"""What evaluations of the model in training share: its tokenizer, its form as evaluations take it, and an early end."""
+"""Evaluations of the model in training: what their callbacks share."""
 
-from __future__ import annotations
-
-import hashlib
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import time
+from typing import Any
 
+from torch.distributed.tensor import DTensor
+
+from forgetting_transformer.command_line import one_line
+from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError
+from forgetting_transformer.evaluation.workers import Workers
+from forgetting_transformer.training.callbacks import Callback, Interval
 from forgetting_transformer.training.config import ConfigError
-from forgetting_transformer.training.metrics import read_lines
-
-if TYPE_CHECKING:
-    from forgetting_transformer.evaluation.models import EvaluatedModel
-    from forgetting_transformer.evaluation.workers import Workers
-    from forgetting_transformer.training.interface import TrainerInterface
-
+from forgetting_transformer.training.export import tokenizer_of_run
+from forgetting_transformer.training.interface import TrainerInterface
+from forgetting_transformer.training.metrics import duration
 
 log = logging.getLogger(__name__)
 
 
 class BrokenOff(Exception):
     """All ranks stop here."""
+
+
+class EvaluationCallback(Callback):
+    """An evaluation every `interval` training tokens, which a signal breaks off; the next start does it again.
+
+    With ddp ranks share the work. With fsdp every rank does all of it: a shard alone is no model.
+    `kinds` has the one kind of line that it writes.
+    """
+
+    all_ranks = True
+    evaluates = True
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.interval = config, config.interval
+
+    def prepare(self, trainer: TrainerInterface) -> None:
+        """Looks whether all that the evaluation needs is there: not after hours.
+
+        Raises:
+            EvaluationError, ConfigError, DataError: naming what is missing.
+        """
+        raise NotImplementedError
+
+    def evaluate(self, trainer: TrainerInterface) -> dict[str, Any]:
+        """Values to report. Calls `beat` before every batch."""
+        raise NotImplementedError
+
+    def on_start(self, trainer: TrainerInterface) -> None:
+        """
+        Raises:
+            ConfigError: as `prepare`. DataError: nothing is held out.
+        """
+        try:
+            self.prepare(trainer)
+        except EvaluationError as error:
+            raise ConfigError(f"callbacks=[{self.name}]: {error}") from error
+
+    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
+        if kind != "eval":
+            return
+        started, tokens = time.perf_counter(), f"{trainer.counters.token_count:,}"
+        trainer.model.eval()
+        try:
+            with trainer.uncompiled():  # texts have many lengths
+                values = self.evaluate(trainer)
+        except BrokenOff:
+            log.info("%s after %s tokens was broken off", self.name, tokens)
+            return
+        trainer.report(self.kinds[0], values)
+        log.info("%s after %s tokens took %s", self.name, tokens, duration(time.perf_counter() - started))
 
 
 def beat(trainer: TrainerInterface) -> None:
@@ -34,12 +83,8 @@ def beat(trainer: TrainerInterface) -> None:
 
 def share(trainer: TrainerInterface) -> Workers:
     """The ranks that divide an evaluation: all with ddp, and this one alone where a shard is no model."""
-    from lightning.fabric.strategies import ModelParallelStrategy
-
-    from forgetting_transformer.evaluation.workers import Workers
-
     fabric = trainer.fabric
-    if isinstance(fabric.strategy, ModelParallelStrategy):
+    if any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()):
         return Workers(0, 1, fabric.device)
     return Workers(fabric.global_rank, fabric.world_size, fabric.device)
 
@@ -54,10 +99,6 @@ def evaluated_model(trainer: TrainerInterface, callback: str, tokenizer: str | N
     Raises:
         ConfigError: there is no such tokenizer, or it has another vocabulary.
     """
-    from forgetting_transformer.command_line import one_line
-    from forgetting_transformer.evaluation.models import EvaluatedModel
-    from forgetting_transformer.training.export import tokenizer_of_run
-
     trainer.fabric.barrier()  # rank 0 has copied the corpus's tokenizer then
     config, model = trainer.config, trainer.model.module
     state: dict[str, Any] = {"config": trainer.resolved, "model_config": model.config.to_dict()}
@@ -70,32 +111,6 @@ def evaluated_model(trainer: TrainerInterface, callback: str, tokenizer: str | N
         ) from error
     length, source = config.datamodule.train_batch_len, str(trainer.directory.root)
     return EvaluatedModel(model, found, config.tag, source, length, trainer.counters.token_count)
-
-
-def fingerprint(*parts: Any) -> str:
-    """12 hexadecimal digits of what a test asks: arrays and texts, in their order."""
-    whole = hashlib.sha256()
-    for part in parts:
-        data = part.tobytes() if hasattr(part, "tobytes") else str(part).encode()
-        whole.update(f"{len(data)} ".encode() + data)
-    return whole.hexdigest()[:12]
-
-
-def warn_of_another_test(trainer: TrainerInterface, kind: str, test: Mapping[str, Any]) -> None:
-    """Says so where the newest line of this run has another test under a key of `test`; rank 0 only.
-
-    Scores of both stand in one file, and where metrics go besides files, under one name.
-    """
-    file = trainer.directory.jsonlines / f"{kind}.jsonl"
-    lines = read_lines(file) if trainer.fabric.is_global_zero and file.is_file() else []
-    before = lines[-1] if lines else {}
-    changed = [key for key, value in test.items() if key in before and before[key] != value]
-    if changed:
-        said = "; ".join(f"{key}: {before[key]} -> {test[key]}" for key in changed)
-        log.warning(
-            "callbacks.%s is another test than before in this run (%s): figures draw it as another curve; wandb and "
-            "TensorBoard know one name only and join the two", kind, said,
-        )  # fmt: skip
 
 
 def precision(trainer: TrainerInterface) -> str:

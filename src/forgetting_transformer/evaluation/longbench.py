@@ -1,4 +1,4 @@
-"""LongBench (v1): its sixteen English sets, with its prompts, its truncation and its scores. The paper uses fourteen.
+"""LongBench (v1): the fourteen English sets that the paper uses, with its prompts, its truncation and its scores.
 
 Prompts, lengths of answers and scoring rules are the benchmark's, github.com/THUDM/LongBench (MIT licence; Bai et al.,
 2023):
@@ -7,23 +7,29 @@ Prompts, lengths of answers and scoring rules are the benchmark's, github.com/TH
 - answers are greedy; one for SAMSum also ends at a line break, and has at least one token;
 - only for TREC, TriviaQA and SAMSum does the first line of an answer alone count; summaries count whole;
 - scores: F1 of words (question answering), ROUGE-L (summaries), found class among the classes found (TREC), similarity
-  of the first line that is code (code), share of the right number among the numbers (synthetic sets); the best over the
-  reference answers, times 100.
+  of the first line that is code (code); the best over the reference answers, times 100.
 
-LongBench-E has further examples for thirteen of the sets, as many of each length, and a score
-for each range of lengths.
+LongBench-E has further examples for eleven of them, as many of each length, and a score for each range of lengths.
 
 The paper's code differs in three points (`as_in_paper`): a cut prompt is made text and encoded again, SAMSum has no
 special rule, and the first line of every answer alone counts, of summaries too.
+
+`evaluate` goes by the benchmark's rules. `answer_sets` and `score_sets` are the two steps of the paper's repository:
+
+    pred/MODEL/<set>.jsonl           the answers, in the order of the examples, and an empty .jsonl.done beside them
+    pred/MODEL/result.json           set -> score as the paper's code scores
+    pred/MODEL/result_benchmark.json set -> score by LongBench's own rules
+    pred_e/MODEL/…                   the same for LongBench-E, set -> range of lengths -> score
 """
 
 import difflib
 import functools
+import json
 import re
 import string
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,15 +38,8 @@ import numpy as np
 from tqdm import tqdm
 
 from forgetting_transformer.analysis import question_scores, tables
-from forgetting_transformer.analysis.evaluations import (
-    Evaluation,
-    answer_text,
-    check_folder,
-    from_longbench,
-    write_evaluation,
-)
-from forgetting_transformer.analysis.longbench_sets import LONGBENCH_OF_PAPER
-from forgetting_transformer.analysis.published import longbench_by_length, longbench_table, sample_counts
+from forgetting_transformer.analysis.evaluations import answer_text, check_folder, from_longbench, write_evaluation
+from forgetting_transformer.analysis.published import longbench_table, sample_counts
 from forgetting_transformer.analysis.statistics import mean_and_error
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import (
@@ -49,13 +48,22 @@ from forgetting_transformer.evaluation.generation import (
     continue_greedily,
     read_records,
     write_json,
+    write_text,
 )
-from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve
+from forgetting_transformer.evaluation.models import (
+    EvaluatedModel,
+    EvaluationError,
+    fingerprint,
+    folder_name,
+    resolve,
+)
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.files import parse_json_lines
 from forgetting_transformer.hub_connection import only_cached
 from forgetting_transformer.versions import how_to_install
 
+#: File of scores -> whether they are the paper's, or the benchmark's.
+RESULTS = {"result.json": True, "result_benchmark.json": False}
 HUB_ID, ARCHIVE = "THUDM/LongBench", "data.zip"
 
 
@@ -71,8 +79,9 @@ def f1(prediction: str, answer: str, _classes: Sequence[str] = ()) -> float:
 
 def rouge_l(prediction: str, answer: str, _classes: Sequence[str] = ()) -> float:
     """F of ROUGE-L as the package `rouge` computes it; 0 where that has nothing to compare."""
+    rouge = _rouge()
     try:
-        return _rouge().get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
+        return rouge.get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
     except (ValueError, RecursionError):
         return 0.0
 
@@ -101,18 +110,6 @@ def code_line(prediction: str) -> str | None:
     """
     lines = prediction.lstrip("\n").split("\n")
     return next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), None)
-
-
-def count(prediction: str, answer: str, _classes: Sequence[str] = ()) -> float:
-    """Share of the prediction's numbers that are the answer."""
-    numbers = re.findall(r"\d+", prediction)
-    return numbers.count(str(answer).strip()) / len(numbers) if numbers else 0.0
-
-
-def retrieval(prediction: str, answer: str, _classes: Sequence[str] = ()) -> float:
-    """Share of the prediction's numbers that are that of the paragraph which the answer names, "Paragraph N"."""
-    named = re.search(r"Paragraph (\d+)", answer)
-    return count(prediction, named[1]) if named else 0.0
 
 
 def _normalised_words(text: str) -> list[str]:
@@ -162,7 +159,7 @@ _ARTICLE = (
     '"no", or "unanswerable". Do not provide any explanation.\n\n'
 )
 
-#: The sets, in the order of the paper's Table 2, and the two that are not in it; titles are in analysis/published.py.
+#: The sets, in the order of the paper's Table 2.
 SETS: dict[str, Set] = {
     "narrativeqa": Set(
         "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
@@ -235,27 +232,8 @@ SETS: dict[str, Set] = {
         64,
         code_similarity,
     ),
-    "passage_count": Set(
-        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully "
-        "read these paragraphs and determine how many unique paragraphs there are after removing duplicates. In other "
-        "words, how many non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final count of "
-        "unique paragraphs after removing duplicates. The output format should only contain the number, such as 1, 2, "
-        "3, and so on.\n\nThe final answer is: ",
-        32,
-        count,
-    ),
-    "passage_retrieval_en": Set(
-        "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract "
-        "is from.\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the "
-        "paragraph that the abstract "
-        'is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: ',
-        32,
-        retrieval,
-    ),
 }
-#: The fourteen of the paper.
-PAPER_SETS = LONGBENCH_OF_PAPER
-#: The thirteen that LongBench-E has; the paper's code takes those that are among its own.
+#: Those of LongBench-E.
 E_SETS = tuple(name for name in SETS if name not in ("narrativeqa", "musique", "qmsum"))
 #: LongBench-E's ranges of lengths: name -> first length beyond, in words.
 RANGES = {"0-4k": 4000, "4-8k": 8000, "8k+": float("inf")}
@@ -265,16 +243,14 @@ def choose_sets(chosen: str | None, even: bool = False) -> list[str]:
     """The sets of a command line.
 
     Args:
-        chosen: names with commas between them, or `all`; None for the paper's.
+        chosen: names with commas between them; None for all.
         even: of LongBench-E.
 
     Raises:
         EvaluationError: there is no such set; names those that there are.
     """
     known = E_SETS if even else tuple(SETS)
-    if chosen is None:
-        return [name for name in PAPER_SETS if name in known]
-    names = list(known) if chosen == "all" else chosen.split(",")
+    names = list(known) if chosen is None else chosen.split(",")
     for name in names:
         if name not in known:
             raise EvaluationError(
@@ -359,18 +335,18 @@ def build_prompt(
     return np.concatenate([first, ids])
 
 
-def score_example(
-    name: str, prediction: str, answers: Iterable[str], classes: Sequence[str] | None, as_in_paper: bool = False
-) -> float:
+def score_example(name: str, record: Mapping[str, Any], as_in_paper: bool = False) -> float:
     """0 to 1, the best over the reference answers.
 
     Args:
+        record: an answer as `answer` returns it.
         as_in_paper: the first line alone counts, whatever the set.
     """
-    chosen = SETS[name]
+    chosen, prediction = SETS[name], record["pred"]
     if chosen.first_line or as_in_paper:
         prediction = prediction.lstrip("\n").split("\n")[0]
-    return max((chosen.score(prediction, answer, classes or ()) for answer in answers), default=0.0)
+    classes = record.get("all_classes") or ()
+    return max((chosen.score(prediction, answer, classes) for answer in record["answers"]), default=0.0)
 
 
 def evaluate(
@@ -383,18 +359,13 @@ def evaluate(
     max_length: int | None = None,
     precision: str = "auto",
     limit: int | None = None,
-    even: bool = False,
-) -> Evaluation:
+) -> None:
     """Answers the examples that `folder/pred` does not have yet, set by set, and writes the scores to results.json.
 
     Args:
         sets: of `SETS`.
         max_length: tokens of a prompt; default the training length less the tokens of the answer.
         limit: examples of each set, for a quick look; None for all.
-        even: LongBench-E, whose scores are by ranges of lengths.
-
-    Returns:
-        Scores from 0 to 100 with their standard errors.
 
     Raises:
         EvaluationError: a set's data is missing, the length is unknown, or the folder holds results of other settings.
@@ -403,40 +374,38 @@ def evaluate(
         raise EvaluationError(f"{model.source} does not say at which length it was trained: set --max_length")
     trained = model.train_length or 0  # not needed where max_length is given
     settings = {"max_length": max_length, "precision": resolve(precision, workers.device), "limit": limit}
-    settings = {"weights": fingerprint(model.model), **settings, **({"even": True} if even else {})}
+    settings = {"weights": fingerprint(model.model), **settings}
 
     def check() -> None:
         check_folder(folder, "longbench", question_scores.FILE)
         check_settings(folder, settings)
 
     workers.on_first(check)
-    scores: dict[str, Any] = {}
+    scores: dict[str, float] = {}
     errors: dict[tuple[str, str | None], tuple[float | None, int]] = {}
     written = []
     by_question: dict[str, question_scores.QuestionScores] = {}
     for name in sets:
-        examples = read_examples(name, data, even)[:limit]
+        examples = read_examples(name, data)[:limit]
         length = max_length or max(trained - SETS[name].max_new_tokens, trained // 2)
         records = answer(model, name, examples, length, folder / "pred", workers, precision)
-        scores[name] = score_by_length(name, records) if even else score(name, records)
-        by_range = ranges(records).items() if even else [(None, records)]
-        errors |= {(name, words): standard_error(name, inside) for words, inside in by_range}
+        found = np.array([score_example(name, record) for record in records])
+        scores[name] = score(name, records)
+        errors[name, None] = mean_and_error(100 * found)[1] if found.size > 1 else None, found.size
         written.append(answer_text(name, records[0]))
-        of_groups: list[Any] = [example.get(question_scores.GROUP) for example in examples]
+        groups: list[Any] = [example.get(question_scores.GROUP) for example in examples]
+        asked = [[example[key] for key in ("input", "context", "answers")] for example in examples]
         by_question[name] = question_scores.QuestionScores(
-            {"score": [100 * found for found in _scores(name, records)]},
-            question_scores.digest_of(
-                [example[key] for key in ("input", "context", "answers")] for example in examples
-            ),
-            None if None in of_groups else of_groups,
+            {"score": (100 * found).tolist()},
+            question_scores.digest_of(asked),
+            None if None in groups else groups,
         )
         if workers.is_first:
             write_json(folder / "results.json", scores)
-    evaluation = from_longbench(scores, model.name, errors, about=model.about, settings=settings, texts=written)
     if workers.is_first:
+        evaluation = from_longbench(scores, model.name, errors, about=model.about, settings=settings, texts=written)
         models = {model.name: [evaluation]}
-        rows, columns = longbench_by_length(evaluation) if even else longbench_table(models)
-        table = tables.score_table(rows, columns, "Words" if even else "Model")
+        rows, columns = longbench_table(models)
 
         def draw(path: Path) -> None:
             tables.draw_scores(rows, columns, path, "LongBench", sample_counts(models))
@@ -444,8 +413,84 @@ def evaluate(
         def write_more(new: Path) -> None:
             question_scores.write_question_scores(new, by_question)
 
-        write_evaluation(evaluation, folder, table, draw, write_more)
-    return evaluation
+        write_evaluation(evaluation, folder, tables.score_table(rows, columns, "Model"), draw, write_more)
+
+
+def folder_of(model: str, even: bool) -> Path:
+    """Where answers and scores of the paper's steps are, below the current folder.
+
+    Raises:
+        EvaluationError: the name is a path.
+    """
+    return Path("pred_e" if even else "pred") / folder_name("--model", model)
+
+
+def answer_sets(
+    model: EvaluatedModel,
+    folder: Path,
+    workers: Workers,
+    *,
+    sets: Sequence[str],
+    data: Path | None,
+    max_length: int,
+    even: bool = False,
+    precision: str = "auto",
+    limit: int | None = None,
+) -> None:
+    """Answers the sets that have no `.jsonl.done` yet; answers of an unfinished set are in `folder/unfinished`.
+
+    Args:
+        data, even: as in `read_examples`.
+        max_length: tokens of a prompt.
+        limit: examples of each set, for a quick look; None for all.
+
+    Raises:
+        EvaluationError: a set's data is missing, or the folder holds answers of other settings.
+    """
+    todo = [name for name in sets if not _done(folder / f"{name}.jsonl").is_file()]
+    if todo:
+        read_examples(todo[0], data, even)  # missing data is said before anything is written
+    settings = {"max_length": max_length, "precision": resolve(precision, workers.device), "limit": limit}
+    settings = {"weights": fingerprint(model.model), **settings}
+    cure = "choose another --model name, or delete the folder"
+    workers.on_first(lambda: check_settings(folder, settings, cure))
+    for name in todo:
+        file = folder / f"{name}.jsonl"
+        examples, parts = read_examples(name, data, even)[:limit], folder / "unfinished"
+        records = answer(model, name, examples, max_length, parts, workers, precision, as_in_paper=True)
+        if workers.is_first:
+            write_text(file, "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
+            _done(file).touch()
+        workers.wait()
+
+
+def score_sets(folder: Path, even: bool = False) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Scores every finished set of a folder and writes the files of `RESULTS`.
+
+    Returns:
+        File -> its scores, and the sets that are not finished.
+
+    Raises:
+        EvaluationError: no set is.
+    """
+    answers = {name: folder / f"{name}.jsonl" for name in choose_sets(None, even)}
+    finished = {name: read_records(file) for name, file in answers.items() if _done(file).is_file()}
+    if not any(finished.values()):
+        raise EvaluationError(
+            f"no finished set in {folder} (<set>.jsonl.done); run pred.py with the same --model first"
+        )
+    of_set = score_by_length if even else score
+    scores = {
+        file: {name: of_set(name, records, as_in_paper) for name, records in finished.items() if records}
+        for file, as_in_paper in RESULTS.items()
+    }
+    for file, found in scores.items():
+        write_json(folder / file, found)
+    return scores, [name for name in answers if name not in finished]
+
+
+def _done(file: Path) -> Path:
+    return file.with_name(f"{file.name}.done")
 
 
 def answer(
@@ -494,38 +539,19 @@ def answer(
 
 def score(name: str, records: Sequence[Mapping[str, Any]], as_in_paper: bool = False) -> float:
     """The score of a set, 0 to 100: the mean over its answers as `answer` returns them."""
-    found = _scores(name, records, as_in_paper)
+    found = [score_example(name, record, as_in_paper) for record in records]
     return round(100 * sum(found) / len(found), 2)
-
-
-def standard_error(name: str, records: Sequence[Mapping[str, Any]]) -> tuple[float | None, int]:
-    """The standard error of `score`, None for less than two answers; and how many answers there are."""
-    found = np.array(_scores(name, records))
-    error = mean_and_error(100 * found)[1] if found.size > 1 else None
-    return error, found.size
 
 
 def score_by_length(
     name: str, records: Sequence[Mapping[str, Any]], as_in_paper: bool = False
 ) -> dict[str, float | None]:
     """The score for each range of lengths of LongBench-E; None where it has no examples."""
-    return {words: score(name, inside, as_in_paper) if inside else None for words, inside in ranges(records).items()}
-
-
-def ranges(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The answers in each range of lengths of LongBench-E."""
     found, least = {}, 0.0
-    for label, beyond in RANGES.items():
-        found[label] = [record for record in records if least <= record["length"] < beyond]
-        least = beyond
+    for words, beyond in RANGES.items():
+        inside = [record for record in records if least <= record["length"] < beyond]
+        found[words], least = score(name, inside, as_in_paper) if inside else None, beyond
     return found
-
-
-def _scores(name: str, records: Sequence[Mapping[str, Any]], as_in_paper: bool = False) -> list[float]:
-    return [
-        score_example(name, record["pred"], record["answers"], record.get("all_classes"), as_in_paper)
-        for record in records
-    ]
 
 
 def _line_break(model: EvaluatedModel) -> list[int]:

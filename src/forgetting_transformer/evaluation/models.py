@@ -6,7 +6,6 @@ and no code that comes with a model is run.
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-import argparse
 import contextlib
 import hashlib
 import logging
@@ -16,36 +15,52 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import forgetting_transformer.tokenizer  # noqa: F401 (registers it for AutoTokenizer)
 from forgetting_transformer import plugins
+from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.files import utf8_path
 from forgetting_transformer.hub_connection import cached_model, only_cached
+from forgetting_transformer.model import DecoderForCausalLM
+from forgetting_transformer.model_tokenizer import check_vocabulary, load_tokenizer
 from forgetting_transformer.ops.finite import NotFiniteError, check_finite
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from forgetting_transformer.training import export
+from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest, steps_in
+from forgetting_transformer.training.kernel_choice import choose_on_all_ranks
+from forgetting_transformer.training.official_checkpoint import is_official
+from forgetting_transformer.training.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
+# transformers' table of missing and unused weights; `_check_weights` says what matters of it.
+logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 
 PRECISIONS = ("auto", "bf16", "fp32")
 # transformers writes this for "no limit".
 _NO_LIMIT = 10**9
-# Logits of a foreign model that are held at once: 512 MiB in float32.
-_MAX_LOGITS = 2**27
-_PROBE_TOKENS = 16
-_HEAD_GIVES_LOGITS = "_evaluation_head_gives_logits"
 
 
-class EvaluationError(RuntimeError):
+class EvaluationError(AnalysisError):
     """An evaluation cannot go on; the message says what is missing or wrong, and what to do."""
+
+
+def folder_name(option: str, name: str) -> str:
+    """A name that a folder of results gets.
+
+    Raises:
+        EvaluationError: it is a path.
+    """
+    if name in ("", ".", "..") or "/" in name or "\\" in name:
+        raise EvaluationError(f"{option}={name!r} names a folder of results; it must not contain a path separator")
+    return name
 
 
 @dataclass(frozen=True)
@@ -113,24 +128,15 @@ class EvaluatedModel:
         return self.tokenizer
 
 
-def load_chosen(args: argparse.Namespace, device: torch.device, **options: Any) -> EvaluatedModel:
-    """The model that the options of an evaluation name: --model_path, --model, --step, --tokenizer, --precision.
+class _Loaded(NamedTuple):
+    """Fields of `EvaluatedModel` by which it is found."""
 
-    Args:
-        options: further arguments of `load_model`.
-
-    Raises:
-        EvaluationError: as `load_model`.
-    """
-    return load_model(
-        args.model_path,
-        name=args.model,
-        step=args.step,
-        tokenizer=getattr(args, "tokenizer", None),
-        device=device,
-        precision=args.precision,
-        **options,
-    )
+    model: Any
+    tokenizer: Any
+    train_length: int | None
+    train_tokens: int | None
+    no_tokenizer: str
+    seed: int | None
 
 
 def load_model(
@@ -145,6 +151,8 @@ def load_model(
 ) -> EvaluatedModel:
     """Loads a model by what `source` is: a run's output_dir, a folder in Hugging Face format, or a hub id.
 
+    A folder that is both is the model in Hugging Face format, unless `step` chooses a checkpoint.
+
     Args:
         source: the folder or hub id.
         name: what to call it; default the last part of `source`.
@@ -156,69 +164,37 @@ def load_model(
     Raises:
         EvaluationError: nothing there that can be loaded.
     """
-    import forgetting_transformer.model
-    import forgetting_transformer.tokenizer
-    from forgetting_transformer.training import export
-
-    folder = Path(source).expanduser()
-    name = name or (folder.resolve().name if folder.exists() else source.rsplit("/", 1)[-1])
-    if not name or name in (".", "..") or "/" in name or "\\" in name:
-        raise EvaluationError(f"--model={name!r} names a folder of results; it must not contain a path separator")
-    exported = (folder / "config.json").is_file()
-    if (folder / "checkpoints").is_dir() and (not exported or _is_run(folder)):
-        if exported and step is None:
-            raise EvaluationError(
-                f"{source} holds both a training run (checkpoints/) and a model in Hugging Face format (config.json): "
-                "choose the run with --step=…, or move the model's files to another folder and name that"
-            )
-        model, found, length, tokens, problem, seed = _load_run(folder, step, tokenizer)
+    folder, hint = Path(source).expanduser(), "give a run's output_dir, what save_model.py wrote, or a hub id"
+    name = folder_name("--model", name or (folder.resolve().name if folder.exists() else source.rsplit("/", 1)[-1]))
+    exported, run = (folder / "config.json").is_file(), (folder / "checkpoints").is_dir()
+    if run and (step is not None or not exported):
+        loaded = _load_run(folder, step, tokenizer)
+    elif step is not None:
+        raise EvaluationError(f"--step={step} chooses a checkpoint of a training run, and {source} is not one")
+    elif folder.exists() and not exported:
+        raise EvaluationError(
+            f"{source} is neither a training run (no folder checkpoints/) nor a model in Hugging Face format (no "
+            f"config.json); {hint}"
+        )
+    elif not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        raise EvaluationError(f"there is no folder {source}; {hint}")
     else:
-        if step is not None:
-            raise EvaluationError(f"--step={step} chooses a checkpoint of a training run, and {source} is not one")
-        if folder.exists() and not (folder / "config.json").is_file():
-            raise EvaluationError(
-                f"{source} is neither a training run (no folder checkpoints/) nor a model in Hugging Face format (no "
-                "config.json); give a run's output_dir, what save_model.py wrote, or a hub id"
-            )
-        if not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
-            raise EvaluationError(
-                f"there is no folder {source}; give a run's output_dir, what save_model.py wrote, or a hub id"
-            )
-        if said := _plugins_missing(folder):
-            raise EvaluationError(said)
-        model, found, length, problem = _load_pretrained(source, tokenizer)
-        tokens, seed = export.origin_of(folder)
-    model = model.to(device).eval()
-    if isinstance(model, forgetting_transformer.model.DecoderForCausalLM):
+        loaded = _load_pretrained(source, tokenizer)
+    model = loaded.model.to(device).eval()
+    if is_own(model):
         model.config.loss = "per_token"  # however it was trained: see `token_losses`
     _check_kernels(model, precision, torch.device(device))
-    return EvaluatedModel(model, found, name, source, train_length or length, tokens, problem, seed)
-
-
-def _plugins_missing(folder: Path) -> str | None:
-    """What an exported model needs that is not loaded, by what its export wrote beside it."""
-    from forgetting_transformer.training.export import read_mark
-
-    return plugins.missing(read_mark(folder).get("plugins"), f"{folder}: this model")
+    found = loaded._replace(model=model, train_length=train_length or loaded.train_length)
+    return EvaluatedModel(name=name, source=source, **found._asdict())
 
 
 def _check_kernels(model: nn.Module, precision: str, device: torch.device) -> None:
     """Tests the kernels that the model will use, before anything relies on them, and says on a GPU which they are."""
-    from forgetting_transformer.training.kernel_choice import choose_on_all_ranks
-
     dtype = torch.bfloat16 if resolve(precision, device) == "bf16" else torch.float32
     chosen = choose_on_all_ranks(model, dtype, device, lengths=None)
     if device.type == "cuda" and not (dist.is_initialized() and dist.get_rank() > 0):
         for op, backend in chosen.items():
             print(f"{op}: {backend.text}", file=sys.stderr)
-
-
-def run_steps(run_folder: str | Path) -> list[int]:
-    """Training tokens of a run's checkpoints, valid or not."""
-    from forgetting_transformer.training.checkpoint.folder import steps_in
-    from forgetting_transformer.training.run_directory import RunDirectory
-
-    return steps_in(RunDirectory(run_folder).checkpoints)
 
 
 def pick_device(device: str | None = None) -> torch.device:
@@ -261,55 +237,22 @@ def resolve(precision: str, device: torch.device) -> str:
 
 def is_own(model: nn.Module) -> bool:
     """Whether this is one of this project's models."""
-    from forgetting_transformer.model import DecoderForCausalLM
-
     return isinstance(model, DecoderForCausalLM)
 
 
-def token_losses(model: "PreTrainedModel", input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
+def token_losses(model: PreTrainedModel, input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
     """Loss of every token in nats `(B, T)`, float32: `labels[t]` is the token after `input_ids[t]`.
 
-    Logits are never all held: this project's models see to that themselves, for others the output layer is run on
-    slices of the last hidden states. Where that does not give a model's own logits (a soft cap or a scale after the
-    output layer), they are computed whole.
+    This project's models never hold all logits. Others do.
     """
     if is_own(model):
         return model(input_ids=input_ids_BT, labels=labels_BT).loss
-    head = model.get_output_embeddings()
-    if _head_gives_logits(model, input_ids_BT):
-        hidden_BTE = model.base_model(input_ids=input_ids_BT, use_cache=False)[0]
-        hidden_AE, labels_L = hidden_BTE.flatten(0, 1), labels_BT.flatten()
-        rows = max(1, _MAX_LOGITS // model.config.get_text_config().vocab_size)
-        losses = [
-            F.cross_entropy(head(hidden).float(), labels, reduction="none")
-            for hidden, labels in zip(hidden_AE.split(rows), labels_L.split(rows), strict=True)
-        ]
-        return torch.cat(losses).view(labels_BT.shape)
     logits_BTV = model(input_ids=input_ids_BT, use_cache=False).logits
     losses = [
         F.cross_entropy(logits.float(), labels, reduction="none")
         for logits, labels in zip(logits_BTV, labels_BT, strict=True)
     ]
     return torch.stack(losses)
-
-
-def _head_gives_logits(model: "PreTrainedModel", input_ids_BT: Tensor) -> bool:
-    """Whether the output layer on the last hidden states is all there is to the logits; looked at once a model."""
-    known = getattr(model, _HEAD_GIVES_LOGITS, None)
-    if known is None:
-        probe = input_ids_BT[:1, :_PROBE_TOKENS]
-        head = model.get_output_embeddings()
-        logits = model(input_ids=probe, use_cache=False).logits
-        try:
-            known = head is not None and torch.allclose(
-                head(model.base_model(input_ids=probe, use_cache=False)[0]), logits, rtol=1e-2, atol=1e-2
-            )
-        except (TypeError, RuntimeError):  # a base model that takes or gives something else
-            known = False
-        if not known:
-            log.warning("%s: all logits are computed at once, which takes memory", type(model).__name__)
-        setattr(model, _HEAD_GIVES_LOGITS, known)
-    return known
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -321,28 +264,13 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _is_run(folder: Path) -> bool:
-    """Whether `checkpoints/` in the folder is a run's, of this project or of the authors' code."""
-    from forgetting_transformer.training.official_checkpoint import is_official
-    from forgetting_transformer.training.run_directory import RunDirectory
-
-    return bool(run_steps(folder)) or is_official(RunDirectory(folder))
-
-
-def _load_run(
-    folder: Path, step: int | None, tokenizer: str | None
-) -> tuple[nn.Module, Any, int | None, int | None, str, int | None]:
-    from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest, steps_in
-    from forgetting_transformer.training.export import load_checkpoint, tokenizer_of_run
-    from forgetting_transformer.training.official_checkpoint import is_official
-    from forgetting_transformer.training.run_directory import RunDirectory
-
+def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> _Loaded:
     directory = RunDirectory(folder)
     try:
         with warnings.catch_warnings():
             # Said by torch where a checkpoint is read on one process, which is meant.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            loaded = read_newest(directory.checkpoints, load_checkpoint, step)
+            loaded = read_newest(directory.checkpoints, export.load_checkpoint, step)
     except CheckpointError as error:
         raise EvaluationError(str(error)) from error
     if loaded is None and is_official(directory):
@@ -357,20 +285,20 @@ def _load_run(
     checkpoint, state, model = loaded
     found, problem = None, ""
     try:
-        found = tokenizer_of_run(directory, state, tokenizer)
+        found = export.tokenizer_of_run(directory, state, tokenizer)
     except (OSError, ValueError) as error:
         if tokenizer is not None:
             raise EvaluationError(f"--tokenizer={tokenizer}: {one_line(error)}") from error
-        found, problem = None, one_line(error)
+        problem = one_line(error)
     config = state["config"]
-    return model, found, config["datamodule"]["train_batch_len"], checkpoint.step, problem, config.get("seed")
+    length = config["datamodule"]["train_batch_len"]
+    return _Loaded(model, found, length, checkpoint.step, problem, config.get("seed"))
 
 
-def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any, int | None, str]:
-    from transformers import AutoModelForCausalLM
-
-    from forgetting_transformer.model_tokenizer import check_vocabulary, load_tokenizer
-
+def _load_pretrained(source: str, tokenizer: str | None) -> _Loaded:
+    folder = Path(source).expanduser()
+    if missing := plugins.missing(export.read_mark(folder).get("plugins"), f"{folder}: this model"):
+        raise EvaluationError(missing)
     try:
         cached = not Path(source).is_dir() and only_cached()
     except ValueError as error:  # HF_ENDPOINT is wrong, for which the advice below is none
@@ -379,17 +307,18 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
         # Not local_files_only, with which the client asks the hub for adapters all the same.
         place = cached_model(source) if cached else source
         # safetensors only: a pickle from the hub may run what its author liked.
-        with _without_report(), utf8_path(place) as folder:
+        with utf8_path(place) as path:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
+                path,
                 use_safetensors=True,
                 trust_remote_code=False,
                 dtype=torch.float32,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
             )
-        if not is_own(loaded[0]):  # which was looked at while it was loaded
-            check_finite(loaded[0].named_parameters(), source)
+        model, loading = loaded
+        if not is_own(model):  # which was looked at while it was loaded
+            check_finite(model.named_parameters(), source)
     except SafetensorError as error:
         raise EvaluationError(
             f"the weights of {source} are damaged ({one_line(error)}); export or download the model again"
@@ -404,7 +333,6 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
             f"cannot load the model {source}: {one_line(error)}. It must be a folder or a hub id with config.json and "
             f"safetensors weights; {advice}"
         ) from error
-    model, loading = loaded
     _check_weights(source, model, loading)
     config = model.config.get_text_config()
     found, problem = None, ""
@@ -418,22 +346,8 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
     length = getattr(found, "model_max_length", None)
     if length is None or length > _NO_LIMIT:
         length = getattr(config, "max_position_embeddings", None)
-    return model, found, length, problem
-
-
-@contextlib.contextmanager
-def _without_report() -> Iterator[None]:
-    """Hides transformers' table of missing and unused weights; `_check_weights` says what matters of it."""
-
-    def is_no_report(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
-
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(is_no_report)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_no_report)
+    tokens, seed = export.origin_of(folder)
+    return _Loaded(model, found, length, tokens, problem, seed)
 
 
 def _check_weights(source: str, model: nn.Module, loading: dict[str, Any]) -> None:

@@ -12,35 +12,38 @@ would give it word for word. Writes needle.jsonl, for every length L and depth D
     needle/length_<L>/tokens_right      share of the answer's tokens that are the likeliest ones
     needle/length_<L>/…_stderr          standard errors of these means over prompts
     needle/length_<L>/depth_<D>/…       loss, accuracy and tokens_right at one depth, in percent of the text
-    needle/length_<L>/texts             fingerprint of all prompts and the answer
     needle/mode, depths, samples        the keys of the config; a line with others is a point of another curve
+
+Axes: B prompts, T tokens of a prompt, K tokens of an answer, S = T + K - 1.
 """
 
-from __future__ import annotations
-
-import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer import plugins
+from forgetting_transformer.evaluation import niah, texts
+from forgetting_transformer.evaluation.in_training import (
+    EvaluationCallback,
+    beat,
+    evaluated_model,
+    precision,
+    share,
+)
+from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, precision_context
 from forgetting_transformer.ranges import COUNT, TOKENS, one_of, within
-from forgetting_transformer.training.callbacks import Callback, Interval
 from forgetting_transformer.training.config import ConfigError
-from forgetting_transformer.training.metrics import duration, prefixed
+from forgetting_transformer.training.interface import TrainerInterface
+from forgetting_transformer.training.metrics import prefixed
 
-if TYPE_CHECKING:
-    from forgetting_transformer.evaluation.niah import Haystack
-    from forgetting_transformer.training.interface import TrainerInterface
-
-log = logging.getLogger(__name__)
-
-#: Of every prompt with a needle, in the order of the columns of the results.
+#: Scores of a prompt: of its answer the mean loss, the share of tokens that are right, and whether all are.
 _SCORES = (names.ANSWER_LOSS, "tokens_right", names.ACCURACY)
 
 
@@ -80,171 +83,116 @@ class NeedleConfig:
 
 
 @plugins.CALLBACKS.register("needle", config=NeedleConfig, free=[plugins.ALL])
-class NeedleTest(Callback):
-    """With ddp ranks share the prompts. With fsdp every rank answers all of them: a shard alone is no model."""
-
-    all_ranks = True
-    evaluates = True
+class NeedleTest(EvaluationCallback):
     kinds = (names.NEEDLE,)
 
-    def __init__(self, config: NeedleConfig) -> None:
-        self.config, self.interval = config, config.interval
-
-    def on_start(self, trainer: TrainerInterface) -> None:
-        """Makes all prompts.
-
-        Raises:
-            ConfigError: there is no tokenizer or text, or a length has no room. DataError: nothing is held out.
-        """
-        from forgetting_transformer.evaluation import niah, texts
-        from forgetting_transformer.evaluation.in_training import evaluated_model, share, warn_of_another_test
-        from forgetting_transformer.evaluation.models import EvaluationError
-
+    def prepare(self, trainer: TrainerInterface) -> None:
+        """Makes all prompts."""
         config, length = self.config, trainer.config.datamodule.train_batch_len
         self._model, self._workers = evaluated_model(trainer, "needle", config.tokenizer), share(trainer)
         needle = niah.Needle(config.question, config.statement, config.answer)
-        self._answer = np.array(texts.encode(self._model, f" {needle.answer}"), dtype=np.int64)
-        known = (*texts.begin(self._model), *self._answer)
-        known_texts = (needle.text(config.mode), needle.query)
-        least = len(known) + sum(len(texts.encode(self._model, text)) for text in known_texts) + 1
+        self._answer_K = np.array(texts.encode(self._model, f" {needle.answer}"), dtype=np.int64)
+        around = (needle.text(config.mode), needle.query)
+        least = len(texts.begin(self._model)) + len(self._answer_K) + 1
+        least += sum(len(texts.encode(self._model, text)) for text in around)
         half = [length // 2] if length // 2 >= least else []
-        lengths = sorted({*(config.lengths or [*half, length])})
-        if lengths[0] < least and config.lengths is None:
+        self._lengths = sorted({*(config.lengths or [*half, length])})
+        self._depths = sorted({*config.depths})
+        if self._lengths[0] < least:
+            given = f"callbacks.needle.lengths={config.lengths or 'null'}"
             raise ConfigError(
-                f"callbacks.needle.lengths=null takes the {length} tokens of datamodule.train_batch_len, and needle, "
-                f"question and answer alone have {least - 1}; train on longer sequences, or give a shorter "
-                "callbacks.needle.question, statement and answer"
+                f"{given} has prompts of {self._lengths[0]} tokens, and needle, question and answer alone have "
+                f"{least - 1}; give lengths of {least} or more"
             )
-        if lengths[0] < least:
-            raise ConfigError(
-                f"callbacks.needle.lengths={lengths}: needle, question and answer alone have {least - 1} tokens; give "
-                f"lengths of {least} or more"
-            )
-        try:
-            hay = self._haystack(trainer, config.samples * lengths[-1])
-        except EvaluationError as error:
-            raise ConfigError(f"callbacks.needle.haystack={config.haystack}: {error}") from error
+        haystack = self._haystack(trainer, config.samples * self._lengths[-1])
         #: Every prompt that is to be scored: its cell, whether there is a needle in it, and its tokens.
         self._prompts: list[tuple[niah.Cell, bool, np.ndarray]] = []
-        for at in lengths:
-            hidden = [(cell, True) for cell in niah.grid([at], sorted({*config.depths}), config.samples)]
+        for at in self._lengths:
+            hidden = [(cell, True) for cell in niah.grid([at], self._depths, config.samples)]
             for cell, inside in [*hidden, *((cell, False) for cell in niah.grid([at], [0], config.samples))]:
-                shorter = niah.Cell(at - len(self._answer), cell.depth, cell.sample)
-                mode = config.mode if inside else None
-                self._prompts.append((cell, inside, niah.build_prompt(self._model, hay, needle, mode, shorter)))
-        self._test = self._describe(lengths)
-        warn_of_another_test(trainer, names.NEEDLE, self._test)
+                shorter = niah.Cell(at - len(self._answer_K), cell.depth, cell.sample)
+                prompt = haystack.prompt(needle, config.mode if inside else None, shorter)
+                self._prompts.append((cell, inside, prompt))
 
-    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
-        if kind != "eval":
-            return
-        import torch
-
-        from forgetting_transformer.evaluation import niah
-        from forgetting_transformer.evaluation.in_training import BrokenOff, beat, precision
-
-        trainer.model.eval()
-        started, tokens = time.perf_counter(), f"{trainer.counters.token_count:,}"
-        # Of every prompt: loss of the answer, share of its tokens that are right, whether all are.
+    def evaluate(self, trainer: TrainerInterface) -> dict[str, Any]:
         scores_N3 = torch.zeros(len(self._prompts), 3, dtype=torch.float64, device=trainer.fabric.device)
-        try:
-            with trainer.uncompiled():
-                for rows in self._batches():
-                    beat(trainer)
-                    if not rows:
-                        continue
-                    prompts = np.stack([self._prompts[n][2] for n in rows])
-                    losses_BK, right_BK = niah.answer_losses(self._model, prompts, self._answer, precision(trainer))
-                    shares = right_BK.double().mean(1), right_BK.all(1).double()
-                    scores_N3[rows] = torch.stack([losses_BK.mean(1), *shares], dim=1)
-        except BrokenOff:
-            log.info("the needle test after %s tokens was broken off", tokens)
-            return
+        for rows in self._batches():
+            beat(trainer)
+            if rows:
+                prompts_BT = np.stack([self._prompts[n][2] for n in rows])
+                losses_BK, right_BK = answer_losses(self._model, prompts_BT, self._answer_K, precision(trainer))
+                shares = right_BK.double().mean(1), right_BK.all(1).double()
+                scores_N3[rows] = torch.stack([losses_BK.mean(1), *shares], dim=1)
         if self._workers.world_size > 1:
             trainer.sum_over_ranks(scores_N3)
-        values = self._values(scores_N3.cpu().numpy())
-        trainer.report(names.NEEDLE, values | self._test)
-        longest = _at(self._prompts[-1][0].length)
-        log.info(
-            "needle test after %s tokens: loss of the answer %.3f, %.3f without a needle, accuracy %.0f %% at %s "
-            "tokens; took %s",
-            tokens,
-            values[names.name_of(longest, names.ANSWER_LOSS)],
-            values[names.name_of(longest, names.LOSS_WITHOUT_NEEDLE)],
-            100 * values[names.name_of(longest, names.ACCURACY)],
-            f"{self._prompts[-1][0].length:,}",
-            duration(time.perf_counter() - started),
-        )
+        depths = " ".join(f"{100 * depth:g}" for depth in self._depths)
+        test = {names.MODE: self.config.mode, names.DEPTHS: depths, names.PROMPTS: self.config.samples}
+        return self._values(scores_N3.cpu().numpy()) | prefixed(names.NEEDLE, test)
 
-    def _haystack(self, trainer: TrainerInterface, needed: int) -> Haystack:
+    def _haystack(self, trainer: TrainerInterface, needed: int) -> niah.Haystack:
         """At least `needed` tokens of text where there are as many."""
-        from forgetting_transformer.evaluation import niah, texts
-
-        if self.config.haystack is not None:
-            return niah.Haystack.from_folder(self._model, Path(self.config.haystack).expanduser())
-        trainer.data.eval_info()
-        found, count = [], 0
-        for batch in trainer.data.eval_loader(0, 1):  # alike on every rank
-            ids = batch["labels"][batch["weight"] > 0].flatten().numpy()
-            found.append(texts.without_bounds(self._model, ids))
-            count += found[-1].size
-            if count >= needed:
+        if (folder := self.config.haystack) is not None:
+            try:
+                text = "\n\n".join(texts.read_folder(Path(folder).expanduser()))
+            except EvaluationError as error:
+                raise ConfigError(f"callbacks.needle.haystack={folder}: {error}") from error
+            return niah.Haystack(self._model, np.array(texts.encode(self._model, text)))
+        found: list[np.ndarray] = []
+        for ids in texts.held_out_rows(trainer.data, self._model):
+            found.append(ids)
+            if sum(map(len, found)) >= needed:
                 break
-        ids = np.concatenate(found)
-        texts.check_ids(self._model, ids)
-        return niah.Haystack.from_tokens(self._model, ids)
-
-    def _describe(self, lengths: Sequence[int]) -> dict[str, Any]:
-        """What every line says of the test, since a later start may change it."""
-        from forgetting_transformer.evaluation.in_training import fingerprint
-
-        depths = " ".join(f"{100 * depth:g}" for depth in sorted({*self.config.depths}))
-        said: dict[str, Any] = {names.MODE: self.config.mode, names.DEPTHS: depths, names.PROMPTS: self.config.samples}
-        said = prefixed(names.NEEDLE, said)
-        for length in lengths:
-            prompts = [prompt for cell, _, prompt in self._prompts if cell.length == length]
-            said[names.name_of(_at(length), names.TEXTS)] = fingerprint(*prompts, self._answer)
-        return said
+        return niah.Haystack(self._model, np.concatenate(found))
 
     def _batches(self) -> list[list[int]]:
         """The prompts of this rank, in batches of one length: of every rank as many batches, the last perhaps empty."""
         rank, world_size, size = self._workers.rank, self._workers.world_size, self.config.batch_size
-        of_length: dict[int, list[int]] = {}
-        for n, (cell, _, _) in enumerate(self._prompts):
-            of_length.setdefault(cell.length, []).append(n)
         found = []
-        for rows in of_length.values():
-            mine = rows[rank::world_size]
-            most = -(-len(rows) // world_size)
+        for length in self._lengths:
+            rows = [n for n, (cell, _, _) in enumerate(self._prompts) if cell.length == length]
+            mine, most = rows[rank::world_size], -(-len(rows) // world_size)
             found += [mine[start : start + size] for start in range(0, most, size)]
         return found
 
     def _values(self, scores_N3: np.ndarray) -> dict[str, float]:
         """What needle.jsonl says; see the module docstring."""
         values: dict[str, float] = {}
-        for length in dict.fromkeys(cell.length for cell, _, _ in self._prompts):
+        for length in self._lengths:
 
-            def chosen(hidden: bool, depth: float | None = None, length: int = length) -> np.ndarray:
-                rows = [
-                    n
-                    for n, (cell, inside, _) in enumerate(self._prompts)
-                    if cell.length == length and inside == hidden and depth in (None, cell.depth)
-                ]
-                return scores_N3[rows]
+            def chosen(hidden: bool, *depths: float, length: int = length) -> np.ndarray:
+                cells = [(cell.length, inside, cell.depth) for cell, inside, _ in self._prompts]
+                return scores_N3[[(at, inside) == (length, hidden) and d in depths for at, inside, d in cells]]
 
-            at = _at(length)
-            values |= _means(at, _SCORES, chosen(hidden=True))
-            values |= _means(at, (names.LOSS_WITHOUT_NEEDLE,), chosen(hidden=False))
-            for depth in sorted({*self.config.depths}):
-                means = chosen(True, depth).mean(0)
-                for name, value in zip(_SCORES, means, strict=True):
-                    values[names.name_of(at, f"depth_{100 * depth:g}", name)] = float(value)
+            at = names.name_of(names.NEEDLE, f"{names.LENGTH}{length}")
+            values |= _means(at, _SCORES, chosen(True, *self._depths))
+            values |= _means(at, (names.LOSS_WITHOUT_NEEDLE,), chosen(False, 0))
+            for depth in self._depths:
+                means = zip(_SCORES, chosen(True, depth).mean(0).tolist(), strict=True)
+                values |= {names.name_of(at, f"depth_{100 * depth:g}", name): value for name, value in means}
         return values
 
 
-def _at(length: int) -> str:
-    """The beginning of the names of what was measured at this length."""
-    return names.name_of(names.NEEDLE, f"{names.LENGTH}{length}")
+def answer_losses(
+    model: EvaluatedModel, prompts_BT: np.ndarray, answer_K: np.ndarray, precision: str
+) -> tuple[Tensor, Tensor]:
+    """How surprised a model is by the answer after each prompt, in one forward pass.
+
+    Args:
+        answer_K: token ids `(K,)` that should follow every prompt.
+
+    Returns:
+        `(B, K)`: the loss of every token of the answer in nats, float64, and whether it is the likeliest one. Greedy
+        decoding gives the answer where all are.
+    """
+    answers_BK = np.broadcast_to(answer_K, (len(prompts_BT), len(answer_K)))
+    inputs_BS = np.concatenate([prompts_BT, answers_BK[:, :-1]], axis=1)
+    target_BK = torch.from_numpy(answers_BK.copy()).to(model.device)
+    with precision_context(precision, model.device):
+        logits = model.model(
+            input_ids=torch.from_numpy(inputs_BS).to(model.device), use_cache=False, logits_to_keep=len(answer_K)
+        ).logits[:, -len(answer_K) :]
+    losses_BK = F.cross_entropy(logits.double().transpose(1, 2), target_BK, reduction="none")
+    return losses_BK, logits.argmax(-1) == target_BK
 
 
 def _means(at: str, scores: Sequence[str], scores_N3: np.ndarray) -> dict[str, float]:
@@ -253,7 +201,6 @@ def _means(at: str, scores: Sequence[str], scores_N3: np.ndarray) -> dict[str, f
     for name, scores_N in zip(scores, scores_N3.T, strict=False):
         found[names.name_of(at, name)] = float(scores_N.mean())
         if scores_N.size > 1:
-            found[names.name_of(at, f"{name}{names.STANDARD_ERROR}")] = float(
-                scores_N.std(ddof=1) / np.sqrt(scores_N.size)
-            )
+            error = scores_N.std(ddof=1) / np.sqrt(scores_N.size)
+            found[names.name_of(at, f"{name}{names.STANDARD_ERROR}")] = float(error)
     return found

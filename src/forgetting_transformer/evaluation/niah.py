@@ -6,10 +6,18 @@ asked with (Qin et al., 2024; Lin et al., "Forgetting Transformer", ICLR 2025, s
     needle    standard: {statement} {answer}.          easy: {question} Answer: {statement} {answer}.
     query     Answer the following question: {question} Answer: {statement}
 
-Everything is counted in tokens of the model under test, and a prompt has exactly the length it is named after: the
-beginning-of-sequence token, text, needle and query together. niah_paper.py has the paper's own prompts.
+Two kinds of prompts:
 
-Axes: B prompts, T tokens of a prompt, K tokens of an answer, S = T + K - 1.
+- `Haystack` counts in tokens of the model under test. A prompt has exactly the length it is named after: the
+  beginning-of-sequence token, text, needle and query together.
+- `Essays` makes the paper's (modes paper and paper_easy; zhixuan-lin/forgetting-transformer, eval/niah). The essays are
+  joined without anything between them and cut to L tokens, of which the beginning-of-sequence token is one, then
+  shortened so that with the needle they have L - 200. The needle follows the last token "." before its depth. As text,
+  the quiz sentence and the question come after it. A prompt named after L therefore has about L - 200 tokens and those
+  of the quiz, which are 59 with GPT-2's vocabulary.
+
+The paper's essays are Paul Graham's, which have no free licence. Without a text, the haystack is the reference
+documentation that comes with Python.
 """
 
 import hashlib
@@ -17,42 +25,38 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 from tqdm import tqdm
 
-from forgetting_transformer.analysis import evaluations, needles, outputs
+from forgetting_transformer import model_tokenizer
+from forgetting_transformer.analysis import evaluations, needles
 from forgetting_transformer.evaluation import texts
-from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, read_json, write_json
-from forgetting_transformer.evaluation.judge import Judge
-from forgetting_transformer.evaluation.models import (
-    EvaluatedModel,
-    EvaluationError,
-    fingerprint,
-    precision_context,
-    resolve,
-)
-from forgetting_transformer.evaluation.per_token_loss import check_vocabulary, find_heldout, open_heldout
+from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, write_json
+from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve
 from forgetting_transformer.evaluation.workers import Workers
 
 MODES = ("standard", "easy")
-#: Heat-maps that `write_results` draws, each called as its score.
-PICTURES = ("words.png", "exact.png")
-#: Who writes the ratings.
-_JUDGING = "eval/niah/judge_niah.py"
+#: The paper's modes -> which needle is hidden.
+PAPER_MODES = {"paper": "standard", "paper_easy": "easy"}
+PAPER_NEW_TOKENS = 1024
+ESSAYS = "PaulGrahamEssays"
+#: Heat-maps, each called as its score.
+_PICTURES = ("words.png", "exact.png")
 # How far back the needle may move from its depth to the end of a sentence, as a part of the text.
 _SENTENCE_REACH = 0.05
+_QUIZ = (
+    "\n\nThere is an important piece of information hidden inside the above document. Now that you've read the "
+    "document, I will quiz you about it. Answer the following question: "
+)
+_BUFFER = 200  # tokens that the paper sets aside for the question and the answer
 
 
 @dataclass(frozen=True)
 class Needle:
-    """What is hidden and asked. The defaults are the sentence of most needle tests.
+    """Needle and question. The defaults are the sentence of most needle tests.
 
     Attributes:
         question: what is asked.
@@ -66,14 +70,17 @@ class Needle:
 
     def text(self, mode: str) -> str:
         """The needle."""
-        if mode not in MODES:
-            raise EvaluationError(f"--mode={mode!r}; it must be one of {', '.join(MODES)}")
         asked = f"{self.question} Answer: " if mode == "easy" else ""
         return f"\n{asked}{self.statement} {self.answer}.\n"
 
     @property
+    def asked(self) -> str:
+        """The question, and how its answer begins."""
+        return f"{self.question} Answer: {self.statement}"
+
+    @property
     def query(self) -> str:
-        return f"\n\nAnswer the following question: {self.question} Answer: {self.statement}"
+        return f"\n\nAnswer the following question: {self.asked}"
 
 
 @dataclass(frozen=True)
@@ -104,109 +111,184 @@ class Haystack:
     """A long text as token ids.
 
     Args:
-        tokens: `(N,)` ids.
-        is_end: `(N,)` bool, True for tokens that end a sentence or a line.
+        ids: `(N,)`.
+
+    Raises:
+        EvaluationError: there are none.
     """
 
-    def __init__(self, tokens: np.ndarray, is_end: np.ndarray) -> None:
-        self.tokens, self.is_end = tokens, is_end
-
-    @classmethod
-    def from_folder(cls, model: EvaluatedModel, folder: Path) -> "Haystack":
-        """All texts of a folder, in the order of their paths, whatever the file system's."""
-        return cls.from_text(model, "\n\n".join(texts.read_folder(folder)))
-
-    @classmethod
-    def from_text(cls, model: EvaluatedModel, text: str) -> "Haystack":
-        """One text."""
-        return cls.from_tokens(model, np.array(texts.encode(model, text)))
-
-    @classmethod
-    def from_heldout(cls, model: EvaluatedModel, data_path: str, dataset: str, needed: int) -> "Haystack":
-        """Held-out documents of a corpus made with the model's tokenizer, as many as make `needed` tokens."""
-        data = open_heldout(find_heldout(data_path, dataset), recorded=texts.vocabulary_of_model(model))
-        check_vocabulary(model, data)
-        documents = min(data.sequences, -(-needed // data.length))
-        ids = np.concatenate([data.read(n)[0] for n in range(documents)]).astype(np.int64)
-        texts.check_ids(model, ids)
-        return cls.from_tokens(model, ids)
-
-    @cached_property
-    def digest(self) -> str:
-        """A short hash of the text."""
-        return hashlib.blake2b(self.tokens.tobytes(), digest_size=8).hexdigest()
-
-    def prompt(self, model: EvaluatedModel, needle: Needle, mode: str, cell: Cell) -> np.ndarray:
-        """`build_prompt`."""
-        return build_prompt(model, self, needle, mode, cell)
-
-    @classmethod
-    def from_tokens(cls, model: EvaluatedModel, ids: np.ndarray) -> "Haystack":
-        """A text that is token ids `(N,)` already.
-
-        Raises:
-            EvaluationError: there are none.
-        """
+    def __init__(self, model: EvaluatedModel, ids: np.ndarray) -> None:
         if len(ids) == 0:
             raise EvaluationError("the haystack is empty: its files hold no text that the tokenizer can encode")
         kinds, where = np.unique(ids, return_inverse=True)
         pieces = model.require_tokenizer().batch_decode([[int(kind)] for kind in kinds])
         ends = np.array([piece.rstrip(" ").endswith((".", "\n")) for piece in pieces])
-        return cls(ids.astype(np.int64), ends[where])
+        self.model, self.tokens = model, ids.astype(np.int64)
+        #: `(N,)`, True for tokens that end a sentence or a line.
+        self.is_end = ends[where]
+        self.digest = hashlib.blake2b(self.tokens.tobytes(), digest_size=8).hexdigest()
 
-    def take(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """`count` tokens from `start` on, and which of them end a sentence; the text begins again where it ends."""
-        where = np.arange(start, start + count) % len(self.tokens)
-        return self.tokens[where], self.is_end[where]
+    def prompt(self, needle: Needle, mode: str | None, cell: Cell) -> np.ndarray:
+        """The prompt of a cell, `(cell.length,)` int64; with `mode` None nothing is hidden in the text.
 
+        The needle goes after the last end of a sentence before its depth, if there is one near. A text that is too
+        short begins again where it ends.
 
-def build_prompt(model: EvaluatedModel, haystack: Haystack, needle: Needle, mode: str | None, cell: Cell) -> np.ndarray:
-    """The prompt of a cell, `(cell.length,)` int64; with `mode` None nothing is hidden in the text.
-
-    The needle goes after the last end of a sentence before its depth, if there is one near.
-
-    Raises:
-        EvaluationError: the length has no room for needle, query and some text.
-    """
-    first = texts.begin(model)
-    hidden = "" if mode is None else needle.text(mode)
-    needle_ids, query_ids = (np.array(texts.encode(model, text)) for text in (hidden, needle.query))
-    room = cell.length - len(first) - len(needle_ids) - len(query_ids)
-    if room < 1:
-        raise EvaluationError(
-            f"a prompt of {cell.length} tokens has no room for text: needle and query alone have "
-            f"{cell.length - room}; choose longer --min_length"
-        )
-    text, is_end = haystack.take(cell.sample * cell.length, room)
-    place = round(cell.depth * room)
-    if 0 < place < room:
-        reach = max(0, place - max(1, round(_SENTENCE_REACH * room)))
-        ends = np.flatnonzero(is_end[reach:place])
-        place = reach + int(ends[-1]) + 1 if ends.size else place
-    return np.concatenate([first, text[:place], needle_ids, text[place:], query_ids]).astype(np.int64)
+        Raises:
+            EvaluationError: the length has no room for needle, query and some text.
+        """
+        first = texts.begin(self.model)
+        hidden = "" if mode is None else needle.text(mode)
+        needle_ids, query_ids = (np.array(texts.encode(self.model, text)) for text in (hidden, needle.query))
+        room = cell.length - len(first) - len(needle_ids) - len(query_ids)
+        if room < 1:
+            raise EvaluationError(
+                f"a prompt of {cell.length} tokens has no room for text: needle and query alone have "
+                f"{cell.length - room}; choose longer --min_length"
+            )
+        where = np.arange(cell.sample * cell.length, cell.sample * cell.length + room) % len(self.tokens)
+        text, place = self.tokens[where], round(cell.depth * room)
+        if 0 < place < room:
+            reach = max(0, place - max(1, round(_SENTENCE_REACH * room)))
+            ends = np.flatnonzero(self.is_end[where][reach:place])
+            place = reach + int(ends[-1]) + 1 if ends.size else place
+        return np.concatenate([first, text[:place], needle_ids, text[place:], query_ids]).astype(np.int64)
 
 
-def answer_losses(
-    model: EvaluatedModel, prompts_BT: np.ndarray, answer_K: np.ndarray, precision: str
-) -> tuple[Tensor, Tensor]:
-    """How surprised a model is by the answer after each prompt, in one forward pass.
+class Essays:
+    """A haystack of the paper's kind.
 
     Args:
-        answer_K: token ids `(K,)` that should follow every prompt.
+        tokenizer: that lengths are counted with.
+        text: all essays.
+        bos_token_id: begins a prompt and counts as its first token; None for none.
 
-    Returns:
-        `(B, K)`: the loss of every token of the answer in nats, float64, and whether it is the likeliest one. Greedy
-        decoding gives the answer where all are.
+    Raises:
+        EvaluationError: there is no text.
     """
-    answers_BK = np.broadcast_to(answer_K, (len(prompts_BT), len(answer_K)))
-    inputs_BS = np.concatenate([prompts_BT, answers_BK[:, :-1]], axis=1)
-    target_BK = torch.from_numpy(answers_BK.copy()).to(model.device)
-    with precision_context(precision, model.device):
-        logits = model.model(
-            input_ids=torch.from_numpy(inputs_BS).to(model.device), use_cache=False, logits_to_keep=len(answer_K)
-        ).logits[:, -len(answer_K) :]
-    losses_BK = F.cross_entropy(logits.double().transpose(1, 2), target_BK, reduction="none")
-    return losses_BK, logits.argmax(-1) == target_BK
+
+    def __init__(self, tokenizer: Any, text: str, bos_token_id: int | None) -> None:
+        self.tokenizer, self.text = tokenizer, text
+        self.first = [] if bos_token_id is None else [bos_token_id]
+        self.digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        self._ids = self._encode(text)
+        self._beginnings: dict[int, list[int]] = {}
+        if not self._ids:
+            raise EvaluationError("the haystack is empty: its files hold no text that the tokenizer can encode")
+
+    def context(self, needle: str, length: int, depth: float) -> str:
+        """The essays with the needle in them.
+
+        Args:
+            needle: the text to hide.
+            length: tokens that the prompt is named after.
+            depth: where it is hidden, in percent of the text.
+
+        Raises:
+            EvaluationError: the length has no room for any text.
+        """
+        needle_ids, tokens = self._encode(needle), self._beginning(length)
+        room = length - _BUFFER - len(needle_ids)
+        if room < 1:
+            raise EvaluationError(
+                f"a prompt of {length} tokens has no room for text: the needle has {len(needle_ids)}, and {_BUFFER} "
+                "are set aside for the question; choose longer --min_length"
+            )
+        tokens = tokens[:room]
+        if depth >= 100:
+            return self._decode([*tokens, *needle_ids])
+        place, stops = int(len(tokens) * (depth / 100)), set(self._encode("."))
+        while place > 0 and tokens[place - 1] not in stops:
+            place -= 1
+        return self._decode([*tokens[:place], *needle_ids, *tokens[place:]])
+
+    def prompt_text(self, needle: str, asked: str, length: int, depth: float) -> str:
+        """A whole prompt; `asked` ends it, and is what the model continues."""
+        return f"{self.context(needle, length, depth)}{_QUIZ}{asked}"
+
+    def prompt(self, needle: Needle, mode: str, cell: Cell) -> np.ndarray:
+        """The prompt of a cell as token ids `(T,)`, where T is near `cell.length`."""
+        hidden, depth = needle.text(PAPER_MODES[mode]), round(100 * cell.depth, 2)
+        ids = self._encode(self.prompt_text(hidden, needle.asked, cell.length, depth))
+        return np.array([*self.first, *ids], dtype=np.int64)
+
+    def _beginning(self, length: int) -> list[int]:
+        """Tokens of the essays, which begin again where they end, when they are cut to a length."""
+        kept = length - len(self.first)
+        if length not in self._beginnings:
+            if len(self._ids) < kept:
+                self._ids = self._encode(self.text * (kept // len(self._ids) + 2))
+            # Through text and back, as there: a cut inside of a character changes its last tokens.
+            self._beginnings[length] = self._encode(self._decode(self._ids[:kept]))
+        return self._beginnings[length]
+
+    def _encode(self, text: str) -> list[int]:
+        return model_tokenizer.encode(self.tokenizer, text)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def find_essays(chosen: Path | None, expected: Path) -> str:
+    """The text of a folder of essays: the chosen one, else the expected one. All `.txt` files, joined without anything
+    between them, in the order of their names. (The official script takes the file system's order.)
+
+    Where neither is named nor there, it is Python's documentation, and one line on stderr says so.
+
+    Raises:
+        EvaluationError: there is no text in the folder.
+    """
+    if chosen is not None or expected.is_dir():
+        return "".join(texts.read_folder(chosen or expected, "*.txt"))
+    print(
+        f"warning: there is no folder {expected}, so the haystack is Python's documentation and scores are not the "
+        "paper's. github.com/zhixuan-lin/forgetting-transformer has the essays in "
+        f"eval/niah/{ESSAYS}: copy that folder here",
+        file=sys.stderr,
+    )
+    return free_text()
+
+
+def free_text() -> str:
+    """Python's reference documentation, 465 kB of English in Python 3.11; other versions have other texts.
+
+    Raises:
+        EvaluationError: this Python comes without it.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise EvaluationError(
+            "this Python comes without its documentation (the module pydoc_data): give a "
+            "folder of texts with --haystack_dir"
+        ) from error
+    return "".join(topics[name] for name in sorted(topics))
+
+
+def find_haystack(
+    model: EvaluatedModel,
+    mode: str,
+    folder: Path | None,
+    essays: Path,
+    data_path: str | None,
+    dataset: str,
+    needed: int,
+) -> Haystack | Essays:
+    """The haystack of a command line: a folder of texts, held-out documents, or Python's documentation.
+
+    Args:
+        essays: where the paper's are, if they are there.
+        needed: tokens of text to take from a corpus.
+
+    Raises:
+        EvaluationError: there is no text. DataError: there is no corpus.
+    """
+    if mode in PAPER_MODES:
+        return Essays(model.require_tokenizer(), find_essays(folder, essays), model.bos_token_id)
+    if data_path is not None:
+        return Haystack(model, texts.read_heldout(model, data_path, dataset, needed))
+    text = free_text() if folder is None else "\n\n".join(texts.read_folder(folder))
+    return Haystack(model, np.array(texts.encode(model, text)))
 
 
 def exact_match(prediction: str, answer: str) -> float:
@@ -234,29 +316,24 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
-class Prompts(Protocol):
-    """Where prompts come from: a `Haystack`, or `niah_paper.Essays`."""
-
-    digest: str
-
-    def prompt(self, model: EvaluatedModel, needle: Needle, mode: str, cell: Cell) -> np.ndarray:
-        """The prompt of a cell as token ids `(T,)`."""
-
-
 def evaluate(
     model: EvaluatedModel,
-    haystack: Prompts,
-    cells: Sequence[Cell],
+    haystack: Haystack | Essays,
     folder: Path,
     workers: Workers,
     *,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    samples: int = 1,
     needle: Needle,
     mode: str,
-    max_new_tokens: int = 50,
+    max_new_tokens: int,
     batch_size: int = 1,
     precision: str = "auto",
 ) -> list[dict[str, Any]]:
-    """Asks for every cell that has no file yet in `folder/predictions`, and scores all of them.
+    """Asks for every cell of the grid that has no file yet in `folder/predictions`, and scores all of them.
+
+    scores.json gets every prediction with its scores, and words.png and exact.png are their heat-maps.
 
     Returns:
         A record per cell: length, depth, sample, prediction, `exact` and `words` (0 to 1).
@@ -271,16 +348,17 @@ def evaluate(
     }
 
     def check() -> None:
-        evaluations.check_folder(folder, "niah", *PICTURES, "scores.json")
+        evaluations.check_folder(folder, "niah", *_PICTURES, "scores.json")
         check_settings(folder, settings)
 
     workers.on_first(check)
+    cells = grid(lengths, depths, samples)
     mine = [cell for n, cell in enumerate(cells) if n // batch_size % workers.world_size == workers.rank]
     todo = [cell for cell in mine if not (folder / "predictions" / cell.file_name).is_file()]
     bar = tqdm(total=len(todo), desc=f"{model.name}, {mode}", unit="prompt", disable=not workers.shows_progress)
     while todo:
         # Prompts of one length only: nothing is padded.
-        built = [(cell, haystack.prompt(model, needle, mode, cell)) for cell in todo[:batch_size]]
+        built = [(cell, haystack.prompt(needle, mode, cell)) for cell in todo[:batch_size]]
         batch = [cell for cell, prompt in built if len(prompt) == len(built[0][1])]
         todo = [cell for cell in todo if cell not in batch]
         prompts = np.stack([prompt for cell, prompt in built if cell in batch])
@@ -292,71 +370,27 @@ def evaluate(
     workers.wait()
     records = []
     for cell in cells:
-        record = read_json(folder / "predictions" / cell.file_name)
-        prediction = record["prediction"]
-        scores = {
-            "exact": exact_match(prediction, needle.answer),
-            "words": word_match(prediction, needle.answer),
-        }
+        record = evaluations.read_json(folder / "predictions" / cell.file_name)
+        scores = {name: match(record["prediction"], needle.answer) for name, match in _SCORES.items()}
         records.append({**record, **scores})
+    if workers.is_first:
+        shape = {"lengths": lengths, "depths": depths, "train_length": model.train_length}
+        _write_results(folder, {"model": model.name, "mode": mode, **shape, "records": records})
     return records
 
 
-def judge_records(folder: Path, judge: Judge) -> tuple[int, float]:
-    """Rates every record of `folder/scores.json` and writes `judge.json` and `judge.png`.
-
-    Returns:
-        How many have no rating, and the mean of the others; NaN where there is none.
-
-    Raises:
-        EvaluationError: there are no scores, or the endpoint refuses.
-        AnalysisError: the folder holds a file of one of these names that is somebody else's.
-    """
-    scores, settings = read_json(folder / "scores.json"), read_json(folder / "settings.json")
-    outputs.check(folder, _JUDGING, ("judge.json", "judge.png"), _is_old_rating)
-    failed = 0
-    for record in tqdm(scores["records"], desc="ratings", disable=not sys.stderr.isatty()):
-        rating = judge.rate(
-            settings["question"], f"{settings['statement']} {settings['answer']}.", record["prediction"]
-        )
-        record["judge"] = rating
-        failed += rating is None
-    rated = {**scores, "judge": judge.model}
-    with outputs.writing(folder, _JUDGING, _is_old_rating) as new:
-        write_json(new / "judge.json", rated)
-        mean = needles.draw(evaluations.of_needle(rated, folder), "judge", new / "judge.png")
-    return failed, mean
+_SCORES = {"exact": exact_match, "words": word_match}
 
 
-def _is_old_rating(path: Path) -> bool:
-    """Whether it lies beside ratings of a version that kept no list of its files."""
-    try:
-        content = read_json(path.with_name("judge.json"))
-    except EvaluationError:
-        return False
-    return isinstance(content, dict) and {"judge", "records", "lengths", "depths"} <= content.keys()
-
-
-def write_results(folder: Path, scores: dict[str, Any]) -> tuple[float, float]:
-    """Writes the scores of `evaluate` in all their forms, and the heat-map of each.
-
-    Args:
-        scores: model, mode, lengths, depths, train_length and records, for scores.json.
-
-    Returns:
-        The mean share of the answer's words, and of answers word for word, 0 to 1.
-    """
+def _write_results(folder: Path, scores: dict[str, Any]) -> None:
     evaluation = evaluations.from_needle(scores)
-    table = evaluations.number_table(evaluation)
-    means: list[float] = []
 
     def write_more(new: Path) -> None:
         write_json(new / "scores.json", scores)
-        means.extend(needles.draw(evaluation, Path(name).stem, new / name) for name in PICTURES)
+        for name in _PICTURES:
+            needles.draw(evaluation, Path(name).stem, new / name)
 
     def draw(path: Path) -> None:
         needles.draw(evaluation, "words", path)
 
-    evaluations.write_evaluation(evaluation, folder, table, draw, write_more)
-    words, exact = means
-    return words, exact
+    evaluations.write_evaluation(evaluation, folder, evaluations.number_table(evaluation), draw, write_more)

@@ -35,7 +35,13 @@ from forgetting_transformer.analysis.evaluations import (
     write_evaluation,
 )
 from forgetting_transformer.analysis.plots.losses import loss_against_position
-from forgetting_transformer.analysis.position_loss import made_with, octave_edges, slopes, standard_errors
+from forgetting_transformer.analysis.position_loss import (
+    extrapolation_table,
+    made_with,
+    octave_edges,
+    slopes,
+    standard_errors,
+)
 from forgetting_transformer.data.corpus import shifted
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.errors import DataError
@@ -44,7 +50,7 @@ from forgetting_transformer.data.token_array import TokenArray, read_manifest
 from forgetting_transformer.data.tokens import other_token, tokens_of
 from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
 from forgetting_transformer.data.worker import hand_over
-from forgetting_transformer.evaluation.corpora import CorpusHeldOut, corpora_of_plug_ins
+from forgetting_transformer.evaluation.corpora import HeldOutSequences, count_sequences, open_corpus
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
@@ -55,7 +61,8 @@ from forgetting_transformer.evaluation.models import (
     token_losses,
 )
 from forgetting_transformer.evaluation.workers import Workers
-from forgetting_transformer.files import replacing, write_json
+from forgetting_transformer.files import replacing, write_atomically, write_json
+from forgetting_transformer.model_tokenizer import check_size_and_bos
 from forgetting_transformer.training.loss_by_position import PositionSums, by_length
 from forgetting_transformer.training.ranks import Ranks
 
@@ -66,40 +73,13 @@ PAPER_TOKENS = 2**31
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Sequences of a corpus's held-out documents: `length` tokens each, in the order of the array."""
+class HeldOut(HeldOutSequences):
+    """Sequences of a corpus's held-out documents, in the order of the array."""
 
     array: TokenArray
-    bos_token_id: int
-    length: int
-    sequences: int
-
-    @property
-    def path(self) -> str:
-        return str(self.array.path)
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.array.path).parent
-
-    @property
-    def corpus(self) -> str:
-        """Name of its folder."""
-        return self.folder.resolve().name
-
-    @property
-    def fingerprint(self) -> str:
-        return self.array.fingerprint
-
-    @property
-    def vocab_size(self) -> int:
-        return self.array.vocab_size
 
     def groups(self) -> np.ndarray | None:
-        """For each sequence, the number of the held-out group of texts that it is from, `(sequences,)`.
-
-        None for a corpus whose manifest says nothing of them.
-        """
+        """`HeldOutSequences.groups`, from the corpus's manifest."""
         rows = read_manifest(self.folder).get("split", {}).get("group_of_heldout_row")
         if not isinstance(rows, list) or len(rows) != self.array.documents:
             return None
@@ -111,7 +91,6 @@ class HeldOut:
         return self.array.read(document, document + 1, column * self.length, (column + 1) * self.length, kept)
 
     def batches(self, batches: Sequence[range]) -> Dataset:
-        """Batch number of this process -> inputs and labels; None where the others have work and this one has not."""
         return _Batches(self, batches)
 
 
@@ -131,33 +110,28 @@ def find_heldout(data_path: str | Path, dataset: str = "longcrawl64") -> Path:
             return folder
     raise DataError(
         f"no heldout.zarr in {data_path} and none in {data_path / dataset}: set --data_path to a corpus's folder (or "
-        "to the folder that holds it, with --dataset its name). docs/prepare_data.md says how to make one"
+        "to the folder that holds it, with --dataset its name); for the corpus of a plug-in, name it with --corpus. "
+        "docs/prepare_data.md says how to make one"
     )
 
 
-def find_corpus(data_path: str | Path, dataset: str, corpus: Sequence[str] = ()) -> tuple[Path, Sequence[str]]:
-    """The folder of a corpus; and, where a plug-in reads it, its `datamodule.name` and further keys.
+def open_data(
+    model: EvaluatedModel, data_path: str, dataset: str, corpus: Sequence[str] = (), **chosen: Any
+) -> HeldOutSequences:
+    """The held-out sequences of a command line.
 
     Args:
-        corpus: these, where they are given. Otherwise a folder without arrays is of the one corpus that plug-ins have.
+        corpus: `datamodule.name` of a plug-in that reads the folder, and further keys; otherwise it has heldout.zarr.
+        chosen: arguments that `open_heldout` and `open_corpus` share.
 
     Raises:
-        DataError: there are no arrays, and no plug-in has a corpus or several are there.
+        DataError: naming the flag and what the corpus has.
     """
-    try:
-        if not corpus:
-            return find_heldout(data_path, dataset), ()
-    except DataError:
-        corpus = corpora_of_plug_ins()
-        if not corpus:
-            raise
-        if len(corpus) > 1:
-            raise DataError(
-                f"--data_path={data_path} has no heldout.zarr, and the plug-ins have several corpora: choose one, "
-                f"--corpus {' or --corpus '.join(corpus)}"
-            ) from None
+    if not corpus:
+        return open_heldout(find_heldout(data_path, dataset), **chosen)
+    name, *keys = corpus
     place = Path(data_path).expanduser()
-    return (place / dataset if (place / dataset).is_dir() else place), corpus
+    return open_corpus(name, place / dataset if (place / dataset).is_dir() else place, keys, model, **chosen)
 
 
 def open_heldout(
@@ -174,11 +148,10 @@ def open_heldout(
     Args:
         folder: of the corpus.
         length: tokens in a sequence, a divisor of the documents' length; default whole documents.
-        tokens: tokens to evaluate on, rounded down to whole sequences; default all.
         vocab_size, bos_token_id: of the tokenizer that made the corpus; default what its
             manifest says, or LongCrawl64's.
         recorded: of a model that is known to read this corpus, where the corpus does not say.
-        at_most: where `tokens` is None, not all tokens but this many, if there are more.
+        tokens, at_most: as of `count_sequences`.
 
     Raises:
         DataError: naming the flag and what the corpus has.
@@ -193,17 +166,12 @@ def open_heldout(
     array = TokenArray(folder / "heldout.zarr", size)
     length = length or array.doc_len
     check_length("--eval_len", length, array)
-    available = array.documents * array.doc_len
-    wanted = min(available, at_most or available) if tokens is None else tokens
-    if not length <= wanted <= available:
-        raise DataError(
-            f"--eval_tokens={wanted:,} must be between one sequence ({length:,} tokens) and all {available:,} tokens "
-            f"of {array.path}; --eval_tokens all takes them all"
-        )
-    return HeldOut(array, found[0].bos_token_id, length, wanted // length)
+    sequences = count_sequences(length, array.documents * array.doc_len, array.path, tokens, at_most)
+    ids = array.vocab_size, found[0].bos_token_id
+    return HeldOut(str(array.path), folder, array.fingerprint, *ids, length, sequences, array)
 
 
-def check_vocabulary(model: EvaluatedModel, data: HeldOut | CorpusHeldOut) -> None:
+def check_vocabulary(model: EvaluatedModel, data: HeldOutSequences) -> None:
     """Refuses a corpus of another tokenizer than the model's, whose losses would mean nothing.
 
     Raises:
@@ -211,8 +179,6 @@ def check_vocabulary(model: EvaluatedModel, data: HeldOut | CorpusHeldOut) -> No
             where both are known.
         DataError: the corpus's tokenizer.json is damaged.
     """
-    from forgetting_transformer.model_tokenizer import check_size_and_bos
-
     vocab_size, bos = model.model.config.get_text_config().vocab_size, model.bos_token_id
     if bos is not None and bos >= vocab_size:  # a default of transformers for another vocabulary
         bos = None
@@ -253,7 +219,7 @@ class Sums:
 
 def evaluate(
     model: EvaluatedModel,
-    data: HeldOut | CorpusHeldOut,
+    data: HeldOutSequences,
     folder: Path,
     workers: Workers,
     *,
@@ -262,6 +228,7 @@ def evaluate(
     save_interval: int = 64,
     resume: bool = True,
     context: int = 1,
+    extrapolation: bool = False,
 ) -> dict[str, Any]:
     """Evaluates, or continues an evaluation, and writes `folder/results.json` and `results.npz`.
 
@@ -272,6 +239,7 @@ def evaluate(
         save_interval: batches of every process between two writes of the state.
         resume: continue from those sums; otherwise start again and replace it.
         context: so many processes share each sequence and have equal parts of it. The results do not depend on it.
+        extrapolation: also writes extrapolation.md, about lengths beyond those of training.
 
     Returns:
         What results.json holds, on every process.
@@ -283,6 +251,8 @@ def evaluate(
     """
     check_vocabulary(model, data)
     check_context(context, model, data, workers.world_size)
+    if extrapolation:
+        check_extrapolates(model, data)
     ranks = Ranks(workers.rank, workers.world_size, context, datetime.timedelta(hours=12))
     own = ranks.part(data.length)
     workers.on_first(lambda: check_folder(folder, "per_token_loss", "results.json", "results.npz"))
@@ -295,11 +265,8 @@ def evaluate(
     }
     state_file = folder / "state" / "sums.npz"
 
-    def known_sums() -> Sums | None:
-        _move_old_state(folder / "state.npz", state_file)
-        return _read_state(state_file, identity) if resume else None
-
-    sums = workers.on_first(known_sums) or Sums.empty(data.length)
+    known = workers.on_first(lambda: _read_state(state_file, identity) if resume else None)
+    sums = known or Sums.empty(data.length)
     begun = sums.sequences
     octaves = _octave_means(data.length).to(workers.device)
     per_round = ranks.data_size * batch_size
@@ -346,7 +313,7 @@ def evaluate(
     bar.close()
     results = summarise(sums, model, identity) | {"corpus": data.corpus}
     if workers.is_first:
-        _write_results(folder, results, sums, data.groups())
+        _write_results(folder, results, sums, data.groups(), extrapolation)
     return results
 
 
@@ -372,7 +339,7 @@ def summarise(sums: Sums, model: EvaluatedModel, identity: dict[str, Any]) -> di
     return results
 
 
-def check_context(context: int, model: EvaluatedModel, data: HeldOut | CorpusHeldOut, processes: int) -> None:
+def check_context(context: int, model: EvaluatedModel, data: HeldOutSequences, processes: int) -> None:
     """Refuses sequences that so many processes cannot share.
 
     Raises:
@@ -399,7 +366,7 @@ def check_context(context: int, model: EvaluatedModel, data: HeldOut | CorpusHel
         )
 
 
-def check_extrapolates(model: EvaluatedModel, data: HeldOut | CorpusHeldOut) -> None:
+def check_extrapolates(model: EvaluatedModel, data: HeldOutSequences) -> None:
     """Refuses an evaluation that never goes beyond the training length.
 
     Raises:
@@ -465,13 +432,6 @@ def _octave_means(length: int) -> Tensor:
     return matrix
 
 
-def _move_old_state(old: Path, file: Path) -> None:
-    """Earlier versions kept the sums beside the results, where programs that expect a single npz file met two."""
-    if old.is_file() and not file.exists():
-        file.parent.mkdir(exist_ok=True)
-        old.replace(file)
-
-
 def _read_state(file: Path, identity: dict[str, Any]) -> Sums | None:
     if not file.is_file():
         return None
@@ -502,7 +462,9 @@ def _write_state(file: Path, sums: Sums, identity: dict[str, Any]) -> None:
     _savez(file, identity=json.dumps(identity), **vars(sums))
 
 
-def _write_results(folder: Path, results: dict[str, Any], sums: Sums, group_N: np.ndarray | None) -> None:
+def _write_results(
+    folder: Path, results: dict[str, Any], sums: Sums, group_N: np.ndarray | None, extrapolation: bool
+) -> None:
     numbers = {key: value for key, value in results.items() if isinstance(value, (int, float))}
     arrays = {"val/loss_per_token": sums.loss_T / sums.sequences, "val/loss_per_octave": sums.octaves_NO}
     if group_N is not None:
@@ -511,6 +473,9 @@ def _write_results(folder: Path, results: dict[str, Any], sums: Sums, group_N: n
     def write_more(new: Path) -> None:
         _savez(new / "results.npz", **numbers, **arrays)
         write_json(new / "results.json", results)
+        if extrapolation:
+            table = extrapolation_table({results["model"]: results})
+            write_atomically(new / "extrapolation.md", f"{table.markdown()}\n", durable=False)
 
     def draw(path: Path) -> None:
         curve = {results["model"]: arrays["val/loss_per_token"]}

@@ -8,10 +8,9 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from forgetting_transformer.analysis.plots.style import MAIN, Picture, marker_handle, picture, plain_text, token_axis
+from forgetting_transformer.analysis.plots.style import MAIN, Picture, marker_handle, picture, plain_text
 
 _AT_LEAST = "at least this: not forgotten within the text"
 _MEMORY = "memory length: tokens until the decay reaches 1/e, median over the second half of the text"
@@ -100,46 +99,6 @@ def heads_by_layer(
         if any(is_bound):
             drawn.handles.append(marker_handle("^", _AT_LEAST, MAIN))
         drawn.notes += [*conditions, _MEMORY]
-
-
-def heads_over_training(
-    tokens: Sequence[int],
-    memory: Mapping[tuple[int, int], Sequence[float]],
-    is_bound: Mapping[tuple[int, int], Sequence[bool]],
-    pruned: Sequence[float],
-    path: Path,
-    title: str = "Memory length of every head over training",
-    conditions: Sequence[str] = (),
-) -> None:
-    """Draws the memory length of every head against training tokens, and below it the share of tiles that are pruned.
-
-    Layers have colours, heads of a layer share one.
-
-    Args:
-        memory, is_bound: (layer, head) -> tokens, and whether that is a lower bound, at each of the checkpoints.
-        pruned: share of the tiles of all heads, 0 to 1, at each of them.
-        conditions: for the foot of the figure.
-    """
-    with picture(path, title, (5.8, 4.2), 2, sharex=True, height_ratios=(3, 1)) as drawn:
-        axes, below = drawn.axes[:, 0]
-        _memory_axis(axes)
-        below.plot(tokens, 100 * np.array(pruned), color="black", marker="o", markersize=2.5, linewidth=1.1)
-        below.set(ylim=(-4, 104), yticks=(0, 50, 100), ylabel="tiles pruned (%)")
-        token_axis(below)
-        layers = sorted({layer for layer, _ in memory})
-        colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(layers)))
-        for key, values in memory.items():
-            colour, lengths = colours[layers.index(key[0])], np.maximum(values, 0.5)
-            axes.plot(tokens, lengths, color=colour, marker="o", markersize=2.5, linewidth=1.1)
-            at_least = np.array(is_bound[key])
-            axes.plot(np.array(tokens)[at_least], lengths[at_least], "^", color=colour, markersize=6)
-        shown = (
-            layers if len(layers) <= 8 else [layers[i] for i in np.linspace(0, len(layers) - 1, 6).round().astype(int)]
-        )
-        drawn.handles += [Line2D([], [], color=colours[layers.index(n)], label=f"layer {n}") for n in shown]
-        if any(map(any, is_bound.values())):
-            drawn.handles.append(marker_handle("^", _AT_LEAST))
-        drawn.notes += [*conditions, "a line for each head", _MEMORY]
 
 
 def score_grid(
