@@ -123,7 +123,7 @@ FAULTS = {
         patch_of("trainer.Trainer", "evaluate", "self, due", "True", STOP + HEARD), [0], "preempted", "^SIGTERM$"
     ),
     "a signal in the start": Fault(
-        in_start(STOP + HANG), [75], "preempted", "^stopped by SIGTERM in 'model', before the first step$"
+        in_start(STOP + HANG), [75], "preempted", "^stopped by SIGTERM in '(self-test|model)', before the first step$"
     ),
     "a signal in a step that hangs": Fault(
         in_step("sentinel.STEP_PATIENCE_SECONDS = 0.5\n" + STOP + HANG),

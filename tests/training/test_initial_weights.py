@@ -260,9 +260,8 @@ def test_a_run_that_begins_with_an_average_says_so(tiny, tmp_path, finished):
 
 def test_without_a_network_the_hub_is_refused_on_every_rank_and_the_cache_serves(tiny, tmp_path, exported):
     new = changed(tiny, init_from="some-lab/fox", train__max_tokens=STEP)
-    assert (
-        refused(new, 2).count("run `hf download some-lab/fox --local-dir FOLDER` elsewhere and give that folder") == 2
-    )
+    said = refused(new, 2)
+    assert said.count("ConfigError") >= 2 and "`hf download some-lab/fox --local-dir FOLDER` elsewhere" in said
     cache = tmp_path / "cache/models--some-lab--fox"
     (cache / "refs").mkdir(parents=True)
     (cache / "refs/main").write_text("0123abc")
