@@ -53,14 +53,14 @@ def test_a_model_is_searched_run_at_its_best_rate_and_then_its_variants(study, t
     """
     code, out, order = study("--stages", "train", yaml=yaml)
     assert code == 0, out
-    # What has the first seed comes first; the longest chain of a seed starts first.
+    # All of the first seed comes first: the longest chain, and variants last.
+    variants = ["variants/fox_pro", "variants/fox_llama"]
     assert order == [
         "runs/mamba2_seed0",
         *(f"search/fox_pro/lr{rate}_seed0" for rate in ("1e-3", "2e-3", "5e-3")),
-        "runs/mamba2_seed1", "runs/fox_pro_seed0",
-        "variants/fox_pro_seed0", "variants/fox_llama_seed0",
-        "runs/fox_pro_seed1", "variants/fox_pro_seed1", "variants/fox_llama_seed1",
-    ]  # fmt: skip
+        *(f"{name}_seed0" for name in ("runs/fox_pro", *variants)),
+        *(f"{name}_seed1" for name in ("runs/mamba2", "runs/fox_pro", *variants)),
+    ]
     variant = read_run(tmp_path / "study/variants/fox_llama_seed1").config
     assert variant["optimizer"]["lr"] == 2e-3 and variant["exp"] == "short" and variant["seed"] == 1
     assert read_run(tmp_path / "study/search/fox_pro/lr2e-3_seed0").config["train"]["max_tokens"] == 4096
