@@ -1,12 +1,10 @@
 """A small quickstart: a corpus of words with its tokenizer, a run trained on it for a few steps, and its export."""
 
-import http.server
-import json
 import random
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import zarr
@@ -76,26 +74,26 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
     return Quickstart(folder / "data", folder / "run", folder / "hf")
 
 
+class Endpoint:
+    """An endpoint that answers from a list of (status, content); notes what it was asked: address, key and body."""
+
+    url = "http://judge.test/v1"
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str | None, dict]] = []
+        self.replies: list[tuple[int, str]] = []
+
+    def post(self, url: str, json: dict, headers: dict, timeout: float) -> httpx.Response:
+        if not url.startswith(self.url):
+            raise httpx.ConnectError("nobody listens")
+        self.requests.append((url, headers.get("Authorization"), json))
+        status, content = self.replies.pop(0) if self.replies else (200, "Fine. [[7]]")
+        message = {"choices": [{"message": {"content": content}}]}
+        return httpx.Response(status, json=message, request=httpx.Request("POST", url))
+
+
 @pytest.fixture
-def endpoint():
-    """An endpoint that answers from a list of (status, content); notes what it was asked."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            server.requests.append((self.path, self.headers.get("Authorization"), body))
-            status, content = server.replies.pop(0) if server.replies else (200, "Fine. [[7]]")
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps({"choices": [{"message": {"content": content}}]}).encode())
-
-        def log_message(self, *_arguments):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.requests, server.replies = [], []
-    server.url = f"http://127.0.0.1:{server.server_port}/v1"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+def endpoint(monkeypatch):
+    found = Endpoint()
+    monkeypatch.setattr(httpx, "post", found.post)
+    return found

@@ -7,9 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 
-from forgetting_transformer.analysis.plots import heatmaps
 from forgetting_transformer.evaluation import forget_gates
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.model.layers import GroupRMSNorm
@@ -172,12 +170,3 @@ def test_the_figures_of_a_model_are_of_one_model_and_impossible_requests_name_th
     ):
         done = run_script(SCRIPT, *document, *arguments)
         assert done.returncode == 1 and re.search(message, done.stderr), done.stderr
-
-
-def test_values_below_the_threshold_and_above_the_diagonal_are_not_drawn(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
-    picture = np.array([[0.9, 0.8], [0.3, 0.6]])
-    heatmaps.head_matrices({(3, 1): picture}, tmp_path / "a.png", 2, "weight", threshold=0.5)
-    shown = figures[0].axes[0].images[0].get_array()
-    assert shown.mask.tolist() == [[False, True], [True, False]]

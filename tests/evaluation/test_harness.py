@@ -11,7 +11,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not install
 from lm_eval.api.instance import Instance  # noqa: E402
 
 from forgetting_transformer.analysis import published, tables  # noqa: E402
-from forgetting_transformer.analysis.evaluations import from_lm_eval, read_evaluation  # noqa: E402
+from forgetting_transformer.analysis.evaluations import read_evaluation  # noqa: E402
 from forgetting_transformer.analysis.question_scores import read_question_scores  # noqa: E402
 from forgetting_transformer.evaluation import harness  # noqa: E402
 from forgetting_transformer.evaluation.models import EvaluationError, load_model  # noqa: E402
@@ -299,14 +299,3 @@ def test_the_table_marks_the_best_and_the_second_best(tmp_path):
     assert r"llama\_7 & 30.00" in latex and r"\textbf{50.00} \\" in latex and r"$\downarrow$" in latex
     done = run_script("eval/lm_eval_harness/table_lm_eval.py", tmp_path / "fox", tmp_path / "fox")
     assert done.returncode == 1 and "two results are called 'fox'" in done.stderr
-
-
-def test_standard_errors_and_chance_come_from_lm_eval_and_the_number_of_choices():
-    mine = {"acc,none": 0.5, "acc_stderr,none": 0.1, "f1,none": 0.5, "f1_stderr,none": "N/A", "alias": "mine"}
-    piqa = {"acc,none": 0.7, "acc_stderr,none": 0.01}
-    rows, columns = published.lm_eval_table({"a": [from_lm_eval({"piqa": piqa, "mine": mine})]})
-    by_title = {column.title: column for column in columns}
-    values = {title: rows["a"].get(column.key) for title, column in by_title.items()}
-    assert by_title["PIQA acc"].chance == 50 and values["PIQA acc"] == pytest.approx((70.0, 1.96))
-    assert values["mine acc"] == pytest.approx((0.5, 0.196)) and values["mine f1"] == 0.5
-    assert len({by_title[title].unit for title in ("PIQA acc", "mine acc", "mine f1", "Wiki. ppl")}) == 4

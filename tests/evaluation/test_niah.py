@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -72,12 +71,6 @@ def test_a_prompt_has_its_length_and_the_needle_lies_at_its_depth(model, mode, d
     assert depth * room - 0.05 * room - 1 <= place <= depth * room + 0.5
     if 0 < depth < 1:
         assert without[place - 1] == STOP, "after the end of a sentence"
-
-
-def test_only_the_easy_needle_holds_the_question():
-    assert NEEDLE.text("easy") == "\nwhat is best ? Answer: the best thing is eat a sandwich in the park.\n"
-    assert NEEDLE.text("standard") == "\nthe best thing is eat a sandwich in the park.\n"
-    assert NEEDLE.query.endswith("what is best ? Answer: the best thing is")
 
 
 def test_samples_use_other_parts_of_a_text_that_goes_round(model):
@@ -293,7 +286,7 @@ def test_ratings_are_asked_for_once(endpoint, tmp_path, judge):
     assert judge("b") == 4, "from the cache, in another process too"
     assert judge("c") == 7
     (path, key, body), (_, no_key, _) = endpoint.requests
-    assert (path, key, no_key) == ("/v1/chat/completions", "Bearer secret", None)
+    assert (path, key, no_key) == (f"{endpoint.url}/chat/completions", "Bearer secret", None)
     assert body["model"] == "grader" and body["temperature"] == 0
     assert "secret" not in (tmp_path / "cache.jsonl").read_text()
 
@@ -311,15 +304,11 @@ def test_failures_are_tried_again_then_kept_and_asked_for_next_time(endpoint, tm
     assert len(endpoint.requests) == 8
 
 
-def test_an_endpoint_that_refuses_or_is_not_there_is_given_up(endpoint, judge, monkeypatch):
+def test_an_endpoint_that_refuses_or_is_not_there_is_given_up(endpoint, tmp_path, judge):
     endpoint.replies = [(401, "")]
     with pytest.raises(EvaluationError, match=r"answers 401 for the model 'grader': check --judge_url"):
         judge("b")
     assert len(endpoint.requests) == 1
-
-    def refuse(*_arguments, **_options):
-        raise httpx.ConnectError("refused")
-
-    monkeypatch.setattr(httpx, "post", refuse)
-    with pytest.raises(EvaluationError, match=r"cannot be reached \(ConnectError: refused\): check --judge_url"):
-        judge("b", tries=2)
+    nowhere = Judge("http://127.0.0.1:9/v1", "grader", tmp_path / "cache.jsonl", tries=2)
+    with pytest.raises(EvaluationError, match=r"cannot be reached \(ConnectError: .*\): check --judge_url"):
+        nowhere.rate("q?", "a", "b")

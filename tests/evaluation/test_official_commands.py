@@ -112,7 +112,7 @@ def test_needle_in_a_haystack(reader, quickstart, monkeypatch, endpoint):
             assert Path("figures", exp, f"needle_{exp}_{MODEL}.{suffix}").is_file()
     # The answers of both modes may be equal, and are then asked about once.
     path, key, body = endpoint.requests[0]
-    assert (path, key, body["model"]) == ("/v1/chat/completions", "Bearer secret", "gpt-4o-2024-08-06")
+    assert (path, key, body["model"]) == (f"{endpoint.url}/chat/completions", "Bearer secret", "gpt-4o-2024-08-06")
     reader.type_all(lines[2:6])
     assert len(asked) == 8, "nothing is asked again"
 

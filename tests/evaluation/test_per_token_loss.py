@@ -300,30 +300,6 @@ def test_the_extrapolation_preset_says_what_a_longer_context_is_worth(quickstart
     assert done.returncode == 1 and "choose a corpus of longer documents" in done.stderr
 
 
-@pytest.mark.slow
-def test_plots_any_number_of_models_and_seeds(quickstart, model, tmp_path):
-    other = load_model(str(quickstart.run), step=4 * 4 * TRAIN_LENGTH)
-    for name, evaluated in (("a0", model), ("b0", model), ("b1", other), ("again", other)):
-        per_token_loss.evaluate(evaluated, heldout(quickstart), tmp_path / name, ALONE, batch_size=8)
-    done = run_script(
-        "eval/per_token_loss/plot_per_token_loss.py",
-        f"A={tmp_path / 'a0'}",
-        f"B={tmp_path / 'b0'}",
-        f"B={tmp_path / 'b1'}",
-        f"B={tmp_path / 'again'}",
-        "--out",
-        tmp_path / "out",
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out/per_token_loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "out/per_token_loss.pdf").is_file()
-    table = (tmp_path / "out/slopes.md").read_text()
-    assert "| A | 128 |" in table and "| B (2 of 2 seeds) | 128 |" in table
-    assert f"left out: {tmp_path}/again has the results of {tmp_path}/b1 again: same weights" in done.stderr
-    done = run_script("eval/per_token_loss/plot_per_token_loss.py", tmp_path, "--out", tmp_path / "out")
-    assert done.returncode == 1 and "expected one results.npz" in done.stderr
-
-
 def test_results_say_how_certain_they_are_and_what_they_were_made_with(quickstart, model, tmp_path):
     data = heldout(quickstart)
     results = per_token_loss.evaluate(model, data, tmp_path, ALONE, batch_size=8)

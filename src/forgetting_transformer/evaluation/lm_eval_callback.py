@@ -15,7 +15,6 @@ import io
 import itertools
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +72,9 @@ class LmEval(EvaluationCallback):
         from forgetting_transformer.evaluation import harness
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # else a page at every evaluation
+        os.environ["DISABLE_MULTIPROC"] = (
+            "1"  # its pool for resampling would fork a process that holds a GPU and threads
+        )
         config, model = self.config, evaluated_model(trainer, "lm_eval", self.config.tokenizer)
         log.info("lm_eval: looking for %s and their data", ", ".join(config.tasks))
         workers, length = share(trainer), config.max_length or trainer.config.datamodule.train_batch_len
@@ -99,7 +101,7 @@ class LmEval(EvaluationCallback):
         )
 
     def evaluate(self, trainer: TrainerInterface) -> dict[str, Any]:
-        with _one_process():
+        with contextlib.redirect_stdout(io.StringIO()):  # a table
             found = self._run()
         # lm_eval gives results to its first process.
         return (trainer.fabric.broadcast(_numbers(found["results"]) if found else None) or {}) | self._test
@@ -107,21 +109,6 @@ class LmEval(EvaluationCallback):
 
 def _name(*parts: str) -> str:
     return names.name_of(names.LM_EVAL, *parts)
-
-
-@contextlib.contextmanager
-def _one_process() -> Iterator[None]:
-    """lm_eval resamples in this process: its pool would fork one that holds a GPU and threads. It prints nothing."""
-    before = os.environ.get("DISABLE_MULTIPROC")
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        if before is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = before
 
 
 def _chance(task: Any) -> float | None:
