@@ -374,11 +374,11 @@ LIST = r"""
 - carry = tl.where(span < 0, 0.0, tl.exp2(A2 * tl.maximum(span, 0.0))) * carry + added
 + carry = tl.exp2(A2 * tl.maximum(span, 0.0)) * carry + added
 # The state passes the beginning of a document.
-= convolution.norm ops/short_convolution_triton.py
+= convolution.norm ops/layers/short_convolution_triton.py
 - along = tl.sum(d * s, axis=1) * scale * scale
 + along = tl.sum(d * s, axis=1) * scale
 # The gradient of the L2 norm lacks a factor.
-= shift_norm.walk ops/shift_norm_triton.py
+= shift_norm.walk ops/layers/shift_norm_triton.py
 - y_3 = y_before
 + pass
 # The backward walk keeps the rows of its first step.
@@ -502,19 +502,19 @@ LIST = r"""
 
 == Checkpoint write and read
 
-= checkpoint.keep training/checkpoint/__init__.py
+= checkpoint.keep training/checkpoint/writing.py
 - for path in older[self.keep_last :]:
 + for path in older[self.keep_last + 1 :]:
 # One more checkpoint is kept than was asked for.
-= checkpoint.newer training/checkpoint/__init__.py
-- if _NAME.fullmatch(path.name) and step_of(path) <= step and (path / MANIFEST).is_file()
-+ if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()
+= checkpoint.newer training/checkpoint/writing.py
+- if NAME.fullmatch(path.name) and step_of(path) <= step and (path / MANIFEST).is_file()
++ if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()
 # Damaged newer checkpoints count among those to keep, and good ones are deleted.
-= checkpoint.permanent training/checkpoint/__init__.py
+= checkpoint.permanent training/checkpoint/writing.py
 - "permanent": permanent,
 + "permanent": False,
 # Checkpoints that should stay are deleted.
-= checkpoint.metrics training/checkpoint/__init__.py
+= checkpoint.metrics training/checkpoint/writing.py
 - before_manifest()
 + pass
 # A checkpoint is finished before the metrics up to it are on the disk.
