@@ -1,82 +1,50 @@
 """Small mistakes in src and which tests notice them: what a smaller suite loses shows in the mistakes it misses.
 
-A mutant is one edit of one file (LIST, at the end). `record` notes which test runs which line of src, with coverage.
+A mutant is one edit of one file (LIST, at the end). coverage notes which test runs which line of src:
+
+    pip install pytest-cov "coverage>=7.10"
+    COVERAGE_FILE=MAP python -m pytest --cov=src --cov-context=test --cov-config=tests/mutants.coveragerc \\
+        --cov-report= --junitxml=MAP.xml -n 16 PYTEST_ARGUMENTS
+
 `run` makes each mutant in a copy of the tree and runs the tests that reach the edited line, short ones first, until one
 fails. A failure counts only if the same test then passes without the edit. `report` is a table.
 
     python tests/mutants.py check
-    python tests/mutants.py record --map MAP.jsonl --layer default --jobs 16 -- PYTEST_ARGUMENTS_OF_THE_LAYER
-    python tests/mutants.py run    --map MAP.jsonl --layer default --jobs 16 --results RESULTS.jsonl
+    python tests/mutants.py run --map MAP --layer default --jobs 16 --results RESULTS.jsonl -- PYTEST_OPTIONS
     python tests/mutants.py report --results RESULTS.jsonl
 
-A layer is a name and the arguments of pytest that choose its tests, without those of xdist. Record and run `default`
-first: a later layer tries what is left, with the tests that have not run. All commands continue where they stopped;
-`--seconds` stops them in time. Map and results are of one state of the tree.
-
-Caches need no care: Triton and Inductor look code up by its contents, and Python by the time of the file, which every
-edit here changes.
+A layer is a name for the tests of a map: a second map with other tests tries what the first has left. `run` continues
+where it stopped. Processes that tests fork from a server are recorded for the test that started the server, so the
+tests of the line's file follow those of the line; `--rest` tries all others at last.
 """
 
 import argparse
 import ast
 import contextlib
-import hashlib
 import json
 import os
+import queue
 import random
 import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import pytest
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "src/forgetting_transformer"
-SEED = 0
-#: Tests of one pytest process of `record`, all of one file.
-UNIT = 40
-#: Seconds of the first chunk of tests that a mutant is tried with, and of the longest; each has twice the last one's.
-FIRST_CHUNK, LAST_CHUNK = 20, 240
-#: Seconds without a new test, to the first one and later; a test has twenty times what it took besides.
-START_LIMIT, TEST_LIMIT = 300, 60
+#: Recorded seconds of the tests that a mutant is tried with, and seconds that one test may hang.
+MOST, HANG = 1200, 120
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
 _NOT_COPIED = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".venv", "output", "outputs", "multirun")
-#: Runs at the start of every Python process and fork while `record` runs. The file says which test is running.
-_STARTER = """
-import os, coverage
-coverage.process_startup()
-def switch():
-    try:
-        with open(os.environ["MUTANTS_CURRENT"]) as file:
-            label = file.read()
-        coverage.Coverage.current().switch_context("@" + label if label else "")
-    except (OSError, KeyError, AttributeError):  # in an environment or at a time that knows nothing of tests
-        pass
-switch()
-os.register_at_fork(after_in_child=switch)
-"""
-#: The static context serves processes that find coverage's own start-up file and not this one.
-_COVERAGERC = """[run]
-core = ctrace
-parallel = true
-patch = fork, _exit
-context = ${{PYTEST_CURRENT_TEST-}}
-data_file = {folder}/.coverage
-include = {src}/*
-disable_warnings = no-data-collected, couldnt-parse, trace-changed, module-not-python, module-not-imported,
-    module-not-measured, already-imported, include-ignored, dynamic-conflict
-"""
+_COMMIT = "git init -q && git add -A && git -c user.name=m -c user.email=m@localhost commit -q -m copy"
 
 
 class Mutant(NamedTuple):
@@ -87,468 +55,23 @@ class Mutant(NamedTuple):
     new: str
     why: str
 
-
-# A plugin of pytest ----------------------------------------------------------------------------------------------
-
-
-def _note(**entry: Any) -> None:
-    _append(Path(os.environ["MUTANTS_LOG"]), entry)
-
-
-def _switch(label: str) -> str:
-    """What runs from now on, in other processes too, is recorded under this label. Returns the one before."""
-    if (current := os.environ.get("MUTANTS_CURRENT")) is None:
-        return ""
-    import coverage
-
-    before = Path(current).read_text(encoding="utf-8")
-    Path(f"{current}.new").write_text(label, encoding="utf-8")
-    os.replace(f"{current}.new", current)
-    coverage.Coverage.current().switch_context(f"@{label}" if label else "")
-    return before
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    yield
-    if wanted := Path(os.environ["MUTANTS_TESTS"]).read_text(encoding="utf-8").splitlines():
-        known = {item.nodeid: item for item in items}
-        items[:] = [known[name] for name in wanted if name in known]
-    _note(collected=[item.nodeid for item in items])
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item, nextitem):
-    defs = [known[-1] for known in item._fixtureinfo.name2fixturedefs.values() if known]
-    _note(start=item.nodeid, fixtures=[_shared(one) for one in defs if one.scope != "function"])
-    before = _switch(item.nodeid)
-    try:
-        return (yield)
-    finally:
-        _switch(before)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_fixture_setup(fixturedef, request):
-    """What a fixture of several tests runs is run for all of them."""
-    before = None if fixturedef.scope == "function" else _switch(_shared(fixturedef))
-    try:
-        return (yield)
-    finally:
-        if before is not None:
-            _switch(before)
-
-
-def _shared(fixturedef) -> str:
-    return f"fixture {fixturedef.baseid}::{fixturedef.argname}"
-
-
-def pytest_runtest_logreport(report):
-    why = str(getattr(getattr(report.longrepr, "reprcrash", None), "message", "")).strip().partition("\n")[0][:200]
-    _note(test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 3), why=why)
-
-
-# Runs of pytest --------------------------------------------------------------------------------------------------
-
-
-class Run(NamedTuple):
-    """How tests ended: passed, failed (also a crash, or while they were collected), timeout, or stopped in time."""
-
-    outcome: str
-    test: str
-    why: str
-    seconds: float
-    entries: list[dict[str, Any]]
-
-
-class Slot:
-    """One of several workers, with a folder of its own and perhaps a copy of the tree."""
-
-    def __init__(self, folder: Path, number: int, jobs: int, deadline: float, arguments: list[str]) -> None:
-        self.folder, self.tree, self.deadline, self.arguments = folder / f"{number}", ROOT, deadline, arguments
-        # Tests that run beside each other take their ports by the number of their xdist worker.
-        self.worker = {"PYTEST_XDIST_WORKER": f"gw{number}", "PYTEST_XDIST_WORKER_COUNT": str(jobs)}
-        self.folder.mkdir()
-
-    def copy_tree(self) -> None:
-        self.tree = self.folder / "tree"
-        shutil.copytree(ROOT, self.tree, symlinks=True, ignore=_NOT_COPIED)
-        if (ROOT / ".git").exists():  # some tests ask git for the files
-            for command in ("init -q", "add -A", "-c user.name=m -c user.email=m@localhost commit -q -m copy"):
-                subprocess.run(["git", *command.split()], cwd=self.tree, check=True, capture_output=True)
-
-    def pytest(self, tests: list[str], limits: Callable[[str], float], *more: str, recorded: bool = False) -> Run:
-        """Runs tests in this order, or with none all of the arguments; `limits`: seconds that each may take."""
-        temporary, given = self.folder / "temporary", os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        paths = [str(self.tree / "src"), *(path for path in given if path not in ("", str(ROOT / "src")))]
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        (log := temporary / "log").touch()
-        (temporary / "tests").write_text("\n".join(tests), encoding="utf-8")
-        own = {"MUTANTS_LOG": str(log), "MUTANTS_TESTS": str(temporary / "tests")} | self.worker
-        if recorded:
-            (temporary / "current").touch()
-            (temporary / "sitecustomize.py").write_text(_STARTER)
-            (temporary / "coveragerc").write_text(_COVERAGERC.format(folder=temporary, src=ROOT / "src"))
-            own["MUTANTS_CURRENT"] = str(temporary / "current")
-            own["COVERAGE_PROCESS_START"] = str(temporary / "coveragerc")
-            paths.insert(0, str(temporary))
-        own["PYTHONPATH"] = os.pathsep.join(paths)
-        files = list(dict.fromkeys(name.partition("::")[0] for name in tests))
-        chosen = [word for word in self.arguments if not (tests and word.startswith("tests"))] + files
-        command = [sys.executable, "-m", "pytest", "-p", "tests.mutants", "-p", "no:cacheprovider", "-q"]
-        command += [f"--basetemp={temporary / 'run'}", *more, *chosen]
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | ENVIRONMENT | own
-        began = time.monotonic()
-        with (temporary / "output").open("w") as output:
-            process = subprocess.Popen(
-                command, cwd=self.tree, env=clean, stdout=output, stderr=output, start_new_session=True
-            )
-            try:
-                outcome = self._watch(process, log, limits)
-                for _ in range(50 if recorded else 0):  # other processes write what they have recorded
-                    os.killpg(process.pid, 0)
-                    time.sleep(0.1)
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
-        entries = _entries(log)
-        test = next((entry["start"] for entry in reversed(entries) if "start" in entry), "")
-        why = "" if outcome != "failed" else "it crashed, or could not be collected"
-        failed = [entry for entry in entries if entry.get("outcome") == "failed"]
-        if failed and outcome != "stopped":
-            outcome, test, why = "failed", failed[0]["test"], failed[0]["why"]
-        return Run(outcome, test, why, round(time.monotonic() - began, 1), entries)
-
-    def _watch(self, process: subprocess.Popen, log: Path, limits: Callable[[str], float]) -> str:
-        size, since, limit = -1, time.monotonic(), float(START_LIMIT)
-        while (code := process.poll()) is None:
-            if time.monotonic() > self.deadline:
-                return "stopped"
-            if (now := log.stat().st_size) != size:
-                size, since = now, time.monotonic()
-                limit = next((limits(one["start"]) for one in reversed(_entries(log)) if "start" in one), limit)
-            if time.monotonic() - since > limit:
-                return "timeout"
-            time.sleep(0.05)
-        return "passed" if code in (0, 5) else "failed"  # 5: there was no test
-
-
-def _work(options: argparse.Namespace, arguments: list[str], tasks: list[Any], do: Callable, copy: bool) -> None:
-    """`do(slot, task)` for all tasks in several threads, each with a slot."""
-    deadline = time.monotonic() + options.seconds
-
-    def loop(folder: Path, number: int) -> None:
-        slot = Slot(folder, number, options.jobs, deadline, arguments)
-        if copy and tasks:
-            slot.copy_tree()
-        with contextlib.suppress(IndexError):
-            while time.monotonic() < deadline:
-                do(slot, tasks.pop(0))
-
-    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as name:
-        with ThreadPoolExecutor(options.jobs) as pool:
-            ended = [pool.submit(loop, Path(name), number) for number in range(options.jobs)]
-        for one in ended:
-            one.result()
-    print("complete" if time.monotonic() < deadline else "the time is up: start again to continue")
-
-
-def _entries(file: Path) -> list[dict[str, Any]]:
-    """Lines of a file, without one that is being written."""
-    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def _append(file: Path, entry: dict[str, Any]) -> None:
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
-
-
-def _of_this_tree(file: Path) -> list[dict[str, Any]]:
-    """Entries of a map or of results."""
-    sources = [path.read_bytes() for part in ("src", "tests") for path in sorted((ROOT / part).rglob("*.py"))]
-    digest = hashlib.sha256(b"\0".join(sources)).hexdigest()
-    if not (entries := _entries(file)):
-        _append(file, {"tree": digest})
-    elif entries[0]["tree"] != digest:
-        sys.exit(f"{file} is of other files in src or tests: give another one")
-    return entries[1:]
-
-
-# Which tests run which lines -------------------------------------------------------------------------------------
-
-
-class Map:
-    """What `record` has written.
-
-    Attributes:
-        layers: name -> arguments of pytest, tests.
-        tests: test -> seconds, outcome, fixtures of several tests.
-        lines: file -> test or fixture -> lines, as the bits of a number.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.layers: dict[str, tuple[list[str], list[str]]] = {}
-        self.tests: dict[str, tuple[float, str, list[str]]] = {}
-        self.lines: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-        for entry in _of_this_tree(file):
-            if "layer" in entry:
-                self.layers[entry["layer"]] = entry["arguments"], entry["tests"]
-            else:
-                self.tests |= entry["tests"]
-                for source, labels in entry["lines"].items():
-                    for label, bits in labels.items():
-                        self.lines[source][label] |= int(bits, 16)
-
-    def usable(self, layer: str) -> list[str]:
-        return [test for test in self.layers[layer][1] if test in self.tests and self.tests[test][1] == "passed"]
-
-
-def _lines_of(folder: Path) -> dict[str, dict[str, str]]:
-    """File -> label -> lines, from the data files that the processes of a run have left."""
-    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    query = "select path, context, numbits from line_bits join file on file.id = file_id join context"
-    for data in folder.glob(".coverage.*"):
-        with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(data)) as base:  # one was killed
-            for path, context, bits in base.execute(f"{query} on context.id = context_id"):
-                label = context.rpartition("|@")[2] if "|@" in context else context.removeprefix("@")
-                if label:
-                    label = re.sub(r" \((setup|call|teardown)\)$", "", label)
-                    found[str(Path(path).relative_to(ROOT))][label] |= int.from_bytes(bits, "little")
-    return {file: {label: f"{bits:x}" for label, bits in of.items()} for file, of in found.items()}
-
-
-def record(options: argparse.Namespace) -> None:
-    try:
-        from coverage import version_info
-    except ImportError:
-        version_info = (0,)
-    if version_info < (7, 10):
-        sys.exit("record needs coverage 7.10 or later, which follows forks: pip install 'coverage>=7.10'")
-    known = Map(options.map)
-    if options.layer not in known.layers:
-        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-            collected = Slot(Path(folder), 0, 1, float("inf"), options.arguments).pytest(
-                [], lambda test: START_LIMIT, "--collect-only"
-            )
-        tests = next((entry["collected"] for entry in collected.entries if "collected" in entry), [])
-        if collected.outcome != "passed" or not tests:
-            sys.exit(f"pytest finds no tests with {' '.join(options.arguments)}: {collected.why}")
-        known.layers[options.layer] = options.arguments, tests
-        _append(options.map, {"layer": options.layer, "arguments": options.arguments, "tests": tests})
-    arguments, tests = known.layers[options.layer]
-    if options.arguments not in ([], arguments):
-        sys.exit(f"the layer {options.layer} of {options.map} has the arguments {arguments}: give another name")
-    files = defaultdict(list)
-    for test in tests:
-        if test not in known.tests:
-            files[test.partition("::")[0]].append(test)
-    units = [of[n : n + UNIT] for of in files.values() for n in range(0, len(of), UNIT)]
-    lock = threading.Lock()
-
-    def one(slot: Slot, unit: list[str]) -> None:
-        run = slot.pytest(unit, lambda test: 600.0, recorded=True)
-        if run.outcome == "stopped":
-            return
-        ended: dict[str, Any] = {test: [0.0, "failed", []] for test in unit}  # also those behind a crash
-        for test in unit:
-            own = [entry for entry in run.entries if entry.get("test") == test]
-            outcomes = {entry["outcome"] for entry in own}
-            fixtures = next((entry["fixtures"] for entry in run.entries if entry.get("start") == test), [])
-            if own:
-                outcome = next(found for found in ("failed", "skipped", "passed") if found in outcomes)
-                ended[test] = [round(sum(entry["seconds"] for entry in own), 3), outcome, fixtures]
-        with lock:
-            _append(options.map, {"tests": ended, "lines": _lines_of(slot.folder / "temporary")})
-        print(f"{len(units):4} left  {run.seconds:5.0f} s  {unit[0].partition('::')[0]}  {run.outcome}", flush=True)
-
-    _work(options, arguments, units, one, copy=False)
-    known = Map(options.map)
-    failed = [test for test in tests if test in known.tests and known.tests[test][1] == "failed"]
-    print(f"layer {options.layer}: {len(tests)} tests, {len(known.usable(options.layer))} passed, {len(failed)} failed")
-    print("".join(f"failed, so it takes no part: {test}\n" for test in failed), end="")
-
-
-# Which tests a mutant is tried with ------------------------------------------------------------------------------
-
-
-def _bits(first: int, last: int | None) -> int:
-    return (1 << (last or first) + 1) - (1 << first)
-
-
-def covering(mutant: Mutant, known: Map) -> list[str]:
-    """Tests that reach a mutant, the likeliest and shortest first.
-
-    They run its statement. Of a statement outside of functions, which runs once in a process, and of a Triton kernel,
-    whose lines may run untraced, tests that run any function of its module follow; and if there is none for a kernel,
-    tests of the modules that import it.
-    """
-    path = locate(mutant)
-    source = path.read_text(encoding="utf-8")
-    line = source[: source.index(mutant.old)].count("\n") + 1
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
-    bodies = 0
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            bodies |= _bits(node.body[0].lineno, node.end_lineno)
-    around = [node for node in nodes if node.lineno <= line <= (node.end_lineno or node.lineno)]
-    statement = max(around, key=lambda node: node.lineno)
-    inner = [node.lineno for node in nodes if node.lineno > line]  # a header ends where its body begins
-    last = min([statement.end_lineno or line, *(n - 1 for n in inner)])
-
-    def reaching(files: Iterable[str], bits: int) -> Iterator[str]:
-        labels = {label for file in files for label, lines in known.lines[file].items() if lines & bits}
-        yield from labels & known.tests.keys()
-        yield from (test for test, (_, _, fixtures) in known.tests.items() if labels & {*fixtures})
-
-    own, is_kernel = str(path.relative_to(ROOT)), "triton.jit" in source
-    ranks = [{*reaching([own], _bits(statement.lineno, last))}]
-    if is_kernel or not bodies >> line & 1:
-        ranks.append({*reaching([own], bodies)})
-    if is_kernel and not any(ranks):
-        module = path.relative_to(ROOT / "src").with_suffix("").as_posix().replace("/", ".")
-        users = [file for file in known.lines if f"from {module} import" in (ROOT / file).read_text(encoding="utf-8")]
-        ranks.append({*reaching(users, -1)})
-    return list(dict.fromkeys(test for rank in ranks for test in sorted(rank, key=lambda t: (known.tests[t][0], t))))
-
-
-def locate(mutant: Mutant) -> Path:
-    """The file of a mutant, also if it has moved."""
-    files = [path for path in sorted((ROOT / "src").rglob("*.py")) if mutant.old in path.read_text(encoding="utf-8")]
-    files = [path for path in files if path == PACKAGE / mutant.file] or files
-    count = sum(path.read_text(encoding="utf-8").count(mutant.old) for path in files)
-    if count != 1:
-        sys.exit(f"{mutant.name}: its old text is there {count} times and not once: {mutant.old}")
-    return files[0]
-
-
-# Mutants one after the other -------------------------------------------------------------------------------------
-
-
-def run(options: argparse.Namespace) -> None:
-    known, results = Map(options.map), _of_this_tree(options.results)
-    if options.layer not in known.layers:
-        sys.exit(f"{options.map} has no layer {options.layer}: record it first")
-    usable = known.usable(options.layer)
-    found = {entry["mutant"] for entry in results if entry["outcome"] != "passed"}
-    passed = defaultdict(set)
-    for entry in results:
-        passed[entry["mutant"]] |= {*entry["tests"]}
-    mutants = [mutant for mutant in chosen(options) if mutant.name not in found]
-    random.Random(SEED).shuffle(mutants)  # those of a run that stopped are a fair sample
-    chunks: list[tuple[int, Mutant, list[str]]] = []
-    for mutant in mutants:
-        tests = [test for test in covering(mutant, known) if test in {*usable}]
-        if options.rest:
-            tests += sorted({*usable} - {*tests}, key=lambda test: known.tests[test][0])
-        if not tests:
-            print(f"{mutant.name}: no test of the layer {options.layer} reaches it", flush=True)
-        todo = [test for test in tests if test not in passed[mutant.name]]
-        chunks += [(number, mutant, chunk) for number, chunk in enumerate(_chunks(todo, known))]
-    chunks.sort(key=lambda chunk: chunk[0])  # first all mutants with a few short tests; sorting keeps their order
-    lock = threading.Lock()
-
-    def one(slot: Slot, chunk: tuple[int, Mutant, list[str]]) -> None:
-        _, mutant, tests = chunk
-        if mutant.name in found or (entry := _try(slot, mutant, tests, known)) is None:
-            return
-        with lock:
-            _append(options.results, {"mutant": mutant.name, "layer": options.layer, **entry})
-            if entry["outcome"] != "passed":
-                found.add(mutant.name)
-        what = "not found" if entry["outcome"] == "passed" else f"{entry['outcome']} {entry['by']}: {entry['why']}"
-        print(f"{len(chunks):4} left  {mutant.name}  {entry['seconds']:.0f} s  {what}", flush=True)
-
-    _work(options, known.layers[options.layer][0], chunks, one, copy=True)
-
-
-def _chunks(tests: list[str], known: Map) -> Iterator[list[str]]:
-    most = FIRST_CHUNK
-    while tests:
-        total, count = 0.0, 0
-        while count < len(tests) and (not count or total + known.tests[tests[count]][0] <= most):
-            total, count = total + known.tests[tests[count]][0], count + 1
-        yield tests[:count]
-        tests, most = tests[count:], min(2 * most, LAST_CHUNK)
-
-
-def _try(slot: Slot, mutant: Mutant, tests: list[str], known: Map) -> dict[str, Any] | None:
-    """The entry of a mutant and some tests; None if the time was up."""
-    file = slot.tree / locate(mutant).relative_to(ROOT)
-    original, broken, spent = file.read_text(encoding="utf-8"), [], 0.0
-
-    def write(text: str) -> None:
-        later = file.stat().st_mtime + 2  # so that what Python compiled of another text is not taken for this one's
-        file.write_text(text, encoding="utf-8")
-        os.utime(file, (later, later))
-
-    remaining = tests
-    while remaining:
-        write(original.replace(mutant.old, mutant.new))
-        tried = slot.pytest(remaining, lambda test: TEST_LIMIT + 20 * known.tests[test][0], "-x")
-        write(original)
-        spent += tried.seconds
-        if tried.outcome == "stopped":
-            return None
-        if tried.outcome == "passed":
-            break
-        test = tried.test or remaining[0]  # none where the tests could not be collected
-        again = slot.pytest([test], lambda test: TEST_LIMIT + 20 * known.tests[test][0]).outcome
-        if again == "stopped":
-            return None
-        if again == "passed":
-            what = {"outcome": tried.outcome, "by": test, "why": tried.why}
-            return {**what, "seconds": spent, "tests": [], "broken": broken}
-        broken.append(test)
-        remaining = remaining[remaining.index(test) + 1 :]
-    return {"outcome": "passed", "seconds": spent, "tests": tests, "broken": broken}
-
-
-def report(options: argparse.Namespace) -> None:
-    results = _entries(options.results)[1:]
-    layers = list(dict.fromkeys(entry["layer"] for entry in results))
-    print(f"| area | mutant | {' | '.join(f'found by {layer}' for layer in layers)} | seconds | mistake |")
-    print("|---" * (len(layers) + 4) + "|")
-    survivors = []
-    for mutant in chosen(options):
-        own = [entry for entry in results if entry["mutant"] == mutant.name]
-        found = next((entry for entry in own if entry["outcome"] != "passed"), None)
-        cells = []
-        for layer in layers:
-            here = found is not None and found["layer"] == layer
-            count = sum(len(entry["tests"]) for entry in own if entry["layer"] == layer)
-            cells.append(f"{found['outcome']}: {found['by']}" if here else f"not by {count} tests" if count else "")
-        print(
-            f"| {mutant.area} | {mutant.name} | {' | '.join(cells)} | {sum(e['seconds'] for e in own):.0f} | ", end=""
-        )
-        print(f"{mutant.why} |")
-        survivors += [] if found else [mutant.name if own else f"{mutant.name} (no test)"]
-    for layer in layers:
-        names = {entry["mutant"] for entry in results if entry["layer"] == layer and entry["outcome"] != "passed"}
-        print(f"found by {layer}: {len(names)}")
-    print(f"not found: {len(survivors)}:", *survivors)
-    if broken := sorted({test for entry in results for test in entry["broken"]}):
-        print("failed without a mutant too, so they found nothing:", *broken, sep="\n  ")
-
-
-def check(options: argparse.Namespace) -> None:
-    """Every old text is there once, every new one compiles and is another program."""
-    mutants = chosen(options)
-    for mutant in mutants:
-        source = locate(mutant).read_text(encoding="utf-8")
-        changed = source.replace(mutant.old, mutant.new)
-        compile(changed, mutant.file, "exec")
-        if ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source)):
-            sys.exit(f"{mutant.name} changes nothing")
-        if locate(mutant) != PACKAGE / mutant.file:
-            print(f"{mutant.name} has moved to {locate(mutant).relative_to(PACKAGE)}")
-    areas = [mutant.area for mutant in mutants]
-    print(*(f"{areas.count(area):4} {area}" for area in dict.fromkeys(areas)), f"{len(areas):4} mutants", sep="\n")
-
-
-def chosen(options: argparse.Namespace) -> list[Mutant]:
+    @property
+    def place(self) -> Path:
+        """The file of the edit, also if it has moved.
+
+        Raises:
+            ValueError: the old text is not there once.
+        """
+        texts = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "src").rglob("*.py"))}
+        texts = {path: text for path, text in texts.items() if self.old in text}
+        texts = {path: text for path, text in texts.items() if str(path).endswith(f"/{self.file}")} or texts
+        if sum(text.count(self.old) for text in texts.values()) != 1:
+            places = ", ".join(str(path.relative_to(ROOT)) for path in texts) or "no file"
+            raise ValueError(f"{self.name}: its old text is not there once, but in {places}: {self.old}")
+        return next(iter(texts))
+
+
+def chosen(only: Iterable[str] = ()) -> list[Mutant]:
     """LIST: `== area`, and for each mutant four lines: `= name file`, `- old`, `+ new`, `# what is wrong`."""
     mutants, area, lines = [], "", [line for line in LIST.splitlines() if line]
     while lines:
@@ -559,30 +82,219 @@ def chosen(options: argparse.Namespace) -> list[Mutant]:
             sys.exit(f"LIST: {lines[0]!r} does not begin a mutant of four lines")
         mutants.append(Mutant(area, name, file, *(line[2:] for line in rest)))
         lines = lines[4:]
-    if unknown := {*options.only} - {mutant.name for mutant in mutants}:
+    if unknown := {*only} - {mutant.name for mutant in mutants}:
         sys.exit(f"there is no mutant {', '.join(sorted(unknown))}")
-    return [mutant for mutant in mutants if not options.only or mutant.name in options.only]
+    return [mutant for mutant in mutants if not only or mutant.name in only]
+
+
+def check(options: argparse.Namespace) -> None:
+    """Every old text is there once, every new one compiles and is another program."""
+    problems = []
+    for mutant in chosen(options.only):
+        try:
+            source = mutant.place.read_text(encoding="utf-8")
+            changed = source.replace(mutant.old, mutant.new)
+            compile(changed, mutant.file, "exec")
+            if ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source)):
+                problems.append(f"{mutant.name} changes nothing")
+        except (ValueError, SyntaxError) as error:
+            problems.append(str(error))
+    print(*problems, f"{len(chosen(options.only))} mutants, {len(problems)} problems", sep="\n")
+    sys.exit(bool(problems))
+
+
+# Which tests a mutant is tried with.
+
+
+class Map:
+    """Tests by the lines of src that they run, and the seconds that they take."""
+
+    def __init__(self, file: Path) -> None:
+        from coverage import CoverageData
+
+        self._data = CoverageData(basename=str(file))
+        self._data.read()
+        cases = ElementTree.parse(f"{file}.xml").iter("testcase")
+        self._seconds = {(case.get("classname"), case.get("name")): float(case.get("time") or 0) for case in cases}
+        self.tests = {test for context in self._data.measured_contexts() if (test := _test_of(context))}
+
+    def reaching(self, file: Path, lines: range | None = None) -> list[str]:
+        """Tests that run one of the lines, or any line, of a file; short ones first."""
+        contexts = self._data.contexts_by_lineno(str(file))
+        found = {
+            test
+            for line, labels in contexts.items()
+            if lines is None or line in lines
+            for test in map(_test_of, labels)
+        }
+        return self.by_seconds(found - {""})
+
+    def by_seconds(self, tests: Iterable[str]) -> list[str]:
+        return sorted(tests, key=lambda test: (self.seconds(test), test))
+
+    def seconds(self, test: str) -> float:
+        head, bracket, parameters = test.partition("[")
+        file, *inner = head.split("::")
+        module = ".".join([file.removesuffix(".py").replace("/", "."), *inner[:-1]])
+        return self._seconds.get((module, f"{inner[-1]}{bracket}{parameters}"), 1.0)
+
+
+def _test_of(context: str) -> str:
+    """ "tests/a.py::test_b|run" of pytest-cov, or "tests/a.py::test_b (call)" of a process that a test has started."""
+    match = re.match(r"(tests/.+?\.py::.+?)(?: \((?:setup|call|teardown)\))?(?:\|.*)?$", context)
+    return match[1] if match else ""
+
+
+def covering(mutant: Mutant, known: Map) -> list[str]:
+    """Tests that run the statement of a mutant, then those that run anything of its file.
+
+    Lines of a Triton kernel may run untraced: if no test has run its file, tests of the files that import it follow.
+    """
+    file, source = mutant.place, mutant.place.read_text(encoding="utf-8")
+    line = source[: source.index(mutant.old)].count("\n") + 1
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    statement = max(
+        (node for node in nodes if node.lineno <= line <= (node.end_lineno or line)), key=lambda n: n.lineno
+    )
+    # A header ends where its body begins.
+    last = min([statement.end_lineno or line, *(node.lineno - 1 for node in nodes if node.lineno > line)])
+    found = [*known.reaching(file, range(statement.lineno, last + 1)), *known.reaching(file)]
+    if not found:
+        module = file.relative_to(ROOT / "src").with_suffix("").as_posix().replace("/", ".")
+        users = [f for f in (ROOT / "src").rglob("*.py") if f"from {module} import" in f.read_text(encoding="utf-8")]
+        found = known.by_seconds({test for user in users for test in known.reaching(user)})
+    return list(dict.fromkeys(found))
+
+
+# Mutants one after the other.
+
+
+def run(options: argparse.Namespace) -> None:
+    known, entries = Map(options.map), _entries(options.results)
+    done = {entry["mutant"] for entry in entries if entry["by"] or entry["layer"] == options.layer}
+    mutants = [mutant for mutant in chosen(options.only) if mutant.name not in done]
+    random.Random(0).shuffle(mutants)  # those of a run that stopped are a fair sample
+    workers: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(options.jobs):
+        workers.put(number)
+    lock = threading.Lock()
+
+    def one(mutant: Mutant) -> None:
+        tests, total = covering(mutant, known), 0.0
+        if options.rest:
+            tests += known.by_seconds(known.tests - {*tests})
+        tests = [test for test in tests if (total := total + known.seconds(test)) <= MOST]
+        worker, began = workers.get(), time.monotonic()
+        try:
+            with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
+                by, broken = _try(mutant, tests, Path(folder) / "tree", worker, options)
+        finally:
+            workers.put(worker)
+        entry = {"mutant": mutant.name, "layer": options.layer, "by": by, "broken": broken, "tests": len(tests)}
+        with lock, options.results.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(entry | {"seconds": round(time.monotonic() - began)}) + "\n")
+        print(f"{mutant.name}: {by or f'not found by {len(tests)} tests'}", flush=True)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(one, mutants))
+
+
+def _try(
+    mutant: Mutant, tests: list[str], tree: Path, worker: int, options: argparse.Namespace
+) -> tuple[str | None, list[str]]:
+    """The test that finds the mutant, if one does, and tests that fail without it too."""
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=_NOT_COPIED)
+    if (ROOT / ".git").exists():  # some tests ask git for the files
+        subprocess.run(_COMMIT, shell=True, cwd=tree, check=True, capture_output=True)
+    file, broken = tree / mutant.place.relative_to(ROOT), []
+    original = file.read_text(encoding="utf-8")
+    while tests:
+        _write(file, original.replace(mutant.old, mutant.new))
+        failed = _first_failure(tests, tree, worker, options)
+        _write(file, original)
+        if failed is None:
+            break
+        if _first_failure([failed], tree, worker, options) is None:
+            return failed, broken
+        broken.append(failed)
+        tests = tests[tests.index(failed) + 1 :]
+    return None, broken
+
+
+def _write(file: Path, text: str) -> None:
+    """Writes with a new time, so that what Python compiled of another text is not taken for this one's."""
+    later = file.stat().st_mtime + 2
+    file.write_text(text, encoding="utf-8")
+    os.utime(file, (later, later))
+
+
+def _first_failure(tests: list[str], tree: Path, worker: int, options: argparse.Namespace) -> str | None:
+    """The first of these tests that fails, crashes or hangs; the first of all if they cannot be collected."""
+    command = [sys.executable, "-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    command += ["-o", f"faulthandler_timeout={HANG}", "-o", "faulthandler_exit_on_timeout=true"]
+    command += [f"--basetemp={tree.parent / 'run'}", *options.arguments, *tests]
+    # Tests that run beside each other take their ports by the number of their xdist worker.
+    own = {"PYTEST_XDIST_WORKER": f"gw{worker}", "PYTEST_XDIST_WORKER_COUNT": str(options.jobs)}
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    environment = clean | ENVIRONMENT | own | {"PYTHONPATH": str(tree / "src")}
+    process = subprocess.Popen(
+        command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", start_new_session=True,
+    )  # fmt: skip
+    output, _ = process.communicate()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode in (0, 5):  # 5: there was no test
+        return None
+    # A test that crashes or hangs leaves a line without an outcome.
+    begun = [line for line in output.splitlines() if line.startswith("tests/") and "::" in line]
+    for test in tests:
+        lines = [line for line in begun if line == test or line.startswith(f"{test} ")]
+        if lines and not re.search(r" (PASSED|SKIPPED|XFAIL|XPASS)", lines[0]):
+            return test
+    return tests[0]
+
+
+def report(options: argparse.Namespace) -> None:
+    results = _entries(options.results)
+    layers = list(dict.fromkeys(entry["layer"] for entry in results))
+    print(f"| area | mutant | {' | '.join(f'found by {layer}' for layer in layers)} | seconds | mistake |")
+    print("|---" * (len(layers) + 4) + "|")
+    survivors = []
+    for mutant in chosen(options.only):
+        own = {entry["layer"]: entry for entry in results if entry["mutant"] == mutant.name}
+        told = [own[layer]["by"] or f"not by {own[layer]['tests']} tests" if layer in own else "" for layer in layers]
+        seconds = sum(entry["seconds"] for entry in own.values())
+        print(f"| {mutant.area} | {mutant.name} | {' | '.join(told)} | {seconds} | {mutant.why} |")
+        survivors += [] if any(entry["by"] for entry in own.values()) else [mutant.name]
+    for layer in layers:
+        print(f"found by {layer}: {sum(entry['layer'] == layer and bool(entry['by']) for entry in results)}")
+    print(f"not found: {len(survivors)}:", *survivors)
+    if broken := sorted({test for entry in results for test in entry["broken"]}):
+        print("failed without a mutant too, so they found nothing:", *broken, sep="\n  ")
+
+
+def _entries(file: Path) -> list[dict[str, Any]]:
+    """Lines of a file, without one that is being written."""
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for command in (check, record, run, report):
+    for command in (check, run, report):
         one = commands.add_parser(command.__name__)
         one.set_defaults(command=command)
-        if command in (record, run):
-            one.add_argument("--map", type=Path, required=True, help="file that `record` writes and `run` reads")
-            one.add_argument("--layer", required=True)
-            one.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-            one.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
-        if command is record:
-            one.add_argument("arguments", nargs="*", help="of pytest, after --; not needed to continue")
-        else:
-            one.add_argument("--only", nargs="+", default=[], metavar="MUTANT")
-        if command in (run, report):
+        one.add_argument("--only", nargs="+", default=[], metavar="MUTANT")
+        if command is not check:
             one.add_argument("--results", type=Path, required=True)
         if command is run:
+            one.add_argument("--map", type=Path, required=True, help="file of coverage, with MAP.xml beside it")
+            one.add_argument("--layer", required=True)
+            one.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
             one.add_argument("--rest", action="store_true", help="last, also tests that do not reach the mutant")
+            one.add_argument("arguments", nargs="*", help="options of pytest, after --")
     options = parser.parse_args()
     options.command(options)
 
@@ -662,11 +374,11 @@ LIST = r"""
 - carry = tl.where(span < 0, 0.0, tl.exp2(A2 * tl.maximum(span, 0.0))) * carry + added
 + carry = tl.exp2(A2 * tl.maximum(span, 0.0)) * carry + added
 # The state passes the beginning of a document.
-= convolution.norm ops/short_convolution_triton.py
+= convolution.norm ops/layers/short_convolution_triton.py
 - along = tl.sum(d * s, axis=1) * scale * scale
 + along = tl.sum(d * s, axis=1) * scale
 # The gradient of the L2 norm lacks a factor.
-= shift_norm.walk ops/shift_norm_triton.py
+= shift_norm.walk ops/layers/shift_norm_triton.py
 - y_3 = y_before
 + pass
 # The backward walk keeps the rows of its first step.
@@ -790,19 +502,19 @@ LIST = r"""
 
 == Checkpoint write and read
 
-= checkpoint.keep training/checkpoint/__init__.py
+= checkpoint.keep training/checkpoint/writing.py
 - for path in older[self.keep_last :]:
 + for path in older[self.keep_last + 1 :]:
 # One more checkpoint is kept than was asked for.
-= checkpoint.newer training/checkpoint/__init__.py
-- if _NAME.fullmatch(path.name) and step_of(path) <= step and (path / MANIFEST).is_file()
-+ if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()
+= checkpoint.newer training/checkpoint/writing.py
+- if NAME.fullmatch(path.name) and step_of(path) <= step and (path / MANIFEST).is_file()
++ if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()
 # Damaged newer checkpoints count among those to keep, and good ones are deleted.
-= checkpoint.permanent training/checkpoint/__init__.py
+= checkpoint.permanent training/checkpoint/writing.py
 - "permanent": permanent,
 + "permanent": False,
 # Checkpoints that should stay are deleted.
-= checkpoint.metrics training/checkpoint/__init__.py
+= checkpoint.metrics training/checkpoint/writing.py
 - before_manifest()
 + pass
 # A checkpoint is finished before the metrics up to it are on the disk.
@@ -873,39 +585,39 @@ LIST = r"""
 
 == Mixers
 
-= fox.documents model/forgetting_transformer.py
+= fox.documents model/mixers/forgetting_attention.py
 - begins_BT = None if cu_seqlens is None else positions_in_documents(cu_seqlens, hidden_BTE) == 0
 + begins_BT = None
 # Keys and values are shifted from one document into the next.
-= fox.output_gate model/forgetting_transformer.py
+= fox.output_gate model/mixers/forgetting_attention.py
 - out_BTE = ACTIVATIONS[self.ogate_act](gate_BTE) * out_BTE
 + out_BTE = gate_BTE * out_BTE
 # The output gate without a norm has no activation.
-= mamba2.step_limit model/mamba2.py
+= mamba2.step_limit model/mixers/mamba2.py
 - F.softplus(dt_BTH.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.time_step_limit)
 + F.softplus(dt_BTH.to(dtype) + self.dt_bias.to(dtype))
 # Bounds of step sizes have no effect.
-= mamba2.norm_groups model/mamba2.py
+= mamba2.norm_groups model/mixers/mamba2.py
 - self.norm = GatedRMSNorm(n_groups, self.inner_size, norm_eps, gate_first=True)
 + self.norm = GatedRMSNorm(1, self.inner_size, norm_eps, gate_first=True)
 # Groups are normalised together.
-= hgrn2.lower_bound model/hgrn2.py
+= hgrn2.lower_bound model/mixers/hgrn2.py
 - torch.logaddexp(lower_bound_E.log(), torch.log1p(-lower_bound_E) + log_fgate_BTE)
 + torch.logaddexp(lower_bound_E.log(), log_fgate_BTE)
 # Gates with a lower bound exceed 1.
-= hgrn2.layers model/hgrn2.py
+= hgrn2.layers model/mixers/hgrn2.py
 - step_LE[1:].cumsum(0)
 + step_LE[:-1].cumsum(0)
 # Lower bounds are those of the layer below.
-= delta_net.order model/delta_net.py
+= delta_net.order model/mixers/delta_net.py
 - q_BTHK, k_BTHK = norm(activation(q_BTHK)), norm(activation(k_BTHK))
 + q_BTHK, k_BTHK = activation(norm(q_BTHK)), activation(norm(k_BTHK))
 # Norm and activation are swapped.
-= transformer.position model/transformer.py
+= transformer.position model/mixers/transformer.py
 - position = num_past if position_BT is None else position_BT
 + position = 0 if position_BT is None else position_BT
 # Tokens behind a cache are rotated as if they were the first.
-= transformer.visible_keys model/transformer.py
+= transformer.visible_keys model/mixers/transformer.py
 - return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
 + return (window * (window - 1) / 2 + (seq_len - window) * window) / seq_len
 # FLOPs leave out that a token sees itself.
