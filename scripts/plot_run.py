@@ -25,20 +25,18 @@ from typing import TypeVar
 from forgetting_transformer import command_line
 from forgetting_transformer.analysis import outputs
 from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
-from forgetting_transformer.analysis.plots.evaluations import has_scores, scores_over_training
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens, loss_on_sets
-from forgetting_transformer.analysis.plots.training import has_metrics, norms, training_metrics
-from forgetting_transformer.analysis.runs import (
-    read_logged_run,
-    read_own_position_losses,
-    read_position_loss,
+from forgetting_transformer.analysis.plots.training import (
+    has_metrics,
+    norms,
+    scores_over_training,
+    training_metrics,
 )
+from forgetting_transformer.analysis.runs import read_logged_run, read_position_losses
+from forgetting_transformer.analysis.scores_in_training import read_scores
 from forgetting_transformer.command_line import positive
 
 T = TypeVar("T")
-FILES = ("loss_tokens.png", "training.png", "norms.png", "evaluations.png", "loss_position.png")
-#: Of the figures of earlier versions: 200 dots per inch.
-DOTS_PER_METRE = 7874
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -65,7 +63,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_all(run_dirs: Sequence[Path], names: Sequence[str], read: Callable[[Path, str], T]) -> list[T]:
-    """What ``read`` finds in each run; a run that has nothing yet is named on stderr and left out."""
+    """Result of ``read`` for each run; a run that has nothing yet is named on stderr and left out."""
     found = []
     for run_dir, name in zip(run_dirs, names, strict=True):
         try:
@@ -79,10 +77,9 @@ def plot(args: argparse.Namespace) -> list[Path]:
     """Draws what there is to draw and returns the files."""
     names = shown_names(args.run_dirs)
     runs = read_all(args.run_dirs, names, read_logged_run)
-    positions = [curve for found in read_all(args.run_dirs, names, read_own_position_losses) for curve in found]
     out = args.out or args.run_dirs[0] / "plots"
     made_with = conditions(runs)
-    with outputs.writing(out, "scripts/plot_run.py", is_old_plot) as new:
+    with outputs.writing(out, "scripts/plot_run.py") as new:
         if runs:
             recorded = {run.unigram_entropy for run in runs}
             entropy = recorded.pop() if args.entropy is None and len(recorded) == 1 else args.entropy
@@ -91,34 +88,25 @@ def plot(args: argparse.Namespace) -> list[Path]:
             training_metrics(runs, new / "training.png", made_with)
         if len(runs) == 1 and runs[0].weight_norms:
             norms(runs[0], new / "norms.png", made_with)
-        if scored := [run for run in runs if has_scores(run)]:
+        if scored := [run for run in runs if read_scores(run)]:
             scores_over_training(scored, new / "evaluations.png", conditions(scored))
-        if positions:
-            curves = {position_label(curve): curve.loss for curve in positions}
-            loss_against_position(curves, new / "loss_position.png", conditions=made_with, of="runs")
         sets = list(dict.fromkeys(name for run in runs for name in run.eval_sets))
         if sets:
             loss_on_sets(runs, new / "loss_sets.png", made_with)
-        for eval_set in sets:
+        for eval_set in ("", *sets):
             having = [run for run in runs if eval_set in run.eval_sets]
-            folders, names = zip(*((run.output_dir, run.name) for run in having), strict=True)
-            if found := read_all(folders, names, partial(read_position_loss, eval_set=eval_set)):
-                curves = {position_label(curve): curve.loss for curve in found}
-                of_set = conditions([run.on(eval_set) for run in having])
-                path = new / f"loss_position_{eval_set}.png"
+            folders = [run.output_dir for run in having] if eval_set else args.run_dirs
+            read = partial(read_position_losses, eval_set=eval_set)
+            found = read_all(folders, [run.name for run in having] if eval_set else names, read)
+            if found:
+                curves = {position_label(curve): curve.loss for several in found for curve in several}
+                of_set = conditions([run.on(eval_set) for run in having]) if eval_set else made_with
+                path = new / f"loss_position{'_' * bool(eval_set)}{eval_set}.png"
                 loss_against_position(curves, path, conditions=of_set, of="runs")
-        files = (*FILES, "loss_sets.png", *(f"loss_position_{eval_set}.png" for eval_set in sets))
-        written = [out / name for name in files if (new / name).exists()]
+        written = [out / path.name for path in sorted(new.iterdir())]
         if not written:
             raise ValueError("nothing to plot yet.")
     return written
-
-
-def is_old_plot(path: Path) -> bool:
-    """Whether an earlier version drew the file: a figure where it drew by default, or in its resolution."""
-    head = path.read_bytes()[:300]
-    of_run = path.parent.name == "plots" and (path.parents[1] / "config.yaml").is_file()
-    return b"Software\0Matplotlib" in head and (of_run or DOTS_PER_METRE.to_bytes(4) * 2 in head)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

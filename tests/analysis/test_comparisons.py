@@ -115,20 +115,20 @@ def test_equal_tokens_and_equal_flops(make_run):
     models = [small, large]
     tokens = comparisons.at_equal_tokens(models)
     assert tokens.amount == BUDGET and not tokens.heldout
-    assert tokens.losses["large"] == [pytest.approx(run.train_loss_at(1000)) for run in large.runs]
+    assert tokens.at("large").losses == [pytest.approx(run.train_loss_at(1000)) for run in large.runs]
     flops = comparisons.at_equal_flops(models)
-    assert flops.amount == 1e9 and flops.tokens == {"small": 1000, "large": 500}
-    assert flops.losses["large"] == [pytest.approx(run.train_loss_at(500)) for run in large.runs]
-    assert comparisons.at_equal_flops(models, 5e8).tokens == {"small": 500, "large": 250}
+    assert flops.amount == 1e9 and [point.tokens for point in flops.points] == [1000, 500]
+    assert flops.at("large").losses == [pytest.approx(run.train_loss_at(500)) for run in large.runs]
+    assert [point.tokens for point in comparisons.at_equal_flops(models, 5e8).points] == [500, 250]
 
-    table = comparisons.table(flops, models, "small").splitlines()
-    apart = statistics.difference(flops.losses["large"], flops.losses["small"])
+    table = comparisons.table(flops, "small").splitlines()
+    apart = statistics.difference(flops.at("large").losses, flops.at("small").losses)
     assert "1.000e+09 training FLOPs" in table[0]
     assert f"{apart.value:+.4f} ± {apart.half_width:.4f}" in table[-1] and table[-1].endswith("50% |")
     assert "**small**" in table[-2] and "baseline" in table[-2]
-    (note,) = comparisons.warnings(flops, models, "small")
+    (note,) = comparisons.warnings(flops, "small")
     assert "large is seen with 50% of its schedule left" in note
-    assert comparisons.warnings(tokens, models, "small") == []
+    assert comparisons.warnings(tokens, "small") == []
 
 
 def test_a_loss_between_two_evaluations_is_marked_and_bounded(make_run):
@@ -144,42 +144,42 @@ def test_a_loss_between_two_evaluations_is_marked_and_bounded(make_run):
     small, large = runs("small", 1e6, [100, 400, 700, 1000]), runs("large", 4e6, [100, 400, 700, 1000])
     models = [small, large]
     flops = comparisons.at_equal_flops(models, 1e9)
-    assert flops.tokens == {"small": 1000, "large": 250} and flops.heldout
-    assert flops.between == {"large": pytest.approx((same(4e6)(100), same(4e6)(400)))}
-    truth, before, after = same(4e6)(250), *flops.between["large"]
+    assert [point.tokens for point in flops.points] == [1000, 250] and flops.heldout
+    assert flops.at("large").around == pytest.approx((same(4e6)(100), same(4e6)(400))) and not flops.at("small").around
+    truth, before, after = same(4e6)(250), *flops.at("large").around
     assert after < truth < before
     chord = (before + after) / 2 - truth
     assert chord > 0.06, "so much worse it would look on a straight line"
-    assert 0 < flops.losses["large"][0] - truth < chord / 3
+    assert 0 < flops.at("large").losses[0] - truth < chord / 3
 
-    table = comparisons.table(flops, models, "small").splitlines()
+    table = comparisons.table(flops, "small").splitlines()
     assert "| evaluated before and after |" in table[2]
     assert table[-1].rstrip(" |").endswith(f"{before:.4f}, {after:.4f}") and table[-2].count("|  ") >= 1
     assert "**" not in "".join(table), "which is better is open"
     for baseline in ("small", "large"):
-        notes = "\n".join(comparisons.warnings(flops, models, baseline))
+        notes = "\n".join(comparisons.warnings(flops, baseline))
         assert f"large was not evaluated after 250 tokens: its loss there is interpolated between {before:.4f}" in notes
         assert "may differ by this interpolation alone" in notes
     # Where every model was evaluated there is nothing to say.
     exact = comparisons.at_equal_flops(models, 4e8)
-    assert exact.tokens == {"small": 400, "large": 100} and exact.between == {}
-    assert "before and after" not in comparisons.table(exact, models, "small")
-    assert not any("interpol" in note for note in comparisons.warnings(exact, models, "small"))
+    assert [point.tokens for point in exact.points] == [400, 100] and not any(point.around for point in exact.points)
+    assert "before and after" not in comparisons.table(exact, "small")
+    assert not any("interpol" in note for note in comparisons.warnings(exact, "small"))
     # A difference larger than what lies between the evaluations is one.
     far = comparisons.model(
         "far", [read_run(make_run("far", 3.0, 0, evaluated=[100, 400], heldout=lambda t: 9 - t / 1000))]
     )
     tokens = comparisons.at_equal_tokens([small, far], 250)
-    notes = "\n".join(comparisons.warnings(tokens, [small, far], "small"))
+    notes = "\n".join(comparisons.warnings(tokens, "small"))
     assert "far was not evaluated after 250 tokens" in notes and "alone" not in notes
-    assert "**small**" in comparisons.table(tokens, [small, far], "small")
+    assert "**small**" in comparisons.table(tokens, "small")
 
 
 def test_what_is_not_known_is_not_claimed(make_run):
     one = comparisons.model("one", [read_run(make_run("one", 3.0, 0))])
     close = comparisons.model("close", [read_run(make_run(f"c{k}", 3.0 + 0.1 * k, k)) for k in range(2)])
     far = comparisons.model("far", [read_run(make_run(f"f{k}", 3.2 + 0.1 * k, k)) for k in range(2)])
-    notes = comparisons.warnings(comparisons.at_equal_tokens([close, one, far]), [close, one, far], "close")
+    notes = comparisons.warnings(comparisons.at_equal_tokens([close, one, far]), "close")
     assert "a model with one seed has no interval: how much of a difference is noise is unknown" in notes
     assert "far and close are within seed noise of each other" in notes
     unknown = comparisons.model("unknown", [read_run(make_run("u", 3.0, 0, flops=None))])
@@ -191,30 +191,29 @@ def test_training_losses_of_a_later_pass_or_of_text_read_before_are_said(make_ru
     data = {"documents": 61, "seq_len": 10, "global_batch_size": 2, "total_tokens": 1200}
     small = comparisons.model("small", [read_run(make_run("s", 3.0, 0, data=data))])
     large = comparisons.model("large", [read_run(make_run("l", 2.0, 0, flops=2e6, data=data))])
-    unknown = comparisons.model("unknown", [read_run(make_run("u", 2.0, 0))])
-    first = comparisons.at_equal_tokens([small, large], 600)
-    assert first.passes == {"small": 1, "large": 1} and not comparisons._pass_warnings(first, [small, large])
-    (said,) = comparisons._pass_warnings(comparisons.at_equal_tokens([small, large], 700), [small, large])
+
+    def notes(comparison: comparisons.Comparison) -> list[str]:
+        baseline = comparison.points[0].name
+        return [note for note in comparisons.warnings(comparison, baseline) if "training losses" in note]
+
+    assert notes(comparisons.at_equal_tokens([small, large], 600)) == []
+    (said,) = notes(comparisons.at_equal_tokens([small, large], 700))
     assert said.startswith("small (pass 2), large (pass 2): ") and "begins every 600 tokens" in said
-    equal_flops = comparisons.at_equal_flops([small, large])
-    assert equal_flops.passes == {"small": 2, "large": 1}
-    notes = comparisons.warnings(equal_flops, [small, large], "small")
-    assert any("different passes are of different texts" in note for note in notes)
-    assert comparisons.at_equal_tokens([unknown], 700).passes == {"unknown": None}
+    later, different = notes(comparisons.at_equal_flops([small, large]))
+    assert later.startswith("small (pass 2): ") and "different passes are of different texts" in different
+    unknown = comparisons.model("unknown", [read_run(make_run("u", 2.0, 0))])
+    assert notes(comparisons.at_equal_tokens([unknown], 700)) == []
     data = {**data, "total_tokens": 650}
     again = comparisons.model("again", [read_run(make_run("a", 3.0, 0, data=data, evaluated=[500, 1000]))])
-    assert comparisons.at_equal_tokens([again], 700).repeats == {"again"}
-    notes = comparisons.warnings(comparisons.at_equal_tokens([again], 700, heldout=False), [again], "again")
-    assert any(note.startswith("again: these training losses are of text that had been read before") for note in notes)
-    assert not any(
-        "read" in note for note in comparisons.warnings(comparisons.at_equal_tokens([again]), [again], "again")
-    )
+    said = notes(comparisons.at_equal_tokens([again], 700, heldout=False))
+    assert any(note.startswith("again: these training losses are of text that had been read before") for note in said)
+    assert notes(comparisons.at_equal_tokens([again])) == []
 
 
 def test_held_out_losses_are_compared_where_every_run_has_them(make_run):
     a = comparisons.model("a", [read_run(make_run("a", 3.0, 0, evaluated=[500, 1000]))])
     b = comparisons.model("b", [read_run(make_run("b", 3.1, 0, evaluated=[1000], flops=2e6))])
-    assert comparisons.at_equal_tokens([a, b]).heldout and comparisons.at_equal_tokens([a, b]).losses["a"] == [
+    assert comparisons.at_equal_tokens([a, b]).heldout and comparisons.at_equal_tokens([a, b]).at("a").losses == [
         pytest.approx(3.1)
     ]
     assert not comparisons.at_equal_flops([a, b]).heldout, "b was not evaluated at half its tokens"
@@ -229,10 +228,10 @@ def test_losses_on_other_held_out_texts_are_said_not_to_compare(make_run):
         [comparisons.model("a", runs)],
         [comparisons.model(n, [r]) for n, r in zip("ab", runs, strict=True)],
     ):
-        said = comparisons.warnings(comparisons.at_equal_tokens(models), models, "a")
+        said = comparisons.warnings(comparisons.at_equal_tokens(models), "a")
         assert any(note.startswith("the runs have different held-out texts: their losses on them") for note in said)
     same = [comparisons.model("a", runs[:1])]
-    assert "held-out texts" not in str(comparisons.warnings(comparisons.at_equal_tokens(same), same, "a"))
+    assert "held-out texts" not in str(comparisons.warnings(comparisons.at_equal_tokens(same), "a"))
 
 
 def test_the_script_writes_tables_and_a_figure(make_run, tmp_path, capsys):
@@ -300,7 +299,7 @@ def test_losses_of_contexts_of_different_length_are_told_apart(make_run):
         (False, "datamodule.train_batch_len=256 and 1024"),
     ):
         comparison = comparisons.at_equal_tokens(models, 1000, heldout=heldout)
-        (note,) = [note for note in comparisons.warnings(comparison, models, "short") if "of different length" in note]
+        (note,) = [note for note in comparisons.warnings(comparison, "short") if "of different length" in note]
         assert said in note
     alone = comparisons.at_equal_tokens(models[:1], 1000)
-    assert not any("of different length" in note for note in comparisons.warnings(alone, models[:1], "short"))
+    assert not any("of different length" in note for note in comparisons.warnings(alone, "short"))

@@ -1,14 +1,13 @@
-"""Which figures show what an evaluation has just found: for wandb and TensorBoard, while a run is trained."""
+"""Figures of what an evaluation has just found: for wandb and TensorBoard, while a run is trained."""
 
 from pathlib import Path
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
-from forgetting_transformer.analysis.plots.evaluations import has_scores, scores_over_training
 from forgetting_transformer.analysis.plots.losses import loss_against_position
-from forgetting_transformer.analysis.runs import read_position_loss, read_run
-
-#: Kinds of lines that `scores_over_training` draws.
-_SCORES = ("lm_eval", "needle", "gates")
+from forgetting_transformer.analysis.plots.training import scores_over_training
+from forgetting_transformer.analysis.runs import read_position_losses, read_run
+from forgetting_transformer.analysis.scores_in_training import read_scores
 
 
 def of_evaluation(output_dir: Path, kind: str, folder: Path) -> dict[str, Path]:
@@ -17,20 +16,17 @@ def of_evaluation(output_dir: Path, kind: str, folder: Path) -> dict[str, Path]:
     Args:
         kind: of the lines that the evaluation wrote, such as "val" or "lm_eval".
     """
-    run = read_run(output_dir)
-    of_set = next((name for name in run.eval_sets if kind == run.on(name).heldout_kind), "")
-    ema = kind == "val_ema" and not of_set
-    if kind not in ("val", *_SCORES) and not of_set and not ema:
-        return {}
     (name,) = shown_names([output_dir])
     run = read_run(output_dir, name)
-    if kind == "val" or of_set or ema:
-        curve = read_position_loss(output_dir, name, of_set, ema)
-        title = f"loss_position_{of_set}" if of_set else "loss_position_ema" if ema else "loss_position"
-        file, made_with = folder / f"{title}.png", conditions([run.on(of_set) if of_set else run])
-        loss_against_position({position_label(curve): curve.loss}, file, conditions=made_with, of="runs")
-        return {title: file}
-    if has_scores(run):
-        scores_over_training([run], folder / "evaluations.png", conditions([run]))
-        return {"evaluations": folder / "evaluations.png"}
-    return {}
+    eval_set = kind.removeprefix(names.VAL_SET)
+    if kind in (names.VAL, names.VAL_EMA) or eval_set in run.eval_sets:
+        shown = run if kind in (names.VAL, names.VAL_EMA) else run.on(eval_set)
+        curves = {position_label(one): one.loss for one in read_position_losses(output_dir, name, shown.eval_set)}
+        title = f"loss_position_{shown.eval_set}" if shown.eval_set else "loss_position"
+        loss_against_position(curves, folder / f"{title}.png", conditions=conditions([shown]), of="runs")
+    elif kind in (names.LM_EVAL, names.NEEDLE, names.GATES) and read_scores(run):
+        title = "evaluations"
+        scores_over_training([run], folder / f"{title}.png", conditions([run]))
+    else:
+        return {}
+    return {title: folder / f"{title}.png"}
