@@ -4,8 +4,22 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from forgetting_transformer.analysis import position_loss, statistics
+
+
+def test_intervals_are_students_and_welchs() -> None:
+    a, b = [3.01, 3.05, 2.98], [3.10, 3.12]
+    interval = stats.t.interval(0.95, 2, loc=np.mean(a), scale=stats.sem(a))
+    mean = statistics.mean(a)
+    assert (mean.value - mean.half_width, mean.value + mean.half_width) == pytest.approx(interval)
+    welch = stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
+    apart = statistics.difference(a, b)
+    assert (apart.value - apart.half_width, apart.value + apart.half_width) == pytest.approx((welch.low, welch.high))
+    assert math.isnan(statistics.mean([3.0]).half_width) and math.isnan(statistics.difference([3.0], a).half_width)
+    assert not statistics.difference([3.0], a).excludes_zero
+    assert statistics.difference([3.0, 3.0], [2.0, 2.0]).excludes_zero
 
 
 def test_clusters_widen_the_error_and_clusters_of_one_give_the_usual_one() -> None:
