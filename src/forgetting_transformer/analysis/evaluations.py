@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer import files
+from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError, outputs
 from forgetting_transformer.analysis.longbench_sets import LONGBENCH
 from forgetting_transformer.analysis.statistics import Estimate, mean_and_error
@@ -286,8 +287,9 @@ def from_position_loss(summary: Mapping[str, Any]) -> Evaluation:
     samples = summary["eval_tokens"] // summary["eval_len"] if "eval_len" in summary else None
     numbers = []
     for key, value in summary.items():
-        metric, found, length = key.removeprefix("val/").partition("_len_")
-        if found:
+        kind, _, name = key.partition("/")
+        metric, found, length = name.partition("_len_")
+        if found and kind == names.VAL:
             error = summary.get("loss_standard_error", {}).get(length)
             if error is not None and metric == "perplexity":
                 error *= value  # exp, to first order
