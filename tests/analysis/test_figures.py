@@ -13,7 +13,7 @@ from forgetting_transformer.analysis.conditions import conditions, shown_names
 from forgetting_transformer.analysis.evaluations import Evaluation, Number
 from forgetting_transformer.analysis.plots import heatmaps, losses, scores, sweeps, training
 from forgetting_transformer.analysis.plots.style import GREY, curve_styles
-from forgetting_transformer.analysis.runs import Run, read_logged_run, read_run
+from forgetting_transformer.analysis.runs import Run, read_run
 from forgetting_transformer.analysis.statistics import Estimate
 from forgetting_transformer.analysis.tables import Column, format_tokens
 from tests.analysis.conftest import (
@@ -70,7 +70,7 @@ def test_losses_against_tokens_of_one_run(make_run: MakeRun, drawn: list[Figure]
     # 90 documents are 11 batches of 8: the order comes back to the first after 11 * 8 * 512 tokens.
     write_lines(folder, "train_data_info", [{"step": 0, "documents": 90, "seq_len": 512, "global_batch_size": 8}])
     (name,) = shown_names([folder])
-    run = read_logged_run(folder, name)
+    run = read_run(folder, name)
     before = dict(mpl.rcParams)
     losses.loss_against_tokens([run], tmp_path / "new folder" / "loss.png", 7.5, conditions([run]))
     assert is_picture(tmp_path / "new folder" / "loss.png") and dict(mpl.rcParams) == before
@@ -105,7 +105,7 @@ def test_losses_against_tokens_of_one_run(make_run: MakeRun, drawn: list[Figure]
 def test_losses_against_tokens_of_several_runs(make_run: MakeRun, drawn: list[Figure], tmp_path: Path) -> None:
     """One diverges, one has logged once, one has a name that is no good for a legend."""
     tokens = 1000 * np.arange(1, 201)
-    good = read_logged_run(make_run(), "_mine $1_$2")
+    good = read_run(make_run(), "_mine $1_$2")
     wild = Run("wild", tokens, 8 * 1.1 ** np.arange(200), tokens[[99]], np.array([900.0]))
     once = Run("once", np.array([100]), np.array([9.0]), np.array([100]), np.array([8.5]))
     losses.loss_against_tokens([good, wild, once], tmp_path / "loss.png", entropy=100.0)

@@ -11,7 +11,7 @@ import pytest
 
 from forgetting_transformer.analysis.conditions import position_label
 from forgetting_transformer.analysis.runs import (
-    read_logged_run,
+    check_logged,
     read_metrics,
     read_position_losses,
     read_run,
@@ -52,7 +52,7 @@ def test_lines_that_a_resumed_run_logged_again_replace_the_first_ones(tmp_path: 
 
 def test_losses_are_of_the_lines_that_have_one(tmp_path: Path) -> None:
     write_lines(tmp_path, "train", [{"step": 1}, {"step": 2, "train/loss": 5.0}, {"step": 3, "train/loss": 4.0}])
-    run = read_logged_run(tmp_path, "run")
+    run = read_run(tmp_path, "run")
     assert run.train_tokens.tolist() == [2, 3] and run.train_loss.tolist() == [5.0, 4.0] and not run.heldout_loss.size
     assert run.unigram_entropy is None
     write_lines(tmp_path, "train_data_info", [{"step": 0, "train_data_info/unigram_entropy_nats": 6.5}])
@@ -61,10 +61,10 @@ def test_losses_are_of_the_lines_that_have_one(tmp_path: Path) -> None:
 
 def test_the_newest_loss_at_every_position_is_read_and_held_out_comes_first(tmp_path: Path) -> None:
     write_losses_by_position(tmp_path, "train_eval", 900, np.array([9.0, 8.0]))
-    assert [one.kind for one in read_position_losses(tmp_path, "run")] == ["train_eval"]
+    assert [one.kind for one in read_position_losses(read_run(tmp_path, "run"))] == ["train_eval"]
     write_losses_by_position(tmp_path, "val", 100, np.array([7.0, 6.0]))
     write_losses_by_position(tmp_path, "val", 5120, np.array([5.0, 4.0]))
-    (newest,) = read_position_losses(tmp_path, "run")
+    (newest,) = read_position_losses(read_run(tmp_path, "run"))
     assert (newest.kind, newest.train_tokens, newest.loss.tolist()) == ("val", 5120, [5.0, 4.0])
     assert position_label(newest) == "run, held-out, after 5.12K tokens"
 
@@ -75,27 +75,27 @@ def test_the_moving_average_is_no_held_out_set(make_run: MakeRun) -> None:
     write_losses_by_position(folder, "val_ema", STEPS[0], np.linspace(6, 3, 64))
     run = read_run(folder)
     assert run.eval_sets == [] and run.ema.values.tolist() == [4.2]
-    labels = [position_label(one) for one in read_position_losses(folder, "run")]
+    labels = [position_label(one) for one in read_position_losses(read_run(folder, "run"))]
     assert labels == ["run, held-out, after 150K tokens", "run, held-out, EMA weights, after 50K tokens"]
 
 
 def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no folder 'metrics': give a run's output_dir"):
-        read_logged_run(tmp_path, "run")
+        check_logged(read_run(tmp_path, "run"))
     (tmp_path / "metrics").mkdir()
     with pytest.raises(FileNotFoundError, match=r"no 'train/loss' in train\.jsonl"):
-        read_logged_run(tmp_path, "run")
+        check_logged(read_run(tmp_path, "run"))
     with pytest.raises(FileNotFoundError, match="after the run's first validation"):
-        read_position_losses(tmp_path, "run")
+        read_position_losses(read_run(tmp_path, "run"))
     path = write_losses_by_position(tmp_path, "val", 5, np.ones(1000))
     whole = path.read_bytes()
     for broken in (b"", whole[:100], whole[:-30]):
         path.write_bytes(broken)
         with pytest.raises(ValueError, match=r"step-000000000000005\.npz: cannot read"):
-            read_position_losses(tmp_path, "run")
+            read_position_losses(read_run(tmp_path, "run"))
     np.savez(path, other=np.ones(2))
     with pytest.raises(ValueError, match="val/loss_per_token"):
-        read_position_losses(tmp_path, "run")
+        read_position_losses(read_run(tmp_path, "run"))
 
 
 def test_names_are_as_short_as_they_can_be(tmp_path: Path) -> None:
@@ -151,7 +151,10 @@ class TestPlotRun:
     ) -> None:
         assert plot_run.main([str(tmp_path / "nowhere")]) == 1
         assert "no folder 'metrics'" in capsys.readouterr().err
-        for line, said in (("broken", "line 1"), (json.dumps({"step": 1, "train/loss": math.nan}), "no finite loss")):
+        for line, said in (
+            ("broken", "line 1"),
+            (json.dumps({"step": 1, "train/loss": math.nan}), "nothing to plot yet"),
+        ):
             write_lines(tmp_path, "train", []).write_text(line + "\n")
             assert plot_run.main([str(tmp_path)]) == 1
             assert said in capsys.readouterr().err

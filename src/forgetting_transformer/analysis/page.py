@@ -18,26 +18,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from forgetting_transformer import metric_names as names
-from forgetting_transformer.analysis import AnalysisError, position_loss
-from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
+from forgetting_transformer.analysis import AnalysisError, figures, position_loss
 from forgetting_transformer.analysis.evaluations import FIGURE, Evaluation, number_table, read_evaluations
 from forgetting_transformer.analysis.plots.losses import (
-    has_loss,
     loss_against_position,
-    loss_against_tokens,
     loss_differences,
-    loss_on_sets,
 )
 from forgetting_transformer.analysis.plots.scores import draw_scores
-from forgetting_transformer.analysis.plots.training import (
-    has_metrics,
-    norms,
-    scores_over_training,
-    training_metrics,
-)
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_table, sample_counts
-from forgetting_transformer.analysis.runs import EMA_WEIGHTS, Run, read_logged_run, read_position_losses, read_run
-from forgetting_transformer.analysis.scores_in_training import read_samples, read_scores
+from forgetting_transformer.analysis.runs import EMA_WEIGHTS, Run
+from forgetting_transformer.analysis.scores_in_training import read_samples
 from forgetting_transformer.analysis.tables import Table, format_tokens, has_numbers, score_table
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.nested import flatten
@@ -94,12 +84,11 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
         raise AnalysisError("nothing to report: give the output_dir of a run, or --results FOLDER")
     left_out: list[str] = []
     try:
-        shown = shown_names(run_dirs) if run_dirs else []
-        runs = [read_run(folder, name) for folder, name in zip(run_dirs, shown, strict=True)]
+        runs = figures.read_runs(run_dirs) if run_dirs else []
         sections = {
             "Runs": _overview(runs),
-            **_training(_collect(runs, read_logged_run, left_out)),
-            **_position_curves(runs, left_out),
+            **{figure.title: _picture(figure.title, figure.draw) for figure in figures.of_runs(runs, left_out)},
+            "Samples": "".join(map(_samples, runs)),
             **_evaluations(results, left_out, {run.output_dir.resolve().name: run.name for run in runs}),
             "Configurations": _configurations(runs),
         }
@@ -108,7 +97,7 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
     if not any(sections.values()):
         raise AnalysisError("nothing to report: " + "; ".join(left_out))
     body = "\n".join(f"<h2>{html.escape(title)}</h2>\n{content}" for title, content in sections.items() if content)
-    title = html.escape("Report: " + (", ".join(shown) or ", ".join(map(str, results))))
+    title = html.escape("Report: " + (", ".join(run.name for run in runs) or ", ".join(map(str, results))))
     page = (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -128,16 +117,6 @@ def _is_report(path: Path) -> bool:
     """Whether the file begins as `write_report` begins a page."""
     with path.open("rb") as stream:
         return b"<title>Report: " in stream.read(300)
-
-
-def _collect(runs: Sequence[Run], read: Callable[[Path, str], T], left_out: list[str]) -> list[T]:
-    found = []
-    for run in runs:
-        try:
-            found.append(read(run.output_dir, run.name))
-        except FileNotFoundError as error:
-            left_out.append(str(error))
-    return found
 
 
 def _overview(runs: Sequence[Run]) -> str:
@@ -180,35 +159,6 @@ def _facts(run: Run, sets: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _training(runs: Sequence[Run]) -> dict[str, str]:
-    """The sections of what runs log while they train."""
-    made_with = conditions(runs)
-    entropies = {run.unigram_entropy for run in runs}
-    entropy = entropies.pop() if len(entropies) == 1 else None
-    sections: dict[str, str] = {}
-    if any(map(has_loss, runs)):
-        picture = _picture("loss against tokens", loss_against_tokens, runs, entropy=entropy, conditions=made_with)
-        sections["Loss against training tokens"] = picture
-    if any(run.eval_sets for run in runs):
-        picture = _picture("loss on each held-out set", loss_on_sets, runs, conditions=made_with)
-        sections["Loss on every held-out set"] = picture
-    if any(map(has_metrics, runs)):
-        picture = _picture("learning rate, norms, speed, time", training_metrics, runs, conditions=made_with)
-        sections["Learning rate, gradient norm, throughput and wall time"] = picture
-    sections["Norms of weights and gradients"] = "".join(
-        _picture(f"norms of {run.name}, block by block", norms, run, conditions=conditions([run]))
-        for run in runs
-        if run.weight_norms
-    )
-    if scored := [run for run in runs if read_scores(run)]:
-        picture = _picture(
-            "scores of evaluations over training", scores_over_training, scored, conditions=conditions(scored)
-        )
-        sections["Evaluations during training"] = picture
-    sections["Samples"] = "".join(map(_samples, runs))
-    return sections
-
-
 def _samples(run: Run) -> str:
     """The newest samples of a run, and those before, folded away."""
     parts: list[str] = []
@@ -219,30 +169,6 @@ def _samples(run: Run) -> str:
         table = _table(Table([heads[key] for key in columns], cells, "t" * len(columns)))
         parts.append(_folded(f"{run.name}, after {_count(tokens)} tokens", table, is_open=not parts))
     return "".join(parts)
-
-
-def _position_curves(runs: Sequence[Run], left_out: list[str]) -> dict[str, str]:
-    """A section for the corpus's own documents, and one for each other held-out set."""
-    sections = {}
-    for eval_set in dict.fromkeys(["", *(name for run in runs for name in run.eval_sets)]):
-        members = [run for run in runs if not eval_set or eval_set in run.eval_sets]
-
-        def read(folder: Path, name: str, eval_set: str = eval_set) -> list:
-            return read_position_losses(folder, name, eval_set)
-
-        lengths = {run.name: run.setting("datamodule", "train_batch_len") for run in members}
-        found = [curve for curves in _collect(members, read, left_out) for curve in curves]
-        title = "Loss at every position, in training" + (f", on {eval_set}" if eval_set else "")
-        if found:
-            sections[title] = _picture(
-                "loss at every position",
-                loss_against_position,
-                {position_label(curve): curve.loss for curve in found},
-                train_length={position_label(curve): lengths[curve.name] for curve in found},
-                conditions=conditions([run.on(eval_set) for run in members]),
-                of="runs",
-            )
-    return sections
 
 
 def _evaluations(folders: Sequence[Path], left_out: list[str], shown: Mapping[str, str]) -> dict[str, str]:

@@ -74,6 +74,11 @@ class Run:
     _records: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
+    def kinds(self) -> set[str]:
+        """The kinds of lines that it has logged."""
+        return {file.stem for file in _jsonlines(self.output_dir).glob("*.jsonl")}
+
+    @property
     def heldout_kind(self) -> str:
         """The kind of the lines with its held-out losses."""
         return f"{names.VAL_SET}{self.eval_set}" if self.eval_set else names.VAL
@@ -81,9 +86,8 @@ class Run:
     @property
     def eval_sets(self) -> list[str]:
         """Names of the other held-out sets that it has losses of."""
-        kinds = {file.stem for file in _jsonlines(self.output_dir).glob(f"{names.VAL_SET}*.jsonl")}
-        kinds -= {names.VAL_DATA_INFO, names.VAL_EMA}
-        return sorted(kind.removeprefix(names.VAL_SET) for kind in kinds)
+        kinds = self.kinds - {names.VAL_DATA_INFO, names.VAL_EMA}
+        return sorted(kind.removeprefix(names.VAL_SET) for kind in kinds if kind.startswith(names.VAL_SET))
 
     @property
     def ema(self) -> Series:
@@ -318,46 +322,42 @@ def read_run(output_dir: Path, name: str | None = None) -> Run:
     return dataclasses.replace(run, train_tokens=tokens, train_loss=loss)
 
 
-def read_logged_run(output_dir: Path, name: str) -> Run:
-    """Reads a run that must have logged a loss.
-
+def check_logged(run: Run) -> None:
+    """
     Raises:
         FileNotFoundError: the folder is not a run's, or no loss has been logged yet.
-        ValueError: a metrics file has a line that cannot be read (see `read_metrics`).
     """
-    _check_is_run(output_dir)
-    run = read_run(output_dir, name)
+    _check_is_run(run.output_dir)
     if run.train_loss.size == 0 and run.heldout_loss.size == 0:
         raise FileNotFoundError(
-            f"{_jsonlines(output_dir)}: no 'train/loss' in train.jsonl and no 'val/loss' in val.jsonl yet. "
+            f"{_jsonlines(run.output_dir)}: no 'train/loss' in train.jsonl and no 'val/loss' in val.jsonl yet. "
             "They appear when the run has logged for the first time."
         )
-    return run
 
 
-def read_position_losses(output_dir: Path, name: str, eval_set: str = "") -> list[PositionLoss]:
+def read_position_losses(run: Run) -> list[PositionLoss]:
     """Reads a run's newest loss at every position: on held-out documents, else on its training batches.
 
-    Args:
-        eval_set: the held-out set, and no other will do; "": the corpus's own, and there also that of the moving
-            average of the weights, where the run evaluated one.
+    Of one of its other sets no other documents will do. Of the corpus's own there is also that of the moving average
+    of the weights, where the run evaluated one.
 
     Raises:
         FileNotFoundError: the folder is not a run's, or no such file has been written yet.
         ValueError: the newest file is not whole, or does not hold the array.
     """
-    _check_is_run(output_dir)
-    kinds = [f"{names.VAL_SET}{eval_set}"] if eval_set else [names.VAL, names.TRAIN_EVAL]
-    files = {kind: sorted((output_dir / "metrics/npz" / kind).glob("step-*.npz")) for kind in (*kinds, names.VAL_EMA)}
+    _check_is_run(run.output_dir)
+    folder = run.output_dir / "metrics" / "npz"
+    kinds = [run.heldout_kind] if run.eval_set else [names.VAL, names.TRAIN_EVAL]
+    files = {kind: sorted((folder / kind).glob("step-*.npz")) for kind in (*kinds, names.VAL_EMA)}
     found = [kind for kind in kinds if files[kind]][:1]
     if not found:
         raise FileNotFoundError(
-            f"{output_dir / 'metrics/npz'}: no {' and no '.join(f'{kind}/step-*.npz' for kind in kinds)} yet. They "
-            "appear after the run's first validation."
+            f"{folder}: no {' and no '.join(f'{kind}/step-*.npz' for kind in kinds)} yet. They appear after the run's "
+            "first validation."
         )
-    if not eval_set and files[names.VAL_EMA]:
+    if not run.eval_set and files[names.VAL_EMA]:
         found.append(names.VAL_EMA)
-    return [_read_position_loss(files[kind][-1], name, kind) for kind in found]
+    return [_read_position_loss(files[kind][-1], run.name, kind) for kind in found]
 
 
 def _read_position_loss(file: Path, name: str, kind: str) -> PositionLoss:
