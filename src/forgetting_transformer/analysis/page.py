@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from forgetting_transformer.analysis.tables import Table, format_tokens, has_num
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.nested import flatten
 
-T = TypeVar("T")
 #: Kinds of evaluations, in the order of the page, and the tables of those that have one.
 _TITLES = {
     "per_token_loss": "Loss at every position, evaluated",
