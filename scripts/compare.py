@@ -20,13 +20,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import large
-
-if TYPE_CHECKING:
-    from forgetting_transformer.analysis import comparisons
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -63,8 +59,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
+def compare(args: argparse.Namespace) -> list[Path]:
+    """Prints the tables, writes them with the figures, and returns the files."""
     # Only now, so that --help is quick.
     from forgetting_transformer.analysis import AnalysisError, comparisons, outputs
     from forgetting_transformer.analysis.conditions import conditions
@@ -72,66 +68,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     from forgetting_transformer.files import write_atomically
     from forgetting_transformer.training.continuing import decisive
 
-    command = "scripts/compare.py"
-    try:
-        models = [comparisons.named_model(name, [Path(run) for run in runs]) for name, *runs in args.model]
-        models += comparisons.group(comparisons.find_runs(args.runs), decisive)
-        names = [model.name for model in models]
-        baseline = args.baseline or names[0]
-        if len(set(names)) < len(names) or baseline not in names:
-            raise AnalysisError(f"models {names}: names must differ, and --baseline {baseline!r} be one of them")
-        heldout = None if args.loss is None else args.loss == "heldout"
-        compared = [(models, points_of(models, args, heldout))]
-        for eval_set in comparisons.common_sets(models) if heldout is not False else ():
-            on_set = [model.on(eval_set) for model in models]
-            try:
-                compared.append((on_set, points_of(on_set, args, True)))
-            except AnalysisError as error:
-                print(f"not compared on {eval_set}: {error}", file=sys.stderr)
-        figures = [f"compare{'_' * bool(of[0].eval_set)}{of[0].eval_set}.png" for of, _ in compared]
-        outputs.check(args.out, command, ("compare.md", *figures), is_old_comparison)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    parts = []
-    for members, points in compared:
-        for comparison in points:
-            notes = comparisons.warnings(comparison, members, baseline)
-            table = comparisons.table(comparison, members, baseline)
-            parts.append("\n".join([table, "", *(f"- {note}" for note in notes)]).rstrip())
-    parts.append(
-        "\n".join(["Runs:", "", *(f"- {m.name}: {', '.join(str(r.output_dir) for r in m.runs)}" for m in models)])
-    )
-    text = "\n\n".join(parts)
+    models = [comparisons.named_model(name, [Path(run) for run in runs]) for name, *runs in args.model]
+    models += comparisons.group(comparisons.find_runs(args.runs), decisive)
+    names = [model.name for model in models]
+    baseline = args.baseline or names[0]
+    if len(set(names)) < len(names) or baseline not in names:
+        raise AnalysisError(f"models {names}: names must differ, and --baseline {baseline!r} be one of them")
+    heldout = None if args.loss is None else args.loss == "heldout"
+    parts, figures = [], {}
+    for eval_set in ("", *(comparisons.common_sets(models) if heldout is not False else ())):
+        on_set = [model.on(eval_set) for model in models] if eval_set else models
+        try:
+            tokens = comparisons.at_equal_tokens(on_set, args.tokens, heldout)
+            flops = comparisons.at_equal_flops(on_set, args.flops, heldout)
+        except AnalysisError as error:
+            if not eval_set:
+                raise
+            print(f"not compared on {eval_set}: {error}", file=sys.stderr)
+            continue
+        for comparison in [tokens, flops] if flops else [tokens]:
+            notes = [f"- {note}" for note in comparisons.warnings(comparison, baseline)]
+            parts.append("\n".join([comparisons.table(comparison, baseline), "", *notes]).rstrip())
+        figures[f"compare{'_' * bool(eval_set)}{eval_set}.png"] = on_set, tokens.amount, flops and flops.amount
+    runs = [f"- {model.name}: {', '.join(str(run.output_dir) for run in model.runs)}" for model in models]
+    text = "\n\n".join([*parts, "\n".join(["Runs:", "", *runs])])
     print(text)
+    with outputs.writing(args.out, "scripts/compare.py") as new:
+        write_atomically(new / "compare.md", f"{text}\n", durable=False)
+        for file, (on_set, *amounts) in figures.items():
+            made_with = conditions([run for model in on_set for run in model.runs])
+            loss_against_tokens_and_flops(on_set, new / file, *amounts, made_with)
+    return [args.out / file for file in ("compare.md", *figures)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     try:
-        with outputs.writing(args.out, command, is_old_comparison) as new:
-            write_atomically(new / "compare.md", f"{text}\n", durable=False)
-            for file, (members, (tokens, *flops)) in zip(figures, compared, strict=True):
-                made_with = conditions([run for model in members for run in model.runs])
-                at_flops = flops[0].amount if flops else None
-                loss_against_tokens_and_flops(members, new / file, tokens.amount, at_flops, made_with)
+        print("", *compare(args), sep="\n")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print("", *(args.out / file for file in ("compare.md", *figures)), sep="\n")
     return 0
-
-
-def points_of(
-    models: Sequence["comparisons.Model"], args: argparse.Namespace, heldout: bool | None
-) -> list["comparisons.Comparison"]:
-    """The models at equal tokens and, where all have recorded theirs, at equal FLOPs."""
-    from forgetting_transformer.analysis import comparisons
-
-    at_flops = comparisons.at_equal_flops(models, args.flops, heldout)
-    return [comparisons.at_equal_tokens(models, args.tokens, heldout), *([at_flops] if at_flops else [])]
-
-
-def is_old_comparison(path: Path) -> bool:
-    """Whether the file lies beside a comparison of an earlier version, which ended with a list of runs."""
-    page = path.with_name("compare.md")
-    return page.is_file() and "\nRuns:\n\n- " in page.read_text(encoding="utf-8", errors="replace")
 
 
 if __name__ == "__main__":

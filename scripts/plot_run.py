@@ -17,28 +17,12 @@ Works while a run is still training. RUN_DIR is the output_dir of the run.
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from forgetting_transformer import command_line
-from forgetting_transformer.analysis import outputs
-from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
-from forgetting_transformer.analysis.plots.evaluations import has_scores, scores_over_training
-from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens, loss_on_sets
-from forgetting_transformer.analysis.plots.training import has_metrics, norms, training_metrics
-from forgetting_transformer.analysis.runs import (
-    read_logged_run,
-    read_own_position_losses,
-    read_position_loss,
-)
+from forgetting_transformer.analysis import figures, outputs
 from forgetting_transformer.command_line import positive
-
-T = TypeVar("T")
-FILES = ("loss_tokens.png", "training.png", "norms.png", "evaluations.png", "loss_position.png")
-#: Of the figures of earlier versions: 200 dots per inch.
-DOTS_PER_METRE = 7874
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -64,61 +48,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def read_all(run_dirs: Sequence[Path], names: Sequence[str], read: Callable[[Path, str], T]) -> list[T]:
-    """What ``read`` finds in each run; a run that has nothing yet is named on stderr and left out."""
-    found = []
-    for run_dir, name in zip(run_dirs, names, strict=True):
-        try:
-            found.append(read(run_dir, name))
-        except FileNotFoundError as error:
-            print(f"left out: {error}", file=sys.stderr)
-    return found
-
-
 def plot(args: argparse.Namespace) -> list[Path]:
-    """Draws what there is to draw and returns the files."""
-    names = shown_names(args.run_dirs)
-    runs = read_all(args.run_dirs, names, read_logged_run)
-    positions = [curve for found in read_all(args.run_dirs, names, read_own_position_losses) for curve in found]
+    """Draws what there is to draw and returns the files; what a run has not yet is named on stderr."""
     out = args.out or args.run_dirs[0] / "plots"
-    made_with = conditions(runs)
-    with outputs.writing(out, "scripts/plot_run.py", is_old_plot) as new:
-        if runs:
-            recorded = {run.unigram_entropy for run in runs}
-            entropy = recorded.pop() if args.entropy is None and len(recorded) == 1 else args.entropy
-            loss_against_tokens(runs, new / "loss_tokens.png", entropy, made_with)
-        if any(map(has_metrics, runs)):
-            training_metrics(runs, new / "training.png", made_with)
-        if len(runs) == 1 and runs[0].weight_norms:
-            norms(runs[0], new / "norms.png", made_with)
-        if scored := [run for run in runs if has_scores(run)]:
-            scores_over_training(scored, new / "evaluations.png", conditions(scored))
-        if positions:
-            curves = {position_label(curve): curve.loss for curve in positions}
-            loss_against_position(curves, new / "loss_position.png", conditions=made_with, of="runs")
-        sets = list(dict.fromkeys(name for run in runs for name in run.eval_sets))
-        if sets:
-            loss_on_sets(runs, new / "loss_sets.png", made_with)
-        for eval_set in sets:
-            having = [run for run in runs if eval_set in run.eval_sets]
-            folders, names = zip(*((run.output_dir, run.name) for run in having), strict=True)
-            if found := read_all(folders, names, partial(read_position_loss, eval_set=eval_set)):
-                curves = {position_label(curve): curve.loss for curve in found}
-                of_set = conditions([run.on(eval_set) for run in having])
-                path = new / f"loss_position_{eval_set}.png"
-                loss_against_position(curves, path, conditions=of_set, of="runs")
-        files = (*FILES, "loss_sets.png", *(f"loss_position_{eval_set}.png" for eval_set in sets))
-        written = [out / name for name in files if (new / name).exists()]
+    left_out: list[str] = []
+    with outputs.writing(out, "scripts/plot_run.py") as new:
+        for figure in figures.of_runs(figures.read_runs(args.run_dirs), left_out, args.entropy):
+            figure.draw(new / f"{figure.name}.png")
+        written = [out / path.name for path in sorted(new.iterdir())]
+        for reason in left_out:
+            print(f"left out: {reason}", file=sys.stderr)
         if not written:
             raise ValueError("nothing to plot yet.")
     return written
-
-
-def is_old_plot(path: Path) -> bool:
-    """Whether an earlier version drew the file: a figure where it drew by default, or in its resolution."""
-    head = path.read_bytes()[:300]
-    of_run = path.parent.name == "plots" and (path.parents[1] / "config.yaml").is_file()
-    return b"Software\0Matplotlib" in head and (of_run or DOTS_PER_METRE.to_bytes(4) * 2 in head)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,10 +27,10 @@ from tables import Results
 from forgetting_transformer.analysis import AnalysisError, position_loss
 from forgetting_transformer.analysis.evaluations import from_lm_eval, from_longbench
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_table
-from forgetting_transformer.analysis.statistics import against_baseline
 from forgetting_transformer.analysis.tables import markdown, markdown_table
 from studies.engine import tables as study_tables
 from studies.engine.marked_pages import fill_in
+from studies.engine.noise import against_baseline
 from studies.engine.results import Study, read_study
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -34,9 +34,9 @@ def main() -> None:
 
     from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.analysis.evaluations import read_named
+    from forgetting_transformer.analysis.plots.scores import write_tables
     from forgetting_transformer.analysis.published import longbench_table, sample_counts
     from forgetting_transformer.analysis.question_scores import differences_table
-    from forgetting_transformer.analysis.tables import write_tables
     from forgetting_transformer.evaluation import official
 
     try:

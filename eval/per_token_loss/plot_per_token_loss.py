@@ -7,8 +7,7 @@
     python eval/per_token_loss/plot_per_token_loss.py --result_dir results --figure_dir figures
 
 RESULT is [NAME=]FOLDER. Results with the same NAME are seeds of one model: their mean is drawn and their range shaded.
-Without a NAME they are different models, and folders that are called the same are shown with the folders above them.
-Results of weights that are there already, on the same texts, are left out and named.
+Without a NAME they are different models, whose names must differ.
 OUT/per_token_loss.png (and .pdf) shows the smoothed L(i) on the left and perplexity by context length on the right,
 with the training length marked. OUT/slopes.md gives the change of the loss with every doubling of the context.
 OUT/comparison.md and OUT/differences.png (and .pdf) compare every model with the first on the same documents, which is
@@ -46,24 +45,17 @@ def main() -> None:
     stem = "per_token_loss" if args.out else "main_loss_64k_line"
     try:
         found = official.results_in(args.result_dir, "results.npz") if args.result_dir else []
-        read = [position_loss.read_named(text) for text in [*args.results, *found]]
-        results, repeats = position_loss.without_repeats(read)
-        for reason in repeats:
-            print(f"left out: {reason}", file=sys.stderr)
-        results = position_loss.told_apart(results)
-        named = position_loss.name_documents(results)
-        if [one.name for one in named] != [one.name for one in results]:
+        results = position_loss.read_named([*args.results, *found])
+        if len({(result.summary.get("data"), result.summary.get("eval_tokens")) for result in results}) > 1:
             print(
-                "warning: not all of these were evaluated on the same documents, so their curves differ by texts too; "
-                "names say on what",
+                "warning: not all of these were evaluated on the same documents, so their curves differ by texts too",
                 file=sys.stderr,
             )
-            results = named
         curves = position_loss.group_seeds(results)
         lengths = args.train_len or {result.name: result.summary.get("train_length") for result in results}
         compared = position_loss.compare(results)
         conditions = position_loss.made_with([result.summary for result in results])
-        tables = {"slopes.md": position_loss.slope_table(position_loss.unique_names(results))}
+        tables = {"slopes.md": position_loss.slope_table([(result.name, result.summary) for result in results])}
         if compared:
             tables["comparison.md"] = position_loss.comparison_table(compared)
         with outputs.writing(out, "plot_per_token_loss.py") as new:

@@ -130,7 +130,7 @@ def main() -> None:
             loss = results[f"val/loss_avg_len_{data.length}"]
             said = f"{loss:.4f} nats per token ({results['eval_tokens']:,} tokens)"
             print(f"loss over {data.length:,} positions: {said}; {folder}/results.json")
-            print(f"\n{table({model.name: results}).markdown()}")
+            print(f"\n{table([(model.name, results)]).markdown()}")
 
     run(args, evaluate)
 

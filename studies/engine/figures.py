@@ -10,8 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from forgetting_transformer.analysis import position_loss
 from forgetting_transformer.analysis.needles import CHANCE
-from forgetting_transformer.analysis.plots.heatmaps import score_grids
-from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_by_octave
+from forgetting_transformer.analysis.plots.losses import loss_against_position
 from forgetting_transformer.analysis.plots.style import (
     ACCENT,
     GREY,
@@ -27,6 +26,7 @@ from forgetting_transformer.analysis.plots.style import (
 )
 from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate
 from forgetting_transformer.analysis.statistics import Estimate
+from studies.engine.figures_of_models import loss_by_octave, score_grids
 from studies.engine.results import Study, counted_seeds
 from studies.engine.scores import needle_grids
 

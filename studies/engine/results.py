@@ -15,6 +15,7 @@ from forgetting_transformer.analysis.evaluations import read_json
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
 from forgetting_transformer.analysis.tables import rate_text
 from forgetting_transformer.nested import flatten
+from studies.engine import noise
 from studies.engine.plan import StudyPlan, read_plan
 
 #: States of a run.
@@ -58,7 +59,7 @@ class Study:
 
     def contrasts(
         self, kind: str, than: str | None = None, compared: Collection[str] | None = None
-    ) -> list[statistics.Contrasts]:
+    ) -> list[noise.Contrasts]:
         """Held-out losses of "models" or "variants" against the baseline's, for each family of models that has both.
 
         Args:
@@ -76,7 +77,7 @@ class Study:
         families = [{baseline, *family} for family in self.plan.families if kind == "models"]
         families.append({baseline, *(losses.keys() - set().union(*families))})
         return [
-            statistics.against_baseline({name: of for name, of in losses.items() if name in family}, than, compared)
+            noise.against_baseline({name: of for name, of in losses.items() if name in family}, than, compared)
             for family in families
             if than in family and not family.isdisjoint(losses.keys() - {than})
         ]
@@ -343,7 +344,7 @@ def position_changes(study: Study, results: Mapping[str, position_loss.Result]) 
 
     Returns:
         An entry per model and position i, for the change from the octave before i to the octave after it in nats:
-        `value`; `half_width` of its 95 % interval (`statistics.with_texts_and_seeds`; None where there is none), and
+        `value`; `half_width` of its 95 % interval (`noise.with_texts_and_seeds`; None where there is none), and
         the parts of it `of_texts` and `of_seeds`; how many `seeds`. And one per pair of models that a claim compares,
         seed by seed on the same texts, which has the other model as `than`.
     """
@@ -366,7 +367,7 @@ def position_changes(study: Study, results: Mapping[str, position_loss.Result]) 
         first = own[seeds[0]][2]
         edges = position_loss.octave_edges(first.loss_T.size)
         for o in range(change_SNO.shape[2]):
-            change, *parts = statistics.with_texts_and_seeds(change_SNO[:, :, o], first.group_N)
+            change, *parts = noise.with_texts_and_seeds(change_SNO[:, :, o], first.group_N)
             entry = {"model": model, "than": than, "position": edges[o + 1], "value": change.value}
             entry |= zip(("half_width", "of_texts", "of_seeds"), map(_finite, (change.half_width, *parts)), strict=True)
             entries.append(entry | {"seeds": len(seeds)})

@@ -10,6 +10,7 @@ from typing import Any
 from forgetting_transformer.analysis import position_loss, statistics
 from forgetting_transformer.analysis.tables import markdown_table, rate_text
 from studies.engine.claims import claims_table, rules_list
+from studies.engine.noise import equal_noise
 from studies.engine.results import DIVERGED, FINISHED, Study, counted_seeds, read_study
 from studies.engine.scores import downstream_table, needle_table
 
@@ -159,7 +160,7 @@ def noise(study: Study, kind: str) -> str:
                 f" With {family.seeds} seeds each, a difference of {detectable:.3f} is found with a probability of "
                 "80 %."
             )
-        if (chance := statistics.equal_noise(every)) < UNEQUAL:
+        if (chance := equal_noise(every)) < UNEQUAL:
             text += (
                 f" These deviations differ more than by chance (Bartlett's test, p = {chance:.1g}), so that intervals "
                 "are too wide for the models with little noise and too narrow for the others."

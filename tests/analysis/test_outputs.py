@@ -5,8 +5,8 @@ import pytest
 from forgetting_transformer.analysis import AnalysisError, outputs
 
 
-def write(folder, content, command="a command", name="table.md", **options):
-    with outputs.writing(folder, command, **options) as new:
+def write(folder, content, command="a command", name="table.md"):
+    with outputs.writing(folder, command) as new:
         (new / name).write_text(content)
 
 
@@ -48,12 +48,6 @@ def test_a_command_that_was_killed_between_its_files_knows_them_at_its_next_star
             write(tmp_path, "two")
     assert (tmp_path / "table.md").read_text() == "one"
     write(tmp_path, "three")
-
-
-def test_files_of_versions_without_a_list_are_known_by_what_they_are(tmp_path):
-    (tmp_path / "table.md").write_text("| old |")
-    write(tmp_path, "new", is_old=lambda path: path.read_text().startswith("| "))
-    assert (tmp_path / "table.md").read_text() == "new"
 
 
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path):

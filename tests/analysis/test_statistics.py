@@ -1,4 +1,4 @@
-"""Statistics of several models against one: the numbers are those of published tables and of SciPy."""
+"""Means over seeds and over texts: the intervals are those of SciPy, and hold as often as they say."""
 
 import math
 
@@ -9,84 +9,17 @@ from scipy import stats
 from forgetting_transformer.analysis import position_loss, statistics
 
 
-@pytest.mark.parametrize(
-    ("comparisons", "freedom", "published"),
-    # C. W. Dunnett, New tables for multiple comparisons with a control, 1964: two-sided, 5 %.
-    [
-        (1, 10, 2.23), (2, 10, 2.57), (3, 10, 2.76), (9, 20, 2.95), (5, 20, 2.73), (2, math.inf, 2.21),
-        (9, math.inf, 2.69),
-    ],
-)  # fmt: skip
-def test_critical_values_are_those_of_dunnetts_tables(comparisons: int, freedom: float, published: float) -> None:
-    assert statistics.dunnett_quantile(comparisons, freedom) == pytest.approx(published, abs=0.0051)
-
-
-def test_critical_values_are_those_of_scipys_intervals() -> None:
-    groups = np.random.default_rng(0).normal(size=(5, 4))
-    result = stats.dunnett(*groups[1:], control=groups[0], rng=0)
-    interval = result.confidence_interval(0.95)
-    error = math.sqrt(groups.var(axis=1, ddof=1).mean() * 2 / 4)
-    half_width = (interval.high - interval.low) / 2
-    assert half_width / error == pytest.approx(statistics.dunnett_quantile(4, 15), rel=0.01)
-
-
-def test_two_models_are_a_paired_t_test() -> None:
-    one, other = [1.1, 1.5, 1.9, 1.2], [1.0, 1.3, 1.85, 1.25]
-    found = statistics.against_baseline({"a": dict(enumerate(other)), "b": dict(enumerate(one))}, "a")
-    interval = stats.ttest_rel(one, other).confidence_interval(0.95)
-    assert found.against["b"].value == pytest.approx((interval.high + interval.low) / 2)
-    assert found.against["b"].half_width == pytest.approx((interval.high - interval.low) / 2, rel=1e-5)
-    assert found.freedom == 3
-
-
-def test_what_a_seed_does_to_all_models_cancels_and_the_noise_is_of_all_models() -> None:
-    noise = np.array([[0.01, -0.01, 0.0], [-0.02, 0.01, 0.01], [0.01, 0.0, -0.01]])
-    noise -= noise.mean(0)  # so that the additive model leaves just this
-    models, seeds = np.array([1.0, 1.2, 0.9]), np.array([0.0, 0.5, -0.5])
-    losses = models[:, None] + seeds + noise
-    named = {name: dict(enumerate(row)) for name, row in zip("abc", losses.tolist(), strict=True)}
-    found = statistics.against_baseline(named, "a")
-    assert found.deviation == pytest.approx(math.sqrt((noise**2).sum() / 4)) and found.freedom == 4
-    assert found.against["b"].value == pytest.approx(0.2) and found.against["c"].value == pytest.approx(-0.1)
-    expected = statistics.dunnett_quantile(2, 4) * found.deviation * math.sqrt(2 / 3)
-    assert found.against["b"].half_width == pytest.approx(expected)
-
-
-def test_a_model_without_all_seeds_has_a_difference_and_no_interval() -> None:
-    losses = {"a": {0: 1.0, 1: 1.1}, "b": {0: 1.2, 1: 1.4}, "c": {1: 1.5}, "d": {0: 0.5, 1: math.nan}}
-    found = statistics.against_baseline(losses, "a")
-    assert found.against["c"].value == pytest.approx(0.4) and math.isnan(found.against["c"].half_width)
-    assert found.against["d"].value == pytest.approx(-0.5) and math.isnan(found.against["d"].half_width)
-    assert found.freedom == 1 and math.isfinite(found.against["b"].half_width)
-
-
-def test_one_seed_has_no_intervals() -> None:
-    found = statistics.against_baseline({"a": {0: 1.0}, "b": {0: 1.2}}, "a")
-    assert math.isnan(found.against["b"].half_width) and math.isnan(found.detectable())
-
-
-def test_intervals_cover_all_differences_as_often_as_they_say() -> None:
-    draws = np.random.default_rng(0)
-    covered = 0
-    quantile = statistics.dunnett_quantile(3, 6)
-    for _ in range(2000):
-        losses = draws.normal(size=(4, 3)) + draws.normal(size=3)  # the second: of seeds
-        residual = losses - losses.mean(1, keepdims=True) - losses.mean(0) + losses.mean()
-        error = math.sqrt((residual**2).sum() / 6 * 2 / 3)
-        covered += (abs(losses.mean(1)[1:] - losses.mean(1)[0]) <= quantile * error).all()
-    assert covered / 2000 == pytest.approx(0.95, abs=0.02)  # four standard errors
-
-
-def test_a_detectable_difference_is_found_as_often_as_it_says() -> None:
-    # With a deviation of 0.05 that is known, two means of three runs differ visibly from about 0.12 on.
-    assert statistics.detectable(0.05, seeds=3, freedom=1e6) == pytest.approx(
-        (1.96 + 0.8416) * 0.05 * math.sqrt(2 / 3), 1e-3
-    )
-    apart = statistics.detectable(1.0, seeds=3, freedom=6, comparisons=3)
-    draws = np.random.default_rng(1)
-    errors = np.sqrt(draws.chisquare(6, 20000) / 6) * math.sqrt(2 / 3)
-    found = abs(draws.normal(apart, math.sqrt(2 / 3), 20000)) > statistics.dunnett_quantile(3, 6) * errors
-    assert found.mean() == pytest.approx(0.8, abs=0.012)  # four standard errors
+def test_intervals_are_students_and_welchs() -> None:
+    a, b = [3.01, 3.05, 2.98], [3.10, 3.12]
+    interval = stats.t.interval(0.95, 2, loc=np.mean(a), scale=stats.sem(a))
+    mean = statistics.mean(a)
+    assert (mean.value - mean.half_width, mean.value + mean.half_width) == pytest.approx(interval)
+    welch = stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
+    apart = statistics.difference(a, b)
+    assert (apart.value - apart.half_width, apart.value + apart.half_width) == pytest.approx((welch.low, welch.high))
+    assert math.isnan(statistics.mean([3.0]).half_width) and math.isnan(statistics.difference([3.0], a).half_width)
+    assert not statistics.difference([3.0], a).excludes_zero
+    assert statistics.difference([3.0, 3.0], [2.0, 2.0]).excludes_zero
 
 
 def test_clusters_widen_the_error_and_clusters_of_one_give_the_usual_one() -> None:
@@ -106,9 +39,8 @@ def test_intervals_over_few_groups_of_texts_hold_as_often_as_they_say() -> None:
     groups, hits = np.arange(5).repeat(8), 0
     for _ in range(400):
         by_text_N = draws.normal(size=5)[groups] + 0.1 * draws.normal(size=groups.size)
-        value, of_texts, _ = statistics.with_texts_and_seeds(np.stack([by_text_N, by_text_N]), groups)
-        assert value.half_width == of_texts, "the seeds are the same"
-        hits += abs(value.value) < of_texts
+        found = statistics.mean_over_texts(by_text_N, groups)
+        hits += abs(found.value) < found.half_width
     assert 0.93 < hits / 400 < 0.985, "with 1.96 in place of Student's t these are 90 %"
 
 
@@ -137,17 +69,3 @@ def test_models_are_compared_with_errors_over_groups_of_texts_where_they_are_kno
     known, unknown = compared(group), compared(None)
     assert [row["loss"] for row in known] == [row["loss"] for row in unknown]
     assert all(1.5 < row["loss_error"] / other["loss_error"] < 2.5 for row, other in zip(known, unknown, strict=True))
-
-
-def test_a_model_that_is_bitwise_the_baseline_says_nothing_about_the_noise():
-    losses = {"a": {0: 3.0, 1: 3.1, 2: 3.05}, "b": {0: 3.2, 1: 3.25, 2: 3.3}}
-    alone = statistics.against_baseline(losses, "a")
-    found = statistics.against_baseline(losses | {"a again": dict(losses["a"])}, "a")
-    assert found.deviation == pytest.approx(alone.deviation) and found.freedom == alone.freedom == 2
-    assert found.against["a again"].value == 0 and found.against["b"].half_width > alone.against["b"].half_width, "two"
-
-
-def test_deviations_that_differ_more_than_by_chance_are_noticed():
-    quiet, noisy = [3.0, 3.01, 2.99], [3.0, 4.0, 2.0]
-    assert statistics.equal_noise([quiet, noisy]) < 0.01 < 0.5 < statistics.equal_noise([quiet, [5.0, 5.01, 4.99]])
-    assert math.isnan(statistics.equal_noise([quiet, [3.0, 3.0, 3.0], [1.0]])), "of one model alone nothing is known"

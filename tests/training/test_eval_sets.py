@@ -123,12 +123,12 @@ def test_page_figures_and_comparisons_have_every_set(config, finished, sets, tmp
     assert said.returncode == 0, said.stderr
     assert "training tokens: held-out loss on hard, nats per token" in said.stdout
     assert f"{lines(finished(other), 'val_easy')[-1]['val_easy/loss']:.4f}" in said.stdout
-    assert "called different texts" not in said.stdout
+    assert "different texts" not in said.stdout
     assert (tmp_path / "compared/compare_hard.png").is_file() and (tmp_path / "compared/compare.png").is_file()
     # Another set under the same name, and one that only some runs have.
     misled = finished(changed(other, eval_sets={"hard": str(sets / "easy")}))
     said = run_script("scripts/compare.py", seeds[0], misled, "--out", tmp_path / "misled")
-    assert "the runs called different texts hard: their losses on it cannot be compared" in said.stdout
+    assert "the runs have different texts under the name hard: their losses on them cannot be compared" in said.stdout
     assert "on easy" not in said.stdout
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError, statistics
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
 from forgetting_transformer.analysis.tables import markdown_table
@@ -37,7 +38,7 @@ class Model:
 
     @property
     def eval_set(self) -> str:
-        """That its held-out losses are of; "" for the corpus's own."""
+        """The set that its held-out losses are of; "" for the corpus's own."""
         return self.runs[0].eval_set
 
     def on(self, eval_set: str) -> "Model":
@@ -48,11 +49,47 @@ class Model:
     def flops_per_token(self) -> float:
         return float(self.runs[0].flops_per_token or math.nan)
 
+
+@dataclass(frozen=True)
+class Point:
+    """One model where models are compared.
+
+    Attributes:
+        tokens: training tokens there.
+        losses: of each seed there, nats per token.
+        around: if it was not evaluated there, its held-out losses at the evaluations before and after, means over
+            seeds. The losses lie between.
+    """
+
+    model: Model
+    tokens: float
+    losses: Sequence[float]
+    around: tuple[float, ...] = ()
+
     @property
-    def schedule_tokens(self) -> int | None:
-        """Tokens at which the learning rate reaches its end; None for a constant one."""
-        config = self.runs[0].config
-        return config["schedule"]["total_tokens"] if config["schedule"]["name"] != "constant" else None
+    def name(self) -> str:
+        return self.model.name
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.losses).value
+
+    @property
+    def schedule_left(self) -> float:
+        """Part of the learning rate's schedule that is left; 0 where so little is that it does not count."""
+        schedule = self.model.runs[0].config["schedule"]
+        left = 0.0 if schedule["name"] == "constant" else 1 - self.tokens / schedule["total_tokens"]
+        return left if left > _SCHEDULE_TOLERANCE else 0.0
+
+    @property
+    def reading_pass(self) -> int | None:
+        """The pass over the documents that its last batch is from, from 1; None if unknown (`Run.pass_tokens`)."""
+        return self.model.runs[0].pass_at(self.tokens)
+
+    def order_is_open(self, other: "Point") -> bool:
+        """Whether it is unknown which of two models is better because one of them was not evaluated there."""
+        one, two = self.around or [self.mean], other.around or [other.mean]
+        return bool(self.around or other.around) and max(one) >= min(two) and max(two) >= min(one)
 
 
 @dataclass(frozen=True)
@@ -61,34 +98,18 @@ class Comparison:
 
     Attributes:
         what: what is equal, "training tokens" or "training FLOPs", and `amount` how many.
-        heldout: whether the losses are held-out ones; otherwise training losses over the last
-            TRAIN_WINDOW of the tokens.
-        tokens: model name -> training tokens at the point.
-        losses: model name -> loss of each seed there, nats per token.
-        passes: model name -> which pass over the documents its last batch there is from, from 1; None if unknown.
-            Training losses of different passes are of different texts (`Run.pass_tokens`).
-        repeats: names of the models that had read that batch before, since the corpus began again.
-        between: models that were not evaluated there -> their held-out losses at the evaluations before and after,
-            means over seeds. Their `losses` lie between.
+        heldout: whether the losses are held-out ones; otherwise training losses over the last TRAIN_WINDOW of the
+            tokens.
+        points: of each model.
     """
 
     what: str
     amount: float
     heldout: bool
-    tokens: Mapping[str, float]
-    losses: Mapping[str, Sequence[float]]
-    passes: Mapping[str, int | None]
-    repeats: frozenset[str]
-    between: Mapping[str, tuple[float, float]]
+    points: Sequence[Point]
 
-    def depends_on_evaluations(self, one: str, other: str) -> bool:
-        """Whether the order of two models is open because one of them was not evaluated there."""
-
-        def around(name: str) -> Sequence[float]:
-            return self.between.get(name, [statistics.mean(self.losses[name]).value])
-
-        apart = max(around(one)) < min(around(other)) or max(around(other)) < min(around(one))
-        return not apart and bool({one, other} & self.between.keys())
+    def at(self, name: str) -> Point:
+        return next(point for point in self.points if point.name == name)
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -123,8 +144,13 @@ def group(runs: Sequence[Path], decisive: Decisive = flatten) -> list[Model]:
     for folder in runs:
         run = _read(folder)
         groups.setdefault(tuple(sorted(_identity(run.config, decisive).items())), []).append(run)
-    names = _names([members[0] for members in groups.values()], decisive)
-    return [model(name, members) for name, members in zip(names, groups.values(), strict=True)]
+    found = _names([members[0] for members in groups.values()], decisive)
+    return [model(name, members) for name, members in zip(found, groups.values(), strict=True)]
+
+
+def named_model(name: str, paths: Sequence[Path]) -> Model:
+    """The model that consists of these runs, whatever their configs."""
+    return model(name, [_read(folder) for folder in find_runs(paths)])
 
 
 def model(name: str, runs: Sequence[Run]) -> Model:
@@ -144,9 +170,16 @@ def model(name: str, runs: Sequence[Run]) -> Model:
     return Model(name, tuple(runs))
 
 
-def named_model(name: str, paths: Sequence[Path]) -> Model:
-    """The model that consists of these runs, whatever their configs."""
-    return model(name, [_read(folder) for folder in find_runs(paths)])
+def differing_settings(one: Run, other: Run, decisive: Decisive = flatten) -> list[str]:
+    """Keys in which two runs differ, except their seed and what does not decide a model's weights."""
+    first, second = _identity(one.config, decisive), _identity(other.config, decisive)
+    return sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
+
+
+def common_sets(models: Sequence[Model]) -> list[str]:
+    """The held-out sets besides the corpus's own that every run has losses of."""
+    first, *others = (run.eval_sets for one in models for run in one.runs)
+    return [name for name in first if all(name in sets for sets in others)]
 
 
 def at_equal_tokens(models: Sequence[Model], tokens: float | None = None, heldout: bool | None = None) -> Comparison:
@@ -158,13 +191,14 @@ def at_equal_tokens(models: Sequence[Model], tokens: float | None = None, heldou
     Raises:
         AnalysisError: a run has not come that far.
     """
-    common = min(model.tokens for model in models)
-    if tokens is None:
-        tokens = common
-    if tokens > common:
-        short = min(models, key=lambda model: model.tokens).name
-        raise AnalysisError(f"--tokens {tokens:,.0f}: {short} has logged {common:,} tokens; choose at most that")
-    return _comparison("training tokens", tokens, models, dict.fromkeys((m.name for m in models), tokens), heldout)
+    shortest = min(models, key=lambda model: model.tokens)
+    common = shortest.tokens
+    if tokens is not None and tokens > common:
+        raise AnalysisError(
+            f"--tokens {tokens:,.0f}: {shortest.name} has logged {common:,} tokens; choose at most that"
+        )
+    amount = common if tokens is None else tokens
+    return _comparison("training tokens", amount, [(model, amount) for model in models], heldout)
 
 
 def at_equal_flops(
@@ -179,43 +213,62 @@ def at_equal_flops(
         return None
     least = min(models, key=lambda model: model.tokens * model.flops_per_token)
     common = least.tokens * least.flops_per_token
-    if flops is None:
-        flops = common
-    if flops > common * (1 + 1e-9):
-        raise AnalysisError(f"--flops {flops:.3e}: {least.name} has done {common:.3e} FLOPs; choose at most that")
+    amount = common if flops is None else flops
+    if amount > common * (1 + 1e-9):
+        raise AnalysisError(f"--flops {amount:.3e}: {least.name} has done {common:.3e} FLOPs; choose at most that")
     # The division may end a rounding error past what was logged.
-    tokens = {model.name: min(flops / model.flops_per_token, model.tokens) for model in models}
-    return _comparison("training FLOPs", flops, models, tokens, heldout)
+    places = [(model, min(amount / model.flops_per_token, model.tokens)) for model in models]
+    return _comparison("training FLOPs", amount, places, heldout)
 
 
-def table(comparison: Comparison, models: Sequence[Model], baseline: str) -> str:
+def _comparison(what: str, amount: float, places: Sequence[tuple[Model, float]], heldout: bool | None) -> Comparison:
+    def losses(model: Model, tokens: float, heldout: bool) -> list[float]:
+        return [run.loss_at(tokens, heldout) for run in model.runs]
+
+    if heldout is None:
+        heldout = all(math.isfinite(loss) for place in places for loss in losses(*place, heldout=True))
+    points = []
+    for model, tokens in places:
+        found = losses(model, tokens, heldout)
+        if not all(map(math.isfinite, found)):
+            kind = "evaluated on held-out documents" if heldout else "logged a finite training loss"
+            raise AnalysisError(
+                f"{model.name}: not all of its runs have {kind} around {tokens:,.0f} tokens; choose another point "
+                f"(--tokens, --flops) or --loss {'train' if heldout else 'heldout'}"
+            )
+        around = [run.heldout_losses_around(tokens) for run in model.runs] if heldout else []
+        is_between = any(before != after for before, after in around)
+        means = tuple(statistics.mean(of_seeds).value for of_seeds in zip(*around, strict=True))
+        points.append(Point(model, tokens, found, means if is_between else ()))
+    return Comparison(what, amount, heldout, points)
+
+
+def table(comparison: Comparison, baseline: str) -> str:
     """A Markdown table with a title; differences are to `baseline`, with Welch's 95 % interval.
 
     The best model is bold, unless that may be due to where models were evaluated.
     """
     amount = f"{comparison.amount:,.0f}" if comparison.what == "training tokens" else f"{comparison.amount:.3e}"
-    loss_name = "held-out loss" if comparison.heldout else f"training loss over the last {TRAIN_WINDOW:.0%} of tokens"
-    if comparison.heldout and models[0].eval_set:
-        loss_name = f"held-out loss on {models[0].eval_set}"
-    lowest = min(comparison.losses, key=lambda name: statistics.mean(comparison.losses[name]).value)
-    open_order = any(comparison.depends_on_evaluations(lowest, name) for name in comparison.losses if name != lowest)
-    best = None if open_order else lowest
+    eval_set = comparison.points[0].model.eval_set
+    loss_name = f"held-out loss{f' on {eval_set}' if eval_set else ''}"
+    if not comparison.heldout:
+        loss_name = f"training loss over the last {TRAIN_WINDOW:.0%} of tokens"
+    best = min(comparison.points, key=lambda point: point.mean)
+    is_known = not any(best.order_is_open(point) for point in comparison.points if point is not best)
     rows = []
-    for one in models:
-        losses, tokens = comparison.losses[one.name], comparison.tokens[one.name]
-        mean = statistics.mean(losses)
-        apart = statistics.difference(losses, comparison.losses[baseline])
-        left = _schedule_left(one, tokens)
+    for point in comparison.points:
+        apart = statistics.difference(point.losses, comparison.at(baseline).losses)
+        flops = point.tokens * point.model.flops_per_token
         rows.append(
             [
-                f"**{one.name}**" if one.name == best else one.name,
-                str(len(losses)),
-                f"{tokens:,.0f}",
-                "" if math.isnan(one.flops_per_token) else f"{tokens * one.flops_per_token:.3e}",
-                mean.text(),
-                "baseline" if one.name == baseline else apart.text("+"),
-                "" if left <= _SCHEDULE_TOLERANCE else f"{left:.0%}",
-                ", ".join(f"{loss:.4f}" for loss in comparison.between.get(one.name, ())),
+                f"**{point.name}**" if point is best and is_known else point.name,
+                str(len(point.losses)),
+                f"{point.tokens:,.0f}",
+                "" if math.isnan(flops) else f"{flops:.3e}",
+                statistics.mean(point.losses).text(),
+                "baseline" if point.name == baseline else apart.text("+"),
+                f"{point.schedule_left:.0%}" if point.schedule_left else "",
+                ", ".join(f"{loss:.4f}" for loss in point.around),
             ]
         )
     header = ["model", "seeds", "tokens", "FLOPs", "loss ± 95 %", f"against {baseline}", "schedule left"]
@@ -223,35 +276,33 @@ def table(comparison: Comparison, models: Sequence[Model], baseline: str) -> str
     return f"## {amount} {comparison.what}: {loss_name}, nats per token\n\n{markdown_table(header, rows, 'lrrrrrrr')}"
 
 
-def warnings(comparison: Comparison, models: Sequence[Model], baseline: str) -> list[str]:
-    """What a reader of the table must know."""
-    found = []
-    for one in models:
-        left = _schedule_left(one, comparison.tokens[one.name])
-        if left > _SCHEDULE_TOLERANCE:
+def warnings(comparison: Comparison, baseline: str) -> list[str]:
+    """Notes that a reader of the table must know."""
+    than, points = comparison.at(baseline), comparison.points
+    runs = [run for point in points for run in point.model.runs]
+    found = [
+        f"{point.name} is seen with {point.schedule_left:.0%} of its schedule left, before its learning rate has "
+        f"decayed; a run made for {point.tokens:,.0f} tokens would be better there"
+        for point in points
+        if point.schedule_left
+    ]
+    for point in points:
+        if point.around:
+            before, after = point.around
             found.append(
-                f"{one.name} is seen with {left:.0%} of its schedule left, before its learning rate has decayed; a "
-                f"run made for {comparison.tokens[one.name]:,.0f} tokens would be better there"
+                f"{point.name} was not evaluated after {point.tokens:,.0f} tokens: its loss there is interpolated "
+                f"between {before:.4f} and {after:.4f}; a smaller eval_interval narrows it"
             )
-    for one in models:
-        if one.name in comparison.between:
-            before, after = comparison.between[one.name]
-            found.append(
-                f"{one.name} was not evaluated after {comparison.tokens[one.name]:,.0f} tokens: its loss there is "
-                f"interpolated between {before:.4f} and {after:.4f}; a smaller eval_interval narrows it"
-            )
-        if one.name != baseline and comparison.depends_on_evaluations(one.name, baseline):
-            found.append(f"{one.name} and {baseline} may differ by this interpolation alone")
-    if comparison.heldout and len({text for one in models for run in one.runs for text in _texts(run)}) > 1:
-        whose = (
-            f"called different texts {models[0].eval_set}" if models[0].eval_set else "have different held-out texts"
-        )
+        if point is not than and point.order_is_open(than):
+            found.append(f"{point.name} and {baseline} may differ by this interpolation alone")
+    if comparison.heldout and len({text for run in runs for text in _texts(run)}) > 1:
+        texts = f"texts under the name {runs[0].eval_set}" if runs[0].eval_set else "held-out texts"
         found.append(
-            f"the runs {whose}: their losses on {'it' if models[0].eval_set else 'them'} cannot be compared, nor taken "
-            "together as seeds; use one corpus and one datamodule.eval_tokens"
+            f"the runs have different {texts}: their losses on them cannot be compared, nor taken together as seeds; "
+            "use one corpus and one datamodule.eval_tokens"
         )
     key = "eval_batch_len" if comparison.heldout else "train_batch_len"
-    lengths = {run.config.get("datamodule", {}).get(key) for one in models for run in one.runs} - {None}
+    lengths = {run.setting("datamodule", key) for run in runs} - {None}
     if len(lengths) > 1:
         values = " and ".join(map(str, sorted(lengths)))
         found.append(
@@ -259,84 +310,40 @@ def warnings(comparison: Comparison, models: Sequence[Model], baseline: str) -> 
             "the loss; eval/per_token_loss compares models at one length"
         )
     if not comparison.heldout:
-        found += _pass_warnings(comparison, models)
-    if any(len(losses) < 2 for losses in comparison.losses.values()):
+        found += _notes_on_passes(points)
+    if any(len(point.losses) < 2 for point in points):
         found.append("a model with one seed has no interval: how much of a difference is noise is unknown")
-    for one in models:
-        apart = statistics.difference(comparison.losses[one.name], comparison.losses[baseline])
-        if one.name != baseline and math.isfinite(apart.half_width) and not apart.excludes_zero:
-            found.append(f"{one.name} and {baseline} are within seed noise of each other")
+    for point in points:
+        apart = statistics.difference(point.losses, than.losses)
+        if point is not than and math.isfinite(apart.half_width) and not apart.excludes_zero:
+            found.append(f"{point.name} and {baseline} are within seed noise of each other")
     return found
 
 
-def common_sets(models: Sequence[Model]) -> list[str]:
-    """The held-out sets besides the corpus's own that every run has losses of."""
-    first, *others = (run.eval_sets for one in models for run in one.runs)
-    return [name for name in first if all(name in sets for sets in others)]
-
-
 def _texts(run: Run) -> set[tuple[Any, Any]]:
-    """What identifies the held-out documents of its evaluations, of every one that says it: fingerprint and tokens."""
+    """Fingerprint and number of tokens of the held-out documents of its evaluations."""
     kind = run.heldout_kind
     own = None if run.eval_set else run.info("val_data").get("fingerprint")
-    lines = [line for line in run.records(kind) if line.get(f"{kind}/val_token_count") is not None]
-    return {(line.get(f"{kind}/fingerprint", own), line[f"{kind}/val_token_count"]) for line in lines}
+    fingerprint, tokens = names.name_of(kind, names.FINGERPRINT), names.name_of(kind, names.TOKENS_EVALUATED)
+    return {(line.get(fingerprint, own), line[tokens]) for line in run.records(kind) if tokens in line}
 
 
-def _pass_warnings(comparison: Comparison, models: Sequence[Model]) -> list[str]:
-    """What training losses are of, where that is not text of the first pass over the documents."""
+def _notes_on_passes(points: Sequence[Point]) -> list[str]:
+    """Notes on training losses of text that is not of the first pass over the documents."""
     found = []
-    if comparison.repeats:
-        names = ", ".join(one.name for one in models if one.name in comparison.repeats)
-        found.append(f"{names}: these training losses are of text that had been read before; compare held-out losses")
-    later = {one.name: comparison.passes[one.name] for one in models if (comparison.passes[one.name] or 1) > 1}
-    if later:
-        said = ", ".join(f"{name} (pass {number})" for name, number in later.items())
-        every = ", ".join(dict.fromkeys(f"{one.runs[0].pass_tokens:,}" for one in models if one.name in later))
+    if repeated := [point.name for point in points if point.model.runs[0].repeats_at(point.tokens)]:
+        said = ", ".join(repeated)
+        found.append(f"{said}: these training losses are of text that had been read before; compare held-out losses")
+    if later := [point for point in points if (point.reading_pass or 1) > 1]:
+        said = ", ".join(f"{point.name} (pass {point.reading_pass})" for point in later)
+        every = ", ".join(dict.fromkeys(f"{point.model.runs[0].pass_tokens:,}" for point in later))
         found.append(
             f"{said}: these training losses are of a later pass of the reading order, which begins every {every} "
             "tokens and reads on in documents whose beginnings are known; they jump where a pass begins"
         )
-    if len(set(comparison.passes.values())) > 1:
+    if len({point.reading_pass for point in points}) > 1:
         found.append("training losses of different passes are of different texts; held-out losses are not")
     return found
-
-
-def _comparison(
-    what: str, amount: float, models: Sequence[Model], tokens: Mapping[str, float], heldout: bool | None
-) -> Comparison:
-    def losses(from_heldout: bool) -> dict[str, list[float]]:
-        return {m.name: [run.loss_at(tokens[m.name], from_heldout) for run in m.runs] for m in models}
-
-    if heldout is None:
-        heldout = all(math.isfinite(loss) for losses_of in losses(True).values() for loss in losses_of)
-    found = losses(heldout)
-    for name, losses_of in found.items():
-        if not all(math.isfinite(loss) for loss in losses_of):
-            kind = "evaluated on held-out documents" if heldout else "logged a finite training loss"
-            raise AnalysisError(
-                f"{name}: not all of its runs have {kind} around {tokens[name]:,.0f} tokens; choose another point "
-                f"(--tokens, --flops) or --loss {'train' if heldout else 'heldout'}"
-            )
-    between = {}
-    for one in models if heldout else ():
-        around = [run.heldout_losses_around(tokens[one.name]) for run in one.runs]
-        if any(before != after for before, after in around):
-            before, after = (statistics.mean(losses_of).value for losses_of in zip(*around, strict=True))
-            between[one.name] = before, after
-    passes = {one.name: one.runs[0].pass_at(tokens[one.name]) for one in models}
-    repeats = frozenset(one.name for one in models if one.runs[0].repeats_at(tokens[one.name]))
-    return Comparison(what, amount, heldout, tokens, found, passes, repeats, between)
-
-
-def _schedule_left(model: Model, tokens: float) -> float:
-    return max(0.0, 1 - tokens / model.schedule_tokens) if model.schedule_tokens else 0.0
-
-
-def differing_settings(one: Run, other: Run, decisive: Decisive = flatten) -> list[str]:
-    """Keys in which two runs differ, except their seed and what does not decide a model's weights."""
-    first, second = _identity(one.config, decisive), _identity(other.config, decisive)
-    return sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
 
 
 def _read(folder: Path) -> Run:
@@ -347,31 +354,22 @@ def _read(folder: Path) -> Run:
 
 
 def _identity(config: Mapping[str, Any], decisive: Decisive) -> dict[str, str]:
-    """What makes a run another model: all that decides its weights except the seed, and its budget."""
+    """The settings that make a run another model: all that decide its weights except the seed, and its budget."""
     kept = {key: str(value) for key, value in decisive(dict(config)).items() if key != "seed"}
     return kept | {"train.max_tokens": str(config["train"]["max_tokens"])}
 
 
-def _label(config: Mapping[str, Any]) -> str:
-    """The model's name and not the run's tag, which may be another model's. Earlier versions have only the tag."""
-    label = config["model"].get("label")
-    return config["tag"] if label is None else label or config["model"]["name"]
-
-
 def _names(runs: Sequence[Run], decisive: Decisive) -> list[str]:
     """The models' names; with what differs where several have one name; the folders where that is too much."""
-    labels = [_label(run.config) for run in runs]
-    names = []
-    for run, label in zip(runs, labels, strict=True):
-        mine = _identity(run.config, decisive)
-        same_label = [
-            _identity(other.config, decisive) for other, its in zip(runs, labels, strict=True) if its == label
-        ]
+    # Not the run's tag, which may be another model's.
+    labels = [run.setting("model", "label") or run.config["model"]["name"] for run in runs]
+    settings = [_identity(run.config, decisive) for run in runs]
+    found = []
+    for run, label, mine in zip(runs, labels, settings, strict=True):
+        same_label = [other for other, its in zip(settings, labels, strict=True) if its == label]
         differing = sorted(key for key in mine if len({other.get(key) for other in same_label}) > 1)
         if len(differing) > _KEYS_IN_A_NAME:
-            names.append(run.output_dir.name)
+            found.append(run.output_dir.name)
         else:
-            names.append(" ".join([label, *(f"{key.rpartition('.')[2]}={mine[key]}" for key in differing)]))
-    if len(set(names)) < len(names):
-        names = [str(run.output_dir) for run in runs]
-    return names
+            found.append(" ".join([label, *(f"{key.rpartition('.')[2]}={mine[key]}" for key in differing)]))
+    return found if len(set(found)) == len(found) else [str(run.output_dir) for run in runs]

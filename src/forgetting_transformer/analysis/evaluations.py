@@ -1,4 +1,4 @@
-"""What evaluations leave in their folders: one schema for all, written and read here.
+"""Results of evaluations: one schema for all, written and read here.
 
 Every evaluation writes to its folder
 
@@ -6,8 +6,8 @@ Every evaluation writes to its folder
     table.md           the same for people
     figure.png         the same as a picture
 
-beside the files that it has always written (arrays, and the formats of the paper's repository). A file of somebody else
-is not replaced (outputs.py). evaluation.json:
+beside files of its own (arrays, and the formats of the paper's repository). A file of somebody else is not replaced
+(outputs.py). evaluation.json:
 
     {
       "format": 1,
@@ -23,14 +23,10 @@ is not replaced (outputs.py). evaluation.json:
 `at` says where a number was measured if a task has several: {"length": 4096, "depth": 0.5} of a needle, {"layer": 3,
 "head": 0} of a gate, {"context": 2048} of a mean loss. A standard error is that of a mean over `samples` examples.
 
-Folders of earlier versions have no evaluation.json; `read_evaluations` makes the same of what they have: results.json,
-scores.json (judge.json), heads.json.
-
+A folder may also hold results.json of lm_eval or result.json of LongBench alone, as the paper's repository writes them.
 Training writes the other half of the schema, JSON lines of numbers by training tokens (runs.py).
 """
 
-import contextlib
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -40,22 +36,20 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer import files
+from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError, outputs
 from forgetting_transformer.analysis.longbench_sets import LONGBENCH
 from forgetting_transformer.analysis.statistics import Estimate, mean_and_error
 from forgetting_transformer.analysis.tables import Table
 
 FORMAT = 1
-#: What every evaluation writes.
-FILES = ("evaluation.json", "table.md", "figure.png")
-#: What question_scores.py reads.
-QUESTION_SCORES = "question_scores.json"
+#: Files of every evaluation.
+FIGURE = "figure.png"
+FILES = ("evaluation.json", "table.md", FIGURE)
+#: Files with the results of the paper's repository.
+_OFFICIAL = ("results.json", "result.json")
 #: Texts that are kept of an evaluation, for a look.
 _TEXTS = 20
-
-
-class NoResultsError(AnalysisError):
-    """A file is called as results are, and is something else."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,7 @@ def check_folder(folder: Path, kind: str, *more: str) -> None:
     Raises:
         AnalysisError: that, or the folder cannot be made.
     """
-    outputs.check(folder, kind, [*FILES, *more], _is_of(kind))
+    outputs.check(folder, kind, [*FILES, *more])
 
 
 def write_evaluation(
@@ -124,93 +118,46 @@ def write_evaluation(
     """
     content = {"format": FORMAT, **asdict(evaluation), "texts": list(evaluation.texts)[:_TEXTS]}
     del content["folder"]
-    with writing(folder, evaluation.kind) as new:
+    with outputs.writing(folder, evaluation.kind) as new:
         files.write_json(new / "evaluation.json", content, durable=False)
         files.write_atomically(new / "table.md", f"{table.markdown(padded=True)}\n", durable=False)
-        draw(new / "figure.png")
+        draw(new / FIGURE)
         write_more(new)
 
 
-def writing(folder: Path, kind: str) -> contextlib.AbstractContextManager[Path]:
-    """`outputs.writing` for an evaluation of this kind."""
-    return outputs.writing(folder, kind, _is_of(kind))
-
-
-def _is_of(kind: str) -> Callable[[Path], bool]:
-    """Whether a file is of an evaluation of this kind whose version kept no list of its files."""
-
-    def is_old(path: Path) -> bool:
-        try:
-            found = read_evaluation(path.parent)
-        except (AnalysisError, LookupError, TypeError, AttributeError):
-            return False
-        # The first versions had none of the files that all evaluations have now, and no version without a list of its
-        # files had the scores of questions.
-        has_all = path.name not in FILES or (path.parent / "evaluation.json").is_file()
-        has_all = has_all and path.name != QUESTION_SCORES
-        return found is not None and found.kind == kind and bool(found.numbers) and has_all
-
-    return is_old
-
-
 def read_evaluation(folder: Path) -> Evaluation | None:
-    """What one folder holds, in the form of this version or of an earlier one; None if that is no evaluation.
-
-    Raises:
-        NoResultsError: a file is called as results are, and is something else.
-        AnalysisError: a file is damaged, or of a later version.
-    """
-    if (file := folder / "evaluation.json").is_file():
-        content = read_json(file)
-        if not isinstance(content, dict) or "format" not in content:
-            raise NoResultsError(f"{file} is no file of this project's evaluations; move it out of the folder")
-        try:
-            version = content.pop("format")
-            if version > FORMAT:
-                raise AnalysisError(f"{file} is of a later version (format {version}); read it with that version")
-            numbers = tuple(Number(**number) for number in content.pop("numbers"))
-            evaluation = Evaluation(numbers=numbers, folder=folder, **content)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise AnalysisError(f"{file} is damaged ({error}); run the evaluation again") from error
-        if evaluation.kind == "niah" and (folder / "judge.json").is_file():  # rated later
-            evaluation = of_needle(read_json(folder / "judge.json"), folder)
-        return evaluation
-    if (file := folder / "heads.json").is_file():
-        return _of_folder(from_gates(read_json(file)), folder)
-    if (file := folder / "scores.json").is_file():
-        judged = folder / "judge.json"
-        return of_needle(read_json(judged if judged.is_file() else file), folder)
-    if (folder / "results.npz").is_file():
-        file = folder / "results.json"
-        return _of_folder(from_position_loss(read_json(file) if file.is_file() else {}), folder)
-    if (file := folder / "results.json").is_file() or (file := folder / "result.json").is_file():
-        content = read_json(file)
-        if isinstance(content, dict) and content and content.keys() <= LONGBENCH.keys():
-            return _of_folder(from_longbench(content, texts=_first_answers(folder)), folder)
-        if isinstance(content, dict) and content and all(isinstance(metrics, dict) for metrics in content.values()):
-            return _of_folder(from_lm_eval(content), folder)
-        raise NoResultsError(f"{file} holds no results of lm_eval_harness or longbench")
-    return None
-
-
-def read_evaluations(folders: Iterable[Path]) -> tuple[list[Evaluation], list[str]]:
-    """All evaluations in these folders, at any depth, by path; and what is no evaluation though its name says so.
+    """The evaluation in one folder; None if there is none.
 
     Raises:
         AnalysisError: a file is damaged.
     """
-    found, left_out = [], []
-    names = ("evaluation.json", "results.npz", "results.json", "result.json", "scores.json", "heads.json")
-    files = {file.parent for folder in folders for name in names for file in folder.rglob(name)}
-    for folder in sorted(files):
+    if (file := folder / "evaluation.json").is_file():
+        content = read_json(file)
         try:
-            evaluation = read_evaluation(folder)
-        except NoResultsError as error:
-            left_out.append(str(error))
-            continue
-        if evaluation is not None:
-            found.append(evaluation)
-    return found, left_out
+            if content.pop("format") != FORMAT:
+                raise AnalysisError(f"{file} is not in format {FORMAT}; read it with the version that wrote it")
+            numbers = tuple(Number(**number) for number in content.pop("numbers"))
+            evaluation = Evaluation(numbers=numbers, folder=folder, **content)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise AnalysisError(f"{file} is damaged ({error}); run the evaluation again") from error
+        return evaluation
+    for file in (folder / name for name in _OFFICIAL if (folder / name).is_file()):
+        content, model = read_json(file), folder.resolve().name
+        if isinstance(content, dict) and content and content.keys() <= LONGBENCH.keys():
+            return from_longbench(content, model, folder=folder)
+        if isinstance(content, dict) and content and all(isinstance(metrics, dict) for metrics in content.values()):
+            return from_lm_eval(content, model, folder=folder)
+    return None
+
+
+def read_evaluations(folders: Iterable[Path]) -> list[Evaluation]:
+    """All evaluations in these folders, at any depth, by path.
+
+    Raises:
+        AnalysisError: a file is damaged.
+    """
+    found = {file.parent for folder in folders for name in (FILES[0], *_OFFICIAL) for file in folder.rglob(name)}
+    return [evaluation for folder in sorted(found) if (evaluation := read_evaluation(folder)) is not None]
 
 
 def read_named(texts: Sequence[str]) -> dict[str, list[Evaluation]]:
@@ -340,8 +287,9 @@ def from_position_loss(summary: Mapping[str, Any]) -> Evaluation:
     samples = summary["eval_tokens"] // summary["eval_len"] if "eval_len" in summary else None
     numbers = []
     for key, value in summary.items():
-        metric, found, length = key.removeprefix("val/").partition("_len_")
-        if found:
+        kind, _, name = key.partition("/")
+        metric, found, length = name.partition("_len_")
+        if found and kind == names.VAL:
             error = summary.get("loss_standard_error", {}).get(length)
             if error is not None and metric == "perplexity":
                 error *= value  # exp, to first order
@@ -364,19 +312,6 @@ def answer_text(name: str, record: Mapping[str, Any]) -> dict[str, Any]:
     return {"task": LONGBENCH[name][0], "text": record["pred"], "wanted": wanted, "score": None}
 
 
-def _first_answers(folder: Path) -> list[dict[str, Any]]:
-    """The first answer of each set that LongBench's folder has kept."""
-    found = []
-    for file in sorted((folder / "pred").glob("*.0.jsonl")):
-        name, lines = file.name.split(".")[0], file.read_text(encoding="utf-8", errors="replace").splitlines()
-        if name in LONGBENCH and lines:
-            try:
-                found.append(answer_text(name, json.loads(lines[0])))
-            except (ValueError, LookupError, TypeError, AttributeError):
-                continue  # cut short by a crash
-    return found
-
-
 def read_json(file: Path) -> Any:
     """
     Raises:
@@ -390,15 +325,3 @@ def read_json(file: Path) -> Any:
         raise AnalysisError(f"{file} cannot be read ({error.strerror or error})") from error
     except files.UnreadableError as error:
         raise AnalysisError(f"{error}; delete it, and start what wrote it again") from error
-
-
-def of_needle(content: dict[str, Any], folder: Path) -> Evaluation:
-    """`from_needle` of what lies in a folder."""
-    return _of_folder(from_needle(content), folder)
-
-
-def _of_folder(evaluation: Evaluation, folder: Path) -> Evaluation:
-    """The evaluation, with its folder's name where the files do not name the model."""
-    from dataclasses import replace
-
-    return replace(evaluation, model=evaluation.model or folder.resolve().name, folder=folder)

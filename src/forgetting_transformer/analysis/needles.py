@@ -1,20 +1,25 @@
-"""Needle in a haystack: an evaluation's scores as a grid of lengths and depths, and its picture."""
+"""Needle in a haystack: an evaluation's scores as a grid of lengths and depths, and what a figure says of them."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 
 from forgetting_transformer.analysis.evaluations import Evaluation
 
-#: What a figure of the share of words says.
+#: The note of a figure of the share of words.
 CHANCE = "chance is above 0: most texts have some of the words"
-# In the titles of figures.
-_MODES = {
+#: Modes, in the titles of figures.
+MODES = {
     "standard": "standard mode",
     "easy": "easy mode",
     "paper": "standard mode as in the paper",
     "paper_easy": "easy mode as in the paper",
+}
+#: Score -> its name for people, and the ends of its scale.
+SCORES = {
+    "words": ("share of the answer's words", (0.0, 1.0)),
+    "exact": ("answered word for word", (0.0, 1.0)),
+    "judge": ("rating by {judge}", (1.0, 10.0)),
 }
 
 
@@ -33,38 +38,7 @@ def score_matrix(evaluation: Evaluation, score: str) -> tuple[list[int], list[fl
     return lengths, depths, matrix
 
 
-def best_score(evaluation: Evaluation) -> str:
-    """The score to show: a judge's rating where there is one."""
-    return "judge" if any(number.metric == "judge" for number in evaluation.numbers) else "words"
-
-
-def draw(evaluation: Evaluation, score: str, *paths: Path) -> float:
-    """Draws the heat-map of one score into each file, and returns the score's mean (NaN if no cell has one)."""
-    from forgetting_transformer.analysis.plots import heatmaps
-
-    lengths, depths, matrix = score_matrix(evaluation, score)
-    label, limits = {
-        "words": ("share of the answer's words", (0.0, 1.0)),
-        "exact": ("answered word for word", (0.0, 1.0)),
-        "judge": (f"rating by {evaluation.settings.get('judge')}", (1.0, 10.0)),
-    }[score]
-    mode = evaluation.settings["mode"]
-    for path in paths:
-        heatmaps.score_grid(
-            matrix,
-            lengths,
-            depths,
-            path,
-            title=f"{evaluation.model}, needle in a haystack, {_MODES.get(mode, mode)}",
-            label=label,
-            limits=limits,
-            train_length=evaluation.about.get("train_length"),
-            conditions=_conditions(evaluation, score),
-        )
-    return float(np.nanmean(matrix)) if np.isfinite(matrix).any() else float("nan")
-
-
-def _conditions(evaluation: Evaluation, score: str) -> list[str]:
+def described(evaluation: Evaluation, score: str) -> list[str]:
     """How many prompts a grid shows, their mean score with its standard error, and what chance is."""
     cells = [number for number in evaluation.numbers if number.metric == score]
     samples = np.array([number.samples or 1 for number in cells])
@@ -73,7 +47,7 @@ def _conditions(evaluation: Evaluation, score: str) -> list[str]:
     found = [f"{most} prompt{'s' * (most != 1)} a cell"]
     if total > 1:
         mean = float(samples @ means / total)
-        # What prompts of one cell differ by, and what cells differ by.
+        # Prompts differ within a cell, and cells differ.
         inside = (samples - 1) * samples @ np.array([number.standard_error or 0.0 for number in cells]) ** 2
         error = math.sqrt((inside + samples @ (means - mean) ** 2) / (total - 1) / total)
         found.append(f"mean {mean:.3f} ± {error:.3f} (standard error over {total} prompts)")

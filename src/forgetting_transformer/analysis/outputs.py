@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from forgetting_transformer.analysis import AnalysisError
@@ -18,7 +18,7 @@ from forgetting_transformer.files import write_atomically, write_json
 LIST = ".written.json"
 
 
-def check(folder: Path, command: str, names: Iterable[str], is_old: Callable[[Path], bool] = lambda _: False) -> None:
+def check(folder: Path, command: str, names: Iterable[str]) -> None:
     """Makes the folder; refuses it if one of the files that the command will write there is not the command's.
 
     To be called before long work, whose results would have no place.
@@ -26,7 +26,6 @@ def check(folder: Path, command: str, names: Iterable[str], is_old: Callable[[Pa
     Args:
         command: who writes, in a word or two; the same at every start.
         names: of the files.
-        is_old: whether a file that is not in the list was written by a version that kept no list.
 
     Raises:
         AnalysisError: that, or the folder cannot be made.
@@ -35,18 +34,18 @@ def check(folder: Path, command: str, names: Iterable[str], is_old: Callable[[Pa
         folder.mkdir(parents=True, exist_ok=True)
         written = _read_list(folder)
         for path in (folder / name for name in names):
-            if path.exists() and not _is_own(path, command, written, is_old):
+            if path.exists() and not _is_own(path, command, written):
                 raise AnalysisError(
                     f"{path} is not as {command} has written it: move it away, or choose another folder for the results"
                 )
 
 
 @contextlib.contextmanager
-def writing(folder: Path, command: str, is_old: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
+def writing(folder: Path, command: str) -> Iterator[Path]:
     """A folder to write into; at the end of the block its files replace those in `folder`, all of them or none.
 
     Args:
-        command, is_old: as for `check`.
+        command: as for `check`.
 
     Raises:
         AnalysisError: a file that would be replaced is not the command's, or the folder cannot be written to.
@@ -54,12 +53,12 @@ def writing(folder: Path, command: str, is_old: Callable[[Path], bool] = lambda 
     with tempfile.TemporaryDirectory() as temporary:
         yield Path(temporary)
         new = {path.name: path.read_bytes() for path in sorted(Path(temporary).iterdir())}
-    check(folder, command, new, is_old)
+    check(folder, command, new)
     with _one_line(folder):
         written = _read_list(folder)
         for name, content in new.items():
             # In the list before it is there: a process that is killed in between still knows what it has left.
-            now = [_digest(folder / name)] if (folder / name).exists() else []
+            now = [_hash((folder / name).read_bytes())] if (folder / name).exists() else []
             written[name] = {"command": command, "sha256": list(dict.fromkeys([*now, _hash(content)]))}
         write_json(folder / LIST, written, durable=False)
         for name, content in new.items():
@@ -74,9 +73,9 @@ def remove(folder: Path, command: str, names: Iterable[str]) -> None:
     """
     with _one_line(folder):
         written = _read_list(folder)
-        for name in names:
-            if (folder / name).exists() and _is_own(folder / name, command, written, lambda _: False):
-                (folder / name).unlink()
+        for path in (folder / name for name in names):
+            if path.exists() and _is_own(path, command, written):
+                path.unlink()
 
 
 @contextlib.contextmanager
@@ -87,11 +86,14 @@ def _one_line(folder: Path) -> Iterator[None]:
         raise AnalysisError(f"cannot write to {folder} ({error.strerror or error}); name another folder") from error
 
 
-def _is_own(path: Path, command: str, written: dict, is_old: Callable[[Path], bool]) -> bool:
+def _is_own(path: Path, command: str, written: dict[str, dict]) -> bool:
     entry = written.get(path.name)
-    if entry is None:
-        return path.is_file() and is_old(path)
-    return entry["command"] == command and path.is_file() and _digest(path) in entry["sha256"]
+    return (
+        entry is not None
+        and entry["command"] == command
+        and path.is_file()
+        and _hash(path.read_bytes()) in entry["sha256"]
+    )
 
 
 def _read_list(folder: Path) -> dict[str, dict]:
@@ -103,10 +105,6 @@ def _read_list(folder: Path) -> dict[str, dict]:
         return {}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise AnalysisError(f"{folder / LIST} is damaged; delete it, and move away the files to be kept") from error
-
-
-def _digest(path: Path) -> str:
-    return _hash(path.read_bytes())
 
 
 def _hash(content: bytes) -> str:

@@ -5,21 +5,25 @@ evaluation/per_token_loss.py makes these results and says what they are.
 Axes: N sequences, T positions, O octaves of positions.
 """
 
-import dataclasses
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.evaluations import split_name
 from forgetting_transformer.analysis.statistics import clustered_error, mean_and_error
 from forgetting_transformer.analysis.tables import Table, with_error
 from forgetting_transformer.files import read_json
+
+#: Arrays of results.npz: (positions,), (sequences, octaves), (sequences,).
+LOSS_PER_TOKEN = names.name_of(names.VAL, names.LOSS_PER_TOKEN)
+LOSS_PER_OCTAVE = names.name_of(names.VAL, "loss_per_octave")
+GROUP_OF_SEQUENCE = "group_of_sequence"
 
 
 def octave_edges(length: int) -> list[int]:
@@ -89,21 +93,24 @@ def made_with(results: Sequence[Mapping[str, Any]]) -> list[str]:
         values = [result.get(key) for result in results]
         return values[0] if values and all(value == values[0] for value in values) else None
 
-    found = []
-    if (corpus := shared("corpus")) is not None:
-        found.append(f"held-out texts of {corpus}")
     tokens, length = shared("eval_tokens"), shared("eval_len")
-    if tokens is not None:
-        texts = "" if not length else f" in {tokens // length:,} texts"
-        found.append(f"{tokens:,} tokens{texts}")
-    if (trained := shared("train_tokens")) is not None:
-        found.append(f"after {trained:,} training tokens")
-    if (seed := shared("seed")) is not None:
-        found.append(f"seed {seed}")
-    if (precision := shared("precision")) is not None:
-        found.append(precision)
+    texts = f" in {tokens // length:,} texts" if tokens and length else ""
+    found = [
+        text.format(value)
+        for text, value in (
+            ("held-out texts of {}", shared("corpus")),
+            (f"{{:,}} tokens{texts}", tokens),
+            ("after {:,} training tokens", shared("train_tokens")),
+            ("seed {}", shared("seed")),
+            ("{}", shared("precision")),
+        )
+        if value is not None
+    ]
     if len(results) == 1 and length:
-        loss, error = results[0].get(f"val/loss_avg_len_{length}"), results[0].get("loss_standard_error", {})
+        loss, error = (
+            results[0].get(names.name_of(names.VAL, f"{names.LOSS_OVER}{length}")),
+            results[0].get("loss_standard_error", {}),
+        )
         if loss is not None and str(length) in error:
             found.append(f"mean loss {loss:.4f} ± {error[str(length)]:.4f} (standard error over texts)")
     return found
@@ -115,8 +122,6 @@ class Result:
 
     Attributes:
         octaves_NO: mean loss of each sequence in each octave; None in files of other programs.
-        folder: where it lies.
-        is_named: whether somebody chose the name, so that results of one name are seeds of one model.
         group_N: the held-out group of texts that each sequence is from; None where that is not known.
     """
 
@@ -124,8 +129,6 @@ class Result:
     loss_T: np.ndarray
     summary: dict[str, Any]
     octaves_NO: np.ndarray | None = None
-    folder: Path | None = None
-    is_named: bool = False
     group_N: np.ndarray | None = None
 
 
@@ -144,55 +147,30 @@ def read_result(path: Path, name: str | None = None) -> Result:
         file = files[0]
     try:
         with np.load(file, allow_pickle=False) as arrays:
-            loss_T = np.asarray(arrays["val/loss_per_token"], dtype=np.float64)
-            octaves_NO, group_N = arrays.get("val/loss_per_octave"), arrays.get("group_of_sequence")
+            loss_T = np.asarray(arrays[LOSS_PER_TOKEN], dtype=np.float64)
+            octaves_NO, group_N = arrays.get(LOSS_PER_OCTAVE), arrays.get(GROUP_OF_SEQUENCE)
     except (OSError, ValueError, KeyError, EOFError) as error:
-        raise AnalysisError(f"{file}: cannot read the array 'val/loss_per_token' ({error})") from error
+        raise AnalysisError(f"{file}: cannot read the array {LOSS_PER_TOKEN!r} ({error})") from error
     summary_file = file.with_suffix(".json")
     summary = read_json(summary_file) if summary_file.is_file() else {}
     shown = name or summary.get("model") or file.parent.name
-    return Result(shown, loss_T, summary, octaves_NO, file.parent, name is not None, group_N)
+    return Result(shown, loss_T, summary, octaves_NO, group_N)
 
 
-def read_named(text: str) -> Result:
-    """Reads `[NAME=]PATH`, as on a command line."""
-    name, path = split_name(text)
-    return read_result(path, name)
+def read_named(texts: Sequence[str]) -> list[Result]:
+    """Reads every `[NAME=]PATH` of a command line. Results with one NAME are seeds of one model.
 
-
-def told_apart(results: Sequence[Result]) -> list[Result]:
-    """The results, where those that have one name by chance are called by their folders, as in "a/fox" and "b/fox"."""
-    found = list(results)
-    by_name: dict[str, list[int]] = {}
-    for index, result in enumerate(found):
-        if not result.is_named and result.folder is not None:
-            by_name.setdefault(result.name, []).append(index)
-    for indices in by_name.values():
-        paths = [cast(Path, found[index].folder).resolve().parts for index in indices]
-        if len(indices) == 1:
-            continue
-        # As many of the last parts as it takes; a folder that is given twice stays one name.
-        count = next((n for n in range(1, max(map(len, paths))) if len({p[-n:] for p in paths}) == len({*paths})), 1)
-        for index, path in zip(indices, paths, strict=True):
-            found[index] = dataclasses.replace(found[index], name="/".join(path[-count:]))
-    return found
-
-
-def without_repeats(results: Sequence[Result]) -> tuple[list[Result], list[str]]:
-    """The results without those of the same weights on the same texts as an earlier one, and a line about each of them.
-
-    They are no further seed: a mean over them would seem more certain than it is. Results that somebody gave different
-    names all stay.
+    Raises:
+        AnalysisError: one cannot be read, or two without a NAME are of models that are called the same.
     """
-    kept: dict[tuple, Result] = {}
-    repeats = []
-    for number, result in enumerate(results):
-        same = tuple(result.summary.get(key) for key in ("weights", "data", "eval_tokens", "eval_len", "precision"))
-        shown = result.name if result.is_named else None
-        first = kept.setdefault((*same, shown) if same[0] else (number,), result)
-        if first is not result:
-            repeats.append(f"{result.folder} has the results of {first.folder} again: same weights, same texts")
-    return list(kept.values()), repeats
+    results: list[Result] = []
+    for text in texts:
+        name, path = split_name(text)
+        result = read_result(path, name)
+        if name is None and result.name in {other.name for other in results}:
+            raise AnalysisError(f"two results are called {result.name!r}: give them names, NAME=FOLDER")
+        results.append(result)
+    return results
 
 
 def group_seeds(results: Sequence[Result]) -> dict[str, np.ndarray]:
@@ -213,38 +191,12 @@ def group_seeds(results: Sequence[Result]) -> dict[str, np.ndarray]:
     return {name: losses[0] if len(losses) == 1 else np.stack(losses) for name, losses in curves.items()}
 
 
-def name_documents(results: Sequence[Result]) -> list[Result]:
-    """The results, with names that say on what they were evaluated if that is not the same for all.
+def slope_table(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
+    """The slope of every model at every power-of-two fraction of its length, with standard errors.
 
-    Curves over other documents differ by more than models do.
+    Args:
+        results: names and the contents of results.json; seeds have one name.
     """
-    seen = {(result.summary.get("data"), result.summary.get("eval_tokens")) for result in results}
-    if len(seen) <= 1:
-        return list(results)
-    corpora = {data for data, _ in seen}
-    named = []
-    for result in results:
-        data, tokens = result.summary.get("data"), result.summary.get("eval_tokens")
-        on = ["tokens not known" if tokens is None else f"{tokens:,} tokens"]
-        on += [f"corpus {str(data)[:6]}"] if len(corpora) > 1 and data else []
-        named.append(dataclasses.replace(result, name=f"{result.name} ({', '.join(on)})"))
-    return named
-
-
-def unique_names(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
-    """Summaries by name, where results of one name say which seed of how many they are."""
-    several = Counter(result.name for result in results)
-    seen: Counter[str] = Counter()
-    named: dict[str, dict[str, Any]] = {}
-    for result in results:
-        seen[result.name] += 1
-        count = several[result.name]
-        named[f"{result.name} ({seen[result.name]} of {count} seeds)" if count > 1 else result.name] = result.summary
-    return named
-
-
-def slope_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The slope of every model at every power-of-two fraction of its length, with standard errors."""
     header = ["Model", "at position i", "loss in [i/2, i)", "loss in [i, 2i)", "change per doubling (nats)"]
     header.append("dL/di (nats per 1,000 tokens)")
     rows = [
@@ -256,7 +208,7 @@ def slope_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
             with_error(entry["per_doubling"], entry["standard_error"]),
             f"{1000 * entry['per_token']:+.4f}",
         ]
-        for name, summary in results.items()
+        for name, summary in results
         for entry in summary.get("slope", [])
     ]
     return Table(header, rows, "lrrrrr")
@@ -284,29 +236,28 @@ def compare(results: Sequence[Result], from_position: int = 1) -> list[dict[str,
     rows = []
     for name in others:
         group = by_name[first] + by_name[name]
-        same = {
-            (r.summary.get("data"), r.loss_T.size, None if r.octaves_NO is None else len(r.octaves_NO)) for r in group
-        }
-        if len(same) > 1 or None in next(iter(same)):
+        octaves = [r.octaves_NO for r in group if r.octaves_NO is not None]
+        texts = {(r.summary.get("data"), r.loss_T.size) for r in group}
+        if len(octaves) < len(group) or len({one.shape for one in octaves}) > 1 or len(texts) > 1:
             continue
+        if group[0].summary.get("data") is None:
+            continue
+        of_first = len(by_name[first])
+        difference_NO = np.mean(octaves[of_first:], axis=0) - np.mean(octaves[:of_first], axis=0)
         edges = octave_edges(group[0].loss_T.size)
-        one, two = (
-            np.mean([r.octaves_NO for r in by_name[key] if r.octaves_NO is not None], axis=0) for key in (first, name)
-        )
-        difference_NO = two - one
-        group_N = group[0].group_N
-
-        def with_its_error(values_N: np.ndarray, group_N: np.ndarray | None = group_N) -> tuple[float, float | None]:
-            if group_N is None:
-                return mean_and_error(values_N)
-            return float(values_N.mean()), clustered_error(values_N, group_N)
-
         for o in (o for o in range(1, difference_NO.shape[1]) if edges[o] >= from_position):
             row = {"model": name, "against": first, "begin": int(edges[o]), "end": int(edges[o + 1])}
-            row["loss"], row["loss_error"] = with_its_error(difference_NO[:, o])
-            row["change"], row["change_error"] = with_its_error(difference_NO[:, o] - difference_NO[:, o - 1])
+            row["loss"], row["loss_error"] = _with_error(difference_NO[:, o], group[0].group_N)
+            change_N = difference_NO[:, o] - difference_NO[:, o - 1]
+            row["change"], row["change_error"] = _with_error(change_N, group[0].group_N)
             rows.append(row)
     return rows
+
+
+def _with_error(values_N: np.ndarray, group_N: np.ndarray | None) -> tuple[float, float | None]:
+    if group_N is None:
+        return mean_and_error(values_N)
+    return float(values_N.mean()), clustered_error(values_N, group_N)
 
 
 def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -325,17 +276,19 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table(header, cells, "lllrr")
 
 
-def extrapolation_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
-    """What every doubling of the context from the training length on does to the loss.
+def extrapolation_table(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
+    """Change of the loss with every doubling of the context from the training length on.
 
     A change counts as one where it is more than two standard errors.
+
+    Args:
+        results: names and the contents of results.json.
     """
     header = ["Model", "trained at", "context from → to", "loss before → after (nats)", "change (nats)", ""]
     rows = []
-    for name, summary in results.items():
-        train_length = summary["train_length"]
+    for name, summary in results:
         for entry in summary["slope"]:
-            if entry["position"] < train_length:
+            if entry["position"] < summary["train_length"]:
                 continue
             error, change = entry["standard_error"], entry["per_doubling"]
             verdict = "one sequence: no standard error"
@@ -344,5 +297,5 @@ def extrapolation_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
                 verdict = falls if abs(change) > 2 * error else "flat within two standard errors"
             context = f"{entry['position']:,} → {2 * entry['position']:,}"
             losses = f"{entry['before']:.4f} → {entry['after']:.4f}"
-            rows.append([name, f"{train_length:,}", context, losses, with_error(change, error), verdict])
+            rows.append([name, f"{summary['train_length']:,}", context, losses, with_error(change, error), verdict])
     return Table(header, rows, "lrllrl")

@@ -9,14 +9,12 @@ errors over examples.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from forgetting_transformer.analysis import statistics
+from forgetting_transformer.analysis.evaluations import Evaluation
 from forgetting_transformer.analysis.longbench_sets import LONGBENCH, LONGBENCH_CHANCE, LONGBENCH_OF_PAPER, PERCENT
 from forgetting_transformer.analysis.tables import Column, Value, number
-
-if TYPE_CHECKING:
-    from forgetting_transformer.analysis.evaluations import Evaluation
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,6 @@ TASKS = (
     _accuracy("sciq", "SciQ", "allenai/sciq", 4),
     _accuracy("boolq", "BoolQ", "aps/super_glue", 2),
 )
-#: Tasks whose numbers of examples a figure names one by one.
-_LISTED_TASKS = 6
 AVERAGE = Column("average", "Avg", "higher", unit=PERCENT)
 # Which values are good, by what the names of lm_eval's metrics contain.
 _BETTER: dict[str, Literal["higher", "lower"]] = {
@@ -78,7 +74,7 @@ _BETTER: dict[str, Literal["higher", "lower"]] = {
 }
 
 #: Models by name, each with its evaluations: one, or one per seed.
-Models = Mapping[str, Sequence["Evaluation"]]
+Models = Mapping[str, Sequence[Evaluation]]
 
 
 def lm_eval_table(models: Models) -> tuple[dict[str, dict[str, Value]], list[Column]]:
@@ -96,7 +92,7 @@ def lm_eval_table(models: Models) -> tuple[dict[str, dict[str, Value]], list[Col
     return rows, [*columns, *others.values()]
 
 
-def lm_eval_row(evaluation: "Evaluation") -> dict[str, Value]:
+def lm_eval_row(evaluation: Evaluation) -> dict[str, Value]:
     """The numbers of one evaluation by the keys of their columns."""
     row: dict[str, Value] = {}
     for task in TASKS:
@@ -120,7 +116,7 @@ def longbench_table(models: Models) -> tuple[dict[str, dict[str, Value]], list[C
     return rows, longbench_columns({task for row in rows.values() for task in row} | {*LONGBENCH_OF_PAPER})
 
 
-def longbench_by_length(evaluation: "Evaluation") -> tuple[dict[str, dict[str, Value]], list[Column]]:
+def longbench_by_length(evaluation: Evaluation) -> tuple[dict[str, dict[str, Value]], list[Column]]:
     """LongBench-E: a row per range of lengths, whose scores are not compared with each other."""
     rows: dict[str, dict[str, Value]] = {}
     for n in evaluation.numbers:
@@ -141,12 +137,10 @@ def longbench_columns(sets: Collection[str]) -> list[Column]:
 def sample_counts(models: Models) -> list[str]:
     """How many examples scores are a mean of, for the foot of a figure; [] where that is not known."""
     numbers = [n for several in models.values() for one in several for n in one.numbers]
-    counts = {n.task: n.samples for n in numbers if n.samples and not n.at}
-    if len(set(counts.values())) <= 1:
-        return [f"{count:,} examples of each task" for count in list(counts.values())[:1]]
-    if len(counts) <= _LISTED_TASKS:
-        return ["examples: " + ", ".join(f"{task} {count:,}" for task, count in counts.items())]
-    return [f"{min(counts.values()):,} to {max(counts.values()):,} examples of a task"]
+    counts = {n.samples for n in numbers if n.samples and not n.at}
+    if len(counts) <= 1:
+        return [f"{count:,} examples of each task" for count in counts]
+    return [f"{min(counts):,} to {max(counts):,} examples of a task"]
 
 
 def over_seeds(rows: Sequence[dict[str, Value]]) -> dict[str, Value]:
@@ -163,7 +157,7 @@ def _percent(value: float | statistics.Estimate) -> float | statistics.Estimate:
     return 100 * value
 
 
-def _other_columns(evaluation: "Evaluation") -> list[Column]:
+def _other_columns(evaluation: Evaluation) -> list[Column]:
     """Columns of the tasks that are not in the paper's table."""
     known = {task.name for task in TASKS}
     return [

@@ -20,19 +20,19 @@ from pathlib import Path
 import numpy as np
 
 from forgetting_transformer.analysis import AnalysisError
-from forgetting_transformer.analysis.evaluations import QUESTION_SCORES, Evaluation, read_json
+from forgetting_transformer.analysis.evaluations import Evaluation, read_json
 from forgetting_transformer.analysis.statistics import Estimate, mean, mean_over_texts
 from forgetting_transformer.analysis.tables import Table
 from forgetting_transformer.files import write_json
 
-FILE = QUESTION_SCORES
+FILE = "question_scores.json"
 #: Key of a question in a data set: the held-out group of texts that it was made of.
 GROUP = "heldout_group"
 
 
 @dataclass(frozen=True)
 class QuestionScores:
-    """Of one task.
+    """Scores of one task.
 
     Attributes:
         scores: metric -> score of every question.
@@ -46,7 +46,7 @@ class QuestionScores:
 
 
 def digest_of(questions: Iterable[object]) -> str:
-    """Of questions as JSON has them, in their order."""
+    """Digest of questions as JSON has them, in their order."""
     return hashlib.sha256(json.dumps([*questions], sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -60,7 +60,7 @@ def write_question_scores(folder: Path, scores: Mapping[str, QuestionScores]) ->
 
 
 def read_question_scores(folder: Path) -> dict[str, QuestionScores]:
-    """Task -> scores, of the folder of an evaluation; {} if it has none, as those of earlier versions.
+    """Task -> scores, of the folder of an evaluation; {} if it has none.
 
     Raises:
         AnalysisError: the file is damaged.
@@ -164,7 +164,6 @@ def _scores_of(evaluation: Evaluation) -> dict[str, QuestionScores]:
     if found := read_question_scores(evaluation.folder):
         return found
     raise AnalysisError(
-        f"{evaluation.folder} has no {FILE} with the score of every question: an earlier version or another program "
-        "made it, or its tasks have none, as WikiText's perplexity. run_longbench.py with the same command adds it, "
-        "and run_lm_eval.py writes it to a new folder"
+        f"{evaluation.folder} has no {FILE} with the score of every question: another program made it, or its tasks "
+        "have none, as WikiText's perplexity. run_lm_eval.py and run_longbench.py write it"
     )

@@ -1,12 +1,11 @@
-"""Reads what a training run left in its folder, at any time of the run's life. `step` is the number of training tokens.
+"""A training run as its folder describes it, at any time of the run's life. `step` is the number of training tokens.
 
     output_dir/config.yaml, status.json, starts.jsonl    settings, how the last start ended, a line per start
     output_dir/metrics/jsonlines/<kind>.jsonl            a JSON object per line: step, and numbers by name
-    output_dir/metrics/npz/val/step-%015d.npz            val/loss_per_token: (seq_len,), mean loss at each position
-    output_dir/metrics/npz/train_eval/step-%015d.npz     train_eval/loss_per_token: the same over training batches
+    output_dir/metrics/npz/<kind>/step-%015d.npz         mean loss at each position, (seq_len,)
 
-Kinds and names are listed in docs/run_directory.md. A kind that a run does not have is empty here, and no error: runs
-of earlier versions lack some, and a run that has just begun lacks most.
+Kinds and names are those of metric_names.py. A kind that a run does not have is empty here, and no error: a run that
+has just begun lacks most.
 """
 
 import dataclasses
@@ -18,23 +17,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer.files import parse_json_lines, read_yaml
 
 #: Training loss at some tokens is the mean of what was logged over the last 5 % of the tokens before.
 TRAIN_WINDOW = 0.05
+#: What figures call the losses of the moving average of the weights.
+EMA_WEIGHTS = "EMA weights"
 
 # Evaluations are at whole steps, and a point of equal FLOPs need not be: so near, as a part of the tokens, is there.
 _SAME_PLACE = 1e-3
-
-#: What the names of files begin with that hold losses on one of the config's `eval_sets`; one is of the corpus itself.
-_OF_SET, _NO_SET = "val_", "val_data_info"
-#: The callback ema, what its lines are called, and what figures call its losses.
-_EMA = "ema"
-EMA_WEIGHTS = "EMA weights"
 _NOT_FINITE = re.compile(r"infinite or NaN|not finite")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -45,17 +41,27 @@ class Series(NamedTuple):
     tokens: np.ndarray  # (n,)
     values: np.ndarray  # (n,)
 
+    def scaled(self, factor: float) -> "Series":
+        return Series(self.tokens, factor * self.values)
+
+
+def series_of(records: Sequence[dict[str, Any]], name: str) -> Series:
+    """The numbers under one name, from the lines that have it."""
+    pairs = [(record["step"], record[name]) for record in records if isinstance(record.get(name), int | float)]
+    steps, values = zip(*pairs, strict=True) if pairs else ((), ())
+    return Series(np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64))
+
 
 @dataclass(frozen=True)
 class Run:
-    """One run as its files describe it; all numbers are zero or empty before the run has logged.
+    """One run; all numbers are zero or empty before the run has logged.
 
     Attributes:
         name: for people.
         train_tokens, train_loss: (n,), training tokens and loss of the batch in nats per token, as logged.
         heldout_tokens, heldout_loss: (m,), the same for held-out documents.
-        output_dir: the run's folder. All other numbers are read from it when they are asked for.
-        eval_set: of which the held-out losses are; "" for the corpus's own (`on`).
+        output_dir: the run's folder. All other numbers are read from it, once, when they are asked for.
+        eval_set: the set that the held-out losses are of; "" for the corpus's own (`on`).
     """
 
     name: str
@@ -65,37 +71,34 @@ class Run:
     heldout_loss: np.ndarray
     output_dir: Path = Path()
     eval_set: str = ""
+    _records: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of lines that it has logged."""
+        return {file.stem for file in _jsonlines(self.output_dir).glob("*.jsonl")}
 
     @property
     def heldout_kind(self) -> str:
         """The kind of the lines with its held-out losses."""
-        return f"{_OF_SET}{self.eval_set}" if self.eval_set else "val"
+        return f"{names.VAL_SET}{self.eval_set}" if self.eval_set else names.VAL
 
     @property
     def eval_sets(self) -> list[str]:
         """Names of the other held-out sets that it has losses of."""
-        files = _jsonlines(self.output_dir).glob(f"{_OF_SET}*.jsonl")
-        names = {file.stem.removeprefix(_OF_SET) for file in files if file.stem != _NO_SET}
-        return sorted(names - ({_EMA} if self._averages else set()))
+        kinds = self.kinds - {names.VAL_DATA_INFO, names.VAL_EMA}
+        return sorted(kind.removeprefix(names.VAL_SET) for kind in kinds if kind.startswith(names.VAL_SET))
 
     @property
     def ema(self) -> Series:
         """Losses on the corpus's own held-out documents of the moving average that the callback ema keeps."""
-        kind = f"{_OF_SET}{_EMA}"
-        return self.series(kind, f"{kind}/loss") if self._averages else _series([], "")
-
-    @cached_property
-    def _averages(self) -> bool:
-        """Whether lines of the kind val_ema are of that callback, and not of an evaluation set that is called so."""
-        # Lines of earlier versions do not say it.
-        marked = f"{_OF_SET}{_EMA}/weights" in self.last(f"{_OF_SET}{_EMA}")
-        return marked or _EMA in (self.config.get("callbacks") or {})
+        return self.series(names.VAL_EMA, names.name_of(names.VAL_EMA, names.LOSS))
 
     def on(self, eval_set: str) -> "Run":
         """The same run, with its losses on another held-out set as the held-out ones; none if it has none."""
-        kind = f"{_OF_SET}{eval_set}"
-        tokens, loss = self.series(kind, f"{kind}/loss")
-        return dataclasses.replace(self, heldout_tokens=tokens, heldout_loss=loss, eval_set=eval_set)
+        run = dataclasses.replace(self, eval_set=eval_set)
+        tokens, loss = run.series(run.heldout_kind, names.name_of(run.heldout_kind, names.LOSS))
+        return dataclasses.replace(run, heldout_tokens=tokens, heldout_loss=loss)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -103,14 +106,21 @@ class Run:
         file = self.output_dir / "config.yaml"
         return read_yaml(file) or {} if file.is_file() else {}
 
+    def setting(self, *keys: str) -> Any:
+        """A value of the config, as of ("optimizer", "lr"); None where it has no such key."""
+        value: Any = self.config
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
     @cached_property
     def status(self) -> dict[str, Any]:
         """How its last start ended (training/faults/status.py); {} before the first, and where the file is damaged."""
         try:
-            found = json.loads((self.output_dir / "status.json").read_bytes())
+            content = json.loads((self.output_dir / "status.json").read_bytes())
         except (OSError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return content if isinstance(content, dict) else {}
 
     @cached_property
     def starts(self) -> list[dict[str, Any]]:
@@ -127,24 +137,26 @@ class Run:
         return f"CPU ({device})" if device and device in machine.get("platform", "") else device
 
     def records(self, kind: str) -> list[dict[str, Any]]:
-        """The lines of one kind of metrics, such as "train" or "throughput".
+        """The lines of one kind of metrics.
 
         Raises:
             ValueError: a line cannot be read (see `read_metrics`).
         """
-        return read_metrics(_jsonlines(self.output_dir) / f"{kind}.jsonl")
+        if kind not in self._records:
+            self._records[kind] = read_metrics(_jsonlines(self.output_dir) / f"{kind}.jsonl")
+        return self._records[kind]
 
     def last(self, kind: str) -> dict[str, Any]:
         """The newest line of one kind; {} where there is none."""
         records = self.records(kind)
         return records[-1] if records else {}
 
-    def series(self, kind: str, key: str) -> Series:
-        """What the lines of one kind say under `key`, such as ("train", "train/lr")."""
-        return _series(self.records(kind), key)
+    def series(self, kind: str, name: str) -> Series:
+        """The numbers under one name in the lines of one kind."""
+        return series_of(self.records(kind), name)
 
     def info(self, kind: str) -> dict[str, Any]:
-        """What the run says of its "model", "train_data" or "val_data"."""
+        """The run's description of its "model", "train_data" or "val_data"."""
         return read_description(_jsonlines(self.output_dir) / f"{kind}_info.jsonl")
 
     @cached_property
@@ -152,10 +164,10 @@ class Run:
         """Training FLOPs for one token, by the formula of the architecture; None if not logged."""
         return self.info("model").get("flops_per_token")
 
-    @cached_property
+    @property
     def saved_tokens(self) -> int:
         """Training tokens of the last checkpoint that was written."""
-        return self.last("checkpoint").get("step", 0)
+        return self.last(names.CHECKPOINT).get("step", 0)
 
     @property
     def unigram_entropy(self) -> float | None:
@@ -163,65 +175,47 @@ class Run:
         return self.info("train_data").get("unigram_entropy_nats")
 
     @property
-    def loss(self) -> Series:
-        return Series(self.train_tokens, self.train_loss)
-
-    @property
     def heldout(self) -> Series:
         return Series(self.heldout_tokens, self.heldout_loss)
 
     @property
-    def learning_rate(self) -> Series:
-        return self.series("train", "train/lr")
-
-    @property
-    def gradient_norm(self) -> Series:
-        """Norm of the whole gradient before it is clipped."""
-        return self.series("train", "train/global_grad_norm")
-
-    @property
     def weight_norms(self) -> dict[str, Series]:
         """L2 norms of the parameters of each block ("layer 0", …), and of the rest by the first part of their names."""
-        return self._norms("pnorm/")
+        return self._norms(names.PARAMETER_NORM)
 
     @property
     def gradient_norms(self) -> dict[str, Series]:
         """The same for their gradients after clipping."""
-        return self._norms("gnorm/")
+        return self._norms(names.GRADIENT_NORM_OF_PARAMETER)
+
+    def _norms(self, kind: str) -> dict[str, Series]:
+        records = self.records(names.NORM)
+        members: dict[str, list[str]] = {}
+        for key in records[-1] if records else ():
+            of, _, parameter = key.partition("/")
+            if of == kind:
+                layer = _LAYER.search(parameter)
+                block = f"layer {layer[1]}" if layer else parameter.removeprefix("model.").split(".")[0]
+                members.setdefault(block, []).append(key)
+        tokens = np.asarray([record["step"] for record in records], dtype=np.int64)
+        return {
+            block: Series(tokens, np.asarray([math.hypot(*(r.get(key, math.nan) for key in keys)) for r in records]))
+            for block, keys in members.items()
+        }
 
     @property
-    def tokens_per_second(self) -> Series:
-        """Over the last steps before each line, evaluations and checkpoints included."""
-        return self.series("throughput", "throughput/token_count_per_second_total_recent")
-
-    @property
-    def mfu(self) -> Series:
-        """The same as a share of what the hardware computes at most, 0 to 1; empty where that is not known."""
-        return self.series("throughput", "throughput/mfu_total_recent")
-
-    @property
-    def peak_memory_bytes(self) -> Series:
-        """Most memory in use so far on the device of rank 0; empty in runs of earlier versions."""
-        return self.series("throughput", "throughput/peak_memory_bytes")
-
-    @property
-    def total_hours(self) -> Series:
+    def hours(self) -> Series:
         """Hours of the training loop, with evaluations and checkpoints, over all starts, at each line of losses."""
-        seconds = self.series("train", "train/total_time")
-        return Series(seconds.tokens, seconds.values / 3600)
-
-    @property
-    def heldout_hours(self) -> Series:
-        """The same at each held-out evaluation."""
-        seconds = self.series(self.heldout_kind, f"{self.heldout_kind}/train_total_time")
-        return Series(seconds.tokens, seconds.values / 3600)
+        return self.series(names.TRAIN, names.name_of(names.TRAIN, "total_time")).scaled(1 / 3600)
 
     @property
     def goodput(self) -> dict[str, float]:
         """Shares of the wall time of all starts by what it went to, which add up to 1; {} where it was not logged."""
-        found = {key.partition("/")[2]: value for key, value in self.last("goodput").items() if "/" in key}
-        found.pop("hours", None)
-        return found
+        return {
+            name: value
+            for key, value in self.last(names.GOODPUT).items()
+            if (name := key.partition("/")[2]) and name != names.HOURS
+        }
 
     @cached_property
     def pass_tokens(self) -> int | None:
@@ -238,7 +232,7 @@ class Run:
             return None
 
     def pass_at(self, tokens: float) -> int | None:
-        """Which pass the batch that ended at so many training tokens was read in, from 1."""
+        """The number, from 1, of the pass that the batch which ended at so many training tokens was read in."""
         return max(1, math.ceil(tokens / self.pass_tokens)) if self.pass_tokens else None
 
     def repeats_at(self, tokens: float) -> bool:
@@ -266,7 +260,7 @@ class Run:
         if not inside.any() and self.train_tokens.size and self.train_tokens[0] <= tokens <= self.train_tokens[-1]:
             # Logged more rarely than that: the newest line before.
             inside = self.train_tokens == self.train_tokens[self.train_tokens <= tokens][-1]
-        return float(self.train_loss[inside].mean()) if inside.any() else float("nan")
+        return float(self.train_loss[inside].mean()) if inside.any() else math.nan
 
     def heldout_loss_at(self, tokens: float) -> float:
         """Held-out loss after `tokens`; NaN outside of what was evaluated.
@@ -275,7 +269,7 @@ class Run:
         straight line would be too high everywhere between them.
         """
         if not self.heldout_tokens.size or not self.heldout_tokens[0] <= tokens <= self.heldout_tokens[-1]:
-            return float("nan")
+            return math.nan
         place = np.log([tokens, *self.heldout_tokens])
         return float(np.interp(place[0], place[1:], self.heldout_loss))
 
@@ -287,7 +281,7 @@ class Run:
         before = self.heldout_loss[self.heldout_tokens <= tokens * (1 + _SAME_PLACE)]
         after = self.heldout_loss[self.heldout_tokens >= tokens * (1 - _SAME_PLACE)]
         if not before.size or not after.size:
-            return float("nan"), float("nan")
+            return math.nan, math.nan
         near = np.abs(self.heldout_tokens - tokens) <= tokens * _SAME_PLACE
         if near.any():
             return float(self.heldout_loss[near][0]), float(self.heldout_loss[near][0])
@@ -299,24 +293,8 @@ class Run:
     def final_loss(self, heldout: bool) -> float:
         """The loss at the end of what was logged: held-out, or training over the last TRAIN_WINDOW of the tokens."""
         if heldout:
-            return float(self.heldout_loss[-1]) if self.heldout_loss.size else float("nan")
+            return float(self.heldout_loss[-1]) if self.heldout_loss.size else math.nan
         return self.train_loss_at(self.tokens)
-
-    def _norms(self, prefix: str) -> dict[str, Series]:
-        """Norms of all parameters of a block together, from those of each."""
-        records = self.records("norm")
-        members: dict[str, list[str]] = {}
-        for key in records[-1] if records else ():
-            if key.startswith(prefix):
-                name = key.removeprefix(prefix)
-                layer = _LAYER.search(name)
-                block = f"layer {layer[1]}" if layer else name.removeprefix("model.").split(".")[0]
-                members.setdefault(block, []).append(key)
-        tokens = np.asarray([record["step"] for record in records], dtype=np.int64)
-        return {
-            block: Series(tokens, np.asarray([math.hypot(*(r.get(key, math.nan) for key in keys)) for r in records]))
-            for block, keys in members.items()
-        }
 
 
 @dataclass(frozen=True)
@@ -326,9 +304,7 @@ class PositionLoss:
     name: str
     loss: np.ndarray  # (seq_len,), nats per token
     train_tokens: int  # how long the run had been trained
-    source: Literal["val", "train_eval"]  # held-out documents, or the latest training batches
-    eval_set: str = ""  # the set that the documents are of; "": the corpus's own
-    ema: bool = False  # of the moving average of the weights
+    kind: str  # of the lines beside the file, such as "val"; "train_eval": of training batches
 
 
 def read_run(output_dir: Path, name: str | None = None) -> Run:
@@ -340,80 +316,70 @@ def read_run(output_dir: Path, name: str | None = None) -> Run:
     Raises:
         ValueError: a metrics file has a line that cannot be read (see `read_metrics`).
     """
-    train = _series(read_metrics(_jsonlines(output_dir) / "train.jsonl"), "train/loss")
-    heldout = _series(read_metrics(_jsonlines(output_dir) / "val.jsonl"), "val/loss")
-    return Run(output_dir.name if name is None else name, *train, *heldout, output_dir)
+    nothing = np.zeros(0)
+    run = Run(output_dir.name if name is None else name, nothing, nothing, nothing, nothing, output_dir).on("")
+    tokens, loss = run.series(names.TRAIN, names.TRAIN_LOSS)
+    return dataclasses.replace(run, train_tokens=tokens, train_loss=loss)
 
 
-def read_logged_run(output_dir: Path, name: str) -> Run:
-    """Reads a run that must have logged a loss.
-
+def check_logged(run: Run) -> None:
+    """
     Raises:
         FileNotFoundError: the folder is not a run's, or no loss has been logged yet.
-        ValueError: a metrics file has a line that cannot be read (see `read_metrics`).
     """
-    _check_is_run(output_dir)
-    run = read_run(output_dir, name)
+    _check_is_run(run.output_dir)
     if run.train_loss.size == 0 and run.heldout_loss.size == 0:
         raise FileNotFoundError(
-            f"{_jsonlines(output_dir)}: no 'train/loss' in train.jsonl and no 'val/loss' in val.jsonl yet. "
+            f"{_jsonlines(run.output_dir)}: no 'train/loss' in train.jsonl and no 'val/loss' in val.jsonl yet. "
             "They appear when the run has logged for the first time."
         )
-    return run
 
 
-def read_position_loss(output_dir: Path, name: str, eval_set: str = "", ema: bool = False) -> PositionLoss:
+def read_position_losses(run: Run) -> list[PositionLoss]:
     """Reads a run's newest loss at every position: on held-out documents, else on its training batches.
 
-    Args:
-        eval_set: the held-out set, and no other will do; "": the corpus's own.
-        ema: that of the moving average which the callback ema keeps, on the corpus's own documents.
+    Of one of its other sets no other documents will do. Of the corpus's own there is also that of the moving average
+    of the weights, where the run evaluated one.
 
     Raises:
         FileNotFoundError: the folder is not a run's, or no such file has been written yet.
         ValueError: the newest file is not whole, or does not hold the array.
     """
-    _check_is_run(output_dir)
-    npz = output_dir / "metrics" / "npz"
-    sources: list[tuple[str, Literal["val", "train_eval"]]] = [("val", "val"), ("train_eval", "train_eval")]
-    if eval_set or ema:
-        sources = [(f"{_OF_SET}{_EMA if ema else eval_set}", "val")]
-    for kind, source in sources:
-        files = sorted((npz / kind).glob("step-*.npz"))
-        if files:
-            try:
-                with np.load(files[-1]) as arrays:
-                    loss = np.asarray(arrays[f"{kind}/loss_per_token"], dtype=np.float64)
-            except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
-                raise ValueError(
-                    f"{files[-1]}: cannot read the array '{kind}/loss_per_token' ({error}). If the run is writing "
-                    "the file, try again; if it was killed while it did, delete the file."
-                ) from error
-            return PositionLoss(name, loss, int(files[-1].stem.removeprefix("step-")), source, eval_set, ema)
-    raise FileNotFoundError(
-        f"{npz}: no {' and no '.join(f'{kind}/step-*.npz' for kind, _ in sources)} yet. They appear after the run's "
-        "first validation."
-    )
+    _check_is_run(run.output_dir)
+    folder = run.output_dir / "metrics" / "npz"
+    kinds = [run.heldout_kind] if run.eval_set else [names.VAL, names.TRAIN_EVAL]
+    files = {kind: sorted((folder / kind).glob("step-*.npz")) for kind in (*kinds, names.VAL_EMA)}
+    found = [kind for kind in kinds if files[kind]][:1]
+    if not found:
+        raise FileNotFoundError(
+            f"{folder}: no {' and no '.join(f'{kind}/step-*.npz' for kind in kinds)} yet. They appear after the run's "
+            "first validation."
+        )
+    if not run.eval_set and files[names.VAL_EMA]:
+        found.append(names.VAL_EMA)
+    return [_read_position_loss(files[kind][-1], run.name, kind) for kind in found]
 
 
-def read_own_position_losses(output_dir: Path, name: str) -> list[PositionLoss]:
-    """`read_position_loss` of the weights, and of their moving average where the run evaluated one."""
-    found = [read_position_loss(output_dir, name)]
-    if (
-        any((output_dir / "metrics/npz" / f"{_OF_SET}{_EMA}").glob("step-*.npz"))
-        and read_run(output_dir).ema.tokens.size
-    ):
-        found.append(read_position_loss(output_dir, name, ema=True))
-    return found
+def _read_position_loss(file: Path, name: str, kind: str) -> PositionLoss:
+    array = names.name_of(kind, names.LOSS_PER_TOKEN)
+    try:
+        with np.load(file) as arrays:
+            loss = np.asarray(arrays[array], dtype=np.float64)
+    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{file}: cannot read the array {array!r} ({error}). If the run is writing the file, try again; if it was "
+            "killed while it did, delete the file."
+        ) from error
+    return PositionLoss(name, loss, int(file.stem.removeprefix("step-")), kind)
 
 
 def run_names(run_dirs: Sequence[Path]) -> list[str]:
     """A short name for each run: the last parts of its path, as many as it takes to tell all of them apart."""
     parts = [run_dir.resolve().parts for run_dir in run_dirs]
     for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(path[-depth:]) for path in parts]
-        if len(set(names)) == len(names):
-            return names
+        found = ["/".join(path[-depth:]) for path in parts]
+        if len(set(found)) == len(found):
+            return found
     raise ValueError(f"The same run is given twice: {', '.join(map(str, run_dirs))}.")
 
 
@@ -450,13 +416,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_description(file: Path) -> dict[str, Any]:
-    """What a run says of itself in `<kind>_info.jsonl`, by names without their prefix; {} if there is nothing yet.
+    """The content of `<kind>_info.jsonl`, by names without their prefix; {} if there is nothing yet.
 
     Raises:
         ValueError: a line cannot be read (see `read_metrics`).
     """
     entries = read_metrics(file)
-    # Earlier versions wrote no prefix.
     return {name.rpartition("/")[2]: value for name, value in entries[0].items()} if entries else {}
 
 
@@ -469,9 +434,3 @@ def _check_is_run(output_dir: Path) -> None:
         raise FileNotFoundError(
             f"{output_dir} has no folder 'metrics': give a run's output_dir (and wait until the run has logged once)."
         )
-
-
-def _series(records: Sequence[dict[str, Any]], key: str) -> Series:
-    pairs = [(record["step"], record[key]) for record in records if record.get(key) is not None]
-    steps, values = zip(*pairs, strict=True) if pairs else ((), ())
-    return Series(np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64))

@@ -5,32 +5,29 @@ asked: how many examples, and a fingerprint of the texts. Where that changed dur
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis.published import TASKS
-from forgetting_transformer.analysis.runs import Run, Series
+from forgetting_transformer.analysis.runs import Run, Series, series_of
 
-#: What a guess reaches, and what the needle test gives without a needle: lines below or above which nothing is learnt.
+#: Names of the lines below or above which nothing is learnt: of a guess, and of the needle test without a needle.
 CHANCE, NO_NEEDLE = "chance", "the answer's loss with no needle in the text"
 ACCURACY = "accuracy (%)"
-#: What a test calls the fingerprint of all that it asks.
-_TEXTS = "texts"
-#: What lines of lm_eval say of a task besides its metrics.
-_OF_TASK = ("chance", "examples", _TEXTS)
 #: Of needles: apart from the accuracies of tasks, which it would hide.
 _FOUND = "needle: answered\nword for word (%)"
-#: Parts of the names of metrics -> what the vertical axis says, and the factor to its unit. The first that fits.
-_UNITS = (
-    ("acc", ACCURACY, 100.0),
-    ("exact_match", "exact match (%)", 100.0),
-    ("f1", "F1 (%)", 100.0),
-    ("perplexity", "perplexity", 1.0),
-    ("bits_per_byte", "bits per byte", 1.0),
-    ("loss", "needle: loss of the answer\n(nats per token)", 1.0),
-)
+_ANSWER = "needle: loss of the answer\n(nats per token)"
+#: Parts of the names of lm_eval's metrics -> what the vertical axis says, and the factor to its unit.
+_UNITS = {
+    "acc": (ACCURACY, 100.0),
+    "exact_match": ("exact match (%)", 100.0),
+    "f1": ("F1 (%)", 100.0),
+    "bits_per_byte": ("bits per byte", 1.0),
+}
+_NOTHING = Series(np.zeros(0, dtype=np.int64), np.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Score:
         errors: (n,) standard errors, NaN where none is known.
         baseline: what the score would be without any skill, in `unit`; empty where that is not known.
         baseline_name: CHANCE or NO_NEEDLE.
-        test: what else the lines say of the test, by name; {} in lines of earlier versions.
+        test: what else the lines say of the test, by name.
     """
 
     task: str
@@ -53,157 +50,132 @@ class Score:
     unit: str
     series: Series
     errors: np.ndarray
-    baseline: Series
+    baseline: Series = _NOTHING
     baseline_name: str = CHANCE
     test: Mapping[str, Any] = field(default_factory=dict)
 
 
 def labels(scores: Sequence[Score]) -> list[str]:
     """A name for each score: its task, and the settings in which it differs from a score of the same task."""
-    tests: dict[str, list[Mapping[str, Any]]] = {}
-    for score in scores:
-        tests.setdefault(score.task, []).append(score.test)
     found = []
     for score in scores:
-        same = tests[score.task]
+        same = [other.test for other in scores if other.task == score.task]
         differing = [name for name, value in score.test.items() if any(one.get(name) != value for one in same)]
         # A fingerprint says little to people, so it stands only where nothing else does.
-        said = [name for name in differing if name != _TEXTS] or differing
+        said = [name for name in differing if name != names.TEXTS] or differing
         found.append(", ".join([score.task, *(f"{name} {score.test[name]}" for name in said)]))
     return found
 
 
 def read_scores(run: Run) -> list[Score]:
-    """What is drawn of a run's scores: of every task of lm_eval its main metrics, of needles loss and accuracy at each
-    length, of gates the shortest, median and longest memory."""
+    """The scores that are drawn of a run: of every task of lm_eval its main metrics, of needles loss and accuracy at
+    each length, of gates the shortest, median and longest memory."""
     return [*_lm_eval(run), *_needle(run), *_gates(run)]
 
 
 def read_samples(run: Run) -> list[tuple[int, list[dict[str, str]]]]:
     """Training tokens, and a row of texts (`prompt`, `text`, perhaps `document`) for each prompt."""
     found = []
-    for record in run.records("samples"):
+    for record in run.records(names.SAMPLES):
         rows: dict[str, dict[str, str]] = {}
         for key, value in record.items():
-            if key.startswith("samples/") and key.count("/") == 2:
-                _, number, name = key.split("/")
+            kind, _, rest = key.partition("/")
+            number, _, name = rest.partition("/")
+            if kind == names.SAMPLES and name:
                 rows.setdefault(number, {})[name] = str(value)
         found.append((record["step"], list(rows.values())))
     return found
 
 
 def _lm_eval(run: Run) -> list[Score]:
-    records = run.records("lm_eval")
+    records = run.records(names.LM_EVAL)
     tasks: dict[str, list[str]] = {}
-    for record in records:
-        for key in record:
-            kind, _, name = key.partition("/")
-            task, _, metric = name.rpartition("/")
-            if kind == "lm_eval" and task and "_stderr" not in metric and metric not in _OF_TASK:
-                tasks.setdefault(task, [])
-                tasks[task] += [metric] * (metric not in tasks[task])
+    for key in dict.fromkeys(key for record in records for key in record):
+        kind, _, name = key.partition("/")
+        task, _, metric = name.rpartition("/")
+        of_test = metric in (names.CHANCE, names.EXAMPLES, names.TEXTS) or names.STANDARD_ERROR in metric
+        if kind == names.LM_EVAL and task and not of_test:
+            tasks.setdefault(task, []).append(metric)
     # A group comes with all of its parts, which would be too many curves.
-    section = (run.config.get("callbacks") or {}).get("lm_eval") or {}
-    wanted = [task for task in section.get("tasks", ()) if task in tasks] or list(tasks)
+    wanted = [task for task in run.setting("callbacks", names.LM_EVAL, "tasks") or () if task in tasks] or list(tasks)
     published = {task.name: list(task.columns) for task in TASKS}
     found = []
     for task in wanted:
-        main = [metric for metric in published.get(task, ()) if metric in tasks[task]] or tasks[task][:1]
-        keys = {name: f"lm_eval/{task}/{name}" for name in ("examples", _TEXTS)} | {"max_length": "lm_eval/max_length"}
-        for metric in main:
-            name, comma, variant = metric.partition(",")
-            error = f"lm_eval/{task}/{name}_stderr{comma}{variant}"
-            for test, part in _tests(records, f"lm_eval/{task}/{metric}", keys):
-                count = test.pop("examples", None)
+        keys = {name: names.name_of(names.LM_EVAL, task, name) for name in (names.EXAMPLES, names.TEXTS)}
+        keys[names.MAX_LENGTH] = names.name_of(names.LM_EVAL, names.MAX_LENGTH)
+        for metric in [one for one in published.get(task, ()) if one in tasks[task]] or tasks[task][:1]:
+            unit = next((unit for part, unit in _UNITS.items() if part in metric), (metric.replace("_", " "), 1.0))
+            for test, lines in _tests(records, names.name_of(names.LM_EVAL, task, metric), keys):
+                count = test.pop(names.EXAMPLES, None)
                 title = task if count is None else f"{task} ({count:,} example{'s' * (count != 1)})"
-                chance = _series(part, f"lm_eval/{task}/chance") if "acc" in metric else None
-                score = _score(part, title, metric, f"lm_eval/{task}/{metric}", error, chance)
-                found.append(replace(score, test=test))
+                chance = names.CHANCE if "acc" in metric else None
+                found.append(_score(lines, title, names.name_of(names.LM_EVAL, task), metric, unit, test, chance))
     return found
 
 
 def _needle(run: Run) -> list[Score]:
-    records = run.records("needle")
-    lengths = {key.split("/")[1] for record in records for key in record if key.startswith("needle/length_")}
+    records = run.records(names.NEEDLE)
+    beginning = names.name_of(names.NEEDLE, names.LENGTH)
+    lengths = {
+        int(key.split("/")[1].removeprefix(names.LENGTH)) for r in records for key in r if key.startswith(beginning)
+    }
     found = []
-    for length in sorted(lengths, key=lambda name: int(name.removeprefix("length_"))):
-        at = f"needle/{length}"
-        keys = {name: f"needle/{name}" for name in ("mode", "depths", "samples")} | {_TEXTS: f"{at}/{_TEXTS}"}
-        for test, part in _tests(records, f"{at}/loss", keys):
-            task, mode = f"needle, {int(length.removeprefix('length_')):,} tokens", test.pop("mode", None)
-            if mode is not None:
-                prompts = test["samples"] * len(test["depths"].split())
-                task += f" ({mode}, {prompts:,} prompt{'s' * (prompts != 1)})"
-            without = _series(part, f"{at}/loss_without")
-            loss = _score(part, task, "loss", f"{at}/loss", f"{at}/loss_stderr", without, NO_NEEDLE)
-            accuracy = _score(part, task, "accuracy", f"{at}/accuracy", f"{at}/accuracy_stderr")
-            found += [replace(loss, test=test), replace(accuracy, unit=_FOUND, test=test)]
+    for length in sorted(lengths):
+        at = f"{beginning}{length}"
+        asked = {name: names.name_of(names.NEEDLE, name) for name in (names.MODE, names.DEPTHS, names.PROMPTS)}
+        asked[names.TEXTS] = names.name_of(at, names.TEXTS)
+        for test, lines in _tests(records, names.name_of(at, names.ANSWER_LOSS), asked):
+            prompts, mode = test[names.PROMPTS] * len(test[names.DEPTHS].split()), test.pop(names.MODE)
+            title = f"needle, {length:,} tokens ({mode}, {prompts:,} prompt{'s' * (prompts != 1)})"
+            loss = (names.ANSWER_LOSS, (_ANSWER, 1.0), test, names.LOSS_WITHOUT_NEEDLE, NO_NEEDLE)
+            found.append(_score(lines, title, at, *loss))
+            found.append(_score(lines, title, at, names.ACCURACY, (_FOUND, 100.0), test))
+    return found
+
+
+def _gates(run: Run) -> list[Score]:
+    found = []
+    for key in (names.SHORTEST, names.MEDIAN, names.LONGEST):
+        name, series = key.partition("/")[2], run.series(names.GATES, key)
+        if series.tokens.size:
+            errors = np.full(series.values.size, np.nan)
+            found.append(Score(f"{name} memory of a head", name, "memory length (tokens)", series, errors))
     return found
 
 
 def _tests(
     records: Sequence[dict[str, Any]], metric: str, keys: Mapping[str, str]
 ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """The lines with `metric`, those of each test together: what they say of it by the names of `keys`, and they.
-
-    A line of an earlier version says nothing, and is taken to be of the test that comes next.
-    """
+    """The lines with `metric`, those of each test together: what they say of it by the names of `keys`, and they."""
     found: dict[tuple, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
-    unknown: list[dict[str, Any]] = []
     for record in records:
-        if metric not in record:
-            continue
-        test = {name: record[key] for name, key in keys.items() if key in record}
-        if test:
-            _, lines = found.setdefault(tuple(test.items()), (test, []))
-            lines += [*unknown, record]
-            unknown = []
-        else:
-            unknown.append(record)
-    if unknown:
-        found.setdefault((), ({}, []))[1].extend(unknown)
+        if metric in record:
+            test = {name: record[key] for name, key in keys.items() if key in record}
+            found.setdefault(tuple(test.items()), (test, []))[1].append(record)
     return list(found.values())
 
 
-def _gates(run: Run) -> list[Score]:
-    records, unit = run.records("gates"), "memory length (tokens)"
-    names = [name for name in ("shortest", "median", "longest") if any(f"gates/{name}" in r for r in records)]
-    found = []
-    for name in names:
-        series = _series(records, f"gates/{name}")
-        empty = Series(np.zeros(0, dtype=np.int64), np.zeros(0))
-        found.append(Score(f"{name} memory of a head", name, unit, series, np.full(series.values.size, np.nan), empty))
-    return found
-
-
 def _score(
-    records: list[dict[str, Any]],
+    lines: Sequence[dict[str, Any]],
     task: str,
+    at: str,
     metric: str,
-    key: str,
-    error: str,
-    baseline: Series | None = None,
+    unit: tuple[str, float],
+    test: Mapping[str, Any],
+    baseline: str | None = None,
     baseline_name: str = CHANCE,
 ) -> Score:
-    name, factor = next(
-        ((text, factor) for part, text, factor in _UNITS if part in metric), (metric.replace("_", " "), 1.0)
-    )
-    series = _series(records, key)
-    known = dict(zip(*_series(records, error), strict=True))
-    errors = np.array([known.get(tokens, np.nan) for tokens in series.tokens], dtype=np.float64)
-    baseline = baseline if baseline is not None else _series([], "")
-    return Score(
-        task,
-        metric,
-        name,
-        series._replace(values=factor * series.values),
-        factor * errors,
-        baseline._replace(values=factor * baseline.values),
-        baseline_name,
-    )
+    """A score in its unit.
 
-
-def _series(records: list[dict[str, Any]], key: str) -> Series:
-    pairs = [(record["step"], record[key]) for record in records if isinstance(record.get(key), int | float)]
-    steps, values = zip(*pairs, strict=True) if pairs else ((), ())
-    return Series(np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64))
+    Args:
+        at: the beginning of the names of the numbers, to which `metric` and `baseline` are added.
+    """
+    text, factor = unit
+    name, comma, variant = metric.partition(",")
+    series = series_of(lines, names.name_of(at, metric))
+    known = dict(
+        zip(*series_of(lines, names.name_of(at, f"{name}{names.STANDARD_ERROR}{comma}{variant}")), strict=True)
+    )
+    errors = factor * np.array([known.get(tokens, np.nan) for tokens in series.tokens], dtype=np.float64)
+    level = _NOTHING if baseline is None else series_of(lines, names.name_of(at, baseline)).scaled(factor)
+    return Score(task, metric, text, series.scaled(factor), errors, level, baseline_name, test)

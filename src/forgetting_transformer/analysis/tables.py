@@ -1,31 +1,22 @@
 """Tables in Markdown and LaTeX: of any cells, and of scores with the best and the second best of each column marked."""
 
+import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from forgetting_transformer.analysis import AnalysisError, outputs
 from forgetting_transformer.analysis.statistics import Estimate
-from forgetting_transformer.files import write_atomically
 
-_LATEX_SPECIAL = {
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "\\": r"\textbackslash{}",
-    "↑": r"$\uparrow$",
-    "↓": r"$\downarrow$",
-    "±": r"$\pm$",
-}
-#: What a cell of a table of scores holds; an `Estimate` is printed with its interval.
+_LATEX_SPECIAL = str.maketrans(
+    {
+        "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--",
+        "↑": r"$\uparrow$", "↓": r"$\downarrow$", "±": r"$\pm$",
+    }
+    | {character: f"\\{character}" for character in "&%$#_{}"}
+)  # fmt: skip
+#: The content of a cell of a table of scores; an `Estimate` is printed with its interval.
 Value = float | Estimate | None
 Rows = Mapping[str, Mapping[str, Value]]
 
@@ -47,17 +38,17 @@ class Table:
     def markdown(self, padded: bool = False) -> str:
         """A Markdown table without a newline at its end; padded, its columns also line up on a terminal."""
         cells = [[cell.replace("|", "\\|") for cell in row] for row in (self.header, *self.rows)]
-        if not padded:
-            head, *rows = (f"| {' | '.join(row)} |" for row in cells)
-            rule = "|".join("---:" if a == "r" else "---" for a in self.alignment)
-            return "\n".join([head, f"|{rule}|", *rows])
-        widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+        widths = [max(3, *map(len, column)) if padded else 0 for column in zip(*cells, strict=True)]
         columns = list(zip(widths, self.alignment, strict=True))
-        cells.insert(1, ["-" * (w - 1) + ":" if a == "r" else "-" * w for w, a in columns])
-        padded_cells = (
-            [c.rjust(w) if a == "r" else c.ljust(w) for c, (w, a) in zip(row, columns, strict=True)] for row in cells
-        )
-        return "\n".join(f"| {' | '.join(row)} |" for row in padded_cells)
+        lines = [
+            f"| {' | '.join(c.rjust(w) if a == 'r' else c.ljust(w) for c, (w, a) in zip(row, columns, strict=True))} |"
+            for row in cells
+        ]
+        if padded:
+            rule = f"| {' | '.join('-' * (w - 1) + ':' if a == 'r' else '-' * w for w, a in columns)} |"
+        else:
+            rule = f"|{'|'.join('---:' if a == 'r' else '---' for a in self.alignment)}|"
+        return "\n".join([lines[0], rule, *lines[1:]])
 
     def without_empty_columns(self) -> "Table":
         """The table without the columns that are empty in every row."""
@@ -73,6 +64,14 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], alignme
         alignment: a letter per column, "l" or "r".
     """
     return Table(header, rows, alignment).without_empty_columns().markdown(padded=True)
+
+
+def format_tokens(tokens: float) -> str:
+    """A number of tokens, short: 0, 500, 1.5K, 250M, 48B, 1.2T."""
+    for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(tokens) >= unit:
+            return f"{tokens / unit:.6g}{suffix}"
+    return f"{tokens:.6g}"
 
 
 def rate_text(rate: float) -> str:
@@ -122,26 +121,32 @@ def half_width(value: Value) -> float | None:
     return value.half_width if isinstance(value, Estimate) and math.isfinite(value.half_width) else None
 
 
+def has_numbers(rows: Rows, columns: Sequence[Column]) -> bool:
+    """Whether any model has a value in any column."""
+    return any(row.get(column.key) is not None for row in rows.values() for column in columns)
+
+
 def ranks(column: Column, values: Sequence[Value]) -> list[int | None]:
     """1 for the best value and those printed like it, 2 for the next, None for the rest.
 
     Values that are printed alike are equal: nothing is said to be better that a reader cannot see to be.
     """
-    if column.better is None:
-        return [None] * len(values)
-    numbers = [number(value) for value in values]
-    shown = [None if value is None else round(value, column.digits) for value in numbers]
+    shown = [None if (value := number(one)) is None else round(value, column.digits) for one in values]
     distinct = sorted({value for value in shown if value is not None}, reverse=column.better == "higher")
-    if len(distinct) < 2:  # nothing to compare with
+    if column.better is None or len(distinct) < 2:  # nothing to compare with
         return [None] * len(values)
-    return [distinct.index(value) + 1 if value is not None and distinct.index(value) < 2 else None for value in shown]
+    return [distinct.index(value) + 1 if value in distinct[:2] else None for value in shown]
 
 
 def score_table(rows: Rows, columns: Sequence[Column], first: str = "Model") -> Table:
     """A row per model, the best value bold and the second best underlined (`<u>`)."""
-    cells = _cells(rows, columns, lambda text: f"**{text}**", lambda text: f"<u>{text}</u>", "–")
-    header = [first, *(column.head for column in columns)]
-    return Table(header, [[name, *row] for name, row in zip(rows, cells, strict=True)], "l" + "r" * len(columns))
+    cells: list[list[str]] = [[name] for name in rows]
+    for column in columns:
+        values = [row.get(column.key) for row in rows.values()]
+        for line, value, rank in zip(cells, values, ranks(column, values), strict=True):
+            text = _text(value, column.digits)
+            line.append(f"**{text}**" if rank == 1 else f"<u>{text}</u>" if rank == 2 else text)
+    return Table([first, *(column.head for column in columns)], cells, "l" + "r" * len(columns))
 
 
 def markdown(rows: Rows, columns: Sequence[Column], first: str = "Model") -> str:
@@ -151,110 +156,25 @@ def markdown(rows: Rows, columns: Sequence[Column], first: str = "Model") -> str
 
 def latex(rows: Rows, columns: Sequence[Column], first: str = "Model") -> str:
     r"""A LaTeX tabular for the package booktabs: the best value `\textbf`, the second best `\underline`."""
-    cells = _cells(rows, columns, lambda text: rf"\textbf{{{text}}}", lambda text: rf"\underline{{{text}}}", "--")
-    lines = [rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule"]
+    table = score_table(rows, columns, first)
+    lines = [rf"\begin{{tabular}}{{{table.alignment}}}", r"\toprule"]
     if any(column.group for column in columns):
-        groups: list[tuple[str, int]] = []
-        for column in columns:
-            if groups and groups[-1][0] == (column.group or ""):
-                groups[-1] = (groups[-1][0], groups[-1][1] + 1)
-            else:
-                groups.append((column.group or "", 1))
-        lines.append(
-            " & ".join(["", *(rf"\multicolumn{{{n}}}{{c}}{{{_escape(name)}}}" for name, n in groups)]) + r" \\"
-        )
-    lines.append(" & ".join([_escape(first), *(_escape(column.head) for column in columns)]) + r" \\")
-    lines.append(r"\midrule")
-    for name, row in zip(rows, cells, strict=True):
-        lines.append(" & ".join([_escape(name), *(cell.replace("±", r"$\pm$") for cell in row)]) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+        groups = [(name or "", len([*of])) for name, of in itertools.groupby(columns, lambda column: column.group)]
+        heads = (rf"\multicolumn{{{count}}}{{c}}{{{name.translate(_LATEX_SPECIAL)}}}" for name, count in groups)
+        lines.append(" & ".join(["", *heads]) + r" \\")
+    head, *body = (" & ".join(map(_latex_cell, row)) + r" \\" for row in (table.header, *table.rows))
+    return "\n".join([*lines, head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
-def _cells(rows, columns, best, second, missing) -> list[list[str]]:
-    table: list[list[str]] = [[] for _ in rows]
-    for column in columns:
-        values = [row.get(column.key) for row in rows.values()]
-        for line, value, rank in zip(table, values, ranks(column, values), strict=True):
-            text = missing if value is None else _text(value, column.digits)
-            line.append(best(text) if rank == 1 else second(text) if rank == 2 else text)
-    return table
+def _latex_cell(text: str) -> str:
+    for pattern, command in ((r"\*\*(.*)\*\*", "textbf"), (r"<u>(.*)</u>", "underline")):
+        if found := re.fullmatch(pattern, text):
+            return rf"\{command}{{{found[1].translate(_LATEX_SPECIAL)}}}"
+    return text.translate(_LATEX_SPECIAL)
 
 
-def _text(value: float | Estimate, digits: int) -> str:
-    text = f"{number(value):.{digits}f}"
+def _text(value: Value, digits: int) -> str:
+    if value is None:
+        return "–"
     around = half_width(value)
-    return text if around is None else f"{text} ± {around:.{digits}f}"
-
-
-def _escape(text: str) -> str:
-    return "".join(_LATEX_SPECIAL.get(character, character) for character in text)
-
-
-def has_numbers(rows: Rows, columns: Sequence[Column]) -> bool:
-    """Whether any model has a value in any column."""
-    return any(row.get(column.key) is not None for row in rows.values() for column in columns)
-
-
-def write_tables(
-    rows: Rows,
-    columns: Sequence[Column],
-    folder: Path | None,
-    title: str = "Scores",
-    conditions: Sequence[str] = (),
-    differences: Table | None = None,
-) -> None:
-    """Prints the tables and, if there is a folder, writes `table.md`, `table.tex`, `scores.png` and, where there are
-    differences, `differences.md` into it.
-
-    Args:
-        title: of the figure.
-        conditions: for its foot.
-        differences: between models, on the same questions.
-
-    Raises:
-        AnalysisError: there is no number at all, or the folder holds a file of one of these names that is not such a
-            table or was changed since.
-    """
-    if not has_numbers(rows, columns):
-        raise AnalysisError(f"nothing to table: the results of {', '.join(rows)} hold no number")
-    in_markdown, in_latex = markdown(rows, columns), latex(rows, columns)
-    print(f"{in_markdown}\n{in_latex}", end="")
-    if differences is not None:
-        print(f"\n{differences.markdown()}")
-    if folder is not None:
-        if differences is None:
-            outputs.remove(folder, f"the table of {title}", ["differences.md"])  # of other models, perhaps
-        with outputs.writing(folder, f"the table of {title}", _has_latex_table) as new:
-            if differences is not None:
-                write_atomically(new / "differences.md", f"{differences.markdown()}\n", durable=False)
-            write_atomically(new / "table.md", in_markdown, durable=False)
-            write_atomically(new / "table.tex", in_latex, durable=False)
-            draw_scores(rows, columns, new / "scores.png", title, conditions)
-
-
-def _has_latex_table(path: Path) -> bool:
-    """Whether the file lies beside a table of an earlier version."""
-    latex_file = path.with_name("table.tex")
-    if path.name not in ("table.md", "table.tex", "scores.png"):
-        return False  # which that version did not write
-    return latex_file.is_file() and latex_file.read_bytes().startswith(rb"\begin{tabular}{l")
-
-
-def draw_scores(
-    rows: Rows, columns: Sequence[Column], path: Path, title: str = "Scores", conditions: Sequence[str] = ()
-) -> None:
-    """Draws the table: a panel for each unit, and in it a line of dots for each column, one for each model, with its
-    interval. Columns that no model has a value in are left out."""
-    from forgetting_transformer.analysis.plots.scores import Scores, scores_by_task  # loads matplotlib
-
-    panels: dict[tuple[str, str | None], Scores] = {}
-    for column in columns:
-        if has_numbers(rows, [column]):
-            panel = panels.setdefault((column.unit, column.better), Scores(column.unit, column.better))
-            values = [row.get(column.key) for row in rows.values()]
-            panel.values[column.title] = [number(value) for value in values]
-            panel.errors[column.title] = [half_width(value) for value in values]
-            if column.chance is not None:
-                panel.chance[column.title] = column.chance
-    title = title if len(rows) > 1 else f"{title} of {next(iter(rows))}"
-    scores_by_task(list(rows), list(panels.values()), path, title, conditions)
+    return f"{number(value):.{digits}f}" + ("" if around is None else f" ± {around:.{digits}f}")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from forgetting_transformer.analysis import evaluations
 from forgetting_transformer.analysis.plots import heatmaps
-from forgetting_transformer.analysis.plots.style import format_tokens
+from forgetting_transformer.analysis.tables import format_tokens
 from forgetting_transformer.evaluation.generation import check_settings
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, precision_context
 from forgetting_transformer.files import write_json

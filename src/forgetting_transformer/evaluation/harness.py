@@ -28,7 +28,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from forgetting_transformer import files
-from forgetting_transformer.analysis import evaluations, question_scores, tables
+from forgetting_transformer.analysis import evaluations, outputs, question_scores, tables
+from forgetting_transformer.analysis.plots.scores import draw_scores
 from forgetting_transformer.analysis.published import TASKS, lm_eval_table, sample_counts
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, write_json
@@ -267,7 +268,7 @@ def evaluate(
             questions = _scores_of([samples[task]] if task in samples else [*samples.values()], results[task])
             if questions.scores:
                 known = question_scores.read_question_scores(folder) | {task: questions}
-                with evaluations.writing(folder, _KIND) as new:
+                with outputs.writing(folder, _KIND) as new:
                     question_scores.write_question_scores(new, known)
             write_json(file, results)
     if workers.is_first:
@@ -276,7 +277,7 @@ def evaluate(
         rows, columns = lm_eval_table(models)
 
         def draw(path: Path) -> None:
-            tables.draw_scores(rows, columns, path, "lm-evaluation-harness", sample_counts(models))
+            draw_scores(rows, columns, path, "lm-evaluation-harness", sample_counts(models))
 
         evaluations.write_evaluation(evaluation, folder, tables.score_table(rows, columns), draw)
     return results

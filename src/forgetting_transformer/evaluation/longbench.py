@@ -39,6 +39,7 @@ from tqdm import tqdm
 
 from forgetting_transformer.analysis import question_scores, tables
 from forgetting_transformer.analysis.evaluations import answer_text, check_folder, from_longbench, write_evaluation
+from forgetting_transformer.analysis.plots.scores import draw_scores
 from forgetting_transformer.analysis.published import longbench_table, sample_counts
 from forgetting_transformer.analysis.statistics import mean_and_error
 from forgetting_transformer.evaluation import texts
@@ -408,7 +409,7 @@ def evaluate(
         rows, columns = longbench_table(models)
 
         def draw(path: Path) -> None:
-            tables.draw_scores(rows, columns, path, "LongBench", sample_counts(models))
+            draw_scores(rows, columns, path, "LongBench", sample_counts(models))
 
         def write_more(new: Path) -> None:
             question_scores.write_question_scores(new, by_question)

@@ -32,7 +32,8 @@ import numpy as np
 from tqdm import tqdm
 
 from forgetting_transformer import model_tokenizer
-from forgetting_transformer.analysis import evaluations, needles
+from forgetting_transformer.analysis import evaluations
+from forgetting_transformer.analysis.plots.heatmaps import draw_needles
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, write_json
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve
@@ -388,9 +389,9 @@ def _write_results(folder: Path, scores: dict[str, Any]) -> None:
     def write_more(new: Path) -> None:
         write_json(new / "scores.json", scores)
         for name in _PICTURES:
-            needles.draw(evaluation, Path(name).stem, new / name)
+            draw_needles(evaluation, Path(name).stem, new / name)
 
     def draw(path: Path) -> None:
-        needles.draw(evaluation, "words", path)
+        draw_needles(evaluation, "words", path)
 
     evaluations.write_evaluation(evaluation, folder, evaluations.number_table(evaluation), draw, write_more)

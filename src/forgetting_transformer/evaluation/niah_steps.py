@@ -24,8 +24,8 @@ import numpy as np
 from tqdm import tqdm
 
 from forgetting_transformer import files, model_tokenizer
-from forgetting_transformer.analysis import needles
 from forgetting_transformer.analysis.evaluations import from_needle, read_json
+from forgetting_transformer.analysis.plots.heatmaps import draw_needles
 from forgetting_transformer.evaluation import niah, official, texts
 from forgetting_transformer.evaluation.generation import (
     append_record,
@@ -375,5 +375,5 @@ def draw_all(results: Path, answers: Path, figures: Path, train_length: int | No
         several = len(list(file.parent.glob("*_eval.json"))) > 1  # judges, each of which has a picture
         stem = f"needle_{exp}_{model}" + (f"_{judge}" if several else "")
         pictures = [figures / exp / f"{stem}.{suffix}" for suffix in ("png", "pdf")]
-        needles.draw(from_needle({**about, "judge": judge, "records": records}), "judge", *pictures)
+        draw_needles(from_needle({**about, "judge": judge, "records": records}), "judge", *pictures)
         yield from pictures

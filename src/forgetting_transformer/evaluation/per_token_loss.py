@@ -36,6 +36,9 @@ from forgetting_transformer.analysis.evaluations import (
 )
 from forgetting_transformer.analysis.plots.losses import loss_against_position
 from forgetting_transformer.analysis.position_loss import (
+    GROUP_OF_SEQUENCE,
+    LOSS_PER_OCTAVE,
+    LOSS_PER_TOKEN,
     extrapolation_table,
     made_with,
     octave_edges,
@@ -466,19 +469,19 @@ def _write_results(
     folder: Path, results: dict[str, Any], sums: Sums, group_N: np.ndarray | None, extrapolation: bool
 ) -> None:
     numbers = {key: value for key, value in results.items() if isinstance(value, (int, float))}
-    arrays = {"val/loss_per_token": sums.loss_T / sums.sequences, "val/loss_per_octave": sums.octaves_NO}
+    arrays = {LOSS_PER_TOKEN: sums.loss_T / sums.sequences, LOSS_PER_OCTAVE: sums.octaves_NO}
     if group_N is not None:
-        arrays["group_of_sequence"] = group_N
+        arrays[GROUP_OF_SEQUENCE] = group_N
 
     def write_more(new: Path) -> None:
         _savez(new / "results.npz", **numbers, **arrays)
         write_json(new / "results.json", results)
         if extrapolation:
-            table = extrapolation_table({results["model"]: results})
+            table = extrapolation_table([(results["model"], results)])
             write_atomically(new / "extrapolation.md", f"{table.markdown()}\n", durable=False)
 
     def draw(path: Path) -> None:
-        curve = {results["model"]: arrays["val/loss_per_token"]}
+        curve = {results["model"]: arrays[LOSS_PER_TOKEN]}
         loss_against_position(curve, path, results["train_length"], conditions=made_with([results]))
 
     evaluation = from_position_loss(results)

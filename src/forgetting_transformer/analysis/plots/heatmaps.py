@@ -10,14 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from forgetting_transformer.analysis.plots.style import MAIN, Picture, marker_handle, picture, plain_text
+from forgetting_transformer.analysis.evaluations import Evaluation
+from forgetting_transformer.analysis.needles import MODES, SCORES, described, score_matrix
+from forgetting_transformer.analysis.plots.style import MAIN, Picture, marker_handle, picture
 
 _AT_LEAST = "at least this: not forgotten within the text"
 _MEMORY = "memory length: tokens until the decay reaches 1/e, median over the second half of the text"
 #: Cells of a grid of scores, in each direction, whose numbers are written into them.
 _NUMBERED_CELLS = 12
-#: Grids of models beside each other.
-_GRIDS_IN_A_ROW = 7
 
 
 def head_matrices(
@@ -39,23 +39,23 @@ def head_matrices(
         titles: what stands over a picture, default its layer and head.
         threshold: values below stay white.
         title: of the figure, default the label.
-        conditions: for the foot of the figure.
     """
     layers = sorted({layer for layer, _ in pictures})
     columns = max(sum(key[0] == layer for key in pictures) for layer in layers)
+    # Without the palest yellow, so that 0 is distinct from the white of what is not shown.
+    colours = ListedColormap(mpl.colormaps["viridis_r"](np.linspace(0.05, 1, 256)))
     size = (1.0 + 1.75 * columns, 0.3 + 1.85 * len(layers))
     with picture(path, title or label, size, len(layers), columns) as drawn:
         image: Any = None
         for row, layer in zip(drawn.axes, layers, strict=True):
-            heads = sorted(head for one, head in pictures if one == layer)
-            for axes, head in zip(row, heads, strict=False):
+            for axes, head in zip(row, sorted(head for one, head in pictures if one == layer), strict=False):
                 values = pictures[layer, head]
                 hidden = np.triu(np.ones_like(values, dtype=bool), k=1)
                 if threshold is not None:
                     hidden |= values < threshold
                 image = axes.imshow(
                     np.ma.masked_array(values, hidden),
-                    cmap=_colours(),
+                    cmap=colours,
                     vmin=threshold or 0,
                     vmax=1,
                     extent=(0, length, length, 0),
@@ -65,8 +65,6 @@ def head_matrices(
                 axes.set(xticks=(0, length // 2, length), yticks=(0, length // 2, length))
                 axes.tick_params(length=2, labelsize=6.5)
                 axes.grid(visible=False)
-            for axes in row[len(heads) :]:
-                axes.set_axis_off()
         drawn.axes[-1, 0].set_xlabel("key position j (tokens)", fontsize=8)
         drawn.axes[-1, 0].set_ylabel("query position i (tokens)", fontsize=8)
         drawn.figure.colorbar(image, ax=drawn.axes, label=label, shrink=0.7, aspect=30)
@@ -85,14 +83,11 @@ def heads_by_layer(
     other, so that equal ones are all seen."""
     with picture(path, title, (5.2, 2.9)) as drawn:
         axes = drawn.axes[0, 0]
-        _memory_axis(axes)
         place = [layers[:number].count(layer) for number, layer in enumerate(layers)]
-        most = max(place) + 1
-        beside = [layer + 0.6 * ((number + 0.5) / most - 0.5) for layer, number in zip(layers, place, strict=True)]
-        for bound, marker in ((False, "o"), (True, "^")):
-            chosen = [(x, max(y, 0.5)) for x, y, b in zip(beside, memory, is_bound, strict=True) if b == bound]
-            if chosen:
-                axes.plot(*zip(*chosen, strict=True), marker, color=MAIN, markersize=4.5, alpha=0.8)
+        beside = [layer + 0.6 * ((n + 0.5) / (max(place) + 1) - 0.5) for layer, n in zip(layers, place, strict=True)]
+        for x, y, bound in zip(beside, memory, is_bound, strict=True):
+            axes.plot(x, max(y, 0.5), "^" if bound else "o", color=MAIN, markersize=4.5, alpha=0.8)
+        _memory_axis(axes)
         axes.set_xlabel("layer (heads side by side)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="x", visible=False)
@@ -101,111 +96,51 @@ def heads_by_layer(
         drawn.notes += [*conditions, _MEMORY]
 
 
-def score_grid(
-    scores: np.ndarray,
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    path: Path,
-    *,
-    title: str,
-    label: str,
-    limits: tuple[float, float],
-    train_length: int | None = None,
-    conditions: Sequence[str] = (),
-) -> None:
-    """Draws a score for every depth (rows) and length (columns); missing scores stay grey.
+def _memory_axis(axes: Axes) -> None:
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "<1" if value < 1 else f"{value:,.0f}"))
+    axes.set_ylabel("memory length (tokens)")
 
-    Args:
-        scores: `(depths, lengths)`, NaN for missing.
-        depths: 0 (beginning of the context) to 1.
-        limits: ends of the colour scale.
-        train_length: drawn as a dashed line between the lengths within and beyond it.
-        conditions: for the foot of the figure.
+
+def draw_needles(evaluation: Evaluation, score: str, *paths: Path) -> float:
+    """Draws the heat-map of one score of needle in a haystack into each file: a row for every depth, a column for
+    every length. Missing scores stay grey.
+
+    Returns:
+        The score's mean, NaN if no cell has one.
     """
+    lengths, depths, matrix = score_matrix(evaluation, score)
+    mode = MODES.get(evaluation.settings["mode"], evaluation.settings["mode"])
+    label, limits = SCORES[score]
     # So large at least that the labels of a small grid have room.
     size = (max(4.4, 1.9 + 0.48 * len(lengths)), max(2.7, 1.2 + 0.26 * len(depths)))
-    with picture(path, title, size) as drawn:
-        axes = drawn.axes[0, 0]
-        image = _grid(axes, scores, limits)
-        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right")
-        axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
-        axes.set(xlabel="context length (tokens)", ylabel="depth of the needle")
-        if max(scores.shape) <= _NUMBERED_CELLS:
-            middle = sum(limits) / 2
-            for (row, column), value in np.ndenumerate(scores):
-                if np.isfinite(value):
-                    colour = "black" if value > middle else "white"
-                    axes.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=6.5, color=colour)
-        _show_training_length(drawn, [axes], lengths, train_length)
-        drawn.figure.colorbar(image, ax=axes, label=label)
-        drawn.notes += conditions
+    for path in paths:
+        with picture(path, f"{evaluation.model}, needle in a haystack, {mode}", size) as drawn:
+            axes = drawn.axes[0, 0]
+            image = draw_grid(axes, matrix, limits)
+            axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right")
+            axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
+            axes.set(xlabel="context length (tokens)", ylabel="depth of the needle")
+            if max(matrix.shape) <= _NUMBERED_CELLS:
+                for (row, column), value in np.ndenumerate(matrix):
+                    if np.isfinite(value):
+                        colour = "black" if value > sum(limits) / 2 else "white"
+                        axes.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=6.5, color=colour)
+            mark_training_length(drawn, [axes], lengths, evaluation.about.get("train_length"))
+            drawn.figure.colorbar(image, ax=axes, label=label.format(judge=evaluation.settings.get("judge")))
+            drawn.notes += described(evaluation, score)
+    return float(np.nanmean(matrix)) if np.isfinite(matrix).any() else float("nan")
 
 
-def score_grids(
-    scores: Mapping[tuple[str, str], np.ndarray],
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    path: Path,
-    *,
-    title: str,
-    label: str,
-    limits: tuple[float, float],
-    train_length: int | None = None,
-    conditions: Sequence[str] = (),
-) -> None:
-    """Draws the grids of several models beside each other, a row for each mode; missing scores stay grey.
-
-    Args:
-        scores: (mode, model) -> `(depths, lengths)`, NaN for missing.
-        depths, label, limits, train_length, conditions: as of `score_grid`.
-    """
-    modes, models = (list(dict.fromkeys(key[place] for key in scores)) for place in (0, 1))
-    columns = min(len(models), _GRIDS_IN_A_ROW)
-    blocks = -(-len(models) // columns)
-    size = (1.6 + 1.2 * columns, 0.4 + 1.15 * len(modes) * blocks)
-    with picture(path, title, size, len(modes) * blocks, columns) as drawn:
-        image: Any = None
-        for axes in drawn.axes.flat:
-            axes.set_axis_off()
-        cells = {
-            (place // columns * len(modes) + number, place % columns): (mode, model)
-            for place, model in enumerate(models)
-            for number, mode in enumerate(modes)
-            if (mode, model) in scores
-        }
-        for (row, column), (mode, model) in cells.items():
-            axes = drawn.axes[row, column]
-            axes.set_axis_on()
-            image = _grid(axes, scores[mode, model], limits)
-            block = range(row - row % len(modes), row - row % len(modes) + len(modes))
-            rows = [number for number in block if (number, column) in cells]
-            is_left = not any((row, other) in cells for other in range(column))
-            first_and_last = [sorted({0, len(values) - 1}) for values in (lengths, depths)]
-            axes.set_xticks(first_and_last[0], [f"{lengths[n]:,}" for n in first_and_last[0]], fontsize=7)
-            axes.set_yticks(first_and_last[1], [f"{100 * depths[n]:.0f}%" for n in first_and_last[1]], fontsize=7)
-            axes.tick_params(length=2, labelbottom=row == rows[-1], labelleft=is_left)
-            if row == rows[0]:
-                axes.set_title(plain_text(model, 18), fontsize=7.5)
-            if is_left:
-                axes.set_ylabel(f"{mode} mode\ndepth", fontsize=7.5)
-        last = max(row for row, _ in cells)
-        first = min(column for row, column in cells if row == last)
-        drawn.axes[last, first].set_xlabel("context length (tokens)", fontsize=7.5)
-        _show_training_length(drawn, [drawn.axes[cell] for cell in cells], lengths, train_length, 0.6)
-        bar = drawn.figure.colorbar(image, ax=drawn.axes, shrink=0.8, aspect=30)
-        bar.set_label(label, fontsize=7.5)
-        bar.ax.tick_params(labelsize=7)
-        drawn.notes += conditions
-
-
-def _grid(axes: Axes, scores: np.ndarray, limits: tuple[float, float]) -> Any:
+def draw_grid(axes: Axes, scores: np.ndarray, limits: tuple[float, float]) -> Any:
+    """Draws scores `(depths, lengths)`, NaN for missing; returns the image, for a colour bar."""
     axes.set_facecolor("#bbbbbb")
     axes.grid(visible=False)
     shown = np.ma.masked_invalid(scores)
     return axes.imshow(shown, cmap="viridis", vmin=limits[0], vmax=limits[1], aspect="auto")
 
 
-def _show_training_length(
+def mark_training_length(
     drawn: Picture, grids: Sequence[Axes], lengths: Sequence[int], train_length: int | None, scale: float = 1.0
 ) -> None:
     """A dashed line behind the lengths within it; white over black is seen on every colour of the scale."""
@@ -218,14 +153,3 @@ def _show_training_length(
     elif train_length is not None:
         side = "within" if within else "beyond"
         drawn.notes.append(f"all lengths are {side} the training length of {train_length:,} tokens")
-
-
-def _memory_axis(axes: Axes) -> None:
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "<1" if value < 1 else f"{value:,.0f}"))
-    axes.set_ylabel("memory length (tokens)")
-
-
-def _colours() -> ListedColormap:
-    """Viridis reversed and without its palest yellow, so that 0 is distinct from the white of what is not shown."""
-    return ListedColormap(mpl.colormaps["viridis_r"](np.linspace(0.05, 1, 256)))

@@ -1,111 +1,132 @@
-"""Scores of models, task by task: a panel for each unit, with intervals and the level of chance."""
+"""Scores of models, task by task: a panel for each unit, with intervals and the level of chance; and their tables."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from forgetting_transformer.analysis.plots.style import GREY, curve_styles, marker_handle, picture, plain_text
+from forgetting_transformer.analysis import AnalysisError, outputs
+from forgetting_transformer.analysis.plots.style import (
+    GREY,
+    MARKER,
+    CurveStyle,
+    curve_styles,
+    marker_handle,
+    picture,
+    plain_text,
+)
+from forgetting_transformer.analysis.tables import (
+    Column,
+    Rows,
+    Table,
+    half_width,
+    has_numbers,
+    latex,
+    markdown,
+    number,
+)
+from forgetting_transformer.files import write_atomically
 
 _TASK_CHARACTERS = 32
-#: Values above are labelled by their power of ten.
-_LARGE = 1e5
 
 
-@dataclass
-class Scores:
-    """Tasks whose values share a unit, and so an axis.
-
-    Attributes:
-        unit: what the axis says, as in "accuracy (%)".
-        better: "higher" or "lower"; None says nothing.
-        values: task -> a value for each model, None where it has none.
-        errors: task -> half of the 95 % interval of each, None where it is unknown.
-        chance: task -> what guessing gives, where that is known.
-    """
-
-    unit: str
-    better: str | None
-    values: dict[str, Sequence[float | None]] = field(default_factory=dict)
-    errors: dict[str, Sequence[float | None]] = field(default_factory=dict)
-    chance: dict[str, float] = field(default_factory=dict)
-
-
-def scores_by_task(
-    models: Sequence[str], panels: Sequence[Scores], path: Path, title: str = "Scores", conditions: Sequence[str] = ()
+def write_tables(
+    rows: Rows,
+    columns: Sequence[Column],
+    folder: Path | None,
+    title: str = "Scores",
+    conditions: Sequence[str] = (),
+    differences: Table | None = None,
 ) -> None:
-    """Draws a row for each task and in it a marker for each model, with its interval.
+    """Prints the tables and, if there is a folder, writes `table.md`, `table.tex`, `scores.png` and, where there are
+    differences, `differences.md` into it.
 
     Args:
-        models: names.
-        panels: one after the other, two beside each other.
-        path: where to write; the suffix chooses the format.
-        conditions: for the foot of the figure.
+        title: of the figure.
+        differences: between models, on the same questions.
+
+    Raises:
+        AnalysisError: there is no number at all, or the folder holds a file of one of these names that is not such a
+            table or was changed since.
+    """
+    if not has_numbers(rows, columns):
+        raise AnalysisError(f"nothing to table: the results of {', '.join(rows)} hold no number")
+    texts = {"table.md": markdown(rows, columns), "table.tex": latex(rows, columns)}
+    if differences is not None:
+        texts["differences.md"] = f"{differences.markdown()}\n"
+    print("\n".join(texts.values()), end="")
+    if folder is None:
+        return
+    if differences is None:
+        outputs.remove(folder, f"the table of {title}", ["differences.md"])  # of other models, perhaps
+    with outputs.writing(folder, f"the table of {title}") as new:
+        for name, text in texts.items():
+            write_atomically(new / name, text, durable=False)
+        draw_scores(rows, columns, new / "scores.png", title, conditions)
+
+
+def draw_scores(
+    rows: Rows, columns: Sequence[Column], path: Path, title: str = "Scores", conditions: Sequence[str] = ()
+) -> None:
+    """Draws the table: a panel for each unit, and in it a line of markers for each column, one for each model, with its
+    interval. Columns that no model has a value in are left out.
 
     Raises:
         ValueError: there is no value at all.
     """
-    if not panels:
-        raise ValueError(f"Nothing to plot: no scores of {', '.join(models)}.")
-    columns = min(2, len(panels))
-    lines = [panels[start : start + columns] for start in range(0, len(panels), columns)]
-    heights = [0.75 + max(len(panel.values) for panel in line) * (0.18 + 0.07 * len(models)) for line in lines]
-    size = (5.0 if columns == 1 else 8.4, sum(heights))
-    with picture(path, title, size, len(lines), columns, height_ratios=heights) as drawn:
-        found = curve_styles(models)
+    units: dict[tuple[str, str | None], list[Column]] = {}
+    for column in columns:
+        if has_numbers(rows, [column]):
+            units.setdefault((column.unit, column.better), []).append(column)
+    if not units:
+        raise ValueError(f"Nothing to plot: no scores of {', '.join(rows)}.")
+    beside = min(2, len(units))
+    lines = [list(units.values())[start : start + beside] for start in range(0, len(units), beside)]
+    heights = [0.75 + max(map(len, line)) * (0.18 + 0.07 * len(rows)) for line in lines]
+    size = (5.0 if beside == 1 else 8.4, sum(heights))
+    title = title if len(rows) > 1 else f"{title} of {next(iter(rows))}"
+    styles = curve_styles(list(rows))
+    with picture(path, title, size, len(lines), beside, height_ratios=heights) as drawn:
         for axes_row, line in zip(drawn.axes, lines, strict=True):
-            most = max(len(panel.values) for panel in line)
-            for axes in axes_row[len(line) :]:
-                axes.set_axis_off()
-            for axes, panel in zip(axes_row, line, strict=False):
-                tasks = list(panel.values)
-                for number, style in enumerate(found):
-                    # One below the other, as equal values would hide each other.
-                    shift = 0.6 * ((number + 0.5) / len(models) - 0.5)
-                    for row, task in enumerate(tasks):
-                        value, error = panel.values[task][number], panel.errors.get(task, [None] * len(models))[number]
-                        if value is not None:
-                            edge = {"markeredgecolor": "white", "markeredgewidth": 0.7}
-                            axes.errorbar(
-                                value,
-                                row + shift,
-                                xerr=error,
-                                fmt=style.marker,
-                                color=style.colour,
-                                ms=6,
-                                capsize=2,
-                                **edge,
-                            )
-                for row, task in enumerate(tasks):
-                    if task in panel.chance:
-                        axes.plot([panel.chance[task]] * 2, [row - 0.45, row + 0.45], color=GREY, linestyle=":", lw=1.2)
-                axes.set_yticks(range(len(tasks)), [plain_text(task, _TASK_CHARACTERS) for task in tasks])
-                axes.set_ylim(most - 0.5, -0.5)
-                axes.grid(axis="y", visible=False)
-                for row in range(1, len(tasks)):
-                    axes.axhline(row - 0.5, color="#dddddd", linewidth=0.6, zorder=0)
-                axes.margins(x=0.08)
-                seen = [value for values in panel.values.values() for value in values if value is not None]
-                if panel.better == "lower" and max(seen) > 20 * min(seen) > 0:
-                    axes.set_xscale("log")
-                elif np.ptp([*seen, *panel.chance.values()]) == 0:
-                    axes.set_xlim(0.0, 2 * seen[0] or 1.0)
-                if axes.get_xlim()[0] <= 0 <= min(seen):
-                    axes.set_xlim(left=-0.02 * axes.get_xlim()[1])
-                if axes.get_xscale() == "linear":
-                    large = max(map(abs, axes.get_xlim())) >= _LARGE
-                    axes.xaxis.set_major_locator(MaxNLocator(nbins=3 if large else 5))
-                    if large:
-                        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-                axes.set_xlabel(panel.unit + (f", {panel.better} is better" if panel.better else ""))
+            for axes, tasks in zip(axes_row, line, strict=False):
+                _draw_unit(axes, rows, tasks, styles)
+                axes.set_ylim(max(map(len, line)) - 0.5, -0.5)
         drawn.handles += [
             marker_handle(style.marker, name, style.colour, markersize=6)
-            for style, name in zip(found, models, strict=True)
+            for style, name in zip(styles, rows, strict=True)
         ]
-        if any(panel.chance for panel in panels):
+        if any(column.chance is not None for tasks in units.values() for column in tasks):
             drawn.handles.append(Line2D([], [], color=GREY, linestyle=":", linewidth=1.2, label="chance"))
-        known = any(error is not None for panel in panels for errors in panel.errors.values() for error in errors)
+        known = any(half_width(value) is not None for row in rows.values() for value in row.values())
         drawn.notes += [*conditions, "bars: 95 % intervals" if known else "intervals are not known"]
+
+
+def _draw_unit(axes: Axes, rows: Rows, tasks: Sequence[Column], styles: Sequence[CurveStyle]) -> None:
+    """Draws the tasks of one unit, from top to bottom."""
+    seen: list[float] = []
+    for line, task in enumerate(tasks):
+        for model, (row, style) in enumerate(zip(rows.values(), styles, strict=True)):
+            value = number(row.get(task.key))
+            if value is not None:
+                # One below the other, as equal values would hide each other.
+                place, error = line + 0.6 * ((model + 0.5) / len(rows) - 0.5), half_width(row.get(task.key))
+                axes.errorbar(value, place, xerr=error, fmt=style.marker, color=style.colour, capsize=2, **MARKER)
+                seen.append(value)
+        if task.chance is not None:
+            axes.plot([task.chance] * 2, [line - 0.45, line + 0.45], color=GREY, linestyle=":", linewidth=1.2)
+            seen.append(task.chance)
+    axes.set_yticks(range(len(tasks)), [plain_text(task.title, _TASK_CHARACTERS) for task in tasks])
+    axes.grid(axis="y", visible=False)
+    axes.margins(x=0.08)
+    better = tasks[0].better
+    if better == "lower" and max(seen) > 20 * min(seen) > 0:
+        axes.set_xscale("log")
+    elif np.ptp(seen) == 0:
+        axes.set_xlim(0.0, 2 * seen[0] or 1.0)
+    if axes.get_xscale() == "linear":
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+    axes.set_xlabel(tasks[0].unit + (f", {better} is better" if better else ""))

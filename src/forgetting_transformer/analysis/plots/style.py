@@ -1,9 +1,10 @@
-"""What all figures share: colours of models, fonts, the title, the legend and the line of conditions below it.
+"""Shared parts of all figures: colours of models, fonts, the title, the legend and the line of conditions below it.
 
 Drawn without pyplot, so nothing global is left behind and no display is needed. The first colours are those of Okabe
 and Ito, which people with colour-vision deficiencies can tell apart; line styles and markers repeat the distinction.
 """
 
+import math
 import textwrap
 import zlib
 from collections.abc import Iterator, Sequence
@@ -16,14 +17,12 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
-from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from forgetting_transformer.analysis import known_models
+from forgetting_transformer.analysis.tables import format_tokens
 
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -46,11 +45,14 @@ GREY = "#555555"
 #: The colour of a single curve that stands for no model, and of what is to be seen first.
 MAIN, ACCENT = "#0072B2", "#D55E00"
 _DPI = 200
-_LEGEND_CHARACTERS = 70
-_TITLE_SIZE, _NOTE_SIZE = 10, 7.5
-_MARGIN, _GAP = 0.08, 0.07  # inches
-#: Where a curve leaves the axes: no marker of a model looks like it.
-_ARROW = r"$\uparrow$"
+_MARGIN = 0.08  # inches
+#: Of title, legend and conditions: height of a line in inches, and characters that surely fit into an inch.
+_TITLE_LINE, _LEGEND_LINE, _NOTE_LINE = 0.18, 0.19, 0.14
+_TITLE_CHARACTERS, _LEGEND_CHARACTERS, _NOTE_CHARACTERS = 10, 14, 15
+#: Inches of a column of the legend beside its text.
+_LEGEND_KEY = 0.7
+#: White edges, so that markers on top of each other are told apart.
+MARKER: dict[str, Any] = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Picture:
 
     Attributes:
         figure: the whole.
-        axes: (rows, columns) of it.
+        axes: (rows, columns) of it; those that nothing is drawn into are hidden.
         handles: what the legend below the axes explains, in order.
         notes: the conditions, written below the legend.
     """
@@ -133,75 +135,58 @@ def picture(
         subplots: for `Figure.subplots`.
     """
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=size, dpi=_DPI)  # what is measured is what is written
+        figure = Figure(figsize=size, dpi=_DPI)
         drawn = Picture(figure, figure.subplots(rows, columns, squeeze=False, **subplots))
         yield drawn
+        for axes in drawn.axes.flat:
+            if not axes.has_data():
+                axes.set_axis_off()
         _frame(drawn, title)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 
 
+@contextmanager
+def panels(path: Path, title: str, count: int, size: tuple[float, float], **subplots: Any) -> Iterator[Picture]:
+    """A `picture` of so many axes, up to three beside each other; the size is that of one."""
+    columns = 2 if count == 4 else min(3, count)
+    rows = math.ceil(count / columns)
+    with picture(path, title, (max(5.2, columns * size[0]), rows * size[1]), rows, columns, **subplots) as drawn:
+        yield drawn
+
+
 def _frame(drawn: Picture, title: str) -> None:
     """Puts the title above the axes, legend and conditions below, and makes the figure taller by what they need."""
     figure = drawn.figure
-    renderer = FigureCanvasAgg(figure).get_renderer()
     width, height = figure.get_size_inches()
-
-    def inches(artist: Any) -> float:
-        return artist.get_window_extent(renderer).height / figure.dpi
-
-    heading = _fitted(figure, renderer, title, _TITLE_SIZE, va="top", weight="bold")
-    top = _MARGIN + inches(heading) + _GAP
-    bottom, total = _MARGIN, 0.0
-    note = legend = None
-    if drawn.notes:
-        note = _fitted(figure, renderer, " · ".join(drawn.notes), _NOTE_SIZE, va="bottom", color=GREY)
-        bottom += inches(note) + _GAP
-    legend_bottom = bottom
-    if drawn.handles:
-        legend = _legend(figure, renderer, drawn.handles)
-        bottom += inches(legend) + _GAP
-    total = height + top + bottom
+    heading = plain_text(title, int(_TITLE_CHARACTERS * width))
+    note = plain_text(" · ".join(drawn.notes), int(_NOTE_CHARACTERS * width))
+    labels = [
+        plain_text(str(one.get_label()), int(_LEGEND_CHARACTERS * (width - _LEGEND_KEY))) for one in drawn.handles
+    ]
+    longest = max((len(line) for label in labels for line in label.split("\n")), default=1)
+    columns = max(1, min(len(labels), int(width / (_LEGEND_KEY + longest / _LEGEND_CHARACTERS))))
+    lines = len(labels) / columns if columns > 1 else sum(label.count("\n") + 1 for label in labels)
+    legend_bottom = _MARGIN + _NOTE_LINE * (note.count("\n") + 1) * bool(note)
+    bottom = legend_bottom + _LEGEND_LINE * math.ceil(lines) + _MARGIN
+    total = bottom + height + 2 * _MARGIN + _TITLE_LINE * (heading.count("\n") + 1)
     figure.set_size_inches(width, total)
-    heading.set_position((_MARGIN / width, 1 - _MARGIN / total))
-    if note is not None:
-        note.set_position((_MARGIN / width, _MARGIN / total))
-    if legend is not None:
-        legend.set_bbox_to_anchor((0, legend_bottom / total, 1, 1))
-    layout: Any = figure.get_layout_engine()
-    layout.set(rect=(0, bottom / total, 1, height / total))
-
-
-def _fitted(figure: Figure, renderer: Any, text: str, size: float, **style: Any) -> Text:
-    """A text at the left edge, in lines that are no wider than the figure."""
-    room = figure.bbox.width - 2 * _MARGIN * figure.dpi
-    characters = int(room / figure.dpi * 72 / (0.45 * size))
-    artist = figure.text(0, 0, "", fontsize=size, ha="left", linespacing=1.25, **style)
-    while True:
-        artist.set_text(plain_text(text, characters))
-        if artist.get_window_extent(renderer).width <= room or characters <= 8:
-            return artist
-        characters -= max(1, characters // 20)
-
-
-def _legend(figure: Figure, renderer: Any, handles: Sequence[Artist]) -> Legend:
-    """The legend in as many columns as fit."""
-    labels = [plain_text(str(handle.get_label()), _LEGEND_CHARACTERS) for handle in handles]
-    for columns in range(len(handles), 0, -1):
-        legend = figure.legend(
-            handles,
+    left = _MARGIN / width
+    figure.text(left, 1 - _MARGIN / total, heading, fontsize=10, weight="bold", va="top")
+    figure.text(left, _MARGIN / total, note, fontsize=7.5, color=GREY, va="bottom")
+    if labels:
+        figure.legend(
+            drawn.handles,
             labels,
             loc="lower center",
+            bbox_to_anchor=(0.5, legend_bottom / total),
             ncols=columns,
             handlelength=2.8,
-            columnspacing=1.6,
-            borderaxespad=0,
             borderpad=0,
+            borderaxespad=0.2,
         )
-        if legend.get_window_extent(renderer).width <= figure.bbox.width - 2 * _MARGIN * figure.dpi or columns == 1:
-            return legend
-        legend.remove()
-    raise AssertionError("a legend has at least one column")
+    layout: Any = figure.get_layout_engine()
+    layout.set(rect=(0, bottom / total, 1, height / total))
 
 
 def plain_text(name: str, characters: int) -> str:
@@ -211,10 +196,22 @@ def plain_text(name: str, characters: int) -> str:
     return f" {text}" if text.startswith("_") else text  # a leading underscore keeps a label out of a legend
 
 
+def draw_line(axes: Axes, style: CurveStyle, x: np.ndarray, y: np.ndarray, **more: Any) -> None:
+    """Draws a curve; one of a single point is a dot."""
+    point = {"marker": "."} if x.size == 1 else {}
+    axes.plot(x, y, **{"color": style.colour, "linestyle": style.line, "linewidth": 1.2, **point, **more})
+
+
+def draw_markers(axes: Axes, style: CurveStyle, x: np.ndarray, y: np.ndarray, hollow: bool = False) -> None:
+    """Draws a marker for each point, above all lines."""
+    edge = {"markerfacecolor": "none", "markeredgecolor": style.colour, "markeredgewidth": 1.1} if hollow else {}
+    axes.plot(x, y, color=style.colour, linestyle="none", marker=style.marker, zorder=20, **{**MARKER, **edge})
+
+
 def line_handle(style: CurveStyle, label: str, with_marker: bool = False) -> Line2D:
     handle = Line2D([], [], color=style.colour, linestyle=style.line, label=label)
     if with_marker:
-        handle.set(marker=style.marker, markersize=5.5, markeredgecolor="white", markeredgewidth=0.7)
+        handle.set(marker=style.marker, **MARKER)
     return handle
 
 
@@ -234,68 +231,30 @@ Curve = tuple[str, CurveStyle, np.ndarray, np.ndarray]
 
 
 def set_limits(axes: Axes, low: float, high: float, curves: Sequence[Curve]) -> None:
-    """Sets the ends of the vertical axis; a curve that ends above it gets an arrow there with its last value.
-
-    Call it when the horizontal axis is as it stays.
-    """
+    """Sets the ends of the vertical axis, and says of a curve that ends above it where it ends."""
     axes.set_ylim(low, high)
-    above = 0
-    for name, style, x, y in curves:
-        seen = np.flatnonzero(~np.isnan(y))
-        if not seen.size or y[seen[-1]] <= high:
-            continue
-        leaves = _crossing(axes, x, y, seen, high)
-        edge = axes.transAxes
-        axes.plot([leaves], [1], marker=_ARROW, markersize=9, color=style.colour, transform=edge, clip_on=False)
-        on_the_left = leaves < 0.5
-        # In lines that end before the axes do.
-        room = (1 - leaves if on_the_left else leaves) * axes.bbox.width / axes.figure.dpi * 72
-        text = plain_text(f"{name} ends at {y[seen[-1]]:.3g}", max(12, int(room / (0.55 * 7.5))))
-        axes.annotate(
-            text,
-            (leaves, 1),
-            xycoords=edge,
-            xytext=(6 if on_the_left else -6, -3 - 11 * above),
-            textcoords="offset points",
-            ha="left" if on_the_left else "right",
-            va="top",
-            fontsize=7.5,
-            color=style.colour,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.6},
-        ).set_in_layout(False)
-        above += text.count("\n") + 1
-
-
-def _crossing(axes: Axes, x: np.ndarray, y: np.ndarray, seen: np.ndarray, high: float) -> float:
-    """Where a curve rises above `high` for the last time, as a part of the width of the axes."""
-    to_axes = axes.transData + axes.transAxes.inverted()
-    inside = seen[y[seen] <= high]
-    if not inside.size:
-        return float(to_axes.transform((x[seen[0]], high))[0])
-    beyond = seen[seen > inside[-1]][0]
-    (x0, y0), (x1, y1) = to_axes.transform([(x[i], y[i]) for i in (inside[-1], beyond)])
-    return float(x0 + (1 - y0) / (y1 - y0) * (x1 - x0))
+    above = [(name, style, y[np.isfinite(y)][-1:]) for name, style, _, y in curves]
+    above = [(name, style, last) for name, style, last in above if last.size and last[0] > high]
+    for row, (name, style, last) in enumerate(above):
+        text, place = plain_text(f"↑ {name} ends at {last[0]:.3g}", 40), 0.99 - 0.07 * row
+        axes.text(0.99, place, text, transform=axes.transAxes, ha="right", va="top", fontsize=7.5, color=style.colour)
 
 
 def log_axis(axes: Axes) -> None:
     """Makes the vertical axis logarithmic, with plain numbers if it spans few powers of ten. Call it after drawing."""
     axes.set_yscale("log")
-    axis = axes.yaxis
     low, high = axes.get_ylim()
     if high < 500 * low:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 30 * low else (1, 1.5, 2, 3, 5, 7), numticks=20))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
-        axis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(
+            LogLocator(subs=(1, 2, 5) if high > 30 * low else (1, 1.5, 2, 3, 5, 7), numticks=20)
+        )
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
 
 
 def token_axis(axes: Axes, label: str = "training tokens") -> None:
+    """Makes the horizontal axis one of tokens from 0 on."""
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: format_tokens(tokens)))
     axes.set_xlabel(label)
-
-
-def format_tokens(tokens: float) -> str:
-    """A number of tokens for an axis: 0, 500, 1.5K, 250M, 48B, 1.2T."""
-    for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(tokens) >= unit:
-            return f"{tokens / unit:.6g}{suffix}"
-    return f"{tokens:.6g}"

@@ -6,26 +6,47 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from forgetting_transformer.analysis.comparisons import Model
-from forgetting_transformer.analysis.plots.losses import READING_ORDER, SMOOTHED, mark_passes, smooth_training
+from forgetting_transformer.analysis.plots.losses import (
+    LOSS_LABEL,
+    READING_ORDER,
+    SMOOTHED,
+    mark_passes,
+    smooth_training,
+)
 from forgetting_transformer.analysis.plots.style import (
     ACCENT,
     GREY,
     MAIN,
+    Curve,
+    CurveStyle,
     curve_styles,
-    format_tokens,
+    draw_line,
+    draw_markers,
     line_handle,
     marker_handle,
+    panels,
     picture,
     reference_line,
     set_limits,
     token_axis,
 )
-from forgetting_transformer.analysis.tables import rate_text
+from forgetting_transformer.analysis.tables import format_tokens, rate_text
+
+
+def budget(config: Any) -> list[str]:
+    """Corpus and tokens of every run of a sweep, for the foot of its figure.
+
+    Args:
+        config: training settings that all runs have in common.
+    """
+    tokens = f"{format_tokens(config.train.max_tokens)} training tokens each"
+    return [config.datamodule.dataset, tokens, f"sequences of {config.datamodule.train_batch_len:,} tokens"]
 
 
 def loss_against_learning_rate(
@@ -39,50 +60,31 @@ def loss_against_learning_rate(
     """Draws a search: the mean loss at each learning rate as a line with its standard error over seeds, each seed as a
     dot, the best ringed, and runs without a loss (diverged or ended early) as crosses on the upper edge.
 
-    The ring is dashed where the lowest loss is at an end of the rates tried, beyond which it may fall further.
+    The ring is dotted where the lowest loss is at an end of the rates tried, beyond which it may fall further.
 
     Args:
         curves: name -> learning rate -> the loss of each seed in nats per token, infinite where there is none. The
             name "" is not shown.
-        path: where to write; the suffix chooses the format.
         ring_each: rings the best of every curve and not only the best of all, for curves of separate searches.
-        conditions: for the foot of the figure.
     """
-    means = {
-        name: {rate: float(np.mean(losses)) for rate, losses in sorted(curve.items())} for name, curve in curves.items()
-    }
-    found = curve_styles(list(means) if any(means) else [title])  # which names the model
+    means = {name: {rate: float(np.mean(curve[rate])) for rate in sorted(curve)} for name, curve in curves.items()}
+    best = [(*min((loss, rate) for rate, loss in curve.items()), name) for name, curve in means.items()]
+    best = [point for point in (best if ring_each else [min(best)]) if np.isfinite(point[0])]
+    at_end = [rate in (min(means[name]), max(means[name])) for _, rate, name in best]
     every = [losses for curve in curves.values() for losses in curve.values()]
     finite = [loss for losses in every for loss in losses if np.isfinite(loss)]
-    best = [
-        (*min((loss, rate) for rate, loss in curve.items()), style.colour if ring_each else "#000000", [*curve])
-        for style, curve in zip(found, means.values(), strict=True)
-    ]
-    best = [point for point in (best if ring_each else [min(best)]) if np.isfinite(point[0])]
+    fewest, most = min(map(len, every)), max(map(len, every))
+    # Without a name, the title names the model.
+    styles = dict(zip(means, curve_styles(list(means) if any(means) else [title]), strict=True))
     with picture(path, title, (5.6, 3.6)) as drawn:
         axes = drawn.axes[0, 0]
-        for style, (name, curve) in zip(found, means.items(), strict=True):
-            inside = {rate: loss for rate, loss in curve.items() if np.isfinite(loss)}
-            axes.plot(
-                list(inside), list(inside.values()), style.line, color=style.colour, marker=style.marker, ms=6, zorder=3
-            )
-            for rate, losses in curves[name].items():
-                seen = [loss for loss in losses if np.isfinite(loss)]
-                if len(losses) > 1:
-                    axes.plot([rate] * len(seen), seen, ".", color=style.colour, alpha=0.5, markersize=5, zorder=2)
-                if len(losses) > 1 and rate in inside:
-                    error = np.std(losses, ddof=1) / math.sqrt(len(losses))
-                    axes.errorbar([rate], [inside[rate]], [error], color=style.colour, capsize=3, linewidth=1.2)
-                if len(seen) < len(losses):
-                    axes.plot([rate], [0.97], "x", color=style.colour, transform=axes.get_xaxis_transform(), zorder=3)
+        for name, style in styles.items():
+            _draw_search(axes, style, curves[name], means[name])
             if name:
                 drawn.handles.append(line_handle(style, name, with_marker=True))
-        at_end = [rate in (tried[0], tried[-1]) for _, rate, _, tried in best]
-        for (loss, rate, colour, _), is_open in zip(best, at_end, strict=True):
-            if is_open:
-                axes.scatter([rate], [loss], s=144, facecolors="none", edgecolors=colour, linestyles=":", zorder=4)
-            else:
-                axes.plot([rate], [loss], "o", mfc="none", mec=colour, markersize=12, zorder=4)
+        for (loss, rate, name), is_open in zip(best, at_end, strict=True):
+            ring = {"facecolors": "none", "edgecolors": styles[name].colour if ring_each else "#000000"}
+            axes.scatter([rate], [loss], s=144, linestyles=":" if is_open else "-", zorder=4, **ring)
         rates = sorted({rate for curve in means.values() for rate in curve})
         axes.set_xscale("log")
         axes.set_xlim(rates[0] / 1.4, rates[-1] * 1.4)
@@ -93,33 +95,34 @@ def loss_against_learning_rate(
             margin = 0.08 * max(max(finite) - min(finite), 1e-3)
             axes.set_ylim(min(finite) - margin, max(finite) + 2 * margin)
         axes.set(xlabel="peak learning rate", ylabel=f"{loss_name}\n(nats per token)")
-        seeds = max(map(len, every))
         if not all(at_end):
             drawn.handles.append(marker_handle("o", "best of each" if ring_each else "best", mfc="none", markersize=10))
-        if any(at_end):
-            drawn.notes.append("dotted ring: lowest so far, at an end of the rates tried; the search is not finished")
-        if seeds > 1:
+        if most > 1:
             drawn.handles.append(marker_handle(".", "one seed", alpha=0.6))
         if any(not np.isfinite(losses).all() for losses in every):
             drawn.handles.append(marker_handle("x", "diverged or ended early"))
-        drawn.notes += [*conditions, _seeds(min(map(len, every)), seeds)]
+        if any(at_end):
+            drawn.notes.append("dotted ring: lowest so far, at an end of the rates tried; the search is not finished")
+        seeds = f"mean of {most if fewest == most else f'{fewest} to {most}'} seeds, bars: ± one standard error"
+        drawn.notes += [*conditions, seeds if most > 1 else "one seed each, so that noise is unknown"]
 
 
-def budget(config: Any) -> list[str]:
-    """Corpus and tokens of every run of a sweep, for the foot of its figure.
-
-    Args:
-        config: training settings that all runs have in common.
-    """
-    tokens = f"{format_tokens(config.train.max_tokens)} training tokens each"
-    return [config.datamodule.dataset, tokens, f"sequences of {config.datamodule.train_batch_len:,} tokens"]
-
-
-def _seeds(fewest: int, most: int) -> str:
-    if most == 1:
-        return "one seed each, so that noise is unknown"
-    number = str(most) if fewest == most else f"{fewest} to {most}"
-    return f"mean of {number} seeds, bars: ± one standard error"
+def _draw_search(
+    axes: Axes, style: CurveStyle, curve: Mapping[float, Sequence[float]], means: Mapping[float, float]
+) -> None:
+    inside = {rate: loss for rate, loss in means.items() if np.isfinite(loss)}
+    axes.plot(
+        list(inside), list(inside.values()), style.line, color=style.colour, marker=style.marker, markersize=6, zorder=3
+    )
+    for rate, losses in curve.items():
+        seen = [loss for loss in losses if np.isfinite(loss)]
+        if len(losses) > 1:
+            axes.plot([rate] * len(seen), seen, ".", color=style.colour, alpha=0.5, markersize=5, zorder=2)
+        if len(losses) > 1 and rate in inside:
+            error = np.std(losses, ddof=1) / math.sqrt(len(losses))
+            axes.errorbar([rate], [inside[rate]], [error], color=style.colour, capsize=3, linewidth=1.2)
+        if len(seen) < len(losses):
+            axes.plot([rate], [0.97], "x", color=style.colour, transform=axes.get_xaxis_transform(), zorder=3)
 
 
 def loss_against_parameters(
@@ -137,26 +140,19 @@ def loss_against_parameters(
         parameters: name -> the value of each run; values that are no numbers become categories.
         losses: of each run, nats per token.
         log: the parameters that get a logarithmic axis.
-        path: where to write; the suffix chooses the format.
     """
-    columns = min(3, len(parameters))
-    lines = math.ceil(len(parameters) / columns)
     best = int(np.argmin(losses))
-    with picture(path, title, (max(4.2, 3.1 * columns), 2.7 * lines), lines, columns, sharey=True) as drawn:
-        panels = drawn.axes.flatten()
-        for axes, (name, values) in zip(panels, parameters.items(), strict=False):
+    with panels(path, title, len(parameters), (3.1, 2.7), sharey=True) as drawn:
+        for axes, (name, values) in zip(drawn.axes.flat, parameters.items(), strict=False):
             if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
                 values = [str(value) for value in values]
-            axes.scatter(
-                values, losses, c=MAIN, alpha=np.linspace(0.35, 0.9, len(losses)), s=24, linewidths=0, zorder=3
-            )
+            shades = np.linspace(0.35, 0.9, len(losses))
+            axes.scatter(values, losses, c=MAIN, alpha=shades, s=24, linewidths=0, zorder=3)
             axes.plot([values[best]], [losses[best]], "*", color=ACCENT, markersize=13, mec="white", mew=0.7, zorder=4)
             if name in log:
                 axes.set_xscale("log")
             axes.set_xlabel(name)
-        for axes in panels[len(parameters) :]:
-            axes.set_axis_off()
-        for axes in panels[::columns]:
+        for axes in drawn.axes[:, 0]:
             axes.set_ylabel(f"{loss_name}\n(nats per token)")
         drawn.handles += [
             marker_handle(".", "a run, later ones darker", MAIN, markersize=9),
@@ -175,65 +171,53 @@ def loss_against_tokens_and_flops(
     """Draws each model's loss against training tokens (left) and training FLOPs (right): lines are training loss,
     smoothed and averaged over seeds, the shade from the lowest seed to the highest, markers held-out loss.
 
-    The loss axis leaves out losses above those after a quarter of the tokens, so that differences can be seen, and a
-    model that diverges, which has an arrow at the upper edge.
+    The loss axis leaves out losses above those after a quarter of the tokens, so that differences can be seen, and
+    names a model that diverges.
 
     Args:
-        path: where to write; the suffix chooses the format.
         tokens, flops: where the models are compared, drawn as vertical lines.
-        conditions: what the runs have in common, for the foot of the figure.
     """
     with_flops = all(np.isfinite(model.flops_per_token) for model in models)
-    found = curve_styles([model.name for model in models])
     title = f"Loss of {models[0].name if len(models) == 1 else f'{len(models)} models'} over training"
     size = (8.4, 3.7) if with_flops else (5.6, 3.7)
     with picture(path, title, size, columns=2 if with_flops else 1, sharey=True) as drawn:
-        panels = drawn.axes[0]
-        curves, low, high = [], [], []
-        has_heldout = False
-        for style, model in zip(found, models, strict=True):
+        beside = drawn.axes[0]
+        curves: list[Curve] = []
+        low, high = [], []
+        for style, model in zip(curve_styles([model.name for model in models]), models, strict=True):
             steps, losses = _smoothed(model)
-            mean = losses.mean(0)
-            late = losses[:, steps >= 0.25 * steps[-1]]
             heldout_steps, heldout = _heldout(model)
-            has_heldout = has_heldout or heldout.size > 0
             low += [np.nanmin(losses), *heldout]
-            high.append(min(np.nanmax(late), losses[:, 0].max()))
-            curves.append((model.name, style, steps, mean))
-            for axes, scale in zip(panels, (1.0, model.flops_per_token), strict=False):
-                axes.plot(steps * scale, mean, color=style.colour, linestyle=style.line, zorder=3)
-                if len(model.runs) > 1:
-                    shade = {"color": style.colour, "alpha": 0.2, "linewidth": 0, "zorder": 2}
-                    axes.fill_between(steps * scale, losses.min(0), losses.max(0), **shade)
-                edge = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
-                axes.plot(heldout_steps * scale, heldout, style.marker, color=style.colour, zorder=20, **edge)
-            drawn.handles.append(line_handle(style, _with_seeds(model), heldout.size > 0))
+            high.append(min(np.nanmax(losses[:, steps >= 0.25 * steps[-1]]), losses[:, 0].max()))
+            curves.append((model.name, style, steps, losses.mean(0)))
+            for axes, scale in zip(beside, (1.0, model.flops_per_token), strict=False):
+                draw_line(axes, style, steps * scale, losses.mean(0), linewidth=1.6, zorder=3)
+                shade: dict[str, Any] = {"color": style.colour, "alpha": 0.2, "linewidth": 0, "zorder": 2}
+                axes.fill_between(steps * scale, losses.min(0), losses.max(0), **shade)
+                draw_markers(axes, style, heldout_steps * scale, heldout)
+            seeds = f"{len(model.runs)} seed{'s' * (len(model.runs) > 1)}"
+            drawn.handles.append(line_handle(style, f"{model.name} ({seeds})", heldout.size > 0))
         several = any(len(model.runs) > 1 for model in models)
         mean_of = ", mean of seeds" if several else ""
         drawn.handles.append(Line2D([], [], color=GREY, label=f"line: training loss, smoothed{mean_of}"))
         if several:
             drawn.handles.append(Patch(color=GREY, alpha=0.2, linewidth=0, label="shade: lowest to highest seed"))
-        if has_heldout:
+        if any(run.heldout_loss.size for model in models for run in model.runs):
             drawn.handles.append(marker_handle("o", f"marker: held-out loss{mean_of}", markersize=5))
-        for axes, point in zip(panels, (tokens, flops), strict=False):
-            if point is not None:
-                compared = reference_line(axes, point, "dashed: where the models are compared", vertical=True)
-                drawn.handles += [compared] if axes is panels[0] else []
-            axes.set_xlim(left=0)
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
-        drawn.handles += mark_passes(panels[0], [run for model in models for run in model.runs])
+        compared = [
+            reference_line(axes, point, "dashed: where the models are compared", vertical=True)
+            for axes, point in zip(beside, (tokens, flops), strict=False)
+            if point is not None
+        ]
+        drawn.handles += [*compared[:1], *mark_passes(beside[0], [run for model in models for run in model.runs])]
         margin = 0.04 * max(max(high) - min(low), 1e-3)
-        set_limits(panels[0], min(low) - margin, max(high) + margin, curves)
-        panels[0].set_ylabel("loss (nats per token)")
-        token_axis(panels[0])
+        set_limits(beside[0], min(low) - margin, max(high) + margin, curves)
+        beside[0].set_ylabel(LOSS_LABEL)
+        token_axis(beside[0])
         if with_flops:
-            panels[1].set_xlabel("training FLOPs")
-            panels[1].xaxis.set_major_formatter(FuncFormatter(_format_flops))
+            token_axis(beside[1], "training FLOPs")
+            beside[1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}".replace("e+", "e")))
         drawn.notes += [*conditions, SMOOTHED, READING_ORDER]
-
-
-def _with_seeds(model: Model) -> str:
-    return f"{model.name} ({len(model.runs)} seed{'s' * (len(model.runs) > 1)})"
 
 
 def _smoothed(model: Model) -> tuple[np.ndarray, np.ndarray]:
@@ -252,8 +236,3 @@ def _heldout(model: Model) -> tuple[np.ndarray, np.ndarray]:
         steps = np.intersect1d(steps, run.heldout_tokens)
     losses = [[run.heldout_loss_at(step) for step in steps] for run in model.runs]
     return steps, np.mean(losses, axis=0)
-
-
-def _format_flops(flops: float, _: int) -> str:
-    """2.5e17 -> 2.5e17, without the sign and the zeros that Python prints."""
-    return f"{flops:.3g}".replace("e+", "e")

@@ -1,29 +1,45 @@
-"""Figures of what a run logs beside its losses: learning rate, norms, throughput, memory, and where the time went."""
+"""Figures of what a run logs beside its losses: learning rate, norms, throughput, memory, time, and scores of tests."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
-from forgetting_transformer.analysis.plots.losses import ONCE, loss_limits, run_styles, smooth_training, smoothing
+from forgetting_transformer import metric_names as names
+from forgetting_transformer.analysis.plots.losses import (
+    LOSS_LABEL,
+    SMOOTHED,
+    loss_limits,
+    of_runs,
+    run_styles,
+    smooth_training,
+)
 from forgetting_transformer.analysis.plots.style import (
+    ACCENT,
     GREY,
+    Curve,
     CurveStyle,
+    curve_styles,
+    draw_line,
+    draw_markers,
     line_handle,
     log_axis,
     marker_handle,
+    panels,
     picture,
     plain_text,
     set_limits,
     token_axis,
 )
 from forgetting_transformer.analysis.runs import Run, Series
+from forgetting_transformer.analysis.scores_in_training import NO_NEEDLE, Score, labels, read_scores
 
-#: What wall time goes to, with the useful first; others are grey.
+#: Activities that wall time goes to, with the useful first; others are grey.
 _TIME_COLOURS = {
     "steps": "#009E73",
     "first step": "#56B4E9",
@@ -35,12 +51,20 @@ _TIME_COLOURS = {
     "lost": "#D55E00",
 }
 _DASHES = ("--", ":", "-.")
+#: Label, kind, name, factor to the unit of the label, and whether the axis may be logarithmic.
+_PANELS = (
+    ("learning rate", names.TRAIN, names.LEARNING_RATE, 1.0, False),
+    ("gradient norm\nbefore clipping", names.TRAIN, names.GRADIENT_NORM, 1.0, True),
+    ("tokens per second", names.THROUGHPUT, names.per_second("token_count", "total", "recent"), 1.0, False),
+    ("MFU (%)", names.THROUGHPUT, names.mfu("total", "recent"), 100.0, False),
+    # Of PyTorch's tensors on a GPU, of the whole process on a CPU.
+    ("peak memory (GB)", names.THROUGHPUT, names.PEAK_MEMORY, 1e-9, False),
+)
 
 
 def has_metrics(run: Run) -> bool:
     """Whether a run has logged anything that `training_metrics` draws."""
-    series = (run.total_hours, run.learning_rate, run.gradient_norm, run.tokens_per_second)
-    return bool(run.goodput) or any(one.tokens.size for one in series)
+    return bool(run.goodput) or any(run.series(kind, name).tokens.size for _, kind, name, *_ in _PANELS)
 
 
 def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()) -> None:
@@ -49,126 +73,74 @@ def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] 
     Loss is drawn against wall time; learning rate, gradient norm, throughput, MFU and memory against training tokens;
     shares of wall time as bars.
 
-    Args:
-        path: where to write; the suffix chooses the format.
-        conditions: what the runs have in common, for the foot of the figure.
-
     Raises:
         ValueError: no run has logged anything.
     """
-    rates = [run.learning_rate for run in runs]
     curves: list[tuple[str, list[Series], bool]] = [
-        ("learning rate", rates, _spread(rates) > 10),
-        ("gradient norm\nbefore clipping", [run.gradient_norm for run in runs], True),
-        ("tokens per second", [run.tokens_per_second for run in runs], False),
-        ("MFU (%)", [_scaled(run.mfu, 100) for run in runs], False),
-        (_memory_label(runs), [_scaled(run.peak_memory_bytes, 1e-9) for run in runs], False),
+        (label, [run.series(kind, name).scaled(factor) for run in runs], logarithmic)
+        for label, kind, name, factor, logarithmic in _PANELS
     ]
     curves = [curve for curve in curves if any(series.tokens.size for series in curve[1])]
-    timed = any(run.train_loss.size and run.total_hours.tokens.size for run in runs)
+    timed = [run for run in runs if run.train_loss.size and run.hours.tokens.size]
     goodput = {run.name: run.goodput for run in runs if run.goodput}
-    panels = timed + len(curves) + bool(goodput)
     if not any(map(has_metrics, runs)):
         raise ValueError(f"Nothing to plot: {', '.join(run.name for run in runs) or 'no run'} has logged nothing yet.")
-    columns = min(3, panels)
-    rows = -(-panels // columns)
-    title = f"Training of {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}"
-    with picture(path, title, (max(5.2, 3.1 * columns), 2.3 * rows), rows, columns) as drawn:
+    count = bool(timed) + len(curves) + bool(goodput)
+    styles = dict(zip((run.name for run in runs), run_styles(runs), strict=True))
+    with panels(path, f"Training of {of_runs(runs)}", count, (3.1, 2.3)) as drawn:
         free = iter(drawn.axes.flatten())
-        found = run_styles(runs)
-        drawn.handles += [line_handle(style, run.name) for style, run in zip(found, runs, strict=True)]
+        drawn.handles += [line_handle(style, name) for name, style in styles.items()]
         if timed:
-            _loss_against_hours(next(free), runs, found)
-            drawn.notes += [*conditions, *smoothing(runs)]
-            if any(run.train_loss.size == 1 for run in runs):
-                drawn.handles.append(marker_handle(ONCE, "training loss, logged once", GREY, markersize=5))
-            if any(run.heldout_loss.size for run in runs):
+            _loss_against_hours(next(free), timed, styles)
+            if any(run.heldout_loss.size for run in timed):
                 drawn.handles.append(marker_handle("o", "held-out loss", GREY, markersize=5))
-        for label, series, logarithmic in curves:
+        for label, several, logarithmic in curves:
             axes = next(free)
-            for (tokens, values), style in zip(series, found, strict=True):
-                point = "." if tokens.size == 1 else None
-                axes.plot(tokens, values, color=style.colour, linestyle=style.line, marker=point, linewidth=1.2)
-            values = np.concatenate([one.values for one in series])
-            values = values[np.isfinite(values)]
-            # A learning rate may begin and end at zero.
-            positive = values[values > 0]
+            for series, style in zip(several, styles.values(), strict=True):
+                draw_line(axes, style, *series)
+            values = np.concatenate([one.values for one in several])
+            positive = values[np.isfinite(values) & (values > 0)]
             if logarithmic and positive.size and positive.max() > 10 * positive.min():
                 log_axis(axes)
             elif positive.size:
                 axes.set_ylim(0, 1.06 * positive.max())
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
             axes.set_ylabel(label)
             token_axis(axes)
         if goodput:
             _shares_of_time(next(free), goodput)
-        for axes in free:
-            axes.set_axis_off()
+        drawn.notes += [*conditions, *([SMOOTHED] if timed else [])]
 
 
-def _spread(series: Sequence[Series]) -> float:
-    """The largest of the peaks over the smallest."""
-    peaks = [one.values.max() for one in series if one.values.size]
-    return max(peaks) / min(peaks) if peaks and min(peaks) > 0 else 1.0
-
-
-def _memory_label(runs: Sequence[Run]) -> str:
-    """What was measured: of PyTorch's tensors on a GPU, of the whole process on a CPU."""
-    on_cpu = {run.device.startswith("CPU") for run in runs if run.device}
-    if len(on_cpu) != 1:
-        return "peak memory (GB)"
-    return "peak memory of\nthe process (GB)" if on_cpu.pop() else "peak GPU memory (GB)"
-
-
-def _scaled(series: Series, factor: float) -> Series:
-    return series._replace(values=factor * series.values)
-
-
-def _loss_against_hours(axes: Axes, runs: Sequence[Run], found: Sequence[CurveStyle]) -> None:
-    """The unit of time is what suits the longest run."""
-    longest = max(run.total_hours.values[-1] for run in runs if run.total_hours.tokens.size)
+def _loss_against_hours(axes: Axes, runs: Sequence[Run], styles: Mapping[str, CurveStyle]) -> None:
+    """Draws losses over wall time, in a unit that suits the longest run."""
+    longest = max(run.hours.values[-1] for run in runs)
     unit, scale = ("hours", 1) if longest >= 2 else ("minutes", 60) if longest >= 1 / 30 else ("seconds", 3600)
-    curves = []
-    for run, style in zip(runs, found, strict=True):
-        if not run.total_hours.tokens.size:
-            continue
-        if run.heldout_hours.tokens.size:
-            time = scale * np.interp(run.heldout_tokens, *run.heldout_hours)
-            axes.plot(time, run.heldout_loss, style.marker, color=style.colour, markersize=4)
-        time, smoothed = scale * np.interp(run.train_tokens, *run.total_hours), smooth_training(run.train_loss)
-        point = ONCE if smoothed.size == 1 else None
-        axes.plot(time, smoothed, color=style.colour, linestyle=style.line, linewidth=1.2, marker=point, markersize=5)
-        curves.append((run.name, style, time, smoothed))
+    curves: list[Curve] = []
+    for run in runs:
+        time, smoothed = scale * np.interp(run.train_tokens, *run.hours), smooth_training(run.train_loss)
+        draw_line(axes, styles[run.name], time, smoothed)
+        draw_markers(axes, styles[run.name], scale * np.interp(run.heldout_tokens, *run.hours), run.heldout_loss)
+        curves.append((run.name, styles[run.name], time, smoothed))
     axes.set_xlim(left=0)
     set_limits(axes, *loss_limits(runs), curves)
-    axes.set(xlabel=f"wall time of training ({unit})", ylabel="loss (nats per token)")
+    axes.set(xlabel=f"wall time of training ({unit})", ylabel=LOSS_LABEL)
 
 
 def _shares_of_time(axes: Axes, goodput: Mapping[str, Mapping[str, float]]) -> None:
-    """A bar for each run, divided by what its wall time went to."""
-    named = dict.fromkeys(kind for shares in goodput.values() for kind in shares if kind != "hours")
-    kinds = [kind for kind in named if any(shares.get(kind, 0) >= 0.005 for shares in goodput.values())]
+    """A bar for each run, divided by the activities of its wall time."""
+    kinds = dict.fromkeys(kind for shares in goodput.values() for kind, share in shares.items() if share >= 0.005)
     for row, shares in enumerate(goodput.values()):
         left = 0.0
         for kind in kinds:
             share = 100 * shares.get(kind, 0.0)
             axes.barh(row, share, left=left, height=0.6, color=_TIME_COLOURS.get(kind, GREY))
             left += share
-    names = [plain_text(name, 22) for name in goodput] if len(goodput) > 1 else [""]
-    axes.set_yticks(range(len(goodput)), names, fontsize=7)
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(goodput) - 0.3 + 0.4 * len(goodput), -0.7)
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("share of wall time (%)")
+    axes.set_yticks(range(len(goodput)), goodput if len(goodput) > 1 else [""], fontsize=7)
+    axes.set_ylim(1.4 * len(goodput) - 0.3, -0.7)  # room for the legend
+    axes.set(xlim=(0, 100), xlabel="share of wall time (%)")
     axes.grid(axis="y", visible=False)
-    axes.legend(
-        handles=[Patch(color=_TIME_COLOURS.get(kind, GREY), label=kind) for kind in kinds],
-        loc="lower left",
-        ncols=2,
-        fontsize=7,
-        handlelength=1.0,
-        columnspacing=1.0,
-    )
+    patches = [Patch(color=_TIME_COLOURS.get(kind, GREY), label=kind) for kind in kinds]
+    axes.legend(handles=patches, loc="lower left", ncols=2, fontsize=7, handlelength=1.0, columnspacing=1.0)
 
 
 def norms(run: Run, path: Path, conditions: Sequence[str] = ()) -> None:
@@ -182,28 +154,90 @@ def norms(run: Run, path: Path, conditions: Sequence[str] = ()) -> None:
     weights, gradients = run.weight_norms, run.gradient_norms
     if not weights:
         raise ValueError(f"Nothing to plot: {run.name} has logged no norms yet.")
+    layers = [part for part in weights if part.startswith("layer ")]
+    others = [part for part in weights if part not in layers]
+    colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(layers)))
+    styles = {part: CurveStyle(colour, "-", "") for part, colour in zip(layers, colours, strict=True)}
+    styles |= {part: CurveStyle(ACCENT, _DASHES[i % 3], "") for i, part in enumerate(others)}
     with picture(path, f"Norms of {run.name}, block by block", (7.6, 2.9), columns=2) as drawn:
-        layers = [part for part in weights if part.startswith("layer ")]
-        colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(layers)))
-        styles = {part: CurveStyle(colour, "-", "") for part, colour in zip(layers, colours, strict=True)}
-        styles |= {
-            part: CurveStyle("#D55E00", _DASHES[i % 3], "")
-            for i, part in enumerate(part for part in weights if part not in layers)
-        }
-        for axes, by_layer, label in (
-            (drawn.axes[0, 0], weights, "L2 norm of weights"),
-            (drawn.axes[0, 1], gradients, "L2 norm of gradients, after clipping"),
+        for axes, of_blocks, label in zip(
+            drawn.axes[0],
+            (weights, gradients),
+            ("L2 norm of weights", "L2 norm of gradients, after clipping"),
+            strict=True,
         ):
-            for part, (tokens, values) in by_layer.items():
-                style = styles[part]
-                point = "." if tokens.size == 1 else None
-                axes.plot(tokens, values, color=style.colour, linestyle=style.line, marker=point, linewidth=1.1)
+            for part, series in of_blocks.items():
+                draw_line(axes, styles[part], *series)
             log_axis(axes)
             axes.set_ylabel(label)
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
             token_axis(axes)
-        shown = layers if len(layers) <= 8 else [layers[i] for i in np.linspace(0, len(layers) - 1, 6).astype(int)]
-        drawn.handles += [
-            line_handle(style, part) for part, style in styles.items() if part in shown or part not in layers
-        ]
+        shown = [layers[i] for i in np.unique(np.linspace(0, len(layers) - 1, min(8, len(layers))).astype(int))]
+        drawn.handles += [line_handle(styles[part], part) for part in (*shown, *others)]
         drawn.notes += [*conditions, "of each block: all its parameters together"]
+
+
+#: A score, its curve's name in the legend and its style.
+_Curve = tuple[Score, str, CurveStyle]
+
+
+def scores_over_training(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()) -> None:
+    """Draws every score against training tokens, with 95 % intervals where standard errors were logged.
+
+    Of one run, scores of one unit share a panel, a curve for each task. Of several, a task has its panel, with a curve
+    for each run. A test with other settings or texts has a curve, or a panel, of its own. Dotted lines are what a model
+    without the skill would reach.
+
+    Raises:
+        ValueError: no run has logged a score.
+    """
+    styles = run_styles(runs)
+    owned = [(run, style, score) for run, style in zip(runs, styles, strict=True) for score in read_scores(run)]
+    if not owned:
+        found = ", ".join(run.name for run in runs) or "no run"
+        raise ValueError(f"Nothing to plot: {found} has logged no scores of evaluations yet.")
+    tasks = labels([score for *_, score in owned])
+    task_styles = _solid_or_dashed(list(dict.fromkeys(tasks)))
+    parts: dict[tuple[str, str], list[_Curve]] = {}
+    for (run, style, score), task in zip(owned, tasks, strict=True):
+        if len(runs) == 1:
+            parts.setdefault((score.unit, ""), []).append((score, task, task_styles[task]))
+        else:
+            parts.setdefault((score.unit, task), []).append((score, run.name, style))
+    with panels(path, f"Evaluations during training of {of_runs(runs)}", len(parts), (3.3, 2.5)) as drawn:
+        for axes, ((unit, task), curves) in zip(drawn.axes.flat, parts.items(), strict=False):
+            _draw_scores(axes, unit, curves)
+            axes.set_title(plain_text(task, 34), fontsize=8.5)
+        shown = {name: style for curves in parts.values() for _, name, style in curves}
+        drawn.handles += [line_handle(style, name, with_marker=True) for name, style in shown.items()]
+        baselines = dict.fromkeys(score.baseline_name for *_, score in owned if score.baseline.tokens.size)
+        if baselines:
+            drawn.handles.append(
+                Line2D([], [], color=GREY, linestyle=":", linewidth=1.2, label=", or ".join(baselines))
+            )
+        bars = any(np.isfinite(score.errors).any() for *_, score in owned)
+        drawn.notes += [*conditions, *(["bars: 95 % intervals over examples"] if bars else [])]
+
+
+def _solid_or_dashed(tasks: Sequence[str]) -> dict[str, CurveStyle]:
+    """Styles of which none is dotted, as baselines are: where a colour comes again, the line is dashed."""
+    found: dict[str, CurveStyle] = {}
+    for task, style in zip(tasks, curve_styles(tasks), strict=True):
+        again = style.colour in {other.colour for other in found.values()}
+        found[task] = replace(style, line="--" if again else "-")
+    return found
+
+
+def _draw_scores(axes: Axes, unit: str, curves: Sequence[_Curve]) -> None:
+    for score, _, style in curves:
+        draw_line(axes, style, *score.series, marker=style.marker, markersize=4.5, markeredgecolor="white")
+        axes.errorbar(*score.series, 1.96 * score.errors, fmt="none", ecolor=style.colour, elinewidth=0.8, alpha=0.6)
+        # The level of a guess is the same for curves of one test, and so nobody's.
+        colour = style.colour if score.baseline_name == NO_NEEDLE and len(curves) > 1 else GREY
+        axes.plot(*score.baseline, color=colour, linestyle=":", linewidth=1.2)
+    seen = np.concatenate([score.series.values for score, *_ in curves])
+    if unit.endswith("(%)"):
+        axes.set_ylim(bottom=min(0.0, -0.03 * axes.get_ylim()[1]))
+    elif seen.min() > 0 and seen.max() > 10 * seen.min():
+        log_axis(axes)
+    axes.set_ylabel(unit)
+    token_axis(axes)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.files import write_atomically
@@ -174,7 +175,7 @@ def _run_until(run_folder: Path, exported: Exported) -> Run:
 
 def _losses(run: Run, exported: Exported) -> list[str]:
     rows = []
-    tokens = run.last("val").get("val/val_token_count")
+    tokens = run.last(names.VAL).get(names.name_of(names.VAL, names.TOKENS_EVALUATED))
     of = f"mean over {tokens:,} held-out tokens, " if tokens else ""
     weights = exported.origin.get("weights", "")
     # Those of the weights here go first.

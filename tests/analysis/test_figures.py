@@ -1,0 +1,322 @@
+"""Every figure draws the numbers it is given, and says of which runs and under which conditions."""
+
+import math
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from forgetting_transformer.analysis import figures
+from forgetting_transformer.analysis.conditions import conditions, shown_names
+from forgetting_transformer.analysis.evaluations import Evaluation, Number
+from forgetting_transformer.analysis.plots import heatmaps, losses, scores, sweeps, training
+from forgetting_transformer.analysis.plots.style import GREY, curve_styles
+from forgetting_transformer.analysis.runs import Run, read_run
+from forgetting_transformer.analysis.statistics import Estimate
+from forgetting_transformer.analysis.tables import Column, format_tokens
+from tests.analysis.conftest import (
+    STEPS,
+    MakeRun,
+    add_callbacks,
+    is_picture,
+    legend,
+    title_and_note,
+    write_lines,
+    write_losses_by_position,
+)
+
+
+def panels(figure: Figure) -> dict[str, mpl.axes.Axes]:
+    """Axes by what their vertical axis says, or their horizontal one."""
+    return {axes.get_ylabel() or axes.get_xlabel(): axes for axes in figure.axes if axes.axison}
+
+
+def test_smoothing_by_hand() -> None:
+    loss = np.array([8.0, 6.0, 4.0, 6.0, 2.0, 4.0])
+    # fraction 0.5: reaches 0, 1, 1, 2, 2, 3 to either side, cut at the end of the data.
+    np.testing.assert_allclose(losses.smooth(loss, 0.5), [8, 6, 16 / 3, 22 / 5, 16 / 4, 16 / 4])
+    np.testing.assert_allclose(losses.smooth(loss, 0.5, most=1), [8, 6, 16 / 3, 4, 4, 3])
+    gaps = np.array([8.0, 6.0, math.nan, 6.0, math.inf, 3.0])
+    np.testing.assert_allclose(losses.smooth(gaps, 0.5, most=1), [8, 7, 6, 6, 4.5, 3])
+    assert np.isnan(losses.smooth(np.array([1.0, math.nan]), 0.1)[1]) and losses.smooth(np.array([]), 0.1).size == 0
+    np.testing.assert_allclose(losses.prefix_perplexity(np.log([8.0, 2.0, 4.0])), [8, 4, 4])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"), [(0, "0"), (500, "500"), (1500, "1.5K"), (25e7, "250M"), (48e9, "48B"), (1.2e12, "1.2T")]
+)
+def test_token_counts_have_units(tokens: float, text: str) -> None:
+    assert format_tokens(tokens) == text
+
+
+def test_an_architecture_looks_the_same_in_every_figure_and_no_two_models_do_in_one() -> None:
+    names = ["FoX (Pro)", "Mamba-2", "demo_transformer_llama", "gated_delta_net", "delta_net", "my own", "another"]
+    found = curve_styles(names)
+    assert len(set(found)) == len(names)
+    for name, style in zip(names[:5], found, strict=False):
+        assert curve_styles([name])[0] == style == curve_styles(["something else", name])[1]
+    seeds = curve_styles(["fox_pro_seed0", "fox_pro_seed1", "mamba2"])
+    assert len(set(seeds)) == 3 and seeds[0] == found[0] and seeds[2] == found[1]
+    many = curve_styles([*names, "FoX (Pro), Muon", *(f"run {n}" for n in range(12))])
+    assert len(set(many)) == 20 and many[: len(names)] == found
+
+
+def test_losses_against_tokens_of_one_run(make_run: MakeRun, drawn: list[Figure], tmp_path: Path) -> None:
+    folder = make_run()
+    ema = [{"step": n, "val_ema/loss": 4.25} for n in STEPS]
+    write_lines(folder, "val_ema", ema)
+    # 90 documents are 11 batches of 8: the order comes back to the first after 11 * 8 * 512 tokens.
+    write_lines(folder, "train_data_info", [{"step": 0, "documents": 90, "seq_len": 512, "global_batch_size": 8}])
+    (name,) = shown_names([folder])
+    run = read_run(folder, name)
+    before = dict(mpl.rcParams)
+    losses.loss_against_tokens([run], tmp_path / "new folder" / "loss.png", 7.5, conditions([run]))
+    assert is_picture(tmp_path / "new folder" / "loss.png") and dict(mpl.rcParams) == before
+    axes = drawn[0].axes[0]
+    logged, smoothed, heldout, averaged, entropy, *passes = axes.lines
+    np.testing.assert_array_equal(logged.get_xydata(), np.stack([run.train_tokens, run.train_loss], axis=1))
+    np.testing.assert_array_equal(smoothed.get_ydata(), losses.smooth(run.train_loss, 0.25, most=5))
+    np.testing.assert_allclose(heldout.get_xydata(), [[50_000, 4.4], [100_000, 4.3], [150_000, 4.2]])
+    assert set(averaged.get_ydata()) == {4.25} and averaged.get_markerfacecolor() == "none"
+    assert set(entropy.get_ydata()) == {7.5} and [line.get_xdata()[0] for line in passes] == [
+        45056,
+        90112,
+        135168,
+        180224,
+    ]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("training tokens", "loss (nats per token)")
+    low, high = axes.get_ylim()
+    assert low < run.train_loss.min() and high > 7.5
+    assert legend(drawn[0]) == [
+        "training loss, as logged", "training loss, smoothed", "held-out loss", "held-out loss, EMA weights",
+        "token frequencies alone (7.50 nats)", "dotted: back to the first document",
+    ]  # fmt: skip
+    title, note = title_and_note(drawn[0])
+    assert title == "Training and held-out loss of run (fox_pro)"
+    for part in (
+        "code", "35.7K parameters", "200K tokens of training", "2.05K held-out tokens", "sequences of 512 tokens",
+        "4,096 tokens a step", "learning rate 0.003", "seed 0", "on CPU (x86_64)", "smoothed: mean over ± 25%",
+    ):  # fmt: skip
+        assert part in note
+
+
+def test_losses_against_tokens_of_several_runs(make_run: MakeRun, drawn: list[Figure], tmp_path: Path) -> None:
+    """One diverges, one has logged once, one has a name that is no good for a legend."""
+    tokens = 1000 * np.arange(1, 201)
+    good = read_run(make_run(), "_mine $1_$2")
+    wild = Run("wild", tokens, 8 * 1.1 ** np.arange(200), tokens[[99]], np.array([900.0]))
+    once = Run("once", np.array([100]), np.array([9.0]), np.array([100]), np.array([8.5]))
+    losses.loss_against_tokens([good, wild, once], tmp_path / "loss.png", entropy=100.0)
+    axes = drawn[0].axes[0]
+    assert axes.get_ylim()[1] < 10 and [text.get_text() for text in axes.texts] == ["↑ wild ends at 1.1e+09"]
+    assert legend(drawn[0])[:3] == [r" _mine \$1_\$2", "wild", "once"]
+    assert "token frequencies alone (100.00 nats, above the axis)" in legend(drawn[0])
+    assert "compare held-out losses" in title_and_note(drawn[0])[1]
+    nothing = Run("diverged", np.array([1]), np.array([math.nan]), np.array([], int), np.array([]))
+    for runs, named in (([nothing], "diverged"), ([], "no runs given")):
+        with pytest.raises(ValueError, match=rf"no finite loss \({named}\)"):
+            losses.loss_against_tokens(runs, tmp_path / "loss.png")
+
+
+def test_losses_on_every_held_out_set(make_run: MakeRun, drawn: list[Figure], tmp_path: Path) -> None:
+    folder = make_run()
+    write_lines(folder, "val_web", [{"step": STEPS[0], "val_web/loss": 4.0}])
+    run = read_run(folder)
+    assert run.eval_sets == ["web"]
+    losses.loss_on_sets([run], tmp_path / "x.png")
+    assert [axes.get_title("left") for axes in drawn[0].axes] == ["held-out documents of the corpus", "web"]
+    assert drawn[0].axes[1].lines[0].get_xydata().tolist() == [[STEPS[0], 4.0]]
+    with pytest.raises(ValueError, match="no run has losses on more held-out sets"):
+        losses.loss_on_sets([read_run(make_run("other"))], tmp_path / "x.png")
+
+
+def test_losses_against_position(drawn: list[Figure], tmp_path: Path) -> None:
+    """Seeds are a mean and a range, lengths may differ, and each training length has a line."""
+    seeds = np.stack([np.full(1024, 3.0), np.full(1024, 5.0)])
+    curves = {"fox": seeds, "llama": np.linspace(6, 4, 512)}
+    losses.loss_against_position(curves, tmp_path / "x.png", {"fox": 256, "llama": 128}, conditions=["seed 0"])
+    left, right = drawn[0].axes
+    fox, llama, *lengths = left.lines
+    assert np.allclose(fox.get_ydata(), 4.0) and (fox.get_xdata()[0], fox.get_xdata()[-1]) == (2, 1024)
+    shade = left.collections[0].get_paths()[0].vertices[:, 1]
+    assert (shade.min(), shade.max()) == (3.0, 5.0)
+    position = llama.get_xdata()
+    np.testing.assert_array_equal(llama.get_ydata(), losses.smooth(curves["llama"], 0.1)[position - 1])
+    np.testing.assert_allclose(right.lines[1].get_ydata(), losses.prefix_perplexity(curves["llama"])[position - 1])
+    assert [line.get_xdata()[0] for line in lengths] == [128, 256] and left.get_xscale() == right.get_yscale() == "log"
+    assert legend(drawn[0]) == [
+        "fox (2 seeds: mean and range)", "llama", "training length of llama (128 tokens)",
+        "training length of fox (256 tokens)",
+    ]  # fmt: skip
+    assert title_and_note(drawn[0]) == ["Loss at every position of 2 models", "seed 0 · loss: mean over i ± 10%"]
+
+
+def test_a_model_that_cannot_extrapolate_does_not_flatten_the_others(drawn: list[Figure], tmp_path: Path) -> None:
+    rising = np.concatenate([np.full(512, 2.0), np.full(512, 9.0)])
+    curves = {"flat": np.linspace(2.5, 1.5, 1024), "rising": rising, "wild": np.full(1024, 100.0)}
+    losses.loss_against_position(curves, tmp_path / "position.png", 512)
+    left = drawn[0].axes[0]
+    assert left.get_ylim()[1] < 3.5
+    assert [text.get_text() for text in left.texts] == ["↑ rising ends at 9", "↑ wild ends at 100"]
+    losses.loss_against_position({"rising": rising}, tmp_path / "position.png", 512)
+    assert drawn[1].axes[0].get_ylim()[1] > 9 and not drawn[1].axes[0].texts, "alone it hides nothing"
+    for loss in (np.ones((2, 3, 4)), np.ones((2, 1)), np.ones(1), np.array([1.0, math.nan])):
+        with pytest.raises(ValueError, match="'fox': expected a vector"):
+            losses.loss_against_position({"fox": loss}, tmp_path / "position.png")
+
+
+def test_differences_of_losses_have_error_bars(drawn: list[Figure], tmp_path: Path) -> None:
+    rows = [
+        {"model": model, "against": "first", "begin": begin, "end": 2 * begin, "loss": loss, "loss_error": 0.25}
+        for model, loss in (("second", 0.5), ("third", 0.25))
+        for begin in (256, 512)
+    ]
+    losses.loss_differences(rows, tmp_path / "x.png", train_length=512)
+    segments = [segment for bar in drawn[0].axes[0].containers for segment in bar.lines[2][0].get_segments()]
+    assert [segment[:, 1].tolist() for segment in segments] == 2 * [[0.25, 0.75]] + 2 * [[0, 0.5]]
+    assert legend(drawn[0]) == ["second", "third", "first", "training length (512 tokens)"]
+    assert "one standard error of the differences" in title_and_note(drawn[0])[1]
+
+
+def test_a_panel_for_everything_that_a_run_logs(make_run: MakeRun, drawn: list[Figure], tmp_path: Path) -> None:
+    folder = make_run()
+    training.training_metrics([read_run(folder)], tmp_path / "x.png", ["seed 7"])
+    found = panels(drawn[0])
+    loss = found.pop("loss (nats per token)")
+    assert loss.get_xlabel() == "wall time of training (minutes)"
+    assert loss.lines[0].get_xdata()[-1] == pytest.approx(200 / 60)
+    assert loss.lines[1].get_xydata()[0] == pytest.approx([50 / 60, 4.4])
+    assert {name: axes.lines[0].get_ydata()[-1] for name, axes in found.items() if axes.lines} == pytest.approx({
+        "learning rate": 0.001, "gradient norm\nbefore clipping": 16, "tokens per second": 50, "MFU (%)": 50,
+        "peak memory (GB)": 3,
+    })  # fmt: skip
+    assert found["gradient norm\nbefore clipping"].get_yscale() == "log"
+    assert [patch.get_width() for patch in found["share of wall time (%)"].patches] == pytest.approx([90, 10])
+    assert "seed 7" in title_and_note(drawn[0])[1]
+    training.norms(read_run(folder), tmp_path / "x.png")
+    left, right = drawn[1].axes
+    assert [line.get_ydata()[0] for line in left.lines] == pytest.approx([5.0, 2.0]), "a block's parameters together"
+    assert [line.get_ydata()[0] for line in right.lines] == pytest.approx([0.5, 0.2])
+    assert legend(drawn[1]) == ["layer 0", "lm_head"]
+    write_lines(tmp_path / "bare", "train", [{"step": 1, "train/loss": 9.0}])
+    for draw, said in (
+        (training.norms, "no norms yet"),
+        (lambda run, path: training.training_metrics([run], path), "nothing yet"),
+    ):
+        with pytest.raises(ValueError, match=f"bare has logged {said}"):
+            draw(read_run(tmp_path / "bare"), tmp_path / "x.png")
+
+
+def test_scores_over_training(make_run: MakeRun, drawn: list[Figure], tmp_path: Path) -> None:
+    """Of one run a panel for each unit, of several one for each task."""
+    runs = [read_run(add_callbacks(make_run("a"))), read_run(add_callbacks(make_run("b"), 0.1))]
+    training.scores_over_training(runs[:1], tmp_path / "one.png", ["65 M parameters"])
+    found = panels(drawn[0])
+    assert found.keys() == {
+        "accuracy (%)", "word perplexity", "exact match (%)", "needle: loss of the answer\n(nats per token)",
+        "needle: answered\nword for word (%)", "memory length (tokens)",
+    }  # fmt: skip
+    (chance,) = [line for line in found["accuracy (%)"].lines if line.get_linestyle() == ":"]
+    assert set(chance.get_ydata()) == {25.0} and chance.get_color() == GREY
+    bars = found["accuracy (%)"].containers[0].lines[2][0].get_segments()
+    assert bars[0][:, 1].tolist() == pytest.approx([25 - 1.96 * 2, 25 + 1.96 * 2])
+    names = {
+        "arc_easy",
+        "needle, 512 tokens (easy, 4 prompts)",
+        "chance, or the answer's loss with no needle in the text",
+    }
+    assert names <= {*legend(drawn[0])}
+    title, note = title_and_note(drawn[0])
+    assert title == "Evaluations during training of a" and "65 M parameters" in note and "95 % intervals" in note
+    training.scores_over_training(runs, tmp_path / "two.png")
+    titles = [axes.get_title() for axes in drawn[1].axes if axes.get_title()]
+    assert sum(title.startswith("needle, 512") for title in titles) == 2 and titles.count("arc_easy") == 1
+    with pytest.raises(ValueError, match="has logged no scores of evaluations yet"):
+        training.scores_over_training([read_run(make_run("bare"))], tmp_path / "none.png")
+
+
+def test_an_evaluation_has_its_figure_while_the_run_is_trained(make_run: MakeRun, tmp_path: Path) -> None:
+    run = add_callbacks(make_run())
+    write_lines(run, "val_web", [{"step": STEPS[0], "val_web/loss": 4.0}])
+    write_losses_by_position(run, "val_web", STEPS[0], np.linspace(5, 4, 64))
+    drawn_of = {"val": "loss_position", "val_web": "loss_position_web", "needle": "evaluations", "gates": "evaluations"}
+    for kind, name in drawn_of.items():
+        assert figures.of_evaluation(run, kind, tmp_path) == {name: tmp_path / f"{name}.png"}
+        assert is_picture(tmp_path / f"{name}.png")
+    assert figures.of_evaluation(run, "samples", tmp_path) == {}
+    assert not (run / "plots").exists()
+
+
+def test_scores_task_by_task(drawn: list[Figure], tmp_path: Path) -> None:
+    columns = [
+        Column("piqa", "PIQA acc", "higher", unit="accuracy (%)", chance=50.0),
+        Column("wiki", "Wiki. ppl", "lower", unit="perplexity"),
+    ]
+    rows = {"fox": {"piqa": Estimate(60.0, 2.0), "wiki": 30.0}, "llama": {"piqa": 55.0, "wiki": None}}
+    scores.draw_scores(rows, columns, tmp_path / "x.png", "Scores of mine")
+    accuracy, perplexity = drawn[0].axes
+    assert [bar.lines[0].get_xdata()[0] for bar in accuracy.containers] == [60.0, 55.0]
+    assert accuracy.containers[0].lines[2][0].get_segments()[0][:, 0].tolist() == [58, 62]
+    assert [line.get_xdata()[0] for line in accuracy.lines if line.get_linestyle() == ":"] == [50.0]
+    assert [label.get_text() for label in perplexity.get_yticklabels()] == ["Wiki. ppl"]
+    assert perplexity.get_xlabel() == "perplexity, lower is better" and legend(drawn[0]) == ["fox", "llama", "chance"]
+    with pytest.raises(ValueError, match="no scores of fox"):
+        scores.draw_scores({"fox": {}}, columns, tmp_path / "x.png")
+
+
+def test_a_learning_rate_search_rings_the_best(drawn: list[Figure], tmp_path: Path) -> None:
+    curve = {1e-3: [3.0, 3.2], 2e-3: [2.5, 2.7], 4e-3: [2.9, math.inf]}
+    sweeps.loss_against_learning_rate({"": curve}, "held-out loss", tmp_path / "x.png", conditions=["a corpus"])
+    axes = drawn[0].axes[0]
+    assert axes.lines[0].get_xydata() == pytest.approx(np.array([[1e-3, 3.1], [2e-3, 2.6]]))
+    assert [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "x"] == [4e-3]
+    ring = axes.collections[-1]
+    assert ring.get_offsets().tolist() == [[2e-3, 2.6]] and ring.get_linestyle() == [(0, None)], "not at an end"
+    assert legend(drawn[0]) == ["best", "one seed", "diverged or ended early"]
+    assert title_and_note(drawn[0])[1] == "a corpus · mean of 2 seeds, bars: ± one standard error"
+    curves = {"a": curve, "b": {1e-3: [3.3]}}
+    sweeps.loss_against_learning_rate(curves, "held-out loss", tmp_path / "x.png", ring_each=True)
+    rings = drawn[1].axes[0].collections[-2:]
+    assert [ring.get_offsets().tolist() for ring in rings] == [[[2e-3, 2.6]], [[1e-3, 3.3]]]
+    assert "dotted ring: lowest so far, at an end of the rates tried" in title_and_note(drawn[1])[1]
+
+
+def test_the_best_of_a_free_search_stands_out(drawn: list[Figure], tmp_path: Path) -> None:
+    parameters = {"lr": [1.0, 2.0, 3.0], "kind": ["a", "b", "a"]}
+    sweeps.loss_against_parameters(parameters, [3.0, 4.0, 5.0], {"lr"}, "held-out loss", tmp_path / "x.png")
+    axes = drawn[0].axes[0]
+    (star,) = [line for line in axes.lines if line.get_marker() == "*"]
+    assert star.get_xydata().tolist() == [[1.0, 3.0]] and axes.get_xscale() == "log"
+    assert min(axes.collections[0].get_alpha()) >= 0.3 and "best: 3.0000, run 1 of 3" in legend(drawn[0])
+
+
+def test_a_grid_of_needles_shows_every_cell_and_the_training_length(drawn: list[Figure], tmp_path: Path) -> None:
+    numbers = [
+        Number("needle, easy", "words", 0.25 * depth + 0.001 * length, 0.1, 4, {"length": length, "depth": depth})
+        for length in (100, 200, 400)
+        for depth in (0.0, 1.0)
+    ]
+    needle = Evaluation("niah", "fox", numbers[:-1], {"train_length": 200}, {"mode": "easy"})
+    assert heatmaps.draw_needles(needle, "words", tmp_path / "x.png") == pytest.approx(
+        np.mean([n.value for n in numbers[:-1]])
+    )
+    axes, bar = drawn[0].axes
+    shown = axes.images[0].get_array()
+    assert shown[1, 0] == pytest.approx(0.35) and shown.mask.tolist() == [[False] * 3, [False, False, True]]
+    assert [text.get_text() for text in axes.texts] == ["0.1", "0.2", "0.4", "0.35", "0.45"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["100", "200", "400"]
+    assert {line.get_xdata()[0] for line in axes.lines} == {1.5} and bar.get_ylabel() == "share of the answer's words"
+    title, note = title_and_note(drawn[0])
+    assert title == "fox, needle in a haystack, easy mode" and "4 prompts a cell · mean 0.300 ± " in note
+    assert "dashed line: training length, 200 tokens" in note
+
+
+def test_memory_lengths_of_heads_are_written_out(drawn: list[Figure], tmp_path: Path) -> None:
+    heatmaps.heads_by_layer([0, 1, 1], [0.2, 40.0, 20_000.0], [False, False, True], tmp_path / "memory.png")
+    axes = drawn[0].axes[0]
+    assert [line.get_ydata()[0] for line in axes.lines] == [0.5, 40, 20_000]
+    assert [line.get_marker() for line in axes.lines] == ["o", "o", "^"] and len(legend(drawn[0])) == 1
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert "16,384" in labels and not any("e+" in label for label in labels)

@@ -1,0 +1,160 @@
+"""A run's folder is read at any time of its life; what is missing or damaged is named."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from forgetting_transformer.analysis.conditions import position_label
+from forgetting_transformer.analysis.runs import (
+    check_logged,
+    read_metrics,
+    read_position_losses,
+    read_run,
+    run_names,
+)
+from tests.analysis.conftest import (
+    STEPS,
+    MakeRun,
+    add_callbacks,
+    is_picture,
+    write_lines,
+    write_losses_by_position,
+)
+
+
+def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
+    path = write_lines(tmp_path, "train", [{"step": 1, "train/loss": 9.0}])
+    for half in ('{"step": 2, "train/lo', '{"step": 2, "train/loss": 8.', "{", '{"step"', "\ud800é"):
+        path.write_bytes(b'{"step": 1, "train/loss": 9.0}\n' + half.encode("utf-8", "surrogatepass")[:-1])
+        assert read_metrics(path) == [{"step": 1, "train/loss": 9.0}]
+    path.write_text('{"step": 1}\n{"step": 2}')
+    assert [record["step"] for record in read_metrics(path)] == [1, 2], "a whole one without newline counts"
+
+
+@pytest.mark.parametrize("line", ["{broken", '{"loss": 3}', "[1]", '{"step": null}'])
+def test_another_broken_line_is_an_error_with_its_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(ValueError, match=r"train\.jsonl, line 2"):
+        read_metrics(path)
+
+
+def test_lines_that_a_resumed_run_logged_again_replace_the_first_ones(tmp_path: Path) -> None:
+    records = [{"step": s, "try": 1} for s in (1, 2, 3, 4)] + [{"step": s, "try": 2} for s in (3, 4, 5)]
+    path = write_lines(tmp_path, "train", records)
+    assert [(r["step"], r["try"]) for r in read_metrics(path)] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+
+
+def test_losses_are_of_the_lines_that_have_one(tmp_path: Path) -> None:
+    write_lines(tmp_path, "train", [{"step": 1}, {"step": 2, "train/loss": 5.0}, {"step": 3, "train/loss": 4.0}])
+    run = read_run(tmp_path, "run")
+    assert run.train_tokens.tolist() == [2, 3] and run.train_loss.tolist() == [5.0, 4.0] and not run.heldout_loss.size
+    assert run.unigram_entropy is None
+    write_lines(tmp_path, "train_data_info", [{"step": 0, "train_data_info/unigram_entropy_nats": 6.5}])
+    assert read_run(tmp_path).unigram_entropy == 6.5
+
+
+def test_the_newest_loss_at_every_position_is_read_and_held_out_comes_first(tmp_path: Path) -> None:
+    write_losses_by_position(tmp_path, "train_eval", 900, np.array([9.0, 8.0]))
+    assert [one.kind for one in read_position_losses(read_run(tmp_path, "run"))] == ["train_eval"]
+    write_losses_by_position(tmp_path, "val", 100, np.array([7.0, 6.0]))
+    write_losses_by_position(tmp_path, "val", 5120, np.array([5.0, 4.0]))
+    (newest,) = read_position_losses(read_run(tmp_path, "run"))
+    assert (newest.kind, newest.train_tokens, newest.loss.tolist()) == ("val", 5120, [5.0, 4.0])
+    assert position_label(newest) == "run, held-out, after 5.12K tokens"
+
+
+def test_the_moving_average_is_no_held_out_set(make_run: MakeRun) -> None:
+    folder = make_run()
+    write_lines(folder, "val_ema", [{"step": STEPS[0], "val_ema/loss": 4.2}])
+    write_losses_by_position(folder, "val_ema", STEPS[0], np.linspace(6, 3, 64))
+    run = read_run(folder)
+    assert run.eval_sets == [] and run.ema.values.tolist() == [4.2]
+    labels = [position_label(one) for one in read_position_losses(read_run(folder, "run"))]
+    assert labels == ["run, held-out, after 150K tokens", "run, held-out, EMA weights, after 50K tokens"]
+
+
+def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no folder 'metrics': give a run's output_dir"):
+        check_logged(read_run(tmp_path, "run"))
+    (tmp_path / "metrics").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"no 'train/loss' in train\.jsonl"):
+        check_logged(read_run(tmp_path, "run"))
+    with pytest.raises(FileNotFoundError, match="after the run's first validation"):
+        read_position_losses(read_run(tmp_path, "run"))
+    path = write_losses_by_position(tmp_path, "val", 5, np.ones(1000))
+    whole = path.read_bytes()
+    for broken in (b"", whole[:100], whole[:-30]):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"step-000000000000005\.npz: cannot read"):
+            read_position_losses(read_run(tmp_path, "run"))
+    np.savez(path, other=np.ones(2))
+    with pytest.raises(ValueError, match="val/loss_per_token"):
+        read_position_losses(read_run(tmp_path, "run"))
+
+
+def test_names_are_as_short_as_they_can_be(tmp_path: Path) -> None:
+    assert run_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+    assert run_names([tmp_path / "x" / "lr1", tmp_path / "y" / "lr1"]) == ["x/lr1", "y/lr1"]
+    with pytest.raises(ValueError, match="same run is given twice"):
+        run_names([tmp_path / "a", tmp_path / "b" / ".." / "a"])
+
+
+class TestPlotRun:
+    @pytest.fixture
+    def plot_run(self) -> ModuleType:
+        script = Path(__file__).parents[2] / "scripts" / "plot_run.py"
+        spec = importlib.util.spec_from_file_location("plot_run", script)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    def test_one_run(self, plot_run: ModuleType, make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+        run_dir = add_callbacks(make_run())
+        write_lines(run_dir, "val_web", [{"step": STEPS[0], "val_web/loss": 4.0}])
+        assert plot_run.main([str(run_dir), "--entropy", "7.5"]) == 0
+        files = ["evaluations", "loss_position", "loss_sets", "loss_tokens", "norms", "training"]
+        output = capsys.readouterr()
+        assert output.out.split() == [str(run_dir / "plots" / f"{name}.png") for name in files]
+        assert all(is_picture(run_dir / "plots" / f"{name}.png") for name in files)
+        assert "no val_web/step-*.npz yet" in output.err
+
+    def test_several_runs_need_out(
+        self, plot_run: ModuleType, make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        runs = [str(make_run("fox")), str(make_run("transformer"))]
+        with pytest.raises(SystemExit):
+            plot_run.main(runs)
+        assert "--out DIR" in capsys.readouterr().err
+        assert plot_run.main([*runs, "--out", str(tmp_path / "compare")]) == 0
+        assert is_picture(tmp_path / "compare" / "loss_position.png")
+
+    def test_a_file_in_plots_that_is_no_figure_is_kept(
+        self, plot_run: ModuleType, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run_dir = make_run()
+        (run_dir / "plots").mkdir()
+        (run_dir / "plots/training.png").write_text("mine")
+        assert plot_run.main([str(run_dir)]) == 1
+        assert "training.png is not as scripts/plot_run.py has written it" in capsys.readouterr().err
+        assert [file.name for file in (run_dir / "plots").iterdir()] == ["training.png"]
+        assert (run_dir / "plots/training.png").read_text() == "mine"
+
+    def test_a_run_that_cannot_be_drawn_is_one_line(
+        self, plot_run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert plot_run.main([str(tmp_path / "nowhere")]) == 1
+        assert "no folder 'metrics'" in capsys.readouterr().err
+        for line, said in (
+            ("broken", "line 1"),
+            (json.dumps({"step": 1, "train/loss": math.nan}), "nothing to plot yet"),
+        ):
+            write_lines(tmp_path, "train", []).write_text(line + "\n")
+            assert plot_run.main([str(tmp_path)]) == 1
+            assert said in capsys.readouterr().err

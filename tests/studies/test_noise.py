@@ -1,0 +1,103 @@
+"""Several models against one: the numbers are those of published tables and of SciPy."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from studies.engine import noise
+
+
+@pytest.mark.parametrize(
+    ("comparisons", "freedom", "published"),
+    # C. W. Dunnett, New tables for multiple comparisons with a control, 1964: two-sided, 5 %.
+    [
+        (1, 10, 2.23), (2, 10, 2.57), (3, 10, 2.76), (9, 20, 2.95), (5, 20, 2.73), (2, math.inf, 2.21),
+        (9, math.inf, 2.69),
+    ],
+)  # fmt: skip
+def test_critical_values_are_those_of_dunnetts_tables(comparisons: int, freedom: float, published: float) -> None:
+    assert noise.dunnett_quantile(comparisons, freedom) == pytest.approx(published, abs=0.0051)
+
+
+def test_critical_values_are_those_of_scipys_intervals() -> None:
+    groups = np.random.default_rng(0).normal(size=(5, 4))
+    result = stats.dunnett(*groups[1:], control=groups[0], rng=0)
+    interval = result.confidence_interval(0.95)
+    error = math.sqrt(groups.var(axis=1, ddof=1).mean() * 2 / 4)
+    half_width = (interval.high - interval.low) / 2
+    assert half_width / error == pytest.approx(noise.dunnett_quantile(4, 15), rel=0.01)
+
+
+def test_two_models_are_a_paired_t_test() -> None:
+    one, other = [1.1, 1.5, 1.9, 1.2], [1.0, 1.3, 1.85, 1.25]
+    found = noise.against_baseline({"a": dict(enumerate(other)), "b": dict(enumerate(one))}, "a")
+    interval = stats.ttest_rel(one, other).confidence_interval(0.95)
+    assert found.against["b"].value == pytest.approx((interval.high + interval.low) / 2)
+    assert found.against["b"].half_width == pytest.approx((interval.high - interval.low) / 2, rel=1e-5)
+    assert found.freedom == 3
+
+
+def test_what_a_seed_does_to_all_models_cancels_and_the_noise_is_of_all_models() -> None:
+    scatter = np.array([[0.01, -0.01, 0.0], [-0.02, 0.01, 0.01], [0.01, 0.0, -0.01]])
+    scatter -= scatter.mean(0)  # so that the additive model leaves just this
+    models, seeds = np.array([1.0, 1.2, 0.9]), np.array([0.0, 0.5, -0.5])
+    losses = models[:, None] + seeds + scatter
+    named = {name: dict(enumerate(row)) for name, row in zip("abc", losses.tolist(), strict=True)}
+    found = noise.against_baseline(named, "a")
+    assert found.deviation == pytest.approx(math.sqrt((scatter**2).sum() / 4)) and found.freedom == 4
+    assert found.against["b"].value == pytest.approx(0.2) and found.against["c"].value == pytest.approx(-0.1)
+    expected = noise.dunnett_quantile(2, 4) * found.deviation * math.sqrt(2 / 3)
+    assert found.against["b"].half_width == pytest.approx(expected)
+
+
+def test_a_model_without_all_seeds_has_a_difference_and_no_interval() -> None:
+    losses = {"a": {0: 1.0, 1: 1.1}, "b": {0: 1.2, 1: 1.4}, "c": {1: 1.5}, "d": {0: 0.5, 1: math.nan}}
+    found = noise.against_baseline(losses, "a")
+    assert found.against["c"].value == pytest.approx(0.4) and math.isnan(found.against["c"].half_width)
+    assert found.against["d"].value == pytest.approx(-0.5) and math.isnan(found.against["d"].half_width)
+    assert found.freedom == 1 and math.isfinite(found.against["b"].half_width)
+
+
+def test_one_seed_has_no_intervals() -> None:
+    found = noise.against_baseline({"a": {0: 1.0}, "b": {0: 1.2}}, "a")
+    assert math.isnan(found.against["b"].half_width) and math.isnan(found.detectable())
+
+
+def test_intervals_cover_all_differences_as_often_as_they_say() -> None:
+    draws = np.random.default_rng(0)
+    covered = 0
+    quantile = noise.dunnett_quantile(3, 6)
+    for _ in range(2000):
+        losses = draws.normal(size=(4, 3)) + draws.normal(size=3)  # the second: of seeds
+        residual = losses - losses.mean(1, keepdims=True) - losses.mean(0) + losses.mean()
+        error = math.sqrt((residual**2).sum() / 6 * 2 / 3)
+        covered += (abs(losses.mean(1)[1:] - losses.mean(1)[0]) <= quantile * error).all()
+    assert covered / 2000 == pytest.approx(0.95, abs=0.02)  # four standard errors
+
+
+def test_a_detectable_difference_is_found_as_often_as_it_says() -> None:
+    # With a deviation of 0.05 that is known, two means of three runs differ visibly from about 0.12 on.
+    assert noise.detectable(0.05, seeds=3, freedom=1e6) == pytest.approx(
+        (1.96 + 0.8416) * 0.05 * math.sqrt(2 / 3), 1e-3
+    )
+    apart = noise.detectable(1.0, seeds=3, freedom=6, comparisons=3)
+    draws = np.random.default_rng(1)
+    errors = np.sqrt(draws.chisquare(6, 20000) / 6) * math.sqrt(2 / 3)
+    found = abs(draws.normal(apart, math.sqrt(2 / 3), 20000)) > noise.dunnett_quantile(3, 6) * errors
+    assert found.mean() == pytest.approx(0.8, abs=0.012)  # four standard errors
+
+
+def test_a_model_that_is_bitwise_the_baseline_says_nothing_about_the_noise():
+    losses = {"a": {0: 3.0, 1: 3.1, 2: 3.05}, "b": {0: 3.2, 1: 3.25, 2: 3.3}}
+    alone = noise.against_baseline(losses, "a")
+    found = noise.against_baseline(losses | {"a again": dict(losses["a"])}, "a")
+    assert found.deviation == pytest.approx(alone.deviation) and found.freedom == alone.freedom == 2
+    assert found.against["a again"].value == 0 and found.against["b"].half_width > alone.against["b"].half_width, "two"
+
+
+def test_deviations_that_differ_more_than_by_chance_are_noticed():
+    quiet, noisy = [3.0, 3.01, 2.99], [3.0, 4.0, 2.0]
+    assert noise.equal_noise([quiet, noisy]) < 0.01 < 0.5 < noise.equal_noise([quiet, [5.0, 5.01, 4.99]])
+    assert math.isnan(noise.equal_noise([quiet, [3.0, 3.0, 3.0], [1.0]])), "of one model alone nothing is known"
