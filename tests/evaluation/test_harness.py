@@ -115,19 +115,6 @@ def log_probs(model, ids: list[int]) -> torch.Tensor:
         return model.model(input_ids=torch.tensor([ids])).logits[0].float().log_softmax(-1)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_log_likelihoods_are_those_of_the_models_logits_in_any_batch(model, batch_size):
-    pairs = [("the cat", " sat on"), ("", "dog"), ("a", " house is red and small"), ("the " * 28, "cat dog")]
-    adapter = harness.HarnessModel(model, 32, batch_size, "fp32", ALONE)
-    found = adapter.loglikelihood([instance("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
-    for (context, continuation), (value, greedy) in zip(pairs, found, strict=True):
-        whole = [0, *ids_of(model, (context + continuation).strip())]
-        count = len(ids_of(model, continuation))
-        rows, target = log_probs(model, whole[:-1])[-count:], torch.tensor(whole[-count:])
-        assert value == pytest.approx(rows.gather(-1, target[:, None]).sum().item(), rel=1e-5)
-        assert greedy == bool((rows.argmax(-1) == target).all())
-
-
 def test_scores_and_texts_are_those_of_lm_evals_own_backend(quickstart, model, adapter):
     """The same requests of each type through lm_eval's model of transformers, where the tokenizer adds BOS too."""
     from lm_eval.models.huggingface import HFLM

@@ -317,6 +317,9 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
+_SCORES = {"exact": exact_match, "words": word_match}
+
+
 def evaluate(
     model: EvaluatedModel,
     haystack: Haystack | Essays,
@@ -378,9 +381,6 @@ def evaluate(
         shape = {"lengths": lengths, "depths": depths, "train_length": model.train_length}
         _write_results(folder, {"model": model.name, "mode": mode, **shape, "records": records})
     return records
-
-
-_SCORES = {"exact": exact_match, "words": word_match}
 
 
 def _write_results(folder: Path, scores: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ Writes samples.jsonl: `samples/<n>/prompt` and `samples/<n>/text`, the continuat
 are continued, and `samples/<n>/document` is how they go on.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +65,8 @@ class Samples(EvaluationCallback):
         for prompt in self.config.prompts or ():
             self._texts.append((texts.encode(self._model, prompt), []))
         if not self._texts:
-            for document in self._documents(trainer):
-                given = min(_GIVEN, len(document) // 2)
+            for ids in itertools.islice(texts.held_out_rows(trainer.data, self._model), _DOCUMENTS):
+                document, given = ids.tolist(), min(_GIVEN, len(ids) // 2)
                 self._texts.append((document[:given], document[given : given + self.config.max_new_tokens]))
 
     def evaluate(self, trainer: TrainerInterface) -> dict[str, Any]:
@@ -97,12 +98,3 @@ class Samples(EvaluationCallback):
                 **sampling,
             )
         return output_ids[0, input_ids.shape[1] :].tolist()
-
-    def _documents(self, trainer: TrainerInterface) -> list[list[int]]:
-        """The first held-out sequences as token ids."""
-        found: list[list[int]] = []
-        for ids in texts.held_out_rows(trainer.data, self._model):
-            found.append(ids.tolist())
-            if len(found) == _DOCUMENTS:
-                break
-        return found
