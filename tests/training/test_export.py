@@ -111,14 +111,6 @@ def test_the_run_keeps_its_corpus_tokenizer_and_the_export_gets_it(tiny, tmp_pat
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").decode([3, 4]) == "w3 w4"
 
 
-def test_a_tokenizer_that_comes_later_is_kept_by_the_next_start_also_of_a_finished_run(tiny, tmp_path, finished):
-    shutil.copytree(finished(tiny), tiny["output_dir"])
-    shutil.copytree(tiny["data_dir"], tmp_path / "data")
-    word_tokenizer(tmp_path / "data/tiny/tokenizer")
-    train(changed(tiny, data_dir=str(tmp_path / "data")))
-    assert "without a tokenizer" not in export(Path(tiny["output_dir"]), tmp_path / "hf")
-
-
 def test_prompts_begin_as_training_sequences_do_and_are_padded_on_the_left(tiny, tmp_path, finished):
     """transformers' pipeline, with one prompt and a batch of unequal ones, feeds the model what it was trained on."""
     export(Path(finished(tiny)), tmp_path / "hf", tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer import training
 from forgetting_transformer.training.export import MARK, export
-from forgetting_transformer.training.export.averaging import average
 from forgetting_transformer.training.trainer import Trainer
 from tests.tiny import VOCAB
 from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, made_once, refused, train
@@ -245,17 +244,6 @@ def test_a_run_goes_on_where_its_source_is_named_in_other_words(tiny, tmp_path, 
     for name in ("hf", "./other"):
         assert begun(changed(new, init_from=name)).counters.token_count == STEP
     assert f"init_from: {exported} -> {tmp_path}" in refused(changed(new, init_from=str(tmp_path)))
-
-
-def test_a_run_that_begins_with_an_average_says_so(tiny, tmp_path, finished):
-    tokenizer = str(word_tokenizer(tmp_path / "tokenizer"))
-    average(Path(finished(tiny)), tmp_path / "mean", last=2, tokenizer=tokenizer)
-    new = changed(tiny, init_from=str(tmp_path / "mean"), train__max_tokens=STEP, output_dir=str(tmp_path / "new"))
-    train(new)
-    said = f"the mean of the checkpoints at {16 * STEP:,}, {20 * STEP:,} tokens"
-    assert f"({said}, {20 * STEP:,} tokens, of debug)" in (tmp_path / "new/logs/rank-0.log").read_text()
-    export(tmp_path / "new", tmp_path / "next", tokenizer=tokenizer)
-    assert f"the weights of mean, {said}" in (tmp_path / "next/README.md").read_text()
 
 
 def test_without_a_network_the_hub_is_refused_on_every_rank_and_the_cache_serves(tiny, tmp_path, exported):

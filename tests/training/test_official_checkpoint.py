@@ -6,7 +6,6 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,15 +166,6 @@ def test_a_fork_of_it_says_how(tiny, official):
     assert "is a run of the authors' code; make a run of it" in refused(
         changed(tiny, fork_dir=str(official), fork_step=AT)
     )
-
-
-def test_an_import_that_found_no_room_may_be_tried_again(official, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-        with pytest.raises(CheckpointError, match=r"could not make room for a checkpoint .* the disk has 0 B left"):
-            import_run(official, tmp_path / "imported", bos_token_id=0)
-    written, _ = import_run(official, tmp_path / "imported", bos_token_id=0)
-    assert newest_valid(tmp_path / "imported/checkpoints").path == written.path
 
 
 def test_the_first_token_of_another_vocabulary_is_asked_for_and_has_to_be_in_it(official, tmp_path):

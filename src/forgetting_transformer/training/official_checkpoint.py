@@ -114,17 +114,13 @@ def import_run(
     checkpoint, config = _find(source, step), _config(source)
     config.output_dir = str(target.root)
     saved = _read(checkpoint)
-    tokens_per_batch = config.datamodule.train_batch_size * config.datamodule.train_batch_len
-    if saved["token_count"] != checkpoint.step or saved["batch_count"] * tokens_per_batch != checkpoint.step:
+    window, length = saved["window_loss_per_token"], config.datamodule.train_batch_len
+    tokens = saved["batch_count"] * config.datamodule.train_batch_size * length
+    if not saved["token_count"] == checkpoint.step == tokens or window.shape != (length,):
         raise CheckpointError(
             f"{checkpoint.path} was not imported: it counts {saved['token_count']:,} tokens in "
-            f"{saved['batch_count']:,} batches, and config.yaml beside it says {tokens_per_batch:,} tokens a batch"
-        )
-    window = saved["window_loss_per_token"]
-    if window.shape != (config.datamodule.train_batch_len,):
-        raise CheckpointError(
-            f"{checkpoint.path} was not imported: window_loss_per_token has shape {window.shape}, and "
-            f"datamodule.train_batch_len is {config.datamodule.train_batch_len}"
+            f"{saved['batch_count']:,} batches and losses at {len(window):,} positions, and config.yaml beside it says "
+            f"batches of {config.datamodule.train_batch_size:,} x {length:,} tokens"
         )
     model = _model(checkpoint, config, saved["model"], bos_token_id, eos_token_id)
     if model.config.bos_token_id is None:
@@ -140,7 +136,7 @@ def import_run(
     state = {
         **{name: saved[name] for name in ("token_count", "batch_count", "total_time", "update_time")},
         # The authors' code counts none.
-        "flop_count": round(saved["token_count"] * model.config.flops_per_token(config.datamodule.train_batch_len)),
+        "flop_count": round(saved["token_count"] * model.config.flops_per_token(length)),
         "config": recorded(config),
         "model_config": model.config.to_dict(),
         # The corpus is not recorded there, nor is how the run computed.
@@ -194,9 +190,7 @@ def _find(directory: RunDirectory, step: int | None) -> Checkpoint:
             f"{wanted} in {directory.checkpoints}: it holds {steps or 'no step-*.pt with a .pt.done beside it'}"
         )
     step = steps[-1] if step is None else step
-    path = next(
-        path for path in directory.checkpoints.glob("step-*.pt") if int(path.stem.removeprefix("step-")) == step
-    )
+    path = directory.checkpoints / f"step-{step:015d}.pt"
     return Checkpoint(path, step, path.with_name(f"{path.name}.keep").is_file())
 
 

@@ -40,6 +40,7 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 #: Keys of our own JSON, by which a lock, a status and the manifest of a corpus are known.
 _LOCK_KEYS = {"pid", "host", "since"}
 _STATUS_KEYS = {"status", "step", "pid"}
+_RECORD_KEYS = {"step", "checkpoint"}
 _CORPUS_KEYS = {"vocab_size", "bos_token_id"}
 #: A lock, a status or a manifest is far smaller; what is larger is something else's and is not read.
 _LARGEST = 1 << 20
@@ -64,7 +65,7 @@ def _holds_something(path: Path) -> bool:
     """Whether a name leads to more than empty files, which a start leaves on a full disk."""
     try:
         if path.is_dir():
-            return any(_holds_something(inner) for inner in path.iterdir())
+            return any(inner.is_dir() or inner.stat().st_size for inner in path.iterdir())
         return os.path.lexists(path) and path.stat().st_size > 0
     except OSError:
         return True
@@ -164,6 +165,7 @@ class RunDirectory:
         return (
             _keys(self._lock_file) >= _LOCK_KEYS
             or _keys(self.root / "status.json") >= _STATUS_KEYS
+            or _keys(self.last_checkpoint) >= _RECORD_KEYS
             or any(
                 re.fullmatch(r"step-\d{15}", path.parent.name) for path in self.checkpoints.glob("step-*/trainer.json")
             )
