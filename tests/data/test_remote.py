@@ -126,7 +126,7 @@ def test_a_folder_of_that_name_that_is_not_the_caches_is_refused(mirror, tmp_pat
 
 def test_a_cache_too_small_is_known_before_anything_is_read(mirror, tmp_path):
     for evaluates in (False, True):
-        with pytest.raises(DataError, match=r"cache_gb=1e-06 is less than .* need of .*train\.zarr; raise it"):
+        with pytest.raises(DataError, match=r"cache_gb=1e-06 is less than .* needs of .*train\.zarr; raise it"):
             module(mirror.url, tmp_path / "cache", cache_gb=1e-6).check_cache(1, evaluates)
     module(mirror.url, tmp_path / "cache").check_cache(1, evaluates=True)
 

@@ -100,6 +100,9 @@ def test_a_prepared_corpus_is_held_to_its_content_hash(verify, tmp_path):
     array = zarr.open_array(tmp_path / "out/train.zarr", mode="r+")
     array[0, 0] = (int(array[0, 0]) + 1) % 256
     code, said = verify(tmp_path / "out")
+    assert code == 1 and "is not the file that was downloaded or made" in said.split("! checksums: ")[1]
+    (tmp_path / "out/train.sha256").unlink()
+    code, said = verify(tmp_path / "out")
     assert code == 1 and "manifest.json says" in said.split("! content hash: ")[1]
 
 

@@ -114,7 +114,7 @@ class Place:
         except BlockingIOError as error:
             raise CorpusError(f"another run is preparing {self.out}. Wait for it, or give another --out.") from error
 
-    def publish(self) -> bool:
+    def publish(self, force: bool) -> bool:
         """Puts a complete corpus in its place, if there is one, and deletes what a killed run wanted to delete.
 
         Returns:
@@ -125,7 +125,7 @@ class Place:
         """
         complete = (self.new / MANIFEST).exists()
         if complete:
-            if self.finished() is not None and not json.loads(self.begun.read_text())["force"]:
+            if self.finished() is not None and not (force or json.loads(self.begun.read_text())["force"]):
                 raise CorpusError(f"{self.out} holds another corpus by now. Give another --out, or --force.")
             if self.out.is_dir():
                 os.rename(self.out, self.work / "replaced")

@@ -65,7 +65,7 @@ def prepare_corpus(
 
 
 def _prepare(settings: CorpusSettings, place: Place, workers: int, force: bool, say: Say) -> dict[str, Any]:
-    published = place.publish()  # which a killed run had completed
+    published = place.publish(force)  # which a killed run had completed
     finished = place.finished()
     same = finished is not None and not settings.different_from(finished["settings"])
     if finished is not None and not force:
@@ -78,7 +78,7 @@ def _prepare(settings: CorpusSettings, place: Place, workers: int, force: bool, 
     if not (published and same):  # else this command was all but done
         _begin_or_continue(settings, place, force, say)
         write_json(place.new / MANIFEST, _build(settings, place, workers))
-        place.publish()
+        place.publish(force)
     manifest = read_manifest(place.out / MANIFEST)
     for line in summary_lines(manifest):
         say(line)
