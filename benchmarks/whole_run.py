@@ -22,8 +22,6 @@ mfu                            the last value that train.py logged
 first_loss_seconds             from the start of the command to its first logged loss; it uses kernels that earlier runs
                                left in the caches of Triton and PyTorch
 
---out also has losses, the log lines that name backends, compilation and the first step, and the shares of wall time.
-
 Without --data_dir the corpus is made from the Python sources of this machine. If it has fewer tokens than a run, it is
 read again. The rest of an unfinished run is moved to previous/ in its folder.
 """
@@ -55,13 +53,6 @@ ON_GPU = {"experiments": ["forgetting_transformer/pro_125m_2b"], "tokens": 44_00
 ON_CPU = {"experiments": ["demo/fox_pro"], "tokens": 65_536, "vocabulary": 4_096}
 #: A loss that train.py logged, as in "8,192 of 16,384 tokens, loss 10.8459, lr 1.50e-03".
 LOSS_LINE = re.compile(r"\bloss \d")
-#: Lines of the log that say what runs, and how long the first step took.
-KEPT_LINE = re.compile(
-    r"gluon|triton|flash-linear-attention|\bFLA\b|(?<!loading )pytorch|cudnn|compil|self-test|first step is done",
-    re.IGNORECASE,
-)
-#: Folders of a file's absolute path, which say nothing about the measurement and much about the machine.
-FOLDERS = re.compile(r"(?<![\w.…])/(?:[^\s/,;:()]+/)+")
 #: How often a run logs. The host waits for the GPU at each.
 LINES = 20
 
@@ -115,13 +106,8 @@ def train(experiment: str, args: argparse.Namespace, config: Any, output_dir: Pa
     command += [f"train.max_tokens={total}", f"log_interval={every}"]
     command += [f"schedule.total_tokens={config.schedule.total_tokens}"] if config.schedule.total_tokens else []
     command += ["resume=false"] if output_dir.exists() else []
-    lines, first_loss, seconds = follow([*command, *args.overrides], output_dir.with_name("train.log"))
-    return {
-        "first_loss_seconds": first_loss,
-        "wall_seconds": seconds,
-        "log": [FOLDERS.sub("…/", line) for line in lines if KEPT_LINE.search(line)],
-        **speeds(output_dir),
-    }
+    first_loss = follow([*command, *args.overrides], output_dir.with_name("train.log"))
+    return {"first_loss_seconds": first_loss, **speeds(output_dir)}
 
 
 def train_command(experiment: str, args: argparse.Namespace, output_dir: Path, data_dir: Path) -> list[str]:
@@ -137,17 +123,14 @@ def train_command(experiment: str, args: argparse.Namespace, output_dir: Path, d
     ]  # fmt: skip
 
 
-def follow(command: Sequence[str], log: Path) -> tuple[list[str], float | None, float]:
-    """Runs a command and shows its output, which `log` keeps.
-
-    Returns:
-        its lines without their time stamps; seconds until the first loss was logged, if one was; seconds until its end.
+def follow(command: Sequence[str], log: Path) -> float | None:
+    """Runs a command and shows its output, which `log` keeps. Returns seconds until the first loss was logged, if any.
 
     Raises:
         RuntimeError: it failed.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    lines, first_loss, started = [], None, time.perf_counter()
+    first_loss, started = None, time.perf_counter()
     environ = {"HF_HUB_OFFLINE": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
@@ -157,11 +140,9 @@ def follow(command: Sequence[str], log: Path) -> tuple[list[str], float | None, 
         with log.open("w", encoding="utf-8") as file:
             for line in process.stdout:
                 file.write(line)
-                file.flush()
                 print(line, end="", file=sys.stderr, flush=True)
                 if first_loss is None and LOSS_LINE.search(line):
                     first_loss = time.perf_counter() - started
-                lines.append(re.sub(r"^[\d-]+ [\d:]+ (rank \d+ )?", "", line.rstrip()))
         code = process.wait()
     finally:
         if process.poll() is None:
@@ -169,7 +150,7 @@ def follow(command: Sequence[str], log: Path) -> tuple[list[str], float | None, 
             process.wait()
     if code != 0:
         raise RuntimeError(f"{' '.join(command[:3])} … ended with code {code}; its output is in {log}")
-    return lines, first_loss, time.perf_counter() - started
+    return first_loss
 
 
 def speeds(output_dir: Path) -> dict[str, Any]:
@@ -192,8 +173,6 @@ def speeds(output_dir: Path) -> dict[str, Any]:
         return done / seconds
 
     losses = read_metrics(folder / "train.jsonl")
-    heldout = read_metrics(folder / "val.jsonl") if (folder / "val.jsonl").is_file() else []
-    goodput = read_metrics(folder / "goodput.jsonl")[-1]
     return {
         "parameters": read_metrics(folder / "model_info.jsonl")[-1]["model_info/total_params"],
         "tokens": logged[-1]["step"],
@@ -201,9 +180,7 @@ def speeds(output_dir: Path) -> dict[str, Any]:
         "tokens_per_second": rate(logged[0], logged[-1]),
         "tokens_per_second_at_the_end": rate(logged[-1 - max(1, len(logged) // 4)], logged[-1]),
         "mfu": logged[-1].get("throughput/mfu_total_recent"),
-        "goodput": {key.removeprefix("goodput/"): value for key, value in goodput.items() if key != "step"},
         "losses": [[entry["step"], round(entry["train/loss"], 4)] for entry in losses],
-        "heldout_loss": round(heldout[-1]["val/loss"], 4) if heldout else None,
     }
 
 

@@ -221,7 +221,7 @@ def test_reading_checkpoints_and_digests(tmp_path):
 @pytest.mark.slow
 def test_a_whole_run_starts_the_command_of_the_readme_and_measures_its_weights(tmp_path, monkeypatch):
     whole_run, commands = load("whole_run"), []
-    monkeypatch.setattr(whole_run, "follow", lambda command, log: commands.append(command) or (["INFO x"], 1.0, 2.0))
+    monkeypatch.setattr(whole_run, "follow", lambda command, log: commands.append(command) or 1.0)
     monkeypatch.setattr(whole_run, "speeds", lambda output_dir: {})
     experiment = "forgetting_transformer/pro_125m_2b"
     args = whole_run.parse_args(["--device", "cuda", "--data_dir", str(tmp_path), "--folder", str(tmp_path)])
@@ -253,7 +253,6 @@ def test_speed_counts_from_the_first_line_to_the_last(tmp_path):
     def write(name: str, entries: list[dict]) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
-    write("goodput", [{"step": 500, "goodput/steps": 1.0}])
     write("train", [{"step": 100, "train/loss": 2.0}])
     write("model_info", [{"step": 0, "model_info/total_params": 7}])
     # The first step, which compiles, took 90 seconds, the next ones 10, the last one 5.
