@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from forgetting_transformer import command_line
-from forgetting_transformer.nested import flatten
+from forgetting_transformer.files import flatten
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 #: Says which commit a copy of the repository without its .git was made from.

@@ -61,13 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     # Only now, so that --help is quick.
     from forgetting_transformer.sweep import SweepError
-    from forgetting_transformer.sweep.composition import Composer
     from forgetting_transformer.sweep.learning_rate import (
         LearningRateSweep,
         check_overrides,
         compare_searches,
         grid_text,
     )
+    from forgetting_transformer.train.composer import Composer
     from forgetting_transformer.training import ConfigError
 
     try:

@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"Optuna is not installed: {how_to_install('sweep')}", file=sys.stderr)
         return 1
     from forgetting_transformer.sweep import SweepError
-    from forgetting_transformer.sweep.composition import Composer, search_space
     from forgetting_transformer.sweep.free_search import FreeSearch
+    from forgetting_transformer.train.composer import Composer, search_space
     from forgetting_transformer.training import ConfigError
 
     try:

@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Only now, so that --help is quick.
     from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.sweep import SweepError
-    from forgetting_transformer.sweep.composition import Composer
     from forgetting_transformer.sweep.jobs import quote
+    from forgetting_transformer.train.composer import Composer
     from forgetting_transformer.training import ConfigError
     from studies import ROOT
     from studies.engine import ladder

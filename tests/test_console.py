@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from forgetting_transformer import console, hydra_errors, signals, train
+from forgetting_transformer import console, signals, train
+from forgetting_transformer.train import hydra_errors
 from forgetting_transformer.training.faults.status import write_status
 from tests.processes import run_command
 from tests.waiting import HANG

@@ -16,8 +16,7 @@ from forgetting_transformer.analysis.plots.sweeps import budget
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.analysis.tables import Table
 from forgetting_transformer.data.corpus import DataInfo
-from forgetting_transformer.files import read_yaml
-from forgetting_transformer.nested import flatten
+from forgetting_transformer.files import flatten, read_yaml
 from forgetting_transformer.sweep import SweepError, runner
 from forgetting_transformer.sweep.jobs import quote
 from forgetting_transformer.sweep.learning_rate import LearningRateSweep, grid_value

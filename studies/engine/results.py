@@ -14,7 +14,7 @@ from forgetting_transformer.analysis.conditions import conditions
 from forgetting_transformer.analysis.evaluations import read_json
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
 from forgetting_transformer.analysis.tables import rate_text
-from forgetting_transformer.nested import flatten
+from forgetting_transformer.files import flatten
 from studies.engine import noise
 from studies.engine.plan import StudyPlan, read_plan
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from forgetting_transformer import plugins
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.sweep import runner
-from forgetting_transformer.sweep.composition import Composer
 from forgetting_transformer.sweep.runner import visible_gpus
+from forgetting_transformer.train.composer import Composer
 from studies import ROOT, SEARCH_PATH
 from studies.engine.plan import StudyPlan
 from studies.engine.queue import Queue, unfinished

@@ -26,7 +26,7 @@ from omegaconf import MissingMandatoryValue
 from torch.distributed.run import get_args_parser
 
 from forgetting_transformer.sweep import SweepError
-from forgetting_transformer.sweep.composition import Composer, search_space
+from forgetting_transformer.train.composer import Composer, search_space
 from forgetting_transformer.training.config import ConfigError, check
 from studies import SEARCH_PATH
 from studies.engine.stages import Stages

@@ -6,7 +6,7 @@ import pytest
 
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.runs import read_run
-from forgetting_transformer.sweep.composition import Composer
+from forgetting_transformer.train.composer import Composer
 from studies import ROOT, SEARCH_PATH, report
 from studies.engine.ladder import _parameters
 from studies.engine.plan import read_plan

@@ -15,8 +15,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from forgetting_transformer.sweep import runner
-from forgetting_transformer.sweep.composition import Composer
 from forgetting_transformer.sweep.jobs import Job
+from forgetting_transformer.train.composer import Composer
 from forgetting_transformer.training import Config, parse
 from tests.training.conftest import corpus  # noqa: F401 (a fixture)
 

@@ -12,8 +12,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from forgetting_transformer.files import flatten
 from forgetting_transformer.model import DecoderForCausalLM, registry
-from forgetting_transformer.nested import flatten
 from forgetting_transformer.train import _options_first
 from forgetting_transformer.training.config import ConfigError, ModelConfig, check
 from forgetting_transformer.training.continuing import changes_that_alter_the_run

@@ -11,9 +11,9 @@ import torch
 from omegaconf import OmegaConf
 
 from forgetting_transformer.data import DataError, DataInfo
+from forgetting_transformer.files import flatten
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.field_ranges import RANGES
-from forgetting_transformer.nested import flatten
 from forgetting_transformer.ranges import expected
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.config import ConfigError

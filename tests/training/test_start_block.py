@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from forgetting_transformer import gpus
 from forgetting_transformer.data import LongCrawl64DataModule
 from forgetting_transformer.model import registry
 from forgetting_transformer.ops.selftest import Backend
-from forgetting_transformer.training import parse, setup
+from forgetting_transformer.training import gpus, parse, setup
 from forgetting_transformer.training.metrics import duration
 from forgetting_transformer.training.start_block import _blocks, human_count, start_block
 from tests.model.small_models import SMALL_FIELDS, small

@@ -14,7 +14,7 @@ from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError, statistics
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
 from forgetting_transformer.analysis.tables import markdown_table
-from forgetting_transformer.nested import flatten
+from forgetting_transformer.files import flatten
 
 #: From a resolved config to its flat keys that decide what a model learns.
 Decisive = Callable[[dict[str, Any]], dict[str, Any]]

@@ -29,8 +29,7 @@ from forgetting_transformer.analysis.published import lm_eval_table, longbench_t
 from forgetting_transformer.analysis.runs import EMA_WEIGHTS, Run
 from forgetting_transformer.analysis.scores_in_training import read_samples
 from forgetting_transformer.analysis.tables import Table, format_tokens, has_numbers, score_table
-from forgetting_transformer.files import write_atomically
-from forgetting_transformer.nested import flatten
+from forgetting_transformer.files import flatten, write_atomically
 
 #: Kinds of evaluations, in the order of the page, and the tables of those that have one.
 _TITLES = {

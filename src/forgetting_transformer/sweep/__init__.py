@@ -5,7 +5,6 @@ runner.py         shares the GPUs of this machine among jobs, reports each, surv
 learning_rate.py  the paper's search
 free_search.py    Optuna's search over any keys
 state.py          what all runs of a search have in common
-composition.py    overrides of the command line in, configs and ranges out
 
 What came of runs is read and shown by analysis/.
 """

@@ -4,8 +4,7 @@ import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from forgetting_transformer.files import read_json, write_atomically
-from forgetting_transformer.nested import flatten
+from forgetting_transformer.files import flatten, read_json, write_atomically
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.training import Config
 from forgetting_transformer.training.continuing import changes_that_alter_the_run, recorded

@@ -30,7 +30,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from forgetting_transformer import command_line, console, files, hydra_errors, official_names, plugins, signals
+from forgetting_transformer import command_line, console, files, plugins, signals
+from forgetting_transformer.train import hydra_errors
+from forgetting_transformer.training import official_names
 
 if TYPE_CHECKING:
     from forgetting_transformer.training import Config

@@ -18,8 +18,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from forgetting_transformer import console, gpus
+from forgetting_transformer import console
 from forgetting_transformer.ranges import divisors
+from forgetting_transformer.training import gpus
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.sharding import Sharded
 

@@ -22,9 +22,8 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from forgetting_transformer import official_names, plugins
-from forgetting_transformer.hydra_errors import SETS_OF_TEXTS, closest_key
-from forgetting_transformer.nested import flatten
+from forgetting_transformer import plugins
+from forgetting_transformer.files import flatten
 from forgetting_transformer.plugins import (
     CALLBACKS,
     CORPORA,
@@ -36,6 +35,7 @@ from forgetting_transformer.plugins import (
 )
 from forgetting_transformer.ranges import described, expected
 from forgetting_transformer.redaction import redact
+from forgetting_transformer.training import official_names
 from forgetting_transformer.training.config import (
     CallbacksConfig,
     Config,
@@ -44,6 +44,7 @@ from forgetting_transformer.training.config import (
     OptimizerConfig,
     ScheduleConfig,
 )
+from forgetting_transformer.training.official_names import SETS_OF_TEXTS, closest_key
 
 
 class Key(NamedTuple):

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from transformers.initialization import no_init_weights
 
-from forgetting_transformer import console, gpus
+from forgetting_transformer import console
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.data.checksums import list_name
 from forgetting_transformer.data.corpus import Corpus
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.plugins import CORPORA, OPTIMIZERS
-from forgetting_transformer.training import initialisation
+from forgetting_transformer.training import gpus, initialisation
 from forgetting_transformer.training.config import Config, ConfigError, DataModuleConfig, OptimizerConfig
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.logs import LogFile, TerminalHandler

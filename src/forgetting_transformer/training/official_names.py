@@ -6,6 +6,7 @@ official names.
 """
 
 import copy
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,22 @@ GONE = {
         for key in ("seq_len", "doc_len")
     },
 }
+
+
+#: Names that other frameworks have for a key.
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "batch_size": "train_batch_size",
+    "seq_len": "train_batch_len",
+    "max_steps": "max_tokens",
+    "num_layers": "num_hidden_layers",
+    "n_layers": "num_hidden_layers",
+    "d_model": "hidden_size",
+    "num_workers": "train_num_workers",
+}
+#: What the key eval_sets must be.
+SETS_OF_TEXTS = "names with a folder each, as in 'eval_sets={code: python}'; {} for none"
 
 
 def admit(arguments: Sequence[str]) -> list[str]:
@@ -115,3 +132,28 @@ def translate(composed: Any, typed: Sequence[str] = ()) -> Any:
             OmegaConf.update(composed, own, composed.schedule[name])
         del composed.schedule[name]
     return composed
+
+
+def why_gone(key: str) -> str:
+    """ ": …; leave it out" for a key that only the authors' code has; else ""."""
+    return f": {GONE[key]}; leave it out" if key in GONE else ""
+
+
+def closest_key(key: str, known: Sequence[str]) -> str:
+    """ "; did you mean 'optimizer.lr'?" for optimizer.learning_rate and for lr; "" where nothing is like it.
+
+    Args:
+        known: whole keys, with their sections.
+    """
+    if why := why_gone(key):
+        return why
+    if key == "experiment":
+        return "; the file of an experiment must begin with the line '# @package _global_'"
+    section, dot, name = key.rpartition(".")
+    wanted = OTHER_NAMES.get(name, name)
+    beside = [k for k in known if k.rpartition(".")[0] == section]
+    found = [k for k in known if k.rpartition(".")[2] == wanted]
+    found = [section + dot + wanted] if section + dot + wanted in known else found
+    found = found or difflib.get_close_matches(key, beside, n=1, cutoff=0.8)
+    found = found or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    return f"; did you mean {found[0]!r}?" if found else ""

@@ -11,22 +11,15 @@ from hydra.errors import CompactHydraException, MissingConfigException, Override
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from forgetting_transformer.official_names import GONE, MODEL_FIELDS, SCHEDULE
+from forgetting_transformer.training.official_names import (
+    MODEL_FIELDS,
+    OTHER_NAMES,
+    SCHEDULE,
+    SETS_OF_TEXTS,
+    closest_key,
+    why_gone,
+)
 
-#: Names that other frameworks have for a key.
-OTHER_NAMES = {
-    "learning_rate": "lr",
-    "wd": "weight_decay",
-    "batch_size": "train_batch_size",
-    "seq_len": "train_batch_len",
-    "max_steps": "max_tokens",
-    "num_layers": "num_hidden_layers",
-    "n_layers": "num_hidden_layers",
-    "d_model": "hidden_size",
-    "num_workers": "train_num_workers",
-}
-#: What the key eval_sets must be.
-SETS_OF_TEXTS = "names with a folder each, as in 'eval_sets={code: python}'; {} for none"
 #: Names of the authors' code that are understood, by section.
 _OFFICIAL = {"model.config": MODEL_FIELDS, "schedule": SCHEDULE}
 
@@ -92,7 +85,7 @@ def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
             return f"unknown config key {key!r}; choose the callback first, as in callbacks=[{chosen}]"
         section, dot, name = key.rpartition(".")
         title = f"keys of {section}" if dot and section != "model.config" else ""
-        close = _why_gone(key) or closest(OTHER_NAMES.get(name, name), known, before=section + dot)
+        close = why_gone(key) or closest(OTHER_NAMES.get(name, name), known, before=section + dot)
         close = close or closest(name, sorted(_OFFICIAL.get(section, ())), before=section + dot)
         close = close or _in_other_choices(config_dirs, section, name)
         close = close or closest(name, known, title)
@@ -165,31 +158,6 @@ def _in_other_choices(config_dirs: Sequence[Path], group: str, name: str) -> str
     files = [file for folder in config_dirs if group for file in (folder / group).glob("*.yaml")]
     choices = sorted({file.stem for file in files if has_key.search(file.read_text(encoding="utf-8"))})
     return f"; it is a key of {group}={' and '.join(choices)}" if choices else ""
-
-
-def _why_gone(key: str) -> str:
-    """ ": …; leave it out" for a key that only the authors' code has; else ""."""
-    return f": {GONE[key]}; leave it out" if key in GONE else ""
-
-
-def closest_key(key: str, known: Sequence[str]) -> str:
-    """ "; did you mean 'optimizer.lr'?" for optimizer.learning_rate and for lr; "" where nothing is like it.
-
-    Args:
-        known: whole keys, with their sections.
-    """
-    if why := _why_gone(key):
-        return why
-    if key == "experiment":
-        return "; the file of an experiment must begin with the line '# @package _global_'"
-    section, dot, name = key.rpartition(".")
-    wanted = OTHER_NAMES.get(name, name)
-    beside = [k for k in known if k.rpartition(".")[0] == section]
-    found = [k for k in known if k.rpartition(".")[2] == wanted]
-    found = [section + dot + wanted] if section + dot + wanted in known else found
-    found = found or difflib.get_close_matches(key, beside, n=1, cutoff=0.8)
-    found = found or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def unknown_group(keys: Iterable[str], *config_dirs: Path) -> str | None:

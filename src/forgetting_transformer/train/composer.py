@@ -9,10 +9,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from forgetting_transformer import hydra_errors, official_names, plugins
+from forgetting_transformer import plugins
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.runner import Machine
-from forgetting_transformer.training import Config, parse
+from forgetting_transformer.train import hydra_errors
+from forgetting_transformer.training import Config, official_names, parse
 
 
 class Composer:
