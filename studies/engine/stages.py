@@ -130,8 +130,10 @@ class Stages:
 
     def _needle(self, run: Path, gpu: str) -> bool:
         place = self.folder / "downstream" / "needle"
-        longest = 2 * read_run(run).config["datamodule"]["train_batch_len"] // 1000 * 1000
-        options = ["--save_dir", str(place), "--max_length", str(longest), "--num_lengths", "8", "--num_depths", "6"]
+        # Up to nearly twice the training length, which leaves room for the answer: 8,000 tokens for 4,096.
+        longest = 2 * read_run(run).config["datamodule"]["train_batch_len"] * 125 // 128
+        options = ["--save_dir", str(place), "--min_length", str(longest // 8), "--max_length", str(longest)]
+        options += ["--num_lengths", "8", "--num_depths", "6"]
         # Only the words right after the prompt are scored, so that the paper's 1,024 tokens would be a waste.
         options += ["--max_new_tokens", "64", "--local_batch_size", "6"]
         return all(
