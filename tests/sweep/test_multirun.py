@@ -123,7 +123,7 @@ def test_jobs_share_gpus_and_wait_for_those_they_need(faults, tmp_path, monkeypa
     assert machine.take(todo["e"]) is None and machine.take(todo["a"]) == taken[0]
     shared = runner.Machine(gpus=[0, 1], jobs_per_gpu=3)
     assert [shared.take(todo["a"]) for _ in range(7)] == [["0"], ["1"]] * 3 + [None] and shared.take(todo["b"]) is None
-    assert (shared.room(todo["a"]), shared.room(todo["b"])) == (6, 3)
+    assert [shared.room(todo[name]) for name in "abd"] == [6, 3, 1], "what is too large is refused later"
     for gpus, at_once in (("", 1), ("2,3", 2), ("GPU-5f,7", 2)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
         machine = runner.Machine()

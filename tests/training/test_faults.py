@@ -104,7 +104,7 @@ def hung_writer(limit: str) -> str:
 
 @dataclass
 class Fault:
-    """What is done to a run, how its ranks end, and what status.json (or, of one that goes on, the log) says."""
+    """A fault of a run, how its ranks end, and what status.json (or, of one that goes on, the log) says."""
 
     patch: str
     codes: list[int]

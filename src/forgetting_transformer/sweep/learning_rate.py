@@ -252,7 +252,7 @@ class LearningRateSweep:
         return min(best.items(), key=lambda item: statistics.mean(self.searches[item[0]].at(item[1])).value)
 
     def warnings(self) -> list[str]:
-        """What stands between the numbers and a conclusion from them."""
+        """Reasons not to conclude from the numbers yet."""
         head_dim, index = self.winner()
         search = self.searches[head_dim]
         best = search.at(index)

@@ -67,14 +67,14 @@ class Machine:
         return job.devices(len(self.gpus) if self._takes_gpus(job) else 1)
 
     def room(self, job: Job) -> int:
-        """How many jobs like this one run at a time."""
+        """Number of jobs like this one that run at a time, at least 1."""
         if not self._takes_gpus(job):
             return self.jobs_at_once or 1
         fit = self.jobs_per_gpu * len(self.gpus) // self.devices(job)
-        return min(self.jobs_at_once or fit, fit)
+        return max(1, min(self.jobs_at_once or fit, fit))
 
     def take(self, job: Job) -> list[str] | None:
-        """The GPUs that are the job's from now on, those with the fewest jobs; None if it must wait for others."""
+        """Gives the job the GPUs with the fewest jobs, and returns them; None if it must wait for others."""
         needed = self.devices(job) if self._takes_gpus(job) else 0
         free = [gpu for gpu in self.gpus if self._jobs_on[gpu] < self.jobs_per_gpu]
         if needed > len(free) or self._running >= (self.jobs_at_once or (math.inf if needed else 1)):

@@ -187,14 +187,14 @@ def digests(parts: Sequence[tuple[Tensor, int]]) -> Tensor:
 
 
 def _sum(bits: Tensor, start: int, odd: Tensor) -> Tensor:
-    """Of one piece, whose first element is number `start`."""
+    """Digest of one piece, whose first element is number `start`."""
     numbers = bits.to(torch.int64, copy=True)
     plain = numbers.sum()
     return numbers.mul_(odd[: len(numbers)]).sum() + plain * (2 * start)
 
 
 def _sums(pieces: list[Tensor], starts: list[int], odd: Tensor) -> Tensor:
-    """Of several small pieces at once: differences of running sums over all of them, which are as exact."""
+    """Digests of several small pieces at once: differences of running sums over all of them, which are as exact."""
     numbers = torch.cat(pieces).to(torch.int64)
     ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0)
     begins = ends - torch.tensor([len(piece) for piece in pieces])

@@ -106,7 +106,7 @@ _OF_THE_PROGRAM = re.compile("device-side assert|invalid|no kernel image|out of 
 
 
 def device_error(error: BaseException) -> str | None:
-    """What PyTorch, Triton or cuBLAS says of a GPU that failed; None for any other error."""
+    """Words of PyTorch, Triton or cuBLAS about a GPU that failed; None for any other error."""
     said = _DEVICE_ERROR.search(str(error)) if isinstance(error, RuntimeError) else None
     return None if said is None or _OF_THE_PROGRAM.search(said[1]) else said[1]
 

@@ -88,7 +88,7 @@ class Peers:
         return f"rank {perhaps[0]} has failed: {said[perhaps[0]]}" if perhaps else None
 
     def explain(self, error: BaseException) -> str | None:
-        """What is behind `error` if another rank is; None if it is this rank's own."""
+        """Reason of another rank that is behind `error`; None if the error is this rank's own."""
         if self._store is None or not isinstance(error, RuntimeError):
             return None
         text, ours = str(error), type(error).__module__.partition(".")[0] == __name__.partition(".")[0]

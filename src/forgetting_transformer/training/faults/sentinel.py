@@ -176,7 +176,7 @@ class Sentinel:
                 self._leave(1, f"{missing} for {silence:.0f} s (strategy.timeout_seconds); {self._where()}{hint}")
 
     def _patience(self) -> tuple[str, float, float]:
-        """What the process waits for, for how many seconds at most, and for how many after a signal."""
+        """Thing that the process waits for, and for how many seconds at most and after a signal."""
         if self._wait is not None:
             return self._wait[0], self.timeout, self._wait[1]
         name = self.callback()

@@ -1,4 +1,4 @@
-"""What a rank holds of a sharded tensor: under fsdp one shard of the only copy, under hsdp one shard of a copy."""
+"""Part of a sharded tensor that a rank holds: under fsdp one shard of the only copy, under hsdp one shard of a copy."""
 
 import math
 

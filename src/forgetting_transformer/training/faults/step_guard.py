@@ -144,7 +144,7 @@ class StepGuard:
         self._reports += self.bad_steps(wait)
 
     def take_reports(self) -> list[BadStep]:
-        """What polling found since the last call."""
+        """Bad steps that polling found since the last call."""
         found, self._reports = self._reports, []
         return found
 
