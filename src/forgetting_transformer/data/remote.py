@@ -17,7 +17,8 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -40,6 +41,8 @@ LONGEST_WAIT = 60.0
 LONGEST_ASKED_WAIT = 330.0
 #: Seconds of waiting for one file, all in all, after which it is given up.
 LONGEST_WAITING = 1000.0
+#: Questions under way at a time where a source has to be asked for each file.
+PROBES = 64
 #: HTTP answers that mean "later".
 PASSING = {408, 425, 429, 500, 502, 503, 504}
 
@@ -121,8 +124,18 @@ class RemoteFolder:
         """
         return self._persist(folder, lambda: self._files(folder))
 
-    def stat(self, name: str) -> RemoteFile | None:
-        """What the source states about one file; None if there is no such file."""
+    def find(self, folder: str, names: Iterable[str]) -> dict[str, RemoteFile]:
+        """What the source states about those of the files `names` below `folder` that it has."""
+        names = list(names)
+        listed = self.files(folder)
+        if listed is not None:
+            return {name: listed[name] for name in names if name in listed}
+        log.info("asking for each of %s files of %s, which cannot be listed", f"{len(names):,}", self.url)
+        with ThreadPoolExecutor(PROBES) as pool:
+            stated = pool.map(self._stat_again, (join(folder, name).lstrip("/") for name in names))
+            return {name: file for name, file in zip(names, stated, strict=True) if file is not None}
+
+    def _stat_again(self, name: str) -> RemoteFile | None:
         return self._persist(name, lambda: self._stat(name))
 
     def read(self, name: str, at_most: int, expected: RemoteFile | None = None) -> bytes | None:
@@ -181,6 +194,7 @@ class RemoteFolder:
         raise NotImplementedError
 
     def _stat(self, name: str) -> RemoteFile | None:
+        """What the source states about one file; None if there is no such file."""
         raise NotImplementedError
 
     def _read(self, name: str, at_most: int) -> bytes | None:
