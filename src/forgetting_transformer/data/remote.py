@@ -9,7 +9,6 @@ these libraries one request per file, a bound on what is kept of an answer, and 
 while are not to be had.
 """
 
-import base64
 import hashlib
 import logging
 import os
@@ -64,18 +63,14 @@ class RemoteFile:
     """What the source states about a file; None where it does not say."""
 
     size: int | None = None
-    #: Name of a hashlib algorithm, and the hexadecimal digest.
-    checksum: tuple[str, str] | None = None
+    sha256: str | None = None
 
     def mismatch(self, data: bytes) -> str | None:
         """Why `data` is not this file, or None if it may be."""
         if self.size is not None and len(data) != self.size:
             return f"{len(data):,} bytes came of {self.size:,}"
-        if self.checksum is not None:
-            algorithm, expected = self.checksum
-            found = hashlib.new(algorithm, data).hexdigest()
-            if found != expected:
-                return f"its {algorithm} is {found}, the source states {expected}"
+        if self.sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != self.sha256:
+            return f"its SHA-256 is {found}, the source states {self.sha256}"
         return None
 
 
@@ -310,7 +305,7 @@ class HubFolder(HttpFolder):
             prefix = 0 if path == "." else len(path) + 1
             # Large files are stored by their SHA-256; small ones are git blobs, whose id hashes more than the contents.
             return {
-                entry.path[prefix:]: RemoteFile(entry.size, ("sha256", entry.lfs.sha256) if entry.lfs else None)
+                entry.path[prefix:]: RemoteFile(entry.size, entry.lfs.sha256 if entry.lfs else None)
                 for entry in entries
                 if isinstance(entry, RepoFile)
             }
@@ -350,12 +345,12 @@ class FsspecFolder(RemoteFolder):
         top = (join(root, folder) if root else folder).strip("/")
         found = _translated(lambda: system.find(top, detail=True)) or {}
         names = {path.strip("/")[len(top) :].lstrip("/"): details for path, details in found.items()}
-        return {name: _object_file(details) for name, details in names.items() if name}
+        return {name: RemoteFile(details.get("size")) for name, details in names.items() if name}
 
     def _stat(self, name: str) -> RemoteFile | None:
         system, root = self.connection()
         details = _translated(lambda: system.info(join(root, name)))
-        return None if details is None or details.get("type") == "directory" else _object_file(details)
+        return None if details is None or details.get("type") == "directory" else RemoteFile(details.get("size"))
 
     def _read(self, name: str, at_most: int) -> bytes | None:
         system, root = self.connection()
@@ -363,13 +358,6 @@ class FsspecFolder(RemoteFolder):
         if size is not None and size > at_most:
             raise RemoteError(f"{join(self.url, name)} has {size:,} bytes, more than the {at_most:,} it can have")
         return _translated(lambda: system.cat_file(join(root, name)))
-
-
-def _object_file(details: dict[str, Any]) -> RemoteFile:
-    # GCS states an MD5 in base64. S3's entity tag is one only for some objects, and nothing tells for which.
-    stated = details.get("md5Hash")
-    checksum = ("md5", base64.b64decode(stated).hex()) if stated else None
-    return RemoteFile(details.get("size"), checksum)
 
 
 def _translated(action: Callable[[], T]) -> T | None:
