@@ -1,11 +1,9 @@
 """The files of a Zarr array, here or elsewhere, and a store over them for which a missing chunk is an error."""
 
 import asyncio
-import logging
 import math
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,6 @@ from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.remote import join, open_remote
 from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache
 
-log = logging.getLogger(__name__)
-
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 LARGEST_METADATA = 16 << 20
 #: A chunk that decodes to more is no chunk of tokens; metadata from elsewhere could ask for any amount of memory.
@@ -33,8 +29,6 @@ LARGEST_FILE_COUNT, LONGEST_DOCUMENT = 1 << 26, (1 << 31) - 1
 SAFE_CODECS = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"}) | frozenset(
     {"bytes", "crc32c", "delta", "sharding_indexed", "shuffle", "transpose"}
 )
-#: Questions under way at a time where a source has to be asked for each file.
-PROBES = 64
 
 
 class MissingChunkError(DataError):
@@ -127,14 +121,7 @@ class RemoteArrayFiles(ArrayFiles):
         return any(found)
 
     def names(self, expected: Iterable[str]) -> set[str]:
-        expected = list(expected)
-        listed = self.cache.remote.files("")
-        if listed is not None:
-            return set(listed).intersection(expected)
-        log.info("asking for each of %s files of %s, which cannot be listed", f"{len(expected):,}", self.url)
-        with ThreadPoolExecutor(PROBES) as pool:
-            there = pool.map(self.cache.remote.stat, expected)
-            return {key for key, found in zip(expected, there, strict=True) if found is not None}
+        return set(self.cache.remote.find("", expected))
 
     def fetch(self, key: str) -> None:
         if key not in METADATA:

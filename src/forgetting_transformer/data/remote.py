@@ -9,7 +9,6 @@ these libraries one request per file, a bound on what is kept of an answer, and 
 while are not to be had.
 """
 
-import base64
 import hashlib
 import logging
 import os
@@ -17,7 +16,8 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -40,6 +40,8 @@ LONGEST_WAIT = 60.0
 LONGEST_ASKED_WAIT = 330.0
 #: Seconds of waiting for one file, all in all, after which it is given up.
 LONGEST_WAITING = 1000.0
+#: Questions under way at a time where a source has to be asked for each file.
+PROBES = 64
 #: HTTP answers that mean "later".
 PASSING = {408, 425, 429, 500, 502, 503, 504}
 
@@ -61,18 +63,14 @@ class RemoteFile:
     """What the source states about a file; None where it does not say."""
 
     size: int | None = None
-    #: Name of a hashlib algorithm, and the hexadecimal digest.
-    checksum: tuple[str, str] | None = None
+    sha256: str | None = None
 
     def mismatch(self, data: bytes) -> str | None:
         """Why `data` is not this file, or None if it may be."""
         if self.size is not None and len(data) != self.size:
             return f"{len(data):,} bytes came of {self.size:,}"
-        if self.checksum is not None:
-            algorithm, expected = self.checksum
-            found = hashlib.new(algorithm, data).hexdigest()
-            if found != expected:
-                return f"its {algorithm} is {found}, the source states {expected}"
+        if self.sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != self.sha256:
+            return f"its SHA-256 is {found}, the source states {self.sha256}"
         return None
 
 
@@ -121,8 +119,18 @@ class RemoteFolder:
         """
         return self._persist(folder, lambda: self._files(folder))
 
-    def stat(self, name: str) -> RemoteFile | None:
-        """What the source states about one file; None if there is no such file."""
+    def find(self, folder: str, names: Iterable[str]) -> dict[str, RemoteFile]:
+        """What the source states about those of the files `names` below `folder` that it has."""
+        names = list(names)
+        listed = self.files(folder)
+        if listed is not None:
+            return {name: listed[name] for name in names if name in listed}
+        log.info("asking for each of %s files of %s, which cannot be listed", f"{len(names):,}", self.url)
+        with ThreadPoolExecutor(PROBES) as pool:
+            stated = pool.map(self._stat_again, (join(folder, name).lstrip("/") for name in names))
+            return {name: file for name, file in zip(names, stated, strict=True) if file is not None}
+
+    def _stat_again(self, name: str) -> RemoteFile | None:
         return self._persist(name, lambda: self._stat(name))
 
     def read(self, name: str, at_most: int, expected: RemoteFile | None = None) -> bytes | None:
@@ -181,6 +189,7 @@ class RemoteFolder:
         raise NotImplementedError
 
     def _stat(self, name: str) -> RemoteFile | None:
+        """What the source states about one file; None if there is no such file."""
         raise NotImplementedError
 
     def _read(self, name: str, at_most: int) -> bytes | None:
@@ -296,7 +305,7 @@ class HubFolder(HttpFolder):
             prefix = 0 if path == "." else len(path) + 1
             # Large files are stored by their SHA-256; small ones are git blobs, whose id hashes more than the contents.
             return {
-                entry.path[prefix:]: RemoteFile(entry.size, ("sha256", entry.lfs.sha256) if entry.lfs else None)
+                entry.path[prefix:]: RemoteFile(entry.size, entry.lfs.sha256 if entry.lfs else None)
                 for entry in entries
                 if isinstance(entry, RepoFile)
             }
@@ -336,12 +345,12 @@ class FsspecFolder(RemoteFolder):
         top = (join(root, folder) if root else folder).strip("/")
         found = _translated(lambda: system.find(top, detail=True)) or {}
         names = {path.strip("/")[len(top) :].lstrip("/"): details for path, details in found.items()}
-        return {name: _object_file(details) for name, details in names.items() if name}
+        return {name: RemoteFile(details.get("size")) for name, details in names.items() if name}
 
     def _stat(self, name: str) -> RemoteFile | None:
         system, root = self.connection()
         details = _translated(lambda: system.info(join(root, name)))
-        return None if details is None or details.get("type") == "directory" else _object_file(details)
+        return None if details is None or details.get("type") == "directory" else RemoteFile(details.get("size"))
 
     def _read(self, name: str, at_most: int) -> bytes | None:
         system, root = self.connection()
@@ -349,13 +358,6 @@ class FsspecFolder(RemoteFolder):
         if size is not None and size > at_most:
             raise RemoteError(f"{join(self.url, name)} has {size:,} bytes, more than the {at_most:,} it can have")
         return _translated(lambda: system.cat_file(join(root, name)))
-
-
-def _object_file(details: dict[str, Any]) -> RemoteFile:
-    # GCS states an MD5 in base64. S3's entity tag is one only for some objects, and nothing tells for which.
-    stated = details.get("md5Hash")
-    checksum = ("md5", base64.b64decode(stated).hex()) if stated else None
-    return RemoteFile(details.get("size"), checksum)
 
 
 def _translated(action: Callable[[], T]) -> T | None:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import zarr
 
-from forgetting_transformer.data.array_files import LARGEST_METADATA, PROBES, ArrayFiles, open_array
+from forgetting_transformer.data.array_files import LARGEST_METADATA, ArrayFiles, open_array
 from forgetting_transformer.data.checksums import list_name, read_list
 from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError
@@ -71,13 +71,13 @@ class Plan:
     Attributes:
         array: the array that will be on disk: its metadata, without chunks yet.
         rows: rows of files to have in the end, of `rows_in_all`.
-        rows_offered: those that are complete at the source; None where it was only asked as far as needed.
+        rows_offered: those that are complete at the source.
         files: the files of `rows`, with what the source states about each.
     """
 
     array: zarr.Array
     rows: list[int]
-    rows_offered: list[int] | None
+    rows_offered: list[int]
     rows_in_all: int
     files: dict[File, RemoteFile]
 
@@ -188,17 +188,12 @@ class _Download:
             )
         height, width = _file_shape(array)
         in_all, columns = range(-(-array.shape[0] // height)), range(-(-array.shape[1] // width))
-        wanted = selection.documents
-        listed = self.remote.files(self.name)
-        if listed is None:
-            found = self._ask(array, in_all, columns, wanted)
-        else:
-            keys = {file: array.metadata.encode_chunk_key(file) for file in itertools.product(in_all, columns)}
-            found = {file: listed[key] for file, key in keys.items() if key in listed}
-        offered = [row for row in in_all if all((row, column) in found for column in columns)]
+        keys = {file: array.metadata.encode_chunk_key(file) for file in itertools.product(in_all, columns)}
+        stated = self.remote.find(self.name, keys.values())
+        offered = [row for row in in_all if all(keys[row, column] in stated for column in columns)]
+        wanted, rows = selection.documents, offered
         if selection.share is not None:
             wanted = round(selection.share * _documents_in(array, offered))
-        rows = offered
         if wanted is not None:
             # As many as hold the documents asked for; the last row of the array may hold fewer than the others.
             held = itertools.accumulate(_documents_in(array, [row]) for row in offered)
@@ -210,9 +205,8 @@ class _Download:
                 f"{'one row of chunks' if wanted is None else f'the {wanted:,} asked for'}; ask for fewer documents, "
                 "or for fewer tokens of each, or name another source"
             )
-        known = listed is not None or wanted is None
-        files = {(row, column): found[row, column] for row in rows for column in columns}
-        return Plan(array, rows, offered if known else None, len(in_all), files)
+        files = {file: stated[keys[file]] for file in itertools.product(rows, columns)}
+        return Plan(array, rows, offered, len(in_all), files)
 
     def _fetch_metadata(self, tokens: int | None) -> None:
         """The array's metadata goes to the work folder, of documents cut to `tokens`."""
@@ -239,27 +233,6 @@ class _Download:
             text = json.dumps(fields, indent=4).encode()
         (self.work / name).write_bytes(text)
 
-    def _ask(self, array: zarr.Array, rows: range, columns: range, wanted: int | None) -> dict[File, RemoteFile]:
-        """The files of a source that cannot list them, until they hold `wanted` documents."""
-        found: dict[File, RemoteFile] = {}
-        complete: list[int] = []
-        with ThreadPoolExecutor(PROBES) as pool:
-
-            def ask(files: list[File]) -> None:
-                names = [f"{self.name}/{array.metadata.encode_chunk_key(file)}" for file in files]
-                answers = zip(files, pool.map(self.remote.stat, names), strict=True)
-                found.update((file, answer) for file, answer in answers if answer is not None)
-
-            for first in range(0, len(rows), PROBES):
-                if wanted is not None and _documents_in(array, complete) >= wanted:
-                    break
-                # In a sparse mirror most rows are known to be incomplete from one question.
-                some = rows[first : first + PROBES]
-                ask([(row, columns[0]) for row in some])
-                ask([(row, column) for row in some if (row, columns[0]) in found for column in columns[1:]])
-                complete += [row for row in some if all((row, column) in found for column in columns)]
-        return found
-
     def _verified(self) -> dict[str, str]:
         """SHA-256 of every file that was verified."""
         listed = read_list(self.target)
@@ -272,13 +245,13 @@ class _Download:
         return key in verified and path.exists() and plan.files[file].size in (None, path.stat().st_size)
 
     def _describe(self, plan: Plan, left: list[File]) -> None:
-        lines = [f"{self.name} from {self.remote.url}"]
-        for title, rows in (("the source has", plan.rows_offered), ("asked for", plan.rows)):
-            if rows is not None:
-                lines.append(f"{title}: {plan.amount(rows)}")
         total, to_fetch = (sum(map(plan.nbytes, files)) / 1e9 for files in (plan.files, left))
-        lines.append(f"{len(plan.files):,} files, {total:,.2f} GB; to fetch {len(left):,}, {to_fetch:,.2f} GB")
-        self.say("\n  ".join(lines))
+        self.say(
+            f"{self.name} from {self.remote.url}\n"
+            f"  the source has: {plan.amount(plan.rows_offered)}\n"
+            f"  asked for: {plan.amount(plan.rows)}\n"
+            f"  {len(plan.files):,} files, {total:,.2f} GB; to fetch {len(left):,}, {to_fetch:,.2f} GB"
+        )
 
     def _require_space(self, needed: int) -> None:
         free = shutil.disk_usage(self.out).free
