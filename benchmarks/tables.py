@@ -1,7 +1,7 @@
 """Turns files of results (cases.py) into tables and numbers of the documentation. studies/pages.py inserts them.
 
 A table uses all files whose names match its pattern in benchmarks/results. A new file with the same name replaces an
-old one, and one with another name adds a column or rows, for example for another Triton.
+old one; rows of a newer Triton take the place of the same rows of an older one.
 """
 
 import json
@@ -334,53 +334,41 @@ def _order(experiment: str) -> int:
 
 
 def attention_kernels(results: Results) -> str:
-    """Attention alone, for every Triton; what does not depend on Triton once."""
-    kernels: dict[tuple[str, str], list[Row]] = {}
+    """Attention alone, each kernel with the newest Triton that measured it."""
     shapes = list(dict.fromkeys(_shape(row) for row in results.rows(table="kernels")))
-    for row in sorted(results.rows(table="kernels"), key=lambda row: shapes.index(_shape(row))):
-        kernels.setdefault((_shape(row), row["kernel"]), []).append(row)
-    rows = []
-    for (shape, kernel), same in kernels.items():
-        needs_triton = "orgetting attention" in kernel and "in PyTorch" not in kernel
-        for row in same if needs_triton else same[-1:]:
-            rows.append([
-                shape, kernel, row["triton"] if needs_triton else "", f"{row['forward_ms']:.2f}",
-                f"{row['backward_ms']:.2f}", f"{row['tflops']:.0f}",
-                *(_optional(row.get(key), "{:.2f}".format) for key in ("graph_ms", "queued_ms")),
-            ])  # fmt: skip
+    newest = {(shapes.index(_shape(row)), row["kernel"]): row for row in results.rows(table="kernels")}
+    rows = [
+        [
+            shapes[shape], kernel, row["triton"] if "orgetting attention" in kernel else "",
+            f"{row['forward_ms']:.2f}", f"{row['backward_ms']:.2f}", f"{row['tflops']:.0f}",
+            *(_optional(row.get(key), "{:.2f}".format) for key in ("graph_ms", "queued_ms")),
+        ]
+        for (shape, kernel), row in sorted(newest.items(), key=lambda item: item[0][0])
+    ]  # fmt: skip
     names = ["B,T,H,D", "kernel", "Triton", "forward ms", "backward ms", "both TFLOP/s", "graph ms", "queued ms"]
     return table(names, rows)
 
 
 def attention_pruning(results: Results) -> str:
-    """Pruned and unpruned attention: times with the newest Triton that measured a case, and the speed-up with each."""
-    rows = sorted(results.rows(table="pruning"), key=lambda row: _version(row["triton"]))
-    versions = list(dict.fromkeys(row["triton"] for row in rows))
-    cases: dict[tuple[str, str, str], dict[str, Row]] = {}
-    for row in rows:
-        cases.setdefault((_shape(row), row["gates"], row["bounds"]), {})[row["triton"]] = row
-    cells = []
-    for (shape, gates, bounds), by_version in cases.items():
-        newest = list(by_version.values())[-1]
-        both = ("{:.2f} + {:.2f}".format(*newest[key]) for key in ("full_ms", "pruned_ms"))
-        speedups = [_optional(by_version.get(version), lambda row: f"{row['speedup']:.2f}") for version in versions]
-        cells.append([shape, GATES[gates], bounds, *both, *speedups, *(_percent(newest[key]) for key in _SHARES)])
-    names = [f"speed-up, Triton {version}" for version in versions] if len(versions) > 1 else ["speed-up"]
-    return table(["B,T,H,D", "gates", "bounds", "full ms", "pruned ms", *names, *_SHARES], cells)
-
-
-_SHARES = ("skipped", "search")
+    """Pruned and unpruned attention, each case with the newest Triton that measured it."""
+    newest = {(_shape(row), row["gates"], row["bounds"]): row for row in results.rows(table="pruning")}
+    rows = []
+    for (shape, gates, bounds), row in newest.items():
+        both = ("{:.2f} + {:.2f}".format(*row[key]) for key in ("full_ms", "pruned_ms"))
+        shares = (_percent(row[key]) for key in ("skipped", "search"))
+        rows.append([shape, GATES[gates], bounds, *both, f"{row['speedup']:.2f}", *shares])
+    return table(["B,T,H,D", "gates", "bounds", "full ms", "pruned ms", "speed-up", "skipped", "search"], rows)
 
 
 def recurrences(results: Results) -> str:
-    """Recurrences alone, for every Triton."""
+    """Recurrences alone, each kernel with the newest Triton that measured it."""
+    newest = {(row["op"], row["wanted"]): row for row in results.rows()}
     rows = [
         [
-            row["op"], _shape(row), row["backend"], row["triton"],
-            f"{row['forward_ms']:.2f}", f"{row['backward_ms']:.2f}",
-            f"{row['error']:.1e}",
+            op, _shape(row), row["backend"], row["triton"],
+            f"{row['forward_ms']:.2f}", f"{row['backward_ms']:.2f}", f"{row['error']:.1e}",
         ]
-        for row in sorted(results.rows(), key=lambda row: (row["op"], row["wanted"], _version(row["triton"])))
+        for (op, _), row in sorted(newest.items())
     ]  # fmt: skip
     return table(["op", "H,K,V", "backend", "Triton", "forward ms", "backward ms", "error"], rows)
 
