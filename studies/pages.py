@@ -27,6 +27,7 @@ from tables import Results
 from forgetting_transformer.analysis import AnalysisError, position_loss
 from forgetting_transformer.analysis.evaluations import from_lm_eval, from_longbench
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_table
+from forgetting_transformer.analysis.statistics import against_baseline, difference
 from forgetting_transformer.analysis.tables import markdown, markdown_table
 from studies.engine import tables as study_tables
 from studies.engine.marked_pages import fill_in
@@ -97,18 +98,38 @@ def front() -> dict[str, str]:
 
 
 def leads() -> dict[str, str]:
-    """How far models end above FoX (Pro), in studies of three seeds and of one at 125M."""
+    """How far models end above FoX (Pro), in a study of three seeds and in one at 125M."""
     study = read_study(ROOT / "studies" / "three_seeds_100m")
     apart = study.differences("models")
     recurrent = sorted(apart[name].value for name in ("mamba2", "hgrn2", "delta_net"))
-    longer = read_study(ROOT / "studies" / "longer_sequences").differences("models")
     return {
         "pro_gain": apart["transformer_pro"].text(),
         "behind_least": f"{recurrent[0]:.2f}",
         "behind_most": f"{recurrent[-1]:.2f}",
-        "longer_gain": f"{longer['transformer_pro'].value:.3f}",
+        "longer_gain": longer_sequences()["longer_gain"],
         **equal_rates(study),
     }
+
+
+def longer_sequences() -> dict[str, str]:
+    """FoX's lead at 125M with its interval as studies/longer_sequences/study.yaml states it, and its runs' speeds."""
+    folder = ROOT / "studies" / "longer_sequences"
+    study = read_study(folder)
+    above, below = ([*study.losses("models", name).values()] for name in ("transformer_pro", "fox_pro"))
+    rows = [
+        [
+            study.name(run["model"]),
+            str(run["seed"]),
+            run["device"],
+            "yes" if run["cuda_graphs"] else "no",
+            f"{run['tokens_per_second']:,}",
+            f"{100 * run['mfu']:.0f} %",
+            f"{run['gpu_seconds'] / 60:.1f}",
+        ]
+        for run in read_json(folder / "runs.json")["runs"]
+    ]
+    header = ["model", "seed", "GPUs", "CUDA graphs", "tokens/s", "MFU", "GPU minutes"]
+    return {"longer_gain": difference(above, below).text(digits=3), "runs": markdown_table(header, rows, "lrllrrr")}
 
 
 def equal_rates(study: Study) -> dict[str, str]:
@@ -219,7 +240,8 @@ def four_gpus() -> dict[str, str]:
 def study_page(name: str) -> dict[str, str]:
     folder = ROOT / "studies" / name
     found = study_tables.sections(folder, folder / "README.md")
-    return found | (equal_rates(read_study(folder)) if (folder / "rates_fox_pro.jsonl").is_file() else {})
+    found |= equal_rates(read_study(folder)) if (folder / "rates_fox_pro.jsonl").is_file() else {}
+    return found | (longer_sequences() if (folder / "runs.json").is_file() else {})
 
 
 # Other pages.

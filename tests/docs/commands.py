@@ -248,7 +248,7 @@ def parsed(path: Path, arguments: tuple[str, ...], partial: bool) -> argparse.Na
 
 def check_overrides(script: str, options: argparse.Namespace) -> None:
     """Overrides of train.py among the options of another script."""
-    if script.startswith("scripts/sweep_"):
+    if script.startswith("scripts/sweep_") and getattr(options, "plot", None) is None:
         with _refusals(SweepError):
             fixed, ranges, _ = search_space(options.overrides)
         some = [f"{key}={d.choices[0] if hasattr(d, 'choices') else d.low}" for key, d in ranges.items()]
