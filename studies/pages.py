@@ -27,7 +27,7 @@ from tables import Results
 from forgetting_transformer.analysis import AnalysisError, position_loss
 from forgetting_transformer.analysis.evaluations import from_lm_eval, from_longbench
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_table
-from forgetting_transformer.analysis.statistics import against_baseline, difference
+from forgetting_transformer.analysis.statistics import difference
 from forgetting_transformer.analysis.tables import markdown, markdown_table
 from studies.engine import tables as study_tables
 from studies.engine.marked_pages import fill_in
