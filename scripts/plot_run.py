@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forgetting_transformer import command_line
-from forgetting_transformer.analysis import figures, outputs
+from forgetting_transformer.analysis import outputs, run_figures
 from forgetting_transformer.command_line import positive
 
 
@@ -53,7 +53,7 @@ def plot(args: argparse.Namespace) -> list[Path]:
     out = args.out or args.run_dirs[0] / "plots"
     left_out: list[str] = []
     with outputs.writing(out, "scripts/plot_run.py") as new:
-        for figure in figures.of_runs(figures.read_runs(args.run_dirs), left_out, args.entropy):
+        for figure in run_figures.of_runs(run_figures.read_runs(args.run_dirs), left_out, args.entropy):
             figure.draw(new / f"{figure.name}.png")
         written = [out / path.name for path in sorted(new.iterdir())]
         for reason in left_out:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from forgetting_transformer.analysis import figures
+from forgetting_transformer.analysis import run_figures
 from forgetting_transformer.analysis.conditions import conditions, shown_names
 from forgetting_transformer.analysis.evaluations import Evaluation, Number
 from forgetting_transformer.analysis.plots import heatmaps, losses, scores, sweeps, training
@@ -243,9 +243,9 @@ def test_an_evaluation_has_its_figure_while_the_run_is_trained(make_run: MakeRun
     write_losses_by_position(run, "val_web", STEPS[0], np.linspace(5, 4, 64))
     drawn_of = {"val": "loss_position", "val_web": "loss_position_web", "needle": "evaluations", "gates": "evaluations"}
     for kind, name in drawn_of.items():
-        assert figures.of_evaluation(run, kind, tmp_path) == {name: tmp_path / f"{name}.png"}
+        assert run_figures.of_evaluation(run, kind, tmp_path) == {name: tmp_path / f"{name}.png"}
         assert is_picture(tmp_path / f"{name}.png")
-    assert figures.of_evaluation(run, "samples", tmp_path) == {}
+    assert run_figures.of_evaluation(run, "samples", tmp_path) == {}
     assert not (run / "plots").exists()
 
 

@@ -10,7 +10,7 @@ import zarr
 from omegaconf import OmegaConf
 
 from forgetting_transformer import training
-from forgetting_transformer.analysis import figures
+from forgetting_transformer.analysis import run_figures
 from forgetting_transformer.analysis.runs import read_run
 from tests.data.mirror import serve
 from tests.evaluation.scripts import run_script
@@ -117,7 +117,7 @@ def test_page_figures_and_comparisons_have_every_set(config, finished, sets, tmp
     last = lines(seeds[0], "val_hard")[-1]["val_hard/loss"]
     for text in ("Held-out loss, hard", f"{last:.4f}", "Loss on every held-out set", "in training, on easy"):
         assert text in page
-    assert figures.of_evaluation(Path(seeds[0]), "val_hard", tmp_path).keys() == {"loss_position_hard"}, "for wandb"
+    assert run_figures.of_evaluation(Path(seeds[0]), "val_hard", tmp_path).keys() == {"loss_position_hard"}, "for wandb"
     other = changed(config, model__label="other", model__config__qk_norm=False)
     said = run_script("scripts/compare.py", *seeds, finished(other), "--out", tmp_path / "compared")
     assert said.returncode == 0, said.stderr

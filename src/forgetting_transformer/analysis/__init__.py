@@ -13,7 +13,7 @@ tables.py              tables in Markdown and LaTeX
 known_models.py        names of models, and their colours
 outputs.py             folders in which only own files are replaced
 plots/                 the figures, a file per subject
-figures.py             figures for wandb while a run is trained; page.py: one HTML page about runs and their evaluations
+run_figures.py         the figures that there are of runs; page.py: one HTML page about runs and their evaluations
 
 It imports neither models, training nor evaluations: results can be read on a machine that cannot run what made them.
 """

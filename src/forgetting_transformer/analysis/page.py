@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer import metric_names as names
-from forgetting_transformer.analysis import AnalysisError, figures, position_loss
+from forgetting_transformer.analysis import AnalysisError, position_loss, run_figures
 from forgetting_transformer.analysis.evaluations import FIGURE, Evaluation, number_table, read_evaluations
 from forgetting_transformer.analysis.plots.losses import (
     loss_against_position,
@@ -82,10 +82,10 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
         raise AnalysisError("nothing to report: give the output_dir of a run, or --results FOLDER")
     left_out: list[str] = []
     try:
-        runs = figures.read_runs(run_dirs) if run_dirs else []
+        runs = run_figures.read_runs(run_dirs) if run_dirs else []
         sections = {
             "Runs": _overview(runs),
-            **{figure.title: _picture(figure.title, figure.draw) for figure in figures.of_runs(runs, left_out)},
+            **{figure.title: _picture(figure.title, figure.draw) for figure in run_figures.of_runs(runs, left_out)},
             "Samples": "".join(map(_samples, runs)),
             **_evaluations(results, left_out, {run.output_dir.resolve().name: run.name for run in runs}),
             "Configurations": _configurations(runs),

@@ -46,12 +46,12 @@ def send_figures(trainer: "TrainerInterface", sinks: Sequence[Sink], kinds: Iter
     if not sinks:
         return
     try:
-        from forgetting_transformer.analysis import figures
+        from forgetting_transformer.analysis import run_figures
 
         with tempfile.TemporaryDirectory() as folder:
             found: dict[str, Path] = {}
             for kind in kinds:
-                found |= figures.of_evaluation(trainer.directory.root, kind, Path(folder))
+                found |= run_figures.of_evaluation(trainer.directory.root, kind, Path(folder))
             for name, file in found.items():
                 for sink in sinks:
                     sink.image(trainer.counters.token_count, f"figures/{name}", file)
