@@ -292,8 +292,8 @@ def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> 
     import torch
     from omegaconf import OmegaConf
 
+    from forgetting_transformer.evaluation.held_out import find_heldout, open_heldout
     from forgetting_transformer.evaluation.models import load_model
-    from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
     from forgetting_transformer.training import setup
     from forgetting_transformer.training.config import ConfigError
     from forgetting_transformer.training.parsing import parse

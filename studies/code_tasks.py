@@ -31,8 +31,8 @@ from forgetting_transformer.analysis import AnalysisError, outputs
 from forgetting_transformer.analysis.question_scores import GROUP
 from forgetting_transformer.command_line import count
 from forgetting_transformer.data import DataError
+from forgetting_transformer.evaluation.held_out import find_heldout, open_heldout
 from forgetting_transformer.evaluation.models import EvaluationError
-from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.model_tokenizer import load_tokenizer
 

@@ -150,7 +150,7 @@ def pruning(study: Any, runs: dict[str, list[Path]], data_path: Path, figure: Pa
     from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots import heatmaps
     from forgetting_transformer.analysis.runs import read_run
-    from forgetting_transformer.evaluation import forget_gates, per_token_loss
+    from forgetting_transformer.evaluation import forget_gates, held_out
     from forgetting_transformer.evaluation.models import (
         EvaluationError,
         load_model,
@@ -159,11 +159,11 @@ def pruning(study: Any, runs: dict[str, list[Path]], data_path: Path, figure: Pa
         token_losses,
     )
 
-    heldout = per_token_loss.find_heldout(str(data_path))
+    heldout = held_out.find_heldout(str(data_path))
 
     def texts(length: int | None = None) -> list[torch.Tensor]:
         """Evenly spaced, so that they come from documents all over the held-out part."""
-        data = per_token_loss.open_heldout(heldout, length)
+        data = held_out.open_heldout(heldout, length)
         chosen = range(0, data.sequences, max(1, data.sequences // TEXTS))[:TEXTS]
         return [torch.from_numpy(data.read(i)[0].astype("int64")).to(pick_device()) for i in chosen]
 

@@ -97,11 +97,11 @@ def main() -> None:
     args = parse_args()
 
     from forgetting_transformer.analysis import position_loss
-    from forgetting_transformer.evaluation import per_token_loss
+    from forgetting_transformer.evaluation import held_out, per_token_loss
     from forgetting_transformer.evaluation.workers import run
 
     def evaluate(model, workers):
-        data = per_token_loss.open_data(
+        data = held_out.open_data(
             model,
             args.data_path,
             args.dataset,

@@ -9,7 +9,7 @@ import zarr
 
 from forgetting_transformer.data import DataError, LongCrawl64DataModule
 from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
-from forgetting_transformer.evaluation import per_token_loss
+from forgetting_transformer.evaluation import held_out
 from tests.data.corpus_helpers import package_tree, prepare
 from tests.data.mirror import serve
 
@@ -47,8 +47,8 @@ def test_a_prepared_corpus_that_lost_its_manifest_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"out has no manifest\.json.*prepare_data"):
         module(tmp_path, "out").train_info()
     with pytest.raises(DataError, match=r"set --vocab_size and --bos_token_id"):
-        per_token_loss.open_heldout(tmp_path / "out")
-    data = per_token_loss.open_heldout(tmp_path / "out", vocab_size=257, bos_token_id=256)
+        held_out.open_heldout(tmp_path / "out")
+    data = held_out.open_heldout(tmp_path / "out", vocab_size=257, bos_token_id=256)
     assert (data.array.vocab_size, data.bos_token_id) == (257, 256)
 
 
@@ -58,7 +58,7 @@ def test_longcrawl64_needs_no_manifest(tmp_path):
     for data_dir, dataset in ((tmp_path, "longcrawl64"), (tmp_path / "longcrawl64", ".")):
         info = module(data_dir, dataset).train_info()
         assert (info.vocab_size, info.bos_token_id) == (50_257, 50_256)
-    assert per_token_loss.open_heldout(tmp_path / "longcrawl64").bos_token_id == 50_256
+    assert held_out.open_heldout(tmp_path / "longcrawl64").bos_token_id == 50_256
     with serve(tmp_path) as mirror:
         assert module(mirror.url, "longcrawl64", cache_dir=str(tmp_path / "cache")).train_info().vocab_size == 50_257
 

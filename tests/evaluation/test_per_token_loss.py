@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from forgetting_transformer.analysis import position_loss
 from forgetting_transformer.analysis.evaluations import read_evaluation
 from forgetting_transformer.data import DataError, LongCrawl64DataModule
-from forgetting_transformer.evaluation import corpora, per_token_loss
+from forgetting_transformer.evaluation import held_out, per_token_loss
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.plugins import CORPORA, Component
@@ -34,11 +34,11 @@ def model(quickstart):
     return load_model(str(quickstart.hf))
 
 
-def heldout(quickstart, **options) -> per_token_loss.HeldOut:
-    return per_token_loss.open_heldout(per_token_loss.find_heldout(quickstart.data, "words"), **options)
+def heldout(quickstart, **options) -> held_out.HeldOut:
+    return held_out.open_heldout(held_out.find_heldout(quickstart.data, "words"), **options)
 
 
-def expected_losses(model, data: per_token_loss.HeldOut) -> np.ndarray:
+def expected_losses(model, data: held_out.HeldOut) -> np.ndarray:
     labels = torch.from_numpy(np.concatenate([data.read(n) for n in range(data.sequences)]).astype(np.int64))
     inputs = labels.roll(1, 1)
     inputs[:, 0] = 0
@@ -199,7 +199,7 @@ def test_unless_told_the_papers_number_of_tokens_is_evaluated(quickstart, tmp_pa
         with pytest.raises(argparse.ArgumentTypeError, match="must be a number of tokens"):
             parse(wrong)
     with pytest.raises(DataError, match=r"no heldout.zarr in .*--data_path"):
-        per_token_loss.find_heldout(tmp_path)
+        held_out.find_heldout(tmp_path)
 
 
 @dataclasses.dataclass
@@ -223,7 +223,7 @@ def plug_in(quickstart, tmp_path, monkeypatch) -> Path:
 
 def test_a_corpus_of_a_plug_in_has_the_losses_of_its_held_out_sequences(quickstart, model, plug_in, tmp_path):
     corpus = ["half", "half=1"]
-    data = per_token_loss.open_data(model, str(plug_in), "longcrawl64", corpus, length=64, tokens=9 * 64)
+    data = held_out.open_data(model, str(plug_in), "longcrawl64", corpus, length=64, tokens=9 * 64)
     rows = [batch["labels"][0].tolist() for batch in data.source.eval_loader(0, 1)]
     results = per_token_loss.evaluate(model, data, tmp_path / "out", ALONE, batch_size=4)
     assert (results["eval_tokens"], results["corpus"], data.sequences) == (9 * 64, "words", 9)
@@ -236,7 +236,7 @@ def test_a_corpus_of_a_plug_in_has_the_losses_of_its_held_out_sequences(quicksta
     # Of another process, or after a stop: not from the first sequence on, and maybe without work in the last round.
     batches = data.batches([range(2, 4), range(7, 9), range(9, 9)])
     assert [batches[n]["labels"].tolist() for n in range(2)] == [rows[2:4], rows[7:9]] and batches[2] is None
-    assert per_token_loss.open_data(model, str(plug_in.parent), "mine", corpus).length == TRAIN_LENGTH
+    assert held_out.open_data(model, str(plug_in.parent), "mine", corpus).length == TRAIN_LENGTH
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_corpus_of_a_plug_in_has_the_losses_of_its_held_out_sequences(quicksta
 )
 def test_what_a_corpus_of_a_plug_in_cannot_do_is_one_line(model, plug_in, keys, length, message):
     with pytest.raises(DataError, match=message) as refusal:
-        corpora.open_corpus("half", plug_in, keys, model, length=length)
+        held_out.open_corpus("half", plug_in, keys, model, length=length)
     assert "\n" not in str(refusal.value)
 
 
@@ -259,7 +259,7 @@ def test_a_corpus_of_another_tokenizer_is_refused(quickstart, model):
     def check(vocab_size: int, bos_token_id: int | None) -> None:
         config = GPT2Config(vocab_size=vocab_size, n_embd=8, n_layer=1, n_head=1, bos_token_id=bos_token_id)
         other = dataclasses.replace(model, model=GPT2LMHeadModel(config), tokenizer=None)
-        per_token_loss.check_vocabulary(other, heldout(quickstart))
+        held_out.check_vocabulary(other, heldout(quickstart))
 
     for accepted in ((36, 0), (34, None), (34, 50256)):  # padded; unknown; GPT2Config's default
         check(*accepted)
@@ -273,15 +273,15 @@ def test_a_corpus_of_another_tokenizer_is_refused(quickstart, model):
 def test_a_corpus_whose_ids_are_other_tokens_is_refused(quickstart, model, tmp_path):
     """As many ids, and the same BOS token."""
     shutil.copytree(quickstart.data, tmp_path / "data")
-    data = per_token_loss.open_heldout(tmp_path / "data/words")
-    per_token_loss.check_vocabulary(model, data)
+    data = held_out.open_heldout(tmp_path / "data/words")
+    held_out.check_vocabulary(model, data)
     file = tmp_path / "data/words/tokenizer/tokenizer.json"
     content = json.loads(file.read_text())
     vocabulary = content["model"]["vocab"]
     first, second = sorted(vocabulary, key=vocabulary.get)[-2:]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(content))
-    per_token_loss.check_vocabulary(dataclasses.replace(model, tokenizer=None), data)
+    held_out.check_vocabulary(dataclasses.replace(model, tokenizer=None), data)
     message = f"was made with another tokenizer than .* reads: id .* is {re.escape(repr(second))} there and"
     with pytest.raises(EvaluationError, match=message):
         per_token_loss.evaluate(model, data, tmp_path, ALONE)

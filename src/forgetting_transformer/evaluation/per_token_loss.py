@@ -16,7 +16,6 @@ import datetime
 import itertools
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from forgetting_transformer.analysis.evaluations import (
@@ -45,15 +44,9 @@ from forgetting_transformer.analysis.position_loss import (
     slopes,
     standard_errors,
 )
-from forgetting_transformer.data.corpus import shifted
-from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
-from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.longcrawl64 import check_length, received
-from forgetting_transformer.data.token_array import TokenArray, read_manifest
-from forgetting_transformer.data.tokens import other_token, tokens_of
-from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
+from forgetting_transformer.data.longcrawl64 import received
 from forgetting_transformer.data.worker import hand_over
-from forgetting_transformer.evaluation.corpora import HeldOutSequences, count_sequences, open_corpus
+from forgetting_transformer.evaluation.held_out import HeldOut, HeldOutSequences, check_vocabulary
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
@@ -65,7 +58,6 @@ from forgetting_transformer.evaluation.models import (
 )
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.files import replacing, write_atomically, write_json
-from forgetting_transformer.model_tokenizer import check_size_and_bos
 from forgetting_transformer.training.loss_by_position import PositionSums, by_length
 from forgetting_transformer.training.ranks import Ranks
 
@@ -73,129 +65,6 @@ from forgetting_transformer.training.ranks import Ranks
 MIN_LENGTH = 512
 #: Tokens that the paper evaluates on.
 PAPER_TOKENS = 2**31
-
-
-@dataclass(frozen=True)
-class HeldOut(HeldOutSequences):
-    """Sequences of a corpus's held-out documents, in the order of the array."""
-
-    array: TokenArray
-
-    def groups(self) -> np.ndarray | None:
-        """`HeldOutSequences.groups`, from the corpus's manifest."""
-        rows = read_manifest(self.folder).get("split", {}).get("group_of_heldout_row")
-        if not isinstance(rows, list) or len(rows) != self.array.documents:
-            return None
-        return np.repeat(rows, self.array.doc_len // self.length)[: self.sequences]
-
-    def read(self, sequence: int, kept: DecodedChunks | None = None) -> np.ndarray:
-        """Tokens `(1, length)` of one sequence."""
-        document, column = divmod(sequence, self.array.doc_len // self.length)
-        return self.array.read(document, document + 1, column * self.length, (column + 1) * self.length, kept)
-
-    def batches(self, batches: Sequence[range]) -> Dataset:
-        return _Batches(self, batches)
-
-
-def find_heldout(data_path: str | Path, dataset: str = "longcrawl64") -> Path:
-    """The folder that holds `heldout.zarr`: `data_path` itself, or `data_path/dataset`.
-
-    Raises:
-        DataError: neither does.
-    """
-    data_path = Path(data_path).expanduser()
-    candidates = [data_path, data_path / dataset]
-    if data_path.is_dir():
-        inside = [path.parent for path in data_path.glob("*/heldout.zarr")]
-        candidates += inside if len(inside) == 1 else []
-    for folder in candidates:
-        if (folder / "heldout.zarr").is_dir():
-            return folder
-    raise DataError(
-        f"no heldout.zarr in {data_path} and none in {data_path / dataset}: set --data_path to a corpus's folder (or "
-        "to the folder that holds it, with --dataset its name); for the corpus of a plug-in, name it with --corpus. "
-        "docs/prepare_data.md says how to make one"
-    )
-
-
-def open_data(
-    model: EvaluatedModel, data_path: str, dataset: str, corpus: Sequence[str] = (), **chosen: Any
-) -> HeldOutSequences:
-    """The held-out sequences of a command line.
-
-    Args:
-        corpus: `datamodule.name` of a plug-in that reads the folder, and further keys; otherwise it has heldout.zarr.
-        chosen: arguments that `open_heldout` and `open_corpus` share.
-
-    Raises:
-        DataError: naming the flag and what the corpus has.
-    """
-    if not corpus:
-        return open_heldout(find_heldout(data_path, dataset), **chosen)
-    name, *keys = corpus
-    place = Path(data_path).expanduser()
-    return open_corpus(name, place / dataset if (place / dataset).is_dir() else place, keys, model, **chosen)
-
-
-def open_heldout(
-    folder: Path,
-    length: int | None = None,
-    tokens: int | None = None,
-    vocab_size: int | None = None,
-    bos_token_id: int | None = None,
-    recorded: Vocabulary | None = None,
-    at_most: int | None = None,
-) -> HeldOut:
-    """Opens held-out documents; only `heldout.zarr` need be there.
-
-    Args:
-        folder: of the corpus.
-        length: tokens in a sequence, a divisor of the documents' length; default whole documents.
-        vocab_size, bos_token_id: of the tokenizer that made the corpus; default what its
-            manifest says, or LongCrawl64's.
-        recorded: of a model that is known to read this corpus, where the corpus does not say.
-        tokens, at_most: as of `count_sequences`.
-
-    Raises:
-        DataError: naming the flag and what the corpus has.
-    """
-    found: list[Vocabulary] = []
-
-    def size(doc_len: int) -> int:
-        stated = StatedVocabulary(vocab_size, bos_token_id)
-        found.append(vocabulary_of(folder, "heldout", doc_len, read_manifest(folder), stated, recorded, prefix="--"))
-        return found[0].size
-
-    array = TokenArray(folder / "heldout.zarr", size)
-    length = length or array.doc_len
-    check_length("--eval_len", length, array)
-    sequences = count_sequences(length, array.documents * array.doc_len, array.path, tokens, at_most)
-    ids = array.vocab_size, found[0].bos_token_id
-    return HeldOut(str(array.path), folder, array.fingerprint, *ids, length, sequences, array)
-
-
-def check_vocabulary(model: EvaluatedModel, data: HeldOutSequences) -> None:
-    """Refuses a corpus of another tokenizer than the model's, whose losses would mean nothing.
-
-    Raises:
-        EvaluationError: saying in what the two differ: their sizes, their BOS tokens, or the tokens behind their ids,
-            where both are known.
-        DataError: the corpus's tokenizer.json is damaged.
-    """
-    vocab_size, bos = model.model.config.get_text_config().vocab_size, model.bos_token_id
-    if bos is not None and bos >= vocab_size:  # a default of transformers for another vocabulary
-        bos = None
-    tokens = tokens_of(data.folder) if model.tokenizer is not None else None
-    try:
-        check_size_and_bos(data.vocab_size, data.bos_token_id, vocab_size, bos)
-        if tokens is not None:
-            known = {id: token for token, id in model.tokenizer.get_vocab().items()}
-            if difference := other_token(tokens, known, "the model's tokenizer"):
-                raise ValueError(difference)
-    except ValueError as error:
-        raise EvaluationError(
-            f"the corpus {data.path} was made with another tokenizer than {model.source} reads: {error}"
-        ) from error
 
 
 @dataclass
@@ -382,23 +251,6 @@ def check_extrapolates(model: EvaluatedModel, data: HeldOutSequences) -> None:
             f"--preset=extrapolation: documents of {data.path} have {data.length:,} tokens and {model.source} "
             f"was trained on {model.train_length:,}; choose a corpus of longer documents"
         )
-
-
-class _Batches(Dataset):
-    def __init__(self, data: HeldOut, batches: Sequence[range]) -> None:
-        self.data, self.batches = data, batches
-        # Documents that follow each other share chunks, and all their columns are read. One process reads.
-        array, longest = data.array, max(map(len, batches), default=1)
-        self.kept = DecodedChunks(slots_for(array.chunk_shape, max(1, longest), array.doc_len))
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, number: int) -> dict[str, Tensor] | None:
-        sequences = self.batches[number]
-        if not sequences:
-            return None
-        return shifted(np.concatenate([self.data.read(n, self.kept) for n in sequences]), self.data.bos_token_id)
 
 
 class _Part:

@@ -8,8 +8,8 @@ import numpy as np
 from forgetting_transformer import model_tokenizer
 from forgetting_transformer.data.corpus import Corpus
 from forgetting_transformer.data.vocabulary import Vocabulary
+from forgetting_transformer.evaluation.held_out import HeldOut, check_vocabulary, find_heldout, open_heldout
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError
-from forgetting_transformer.evaluation.per_token_loss import HeldOut, check_vocabulary, find_heldout, open_heldout
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 

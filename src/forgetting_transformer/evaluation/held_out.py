@@ -1,0 +1,297 @@
+"""Held-out sequences to evaluate on: rows of `heldout.zarr`, or what the corpus of a plug-in gives."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from forgetting_transformer.data.corpus import Batch, Corpus, check_batch, shifted
+from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
+from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.longcrawl64 import check_length
+from forgetting_transformer.data.token_array import TokenArray, read_manifest
+from forgetting_transformer.data.tokens import other_token, tokens_of
+from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
+from forgetting_transformer.evaluation.models import (
+    EvaluatedModel,
+    EvaluationError,
+)
+from forgetting_transformer.model_tokenizer import check_size_and_bos
+from forgetting_transformer.plugins import CORPORA, PluginError, UnknownComponentError
+from forgetting_transformer.training.config import ConfigError
+from forgetting_transformer.training.parsing import parse_section
+
+
+@dataclass(frozen=True)
+class HeldOutSequences:
+    """Held-out sequences of a corpus: their number, `length` tokens each."""
+
+    path: str
+    folder: Path
+    fingerprint: str
+    vocab_size: int
+    bos_token_id: int
+    length: int
+    sequences: int
+
+    @property
+    def corpus(self) -> str:
+        """Name of its folder."""
+        return self.folder.resolve().name
+
+    def groups(self) -> np.ndarray | None:
+        """For each sequence, the number of the held-out group of texts that it is from; None where that is unknown."""
+        return None
+
+    def batches(self, batches: Sequence[range]) -> Dataset:
+        """Batch number of this process -> inputs and labels; None where the others have work and this one has not."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class HeldOut(HeldOutSequences):
+    """Sequences of a corpus's held-out documents, in the order of the array."""
+
+    array: TokenArray
+
+    def groups(self) -> np.ndarray | None:
+        """`HeldOutSequences.groups`, from the corpus's manifest."""
+        rows = read_manifest(self.folder).get("split", {}).get("group_of_heldout_row")
+        if not isinstance(rows, list) or len(rows) != self.array.documents:
+            return None
+        return np.repeat(rows, self.array.doc_len // self.length)[: self.sequences]
+
+    def read(self, sequence: int, kept: DecodedChunks | None = None) -> np.ndarray:
+        """Tokens `(1, length)` of one sequence."""
+        document, column = divmod(sequence, self.array.doc_len // self.length)
+        return self.array.read(document, document + 1, column * self.length, (column + 1) * self.length, kept)
+
+    def batches(self, batches: Sequence[range]) -> Dataset:
+        return _ArrayBatches(self, batches)
+
+
+class _ArrayBatches(Dataset):
+    def __init__(self, data: HeldOut, batches: Sequence[range]) -> None:
+        self.data, self.batches = data, batches
+        # Documents that follow each other share chunks, and all their columns are read. One process reads.
+        array, longest = data.array, max(map(len, batches), default=1)
+        self.kept = DecodedChunks(slots_for(array.chunk_shape, max(1, longest), array.doc_len))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor] | None:
+        sequences = self.batches[number]
+        if not sequences:
+            return None
+        return shifted(np.concatenate([self.data.read(n, self.kept) for n in sequences]), self.data.bos_token_id)
+
+
+@dataclass(frozen=True)
+class CorpusSequences(HeldOutSequences):
+    """Sequences in the order in which a corpus gives them to one process.
+
+    Attributes:
+        source: with one sequence in a batch.
+    """
+
+    source: Corpus
+
+    def batches(self, batches: Sequence[range]) -> Dataset:
+        """They must be asked for in their order, by one process."""
+        return _CorpusBatches(self, batches)
+
+
+class _CorpusBatches(Dataset):
+    def __init__(self, data: CorpusSequences, batches: Sequence[range]) -> None:
+        self.data, self.batches = data, batches
+        self._rows: Iterator[tuple[int, Batch]] = enumerate(data.source.eval_loader(0, 1))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor] | None:
+        wanted = self.batches[number]
+        rows: list[Batch] = []
+        while len(rows) < len(wanted):
+            n, row = next(self._rows, (-1, None))
+            if row is None:
+                raise DataError(f"{self.data.path} gave fewer held-out sequences than its eval_info() says")
+            if n in wanted:  # those before are of other processes, or of an earlier start
+                check_batch(row, f"the corpus {self.data.path}", 1, self.data.length, weighted=True)
+                rows.append(row)
+        return {key: torch.cat([row[key] for row in rows]) for key in ("input_ids", "labels")} if rows else None
+
+
+def find_heldout(data_path: str | Path, dataset: str = "longcrawl64") -> Path:
+    """The folder that holds `heldout.zarr`: `data_path` itself, or `data_path/dataset`.
+
+    Raises:
+        DataError: neither does.
+    """
+    data_path = Path(data_path).expanduser()
+    candidates = [data_path, data_path / dataset]
+    if data_path.is_dir():
+        inside = [path.parent for path in data_path.glob("*/heldout.zarr")]
+        candidates += inside if len(inside) == 1 else []
+    for folder in candidates:
+        if (folder / "heldout.zarr").is_dir():
+            return folder
+    raise DataError(
+        f"no heldout.zarr in {data_path} and none in {data_path / dataset}: set --data_path to a corpus's folder (or "
+        "to the folder that holds it, with --dataset its name); for the corpus of a plug-in, name it with --corpus. "
+        "docs/prepare_data.md says how to make one"
+    )
+
+
+def open_data(
+    model: EvaluatedModel, data_path: str, dataset: str, corpus: Sequence[str] = (), **chosen: Any
+) -> HeldOutSequences:
+    """The held-out sequences of a command line.
+
+    Args:
+        corpus: `datamodule.name` of a plug-in that reads the folder, and further keys; otherwise it has heldout.zarr.
+        chosen: arguments that `open_heldout` and `open_corpus` share.
+
+    Raises:
+        DataError: naming the flag and what the corpus has.
+    """
+    if not corpus:
+        return open_heldout(find_heldout(data_path, dataset), **chosen)
+    name, *keys = corpus
+    place = Path(data_path).expanduser()
+    return open_corpus(name, place / dataset if (place / dataset).is_dir() else place, keys, model, **chosen)
+
+
+def open_heldout(
+    folder: Path,
+    length: int | None = None,
+    tokens: int | None = None,
+    vocab_size: int | None = None,
+    bos_token_id: int | None = None,
+    recorded: Vocabulary | None = None,
+    at_most: int | None = None,
+) -> HeldOut:
+    """Opens held-out documents; only `heldout.zarr` need be there.
+
+    Args:
+        folder: of the corpus.
+        length: tokens in a sequence, a divisor of the documents' length; default whole documents.
+        vocab_size, bos_token_id: of the tokenizer that made the corpus; default what its
+            manifest says, or LongCrawl64's.
+        recorded: of a model that is known to read this corpus, where the corpus does not say.
+        tokens, at_most: as of `count_sequences`.
+
+    Raises:
+        DataError: naming the flag and what the corpus has.
+    """
+    found: list[Vocabulary] = []
+
+    def size(doc_len: int) -> int:
+        stated = StatedVocabulary(vocab_size, bos_token_id)
+        found.append(vocabulary_of(folder, "heldout", doc_len, read_manifest(folder), stated, recorded, prefix="--"))
+        return found[0].size
+
+    array = TokenArray(folder / "heldout.zarr", size)
+    length = length or array.doc_len
+    check_length("--eval_len", length, array)
+    sequences = count_sequences(length, array.documents * array.doc_len, array.path, tokens, at_most)
+    ids = array.vocab_size, found[0].bos_token_id
+    return HeldOut(str(array.path), folder, array.fingerprint, *ids, length, sequences, array)
+
+
+def count_sequences(length: int, available: int, path: object, tokens: int | None, at_most: int | None) -> int:
+    """How many sequences of `length` tokens are evaluated, of `available` tokens.
+
+    Args:
+        tokens: to evaluate on, rounded down to whole sequences; None for all, or for `at_most` if there are more.
+
+    Raises:
+        DataError: there are fewer, or not one sequence.
+    """
+    wanted = min(available, at_most or available) if tokens is None else tokens
+    if not length <= wanted <= available:
+        raise DataError(
+            f"--eval_tokens={wanted:,} must be between one sequence ({length:,} tokens) and all {available:,} tokens "
+            f"of {path}; --eval_tokens all takes them all"
+        )
+    return wanted // length
+
+
+def open_corpus(
+    name: str,
+    folder: Path,
+    keys: Sequence[str],
+    model: EvaluatedModel,
+    length: int | None = None,
+    tokens: int | None = None,
+    vocab_size: int | None = None,
+    bos_token_id: int | None = None,
+    at_most: int | None = None,
+) -> CorpusSequences:
+    """The held-out sequences of a corpus that a plug-in reads.
+
+    Args:
+        name: `datamodule.name`. folder: of the corpus. keys: further ones of `datamodule`, as "skip_tokens=5".
+        length: tokens in a sequence; default that of the model's training.
+        vocab_size, bos_token_id: default the model's.
+        tokens, at_most: as of `count_sequences`.
+
+    Raises:
+        DataError: naming the flag and what the corpus has.
+    """
+    length = length or model.train_length
+    if length is None:
+        raise DataError(f"{model.source} does not say at which sequence length it was trained: set --eval_len")
+    place, eos = folder.resolve(), model.eos_token_ids
+    values: dict[str, Any] = {
+        "name": name, "dataset": place.name, "train_batch_len": length, "train_batch_size": 1, "eval_batch_len": length,
+        "eval_local_batch_size": 1, "train_num_workers": 0, "eval_num_workers": 0,
+        "vocab_size": vocab_size or model.model.config.get_text_config().vocab_size,
+        "bos_token_id": model.bos_token_id if bos_token_id is None else bos_token_id,
+        "eos_token_id": eos[0] if eos else None,
+    }  # fmt: skip
+    try:
+        config = parse_section("datamodule", OmegaConf.merge(values, OmegaConf.from_dotlist(list(keys))))
+        source: Corpus = CORPORA.make(name, str(place.parent), config)
+    except (ConfigError, PluginError, UnknownComponentError) as error:
+        raise DataError(f"--corpus {' '.join([name, *keys])}: {error}") from error
+    if source.packed:
+        raise DataError(
+            f"--corpus {name}: its rows hold several texts that are kept apart, so a position in a row says nothing of "
+            "the context; use --corpus with a corpus of one text a row"
+        )
+    info = source.eval_info()
+    sequences = count_sequences(length, info.total_batches * length, info.path, tokens, at_most)
+    ids = info.vocab_size, info.bos_token_id
+    return CorpusSequences(info.path, source.folder, info.fingerprint, *ids, length, sequences, source)
+
+
+def check_vocabulary(model: EvaluatedModel, data: HeldOutSequences) -> None:
+    """Refuses a corpus of another tokenizer than the model's, whose losses would mean nothing.
+
+    Raises:
+        EvaluationError: saying in what the two differ: their sizes, their BOS tokens, or the tokens behind their ids,
+            where both are known.
+        DataError: the corpus's tokenizer.json is damaged.
+    """
+    vocab_size, bos = model.model.config.get_text_config().vocab_size, model.bos_token_id
+    if bos is not None and bos >= vocab_size:  # a default of transformers for another vocabulary
+        bos = None
+    tokens = tokens_of(data.folder) if model.tokenizer is not None else None
+    try:
+        check_size_and_bos(data.vocab_size, data.bos_token_id, vocab_size, bos)
+        if tokens is not None:
+            known = {id: token for token, id in model.tokenizer.get_vocab().items()}
+            if difference := other_token(tokens, known, "the model's tokenizer"):
+                raise ValueError(difference)
+    except ValueError as error:
+        raise EvaluationError(
+            f"the corpus {data.path} was made with another tokenizer than {model.source} reads: {error}"
+        ) from error
