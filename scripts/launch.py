@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def processes(args: argparse.Namespace, here: int) -> int:
-    """How many processes this machine runs, a GPU each.
+    """Number of processes on this machine, a GPU each.
 
     Args:
         here: how many GPUs this machine has.
@@ -76,7 +76,7 @@ def processes(args: argparse.Namespace, here: int) -> int:
 
 
 def environment(args: argparse.Namespace, count: int, cores: int) -> dict[str, str]:
-    """What ranks and launcher find in their environment.
+    """Environment variables for ranks and launcher.
 
     Args:
         count: processes of this machine.
@@ -92,7 +92,7 @@ def environment(args: argparse.Namespace, count: int, cores: int) -> dict[str, s
 
 
 def for_fabric(args: argparse.Namespace, count: int) -> dict[str, str]:
-    """What `fabric run` tells Fabric in the ranks: Lightning reads it there."""
+    """Environment variables by which `fabric run` tells Fabric its options in the ranks."""
     told = {
         "LT_CLI_USED": "1",
         "LT_ACCELERATOR": args.accelerator,

@@ -322,7 +322,7 @@ def _some(names: list[str], separator: str = ", ") -> str:
 
 
 def _other_vocabulary(source: Source, data: DataInfo, corpus: Path) -> str | None:
-    """In which way its tokens are not those of the corpus; None where they are, as far as is known."""
+    """Difference between its tokens and the corpus's, in words; None where there is none, as far as is known."""
     size, bos = source.fields.get("vocab_size"), source.fields.get("bos_token_id")
     if size != data.vocab_size:
         return f"{size} ids, and the corpus {data.vocab_size}"

@@ -1,4 +1,4 @@
-"""What callbacks see of the trainer, and so do the modules that save and describe a run.
+"""The trainer as callbacks see it, and as the modules do that save and describe a run.
 
 It is a protocol: they need not import the trainer, which imports them. `Trainer` and `Parts` have the comments.
 Importing this loads no PyTorch.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class PartsInterface(Protocol):
-    """What a run is made of, on one rank.
+    """Parts of a run on one rank.
 
     Attributes:
         config, resolved: the configuration, typed, and as it is written to files.
@@ -76,14 +76,14 @@ class PartsInterface(Protocol):
 
     @property
     def last_good_checkpoint(self) -> str:
-        """What a later start can go on from, for messages."""
+        """Sentence on the checkpoint that a later start can go on from."""
 
     @property
     def compiled(self) -> bool:
         """Whether blocks and loss are compiled."""
 
     def uncompiled(self) -> contextlib.AbstractContextManager[Any]:
-        """In it nothing compiled runs: for forward passes of many lengths, or with hooks on submodules."""
+        """Context in which nothing compiled runs: for forward passes of many lengths, or with hooks on submodules."""
 
 
 class TrainerInterface(PartsInterface, Protocol):
@@ -116,7 +116,7 @@ class TrainerInterface(PartsInterface, Protocol):
         """Writes a line of `kind` on rank 0; on others nothing."""
 
     def sum_over_ranks(self, tensor: Tensor) -> None:
-        """In place."""
+        """Adds up a tensor in place."""
 
     def compare_ranks(self) -> None:
         """Begins to compare what all ranks hold alike."""

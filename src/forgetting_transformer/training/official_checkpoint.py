@@ -243,7 +243,7 @@ def _without_target(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the file holds; tensors stay on disk until they are used.
+    """Contents of the file; tensors stay on disk until they are used.
 
     Raises:
         CheckpointError: it is damaged, or refers to code.

@@ -192,7 +192,7 @@ class Parts:
 
     @property
     def last_good_checkpoint(self) -> str:
-        """What a later start can go on from, for messages."""
+        """Sentence on the checkpoint that a later start can go on from."""
         return self.saver.last_good_checkpoint
 
     @property

@@ -1,4 +1,4 @@
-"""What a run keeps under `output_dir`, and who may write there. docs/run_directory.md draws the tree."""
+"""Files of a run under `output_dir`, and who may write there. docs/run_directory.md draws the tree."""
 
 import contextlib
 import json
@@ -274,7 +274,7 @@ class RunDirectory:
 
 
 def belongs_to(folder: Path) -> str | None:
-    """What a run or a corpus has in a folder, such as "is the folder of a training run"; None if it is neither's.
+    """Relation of a folder to a run or a corpus, such as "is the folder of a training run"; None if it is neither's.
 
     What a link leads to counts as well: the checkpoints of a run may lie elsewhere.
     """

@@ -31,7 +31,7 @@ class Saver:
 
     @property
     def last_good_checkpoint(self) -> str:
-        """What a later start can go on from, for messages."""
+        """Sentence on the checkpoint that a later start can go on from."""
         step = self.checkpointer.last_good or self.saved_step
         return f"the last good checkpoint is at {step:,} tokens" if step else "nothing was saved"
 
@@ -81,7 +81,7 @@ class Saver:
         )
 
     def collect(self, trainer: "TrainerInterface", wait: bool = False, must_succeed: bool = False) -> None:
-        """What became of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
+        """Tells callbacks of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
         saved = self._finished(wait)
         if saved is None:
             return

@@ -36,7 +36,7 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export knows of its model.
+    """A model that is exported, with its run's settings.
 
     Attributes:
         step: training tokens of the checkpoint.

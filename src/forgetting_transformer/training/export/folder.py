@@ -250,7 +250,7 @@ def _model_files(folder: Path) -> set[str]:
 
 
 def read_mark(folder: Path) -> dict[str, Any]:
-    """What the last export wrote of itself; empty if no export wrote there."""
+    """Mark of the last export; empty if no export wrote there."""
     try:
         found = json.loads((folder / MARK).read_text(encoding="utf-8"))
         return found if isinstance(found["checkpoint"], int) and isinstance(found["files"], dict) else {}
