@@ -6,6 +6,7 @@ stage whose file is missing.
 
 import dataclasses
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ def prepare_corpus(
     Raises:
         CorpusError: with what is wrong and how to fix it. Finished work is kept, and so is the corpus in `out`.
     """
-    out = Path(out).absolute()
+    out = Path(os.path.abspath(out))
     place = Place(out.resolve() if out.is_symlink() else out)
     try:
         with writing_under(place.work), place.only_run():
