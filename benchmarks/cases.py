@@ -124,7 +124,7 @@ def compose(experiment: str, overrides: Sequence[str]) -> Any:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
-    from forgetting_transformer.training.parsing import parse as checked
+    from forgetting_transformer.training.config.parsing import parse as checked
 
     chosen = experiment_override(experiment)
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -355,7 +355,7 @@ def dumps(content: Mapping[str, Any]) -> str:
 
 def environment(command_line: str, device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
     """Command, date, commit, hardware and versions of a measurement on `device` ("cuda" or "cpu")."""
-    from forgetting_transformer.training.provenance import PACKAGES, git_state
+    from forgetting_transformer.training.start.provenance import PACKAGES, git_state
     from forgetting_transformer.versions import installed_versions
 
     state = git_state(Path(__file__).parent)

@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, case: Case) -> dict[str, Any]:
     """The values of a row, as its rank 0 has them."""
     import torch
 
-    from forgetting_transformer.training import hardware
+    from forgetting_transformer.training.execution import hardware
 
     rank, has_graphs = int(os.environ.get("RANK", 0)), case["case"].endswith("_graphs")
     device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
@@ -129,11 +129,12 @@ def prepare(args: argparse.Namespace, case: Case, device: Any, draws: Any) -> tu
     import torch
     from lightning.fabric import Fabric
 
-    from forgetting_transformer.training import launch, setup
-    from forgetting_transformer.training.compilation import Compilation
-    from forgetting_transformer.training.graphs import Graphs
-    from forgetting_transformer.training.parameter_groups import undecayed_parameters
-    from forgetting_transformer.training.ranks import Ranks
+    from forgetting_transformer.training import setup
+    from forgetting_transformer.training.execution.compilation import Compilation
+    from forgetting_transformer.training.execution.graphs import Graphs
+    from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
+    from forgetting_transformer.training.parallel import launch
+    from forgetting_transformer.training.parallel.ranks import Ranks
 
     kind, count = case["case"], case["micro_batches"]
     alone, sharing = kind.startswith("one"), args.devices if kind == "context" else 1

@@ -119,11 +119,11 @@ def measure(args: argparse.Namespace, case: Case) -> dict[str, Any]:
     """Builds the model as a training run would, and times its steps."""
     import torch
 
-    from forgetting_transformer.training import execution
-    from forgetting_transformer.training.compilation import Compilation
-    from forgetting_transformer.training.graphs import Graphs, check_device
-    from forgetting_transformer.training.graphs import choose as choose_graphs
-    from forgetting_transformer.training.kernel_choice import choose_on_all_ranks
+    from forgetting_transformer.training.execution import choice as execution
+    from forgetting_transformer.training.execution.compilation import Compilation
+    from forgetting_transformer.training.execution.graphs import Graphs, check_device
+    from forgetting_transformer.training.execution.graphs import choose as choose_graphs
+    from forgetting_transformer.training.execution.kernel_choice import choose_on_all_ranks
 
     device = torch.device(args.device)
     if is_run(case["experiment"]):
@@ -186,7 +186,7 @@ def at_rest(model: Any, config: Any, device: Any) -> Any:
     All steps have the same batch, which a model learns by heart, and then its gates change.
     """
     from forgetting_transformer.training import setup
-    from forgetting_transformer.training.parameter_groups import undecayed_parameters
+    from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
 
     undecayed = undecayed_parameters(model, config.train)
     optimizer = setup.build_optimizer(model.to(device).train(), undecayed, config.optimizer)
@@ -213,7 +213,7 @@ def measure_steps(
     """
     import torch
 
-    from forgetting_transformer.training import hardware
+    from forgetting_transformer.training.execution import hardware
 
     started = time.perf_counter()
     losses = [step().item()]
@@ -296,7 +296,7 @@ def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> 
     from forgetting_transformer.evaluation.models import load_model
     from forgetting_transformer.training import setup
     from forgetting_transformer.training.config import ConfigError
-    from forgetting_transformer.training.parsing import parse
+    from forgetting_transformer.training.config.parsing import parse
 
     stored = OmegaConf.load(Path(output_dir) / "config.yaml")
     # A run's config.yaml is resolved: it has values, and no groups to choose from.

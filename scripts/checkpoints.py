@@ -24,8 +24,8 @@ from forgetting_transformer.redaction import redact
 from forgetting_transformer.training.checkpoint import folder as checkpoints
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError
 from forgetting_transformer.training.checkpoint.reading import load_tensors
-from forgetting_transformer.training.metrics import duration
-from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+from forgetting_transformer.training.records.metrics import duration
+from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 
 T = TypeVar("T")
 

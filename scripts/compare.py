@@ -66,7 +66,7 @@ def compare(args: argparse.Namespace) -> list[Path]:
     from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
     from forgetting_transformer.files import write_atomically
-    from forgetting_transformer.training.continuing import decisive
+    from forgetting_transformer.training.config.continuing import decisive
 
     models = [comparisons.named_model(name, [Path(run) for run in runs]) for name, *runs in args.model]
     models += comparisons.group(comparisons.find_runs(args.runs), decisive)

@@ -40,8 +40,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
     from forgetting_transformer.training.checkpoint.folder import CheckpointError
-    from forgetting_transformer.training.official_checkpoint import import_run
-    from forgetting_transformer.training.run_directory import RunDirectoryError
+    from forgetting_transformer.training.export.official_checkpoint import import_run
+    from forgetting_transformer.training.records.run_directory import RunDirectoryError
 
     try:
         written, config = import_run(

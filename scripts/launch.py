@@ -30,7 +30,7 @@ from pathlib import Path
 
 from forgetting_transformer import command_line, signals
 from forgetting_transformer.command_line import at_least, count, port
-from forgetting_transformer.training import gpus
+from forgetting_transformer.training.parallel import gpus
 from forgetting_transformer.versions import how_to_install
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"

@@ -91,7 +91,7 @@ def collect(folder: Path, yaml: Path, out: Path) -> None:
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.models import EvaluationError
     from forgetting_transformer.files import write_json
-    from forgetting_transformer.training.continuing import decisive
+    from forgetting_transformer.training.config.continuing import decisive
     from studies.engine import results
     from studies.engine.figures import draw_figures, draw_positions
     from studies.engine.plan import read_plan

@@ -453,15 +453,15 @@ LIST = r"""
 
 == Learning-rate schedule
 
-= schedule.warmup training/schedule.py
+= schedule.warmup training/optimization/schedule.py
 - return config.init_lr + (peak_lr - config.init_lr) * tokens / warmup
 + return config.init_lr + peak_lr * tokens / warmup
 # A warm-up that begins above zero ends above the peak.
-= schedule.decay_start training/schedule.py
+= schedule.decay_start training/optimization/schedule.py
 - decay_start = total - config.decay_tokens
 + decay_start = warmup + config.decay_tokens
 # The final decay begins at the wrong end of the run.
-= schedule.root training/schedule.py
+= schedule.root training/optimization/schedule.py
 - lambda p: 1 - math.sqrt(p)
 + lambda p: math.sqrt(1 - p)
 # The decay is another curve with the same ends.
@@ -487,15 +487,15 @@ LIST = r"""
 
 == Loss by position
 
-= position.fillers training/loss_by_position.py
+= position.fillers training/records/loss_by_position.py
 - weight_BT *= weight_B[:, None]
 + pass
 # Packed sequences that only fill up a batch count.
-= position.counts training/loss_by_position.py
+= position.counts training/records/loss_by_position.py
 - self.sequences_T[part] += weight_B.sum()
 + self.sequences_T[part] += len(weight_B)
 # Sequences that only fill up a batch are divided by.
-= position.prefixes training/loss_by_position.py
+= position.prefixes training/records/loss_by_position.py
 - None if counts_T is None else counts_T[:length]
 + None
 # Rare positions weigh as much as frequent ones in means over prefixes.
@@ -525,30 +525,30 @@ LIST = r"""
 
 == Continuing
 
-= continuing.defaults training/continuing.py
+= continuing.defaults training/config/continuing.py
 - values = flatten(dataclasses.asdict(defaults_of(config_class(flat)))) | flat
 + values = flat
 # A key that is younger than the run counts as a change.
-= continuing.fork_shape training/continuing.py
+= continuing.fork_shape training/config/continuing.py
 - shape = ("datamodule.train_batch_len", "datamodule.train_batch_size", "model.")
 + shape = ("datamodule.train_batch_len", "model.")
 # A fork with another batch size reads from a wrong place.
-= continuing.guard training/resume.py
+= continuing.guard training/start/resume.py
 - parts.guard.load(windows)
 + pass
 # The step guard begins with an empty window.
 
 == Parameter groups
 
-= groups.marks training/parameter_groups.py
+= groups.marks training/optimization/parameter_groups.py
 - if getattr(parameter, "_no_weight_decay", False) or not _decays(module, name, config)
 + if not _decays(module, name, config)
 # Parameters that modules exempt are decayed.
-= groups.norms training/parameter_groups.py
+= groups.norms training/optimization/parameter_groups.py
 - if "Norm" in type(module).__name__:
 + if isinstance(module, nn.RMSNorm | nn.LayerNorm):
 # Weights of this package's norms are decayed.
-= groups.matrices training/parameter_groups.py
+= groups.matrices training/optimization/parameter_groups.py
 - parameter.ndim == 2 and name not in undecayed and any(
 + parameter.ndim == 2 and any(
 # Tables such as A_log are handed to an optimizer of matrices.

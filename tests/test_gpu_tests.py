@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from forgetting_transformer.model import registry
 from forgetting_transformer.training import setup
-from forgetting_transformer.training.parsing import parse
+from forgetting_transformer.training.config.parsing import parse
 from tests.training.keys import known_keys
 
 FILES = sorted((Path(__file__).parent / "gpu").glob("test_*.py"))

@@ -12,7 +12,7 @@ from forgetting_transformer.data.prepare.sources import _dataset_rows
 from forgetting_transformer.evaluation.models import EvaluationError, _load_pretrained
 from forgetting_transformer.hub_connection import only_cached
 from forgetting_transformer.model_tokenizer import load_tokenizer
-from forgetting_transformer.training.initial_weights import _downloaded
+from forgetting_transformer.training.start.initial_weights import _downloaded
 
 
 @pytest.fixture

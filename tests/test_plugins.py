@@ -12,8 +12,8 @@ from forgetting_transformer import plugins
 from forgetting_transformer.plugins import CALLBACKS, CORPORA, OPTIMIZERS
 from forgetting_transformer.ranges import Range, one_of, within
 from forgetting_transformer.training.config import Config, ConfigError, OptimizerConfig
-from forgetting_transformer.training.continuing import changes_that_alter_the_run
-from forgetting_transformer.training.parsing import keys_of, parse
+from forgetting_transformer.training.config.continuing import changes_that_alter_the_run
+from forgetting_transformer.training.config.parsing import keys_of, parse
 from tests.tiny import tiny_config
 from tests.training.conftest import changed
 

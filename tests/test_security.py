@@ -14,7 +14,7 @@ from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.prepare.tokenizers import byte_tokenizer, describe, save_built, save_loaded
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.training.export import tokenizer_of_run
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.records.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sorted(

@@ -182,10 +182,11 @@ _importing: list[str] = []
 _loaded: dict[str, Path | None] = {}
 
 OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
-    "optimizer.name", dict.fromkeys(("adamw", "muon"), "forgetting_transformer.training.optimizers")
+    "optimizer.name", dict.fromkeys(("adamw", "muon"), "forgetting_transformer.training.optimization.optimizers")
 )
 CORPORA: Registry[Callable[..., Any]] = Registry(
-    "datamodule.name", dict.fromkeys(("longcrawl64", "packed", "mixture"), "forgetting_transformer.training.corpora")
+    "datamodule.name",
+    dict.fromkeys(("longcrawl64", "packed", "mixture"), "forgetting_transformer.training.config.corpora"),
 )
 CALLBACKS: Registry[Callable[..., Any]] = Registry(
     "callbacks",
@@ -202,7 +203,7 @@ SCHEDULES: Registry[Callable[..., Callable[[int], float]]] = Registry(
     "schedule.name",
     dict.fromkeys(
         ("constant", "warmup_cosine", "warmup_linear", "warmup_stable_decay"),
-        "forgetting_transformer.training.schedule",
+        "forgetting_transformer.training.optimization.schedule",
     ),
 )
 #: Their classes for causal language models; model/registry.py registers them.

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from forgetting_transformer.analysis import comparisons, statistics
 from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
 from forgetting_transformer.analysis.runs import read_run
-from forgetting_transformer.training.continuing import decisive
+from forgetting_transformer.training.config.continuing import decisive
 from tests.analysis.conftest import legend, write_lines
 from tests.sweep.conftest import load_script
 

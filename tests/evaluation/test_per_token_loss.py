@@ -21,7 +21,7 @@ from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.plugins import CORPORA, Component
 from forgetting_transformer.ranges import Range, within
-from forgetting_transformer.training.corpora import LongCrawl64Config
+from forgetting_transformer.training.config.corpora import LongCrawl64Config
 from tests.evaluation.conftest import DOC_LEN, DOCUMENTS, TRAIN_LENGTH
 from tests.evaluation.scripts import ROOT, run_script
 

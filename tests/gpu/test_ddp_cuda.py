@@ -13,7 +13,7 @@ SCRIPT = """
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
-from forgetting_transformer.training.launch import _DDP
+from forgetting_transformer.training.parallel.launch import _DDP
 
 fabric = Fabric(accelerator="cuda", devices=1, strategy={strategy}(find_unused_parameters=True))
 fabric.launch()

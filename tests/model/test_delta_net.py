@@ -9,7 +9,7 @@ from torch import Tensor
 from forgetting_transformer.model import DeltaNetConfig, DeltaNetForCausalLM
 from forgetting_transformer.ops.layers.norm import l2_norm
 from forgetting_transformer.training.config import TrainConfig
-from forgetting_transformer.training.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
 from tests.model.small_models import counted_flops_per_token, small
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forgetting_transformer.model import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 from forgetting_transformer.training.config import TrainConfig
-from forgetting_transformer.training.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
 from tests.model.small_models import counted_flops_per_token, small
 from tests.model.test_delta_net import convolved, relative_error, silu
 

@@ -14,7 +14,7 @@ from forgetting_transformer.model import Mamba2Config, Mamba2ForCausalLM
 from forgetting_transformer.model.layers import initial_dt_bias
 from forgetting_transformer.model.mixers import mamba2
 from forgetting_transformer.training.config import TrainConfig
-from forgetting_transformer.training.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
 from tests.model.small_models import counted_flops_per_token, small
 
 

@@ -13,7 +13,7 @@ from forgetting_transformer.model import SambaConfig, SambaForCausalLM, registry
 from forgetting_transformer.model.mixers import samba
 from forgetting_transformer.model.mixers.samba import MambaMixer, SambaAttention
 from forgetting_transformer.training.config import TrainConfig
-from forgetting_transformer.training.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
 from tests.model.small_models import small
 
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from forgetting_transformer.model import TransformerConfig, TransformerForCausalLM, registry
 from forgetting_transformer.training.config import TrainConfig
-from forgetting_transformer.training.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
 from tests.model.small_models import PRO, small, small_model
 
 

@@ -1,6 +1,6 @@
 """The keys of a run's configuration, for tests that hold texts and lists to them."""
 
-from forgetting_transformer.training.parsing import config_class, keys_of
+from forgetting_transformer.training.config.parsing import config_class, keys_of
 
 
 def known_keys() -> list[str]:

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from forgetting_transformer.model.decoder import DecoderBlock
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.config import ConfigError
+from forgetting_transformer.training.config.parsing import parse
 from forgetting_transformer.training.faults.failures import out_of_memory
-from forgetting_transformer.training.parsing import parse
 from tests.training.conftest import changed
 
 

@@ -298,7 +298,7 @@ def test_the_command_line_says_what_is_wrong(tmp_path, capsys, arguments, messag
 
 
 def test_pruning_everything_or_under_a_running_run_is_refused(tmp_path, capsys):
-    from forgetting_transformer.training.run_directory import RunDirectory
+    from forgetting_transformer.training.records.run_directory import RunDirectory
 
     with pytest.raises(SystemExit):
         checkpoints.main(["prune", str(tmp_path), "--keep", "0"])

@@ -19,10 +19,12 @@ from forgetting_transformer.model import registry
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.ops.layers import cross_entropy
 from forgetting_transformer.ops.selftest import Backend
-from forgetting_transformer.training import Config, ConfigError, compilation, execution, parse, setup
-from forgetting_transformer.training.compilation import Compilation
-from forgetting_transformer.training.execution import Execution
-from forgetting_transformer.training.sharding import shard, units
+from forgetting_transformer.training import Config, ConfigError, parse, setup
+from forgetting_transformer.training.execution import choice as execution
+from forgetting_transformer.training.execution import compilation
+from forgetting_transformer.training.execution.choice import Execution
+from forgetting_transformer.training.execution.compilation import Compilation
+from forgetting_transformer.training.parallel.sharding import shard, units
 from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB
 from tests.training.conftest import STEP, Job, changed, checkpoint_tensors

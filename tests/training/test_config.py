@@ -16,10 +16,10 @@ from forgetting_transformer.files import flatten
 from forgetting_transformer.model import DecoderForCausalLM, registry
 from forgetting_transformer.train import _options_first
 from forgetting_transformer.training.config import ConfigError, ModelConfig, check
-from forgetting_transformer.training.continuing import changes_that_alter_the_run
-from forgetting_transformer.training.parameter_groups import undecayed_parameters
-from forgetting_transformer.training.parsing import parse
-from forgetting_transformer.training.schedule import build_schedule
+from forgetting_transformer.training.config.continuing import changes_that_alter_the_run
+from forgetting_transformer.training.config.parsing import parse
+from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.optimization.schedule import build_schedule
 from tests.training.keys import known_keys
 
 CONFIGS = Path(__file__).parents[2] / "configs"

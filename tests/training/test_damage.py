@@ -14,7 +14,7 @@ from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import folder
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, inspect, newest_valid, read_manifest
 from forgetting_transformer.training.errors import TrainingError
-from forgetting_transformer.training.logs import LogFile
+from forgetting_transformer.training.records.logs import LogFile
 from tests.training.conftest import Job, refused
 from tests.training.test_checkpoint import save
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from forgetting_transformer.training import launch
+from forgetting_transformer.training.parallel import launch
 
 
 def test_ddp_is_made_in_the_current_stream(monkeypatch):

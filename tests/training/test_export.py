@@ -22,7 +22,7 @@ from forgetting_transformer.training.export import MARK, ExportError, build_from
 from forgetting_transformer.training.export.averaging import average
 from forgetting_transformer.training.export.card import CARD, FIGURE
 from forgetting_transformer.training.export.contents import save_tokenizer
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.records.run_directory import RunDirectory
 from tests.data.corpus_helpers import prepare, write_tree
 from tests.processes import ROOT, run_command
 from tests.tiny import VOCAB

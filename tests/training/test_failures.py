@@ -75,7 +75,7 @@ def test_a_disk_too_small_for_a_checkpoint_is_noticed_before_writing(tiny):
 
 def test_metrics_that_cannot_be_written_stop_the_run_with_a_message(tiny):
     patch = """
-from forgetting_transformer.training import metrics
+from forgetting_transformer.training.records import metrics
 original = metrics.MetricsLog.report
 def report(self, kind, step, values):
     if (kind, step) != ("train", 1280):
@@ -141,7 +141,7 @@ def test_errors_come_before_the_first_step_and_name_the_fix(tiny, change, messag
         from omegaconf import OmegaConf
 
         from forgetting_transformer.training import parse
-        from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+        from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 
         config = parse(OmegaConf.create(changed(tiny, **change)))
         with pytest.raises(RunDirectoryError, match=message):

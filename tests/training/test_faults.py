@@ -46,7 +46,8 @@ def patch_of(owner: str, method: str, arguments: str, condition: str, what: str)
     return f"""
 import os, signal, sys, time, torch
 from forgetting_transformer.data import longcrawl64
-from forgetting_transformer.training import checkpoint, metrics, setup, trainer
+from forgetting_transformer.training import checkpoint, setup, trainer
+from forgetting_transformer.training.records import metrics
 from forgetting_transformer.training.callbacks.held_out import HeldOut
 from forgetting_transformer.training.faults import sentinel
 original = {owner}.{method}

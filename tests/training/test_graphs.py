@@ -13,8 +13,8 @@ from torch import nn
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.training import ConfigError, parse
 from forgetting_transformer.training.config import check
+from forgetting_transformer.training.execution.graphs import Graphs, check_device, choose, flops_in_a_block
 from forgetting_transformer.training.faults.failures import out_of_memory
-from forgetting_transformer.training.graphs import Graphs, check_device, choose, flops_in_a_block
 from tests.tiny import STEP, VOCAB
 from tests.training.conftest import Job, changed, checkpoint_tensors, refused
 
@@ -100,7 +100,7 @@ def test_a_block_computes_a_micro_batch(tiny, grad_acc_tokens, world_size, conte
 NOTED = """
 import json, os
 from pathlib import Path
-from forgetting_transformer.training import graphs
+from forgetting_transformer.training.execution import graphs
 
 count = graphs.flops_in_a_block
 

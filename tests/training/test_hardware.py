@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from forgetting_transformer.training.hardware import peak_flops
+from forgetting_transformer.training.execution.hardware import peak_flops
 
 CUDA = torch.device("cuda", 0)
 

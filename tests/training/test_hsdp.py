@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forgetting_transformer.training import ConfigError, parse
-from forgetting_transformer.training.launch import _shard_size
+from forgetting_transformer.training.parallel.launch import _shard_size
 from tests.processes import ROOT, free_port, shell_environment
 from tests.training.conftest import (
     ENDLESS,

@@ -98,7 +98,7 @@ def test_ranks_begin_with_the_same_weights_which_rank_0_alone_reads(tiny, tmp_pa
 
 ONLY_ON_RANK_0 = """
 import os
-from forgetting_transformer.training import initial_weights
+from forgetting_transformer.training.start import initial_weights
 original = initial_weights.find
 def find(*arguments):
     assert os.environ["RANK"] == "0"

@@ -8,8 +8,9 @@ import torch
 from omegaconf import OmegaConf
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.training import initialisation, parse, setup
+from forgetting_transformer.training import parse, setup
 from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.start import initialisation
 from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB
 from tests.training.conftest import changed

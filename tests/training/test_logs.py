@@ -13,7 +13,7 @@ import yaml
 
 from forgetting_transformer.analysis.runs import read_description
 from forgetting_transformer.training.callbacks.progress import Progress
-from forgetting_transformer.training.logs import LogFile, TerminalHandler
+from forgetting_transformer.training.records.logs import LogFile, TerminalHandler
 from tests.training.conftest import STEP, changed, train
 from tests.training.test_resume import lines
 

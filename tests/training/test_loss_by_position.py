@@ -6,7 +6,7 @@ import torch
 
 from forgetting_transformer.data.corpus import cu_seqlens_of, model_inputs
 from forgetting_transformer.model.padding import packed_positions
-from forgetting_transformer.training.loss_by_position import PositionSums, by_length, mean_loss
+from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length, mean_loss
 
 
 def sums_of(*arguments, **options) -> PositionSums:

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from forgetting_transformer.training import parse
 from forgetting_transformer.training.callbacks.wandb import Wandb
-from forgetting_transformer.training.metrics import MetricsLog, read_lines, truncate
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.records.metrics import MetricsLog, read_lines, truncate
+from forgetting_transformer.training.records.run_directory import RunDirectory
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from forgetting_transformer.data.corpus import check_batch, check_tokens, shifte
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.model import registry
 from forgetting_transformer.plugins import Component, PluginError, Registry
-from forgetting_transformer.training.schedule import build_schedule
+from forgetting_transformer.training.optimization.schedule import build_schedule
 from tests.model.small_models import small
 from tests.training.conftest import STEP, Job, changed
 from tests.training.test_resume import losses

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
 from forgetting_transformer.training.export import build_from_checkpoint, export
-from forgetting_transformer.training.official_checkpoint import import_run, is_official, load_model
-from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+from forgetting_transformer.training.export.official_checkpoint import import_run, is_official, load_model
+from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 from tests.processes import ROOT
 from tests.training.conftest import STEP, changed, checkpoint_tensors, refused, train
 from tests.training.official import official_run

@@ -11,10 +11,10 @@ from hydra.errors import CompactHydraException, ConfigCompositionException
 from forgetting_transformer.model import registry
 from forgetting_transformer.train import hydra_errors
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.continuing import check_continues
-from forgetting_transformer.training.official_names import GONE, MODEL_FIELDS, SCHEDULE, admit
-from forgetting_transformer.training.parsing import parse
-from forgetting_transformer.training.schedule import build_schedule
+from forgetting_transformer.training.config.continuing import check_continues
+from forgetting_transformer.training.config.official_names import GONE, MODEL_FIELDS, SCHEDULE, admit
+from forgetting_transformer.training.config.parsing import parse
+from forgetting_transformer.training.optimization.schedule import build_schedule
 from tests.training.keys import known_keys
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -11,11 +11,11 @@ from torch import nn
 
 from forgetting_transformer.plugins import OPTIMIZERS
 from forgetting_transformer.training import setup
-from forgetting_transformer.training.combined_optimizer import CombinedOptimizer
 from forgetting_transformer.training.config import Config, ConfigError, OptimizerConfig
 from forgetting_transformer.training.faults.step_guard import StepGuard, decides_on_device
-from forgetting_transformer.training.optimizers import MuonConfig, muon
-from forgetting_transformer.training.parameter_groups import block_matrices, undecayed_parameters
+from forgetting_transformer.training.optimization.combined_optimizer import CombinedOptimizer
+from forgetting_transformer.training.optimization.optimizers import MuonConfig, muon
+from forgetting_transformer.training.optimization.parameter_groups import block_matrices, undecayed_parameters
 from forgetting_transformer.training.setup import build_optimizer
 from tests.model.small_models import PRO, small_model
 from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused, train

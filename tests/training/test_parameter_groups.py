@@ -9,7 +9,11 @@ from torch import nn
 
 from forgetting_transformer.model import registry
 from forgetting_transformer.training.config import TrainConfig
-from forgetting_transformer.training.parameter_groups import group_parameters, trainable, undecayed_parameters
+from forgetting_transformer.training.optimization.parameter_groups import (
+    group_parameters,
+    trainable,
+    undecayed_parameters,
+)
 from tests.training.conftest import STEP, changed, train
 
 CONFIG = TrainConfig(max_tokens=1, grad_acc_tokens=1)

@@ -6,7 +6,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from forgetting_transformer import training
-from forgetting_transformer.training.preflight import checkpoints_to_come
+from forgetting_transformer.training.start.preflight import checkpoints_to_come
 from tests.training.conftest import STEP, Job, changed, refused
 
 #: What is printed goes to a file; a stand-in for a GPU says how much memory a step takes.
@@ -15,7 +15,8 @@ import sys
 sys.stdout = open({said!r}, "a")
 """
 MEMORY = """
-from forgetting_transformer.training import preflight, trainer
+from forgetting_transformer.training.start import preflight
+from forgetting_transformer.training import trainer
 used, step = [0], trainer.Trainer.step
 def limited(self, batch):
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())

@@ -17,9 +17,9 @@ from forgetting_transformer.model.field_ranges import RANGES
 from forgetting_transformer.ranges import expected
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.config import ConfigError
-from forgetting_transformer.training.parsing import config_class, parse
-from forgetting_transformer.training.parsing import keys_of as known
-from forgetting_transformer.training.run_directory import RunDirectoryError
+from forgetting_transformer.training.config.parsing import config_class, parse
+from forgetting_transformer.training.config.parsing import keys_of as known
+from forgetting_transformer.training.records.run_directory import RunDirectoryError
 from forgetting_transformer.training.trainer import Trainer
 from tests.training.test_config import EXPERIMENTS, composed, experiment
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from forgetting_transformer.training import ConfigError, parse
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.faults import status
-from forgetting_transformer.training.run_directory import OWN_NAMES, RunDirectory, RunDirectoryError
+from forgetting_transformer.training.records.run_directory import OWN_NAMES, RunDirectory, RunDirectoryError
 from tests.data.mirror import serve
 from tests.training.conftest import STEP, changed, refused, train
 from tests.training.test_nothing_lost import snapshot
@@ -39,7 +39,7 @@ def test_an_empty_path_is_refused_by_name(tiny, key, value):
 
 def test_every_key_that_is_a_path_is_looked_at():
     """Keys of text whose names or values say that they are paths."""
-    from forgetting_transformer.training.parsing import PATHS
+    from forgetting_transformer.training.config.parsing import PATHS
     from tests.training.keys import known_keys
 
     assert {k for k in known_keys() if k.endswith(("_dir", "_file", "_path", "_folder"))} <= set(PATHS)
@@ -303,7 +303,7 @@ def test_checkpoints_that_were_copied_alone_are_a_run_to_go_on_with(tiny, tmp_pa
 
 
 def test_preflight_finds_a_folder_that_training_would_refuse(tiny):
-    from forgetting_transformer.training.preflight import preflight
+    from forgetting_transformer.training.start.preflight import preflight
 
     place(Path(tiny["output_dir"]), "config.yaml")
     with pytest.raises(RunDirectoryError, match=r"holds config\.yaml, and no run that wrote"):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from forgetting_transformer.training.config import ConfigError, ScheduleConfig
-from forgetting_transformer.training.schedule import build_schedule
+from forgetting_transformer.training.optimization.schedule import build_schedule
 
 STEP = 524_288
 

@@ -15,7 +15,7 @@ from forgetting_transformer.model.decoder import DecoderBlock
 from forgetting_transformer.model.mixers import forgetting_attention as forgetting_transformer
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.training import parse, setup
-from forgetting_transformer.training.sharding import shard, units
+from forgetting_transformer.training.parallel.sharding import shard, units
 from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB
 from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, train
@@ -27,7 +27,7 @@ from tests.training.test_start_block import blocks
 PLAIN = """
 from torch.distributed.fsdp import fully_shard
 from forgetting_transformer.model.decoder import DecoderBlock
-from forgetting_transformer.training import sharding
+from forgetting_transformer.training.parallel import sharding
 def shard(model, mesh, found, keeps):
     used = mesh if mesh.shape[0] > 1 else mesh["tensor_parallel"]
     for module in model.modules():

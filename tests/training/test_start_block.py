@@ -10,9 +10,10 @@ import torch
 from forgetting_transformer.data import LongCrawl64DataModule
 from forgetting_transformer.model import registry
 from forgetting_transformer.ops.selftest import Backend
-from forgetting_transformer.training import gpus, parse, setup
-from forgetting_transformer.training.metrics import duration
-from forgetting_transformer.training.start_block import _blocks, human_count, start_block
+from forgetting_transformer.training import parse, setup
+from forgetting_transformer.training.parallel import gpus
+from forgetting_transformer.training.records.metrics import duration
+from forgetting_transformer.training.start.start_block import _blocks, human_count, start_block
 from tests.model.small_models import SMALL_FIELDS, small
 from tests.training.conftest import STEP, Job, changed, train
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forgetting_transformer.training.faults import status
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.records.run_directory import RunDirectory
 from tests.processes import run_command
 from tests.training.conftest import STEP, Job, changed, refused, train
 
@@ -131,7 +131,7 @@ def test_a_damaged_status_stops_no_start_and_is_moved_aside_as_it_was(tmp_path, 
 def test_what_fails_after_the_last_step_is_how_the_run_ended(tiny):
     """Its exit code says so, too."""
     patch = """
-from forgetting_transformer.training import metrics
+from forgetting_transformer.training.records import metrics
 close = metrics.MetricsLog.close
 def fails(self):
     metrics.MetricsLog.close = close

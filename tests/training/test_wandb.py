@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from forgetting_transformer import training
 from forgetting_transformer.training.callbacks import wandb
-from forgetting_transformer.training.metrics import MetricsLog
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.records.metrics import MetricsLog
+from forgetting_transformer.training.records.run_directory import RunDirectory
 from tests.training.conftest import STEP, Job, changed, train
 from tests.training.test_resume import losses
 from tests.waiting import wait_until

@@ -25,7 +25,7 @@ from forgetting_transformer.evaluation.models import (
 from forgetting_transformer.model_tokenizer import check_size_and_bos
 from forgetting_transformer.plugins import CORPORA, PluginError, UnknownComponentError
 from forgetting_transformer.training.config import ConfigError
-from forgetting_transformer.training.parsing import parse_section
+from forgetting_transformer.training.config.parsing import parse_section
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from forgetting_transformer.training.callbacks import Callback, Interval
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.export import tokenizer_of_run
 from forgetting_transformer.training.interface import TrainerInterface
-from forgetting_transformer.training.metrics import duration
+from forgetting_transformer.training.records.metrics import duration
 
 log = logging.getLogger(__name__)
 

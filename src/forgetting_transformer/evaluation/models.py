@@ -35,9 +35,9 @@ from forgetting_transformer.model_tokenizer import check_vocabulary, load_tokeni
 from forgetting_transformer.ops.finite import NotFiniteError, check_finite
 from forgetting_transformer.training import export
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest, steps_in
-from forgetting_transformer.training.kernel_choice import choose_on_all_ranks
-from forgetting_transformer.training.official_checkpoint import is_official
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.execution.kernel_choice import choose_on_all_ranks
+from forgetting_transformer.training.export.official_checkpoint import is_official
+from forgetting_transformer.training.records.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 # transformers' table of missing and unused weights; `_check_weights` says what matters of it.

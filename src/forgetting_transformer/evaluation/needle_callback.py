@@ -41,7 +41,7 @@ from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationE
 from forgetting_transformer.ranges import COUNT, TOKENS, one_of, within
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.interface import TrainerInterface
-from forgetting_transformer.training.metrics import prefixed
+from forgetting_transformer.training.records.metrics import prefixed
 
 #: Scores of a prompt: of its answer the mean loss, the share of tokens that are right, and whether all are.
 _SCORES = (names.ANSWER_LOSS, "tokens_right", names.ACCURACY)

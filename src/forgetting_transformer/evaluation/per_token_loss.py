@@ -58,8 +58,8 @@ from forgetting_transformer.evaluation.models import (
 )
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.files import replacing, write_atomically, write_json
-from forgetting_transformer.training.loss_by_position import PositionSums, by_length
-from forgetting_transformer.training.ranks import Ranks
+from forgetting_transformer.training.parallel.ranks import Ranks
+from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length
 
 #: Shortest context length that results report, as in the paper.
 MIN_LENGTH = 512

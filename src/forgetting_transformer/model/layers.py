@@ -280,7 +280,7 @@ class ShiftLinear(nn.Module):
 
 
 def exempt_from_decay(*parameters: nn.Parameter) -> None:
-    """Mark parameters that weight decay must leave alone (`training/parameter_groups.py`)."""
+    """Mark parameters that weight decay must leave alone (`training/optimization/parameter_groups.py`)."""
     for parameter in parameters:
         parameter._no_weight_decay = True  # type: ignore[attr-defined]
 

@@ -20,8 +20,8 @@ from forgetting_transformer.analysis.runs import Run, read_run
 from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.jobs import Job, State, file_name, job_environment
-from forgetting_transformer.training.continuing import changes_that_alter_the_run
-from forgetting_transformer.training.metrics import duration
+from forgetting_transformer.training.config.continuing import changes_that_alter_the_run
+from forgetting_transformer.training.records.metrics import duration
 
 POLL_SECONDS = 1.0
 

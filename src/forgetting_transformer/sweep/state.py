@@ -7,7 +7,7 @@ from pathlib import Path
 from forgetting_transformer.files import flatten, read_json, write_atomically
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.training import Config
-from forgetting_transformer.training.continuing import changes_that_alter_the_run, recorded
+from forgetting_transformer.training.config.continuing import changes_that_alter_the_run, recorded
 
 #: May change when one run is continued, but not within a search, whose runs are compared with each other.
 _SAME_IN_ALL_RUNS = (

@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from forgetting_transformer import command_line, console, files, plugins, signals
 from forgetting_transformer.train import hydra_errors
-from forgetting_transformer.training import official_names
+from forgetting_transformer.training.config import official_names
 
 if TYPE_CHECKING:
     from forgetting_transformer.training import Config
@@ -134,7 +134,7 @@ def main() -> None:
         if "torch" not in sys.modules:  # as after a plug-in's import
             log.info("loading PyTorch")
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-            # DDP's advice against find_unused_parameters, which is meant (training/launch.py), on every rank. With
+            # DDP's advice against find_unused_parameters, meant so (parallel/launch.py), on every rank. With
             # several nodes the warnings of this level tell when one cannot be reached.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from forgetting_transformer.training.faults import failures  # noqa: F401 (what takes the time)
@@ -212,8 +212,8 @@ def train(config: "Config") -> None:
     from forgetting_transformer.data import DataError
     from forgetting_transformer.training.checkpoint.folder import CheckpointError
     from forgetting_transformer.training.errors import DeviceError, TrainingError
-    from forgetting_transformer.training.preflight import PreflightError
-    from forgetting_transformer.training.run_directory import RunDirectoryError
+    from forgetting_transformer.training.records.run_directory import RunDirectoryError
+    from forgetting_transformer.training.start.preflight import PreflightError
 
     warnings.filterwarnings("ignore", message=".*tensorboardX.*|.*srun.*")
     try:
@@ -237,7 +237,7 @@ def refuse(reason: str) -> NoReturn:
     output_dir = hydra_errors.output_dir_of(sys.argv[1:])
     if output_dir and console.rank() == 0:
         from forgetting_transformer.training.faults import status
-        from forgetting_transformer.training.run_directory import RunDirectory
+        from forgetting_transformer.training.records.run_directory import RunDirectory
 
         status.refuse(RunDirectory(output_dir), reason)
     console.fail(reason)

@@ -13,7 +13,8 @@ from forgetting_transformer import plugins
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.runner import Machine
 from forgetting_transformer.train import hydra_errors
-from forgetting_transformer.training import Config, official_names, parse
+from forgetting_transformer.training import Config, parse
+from forgetting_transformer.training.config import official_names
 
 
 class Composer:

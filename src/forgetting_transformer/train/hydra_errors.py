@@ -11,7 +11,7 @@ from hydra.errors import CompactHydraException, MissingConfigException, Override
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from forgetting_transformer.training.official_names import (
+from forgetting_transformer.training.config.official_names import (
     MODEL_FIELDS,
     OTHER_NAMES,
     SCHEDULE,

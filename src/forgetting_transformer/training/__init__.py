@@ -5,10 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.config import Config, ConfigError, check
-    from forgetting_transformer.training.parsing import parse
+    from forgetting_transformer.training.config.parsing import parse
     from forgetting_transformer.training.trainer import Trainer
 
-_PLACES = {"Config": "config", "ConfigError": "config", "Trainer": "trainer", "check": "config", "parse": "parsing"}
+_PLACES = {
+    "Config": "config",
+    "ConfigError": "config",
+    "Trainer": "trainer",
+    "check": "config",
+    "parse": "config.parsing",
+}
 
 __all__ = ["Config", "ConfigError", "Trainer", "check", "parse", "run"]
 
@@ -30,7 +36,7 @@ def run(config: "Config") -> str:
         from forgetting_transformer.training.faults.failures import train
 
         return train(config)
-    from forgetting_transformer.training.preflight import preflight
+    from forgetting_transformer.training.start.preflight import preflight
 
     preflight(config)
     return "done"

@@ -20,7 +20,7 @@ from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.metric_names import FINGERPRINT, VAL_SET, name_of
 from forgetting_transformer.plugins import CORPORA
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.metrics import read_lines
+from forgetting_transformer.training.records.metrics import read_lines
 
 #: Keys of datamodule that hold for every set; those of remote corpora only where the corpus has them.
 _SHARED = (

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.clock import Clock
     from forgetting_transformer.training.config import Config
     from forgetting_transformer.training.counters import Counters
-    from forgetting_transformer.training.execution import Execution
+    from forgetting_transformer.training.execution.choice import Execution
+    from forgetting_transformer.training.execution.graphs import Graphs
     from forgetting_transformer.training.faults.corruption import Comparison
     from forgetting_transformer.training.faults.sentinel import Sentinel
     from forgetting_transformer.training.faults.step_guard import StepGuard
     from forgetting_transformer.training.faults.stop import Stop
-    from forgetting_transformer.training.graphs import Graphs
-    from forgetting_transformer.training.metrics import MetricsLog
-    from forgetting_transformer.training.ranks import Ranks
-    from forgetting_transformer.training.run_directory import RunDirectory
+    from forgetting_transformer.training.parallel.ranks import Ranks
+    from forgetting_transformer.training.records.metrics import MetricsLog
+    from forgetting_transformer.training.records.run_directory import RunDirectory
 
 
 class PartsInterface(Protocol):

@@ -14,31 +14,33 @@ from torch import nn
 from forgetting_transformer.data.mixture import MixtureDataModule
 from forgetting_transformer.data.tools.download import fetching
 from forgetting_transformer.ops.selftest import Backend
-from forgetting_transformer.training import execution, graphs, setup
+from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.clock import Clock
-from forgetting_transformer.training.compilation import Compilation
 from forgetting_transformer.training.config import Config, ConfigError, check
-from forgetting_transformer.training.continuing import recorded
+from forgetting_transformer.training.config.continuing import recorded
 from forgetting_transformer.training.counters import Counters
 from forgetting_transformer.training.eval_sets import check_same_texts, check_tokenizers, open_eval_sets
+from forgetting_transformer.training.execution import choice as execution
+from forgetting_transformer.training.execution import graphs
+from forgetting_transformer.training.execution.compilation import Compilation
+from forgetting_transformer.training.execution.graphs import Graphs, check_device
+from forgetting_transformer.training.execution.kernel_choice import choose_on_all_ranks
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.corruption import Comparison
 from forgetting_transformer.training.faults.peers import Peers
 from forgetting_transformer.training.faults.sentinel import Sentinel
 from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.faults.stop import Vote
-from forgetting_transformer.training.graphs import Graphs, check_device
-from forgetting_transformer.training.initial_weights import InitialWeights, initial_weights
-from forgetting_transformer.training.kernel_choice import choose_on_all_ranks
-from forgetting_transformer.training.launch import launch
-from forgetting_transformer.training.parameter_groups import undecayed_parameters
-from forgetting_transformer.training.provenance import describe
-from forgetting_transformer.training.ranks import Ranks
-from forgetting_transformer.training.resume import find_checkpoint, load_checkpoint
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.optimization.schedule import build_schedule
+from forgetting_transformer.training.parallel.launch import launch
+from forgetting_transformer.training.parallel.ranks import Ranks
+from forgetting_transformer.training.records.run_directory import RunDirectory
 from forgetting_transformer.training.saving import Saver
-from forgetting_transformer.training.schedule import build_schedule
+from forgetting_transformer.training.start.initial_weights import InitialWeights, initial_weights
+from forgetting_transformer.training.start.provenance import describe
+from forgetting_transformer.training.start.resume import find_checkpoint, load_checkpoint
 
 log = logging.getLogger(__name__)
 #: How long the writer of a checkpoint on one rank waits for those on others. It is not what ends the wait for a writer

@@ -25,12 +25,13 @@ from forgetting_transformer.data.corpus import Corpus
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.plugins import CORPORA, OPTIMIZERS
-from forgetting_transformer.training import gpus, initialisation
 from forgetting_transformer.training.config import Config, ConfigError, DataModuleConfig, OptimizerConfig
 from forgetting_transformer.training.faults import status
-from forgetting_transformer.training.logs import LogFile, TerminalHandler
-from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
-from forgetting_transformer.training.start_block import human_count
+from forgetting_transformer.training.parallel import gpus
+from forgetting_transformer.training.records.logs import LogFile, TerminalHandler
+from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
+from forgetting_transformer.training.start import initialisation
+from forgetting_transformer.training.start.start_block import human_count
 
 if TYPE_CHECKING:  # an export takes parts from here too, and importing Fabric takes seconds
     from lightning.fabric import Fabric

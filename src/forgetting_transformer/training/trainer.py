@@ -27,7 +27,6 @@ from forgetting_transformer.training import setup
 from forgetting_transformer.training.callbacks import Callback, Step
 from forgetting_transformer.training.callbacks.built_in import callbacks_of
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.descriptions import open_metrics
 from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.corruption import weights_and_moments
@@ -35,10 +34,11 @@ from forgetting_transformer.training.faults.feed import feed
 from forgetting_transformer.training.faults.peers import Peers
 from forgetting_transformer.training.faults.sentinel import Sentinel
 from forgetting_transformer.training.faults.stop import Stop
-from forgetting_transformer.training.loss_by_position import PositionSums
 from forgetting_transformer.training.parts import Parts
-from forgetting_transformer.training.run_directory import RunDirectory
-from forgetting_transformer.training.start_block import start_block
+from forgetting_transformer.training.records.loss_by_position import PositionSums
+from forgetting_transformer.training.records.run_directory import RunDirectory
+from forgetting_transformer.training.start.descriptions import open_metrics
+from forgetting_transformer.training.start.start_block import start_block
 
 log = logging.getLogger(__name__)
 

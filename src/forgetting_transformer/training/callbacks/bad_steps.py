@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from forgetting_transformer.metric_names import BAD_STEP
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
-from forgetting_transformer.training.metrics import prefixed
+from forgetting_transformer.training.records.metrics import prefixed
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface

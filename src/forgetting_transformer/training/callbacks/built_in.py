@@ -16,7 +16,7 @@ from forgetting_transformer.training.callbacks.progress import Progress
 from forgetting_transformer.training.callbacks.throughput import Throughput
 from forgetting_transformer.training.callbacks.wandb import Wandb
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.hardware import peak_of
+from forgetting_transformer.training.execution.hardware import peak_of
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface

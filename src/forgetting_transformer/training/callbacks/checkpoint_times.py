@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from forgetting_transformer.metric_names import CHECKPOINT
 from forgetting_transformer.training.callbacks.base import Callback
-from forgetting_transformer.training.metrics import prefixed
+from forgetting_transformer.training.records.metrics import prefixed
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.checkpoint import Saved

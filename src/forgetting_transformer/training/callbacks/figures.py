@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgetting_transformer.training.callbacks.base import Callback
-from forgetting_transformer.training.metrics import Sink
+from forgetting_transformer.training.records.metrics import Sink
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface

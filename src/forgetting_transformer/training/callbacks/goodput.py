@@ -14,7 +14,7 @@ from forgetting_transformer import metric_names as names
 from forgetting_transformer.files import write_json
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 from forgetting_transformer.training.clock import CATEGORIES, Clock
-from forgetting_transformer.training.metrics import duration, prefixed
+from forgetting_transformer.training.records.metrics import duration, prefixed
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface

@@ -19,8 +19,8 @@ from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 from forgetting_transformer.training.eval_sets import kind_of
 from forgetting_transformer.training.faults.feed import feed
-from forgetting_transformer.training.loss_by_position import PositionSums, by_length, mean_loss
-from forgetting_transformer.training.metrics import prefixed
+from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length, mean_loss
+from forgetting_transformer.training.records.metrics import prefixed
 
 if TYPE_CHECKING:
     from forgetting_transformer.data.corpus import Corpus

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
-from forgetting_transformer.training.loss_by_position import PositionSums, by_length
-from forgetting_transformer.training.metrics import prefixed
+from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length
+from forgetting_transformer.training.records.metrics import prefixed
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface

@@ -7,8 +7,8 @@ from forgetting_transformer.metric_names import LOSS, VAL, VAL_SET, name_of
 from forgetting_transformer.progress import bar
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 from forgetting_transformer.training.callbacks.throughput import Throughput
-from forgetting_transformer.training.logs import ON_THE_BAR
-from forgetting_transformer.training.metrics import duration
+from forgetting_transformer.training.records.logs import ON_THE_BAR
+from forgetting_transformer.training.records.metrics import duration
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface

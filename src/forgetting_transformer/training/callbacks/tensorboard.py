@@ -19,7 +19,7 @@ from forgetting_transformer import plugins
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 from forgetting_transformer.training.callbacks.figures import send_newest_figures
 from forgetting_transformer.training.config import ConfigError
-from forgetting_transformer.training.metrics import with_tables
+from forgetting_transformer.training.records.metrics import with_tables
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,8 +16,8 @@ from forgetting_transformer.redaction import redact_tree
 from forgetting_transformer.training.callbacks.base import Callback
 from forgetting_transformer.training.callbacks.figures import send_newest_figures
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.metrics import MetricsLog, with_tables
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.records.metrics import MetricsLog, with_tables
+from forgetting_transformer.training.records.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface

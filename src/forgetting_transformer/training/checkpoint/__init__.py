@@ -65,7 +65,7 @@ from forgetting_transformer.training.checkpoint.reading import (
 from forgetting_transformer.training.checkpoint.safe_reader import TensorPlanner, TensorReader
 from forgetting_transformer.training.checkpoint.writing import Writer
 from forgetting_transformer.training.faults.corruption import differing, digests_of_whole
-from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 
 log = logging.getLogger(__name__)
 

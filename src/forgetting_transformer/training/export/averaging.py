@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from forgetting_transformer.training import official_checkpoint
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, newest_valid, steps_in
 from forgetting_transformer.training.checkpoint.reading import check_weights, read_weights
-from forgetting_transformer.training.continuing import changes_that_alter_the_run
+from forgetting_transformer.training.config.continuing import changes_that_alter_the_run
 from forgetting_transformer.training.export import folder as exports
+from forgetting_transformer.training.export import official_checkpoint
 from forgetting_transformer.training.export.contents import build_model
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.records.run_directory import RunDirectory
 
 
 def average(

@@ -14,7 +14,7 @@ from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
 from forgetting_transformer.training.callbacks.base import LARGE
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError
 from forgetting_transformer.training.checkpoint.reading import check_weights, load_weights, read_weights
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.records.run_directory import RunDirectory
 
 
 def load_checkpoint(

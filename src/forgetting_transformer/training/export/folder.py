@@ -16,12 +16,11 @@ from forgetting_transformer import plugins
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data.checksums import sha256_of
 from forgetting_transformer.files import explain, write_atomically
-from forgetting_transformer.training import official_checkpoint
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest, steps_in
-from forgetting_transformer.training.continuing import decisive
-from forgetting_transformer.training.export import card
+from forgetting_transformer.training.config.continuing import decisive
+from forgetting_transformer.training.export import card, official_checkpoint
 from forgetting_transformer.training.export.contents import load_checkpoint, save_tokenizer, tokenizer_of_run
-from forgetting_transformer.training.run_directory import RunDirectory, belongs_to
+from forgetting_transformer.training.records.run_directory import RunDirectory, belongs_to
 from forgetting_transformer.versions import how_to_install
 
 #: Written into every export: which checkpoint it was made from, and which files of a model an export may replace.

@@ -14,7 +14,7 @@ from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.feed import DataWorkerError
 from forgetting_transformer.training.faults.peers import STOPPED, Peers
 from forgetting_transformer.training.faults.sentinel import Sentinel
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.records.run_directory import RunDirectory
 from forgetting_transformer.training.trainer import Trainer
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.redaction import redact
-from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 
 _NAME = "status.json"
 #: The loop and the sentinel's thread may write in the same moment.

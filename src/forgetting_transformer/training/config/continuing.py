@@ -10,7 +10,7 @@ from forgetting_transformer.files import flatten
 from forgetting_transformer.plugins import ALL, Component
 from forgetting_transformer.redaction import redact_tree
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.parsing import components_of, config_class, defaults_of
+from forgetting_transformer.training.config.parsing import components_of, config_class, defaults_of
 
 if TYPE_CHECKING:
     from forgetting_transformer.data import DataInfo

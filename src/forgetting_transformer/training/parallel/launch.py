@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forgetting_transformer import console
 from forgetting_transformer.ranges import divisors
-from forgetting_transformer.training import gpus
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.sharding import Sharded
+from forgetting_transformer.training.parallel import gpus
+from forgetting_transformer.training.parallel.sharding import Sharded
 
 log = logging.getLogger(__name__)
 #: NCCL ends a process whose operation takes too long, and nothing then says why. The sentinel, which does, comes first.

@@ -29,8 +29,8 @@ from forgetting_transformer.training.checkpoint.folder import read_manifest, ste
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.faults.failures import out_of_memory
 from forgetting_transformer.training.faults.sentinel import Sentinel
-from forgetting_transformer.training.metrics import duration
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.records.metrics import duration
+from forgetting_transformer.training.records.run_directory import RunDirectory
 from forgetting_transformer.training.trainer import Trainer
 
 #: Steps timed after the first, which compiles and tunes: for the estimate, and for each micro-batch that is compared.

@@ -19,7 +19,7 @@ import numpy as np
 
 from forgetting_transformer.files import naming, replacing, write_atomically
 from forgetting_transformer.metric_names import RESUME, VAL_SET, name_of
-from forgetting_transformer.training.run_directory import ARRAY_KINDS, KINDS, RunDirectory
+from forgetting_transformer.training.records.run_directory import ARRAY_KINDS, KINDS, RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class MetricsLog:
             ValueError: `kind` is neither in ARRAY_KINDS nor that of an evaluation set.
         """
         if kind not in self.array_kinds:
-            raise ValueError(f"{kind!r} is not in ARRAY_KINDS of training/run_directory.py; add it there")
+            raise ValueError(f"{kind!r} is not in ARRAY_KINDS of training/records/run_directory.py; add it there")
         folder = self.directory.npz / kind
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / f"step-{step:015d}.npz", durable=False) as stream:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forgetting_transformer.training.combined_optimizer import CombinedOptimizer
 from forgetting_transformer.training.faults.step_guard import decides_on_device
+from forgetting_transformer.training.optimization.combined_optimizer import CombinedOptimizer
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface

@@ -12,9 +12,9 @@ from forgetting_transformer.files import append_durably, write_atomically
 from forgetting_transformer.metric_names import MODEL_INFO, RESUME, TRAIN_DATA_INFO, VAL_DATA_INFO, name_of
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.continuing import recorded
-from forgetting_transformer.training.metrics import MetricsLog
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.config.continuing import recorded
+from forgetting_transformer.training.records.metrics import MetricsLog
+from forgetting_transformer.training.records.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.hardware import peak_of
+from forgetting_transformer.training.execution.hardware import peak_of
 
 log = logging.getLogger(__name__)
 

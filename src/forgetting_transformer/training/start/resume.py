@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from lightning.fabric import Fabric
 
-from forgetting_transformer.training import execution, setup
+from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, steps_in
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.continuing import check_continues
-from forgetting_transformer.training.official_checkpoint import is_official
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.config.continuing import check_continues
+from forgetting_transformer.training.execution import choice as execution
+from forgetting_transformer.training.export.official_checkpoint import is_official
+from forgetting_transformer.training.records.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import PartsInterface

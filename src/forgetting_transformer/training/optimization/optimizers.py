@@ -32,7 +32,7 @@ class AdamWConfig(OptimizerConfig):
 @OPTIMIZERS.register("adamw", config=AdamWConfig)
 def adamw(model: "nn.Module", undecayed: set[str], config: AdamWConfig) -> "torch.optim.Optimizer":
     """AdamW with PyTorch's fused kernel, which leaves out a step on the device (faults/step_guard.py)."""
-    from forgetting_transformer.training.parameter_groups import group_parameters, trainable
+    from forgetting_transformer.training.optimization.parameter_groups import group_parameters, trainable
 
     return _adamw(group_parameters(trainable(model), undecayed, config.weight_decay), config)
 
@@ -70,8 +70,12 @@ def muon(model: "nn.Module", undecayed: set[str], config: MuonConfig) -> "torch.
     """Muon (Jordan et al. 2024, torch.optim.Muon) for the matrices of the blocks, AdamW for all other parameters."""
     import torch
 
-    from forgetting_transformer.training.combined_optimizer import CombinedOptimizer
-    from forgetting_transformer.training.parameter_groups import block_matrices, group_parameters, trainable
+    from forgetting_transformer.training.optimization.combined_optimizer import CombinedOptimizer
+    from forgetting_transformer.training.optimization.parameter_groups import (
+        block_matrices,
+        group_parameters,
+        trainable,
+    )
 
     matrices = block_matrices(model, undecayed)
     others = {name: parameter for name, parameter in trainable(model).items() if name not in matrices}

@@ -17,7 +17,7 @@ from omegaconf import MISSING
 
 from forgetting_transformer.metric_names import VAL_SET
 from forgetting_transformer.ranges import COUNT, SIZE, TOKENS, Range, divisors, expected, one_of, within
-from forgetting_transformer.training.run_directory import KINDS
+from forgetting_transformer.training.records.run_directory import KINDS
 
 
 class ConfigError(ValueError):
@@ -47,7 +47,7 @@ class FabricConfig:
         because="bf16-true would keep weights and AdamW's moments in bf16, too coarse for pretraining",
     )
     #: Most FLOP/s that one device can do at this precision (dense), the denominator of MFU. null: what
-    #: training/hardware.py knows; a device it does not know has no MFU.
+    #: training/execution/hardware.py knows; a device it does not know has no MFU.
     peak_flops: float | None = within(Range(1, 1e21), None)
 
     def check(self) -> None:
@@ -166,7 +166,7 @@ class StrategyConfig:
 
 @dataclass
 class OptimizerConfig:
-    """What every optimizer has. Those of this package are in training/optimizers.py, with their own keys."""
+    """Keys of every optimizer. training/optimization/optimizers.py has those of this package, with their own keys."""
 
     name: str = "adamw"
     #: Peak learning rate. 0 trains nothing.
@@ -175,7 +175,7 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    #: A name in plugins.SCHEDULES; those of this package are in training/schedule.py.
+    #: A name in plugins.SCHEDULES; those of this package are in training/optimization/schedule.py.
     name: str = MISSING
     #: Tokens of linear warm-up from init_lr to optimizer.lr.
     warmup_tokens: int = within(Range(0, TOKENS.high), 0)
@@ -190,7 +190,7 @@ class ScheduleConfig:
 
 @dataclass
 class DataModuleConfig:
-    """What every corpus has. Those of this package are in training/corpora.py, with their own keys."""
+    """What every corpus has. Those of this package are in training/config/corpora.py, with their own keys."""
 
     name: str = "longcrawl64"
     #: Folder of the corpus in `data_dir`.

@@ -35,7 +35,6 @@ from forgetting_transformer.plugins import (
 )
 from forgetting_transformer.ranges import described, expected
 from forgetting_transformer.redaction import redact
-from forgetting_transformer.training import official_names
 from forgetting_transformer.training.config import (
     CallbacksConfig,
     Config,
@@ -43,8 +42,9 @@ from forgetting_transformer.training.config import (
     DataModuleConfig,
     OptimizerConfig,
     ScheduleConfig,
+    official_names,
 )
-from forgetting_transformer.training.official_names import SETS_OF_TEXTS, closest_key
+from forgetting_transformer.training.config.official_names import SETS_OF_TEXTS, closest_key
 
 
 class Key(NamedTuple):

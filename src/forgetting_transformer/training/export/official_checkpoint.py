@@ -27,10 +27,10 @@ from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, steps_in
 from forgetting_transformer.training.checkpoint.reading import check_weights
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.continuing import recorded
-from forgetting_transformer.training.parameter_groups import undecayed_parameters
-from forgetting_transformer.training.parsing import parse
-from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+from forgetting_transformer.training.config.continuing import recorded
+from forgetting_transformer.training.config.parsing import parse
+from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 from forgetting_transformer.training.setup import build_optimizer
 
 _DONE = re.compile(r"step-(\d{15,})\.pt\.done")

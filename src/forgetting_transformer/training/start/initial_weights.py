@@ -27,11 +27,11 @@ from forgetting_transformer.files import UnreadableError, read_json, utf8_path
 from forgetting_transformer.hub_connection import cached_model, only_cached
 from forgetting_transformer.model import registry
 from forgetting_transformer.ops.finite import check_finite
-from forgetting_transformer.training import official_checkpoint
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest, steps_in
 from forgetting_transformer.training.checkpoint.reading import read_weights
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.export import official_checkpoint
+from forgetting_transformer.training.records.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""How parameters are changed: learning rates, optimizers, which parameters decay."""

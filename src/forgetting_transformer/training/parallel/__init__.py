@@ -1,0 +1,1 @@
+"""Several processes: how they are started, what each trains on, what is sharded among them."""
