@@ -2,6 +2,7 @@
 """Turns the folder of a study into a few small files, and into tables and figures in a page.
 
     python -m studies.report collect output/study --study study.yaml --out output/study/report
+    python -m studies.report join one/report two/report --study study.yaml --out joined
     python -m studies.report figures output/study/report
     python -m studies.report tables output/study/report my_study.md
 
@@ -10,6 +11,8 @@ collect writes OUT/study.json (all numbers of the tables), OUT/study.yaml (the p
 memory.png (of the first model with forget gates), heads.png (while models with gates were trained), differences.png
 (held-out losses against the baseline), needle.png (needle in a haystack). It also works on an unfinished study and
 names what it skips.
+
+join makes one report of several: other models, variants or seeds, on one corpus, whose runs are no longer there.
 
 figures draws those again that study.json alone suffices for.
 
@@ -45,6 +48,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     collect.add_argument("folder", type=command_line.path, help="FOLDER of studies/run.py")
     collect.add_argument("--study", type=command_line.path, required=True, metavar="YAML", help="of the study")
     collect.add_argument("--out", type=command_line.path, required=True, metavar="DIR")
+    join = commands.add_parser("join", help="reports of parts of a study whose runs are gone, into one")
+    join.add_argument("reports", type=command_line.path, nargs="+", metavar="REPORT", help="OUT of collect, or of join")
+    join.add_argument("--study", type=command_line.path, required=True, metavar="YAML", help="of the joined study")
+    join.add_argument("--out", type=command_line.path, required=True, metavar="DIR")
     figures = commands.add_parser("figures", help="again, those that the numbers alone suffice for")
     figures.add_argument("report", type=command_line.path, help="OUT of collect")
     tables = commands.add_parser("tables", help="and figures, into a page")
@@ -60,13 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     from forgetting_transformer.evaluation.models import EvaluationError
     from forgetting_transformer.files import write_atomically
     from studies.engine.figures import draw_figures
+    from studies.engine.joining import join
     from studies.engine.marked_pages import fill_in
+    from studies.engine.plan import read_plan
     from studies.engine.results import read_study
     from studies.engine.tables import sections
 
     try:
         if args.command == "collect":
             collect(args.folder, args.study, args.out)
+        elif args.command == "join":
+            study, positions = join(args.reports, read_plan(args.study))
+            write(study, positions, args.study, args.out)
+            show(study)
         elif args.command == "figures":
             with outputs.writing(args.report, COMMAND) as new:
                 draw_figures(read_study(args.report), new)
@@ -85,7 +98,7 @@ def collect(folder: Path, yaml: Path, out: Path) -> None:
     Raises:
         AnalysisError: the YAML is no study's, the folder has no runs, or OUT has files of somebody else.
     """
-    from forgetting_transformer.analysis import comparisons, outputs, position_loss
+    from forgetting_transformer.analysis import comparisons, outputs
     from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
     from forgetting_transformer.data import DataError
@@ -93,30 +106,21 @@ def collect(folder: Path, yaml: Path, out: Path) -> None:
     from forgetting_transformer.files import write_json
     from forgetting_transformer.training.config.continuing import decisive
     from studies.engine import results
-    from studies.engine.figures import draw_figures, draw_positions
     from studies.engine.plan import read_plan
     from studies.engine.scores import read_downstream
-    from studies.engine.tables import TABLES, missing
 
     outputs.check(out, COMMAND, FILES)
     plan = read_plan(yaml)
     study = results.Study(plan, results.collect(folder, plan, decisive))
     positions = results.read_positions(study, folder / "position_loss")
-    study.content["comparison"] = position_loss.compare([*positions.values()], COMPARED_FROM) if positions else []
-    study.content["changes"] = results.position_changes(study, positions)
     study.content.update(read_downstream(folder / "downstream", study))
+    write(study, positions, yaml, out)
     runs = results.runs_in(folder, "runs", plan)
     models = [comparisons.named_model(study.name(model), paths) for model, paths in runs.items()]
-    with outputs.writing(out, COMMAND) as new:
-        write_json(new / "study.json", study.content)
-        results.save_positions(positions, new / "positions.npz")
-        if yaml.resolve() != (out / "study.yaml").resolve():
-            shutil.copyfile(yaml, new / "study.yaml")
-        draw_figures(study, new)
-        if models:
+    if models:
+        with outputs.writing(out, COMMAND) as new:
             made_with = conditions([run for model in models for run in model.runs])
             loss_against_tokens_and_flops(models, new / "compare.png", conditions=made_with)
-        draw_positions(study, [*positions.values()], new)
     # Last, because it runs models, which takes long: everything else is there by then.
     try:
         with outputs.writing(out, COMMAND) as new:
@@ -127,6 +131,31 @@ def collect(folder: Path, yaml: Path, out: Path) -> None:
             write_json(new / "study.json", study.content)
     except (EvaluationError, DataError) as error:
         print(f"skipped: the share of tiles that is pruned: {error}", file=sys.stderr)
+    show(study)
+
+
+def write(study: Any, positions: dict[str, Any], yaml: Path, out: Path) -> None:
+    """Adds what a study says of loss at every position, and writes its numbers and figures."""
+    from forgetting_transformer.analysis import outputs, position_loss
+    from forgetting_transformer.files import write_json
+    from studies.engine import results
+    from studies.engine.figures import draw_figures, draw_positions
+
+    study.content["comparison"] = position_loss.compare([*positions.values()], COMPARED_FROM) if positions else []
+    study.content["changes"] = results.position_changes(study, positions)
+    with outputs.writing(out, COMMAND) as new:
+        write_json(new / "study.json", study.content)
+        results.save_positions(positions, new / "positions.npz")
+        if yaml.resolve() != (out / "study.yaml").resolve():
+            shutil.copyfile(yaml, new / "study.yaml")
+        draw_figures(study, new)
+        draw_positions(study, [*positions.values()], new)
+
+
+def show(study: Any) -> None:
+    """Prints all tables, and what the study lacks."""
+    from studies.engine.tables import TABLES, missing
+
     for title, table in TABLES.items():
         print(f"{title}:\n\n{table(study)}\n")
     for lacking in missing(study):

@@ -5,8 +5,11 @@ queue.py    searches, runs and variants of all models in one queue of jobs
 stages.py   corpus, training, evaluations and report, one after another on all GPUs
 results.py  the numbers of a study, as one small JSON file
 scores.py   needle in a haystack, and the next line of code
+joining.py  one report of several whose runs are gone
 claims.py   the rules and verdicts of claims
 tables.py   tables, and the sections of a page
-figures.py  figures
-scaling.py, ladder.py  learning rates at several sizes, and power laws through them
+noise.py    intervals over seeds for several models at once
+figures.py, figures_of_models.py  figures
+marked_pages.py  pages whose tables and numbers come from files
+scaling.py, ladder.py, scaling_figures.py  learning rates at several sizes, and power laws through them
 """
