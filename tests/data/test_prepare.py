@@ -421,7 +421,13 @@ def test_a_full_disk_names_the_file_and_the_same_command_continues(tree, place, 
 def test_a_finished_corpus_is_left_alone_and_force_replaces_it(script, tree, place, monkeypatch, capsys):
     first = prepare(place.out, tree)
     monkeypatch.setattr(pipeline, "_build", _never)
+    write_tree(place.out, {"notes.txt": "mine"})
     assert prepare(place.out, tree) == first
+    with pytest.raises(
+        CorpusError, match=r"out holds notes\.txt, beside a corpus\. Give another --out, or move it away"
+    ):
+        prepare(place.out, tree, force=True)
+    (place.out / "notes.txt").unlink()
     with pytest.raises(CorpusError, match=r"(?s)seed: 0 there, 1 here.*--force"):
         prepare(place.out, tree, seed=1)
     monkeypatch.undo()

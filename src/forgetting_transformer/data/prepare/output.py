@@ -14,7 +14,7 @@ it. A kill leaves one of these states, and the next start does the rest.
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,18 +79,26 @@ class Place:
         Raises:
             CorpusError: there is something else.
         """
+        names = os.listdir(self.out) if self.out.exists() else []
+        if MANIFEST in names:
+            return read_manifest(self.out / MANIFEST)
+        self._refuse(names, "and no corpus of this program")
+        return None
+
+    def check_movable(self) -> None:
+        """
+        Raises:
+            CorpusError: what is in OUT cannot be moved away, or not without files of others.
+        """
         if os.path.ismount(self.out):
             raise CorpusError(f"{self.out} is a mount point, which cannot be renamed. Give a folder in it as --out.")
-        if not self.out.exists():
-            return None
-        names = os.listdir(self.out)
-        found = read_manifest(self.out / MANIFEST) if MANIFEST in names else None
-        others = sorted(set(names).difference(PARTS, [MANIFEST]) if found else names)
-        if others:
-            shown = ", ".join(others[:8]) + (", …" if len(others) > 8 else "")
-            beside = "beside a corpus" if found else "and no corpus of this program"
-            raise CorpusError(f"{self.out} holds {shown}, {beside}. Give another --out, or move it away.")
-        return found
+        if self.finished() is not None:
+            self._refuse(set(os.listdir(self.out)).difference(PARTS, [MANIFEST]), "beside a corpus")
+
+    def _refuse(self, names: Collection[str], what: str) -> None:
+        if names:
+            shown = ", ".join(sorted(names)[:8]) + (", …" if len(names) > 8 else "")
+            raise CorpusError(f"{self.out} holds {shown}, {what}. Give another --out, or move it away.")
 
     @contextmanager
     def only_run(self) -> Iterator[None]:
@@ -125,6 +133,7 @@ class Place:
         """
         complete = (self.new / MANIFEST).exists()
         if complete:
+            self.check_movable()
             if self.finished() is not None and not (force or json.loads(self.begun.read_text())["force"]):
                 raise CorpusError(f"{self.out} holds another corpus by now. Give another --out, or --force.")
             if self.out.is_dir():

@@ -104,6 +104,7 @@ def _begin_or_continue(settings: CorpusSettings, place: Place, force: bool, say:
             say(f"continuing the unfinished corpus in {place.work}{changed}")
             return
     # Mistakes are found before anything is deleted, and before hours of work.
+    place.check_movable()
     sources.check_inputs(settings)
     tally = sources.Tally()
     if settings.inputs and not sources.has_files(settings, place.out, tally):
