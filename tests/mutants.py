@@ -1,10 +1,10 @@
 """Small mistakes in src and which tests notice them: what a smaller suite loses shows in the mistakes it misses.
 
-A mutant is one edit of one file (LIST, at the end). coverage notes which test runs which line of src:
+A mutant is one edit of one file (LIST, at the end). coverage notes which test runs which line of src and studies:
 
     pip install pytest-cov "coverage>=7.10"
-    COVERAGE_FILE=MAP python -m pytest --cov=src --cov-context=test --cov-config=tests/mutants.coveragerc \\
-        --cov-report= --junitxml=MAP.xml -n 16 PYTEST_ARGUMENTS
+    COVERAGE_FILE=MAP python -m pytest --cov=src --cov=studies --cov-context=test --cov-report= \\
+        --cov-config=tests/mutants.coveragerc --junitxml=MAP.xml -n 16 PYTEST_ARGUMENTS
 
 `run` makes each mutant in a copy of the tree and runs the tests that reach the edited line, short ones first, until one
 fails. A failure counts only if the same test then passes without the edit. `report` is a table.
@@ -62,7 +62,8 @@ class Mutant(NamedTuple):
         Raises:
             ValueError: the old text is not there once.
         """
-        texts = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "src").rglob("*.py"))}
+        files = sorted(path for folder in ("src", "studies") for path in (ROOT / folder).rglob("*.py"))
+        texts = {path: path.read_text(encoding="utf-8") for path in files}
         texts = {path: text for path, text in texts.items() if self.old in text}
         texts = {path: text for path, text in texts.items() if str(path).endswith(f"/{self.file}")} or texts
         if sum(text.count(self.old) for text in texts.values()) != 1:
@@ -160,7 +161,7 @@ def covering(mutant: Mutant, known: Map) -> list[str]:
     last = min([statement.end_lineno or line, *(node.lineno - 1 for node in nodes if node.lineno > line)])
     found = [*known.reaching(file, range(statement.lineno, last + 1)), *known.reaching(file)]
     if not found:
-        module = file.relative_to(ROOT / "src").with_suffix("").as_posix().replace("/", ".")
+        module = file.relative_to(ROOT).with_suffix("").as_posix().removeprefix("src/").replace("/", ".")
         users = [f for f in (ROOT / "src").rglob("*.py") if f"from {module} import" in f.read_text(encoding="utf-8")]
         found = known.by_seconds({test for user in users for test in known.reaching(user)})
     return list(dict.fromkeys(found))
@@ -385,15 +386,15 @@ LIST = r"""
 
 == Config
 
-= config.pieces training/config.py
+= config.pieces training/config/__init__.py
 - if micro_tokens % data.train_batch_len or local_tokens % micro_tokens:
 + if micro_tokens % data.train_batch_len:
 # A batch that does not split into equal micro-batches is accepted.
-= config.fork_end training/config.py
+= config.fork_end training/config/__init__.py
 - config.train.max_tokens <= config.fork_step
 + config.train.max_tokens < config.fork_step
 # A fork that trains nothing is accepted.
-= config.context_lengths training/config.py
+= config.context_lengths training/config/__init__.py
 - keys = ("train_batch_len", *(() if config.skip_eval else ("eval_batch_len",)))
 + keys = ("train_batch_len",)
 # Evaluation sequences that ranks cannot share are accepted.
@@ -665,7 +666,7 @@ LIST = r"""
 - return float(deviation * math.sqrt(len(labels) / (len(labels) - 1)))
 + return float(deviation)
 # The standard error over clusters is too small.
-= statistics.freedom analysis/statistics.py
+= statistics.freedom studies/engine/noise.py
 - freedom = max(0, (n_models - 1) * (n_seeds - 1))
 + freedom = max(0, n_models * (n_seeds - 1))
 # The baseline counts as a degree of freedom.
