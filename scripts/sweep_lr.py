@@ -52,7 +52,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="head dimensions to search around, as in 64,128",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="search nothing; draw searches that were made into one figure"
+        "--plot",
+        type=command_line.path,
+        metavar="FILE",
+        help="search nothing; draw searches that were made into one figure",
     )
     return parser.parse_intermixed_args(argv)
 
