@@ -9,7 +9,7 @@ OFFICIAL_DIR is the output_dir of the authors' train.py: config.yaml, and checkp
 it. OUTPUT_DIR receives the weights, AdamW's moments, the counters and the sums of loss by position. The counters
 determine the position in the data and the learning rate. The import changes nothing in OFFICIAL_DIR and runs no code
 that its files name. It needs memory for the weights (4 bytes per parameter) and disk space for 12 bytes per parameter.
-The run continues with the same numbers up to rounding, not bitwise (docs/differences.md).
+The run continues with the same numbers up to rounding, not bitwise (docs/coming_from_the_paper.md).
 
 An export needs no import: save_model.py --hf_load_dir=OFFICIAL_DIR.
 """
