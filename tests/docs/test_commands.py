@@ -40,7 +40,7 @@ def test_the_commands_of_the_readme_are_found():
         "DATA_DIR=./data",
         "scripts/download_longcrawl64.py heldout", "fabric run train.py --devices 4 --num-nodes 1",
         "python save_model.py",
-        "python scripts/compare.py RUN", "python scripts/generate.py FOLDER --prompt …",
+        "python scripts/compare.py RUN", "python scripts/generate.py quickstart/hf --prompt",
     ):  # fmt: skip
         assert any(command.startswith(start) for command in found), start
     assert any(command.endswith("wandb.mode=online resume=true") for command in found)
@@ -64,7 +64,7 @@ def test_the_commands_of_the_readme_are_found():
         ("--hf_load_dir=", "--hf_load_dirr=", "SystemExit"),
         ("python save_model.py", "python save_models.py", "there is no save_models.py"),
         ("python scripts/compare.py", "python scripts/compares.py", "there is no scripts/compares.py"),
-        ("FOLDER --prompt", "FOLDER --prmpt", "SystemExit"),
+        ("quickstart/hf --prompt", "quickstart/hf --prmpt", "SystemExit"),
         ("--documents 40960", "--documents many", "SystemExit"),
         ("--missing_chunks skip", "--missing_chunk skp", "SystemExit"),
         ("scripts/quickstart.sh ", "scripts/quick_start.sh ", "there is no scripts/quick_start.sh"),
@@ -141,7 +141,7 @@ def run_script(monkeypatch, tmp_path):
 def test_the_commands_of_the_readme_that_work_offline_work(quickstart, run_script, tmp_path, capsys):  # noqa: F811
     offline = ("save_model", "verify_data", "compare", "plot_run", "report", "generate")
     (tmp_path / "DIR").mkdir()
-    values = {"RUN": str(quickstart.run), "FOLDER": str(quickstart.hf), "…": "the cat"}
+    values = {"RUN": str(quickstart.run), "quickstart/hf": str(quickstart.hf)}
     values |= {"$DATA_DIR/longcrawl64": str(quickstart.data / "words"), "$OUTPUT_DIR": str(quickstart.run)}
     ran = set()
     for words in shell_commands(read(ROOT / "README.md")):
