@@ -63,7 +63,7 @@ PARAMETER_NORM, GRADIENT_NORM_OF_PARAMETER = "pnorm", "gnorm"
 #: What the name of a score ends with that is the standard error of another.
 STANDARD_ERROR = "_stderr"
 # What a test in training says of itself besides its scores.
-CHANCE, EXAMPLES, TEXTS, MAX_LENGTH = "chance", "examples", "texts", "max_length"
+CHANCE, EXAMPLES, MAX_LENGTH = "chance", "examples", "max_length"
 MODE, DEPTHS, PROMPTS = "mode", "depths", "samples"
 #: A length of needle prompts comes after it, as in "needle/length_512/loss".
 LENGTH = "length_"

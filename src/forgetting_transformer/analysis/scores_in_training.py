@@ -61,9 +61,7 @@ def labels(scores: Sequence[Score]) -> list[str]:
     for score in scores:
         same = [other.test for other in scores if other.task == score.task]
         differing = [name for name, value in score.test.items() if any(one.get(name) != value for one in same)]
-        # A fingerprint says little to people, so it stands only where nothing else does.
-        said = [name for name in differing if name != names.TEXTS] or differing
-        found.append(", ".join([score.task, *(f"{name} {score.test[name]}" for name in said)]))
+        found.append(", ".join([score.task, *(f"{name} {score.test[name]}" for name in differing)]))
     return found
 
 
@@ -93,7 +91,7 @@ def _lm_eval(run: Run) -> list[Score]:
     for key in dict.fromkeys(key for record in records for key in record):
         kind, _, name = key.partition("/")
         task, _, metric = name.rpartition("/")
-        of_test = metric in (names.CHANCE, names.EXAMPLES, names.TEXTS) or names.STANDARD_ERROR in metric
+        of_test = metric in (names.CHANCE, names.EXAMPLES) or names.STANDARD_ERROR in metric
         if kind == names.LM_EVAL and task and not of_test:
             tasks.setdefault(task, []).append(metric)
     # A group comes with all of its parts, which would be too many curves.
@@ -101,7 +99,7 @@ def _lm_eval(run: Run) -> list[Score]:
     published = {task.name: list(task.columns) for task in TASKS}
     found = []
     for task in wanted:
-        keys = {name: names.name_of(names.LM_EVAL, task, name) for name in (names.EXAMPLES, names.TEXTS)}
+        keys = {names.EXAMPLES: names.name_of(names.LM_EVAL, task, names.EXAMPLES)}
         keys[names.MAX_LENGTH] = names.name_of(names.LM_EVAL, names.MAX_LENGTH)
         for metric in [one for one in published.get(task, ()) if one in tasks[task]] or tasks[task][:1]:
             unit = next((unit for part, unit in _UNITS.items() if part in metric), (metric.replace("_", " "), 1.0))
@@ -123,7 +121,6 @@ def _needle(run: Run) -> list[Score]:
     for length in sorted(lengths):
         at = f"{beginning}{length}"
         asked = {name: names.name_of(names.NEEDLE, name) for name in (names.MODE, names.DEPTHS, names.PROMPTS)}
-        asked[names.TEXTS] = names.name_of(at, names.TEXTS)
         for test, lines in _tests(records, names.name_of(at, names.ANSWER_LOSS), asked):
             prompts, mode = test[names.PROMPTS] * len(test[names.DEPTHS].split()), test.pop(names.MODE)
             title = f"needle, {length:,} tokens ({mode}, {prompts:,} prompt{'s' * (prompts != 1)})"
