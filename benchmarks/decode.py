@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Measures one-token decoding with forgetting attention on a GPU against attention without a gate.
 
-    python benchmarks/decode.py                          # the cases of docs/performance.md, about a minute
+    python benchmarks/decode.py                          # the default cases, about a minute
     python benchmarks/decode.py --shapes 1,24,24,64,16384 --kernels decode flash
     python benchmarks/decode.py --out results.json
 

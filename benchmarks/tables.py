@@ -32,36 +32,24 @@ NAMES = {
     "mamba2/": "Mamba-2",
     "samba/": "Samba",
 }
-GATES = {"half": "all ½", "spread": "time constants 4…10⁶", "one": "all 1"}
 #: The override that turns pruning off.
 NO_PRUNING = "model.config.log_pruning_tolerance=null"
 PACKAGES = {"torch": "PyTorch", "triton": "Triton", "fla-core": "fla-core"}
-PARTS = {
-    "train": "`train.py`",
-    "step": "a step with the weights it trained",
-    "step_unpruned": "the same, pruning off",
-}
-CODES = {"ours": "ours", "fla": "flash-linear-attention", "hf": "Hugging Face"}
-STRATEGIES = {
-    "one": "one GPU alone",
-    "one_graphs": "one GPU alone, CUDA graphs",
-    "ddp": "`ddp`",
-    "ddp_graphs": "`ddp`, CUDA graphs",
-    "fsdp": "`fsdp`, freed after use",
-    "fsdp_kept": "`fsdp`, gathered once a step",
-    "context": "`strategy.context`",
-}
+#: Columns of the table of several GPUs.
+SCALING_CASES = ("one", "fsdp_kept", "ddp", "one_graphs", "ddp_graphs")
 
 Row = Mapping[str, Any]
 
 
 class Results:
-    """The files of RESULTS that match a pattern, oldest Triton first."""
+    """The files of RESULTS that match one of these patterns, oldest Triton first."""
 
-    def __init__(self, pattern: str) -> None:
-        files = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob(pattern))]
-        if not files:
-            raise FileNotFoundError(f"{RESULTS / pattern}: no such file of results; a table needs it")
+    def __init__(self, *patterns: str) -> None:
+        paths = [path for pattern in patterns for path in sorted(RESULTS.glob(pattern))]
+        if not paths:
+            raise FileNotFoundError(f"{RESULTS / patterns[0]}: no such file of results; a table needs it")
+        self.names = [path.stem for path in paths]
+        files = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
         self.files = sorted(files, key=lambda file: _version(triton(file)))
 
     def rows(self, **wanted: Any) -> list[dict[str, Any]]:
@@ -81,6 +69,14 @@ class Results:
         return rows[-1]
 
     @property
+    def conditions(self) -> str:
+        """On what and with what the files were measured, and links to them from a page in docs/."""
+        made = [_hardware_and_versions(file) for file in self.files]
+        parts = (" or ".join(dict.fromkeys(found[key] for found in made if key in found)) for key in made[0])
+        links = (f"[{name}](../benchmarks/results/{name}.json)" for name in self.names)
+        return f"{', '.join(parts)}. Files: {', '.join(links)}."
+
+    @property
     def source(self) -> str:
         """Commands, and on what, with what and when they were run."""
         commands = dict.fromkeys(file["environment"]["command"] for file in self.files)
@@ -94,16 +90,19 @@ class Results:
 def describe(file: Row) -> str:
     """Where the numbers of a file come from, in a sentence or two."""
     place = file["environment"]
-    hardware, versions = place["hardware"], place["versions"]
-    parts = [device_name(place)]
-    parts += [f"driver {hardware['driver']}"] if hardware.get("driver") else []
-    parts += [f"{name} {versions[key]}" for key, name in PACKAGES.items() if versions.get(key)]
-    parts += [place["date"][:10]]
+    parts = [*_hardware_and_versions(file).values(), place["date"][:10]]
     parts += (
         [f"commit {place['commit'][:7]}{' with changes' if place.get('changed') else ''}"] if place["commit"] else []
     )
     text = f"{', '.join(parts)}."
     return f"{text} {file['source'][0].upper()}{file['source'][1:]}." if "source" in file else text
+
+
+def _hardware_and_versions(file: Row) -> dict[str, str]:
+    place = file["environment"]
+    driver, versions = place["hardware"].get("driver"), place["versions"]
+    found = {"device": device_name(place)} | ({"driver": f"driver {driver}"} if driver else {})
+    return found | {key: f"{name} {versions[key]}" for key, name in PACKAGES.items() if versions.get(key)}
 
 
 def triton(file: Row) -> str:
@@ -133,54 +132,23 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # Whole steps.
 
 
-def whole_run(results: Results) -> str:
-    """Speeds of a run of train.py, and of steps with the weights it trained."""
-    rows = [
-        [
-            _sized_name(row["experiment"]),
-            PARTS[row["part"]],
-            _optional(row.get("tokens"), lambda n: f"{n / 1e6:.0f}M"),
-            f"{row['tokens_per_second']:,.0f}",
-            _optional(row.get("tokens_per_second_at_the_end"), "{:,.0f}".format),
-            _percent(row.get("mfu")),
-            _optional(row.get("first_loss_seconds"), "{:.0f}".format),
-        ]
-        for row in results.rows()
-    ]
-    names = ["model", "what", "tokens trained", "tokens/s", "in the last quarter", "MFU", "first loss after s"]
-    return table(names, rows)
-
-
 def steps(results: Results) -> str:
-    """Whole steps of one micro-batch: of each model the newest row, with the commit that measured it."""
-    found: dict[str, tuple[tuple, list[str]]] = {}
+    """Whole steps of one micro-batch, a row per model and size: without CUDA graphs and with them, newest rows only.
+
+    MFU and memory are those of the faster of the two.
+    """
+    found: dict[tuple[int, bool, str], dict[bool, Row]] = {}
     for file in sorted(results.files, key=lambda file: file["environment"]["date"]):
-        place = file["environment"]
         for row in _told(file):
-            name = f"{name_of(row['experiment'])}{', no pruning' * _unpruned(row)}"
-            name += ", CUDA graphs" * bool(row.get("cuda_graphs"))
-            commit = f"{place['commit'][:7]}{' with changes' * bool(place['changed'])}"
-            found[name] = (_order(row["experiment"]), _unpruned(row)), [name, commit, *_speed(row)]
-    cells = [cells for _, cells in sorted(found.values(), key=lambda row: row[0])]
-    return table(["model", "commit", "ms per step", "tokens/s", "MFU", "memory GB"], cells)
-
-
-def graphs(results: Results) -> str:
-    """Steps with `train.cuda_graphs` and without, a row for each model and micro-batch."""
-    found: dict[tuple[int, int, str], dict[bool, Row]] = {}
-    for file in results.files:
-        for row in _told(file):
-            key = (row["tokens_per_step"], _order(row["experiment"]), _sized_name(row["experiment"]))
+            name = f"{_sized_name(row['experiment'])}{', no pruning' * _unpruned(row)}"
+            key = _order(row["experiment"]), _unpruned(row), name
             found.setdefault(key, {})[row["cuda_graphs"]] = row
     rows = []
-    for (tokens, _, name), pair in sorted(found.items(), key=lambda item: item[0]):
-        without, with_graphs = (_speed(pair[used])[:2] if used in pair else ["", ""] for used in (False, True))
-        speeds = [row["tokens_per_second"] for _, row in sorted(pair.items()) if row.get("status", "ok") == "ok"]
-        gain = f"{speeds[1] / speeds[0]:.2f}" if len(speeds) == 2 else ""
-        columns = [cell for both in zip(without, with_graphs, strict=True) for cell in both]
-        rows.append([name, f"{tokens:,}", *columns, gain])
-    names = ["model", "tokens of the micro-batch", "ms per step", "with graphs", "tokens/s", "with graphs"]
-    return table([*names, "times as fast"], rows)
+    for (*_, name), pair in sorted(found.items(), key=lambda item: item[0]):
+        best = max(pair.values(), key=lambda row: row.get("tokens_per_second", 0))
+        speeds = [_optional(pair.get(used), _rate) for used in (False, True)]
+        rows.append([name, *speeds, _percent(best.get("mfu")), _gigabytes(best.get("peak_memory_bytes"))])
+    return table(["model", "tokens/s", "with CUDA graphs", "MFU", "memory GB"], rows)
 
 
 def authors(results: Results) -> str:
@@ -195,84 +163,25 @@ def authors(results: Results) -> str:
     return table(["pruned", "activation checkpointing", "authors' tokens/s", "ours", "ratio"], rows)
 
 
-def peers(results: Results, steps: Results) -> str:
-    """Whole steps of our models and of other packages' models of the same sizes; or why there are none.
-
-    Where peers.py measured other packages alone, ours are those that the same commit has in `steps`, from the same GPU.
-    """
-    rows = []
-    for row in sorted(
-        [*results.rows(), *_ours(results, steps)],
-        key=lambda row: (_order(row["experiment"]), [*CODES].index(row["code"])),
-    ):
-        remark = row.get("remark") or ""
-        speed = _speed(row)
-        if row["status"] != "ok":
-            # The first sentence: a package's error may go on for long.
-            reason = row["status"].split(". ")[0].removeprefix("failed: RuntimeError: ")
-            speed, remark = [""] * 4, "; ".join(filter(None, [reason, remark]))
-        rows.append(
-            [name_of(row["experiment"]), CODES[row["code"]], "yes" if row["compiled"] else "no", *speed, remark]
-        )
-    return table(["model", "code", "compiled", "ms per step", "tokens/s", "MFU", "memory GB", "remark"], rows)
-
-
-def _ours(results: Results, steps: Results) -> list[dict[str, Any]]:
-    """Rows of `steps` for the models of other packages that have none of ours beside them."""
-    missing = {row["experiment"] for row in results.rows()} - {row["experiment"] for row in results.rows(code="ours")}
-    made = {(device_name(file["environment"]), file["environment"]["commit"]) for file in results.files}
-    found = []
-    for file in steps.files:
-        if (device_name(file["environment"]), file["environment"]["commit"]) in made:
-            for row in _told(file):
-                remark = "CUDA graphs" if row["cuda_graphs"] else None
-                is_measured = row["experiment"] in missing and row.get("status", "ok") == "ok"
-                found += [row | {"code": "ours", "remark": remark}] if is_measured else []
-    return found
-
-
-def starts(results: Results) -> str:
-    """Seconds from the command to the first loss of `train.py`, and the stages that take most of them."""
-    rows = []
-    for file in results.files:
-        for row in file["rows"]:
-            devices = (
-                f"{file['settings']['devices']}{' with launch.py' * (file['settings']['launcher'] == 'launch.py')}"
-            )
-            cells = [name_of(row["experiment"]), devices, row["caches"]]
-            if row["status"] != "ok":
-                rows.append([*cells, _reason(row), "", "", "", ""])
-                continue
-            stages = row["stages"]
-            model = stages["self-test"] + stages["model"]
-            parts = (row["first_line_seconds"], row["launcher_seconds"], stages["imports"], model, stages["first step"])
-            rows.append([*cells, *map("{:.1f}".format, parts)])
-    names = ["model", "GPUs", "caches", "first loss after s", "launcher", "imports", "self-test and model"]
-    return table([*names, "first step"], rows)
-
-
 def scaling(results: Results) -> str:
-    """Steps on several GPUs under each strategy, beside one GPU alone with the same tokens per step."""
+    """Tokens per second of each of several GPUs under each strategy, and as a share of one GPU alone."""
     rows = []
     for file in results.files:
-        batch, length = file["settings"]["batch_size"], file["settings"]["seq_len"]
-        for row in file["rows"]:
-            model = f"{_sized_name(row['experiment'])}{', no pruning' * (NO_PRUNING in file['settings']['overrides'])}"
-            devices = f"{'1 of ' * row['case'].startswith('one')}{file['settings']['devices']}"
-            case = [model, devices, f"{row['micro_batches']} × {batch}", STRATEGIES[row["case"]]]
-            if row["status"] != "ok":
-                rows.append([*case, "", _reason(row), "", "", "", "", "", ""])
-                continue
-            one, rate = compared_with(row, file["rows"]), row["tokens_per_second"]
-            rows.append([
-                *case,
-                f"{1000 * row['micro_batches'] * batch * length / rate:.1f}", f"{rate:,.0f}",
-                _percent(one and rate / one["tokens_per_second"]), _percent(row.get("mfu")),
-                *(_optional(row.get(f"{key}_ms"), "{:.1f}".format) for key in ("exposed", "hidden", "idle")),
-                _gigabytes(row["peak_memory_bytes"]),
-            ])  # fmt: skip
-    names = ["model", "GPUs", "micro-batches", "strategy", "ms per step", "tokens/s of a GPU", "of one alone", "MFU"]
-    return table([*names, "exposed ms", "hidden ms", "idle ms", "memory GB"], rows)
+        batch, is_unpruned = file["settings"]["batch_size"], NO_PRUNING in file["settings"]["overrides"]
+        measured = {(row["experiment"], row["micro_batches"], row["case"]): row for row in file["rows"]}
+        for experiment, number in dict.fromkeys(key[:2] for key in measured):
+            cells = []
+            for case in SCALING_CASES:
+                row = measured.get((experiment, number, case))
+                one = row and row["status"] == "ok" and compared_with(row, file["rows"])
+                is_compared = one and not case.startswith("one")
+                share = f" ({_percent(row['tokens_per_second'] / one['tokens_per_second'])})" if is_compared else ""
+                cells.append(_optional(row, _rate) + share)
+            name = f"{_sized_name(experiment)}{', no pruning' * is_unpruned}"
+            rows.append((name, -number * batch, [name, f"{number} × {batch}", *cells]))
+    rows.sort(key=lambda row: row[:2])
+    names = ["model", "micro-batches", "one GPU alone", "FSDP", "DDP", "one GPU alone, graphs", "DDP, graphs"]
+    return table(names, [cells for *_, cells in rows])
 
 
 def _told(file: Row) -> list[dict[str, Any]]:
@@ -296,13 +205,9 @@ def _told(file: Row) -> list[dict[str, Any]]:
     return rows
 
 
-def _speed(row: Row) -> list[str]:
-    """Milliseconds of a step, tokens per second, MFU and memory; or why there are none."""
-    if row.get("status", "ok") != "ok":
-        return ["", _reason(row), "", ""]
-    ms = f"{statistics.median(row['step_seconds']) * 1e3:.1f}"
-    memory = _gigabytes(row.get("peak_memory_bytes"))
-    return [ms, f"{row['tokens_per_second']:,.0f}", _percent(row.get("mfu")), memory]
+def _rate(row: Row) -> str:
+    """Tokens per second, or why there are none."""
+    return f"{row['tokens_per_second']:,.0f}" if row.get("status", "ok") == "ok" else _reason(row)
 
 
 def _reason(row: Row) -> str:
@@ -333,60 +238,15 @@ def _order(experiment: str) -> int:
 # Kernels.
 
 
-def attention_kernels(results: Results) -> str:
-    """Attention alone, each kernel with the newest Triton that measured it."""
-    shapes = list(dict.fromkeys(_shape(row) for row in results.rows(table="kernels")))
-    newest = {(shapes.index(_shape(row)), row["kernel"]): row for row in results.rows(table="kernels")}
+def attention(results: Results) -> str:
+    """TFLOP/s of attention alone, forward and backward, each kernel with the newest Triton that measured it."""
+    newest = {(row["kernel"], _shape(row)): row for row in results.rows(table="kernels")}
+    kernels, shapes = (list(dict.fromkeys(key[i] for key in newest)) for i in (0, 1))
     rows = [
-        [
-            shapes[shape], kernel, row["triton"] if "orgetting attention" in kernel else "",
-            f"{row['forward_ms']:.2f}", f"{row['backward_ms']:.2f}", f"{row['tflops']:.0f}",
-            *(_optional(row.get(key), "{:.2f}".format) for key in ("graph_ms", "queued_ms")),
-        ]
-        for (shape, kernel), row in sorted(newest.items(), key=lambda item: item[0][0])
-    ]  # fmt: skip
-    names = ["B,T,H,D", "kernel", "Triton", "forward ms", "backward ms", "both TFLOP/s", "graph ms", "queued ms"]
-    return table(names, rows)
-
-
-def attention_pruning(results: Results) -> str:
-    """Pruned and unpruned attention, each case with the newest Triton that measured it."""
-    newest = {(_shape(row), row["gates"], row["bounds"]): row for row in results.rows(table="pruning")}
-    rows = []
-    for (shape, gates, bounds), row in newest.items():
-        both = ("{:.2f} + {:.2f}".format(*row[key]) for key in ("full_ms", "pruned_ms"))
-        shares = (_percent(row[key]) for key in ("skipped", "search"))
-        rows.append([shape, GATES[gates], bounds, *both, f"{row['speedup']:.2f}", *shares])
-    return table(["B,T,H,D", "gates", "bounds", "full ms", "pruned ms", "speed-up", "skipped", "search"], rows)
-
-
-def recurrences(results: Results) -> str:
-    """Recurrences alone, each kernel with the newest Triton that measured it."""
-    newest = {(row["op"], row["wanted"]): row for row in results.rows()}
-    rows = [
-        [
-            op, _shape(row), row["backend"], row["triton"],
-            f"{row['forward_ms']:.2f}", f"{row['backward_ms']:.2f}", f"{row['error']:.1e}",
-        ]
-        for (op, _), row in sorted(newest.items())
-    ]  # fmt: skip
-    return table(["op", "H,K,V", "backend", "Triton", "forward ms", "backward ms", "error"], rows)
-
-
-def decoding(results: Results) -> str:
-    """One token against a cache: microseconds of every kernel, per shape, with the newest Triton."""
-    titles = {"half": "ours, f = ½, pruned", "cudnn": "cuDNN, no gate", "flash": "FlashAttention, no gate"}
-    titles["whole"] = "the training kernel"
-    kernels: dict[str, dict[str, Row]] = {}
-    for row in results.rows():
-        kernels.setdefault(_shape(row).replace(",", ", "), {})[row["kernel"]] = row
-    rows = []
-    for shape, here in kernels.items():
-        ours = here["decode"]
-        others = (here.get(kernel, {}).get("us") for kernel in titles)
-        times = [_optional(us, lambda x: f"{x:,.0f}" if x >= 300 else f"{x:.1f}") for us in others]
-        rows.append([shape, f"{ours['us']:.1f} ({ours['share_of_peak'] * 100:.0f} %)", *times])
-    return table(["B, query heads, key heads, D, N", "ours", *titles.values()], rows)
+        [kernel, *(_optional(newest.get((kernel, shape)), lambda row: f"{row['tflops']:.0f}") for shape in shapes)]
+        for kernel in kernels
+    ]
+    return table(["kernel", *shapes], rows)
 
 
 # Data, checkpoints and interruptions.

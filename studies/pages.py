@@ -13,7 +13,6 @@ defines the names of each page.
 import argparse
 import functools
 import json
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -186,55 +185,43 @@ def authors() -> dict[str, str]:
 
 
 def performance() -> dict[str, str]:
-    steps, run = Results("steps_760m*.json"), Results("whole_run_125m*.json")
-    made: dict[str, tuple[str, Callable[[Results], str]]] = {
-        "whole_run": ("whole_run*.json", tables.whole_run),
-        "steps": ("steps_760m*.json", tables.steps),
-        "graphs": ("graphs*.json", tables.graphs),
-        "peers": ("peers*.json", functools.partial(tables.peers, steps=steps)),
-        "starts": ("start_*.json", tables.starts),
-        "scaling": ("scaling*.json", tables.scaling),
-        "attention": ("attention_triton*.json", tables.attention_kernels),
-        "pruning": ("attention_triton*.json", tables.attention_pruning),
-        "decoding": ("decode*.json", tables.decoding),
-        "recurrences": ("recurrence*.json", tables.recurrences),
+    steps = Results("steps_760m*.json", "graphs_one_sequence*.json")
+    attention, scaling = Results("attention_triton*.json"), Results("scaling*.json")
+    sections = {"steps": tables.steps(steps), "steps_conditions": steps.conditions}
+    sections |= {"attention": tables.attention(attention), "attention_conditions": attention.conditions}
+    sections |= {"scaling": tables.scaling(scaling), "scaling_conditions": scaling.conditions}
+    return sections | sentences()
+
+
+def sentences() -> dict[str, str]:
+    """Numbers in the sentences of docs/performance.md."""
+    run, authors = Results("whole_run_125m*.json"), Results("authors_760m*.json")
+    modes = [{"pruned": pruned, "checkpointing": saves} for pruned in (True, False) for saves in (True, False)]
+    gains = [ratio(authors, {"code": "ours"} | mode, {"code": "authors"} | mode) for mode in modes]
+    two, small = Results("graphs_two_sequences*.json"), {"experiment": "forgetting_transformer/pro_125m_2b"}
+    pruning = {
+        gates: Results("attention_triton*.json").row(
+            table="pruning", shape=[1, 16384, 24, 64], bounds="weights", gates=gates
+        )
+        for gates in ("half", "spread", "one")
     }
-    sections = trained() | authors() | four_gpus()
-    losses = [row["loss"] for row in Results("scaling*.json").rows() if "loss" in row]
-    sections["repeated_loss"] = f"{min(losses):.1g}"
-    pruned, unpruned = (run.row(part=part)["tokens_per_second"] for part in ("step", "step_unpruned"))
-    sections["pruning_gain"] = f"{pruned / unpruned:.1f}"
-    sections["trained_tokens"] = f"{run.row(part='train')['tokens'] / 1e6:.0f}"
-    for name, (pattern, table) in made.items():
-        results = Results(pattern)
-        sections |= {name: table(results), f"{name}_source": results.source}
-    return sections
-
-
-def efficiency(row: Mapping[str, Any], alone: Mapping[str, Any]) -> str:
-    """The speed of a GPU among several, as a share of that of one GPU alone."""
-    return f"{100 * row['tokens_per_second'] / alone['tokens_per_second']:.1f} %"
-
-
-def four_gpus() -> dict[str, str]:
-    """Numbers in the sentences about strategies on four GPUs."""
-    found = {}
-    for name, file in (("125m", "125m_4_gpus"), ("760m", "760m_4_gpus"), ("unpruned", "760m_4_gpus_unpruned")):
-        results = Results(f"scaling_{file}.json")
-        for strategy, case in (("fsdp", "fsdp_kept"), ("ddp", "ddp")):
-            found[f"{strategy}_{name}_efficiency"] = efficiency(results.row(case=case), results.row(case="one"))
-    # One sequence on each GPU, where the host limits the speed.
-    steps = Results("scaling_125m_4_gpus_one_micro_batch.json")
-    for case in ("one", "one_graphs", "ddp", "ddp_graphs"):
-        found[f"one_sequence_{case}"] = f"{1000 * statistics.mean(steps.row(case=case)['step_seconds']):.1f}"
-    runs = Results("train_125m_4_gpus_one_micro_batch.json")
-    before, after = (runs.row(case=case)["tokens_per_second"] for case in ("ddp", "ddp_graphs"))
-    return found | {
-        "one_sequence_share": efficiency(steps.row(case="ddp_graphs"), steps.row(case="one_graphs")),
-        "one_sequence_rate": f"{round(before, -3):,.0f}",
-        "one_sequence_rate_graphs": f"{round(after, -4):,.0f}",
-        "one_sequence_gain": f"{after / before:.1f}",
+    return {
+        "trained_tokens": f"{run.row(part='train')['tokens'] / 1e6:.0f}",
+        "pruning_gain": f"{ratio(run, {'part': 'step'}, {'part': 'step_unpruned'}):.1f}",
+        **{f"pruning_{gates}": f"{row['speedup']:.2g}" for gates, row in pruning.items()},
+        "authors_least": f"{min(gains):.1f}",
+        "authors_most": f"{max(gains):.1f}",
+        "two_sequences_gain": f"{ratio(two, small | {'cuda_graphs': True}, small | {'cuda_graphs': False}):.2f}",
+        **{
+            f"start_{row['caches']}": f"{row['first_line_seconds']:.0f}"
+            for row in Results("start_760m_4_gpus_launch*.json").rows()
+        },
     }
+
+
+def ratio(results: Results, above: Mapping[str, Any], below: Mapping[str, Any]) -> float:
+    """Tokens per second of one row over those of another."""
+    return results.row(**above)["tokens_per_second"] / results.row(**below)["tokens_per_second"]
 
 
 def study_page(name: str) -> dict[str, str]:

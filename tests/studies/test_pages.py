@@ -44,7 +44,7 @@ def test_a_number_that_is_typed_into_a_page_is_noticed(monkeypatch, capsys):
     assert pages.main(["--check"]) == 1
     said = capsys.readouterr().err
     assert "README.md differs from the files of results; run python -m studies.pages" in said
-    assert "docs/performance.md" in said and "studies/seven_models/README.md" not in said
+    assert "docs/sweep.md" not in said and "studies/seven_models/README.md" not in said
 
 
 @pytest.mark.slow
@@ -62,9 +62,9 @@ def test_a_new_measurement_changes_the_pages_that_show_it_and_a_missing_file_is_
     assert pages.main(["--check"]) == 1 and "studies/seven_models/README.md" in capsys.readouterr().err
     assert pages.main([]) == 0 and pages.main(["--check"]) == 0
     assert "1.2345" in (tmp_path / "studies/seven_models/README.md").read_text()
-    (tmp_path / "benchmarks/results/decode.json").unlink()
+    (tmp_path / "benchmarks/results/authors_760m.json").unlink()
     assert pages.main(["--check"]) == 1
-    assert "decode*.json: no such file of results" in capsys.readouterr().err
+    assert "authors_760m*.json: no such file of results" in capsys.readouterr().err
 
 
 def test_only_what_is_between_marks_of_a_page_is_replaced():
