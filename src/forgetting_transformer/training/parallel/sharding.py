@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from forgetting_transformer.model.decoder import DecoderBlock, OutputLayer
 
-#: strategy.keep_gathered=auto keeps what takes no larger part of the device's memory. A 760M model has 1.2 GB of it.
+#: strategy.keep_gathered=auto keeps what takes no larger part of the device's memory. A 760M model has 1.4 GB of it.
 _SMALL_PART = 0.05
 #: Parameters of a block that are no linear layers go to the model's unit, which holds them during the whole step, if
 #: they are no larger part of the block. Norms, gates and convolutions are less than a hundredth.
