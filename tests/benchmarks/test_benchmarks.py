@@ -206,6 +206,7 @@ def test_the_authors_model_runs_in_the_mode_of_the_row_and_ours_keeps_its_op(tmp
         del sys.modules[name]
 
 
+@pytest.mark.rare("no contract: benchmarks")
 @pytest.mark.slow
 def test_reading_checkpoints_and_digests(tmp_path):
     sizes = ["--documents", "2048", "--doc_len", "2048", "--seq_len", "2048", "--workers", "0", "--repeats", "1"]

@@ -5,6 +5,8 @@ import torch
 
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.padding import document_positions
+from forgetting_transformer.ops import compiling
+from forgetting_transformer.ops.layers import cross_entropy
 from tests.model.small_models import PRO, small
 
 #: Two rows of 12 tokens, of five documents and of one; ends repeated, as loaders pad them.
@@ -106,11 +108,25 @@ def test_what_does_not_go_with_packing_is_refused():
 COMPILED = pytest.mark.rare("tests/model/test_packed_documents.py::test_compiled_blocks_keep_documents_apart")
 
 
+@pytest.fixture
+def graphs_alone(monkeypatch):
+    """torch.compile that makes graphs, and no code of them."""
+    monkeypatch.setattr(
+        compiling, "compiled", lambda function, **_: torch.compile(function, dynamic=False, backend="aot_eager")
+    )
+    cross_entropy._compiled_slice_loss.cache_clear()
+    torch.compiler.reset()
+    yield
+    cross_entropy._compiled_slice_loss.cache_clear()
+    torch.compiler.reset()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fields"), [("forgetting_transformer", PRO), pytest.param("mamba2", {}, marks=COMPILED)]
 )
-def test_compiled_blocks_keep_documents_apart(name, fields):
+def test_compiled_blocks_keep_documents_apart(graphs_alone, name, fields):
+    """Graphs of both passes, run as they are; tests/gpu/test_packed_cuda.py generates code for them."""
     model = small(name, **fields, num_hidden_layers=1)
     input_ids, labels = tokens()
     expected = model(input_ids=input_ids, labels=labels, cu_seqlens=CU_SEQLENS).loss

@@ -27,6 +27,7 @@ def test_the_operator_says_the_truth_about_its_output():
 
 
 @pytest.mark.slow
+@torch._inductor.config.patch({"cpp.simdlen": 0})  # its programs are compiled faster
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_compiled_gradients_are_joined_to_the_same_bits(recomputed):
     """What runs on a GPU; where there is none, the choice of it is skipped."""

@@ -206,7 +206,7 @@ CONTINUED = pytest.mark.rare(
     ("micro_batches", "world_size"),
     [
         pytest.param(1, 1, marks=CONTINUED),
-        (4, 1),
+        pytest.param(4, 1, marks=CONTINUED),
         pytest.param(1, 2, marks=CONTINUED),
         (2, 2),
     ],
