@@ -23,9 +23,10 @@ def seeds(test: str) -> list:
 
 KERNELS = """
 import random
-from forgetting_transformer.ops import backends, norm, residual_norm, selftest, shift_norm, swiglu, swiglu_triton
-from forgetting_transformer.ops import shift_norm_triton
-from forgetting_transformer.ops import residual_norm_triton as kernels
+from forgetting_transformer.ops import backends, selftest
+from forgetting_transformer.ops.layers import norm, residual_norm, shift_norm, swiglu, swiglu_triton
+from forgetting_transformer.ops.layers import shift_norm_triton
+from forgetting_transformer.ops.layers import residual_norm_triton as kernels
 
 def results(function, leaves, gradients):
     leaves = [x.detach().requires_grad_() for x in leaves]
