@@ -10,17 +10,19 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import dataclasses
+import functools
 import itertools
+import json
 import math
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -75,6 +77,13 @@ class Result:
 class CheckFailed(Exception):
     """A check found something wrong; the message says what, and the likely fix."""
 
+    def __init__(self, wrong: str, fix: str) -> None:
+        super().__init__(f"{wrong}; {fix}")
+
+
+#: Measures a model on tokens `(B, T)`; says what it has measured, or raises.
+Check = Callable[[DecoderForCausalLM, Tensor], str]
+
 
 def check_architecture(name: str, fields: Mapping[str, Any] | None = None) -> list[Result]:
     """Check the architecture that is registered under `name`; its plug-in must be loaded.
@@ -89,19 +98,23 @@ def check_architecture(name: str, fields: Mapping[str, Any] | None = None) -> li
         ValueError: no architecture has this name.
     """
     registry.get(name)
-    results = [_run("build", _check_build, name, fields or {})]
-    if results[0].is_ok:
-        # Each gets a model of its own: what one check leaves in it, or breaks, is no matter to the others.
-        results += [_run(title, lambda check=check: check(tiny_model(name, fields))) for title, check in CHECKS.items()]
+    results: list[Result] = []
+    for title, check in {"build": _check_build, **CHECKS}.items():
+        results.append(_run(title, check, name, fields))
+        if not results[0].is_ok:
+            break
     return results
 
 
-def _run(title: str, check: Callable[..., str], *arguments: Any) -> Result:
+def _run(title: str, check: Check, name: str, fields: Mapping[str, Any] | None) -> Result:
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             # PyTorch's and transformers' own, of ways to call them.
             warnings.simplefilter("ignore", FutureWarning)
-            return Result(title, True, check(*arguments))
+            # Each check gets a model of its own, which it may change or break.
+            model = tiny_model(name, fields)
+            ids = torch.randint(0, model.config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+            return Result(title, True, check(model, ids))
     except CheckFailed as failed:
         return Result(title, False, str(failed))
     except Exception as error:  # whatever the code that is checked may raise
@@ -159,16 +172,6 @@ def tiny_model(name: str, fields: Mapping[str, Any] | None = None) -> DecoderFor
 # What checks share.
 
 
-def _random_ids(model: DecoderForCausalLM) -> Tensor:
-    size = (BATCH, LENGTH)
-    return torch.randint(0, model.config.vocab_size, size, generator=torch.Generator().manual_seed(1))
-
-
-def _another(ids: Tensor, model: DecoderForCausalLM) -> Tensor:
-    """A different token in the place of each."""
-    return (ids + 1) % model.config.vocab_size
-
-
 @torch.no_grad()
 def _logits(model: DecoderForCausalLM, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """`(B, T, V)` of a whole sequence, without a cache."""
@@ -184,26 +187,17 @@ def _logits_in_pieces(
     cache, start = model.new_cache(), 0
     layers: Sequence[Any] = cache.layers
     for piece in ids.split(list(lengths), dim=1):
-        start += piece.shape[1]
         # Said once: the cache remembers where sequences begin.
-        piece_mask = mask[:, :start] if mask is not None and start == piece.shape[1] else None
-        out = model(input_ids=piece, attention_mask=piece_mask, use_cache=True, **{CACHE_NAME: cache})
-        pieces.append(out.logits)
+        piece_mask = mask[:, : piece.shape[1]] if mask is not None and start == 0 else None
+        start += piece.shape[1]
+        pieces.append(model(input_ids=piece, attention_mask=piece_mask, use_cache=True, **{CACHE_NAME: cache}).logits)
         for block, layer in enumerate(layers):
             if (held := layer.get_seq_length()) != start:
-                _fail(
+                raise CheckFailed(
                     f"the cache of block {block} says that it holds {held} tokens after {start} were read",
                     "forward must update the cache that it is given with all new tokens",
                 )
     return torch.cat(pieces, dim=1)
-
-
-def _mixers(model: DecoderForCausalLM) -> list[nn.Module]:
-    return [block.sequence_mixer for block in model.decoder.layers]
-
-
-def _fail(wrong: str, fix: str) -> NoReturn:
-    raise CheckFailed(f"{wrong}; {fix}")
 
 
 def _difference(got: Tensor, want: Tensor) -> tuple[float, float]:
@@ -221,19 +215,18 @@ def _same(got: Tensor, want: Tensor, what: str, fix: str) -> float:
     difference, limit = _difference(got, want)
     if not difference <= limit:
         differs_T = ((got - want).abs() <= limit).logical_not().flatten(2).any(-1).any(0)
-        _fail(f"{what} by {difference:.2g}, first at token {int(differs_T.nonzero()[0])} (tolerance {limit:.1g})", fix)
+        first = int(differs_T.nonzero()[0])
+        raise CheckFailed(f"{what} by {difference:.2g}, first at token {first} (tolerance {limit:.1g})", fix)
     return difference
 
 
-def _gradients(model: DecoderForCausalLM) -> tuple[Tensor, dict[str, Tensor | None]]:
+def _gradients(model: DecoderForCausalLM, ids: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
     """The mean loss in training mode, and its gradient by name of parameter, None for one that has none."""
-    ids = _random_ids(model)
     model.train().zero_grad()
     torch.manual_seed(2)  # for dropout, if there is any
     loss = model(input_ids=ids[:, :-1], labels=ids[:, 1:]).loss.mean()
     loss.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return loss.detach(), found
+    return loss.detach(), {name: x.grad for name, x in model.named_parameters() if x.requires_grad}
 
 
 def _some(names: Sequence[str]) -> str:
@@ -241,50 +234,47 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-# The checks. Each takes a model, and returns what it has measured or raises.
+# The checks.
 
 
-def _check_build(name: str, fields: Mapping[str, Any]) -> str:
-    model = tiny_model(name, fields)
-    mixers = ", ".join(dict.fromkeys(type(mixer).__name__ for mixer in _mixers(model)))
-    return f"{type(model).__name__}, {len(_mixers(model))} blocks of {mixers}, {model.num_parameters():,} parameters"
+def _check_build(model: DecoderForCausalLM, ids: Tensor) -> str:
+    mixers = [type(block.sequence_mixer).__name__ for block in model.decoder.layers]
+    different = ", ".join(dict.fromkeys(mixers))
+    return f"{type(model).__name__}, {len(mixers)} blocks of {different}, {model.num_parameters():,} parameters"
 
 
-def _check_shapes(model: DecoderForCausalLM) -> str:
-    ids = _random_ids(model)
+def _check_shapes(model: DecoderForCausalLM, ids: Tensor) -> str:
     logits = _logits(model, ids)  # the decoder looks at what mixers return
-    want = (*ids.shape, model.config.vocab_size)
-    if tuple(logits.shape) != want:
-        _fail(f"logits have the shape {tuple(logits.shape)}", f"it must be (B, T, V) = {want}")
+    shape, want = tuple(logits.shape), (*ids.shape, model.config.vocab_size)
+    if shape != want:
+        raise CheckFailed(f"logits have the shape {shape}", f"it must be (B, T, V) = {want}")
     if not logits.is_floating_point():
-        _fail(f"logits are {logits.dtype}", "they must be floating")
+        raise CheckFailed(f"logits are {logits.dtype}", "they must be floating")
     if count := int((~logits.isfinite()).sum()):
-        _fail(
+        raise CheckFailed(
             f"{count:,} of {logits.numel():,} logits are not finite",
             f"look for logarithms, roots and divisions of what may be 0 or less (noise of {NOISE} was added to every "
             "parameter, which training may move as far)",
         )
-    return f"logits {tuple(logits.shape)}, finite, {str(logits.dtype).removeprefix('torch.')}"
+    return f"logits {shape}, finite, {str(logits.dtype).removeprefix('torch.')}"
 
 
-def _check_causality(model: DecoderForCausalLM) -> str:
-    ids = _random_ids(model)
-    before = _logits(model, ids)
-    largest, reach = 0.0, 0.0
+def _check_causality(model: DecoderForCausalLM, ids: Tensor) -> str:
+    before, largest, reach = _logits(model, ids), 0.0, 0.0
+    fix = (
+        "a token may depend on itself and on tokens before it only: look for sums, means, norms, reversed scans or "
+        "convolutions over all of T, and for a missing causal mask"
+    )
     for token in CHANGED:
         changed = ids.clone()
-        changed[:, token] = _another(ids[:, token], model)
+        changed[:, token] = (ids[:, token] + 1) % model.config.vocab_size
         after = _logits(model, changed)
         what = f"changing token {token} changes logits before it"
-        fix = (
-            "a token may depend on itself and on tokens before it only: look for sums, means, norms, reversed scans or "
-            "convolutions over all of T, and for a missing causal mask"
-        )
         largest = max(largest, _same(after[:, :token], before[:, :token], what, fix))
         if token + 1 < LENGTH:
             reach = max(reach, _difference(after[:, token + 1 :], before[:, token + 1 :])[0])
     if reach <= TOLERANCE * before.abs().max().item():
-        _fail(
+        raise CheckFailed(
             f"changing tokens changes no later logits (by {reach:.1g})",
             "the mixer reads no earlier token, so that this check and those of the cache show nothing; check its gates "
             "and masks",
@@ -293,197 +283,182 @@ def _check_causality(model: DecoderForCausalLM) -> str:
     return f"changing token {tokens}: logits before it change by {largest:.1g}, later ones by {reach:.1g}"
 
 
-def _check_rows(model: DecoderForCausalLM) -> str:
-    ids = _random_ids(model)
+def _check_rows(model: DecoderForCausalLM, ids: Tensor) -> str:
     before, largest = _logits(model, ids), 0.0
+    fix = (
+        "no operation may mix the first axis: look for means, norms, views and transposes over the batch, and for a "
+        "mixer's forward that returns a bare tensor where (out_BTE, …) is expected"
+    )
     for row in range(BATCH):
         changed = ids.clone()
-        changed[row] = _another(ids[row], model)
+        changed[row] = (ids[row] + 1) % model.config.vocab_size
         others = [other for other in range(BATCH) if other != row]
-        largest = max(
-            largest,
-            _same(
-                _logits(model, changed)[others],
-                before[others],
-                f"changing sequence {row} of a batch changes others",
-                "no operation may mix the first axis: look for means, norms, views and transposes over the batch, and "
-                "for a mixer's forward that returns a bare tensor where (out_BTE, …) is expected",
-            ),
-        )
+        what = f"changing sequence {row} of a batch changes others"
+        largest = max(largest, _same(_logits(model, changed)[others], before[others], what, fix))
     return f"changing a sequence changes the others by {largest:.1g}"
 
 
-def _check_gradients(model: DecoderForCausalLM) -> str:
-    _, gradients = _gradients(model)
+def _check_gradients(model: DecoderForCausalLM, ids: Tensor) -> str:
+    _, gradients = _gradients(model, ids)
     if unused := [name for name, grad in gradients.items() if grad is None]:
-        _fail(
+        raise CheckFailed(
             f"no gradient for {_some(unused)}",
             "forward does not use it, or detaches it; use it, remove it, or set requires_grad=False",
         )
     found = {name: grad for name, grad in gradients.items() if grad is not None}
     if wrong := [name for name, grad in found.items() if not grad.isfinite().all()]:
-        _fail(
+        raise CheckFailed(
             f"the gradient is not finite for {_some(wrong)}",
             "look for roots, norms and logarithms at 0, and for exponentials that overflow",
         )
     if zero := [name for name, grad in found.items() if not grad.any()]:
-        _fail(
+        raise CheckFailed(
             f"the gradient is zero for {_some(zero)}",
             "it has no effect on the loss: look for factors of 0, clamps and rounding",
         )
-    return f"{len(found)} parameters have one that is finite and not zero"
+    return f"{len(gradients)} parameters have one that is finite and not zero"
 
 
-def _check_cache(model: DecoderForCausalLM) -> str:
-    ids = _random_ids(model)
+def _check_cache(model: DecoderForCausalLM, ids: Tensor) -> str:
     whole, largest = _logits(model, ids), 0.0
+    fix = (
+        "the state that is kept must be the one after the last token, be read by the next call, and hold all that "
+        "later tokens need (of a convolution or a shift its last inputs)"
+    )
     for how, lengths in PIECES.items():
-        pieces = _logits_in_pieces(model, ids, lengths)
         what = f"logits of {how}, differ from those of all at once"
-        fix = (
-            "the state that is kept must be the one after the last token, be read by the next call, and hold all that "
-            "later tokens need (of a convolution or a shift its last inputs)"
-        )
-        largest = max(largest, _same(pieces, whole, what, fix))
+        largest = max(largest, _same(_logits_in_pieces(model, ids, lengths), whole, what, fix))
     limit = TOLERANCE * whole.abs().max().item()
     return f"read in pieces or one by one, logits differ by {largest:.1g} (tolerance {limit:.1g})"
 
 
-def _check_padding(model: DecoderForCausalLM) -> str:
-    ids = _random_ids(model)[:2]
+def _check_padding(model: DecoderForCausalLM, ids: Tensor) -> str:
+    ids, largest = ids[:2], 0.0
     mask = torch.ones_like(ids)
     mask[0, :PADDING] = 0
-    lengths = [PROMPT, *[1] * NEW_TOKENS]
     fix = (
         "what lies in padding must not change what comes after: zero_padding(hidden_BTE, padding_BT) in a recurrence, "
         "seq_start_B in attention, and positions of which only differences count"
     )
-    largest = 0.0
     logits = _logits(model, ids, mask)
     for row, first in enumerate((PADDING, 0)):
-        want = _logits(model, ids[row : row + 1, first:])
         what = (
             f"logits of sequence {row} of a batch, whose sequence 0 has {PADDING} tokens of left padding, differ from "
             "those of it alone"
         )
-        largest = max(largest, _same(logits[row : row + 1, first:], want, what, fix))
+        alone = _logits(model, ids[row : row + 1, first:])
+        largest = max(largest, _same(logits[row : row + 1, first:], alone, what, fix))
+    # Both are read in the same pieces, so that only padding can make a difference.
+    one_by_one = [1] * NEW_TOKENS
     try:
-        alone = _logits_in_pieces(model, ids[:1, PADDING:], [PROMPT - PADDING, *lengths[1:]])
+        alone = _logits_in_pieces(model, ids[:1, PADDING:], [PROMPT - PADDING, *one_by_one])
     except Exception:  # which the check of the cache reports
         return f"the logits of a sequence alone differ by {largest:.1g}; a cache with padding was not checked"
-    # With what is alone read in the same pieces, so that only padding can make a difference.
-    padded = _logits_in_pieces(model, ids, lengths, mask)[:1, PADDING:]
+    padded = _logits_in_pieces(model, ids, [PROMPT, *one_by_one], mask)[:1, PADDING:]
     what = "with a cache, logits of a left-padded sequence differ from those of it alone"
     largest = max(largest, _same(padded, alone, what, fix))
     return f"logits differ by {largest:.1g} from those of the sequence alone, also with a cache"
 
 
-def _check_saving(model: DecoderForCausalLM) -> str:
+def _check_saving(model: DecoderForCausalLM, ids: Tensor) -> str:
     auto: Any = AutoModelForCausalLM
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         loaded, info = auto.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
     if type(loaded) is not type(model):
-        _fail(
+        raise CheckFailed(
             f"AutoModelForCausalLM makes a {type(loaded).__name__} of a saved {type(model).__name__}",
             f"choose a model_type that nothing else has; it is {model.config.model_type!r}",
         )
     config: Any = model.config
     for name in sorted(registry.fields_of(type(config))):
         old, new = getattr(config, name), getattr(loaded.config, name)
-        if _plain(old) != _plain(new):
-            _fail(
+        as_json = functools.partial(json.dumps, sort_keys=True, default=str)  # which knows no tuples
+        if as_json(old) != as_json(new):
+            raise CheckFailed(
                 f"the field {name} was {old!r} and is {new!r} after loading",
                 "__post_init__ must leave as it is what it has made itself",
             )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if keys := sorted(map(str, info.get(kind, ()))):
-            _fail(
+            raise CheckFailed(
                 f"saved weights do not fit the model that is loaded ({kind.replace('_', ' ')}: {_some(keys)})",
                 "names and shapes of parameters must follow from the configuration alone",
             )
-    tensors = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
-    old_tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    if changed := [name for name, old in old_tensors if not torch.equal(old, tensors[name])]:
-        _fail(
+    old_tensors, tensors = (
+        dict(itertools.chain(one.named_parameters(), one.named_buffers())) for one in (model, loaded)
+    )
+    if changed := [name for name, old in old_tensors.items() if not torch.equal(old, tensors[name])]:
+        raise CheckFailed(
             f"{_some(changed)} has other values after loading",
             "init_own_weights must write through transformers.initialization, also into buffers with persistent=False, "
             "which are not saved",
         )
-    ids = _random_ids(model)
     fix = "all that forward depends on must be in the weights or the configuration"
-    what = "logits of the loaded model differ"
-    difference = _same(_logits(loaded.eval(), ids), _logits(model, ids), what, fix)
+    difference = _same(_logits(loaded.eval(), ids), _logits(model, ids), "logits of the loaded model differ", fix)
     return f"saved and loaded, it is a {type(loaded).__name__} whose logits differ by {difference:.1g}"
 
 
-def _plain(value: Any) -> Any:
-    """As JSON has it, which knows no tuples."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _check_generate(model: DecoderForCausalLM) -> str:
-    prompt = _random_ids(model)[:2, :NEW_TOKENS]
+def _check_generate(model: DecoderForCausalLM, ids: Tensor) -> str:
+    prompt = ids[:2, :NEW_TOKENS]
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": NEW_TOKENS, "do_sample": False}
     generate: Any = model.generate
-    cached, plain = (generate(prompt, use_cache=use_cache, **options) for use_cache in (True, False))
-    if cached.shape != plain.shape:
-        _fail(f"{tuple(cached.shape)} tokens with a cache, {tuple(plain.shape)} without", "see the check of the cache")
-    for row, place in (cached != plain).nonzero().tolist():
-        # Two tokens may be equally likely but for rounding. What comes behind them is another text then.
-        if not torch.equal(cached[row, :place], plain[row, :place]):
-            continue
-        logits_V = _logits(model, plain[row : row + 1, :place])[0, -1]
-        gap, limit = _difference(logits_V[cached[row, place]], logits_V[plain[row, place]])
+    tokens_BT = generate(prompt, use_cache=True, **options)
+    # Two tokens may be equally likely but for rounding: each must have the highest logit, behind those before it.
+    logits_BTV = _logits(model, tokens_BT[:, :-1])[:, NEW_TOKENS - 1 :]
+    for row, token in itertools.product(range(2), range(NEW_TOKENS)):
+        logits_V, chosen = logits_BTV[row, token], int(tokens_BT[row, NEW_TOKENS + token])
+        gap, limit = _difference(logits_V[chosen], logits_V.max())
         if gap > limit:
-            _fail(
-                f"greedy token {place - NEW_TOKENS} is {cached[row, place]} with a cache and {plain[row, place]} "
-                f"without, whose logit is {gap:.2g} higher",
+            raise CheckFailed(
+                f"greedy token {token} is {chosen} with a cache and {int(logits_V.argmax())} without, whose logit is "
+                f"{gap:.2g} higher",
                 "see the check of the cache",
             )
     return f"{NEW_TOKENS} greedy tokens are the same with a cache and without"
 
 
-def _check_flops(model: DecoderForCausalLM) -> str:
+def _check_flops(model: DecoderForCausalLM, ids: Tensor) -> str:
     config = model.config
     for block in range(config.num_hidden_layers):
         flops = config.mixer_flops_per_token(block, LENGTH)
         if not (isinstance(flops, int | float) and math.isfinite(flops) and flops > 0):
-            _fail(f"mixer_flops_per_token({block}, {LENGTH}) is {flops!r}", "it must be a positive number of FLOPs")
+            wrong = f"mixer_flops_per_token({block}, {LENGTH}) is {flops!r}"
+            raise CheckFailed(wrong, "it must be a positive number of FLOPs")
     flops = config.flops_per_token(LENGTH)
     if not 0 < flops < math.inf:
-        _fail(f"flops_per_token({LENGTH}) is {flops!r}", "it must be positive; look at mlp_flops_per_token")
+        raise CheckFailed(f"flops_per_token({LENGTH}) is {flops!r}", "it must be positive; look at mlp_flops_per_token")
     with FlopCounterMode(display=False) as counter:
-        _logits(model, _random_ids(model))
+        _logits(model, ids)
     counted = counter.get_total_flops() / (BATCH * LENGTH)
     forward = config.flops_per_token(LENGTH, training=False)
     return f"{forward:,.0f} per token forward by its formula; PyTorch counts {counted:,.0f} in matrix products"
 
 
-def _check_checkpointing(model: DecoderForCausalLM) -> str:
-    loss, gradients = _gradients(model)
+def _check_checkpointing(model: DecoderForCausalLM, ids: Tensor) -> str:
+    loss, gradients = _gradients(model, ids)
     model.gradient_checkpointing_enable()
-    loss_again, gradients_again = _gradients(model)
+    loss_again, gradients_again = _gradients(model, ids)
     fix = "forward runs twice: it must compute the same again, and must not change parameters, buffers or attributes"
-    # A parameter without a gradient is the business of the check of gradients.
-    wanted = {f"the gradient of {name}": grad for name, grad in gradients.items() if grad is not None}
-    found = {f"the gradient of {name}": grad for name, grad in gradients_again.items() if grad is not None}
-    if lost := sorted(wanted.keys() ^ found.keys()):
-        _fail(f"{_some(lost)} is there only with or only without gradient checkpointing", fix)
-    found["the loss"] = loss_again
+    pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {"the loss": (loss_again, loss)}
+    pairs |= {f"the gradient of {name}": (gradients_again[name], want) for name, want in gradients.items()}
     largest = 0.0
-    for what, want in {"the loss": loss, **wanted}.items():
-        difference, limit = _difference(found[what], want)
+    for what, (got, want) in pairs.items():
+        if got is None or want is None:
+            if got is not want:
+                raise CheckFailed(f"{what} is there only with or only without gradient checkpointing", fix)
+            continue  # the check of gradients reports it
+        difference, limit = _difference(got, want)
         if not difference <= limit:
-            _fail(f"with gradient checkpointing {what} differs by {difference:.2g} (tolerance {limit:.1g})", fix)
+            raise CheckFailed(
+                f"with gradient checkpointing {what} differs by {difference:.2g} (tolerance {limit:.1g})", fix
+            )
         largest = max(largest, difference)
     return f"loss and gradients differ by {largest:.1g}"
 
 
 #: In the order in which they are run: the first ones explain what the later ones find.
-CHECKS: dict[str, Callable[[DecoderForCausalLM], str]] = {
+CHECKS: dict[str, Check] = {
     "shapes": _check_shapes,
     "causality": _check_causality,
     "rows": _check_rows,
