@@ -23,7 +23,7 @@ bitwise              whether every step's loss, and all weights and moments in t
 largest_difference   of a step's loss
 reason               what status.json says of the rank that was lost
 
-A row whose run did not do what docs/reliability.md promises has failed and says why. Losses on other numbers of
+A row whose run did not do what docs/operations.md promises has failed and says why. Losses on other numbers of
 devices are not judged, but reported: sums are made in another order. Runs log every step, for which the host waits for
 the GPUs.
 """

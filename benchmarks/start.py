@@ -10,7 +10,7 @@ for one step: first without compiled code in any cache, then with the caches of 
 
 first_line_seconds   from the command to the first line with a loss
 launcher_seconds     of these, the time before the process of rank 0 began: `fabric run` imports PyTorch too
-stages               from there on, as the run logs them (docs/reliability.md)
+stages               from there on, as the run logs them (docs/operations.md)
 
 Everything is written to a temporary folder, which needs space for two checkpoints. A run that does not fit into memory
 is a result.

@@ -262,58 +262,6 @@ def reading(results: Results) -> str:
     return table(["reader", "workers", "M tokens/s", "bytes decoded per byte used", "CPU ns per token"], rows)
 
 
-def checkpoints(results: Results) -> str:
-    (row,) = results.rows()
-    rows = [
-        [
-            str(number), f"{save['bytes'] / 1e9:.1f}", f"{save['device_waits_seconds']:.2f}",
-            _optional(save["write_seconds"], "{:.0f}".format), f"{save['step_seconds_meanwhile'] * 1e3:.0f}",
-        ]
-        for number, save in enumerate(row["saves"], 1)
-    ]  # fmt: skip
-    before = f"{row['step_seconds'] * 1e3:.0f}"
-    names = ["save", "GB", "the GPU waits, s", "written in, s", f"ms per step meanwhile ({before} before)"]
-    return table(names, rows)
-
-
-def corruption(results: Results) -> str:
-    """The time of digests of all weights and moments, the shortest step, and their share at the default interval."""
-    rows = [
-        [
-            name_of(row["experiment"].removeprefix("longcrawl64/")),
-            f"{row['parameters'] / 1e6:.0f}M",
-            f"{row['step_seconds'] * 1e3:.0f}",
-            f"{row['digest_seconds'] * 1e3:.0f}",
-            _percent(row["share"], 2),
-        ]
-        for row in sorted(results.rows(), key=lambda row: row["parameters"])
-    ]
-    return table(["model", "parameters", "ms per step", "ms per comparison", "share of a run"], rows)
-
-
-def interruptions(results: Results) -> str:
-    """Ends and continuations of runs on several devices that were interrupted."""
-    rows = []
-    for file in results.files:
-        straight = [row["losses"] for row in file["rows"] if row["check"] == "straight" and row["status"] == "ok"]
-        for row in file["rows"]:
-            losses = _optional(row.get("largest_difference"), "{:.1e}".format)
-            if row["check"] == "world_sizes" and len(straight) > 1:
-                losses += f" ({max(abs(a - b) for a, b in zip(*straight[:2], strict=True)):.1e})"
-            said = row.get("reason", "").partition(";")[0].partition(" (seen here")[0].removeprefix("TrainingError: ")
-            remark = _reason(row) if row["status"] != "ok" else said
-            if row["check"] == "straight":
-                remark = _optional(row.get("step_seconds"), lambda x: f"{1e3 * x:.0f} ms per step") or remark
-            rows.append([
-                row["check"], " → ".join(map(str, row["devices"])),
-                ", ".join(f"{seconds:.1f}" for seconds in row.get("first_step_seconds", ()) if seconds),
-                _optional(row.get("seconds_to_end"), "{:.1f}".format), _optional(row.get("exit_code"), str),
-                _optional(row.get("steps_lost"), str), "bitwise" if row.get("bitwise") else losses, remark,
-            ])  # fmt: skip
-    names = ["check", "devices", "first step s", "to the end s", "exit code", "steps lost", "losses", "remark"]
-    return table(names, rows)
-
-
 # Cells.
 
 

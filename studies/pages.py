@@ -239,18 +239,14 @@ def longcrawl64() -> dict[str, str]:
     return {"reading": tables.reading(results), "reading_source": results.source}
 
 
-def reliability() -> dict[str, str]:
-    results, corruption = Results("checkpoint*.json"), Results("corruption*.json")
-    interruptions = Results("interruptions*.json")
-    seconds = results.rows()[0]["reserve_seconds"]
+def operations() -> dict[str, str]:
+    rows = Results("interruptions_4_gpus.json").rows()
+    (continued,) = (row["largest_difference"] for row in rows if row["check"] == "world_sizes")
+    four, two = (row["losses"] for row in rows if row["check"] == "straight")
     return {
-        "interruptions": tables.interruptions(interruptions),
-        "interruptions_source": interruptions.source,
-        "corruption": tables.corruption(corruption),
-        "corruption_source": corruption.source,
-        "checkpoints": tables.checkpoints(results),
-        "checkpoints_source": results.source,
-        "reserve_seconds": f"{seconds:.1f}",
+        "corruption_share": f"{100 * Results('corruption_125m.json').rows()[0]['share']:.2f} %",
+        "continued_difference": f"{continued:.1e}",
+        "straight_difference": f"{max(abs(a - b) for a, b in zip(four, two, strict=True)):.1e}",
     }
 
 
@@ -314,7 +310,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "docs/performance.md": performance,
     "benchmarks/results/README.md": lambda: {"files": tables.files()},
     "docs/longcrawl64.md": longcrawl64,
-    "docs/reliability.md": reliability,
+    "docs/operations.md": operations,
     "docs/sweep.md": sweep,
     "eval/per_token_loss/README.md": eval_per_token_loss,
     "eval/lm_eval_harness/README.md": eval_lm_eval_harness,

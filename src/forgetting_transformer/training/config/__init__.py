@@ -264,7 +264,7 @@ class Config:
     tag: str = "debug"
     #: Seeds the initial weights and the random numbers of every step.
     seed: int = within(Range(-(2**63), 2**63 - 1), 0)
-    #: Everything the run writes goes here; see docs/run_directory.md.
+    #: Everything the run writes goes here; see docs/operations.md.
     output_dir: str = MISSING
     #: Folder that holds the corpus folder `datamodule.dataset`.
     data_dir: str = MISSING

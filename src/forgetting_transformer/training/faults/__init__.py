@@ -1,4 +1,4 @@
-"""Faults that a run meets, and where each is handled. docs/reliability.md says what then happens; each has a test.
+"""Faults that a run meets, and where each is handled. docs/operations.md says what then happens; each has a test.
 
  1  signal                                 sentinel.py hears it, stop.py lets all ranks stop after the same step
  2  killed rank                            peers.py names it
@@ -8,9 +8,9 @@
  6  damaged checkpoint                     ../checkpoint/ takes the one before; corruption.py compares what was loaded
  7  missing or damaged data                data/
  8  reader dead, silent or without memory  feed.py starts new ones; sentinel.py; data/worker.py
- 9  changed config or corpus at resume     ../continuing.py
+ 9  changed config or corpus at resume     ../config/continuing.py
 10  ranks that differ                      corruption.py compares them
-11  two starts in one folder               ../run_directory.py has the lock, status.py takes it
+11  two starts in one folder               ../records/run_directory.py has the lock, status.py takes it
 12  network that goes away                 data/remote.py; callbacks/wandb.py
 
 failures.py ends a run in one line, whatever went wrong. shards.py knows what a rank holds of a sharded tensor.

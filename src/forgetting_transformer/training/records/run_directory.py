@@ -1,4 +1,4 @@
-"""Files of a run under `output_dir`, and who may write there. docs/run_directory.md draws the tree."""
+"""Files of a run under `output_dir`, and who may write there. docs/operations.md draws the tree."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""docs/reliability.md holds no promise without a test: every row of its tables of faults names one, and it exists."""
+"""docs/operations.md holds no promise without a test: every row of its tables of faults names one, and it exists."""
 
 import ast
 import re
@@ -42,7 +42,7 @@ def functions_of(file: Path) -> set[str]:
 
 
 def test_every_row_names_a_test_that_exists():
-    found = rows((ROOT / "docs" / "reliability.md").read_text(encoding="utf-8"))
+    found = rows((ROOT / "docs" / "operations.md").read_text(encoding="utf-8"))
     assert len({row[0] for row in found}) == len(found) == 12
     assert not [name for row in found for name in missing(row[2])]
 
