@@ -62,6 +62,23 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^ *```{language}\n(.*?)^ *```", page, re.MULTILINE | re.DOTALL)
 
 
+def section(page: str, title: str) -> str:
+    """The section of a page under a heading of the second level."""
+    return page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def write_files(page: str, folder: Path) -> None:
+    """Writes the plug-in that docs/extend.md shows: names before blocks, and lines to add to `my_lab/__init__.py`."""
+    found = re.findall(r"^`(my_lab/[\w./]+)`:\n\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    lines = re.findall(r"Add\s+`(from my_lab import \w+)`\s+to\s+`my_lab/__init__.py`", page)
+    assert len(found) == 9 and len(lines) == 3
+    for name, text in found:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    with (folder / "my_lab/__init__.py").open("a") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+
+
 def shell_commands(page: str) -> Iterator[list[str]]:
     """The words of each command in a page, from bash blocks and from `code` with a script or pip (MORE added)."""
     for block in blocks(page, "bash"):

@@ -1,4 +1,4 @@
-"""docs/add_a_callback.md followed to the letter, in a folder that is not the repository."""
+"""The section on a callback of docs/extend.md, followed to the letter, in a folder that is not the repository."""
 
 import json
 import re
@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.commands import ROOT, blocks
+from tests.docs.commands import ROOT, blocks, section, write_files
 from tests.processes import run_command
 from tests.tiny import STEP, make_corpus, tiny_config
 from tests.training.conftest import Job, changed, checkpoint_tensors
 
-PAGE = (ROOT / "docs/add_a_callback.md").read_text(encoding="utf-8")
+EXTEND = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
+PAGE = section(EXTEND, "A callback")
 #: A corpus and a model of seconds in the place of the demo's.
 SMALL = [
     "datamodule.dataset=tiny",
@@ -42,13 +43,8 @@ SMALL = [
 
 @pytest.fixture
 def lab(tmp_path) -> Path:
-    """A folder in which a reader has done steps 1 and 2."""
-    code, yaml = blocks(PAGE, "python")[0], blocks(PAGE, "yaml")[0]
-    files = re.findall(r"`(my_lab/\S+)`", PAGE)
-    assert files == ["my_lab/__init__.py", "my_lab/configs/callbacks/loss_jumps.yaml"]
-    for name, text in zip(files, (code, yaml), strict=True):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    """A folder with the files of the page and a corpus."""
+    write_files(EXTEND, tmp_path)
     make_corpus(tmp_path / "quickstart/data")
     return tmp_path
 

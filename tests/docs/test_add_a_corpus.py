@@ -1,4 +1,4 @@
-"""docs/add_a_corpus.md followed to the letter, in a folder that is not this repository."""
+"""The section on a corpus of docs/extend.md, followed to the letter, in a folder that is not this repository."""
 
 import json
 import re
@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.docs.commands import ROOT, blocks
+from tests.docs.commands import ROOT, blocks, section, write_files
 from tests.processes import run_command
 
 pytestmark = pytest.mark.slow
 
-PAGE = (ROOT / "docs/add_a_corpus.md").read_text(encoding="utf-8")
+EXTEND = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
+PAGE = section(EXTEND, "A corpus")
 #: The page's command, in seconds instead of minutes.
 SMALL = [
     "scale.hidden_size=32",
@@ -35,12 +36,7 @@ SMALL = [
 def lab(tmp_path_factory) -> Path:
     """A folder with the files of the page, and tokens."""
     folder = tmp_path_factory.mktemp("lab")
-    (python,) = blocks(PAGE, "python")
-    (choice,) = blocks(PAGE, "yaml")
-    for name, text in {"__init__.py": python, "configs/datamodule/token_file.yaml": choice}.items():
-        assert f"`my_lab/{name}`" in PAGE
-        (folder / "my_lab" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "my_lab" / name).write_text(text, encoding="utf-8")
+    write_files(EXTEND, folder)
     (folder / "data/tales").mkdir(parents=True)
     generator = np.random.default_rng(0)
     for name, size in (("train.bin", 32 * 8 * 12), ("val.bin", 32 * 10)):

@@ -1,4 +1,4 @@
-"""The pages on adding components, followed in a folder outside the repository: first their files, then commands."""
+"""docs/extend.md followed in a folder outside the repository: first its files, then commands."""
 
 import json
 import re
@@ -9,12 +9,15 @@ from omegaconf import OmegaConf
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.docs.commands import ROOT, shell_commands
+from tests.docs.commands import ROOT, section, shell_commands, write_files
 from tests.processes import Command, run_command
 from tests.tiny import VOCAB, make_corpus
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
+PAGE = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
+#: Commands of the optimizer, and of the mixer: that of the top, and the example's.
+PARTS = {"optimizer": section(PAGE, "An optimizer"), "mixer": PAGE.partition("## A check in seconds")[0]}
 #: What makes the demo a matter of seconds, added to the page's commands.
 SMALL = [
     "datamodule.train_batch_len=32", "datamodule.train_batch_size=4", "datamodule.train_num_workers=0",
@@ -22,15 +25,6 @@ SMALL = [
     "train.grad_acc_tokens=64", "train.max_tokens=3200", "schedule.warmup_tokens=128", "wandb.mode=disabled",
     "fabric.accelerator=cpu", "checkpoint_interval=640", "datamodule.repeat=true", "log_interval=128",
 ]  # fmt: skip
-
-
-def write_files(page: str, folder: Path) -> None:
-    """The files that a page shows: a line with the name, then the block."""
-    found = re.findall(r"^`(my_lab/[\w./]+)`:\n\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(found) >= 2
-    for name, text in found:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
 
 
 def run(words: list[str], folder: Path) -> str:
@@ -65,11 +59,10 @@ def elsewhere(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["add_an_optimizer", "add_an_architecture"])
+@pytest.mark.parametrize("name", PARTS)
 def test_a_page_followed_from_another_folder_trains_is_killed_continues_and_is_exported(name, elsewhere):
-    page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
-    write_files(page, elsewhere)
-    train, save, *more = [words for words in shell_commands(page) if "my_lab" in " ".join(words)]
+    write_files(PAGE, elsewhere)
+    train, save, *more = [words for words in shell_commands(PARTS[name]) if "my_lab" in " ".join(words)]
     output = next(word.partition("=")[2] for word in train if word.startswith("output_dir="))
     checkpoints = elsewhere / output / "checkpoints"
     process = Command(*train[1:], *SMALL, folder=elsewhere)
@@ -91,7 +84,7 @@ def test_a_page_followed_from_another_folder_trains_is_killed_continues_and_is_e
     exported = elsewhere / f"{output}_hf"
     assert (exported / "model.safetensors").is_file()
     needs = json.loads((exported / "exported_from.json").read_text()).get("plugins")
-    assert needs == (["my_lab"] if name == "add_an_architecture" else None)
+    assert needs == (["my_lab"] if name == "mixer" else None)
     for words in more:
         bare = [word for word in words if word not in ("--plugins", "my_lab")]
         assert "this model needs plugins=[my_lab]" in refused(bare, elsewhere)
@@ -99,12 +92,11 @@ def test_a_page_followed_from_another_folder_trains_is_killed_continues_and_is_e
 
 
 def test_the_mixer_of_a_plug_in_in_a_hybrid_is_exported_with_the_name_of_the_plug_in(elsewhere):
-    page = (ROOT / "docs/add_an_architecture.md").read_text(encoding="utf-8")
-    write_files(page, elsewhere)
-    hybrid = re.findall(r"^```yaml\n(name: hybrid\n.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    write_files(PAGE, elsewhere)
+    hybrid = re.findall(r"^```yaml\n(name: hybrid\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[0]
     (elsewhere / "my_lab/configs/model/retention_fox.yaml").write_text(hybrid)
     # The demo's MLP and one layer; the corpus is that of the other commands.
-    train = next(words for words in shell_commands(page) if "my_lab" in " ".join(words))
+    train = next(words for words in shell_commands(PAGE) if "my_lab" in " ".join(words))
     corpus = next(word for word in train if word.startswith("data_dir="))
     command = ["python", "train.py", "+experiment/demo=fox_pro", "plugins=[my_lab]", "model=retention_fox", corpus]
     run([*command, *SMALL, "scale.num_hidden_layers=4", "output_dir=hybrid", "train.max_tokens=640"], elsewhere)

@@ -1,7 +1,6 @@
-"""Gated DeltaNet, the worked example of docs/add_an_architecture.md, computes its recurrence."""
+"""Gated DeltaNet, shown in parts in docs/extend.md, computes its recurrence."""
 
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 from forgetting_transformer.model import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 from forgetting_transformer.training.config import TrainConfig
 from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
+from tests.docs.commands import blocks, section
 from tests.model.small_models import counted_flops_per_token, small
 from tests.model.test_delta_net import convolved, relative_error, silu
 
@@ -88,12 +88,11 @@ def test_options_that_do_not_fit_are_refused(fields, key):
 
 
 def test_the_documentation_shows_the_code_as_it_is():
-    page = (ROOT / "docs/add_an_architecture.md").read_text()
+    page = section((ROOT / "docs/extend.md").read_text(), "The parts of a mixer")
     model = ROOT / "src/forgetting_transformer/model"
     sources = [model / "mixers/gated_delta_net.py", model / "__init__.py", ROOT / "configs/model/gated_delta_net.yaml"]
     code = {line.strip() for source in sources for line in source.read_text().splitlines()}
-    page = page.partition("## 5. From your own repository")[0]  # tests/docs/test_plugins.py runs that example
-    blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", page, flags=re.DOTALL)
-    assert len(blocks) > 5
-    for line in "".join(blocks).splitlines():
+    shown = blocks(page, "python")
+    assert len(shown) > 5
+    for line in "".join(shown).splitlines():
         assert not line.strip() or line.strip() in code, line

@@ -23,7 +23,7 @@ from forgetting_transformer.model.checks import CHECKS, check_architecture, tiny
 from forgetting_transformer.model.config import SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
-from tests.docs.test_plugins import write_files
+from tests.docs.commands import write_files
 from tests.processes import ROOT, run_command
 
 pytestmark = pytest.mark.slow
@@ -379,8 +379,8 @@ def test_a_field_that_cannot_be_is_named(field, said, script):
 
 
 def test_the_page_shows_what_it_prints(tmp_path):
-    """docs/add_an_architecture.md, with the package that it shows, in a folder that holds nothing else."""
-    page = (ROOT / "docs/add_an_architecture.md").read_text(encoding="utf-8")
+    """docs/extend.md, with the package that it shows, in a folder that holds nothing else."""
+    page = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
     write_files(page, tmp_path)
     command, *shown = re.findall(r"^```text\n\$ (python scripts/check_model.*?)^```", page, re.M | re.S)[0].splitlines()
     _, script, *words = shlex.split(command)

@@ -1,7 +1,7 @@
 """What training asks of a corpus: the protocol between the two, and what both call a batch.
 
 A corpus is registered by name (`plugins.CORPORA`) as a function `build(data_dir, config)` that returns a
-`Corpus`, with a dataclass of its keys that derives from `DataModuleConfig`. docs/add_a_corpus.md adds one.
+`Corpus`, with a dataclass of its keys that derives from `DataModuleConfig`. docs/extend.md adds one.
 
 Axes: B sequences of a batch, T tokens of a sequence, S = T + 1 entries of cu_seqlens.
 """

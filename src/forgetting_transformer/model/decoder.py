@@ -247,7 +247,7 @@ class DecoderModel(DecoderPreTrainedModel):
         for name in sorted({type(mixer).__name__ for mixer in mixers if not hasattr(mixer, "new_cache")}):
             raise TypeError(
                 f"{name} has no new_cache(), so nothing can be generated with a cache: give it one "
-                "(docs/add_an_architecture.md), or generate with use_cache=False"
+                "(docs/extend.md), or generate with use_cache=False"
             )
         return DecoderCache([mixer.new_cache() for mixer in mixers])
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: the delta rule with a forget gate. The worked example of docs/add_an_architecture.md.
+"""Gated DeltaNet: the delta rule with a forget gate. docs/extend.md shows parts of it.
 
 Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", ICLR 2025.
 

@@ -1,7 +1,7 @@
 """What is measured or done during training, besides training itself: a small file each. base.py says what a hook is.
 
 The trainer knows none of them by name. They are called in the order of built_in.py, then those of the config's
-`callbacks`, in the order in which it names them. docs/add_a_callback.md adds one.
+`callbacks`, in the order in which it names them. docs/extend.md adds one.
 """
 
 from forgetting_transformer.training.callbacks.base import Callback, Callbacks, Interval, Step
