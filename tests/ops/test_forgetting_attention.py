@@ -404,7 +404,7 @@ GOOD = {
         ({"window_size": 0}, ValueError, "window_size is 0"),
         ({"window_size": 2.0}, ValueError, "window_size is 2.0"),
         ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, "batch size 1 .got 2."),
-        ({"cu_seqlens": torch.tensor([0.0, 6.0])}, TypeError, "cu_seqlens is a torch.float32"),
+        ({"cu_seqlens": torch.tensor([0.0, 6.0])}, TypeError, "cu_seqlens has dtype torch.float32"),
         ({"cu_seqlens": [0, 6]}, TypeError, "cu_seqlens is a list"),
         ({"log_fgate": torch.zeros(2, 3, 6)}, ValueError, "log_fgate has shape"),
         ({"seq_start": torch.tensor([0, 7])}, ValueError, r"seq_start is \[0, 7\].* \[0, 6\]"),
