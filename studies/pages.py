@@ -4,9 +4,9 @@
     python -m studies.pages            # rewrites the pages that have changed
     python -m studies.pages --check    # changes nothing; names outdated pages and exits with 1 if there are any
 
-The files are benchmarks/results/*.json, which the scripts in benchmarks/ write with --out, and studies/*/*.json. Marks in
-a page say where something belongs: <!-- NAME --> and <!-- end of NAME --> enclose the lines of a table, <!-- NAME -->
-and <!-- end --> a number in a sentence. PAGES below defines the names of each page.
+The files are benchmarks/results/*.json, which the scripts in benchmarks/ write with --out, and studies/*/*.json. Marks
+in a page say where something belongs: <!-- NAME --> and <!-- end of NAME --> enclose a table, <!-- NAME --> and
+<!-- end --> a number in a sentence. PAGES below defines the names of each page.
 """
 
 import argparse
