@@ -249,17 +249,7 @@ def attention(results: Results) -> str:
     return table(["kernel", *shapes], rows)
 
 
-# Data, checkpoints and interruptions.
-
-
-def reading(results: Results) -> str:
-    titles = {"plain zarr": "plain Zarr, a read per batch", "kept chunks": "kept chunks"}
-    rows = []
-    for row in results.rows():
-        rate, cpu = statistics.median(row["tokens_per_second"]) / 1e6, row["cpu_seconds_per_token"] * 1e9
-        cells = [titles[row["reader"]], str(row["workers"]), f"{rate:,.1f}" if rate < 10 else f"{rate:,.0f}"]
-        rows.append([*cells, f"{row['decode_factor']:.2f}", f"{cpu:,.0f}" if cpu >= 100 else f"{cpu:.1f}"])
-    return table(["reader", "workers", "M tokens/s", "bytes decoded per byte used", "CPU ns per token"], rows)
+# Checkpoints and interruptions.
 
 
 # Cells.

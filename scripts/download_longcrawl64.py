@@ -38,7 +38,7 @@ what there is:
   Killed? The same command continues. Every file is checked: its size, its checksum where the source states one, and
   that it can be decoded. OUT/<split>.sha256 lists what was checked; scripts/verify_data.py checks again.
 
-More: docs/longcrawl64.md
+More: docs/data.md
 """
 
 

@@ -45,7 +45,7 @@ what --force does:
   this program and nothing else; other files are refused. An unfinished corpus is started over, unless it was begun
   with --force too: then it is continued, and texts that were all encoded are not read again.
 
-More: docs/prepare_data.md
+More: docs/data.md
 """
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

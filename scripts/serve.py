@@ -1,14 +1,14 @@
 #!/usr/bin/env python
 """Serves an exported model to programs on this machine, with OpenAI's protocol, by transformers' own server.
 
-    pip install "transformers[serving]"
+    pip install -e ".[serve]"
     python scripts/serve.py output/hf/demo
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"model": "output/hf/demo", "prompt": "import os", "max_tokens": 32, "temperature": 0.8}'
 
 This is `transformers serve` with this package's model classes, which `transformers serve` by itself does not know. It
 answers on 127.0.0.1 only. Use /v1/completions: these are base models, and /v1/chat/completions needs a tokenizer with a
-chat template (docs/serving.md).
+chat template (docs/use_a_model.md).
 """
 
 import argparse

@@ -4,10 +4,9 @@
     python -m studies.pages            # rewrites the pages that have changed
     python -m studies.pages --check    # changes nothing; names outdated pages and exits with 1 if there are any
 
-The files are benchmarks/results/*.json, which the scripts in benchmarks/ write with --out, studies/*/*.json, and the
-example results beside the pages in eval/. Marks in a page say where something belongs: <!-- NAME --> and
-<!-- end of NAME --> enclose the lines of a table, <!-- NAME --> and <!-- end --> a number in a sentence. PAGES below
-defines the names of each page.
+The files are benchmarks/results/*.json, which the scripts in benchmarks/ write with --out, and studies/*/*.json. Marks
+in a page say where something belongs: <!-- NAME --> and <!-- end of NAME --> enclose a table, <!-- NAME --> and
+<!-- end --> a number in a sentence. PAGES below defines the names of each page.
 """
 
 import argparse
@@ -23,11 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import tables
 from tables import Results
 
-from forgetting_transformer.analysis import AnalysisError, position_loss
-from forgetting_transformer.analysis.evaluations import from_lm_eval, from_longbench
-from forgetting_transformer.analysis.published import lm_eval_table, longbench_table
+from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.statistics import difference
-from forgetting_transformer.analysis.tables import markdown, markdown_table
+from forgetting_transformer.analysis.tables import markdown_table
 from studies.engine import tables as study_tables
 from studies.engine.claims import UNDECIDED, verdicts
 from studies.engine.marked_pages import fill_in
@@ -250,11 +247,6 @@ def results() -> dict[str, str]:
 # Other pages.
 
 
-def longcrawl64() -> dict[str, str]:
-    results = Results("data*.json")
-    return {"reading": tables.reading(results), "reading_source": results.source}
-
-
 def operations() -> dict[str, str]:
     rows = Results("interruptions_4_gpus.json").rows()
     (continued,) = (row["largest_difference"] for row in rows if row["check"] == "world_sizes")
@@ -286,37 +278,6 @@ def sweep() -> dict[str, str]:
     }
 
 
-def example(name: str) -> dict[str, Any]:
-    return read_json(ROOT / "eval" / name / "example_results.json")
-
-
-def eval_per_token_loss() -> dict[str, str]:
-    return {"comparison": position_loss.comparison_table(example("per_token_loss")["comparison"]).markdown()}
-
-
-def eval_lm_eval_harness() -> dict[str, str]:
-    results = example("lm_eval_harness")["results"]
-    return {"scores": markdown(*lm_eval_table({name: [from_lm_eval(found)] for name, found in results.items()}))}
-
-
-def eval_longbench() -> dict[str, str]:
-    results = example("longbench")["results"]
-    return {"scores": markdown(*longbench_table({name: [from_longbench(found)] for name, found in results.items()}))}
-
-
-def eval_niah() -> dict[str, str]:
-    found = example("niah")
-    return {
-        "prompts": str(found["prompts"]),
-        "words": f"{100 * found['words']:.3g} %",
-        "exact": f"{100 * found['exact']:.0f} %",
-    }
-
-
-def eval_forget_gates() -> dict[str, str]:
-    return {"pruned": f"{100 * example('forget_gates')['pruned']:.0f} %"}
-
-
 PAGES: dict[str, Callable[[], dict[str, str]]] = {
     **{
         f"studies/{file.parent.name}/README.md": functools.partial(study_page, file.parent.name)
@@ -326,14 +287,8 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "docs/results.md": results,
     "docs/performance.md": performance,
     "benchmarks/results/README.md": lambda: {"files": tables.files()},
-    "docs/longcrawl64.md": longcrawl64,
     "docs/operations.md": operations,
     "docs/sweep.md": sweep,
-    "eval/per_token_loss/README.md": eval_per_token_loss,
-    "eval/lm_eval_harness/README.md": eval_lm_eval_harness,
-    "eval/longbench/README.md": eval_longbench,
-    "eval/niah/README.md": eval_niah,
-    "eval/forget_gates/README.md": eval_forget_gates,
 }
 
 if __name__ == "__main__":

@@ -192,8 +192,8 @@ def test_the_yaml_of_the_page_on_training_is_an_experiment(tmp_path):
     assert composed.tag == "my_fox" and parse(composed).model.config["num_hidden_layers"] == 2
 
 
-def test_the_python_of_prepare_data_is_what_the_corpus_takes(monkeypatch):
-    (block,) = blocks(read(ROOT / "docs/prepare_data.md"), "python")
+def test_the_python_of_the_page_on_data_is_what_the_corpus_takes(monkeypatch):
+    (block,) = blocks(read(ROOT / "docs/data.md"), "python")
     calls = []
 
     def prepare_corpus(settings, out, workers):

@@ -22,7 +22,6 @@ PAGES_WITH_MARKS = [
 RESULTS = [
     *ROOT.glob("benchmarks/results/*.json"),
     *ROOT.glob("studies/*/[!.]*.json"),
-    *ROOT.glob("eval/*/example_results.json"),
 ]
 PAGE = """a
 <!-- models -->

@@ -88,7 +88,7 @@ def vocabulary_of(
             f"{redact(str(place))} has no manifest.json that states its vocabulary and is not LongCrawl64 with "
             f"documents of 65,536 tokens, so it does not say which tokenizer made it: set {' and '.join(missing)}, or "
             f"bring back the manifest "
-            "that scripts/prepare_data.py wrote (docs/prepare_data.md)"
+            "that scripts/prepare_data.py wrote (docs/data.md)"
         )
     found = Vocabulary(size, bos, bos if eos is None else eos)
     for key in ("bos_token_id", "eos_token_id"):

@@ -146,7 +146,7 @@ def find_heldout(data_path: str | Path, dataset: str = "longcrawl64") -> Path:
     raise DataError(
         f"no heldout.zarr in {data_path} and none in {data_path / dataset}: set --data_path to a corpus's folder (or "
         "to the folder that holds it, with --dataset its name); for the corpus of a plug-in, name it with --corpus. "
-        "docs/prepare_data.md says how to make one"
+        "docs/data.md says how to make one"
     )
 
 

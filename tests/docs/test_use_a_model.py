@@ -1,4 +1,4 @@
-"""The Python of docs/hugging_face.md, run line by line on a small model."""
+"""The Python of docs/use_a_model.md, run line by line on a small model."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def test_the_lines_of_the_page_train_and_show_attention(tmp_path, monkeypatch):
     peft = pytest.importorskip("peft", reason="LoRA is peft's: pip install -r requirements-dev.txt")
     from tests.evaluation.conftest import _tokenizer
 
-    folder = tmp_path / "output/hf/demo"
+    folder = tmp_path / "quickstart/hf"
     small_model(vocab_size=len(VOCABULARY), initializer_range=0.02, **PRO).save_pretrained(folder)
     tokenizer = _tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
@@ -23,10 +23,14 @@ def test_the_lines_of_the_page_train_and_show_attention(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
-    page, names = (ROOT / "docs/hugging_face.md").read_text(encoding="utf-8"), {}
-    trainer, lora, attention = blocks(page, "python")
+    page, names = (ROOT / "docs/use_a_model.md").read_text(encoding="utf-8"), {}
+    load, attention, trainer, lora, _ = blocks(page, "python")
     few_steps = "max_steps=100"
     assert trainer.count(few_steps) == lora.count(few_steps) == 1
+    exec(load, names)
+    assert len(names["texts"]) == 1
+    exec(attention, names)
+    assert names["weights"].shape == names["forgotten"].shape and names["forgotten"].max() == 1
     exec(trainer.replace(few_steps, "max_steps=2"), names)
     assert names["trainer"].state.global_step == 2
     assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "output/finetuned").iterdir()}
@@ -37,5 +41,3 @@ def test_the_lines_of_the_page_train_and_show_attention(tmp_path, monkeypatch):
     ).merge_and_unload()
     ids = torch.arange(9)[None]
     torch.testing.assert_close(merged(input_ids=ids).logits, names["adapted"].eval()(input_ids=ids).logits)
-    exec(attention, names)
-    assert names["weights"].shape == names["forgotten"].shape and names["forgotten"].max() == 1
