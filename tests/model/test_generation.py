@@ -100,14 +100,30 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("lengths", PIECES, ids=str)
-@pytest.mark.parametrize("name, fields", VARIANTS.values(), ids=VARIANTS)
+#: Other options of a model in two ways alone: token by token after a prompt, and by equal pieces.
+SOME_PIECES = (PIECES[1], PIECES[3])
+WHOLE = pytest.mark.rare("tests/model/test_generation.py::test_pieces_equal_the_whole")
+
+
+@pytest.mark.parametrize(
+    "name, fields, lengths",
+    [
+        pytest.param(
+            *VARIANTS[kind],
+            lengths,
+            id=f"{kind}-{lengths}",
+            marks=[] if kind in MODELS or lengths in SOME_PIECES else [WHOLE],
+        )
+        for kind in VARIANTS
+        for lengths in PIECES
+    ],
+)
 def test_pieces_equal_the_whole(name, fields, lengths, ids):
     model = small(name, **fields)
     assert_close(logits_in_pieces(model, ids, lengths), model(input_ids=ids, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("lengths", [[12], *PIECES], ids=str)
+@pytest.mark.parametrize("lengths", [[12], [5, 7], [1] * 12], ids=str)
 def test_left_padding_changes_nothing(model, ids, lengths):
     mask = torch.ones_like(ids)
     mask[0, :6] = 0
