@@ -29,6 +29,7 @@ from forgetting_transformer.analysis.published import lm_eval_table, longbench_t
 from forgetting_transformer.analysis.statistics import difference
 from forgetting_transformer.analysis.tables import markdown, markdown_table
 from studies.engine import tables as study_tables
+from studies.engine.claims import UNDECIDED, verdicts
 from studies.engine.marked_pages import fill_in
 from studies.engine.noise import against_baseline
 from studies.engine.results import Study, read_study
@@ -111,24 +112,10 @@ def leads() -> dict[str, str]:
 
 
 def longer_sequences() -> dict[str, str]:
-    """FoX's lead at 125M with its interval as studies/longer_sequences/study.yaml states it, and its runs' speeds."""
-    folder = ROOT / "studies" / "longer_sequences"
-    study = read_study(folder)
+    """FoX's lead at 125M, with its interval as studies/longer_sequences/study.yaml states it."""
+    study = read_study(ROOT / "studies" / "longer_sequences")
     above, below = ([*study.losses("models", name).values()] for name in ("transformer_pro", "fox_pro"))
-    rows = [
-        [
-            study.name(run["model"]),
-            str(run["seed"]),
-            run["device"],
-            "yes" if run["cuda_graphs"] else "no",
-            f"{run['tokens_per_second']:,}",
-            f"{100 * run['mfu']:.0f} %",
-            f"{run['gpu_seconds'] / 60:.1f}",
-        ]
-        for run in read_json(folder / "runs.json")["runs"]
-    ]
-    header = ["model", "seed", "GPUs", "CUDA graphs", "tokens/s", "MFU", "GPU minutes"]
-    return {"longer_gain": difference(above, below).text(digits=3), "runs": markdown_table(header, rows, "lrllrrr")}
+    return {"longer_gain": difference(above, below).text(digits=3)}
 
 
 def equal_rates(study: Study) -> dict[str, str]:
@@ -227,8 +214,36 @@ def ratio(results: Results, above: Mapping[str, Any], below: Mapping[str, Any]) 
 def study_page(name: str) -> dict[str, str]:
     folder = ROOT / "studies" / name
     found = study_tables.sections(folder, folder / "README.md")
-    found |= equal_rates(read_study(folder)) if (folder / "rates_fox_pro.jsonl").is_file() else {}
-    return found | (longer_sequences() if (folder / "runs.json").is_file() else {})
+    if name == "longer_sequences":
+        return found | longer_sequences()
+    return found | (equal_rates(read_study(folder)) if name == "three_seeds_100m" else {})
+
+
+#: Studies with several seeds -> columns of docs/results.md, and what their numbers in its sentences begin with.
+STUDIES = {
+    "three_seeds": ("20M, 33.6M tokens", "short"),
+    "three_seeds_100m": ("20M, 100.7M tokens", "long"),
+    "longer_sequences": ("125M, 314.6M tokens", "large"),
+}
+
+
+def results() -> dict[str, str]:
+    """Claims with their verdicts in all studies, and single numbers of each study."""
+    cells: dict[tuple[str, str, str], dict[str, str]] = {}
+    found = longer_sequences() | equal_rates(read_study(ROOT / "studies" / "three_seeds_100m"))
+    for name, (column, begin) in STUDIES.items():
+        folder = ROOT / "studies" / name
+        found |= {f"{begin}_{key}": text for key, text in study_tables.sections(folder, folder / "README.md").items()}
+        found[f"{begin}_deviation"] = f"{(study := read_study(folder)).contrasts('models')[0].deviation:.3f}"
+        for claim, rule, models, measured, verdict in verdicts(study):
+            row = cells.setdefault((claim, rule, models.replace(" 125M", "")), {})
+            row[column] = f"{measured} {'open' if verdict == UNDECIDED else f'**{verdict}**'}" if measured else ""
+    columns, rows = [column for column, _ in STUDIES.values()], []
+    for claim, rule, models in cells:
+        known = any(row[0] == claim for row in rows)
+        of_studies = [cells[claim, rule, models].get(column, "") for column in columns]
+        rows.append(["" if known else claim, rule, models, *of_studies])
+    return found | {"claims": markdown_table(["claim", "rule", "model", *columns], rows, "lllrrr")}
 
 
 # Other pages.
@@ -311,6 +326,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
         for file in sorted(ROOT.glob("studies/*/README.md"))
     },
     "README.md": front,
+    "docs/results.md": results,
     "docs/performance.md": performance,
     "benchmarks/results/README.md": lambda: {"files": tables.files()},
     "docs/longcrawl64.md": longcrawl64,

@@ -11,22 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from forgetting_transformer.analysis import statistics
 from forgetting_transformer.analysis.statistics import Estimate
 from forgetting_transformer.analysis.tables import markdown_table
 from studies.engine.plan import Claim
-from studies.engine.results import FINISHED, GLOBAL, LOCAL, Study
+from studies.engine.results import FINISHED, Study
 
 SEEN, NOT_SEEN, UNDECIDED = "seen", "not seen", "not decidable at this size"
 #: In the place of a verdict.
 FEW_SEEDS, NOT_RUN = "none (too few seeds)", "not run"
 #: Share of all heads that must be local, or global.
 SOME_HEADS = 0.05
-#: A measure: an estimate, None where the study lacks the numbers, and the numbers behind it.
-Measured = tuple[Estimate | None, str]
-_NOTHING: Measured = (None, "")
+#: A measure: an estimate with its interval, None where the study lacks the numbers.
+Measured = Estimate | None
 
 
 def decide(claim: Claim, measured: Estimate | None) -> str:
@@ -52,25 +49,23 @@ def measure(study: Study, claim: Claim, model: str) -> Measured:
 
 def claims_table(study: Study) -> str:
     """A row per claim and model: what was measured, with its 95 % interval, and the verdict."""
+    header = ["claim", "rule", "model", "measured", "verdict"]
+    rows = verdicts(study)
+    return markdown_table(header, rows, "lllrl") if rows else "This study states no claims."
+
+
+def verdicts(study: Study) -> list[list[str]]:
+    """Claim, rule, models, measure and verdict of each claim about each of its models."""
     rows = []
     for claim in study.plan.claims:
         for model in claim.models:
-            measured, detail = measure(study, claim, model)
+            measured = measure(study, claim, model)
             what = study.name(model) + (f" against {study.name(claim.than)}" if claim.than else "")
             rule = claim.rule + (f" at {claim.at:g} T" if claim.at else "")
             rule += f" within {claim.within:g}" if claim.within else ""
             text = _text(measured, RULES[claim.rule].percent)
-            rows.append([claim.claim, rule, what, text, detail, decide(claim, measured)])
-    header = ["claim", "rule", "model", "measured", "from", "verdict"]
-    return markdown_table(header, rows, "lllrll") if rows else "This study states no claims."
-
-
-def rules_list(study: Study) -> str:
-    """The rules that the study's claims are decided by, a line each."""
-    sides = {"+": "above zero", "-": "below zero", "0": "within the stated margin around zero"}
-    used = {claim.rule: RULES[claim.rule] for claim in study.plan.claims}
-    lines = [f"* `{name}`: {rule.says}; seen if the interval lies {sides[rule.holds]}." for name, rule in used.items()]
-    return "\n".join(lines) or "This study states no claims."
+            rows.append([claim.claim, rule, what, text, decide(claim, measured)])
+    return rows
 
 
 def _text(measured: Estimate | None, percent: bool) -> str:
@@ -82,61 +77,42 @@ def _text(measured: Estimate | None, percent: bool) -> str:
     return f"{Estimate(100 * value, 100 * half_width).text('+', digits=1)} %" if percent else measured.text("+")
 
 
-def _seeds(count: int) -> str:
-    return f"{count} seed{'s' * (count != 1)}"
-
-
-def _percent(shares: Sequence[float]) -> str:
-    return f"{np.mean(shares):.0%}"
-
-
 # What is measured.
 
 
 def _change(study: Study, claim: Claim, model: str) -> Measured:
-    """Of the loss when the context doubles at a position, minus that of another model if there is one."""
+    """Change of the loss when the context doubles at a position, minus that of another model if there is one."""
     length = study["models"].get(model, {}).get("train_length")
     assert claim.at is not None
     for entry in study["changes"]:
         if (entry["model"], entry["than"], entry["position"]) == (model, claim.than, round(claim.at * (length or 0))):
-            half_width = math.nan if entry["half_width"] is None else entry["half_width"]
-            detail = f"position {entry['position']:,}, {_seeds(entry['seeds'])}"
-            if entry["of_texts"] is not None and entry["of_seeds"] is not None:
-                detail += f" (± {entry['of_texts']:.3f} of texts, {entry['of_seeds']:.3f} of seeds)"
-            return Estimate(entry["value"], half_width), detail
-    return _NOTHING
+            return Estimate(entry["value"], math.nan if entry["half_width"] is None else entry["half_width"])
+    return None
 
 
 def _difference(study: Study, claim: Claim, model: str) -> Measured:
-    """Of held-out losses, with the intervals of the table where that compares with the same model."""
+    """Difference of held-out losses, with the intervals of the table where that compares with the same model."""
     same = [c for c in study.plan.claims if (c.than, c.of) == (claim.than, claim.of) and RULES[c.rule].of_losses]
     together = {name for c in same for name in c.models}
     families = study.contrasts(claim.kind, claim.than, together)
-    found = next((family for family in families if model in family.against), None)
-    if found is None or math.isnan(found.against[model].value):
-        return _NOTHING
-    apart = found.against[model]
-    both = study.losses(claim.kind, model).keys() & study.losses(claim.kind, str(claim.than)).keys()
-    complete = not math.isnan(apart.half_width) or len(both) == found.seeds
-    return apart, _seeds(found.seeds) if complete else f"{len(both)} of {_seeds(found.seeds)}"
+    found = next((family.against[model] for family in families if model in family.against), None)
+    return None if found is None or math.isnan(found.value) else found
 
 
 def _unpruned(study: Study, _claim: Claim, model: str) -> Measured:
+    """Held-out loss with pruning minus that without, of the same weights on the same texts."""
     losses = study["pruning_loss"].get(model)
     if not losses:
-        return _NOTHING
-    apart = [one - other for one, other in zip(losses["pruned"], losses["unpruned"], strict=True)]
-    largest = max(map(abs, apart))
-    said = f"largest difference {largest:.1e}" if largest else "the same in all bits"
-    return statistics.mean(apart), f"{said}, {_seeds(len(apart))}"
+        return None
+    return statistics.mean([one - other for one, other in zip(losses["pruned"], losses["unpruned"], strict=True)])
 
 
 def _share_of_heads(which: str) -> Callable[[Study, Claim, str], Measured]:
+    """Share of heads at the end, less SOME_HEADS."""
+
     def share(study: Study, _claim: Claim, model: str) -> Measured:
-        shares = [heads[-1][which] for heads in _heads(study, model)]
-        if not shares:
-            return _NOTHING
-        return statistics.mean([share - SOME_HEADS for share in shares]), f"{_percent(shares)}, {_seeds(len(shares))}"
+        shares = [heads[-1][which] - SOME_HEADS for heads in _heads(study, model)]
+        return statistics.mean(shares) if shares else None
 
     return share
 
@@ -146,12 +122,7 @@ def _growth(which: str) -> Callable[[Study, Claim, str], Measured]:
 
     def growth(study: Study, _claim: Claim, model: str) -> Measured:
         ends = [(heads[0], heads[-1]) for heads in _heads(study, model) if len(heads) > 1 and which in heads[0]]
-        if not ends:
-            return _NOTHING
-        first, last = ([end[i][which] for end in ends] for i in (0, 1))
-        tokens = [f"{ends[0][i]['tokens'] / 1e6:,.3g}M" for i in (0, 1)]
-        detail = f"{_percent(first)} after {tokens[0]}, {_percent(last)} after {tokens[1]} tokens, {_seeds(len(ends))}"
-        return statistics.mean([end[1][which] - end[0][which] for end in ends]), detail
+        return statistics.mean([last[which] - first[which] for first, last in ends]) if ends else None
 
     return growth
 
@@ -164,23 +135,22 @@ def _heads(study: Study, model: str) -> list[list[dict[str, Any]]]:
 
 
 def _pruning_speed(study: Study, _claim: Claim, model: str) -> Measured:
+    """Tokens per second with pruning relative to those without, less 1."""
     speeds = study["pruning_speed"].get(model)
     if not speeds:
-        return _NOTHING
-    ratios = [one / other - 1 for one, other in zip(speeds["pruned"], speeds["unpruned"], strict=True)]
-    means = [float(np.mean(speeds[which])) for which in ("pruned", "unpruned")]
-    return statistics.mean(ratios), f"{means[0]:,.0f} and {means[1]:,.0f} tokens/s, {_seeds(len(ratios))}"
+        return None
+    return statistics.mean([one / other - 1 for one, other in zip(speeds["pruned"], speeds["unpruned"], strict=True)])
 
 
 def _sooner(study: Study, claim: Claim, model: str) -> Measured:
+    """Training tokens to the other model's final held-out loss, relative to its budget, less 1."""
     shares = list(equal_loss(study, model, str(claim.than)).values())
     if not shares:
-        return _NOTHING
+        return None
     reached = [share for share in shares if math.isfinite(share)]
     if len(reached) < len(shares):  # no mean over seeds of which some never do
-        half_width = math.nan if len(shares) == 1 else math.inf if reached else 0.0
-        return Estimate(math.inf, half_width), f"not reached by {len(shares) - len(reached)} of {_seeds(len(shares))}"
-    return statistics.mean([share - 1 for share in reached]), _seeds(len(reached))
+        return Estimate(math.inf, math.nan if len(shares) == 1 else math.inf if reached else 0.0)
+    return statistics.mean([share - 1 for share in reached])
 
 
 def equal_loss(study: Study, model: str, other: str) -> dict[int, float]:
@@ -215,66 +185,33 @@ def _first_reached(curve: Sequence[Sequence[float]], loss: float) -> float:
 
 @dataclass(frozen=True)
 class Rule:
-    """
+    """How a claim is decided; docs/results.md describes each rule.
+
     Attributes:
         measure: the measure of a claim about a model.
-        says: what is measured, as a page says it.
         holds: sign of the measure where the claim holds, "+" or "-"; "0" where it holds near zero.
         of_losses: whether it compares held-out losses at the end, of runs or variants.
         percent: whether the measure is a share; else it is in nats.
     """
 
     measure: Callable[[Study, Claim, str], Measured]
-    says: str
     holds: str
     of_losses: bool = False
     percent: bool = False
 
 
-_DOUBLING = (
-    "change of the loss when the context doubles at a position, from the octave before it to the octave after it"
-)
-_LOSS = "held-out loss at the end minus that of the other model"
 RULES: dict[str, Rule] = {
-    "falls": Rule(_change, _DOUBLING, "-"),
-    "rises": Rule(_change, _DOUBLING, "+"),
-    "falls_behind": Rule(_change, f"{_DOUBLING}, minus that of the other model on the same texts", "+"),
-    "lower": Rule(_difference, _LOSS, "-", of_losses=True),
-    "higher": Rule(_difference, _LOSS, "+", of_losses=True),
-    "same": Rule(_difference, _LOSS, "0", of_losses=True),
-    "same_unpruned": Rule(
-        _unpruned,
-        "held-out loss of the trained weights with pruning minus that without, on the same texts",
-        "0",
-    ),
-    "local_heads": Rule(
-        _share_of_heads("local"),
-        f"share of heads whose memory is shorter than T / {1 / LOCAL:.0f} at the end, less {100 * SOME_HEADS:.0f} %",
-        "+",
-        percent=True,
-    ),
-    "global_heads": Rule(
-        _share_of_heads("global"),
-        f"share of heads whose memory is at least T / {1 / GLOBAL:.0f} at the end, less {100 * SOME_HEADS:.0f} %",
-        "+",
-        percent=True,
-    ),
-    "more_global_heads": Rule(
-        _growth("global"),
-        f"share of heads whose memory is at least T / {1 / GLOBAL:.0f}, last measurement less first",
-        "+",
-        percent=True,
-    ),
-    "prunes_more": Rule(
-        _growth("pruned"), "share of tiles that pruning skips, last measurement less first", "+", percent=True
-    ),
-    "prunes_faster": Rule(
-        _pruning_speed, "tokens per second with pruning relative to those without, less 1", "+", percent=True
-    ),
-    "sooner": Rule(
-        _sooner,
-        "training tokens to the other model's final held-out loss, relative to its budget, less 1",
-        "-",
-        percent=True,
-    ),
+    "falls": Rule(_change, "-"),
+    "rises": Rule(_change, "+"),
+    "falls_behind": Rule(_change, "+"),
+    "lower": Rule(_difference, "-", of_losses=True),
+    "higher": Rule(_difference, "+", of_losses=True),
+    "same": Rule(_difference, "0", of_losses=True),
+    "same_unpruned": Rule(_unpruned, "0"),
+    "local_heads": Rule(_share_of_heads("local"), "+", percent=True),
+    "global_heads": Rule(_share_of_heads("global"), "+", percent=True),
+    "more_global_heads": Rule(_growth("global"), "+", percent=True),
+    "prunes_more": Rule(_growth("pruned"), "+", percent=True),
+    "prunes_faster": Rule(_pruning_speed, "+", percent=True),
+    "sooner": Rule(_sooner, "-", percent=True),
 }

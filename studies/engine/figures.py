@@ -1,34 +1,33 @@
 """Figures of a study."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator
 
-from forgetting_transformer.analysis import position_loss
-from forgetting_transformer.analysis.needles import CHANCE
-from forgetting_transformer.analysis.plots.losses import loss_against_position
+from forgetting_transformer.analysis.plots.losses import (
+    draw_differences,
+    mark_training,
+    position_axis,
+    position_limits,
+)
 from forgetting_transformer.analysis.plots.style import (
     ACCENT,
     GREY,
     MAIN,
+    Curve,
     curve_styles,
+    draw_line,
     line_handle,
-    log_axis,
     marker_handle,
     picture,
     plain_text,
-    reference_line,
-    token_axis,
+    set_limits,
 )
-from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate
 from forgetting_transformer.analysis.statistics import Estimate
-from studies.engine.figures_of_models import loss_by_octave, score_grids
 from studies.engine.results import Study, counted_seeds
-from studies.engine.scores import needle_grids
 
 #: Marker, legend and colour of a difference.
 _APART = ("o", "interval excludes zero", ACCENT)
@@ -37,36 +36,9 @@ _FEW_SEEDS = ("D", "no interval (too few seeds)", GREY)
 
 
 def draw_figures(study: Study, folder: Path) -> None:
-    """Draws the figures that study.json alone suffices for: learning rates, loss by octave, differences of losses,
-    heads over training, and the needle in a haystack.
-    """
-    draw: Sequence[Callable[[Study, Path], None]] = (_search, _octaves, _differences, _heads, _needle)
-    for one in draw:
-        one(study, folder / f"{one.__name__[1:]}.png")
-
-
-def draw_positions(study: Study, results: Sequence[position_loss.Result], folder: Path) -> None:
-    """Draws the loss at every position, if there is any."""
-    if results:
-        made_with = position_loss.made_with([result.summary for result in results])
-        loss_against_position(
-            position_loss.group_seeds(results),
-            folder / "per_token_loss.png",
-            {result.name: result.summary.get("train_length") for result in results},
-            conditions=[*made_with, *study.machines(study.evaluated().values())],
-        )
-
-
-def _search(study: Study, path: Path) -> None:
-    curves = {
-        study.name(model): {float(rate): [math.inf if loss is None else loss] for rate, loss in losses.items()}
-        for model, losses in study["search"].items()
-    }
-    if curves:
-        title = f"Learning-rate search of {len(curves)} models"
-        loss_against_learning_rate(
-            curves, study["search_loss"], path, ring_each=True, title=title, conditions=study["search_made_with"]
-        )
+    """Draws the loss by octaves of positions and the differences of held-out losses, for which study.json suffices."""
+    _octaves(study, folder / "octaves.png")
+    _differences(study, folder / "differences.png")
 
 
 def _octaves(study: Study, path: Path) -> None:
@@ -101,37 +73,6 @@ def _differences(study: Study, path: Path) -> None:
     if panels:
         shown = [model for kind in ("models", "variants") for model in study[kind].values()]
         differences_to_baseline(panels, study.plan.models, path, study.machines(shown), families)
-
-
-def _heads(study: Study, path: Path) -> None:
-    models = {name: model for name, model in study["models"].items() if any(model["heads"])}
-    if models:
-        recorded = {study.name(name): [heads for heads in model["heads"] if heads] for name, model in models.items()}
-        lengths = {model["train_length"] for model in study["models"].values()}
-        length = lengths.pop() if len(lengths) == 1 else None
-        heads_over_training(recorded, path, length, study.machines(models.values()))
-
-
-def _needle(study: Study, path: Path) -> None:
-    prompt_lengths, depths, grids = needle_grids(study)
-    if not grids:
-        return
-    asked = study["needles"]
-    trained = {of["train_length"] for runs in asked.values() for modes in runs.values() for of in modes.values()}
-    seeds = {len(runs) for runs in asked.values()}
-    several = "one seed" if seeds == {1} else f"mean of {'up to ' * (len(seeds) > 1)}{max(seeds)} seeds"
-    machines = study.machines([study["models"][name] for name in asked])
-    score_grids(
-        grids,
-        prompt_lengths,
-        depths,
-        path,
-        title="Needle in a haystack",
-        label="share of the answer's words",
-        limits=(0.0, 1.0),
-        train_length=trained.pop() if len(trained) == 1 else None,
-        conditions=["easy mode: the needle has the question before it", several, CHANCE, *machines],
-    )
 
 
 def differences_to_baseline(
@@ -176,44 +117,37 @@ def differences_to_baseline(
             drawn.notes.append(f"bars: 95 % intervals that hold for {together} at once (Dunnett)")
 
 
-def heads_over_training(
-    models: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
+def loss_by_octave(
+    losses: Mapping[str, Mapping[int, float]],
+    rows: Sequence[Mapping[str, Any]],
     path: Path,
-    train_length: int | None = None,
     conditions: Sequence[str] = (),
+    train_length: int | Mapping[str, int | None] | None = None,
 ) -> None:
-    """Draws the memory lengths of the heads of models (left) and the share of tiles that pruning skips (right).
+    """Draws the mean loss of every octave of positions (left) and the differences to the first model (right).
+
+    `loss_against_position` shows every position, where that is at hand.
 
     Args:
-        models: model -> seed -> measurement, as `studies.collect` has it: `tokens`, `shortest`, `median` and `longest`
-            memory of a head in tokens, and `pruned` for models that prune. Seeds are drawn as separate curves.
-        path: where to write; the suffix chooses the format.
-        train_length: tokens of a sequence in training, drawn as a line.
-        conditions: for the foot of the figure.
+        losses: model -> first position of an octave -> mean loss in it.
+        rows, conditions, train_length: as for `loss_differences`.
     """
-    with picture(path, "Forget gates over training", (8.2, 3.2), columns=2) as drawn:
+    with picture(path, f"Loss by position of {len(losses)} models", (8.2, 3.4), columns=2) as drawn:
         left, right = drawn.axes[0]
-        for (name, seeds), style in zip(models.items(), curve_styles(list(models)), strict=True):
-            for measured in seeds:
-                tokens = np.array([entry["tokens"] for entry in measured])
-                for which, line in (("shortest", ":"), ("median", "-"), ("longest", "-.")):
-                    # A memory of no token has no place on a logarithmic axis.
-                    memory = [max(1.0, entry[which]) for entry in measured]
-                    left.plot(tokens, memory, line, color=style.colour, marker=".", markersize=4, linewidth=1.2)
-                if all("pruned" in entry for entry in measured):
-                    share = [100 * entry["pruned"] for entry in measured]
-                    right.plot(tokens, share, style.line, color=style.colour, marker=style.marker, markersize=3.5)
+        curves: list[Curve] = []
+        for (name, octaves), style in zip(losses.items(), curve_styles(list(losses)), strict=True):
+            x, y = np.array(list(octaves)) * math.sqrt(2), np.array(list(octaves.values()))
+            draw_line(left, style, x, y, marker=style.marker, markersize=4.5)
+            curves.append((name, style, x, y))
             drawn.handles.append(line_handle(style, name, with_marker=True))
-        if train_length:
-            drawn.handles.append(reference_line(left, train_length, f"training length ({train_length:,} tokens)"))
-        log_axis(left)
-        left.set(ylabel="memory of a head (tokens, at least 1)")
-        left.set_title("shortest (dotted), median, longest (dash-dotted)", loc="left")
-        right.set(ylabel="tiles that pruning skips (%)", ylim=(0, 100))
-        right.set_title("adaptive computation pruning", loc="left")
+        begins = [begin for octaves in losses.values() for begin in octaves]
+        position_axis(left, min(begins), 2 * max(begins))
+        left.set(xlabel="token position, by octaves", ylabel="mean loss of the octave\n(nats per token)")
+        draw_differences(right, rows)
         for axes in (left, right):
-            axes.set_xlim(left=0)
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
-            token_axis(axes)
-        several = any(len(seeds) > 1 for seeds in models.values())
-        drawn.notes += [*conditions, *(["a curve for each seed"] if several else [])]
+            marks = mark_training(axes, train_length, list(losses))
+        drawn.handles += marks
+        set_limits(left, *position_limits([y for *_, y in curves]), curves)
+        left.set_title("mean of each octave of positions", loc="left")
+        right.set_title(f"above {rows[0]['against']}, on the same documents", loc="left")
+        drawn.notes += [*conditions, "bars: ± one standard error of the differences"]

@@ -11,7 +11,7 @@ from studies.engine.plan import StudyPlan
 from studies.engine.results import Study, read_study, split_seed
 
 #: Of a model, what has an entry per seed, and what seeds of one model must share.
-_BY_SEED = ("seeds", "states", "tokens", "train_loss", "heldout_loss", "curve", "heldout_curve", "heads")
+_BY_SEED = ("seeds", "states", "tokens", "train_loss", "heldout_loss", "heldout_curve", "heads")
 _SHARED = ("budget", "learning_rate", "warmup_tokens", "parameters", "train_length")
 
 
@@ -27,21 +27,10 @@ def join(reports: Sequence[Path], plan: StudyPlan) -> tuple[Study, dict[str, pos
     """
     parts = {place: read_study(place).content for place in reports}
     first = parts[reports[0]]
-    kept = ("search_loss", "search_made_with", "environment", "started", "corpus")
+    kept = ("environment", "started", "corpus")
     content: dict[str, Any] = {key: first[key] for key in kept}
-    for key in (
-        "models",
-        "variants",
-        "search",
-        "speed",
-        "pruned",
-        "pruning_speed",
-        "pruning_loss",
-        "scores",
-        "needles",
-    ):
-        content[key] = {}
-    content |= {"score_differences": {}, "parts": []}
+    content |= {key: {} for key in ("models", "variants", "search", "pruning_speed", "pruning_loss", "scores")}
+    content["parts"] = []
     for place, part in parts.items():
         if part["corpus"]["fingerprint"] != first["corpus"]["fingerprint"]:
             raise AnalysisError(f"{place} is of another corpus than {reports[0]}, so their losses cannot be compared")
@@ -49,18 +38,13 @@ def join(reports: Sequence[Path], plan: StudyPlan) -> tuple[Study, dict[str, pos
             for name, model in part[kind].items():
                 known = content[kind].get(name)
                 content[kind][name] = model if known is None else _with_seeds(f"{place} has {name}", known, model)
-        for key in ("search", "speed", "pruned"):
-            content[key] = {**part[key], **content[key]}
+        content["search"] = {**part["search"], **content["search"]}
         for key in ("pruning_speed", "pruning_loss"):
             for name, lists in part[key].items():
                 known = content[key].get(name, {})
                 content[key][name] = {which: [*known.get(which, []), *values] for which, values in lists.items()}
-        for key in ("scores", "needles"):
-            for name, runs in part[key].items():
-                content[key].setdefault(name, {}).update(runs)
-        # A part knows the scores of single questions of its own runs alone.
-        if all(one is part or not one["scores"] for one in parts.values()):
-            content["score_differences"] = part["score_differences"]
+        for name, runs in part["scores"].items():
+            content["scores"].setdefault(name, {}).update(runs)
         own = {key: part[key] for key in ("environment", "started", "corpus", "source") if key in part}
         content["parts"] += part.get("parts") or [own]
     study = Study(plan, content)

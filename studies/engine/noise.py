@@ -4,7 +4,7 @@ all models together, and intervals over texts and seeds.
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,20 +25,12 @@ class Contrasts:
         deviation: of the noise, one for all models; NaN where there is nothing to estimate it from.
         freedom: its degrees of freedom, (models - 1) (seeds - 1); models with the same losses count once.
         seeds: how many every model has.
-        estimated_from: the models that have all of these seeds, the baseline among them.
     """
 
     against: dict[str, Estimate]
     deviation: float
     freedom: int
     seeds: int
-    estimated_from: tuple[str, ...]
-
-    def detectable(self, power: float = 0.8) -> float:
-        """Difference to the baseline that an interval excludes zero for, with this probability; NaN if unknown."""
-        if not self.freedom or not self.deviation > 0:
-            return math.nan
-        return detectable(self.deviation, self.seeds, self.freedom, len(self.estimated_from) - 1, power)
 
 
 def against_baseline(
@@ -80,21 +72,7 @@ def against_baseline(
         common = [seed for seed in seeds if math.isfinite(of.get(seed, math.nan))]
         apart = float(np.mean([of[seed] - losses[baseline][seed] for seed in common])) if common else math.nan
         against[name] = Estimate(apart, half_width if name in table else math.nan)
-    return Contrasts(against, deviation, freedom, n_seeds, tuple(table))
-
-
-def equal_noise(losses: Sequence[Sequence[float]]) -> float:
-    """The probability that deviations of models differ so much by chance (M. S. Bartlett, 1937); NaN if unknown.
-
-    A rough check: what seeds do to all models alike is in the deviations too.
-
-    Args:
-        losses: of each model, by seed.
-    """
-    from scipy import stats
-
-    several = [of for of in losses if len(of) > 1 and len(set(of)) > 1]
-    return float(stats.bartlett(*several).pvalue) if len(several) > 1 else math.nan
+    return Contrasts(against, deviation, freedom, n_seeds)
 
 
 @functools.cache
@@ -127,29 +105,6 @@ def _deviations(freedom: float) -> tuple[np.ndarray, np.ndarray]:
     if not math.isfinite(freedom):
         return np.ones_like(nodes), weights / 2
     return np.sqrt(stats.chi2.ppf((nodes + 1) / 2, freedom) / freedom), weights / 2
-
-
-def detectable(deviation: float, seeds: int, freedom: float, comparisons: int = 1, power: float = 0.8) -> float:
-    """Difference of two means of `seeds` runs that is found with probability `power`.
-
-    Found means that the 95 % interval of `comparisons` models against one baseline excludes zero.
-
-    Args:
-        deviation: of a single run.
-        freedom: degrees of freedom of that deviation.
-    """
-    from scipy import optimize, stats
-
-    critical = dunnett_quantile(comparisons, freedom)
-
-    s, weights = _deviations(freedom)
-
-    def found(errors: float) -> float:
-        """Probability for a difference of so many standard errors."""
-        return float(weights @ (stats.norm.sf(critical * s - errors) + stats.norm.cdf(-critical * s - errors)))
-
-    needed = optimize.brentq(lambda errors: found(errors) - power, 0, 20 * critical)
-    return needed * deviation * math.sqrt(2 / seeds)
 
 
 def with_texts_and_seeds(values_SN: np.ndarray, group_N: np.ndarray | None = None) -> tuple[Estimate, float, float]:

@@ -29,7 +29,7 @@
     jobs_per_gpu: 3                   # runs that share a GPU
     evaluations_per_gpu: 4
     eval_batch: 4                     # texts that an evaluation of the loss at every position runs together
-    speed_seeds: [0]                  # seeds whose speed is measured, each alone on a GPU; default none
+    speed_seeds: [0]                  # seeds timed with and without pruning, each alone on a GPU; default none
     downstream: true                  # whether finished runs are asked for a needle and the next line of code
 
 Only `group` and `models` are required. studies/three_seeds/study.yaml is an example.

@@ -10,9 +10,8 @@ import numpy as np
 
 from forgetting_transformer.analysis import AnalysisError, position_loss, statistics
 from forgetting_transformer.analysis.comparisons import Decisive, differing_settings
-from forgetting_transformer.analysis.conditions import conditions
 from forgetting_transformer.analysis.evaluations import read_json
-from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
+from forgetting_transformer.analysis.runs import Run, read_run
 from forgetting_transformer.analysis.tables import rate_text
 from forgetting_transformer.files import flatten
 from studies.engine import noise
@@ -24,8 +23,6 @@ FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
 LOCAL, GLOBAL = 1 / 16, 1 / 2
 #: What a run must share with variants to stand among them.
 _VARIANT_SHARES = ("budget", "learning_rate", "warmup_tokens")
-#: Points of a training curve that are kept.
-_CURVE_POINTS = 200
 
 
 @dataclass(frozen=True)
@@ -162,22 +159,16 @@ def collect(folder: Path, plan: StudyPlan, decisive: Decisive = flatten) -> dict
     if not (runs or variants or searched):
         raise AnalysisError(f"{folder}: none of search/, runs/ and variants/ holds a run; name the folder of a study")
     search: dict[str, dict[str, float | None]] = {}
-    heldout, counted = False, []
     for run in map(read_run, searched):
         if run.finished(run.config.get("train", {}).get("max_tokens", math.inf)) or run.diverged:
-            counted.append(run)
-            heldout = heldout or run.heldout_loss.size > 0
             loss = math.nan if run.diverged else run.final_loss(run.heldout_loss.size > 0)
             rates = search.setdefault(run.output_dir.parent.name, {})
             rates[rate_text(run.config["optimizer"]["lr"])] = _finite(loss)
     found: dict[str, Any] = {
         "models": {name: _describe(paths, decisive) for name, paths in runs.items()},
         "search": {name: search[name] for name in in_order(search, plan.models)},
-        "search_made_with": conditions(counted),
-        "search_loss": "held-out loss" if heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens",
         "variants": _with_own(plan, {name: _describe(paths, decisive) for name, paths in variants.items()}),
-        **_speeds(folder / "speed", runs),
-        "pruned": {},
+        "pruning_speed": _pruning_speeds(folder / "speed", runs),
         "pruning_loss": {},
     }
     for name, paths in runs.items():
@@ -241,7 +232,6 @@ def _describe(paths: Sequence[Path], decisive: Decisive) -> dict[str, Any]:
         "parameters": info["total_params"],
         # Without embedding and output layer, which have the same size in all models.
         "body_parameters": info["total_params"] - 2 * info["embedding_params"],
-        "flops_per_token": runs[0].flops_per_token,
         # Of each seed, that of the searches first; a loss is None where there is none (yet).
         "seeds": [run.config["seed"] for run in runs],
         "states": states,
@@ -252,7 +242,6 @@ def _describe(paths: Sequence[Path], decisive: Decisive) -> dict[str, Any]:
             for run, state in zip(runs, states, strict=True)
         ],
         "heldout_loss": [_heldout_at_end(run) for run in runs],
-        "curve": [_curve(run) for run in runs],
         "heldout_curve": [
             [[int(t), round(float(loss), 5)] for t, loss in zip(*run.heldout, strict=True)] for run in runs
         ],
@@ -266,15 +255,14 @@ def _heads(run: Run) -> list[dict[str, float]]:
     """What the callback gate_statistics recorded, an entry per measurement; [] where it was not there.
 
     Returns:
-        Training `tokens`; `shortest`, `median` and `longest` memory of a head, in tokens; the shares of `local` and
-        `global` heads; and of the tiles that pruning skips, `pruned`, where there is pruning.
+        Training `tokens`; the shares of `local` and `global` heads; and of the tiles that pruning skips, `pruned`,
+        where there is pruning.
     """
     length = run.config["datamodule"].get("train_batch_len") or math.inf
     found = []
     for line in run.records("gates"):
         memory = np.array([value for key, value in line.items() if "/head_" in key])
-        entry = {"tokens": line["step"], **{key: line[f"gates/{key}"] for key in ("shortest", "median", "longest")}}
-        entry["local"] = float((memory < LOCAL * length).mean())
+        entry = {"tokens": line["step"], "local": float((memory < LOCAL * length).mean())}
         entry["global"] = float((memory >= GLOBAL * length).mean())
         found.append(entry | ({"pruned": line["gates/pruned"]} if "gates/pruned" in line else {}))
     return found
@@ -284,11 +272,6 @@ def _state(run: Run) -> str:
     if run.diverged:
         return DIVERGED
     return FINISHED if run.finished(run.config["train"]["max_tokens"]) else UNFINISHED
-
-
-def _curve(run: Run) -> list[list[float]]:
-    keep = np.unique(np.linspace(0, run.tokens and len(run.train_tokens) - 1, _CURVE_POINTS).round().astype(int))
-    return [[int(run.train_tokens[i]), round(float(run.train_loss[i]), 4)] for i in keep]
 
 
 def _heldout_at_end(run: Run) -> float | None:
@@ -301,27 +284,22 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _speeds(folder: Path, runs: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
-    """`speed`: model -> what benchmarks/training.py measured of its first seed; `pruning_speed`: model -> tokens per
-    second of the seeds that were measured both "pruned", as they were trained, and "unpruned".
+def _pruning_speeds(folder: Path, runs: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
+    """Model -> tokens per second of the seeds that benchmarks/training.py measured both "pruned", as they were trained,
+    and "unpruned".
     """
 
-    def row(file: Path) -> dict[str, Any] | None:
+    def speed(file: Path) -> float | None:
         rows = read_json(file)["rows"] if file.is_file() else []
-        return next((row for row in rows if row["status"] == "ok" and row["trained"]), None)
+        return next((row["tokens_per_second"] for row in rows if row["status"] == "ok" and row["trained"]), None)
 
-    kept = ("tokens_per_second", "mfu", "peak_memory_bytes", "tokens_per_step")
-    speed, pruning = {}, {}
+    found = {}
     for model, paths in runs.items():
-        own = [row(folder / f"{path.name}.json") for path in paths]
-        other = [row(folder / "unpruned" / f"{path.name}.json") for path in paths]
-        if own and own[0]:
-            speed[model] = {key: own[0][key] for key in kept}
-        if both := [
-            (a["tokens_per_second"], b["tokens_per_second"]) for a, b in zip(own, other, strict=True) if a and b
-        ]:
-            pruning[model] = dict(zip(("pruned", "unpruned"), map(list, zip(*both, strict=True)), strict=True))
-    return {"speed": speed, "pruning_speed": pruning}
+        files = [f"{path.name}.json" for path in paths]
+        pairs = [(speed(folder / file), speed(folder / "unpruned" / file)) for file in files]
+        if both := [pair for pair in pairs if None not in pair]:
+            found[model] = dict(zip(("pruned", "unpruned"), map(list, zip(*both, strict=True)), strict=True))
+    return found
 
 
 # Loss at every position.

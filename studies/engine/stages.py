@@ -111,13 +111,18 @@ class Stages:
         return self._evaluation("eval/per_token_loss/run_per_token_loss.py", run, gpu, *options, *again)
 
     def _speed(self, run: Path, gpu: str) -> bool:
-        """Tokens per second, as it was trained and, if it prunes, without pruning."""
+        """Tokens per second with and without pruning, of a model that prunes."""
         config = read_run(run).config
+        if config["model"]["config"].get("log_pruning_tolerance") is None:
+            return True
         length, batch = (str(config["datamodule"][f"train_batch_{key}"]) for key in ("len", "size"))
-        kinds: dict[Path, list[str]] = {self.folder / "speed" / f"{run.name}.json": []}
-        if config["model"]["config"].get("log_pruning_tolerance") is not None:
-            unpruned = ["--overrides", "model.config.log_pruning_tolerance=null"]
-            kinds[self.folder / "speed" / "unpruned" / f"{run.name}.json"] = unpruned
+        kinds = {
+            self.folder / "speed" / f"{run.name}.json": [],
+            self.folder / "speed/unpruned" / f"{run.name}.json": [
+                "--overrides",
+                "model.config.log_pruning_tolerance=null",
+            ],
+        }
         worked = True
         for file, more in kinds.items():
             if _is_current(file, run) and '"status": "ok"' in file.read_text("utf-8"):

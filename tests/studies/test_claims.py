@@ -64,26 +64,25 @@ def study() -> Study:
 
 
 @pytest.mark.parametrize(
-    ("asked", "value", "detail"),
+    ("asked"),
     [
-        (claim("lower", than="b"), -1.0, "3 seeds"),
-        (claim("higher", "c", than="a"), 2.0, "1 of 3 seeds"),
-        (claim("falls", at=0.5), -0.5, "position 32, 3 seeds (± 0.100 of texts, 0.200 of seeds)"),
-        (claim("falls_behind", at=0.5, than="b"), 0.1, "position 32, 3 seeds (± 0.100 of texts, 0.200 of seeds)"),
-        (claim("same_unpruned", within=0.001), 0.0, "the same in all bits, 2 seeds"),
-        (claim("local_heads"), 0.35, "40%, 3 seeds"),
-        (claim("more_global_heads"), 0.2, "10% after 1M, 30% after 2M tokens, 3 seeds"),
-        (claim("prunes_more"), -0.1, "80% after 1M, 70% after 2M tokens, 3 seeds"),
-        (claim("prunes_faster"), 0.305, "130 and 100 tokens/s, 2 seeds"),
+        (claim("lower", than="b"), -1.0),
+        (claim("higher", "c", than="a"), 2.0),
+        (claim("falls", at=0.5), -0.5),
+        (claim("falls_behind", at=0.5, than="b"), 0.1),
+        (claim("same_unpruned", within=0.001), 0.0),
+        (claim("local_heads"), 0.35),
+        (claim("more_global_heads"), 0.2),
+        (claim("prunes_more"), -0.1),
+        (claim("prunes_faster"), 0.305),
         # The loss 3.0, 3.1, 3.2 lies at or before 50 of 100 tokens, on a line in the logarithm.
-        (claim("sooner", than="b"), (0.5 + 2**-0.1 * 0.5 + 2**-0.2 * 0.5) / 3 - 1, "3 seeds"),
+        (claim("sooner", than="b"), (0.5 + 2**-0.1 * 0.5 + 2**-0.2 * 0.5) / 3 - 1),
     ],
     ids=lambda asked: asked.rule if isinstance(asked, Claim) else "",
 )
-def test_a_rule_measures_what_it_says(study, asked, value, detail):
+def test_a_rule_measures_what_it_says(study, asked, value):
     study.plan.claims.append(asked)
-    measured, said = measure(study, asked, asked.models[0])
-    assert measured.value == pytest.approx(value) and said == detail
+    assert measure(study, asked, asked.models[0]).value == pytest.approx(value)
 
 
 def test_what_lacks_numbers_is_not_run_and_fewer_seeds_give_no_verdict(study):
@@ -98,8 +97,8 @@ def test_intervals_hold_at_once_for_claims_with_the_same_other_model(study):
     alone = claim("lower", than="b")
     study.content["models"]["c"] = model(4.0, 4.05, 4.3)
     study.plan.claims.append(alone)
-    (one, _), both = measure(study, alone, "a"), claim("higher", "c", than="b")
+    one, both = measure(study, alone, "a"), claim("higher", "c", than="b")
     study.plan.claims.append(both)
-    assert measure(study, alone, "a")[0].half_width > one.half_width
+    assert measure(study, alone, "a").half_width > one.half_width
     study.plan.families.append(["a", "b"])
-    assert measure(study, both, "c") == (None, ""), "they are in no family together"
+    assert measure(study, both, "c") is None, "they are in no family together"

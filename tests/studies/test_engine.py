@@ -27,11 +27,11 @@ def test_a_yaml_becomes_runs_numbers_figures_and_verdicts(study, tmp_path):
     assert code == 0, out
     assert order == [f"runs/{model}_seed{seed}" for seed in range(3) for model in ("mamba2", "fox_pro")]
     folder = tmp_path / "study/report"
-    assert {"study.json", "study.yaml", "differences.png", "compare.png"} <= {file.name for file in folder.iterdir()}
+    assert {"study.json", "study.yaml", "differences.png"} <= {file.name for file in folder.iterdir()}
     found = read_study(folder)
     assert found["models"]["mamba2"]["seeds"] == [0, 1, 2] and found["models"]["fox_pro"]["learning_rate"] == 2e-3
     (page := tmp_path / "page.md").write_text(
-        "<!-- claims -->\n<!-- end of claims -->\n<!-- heads_figure -->\n<!-- end of heads_figure -->"
+        "<!-- claims -->\n<!-- end of claims -->\n<!-- octaves_figure -->\n<!-- end of octaves_figure -->"
     )
     assert report.main(["tables", str(folder), str(page)]) == 0
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines() if "|" in line]
@@ -189,7 +189,7 @@ def test_reports_of_seeds_whose_runs_are_gone_join_to_the_report_of_all(tmp_path
         for model in content["models"].values():
             model |= {key: model[key][seed : seed + 1] for key in _BY_SEED}
         content["parts"] = content["parts"][seed : seed + 1]
-        content["scores"] = content["needles"] = {}
+        content["scores"] = {}
         parts.append(folder := tmp_path / str(seed))
         folder.mkdir()
         (folder / "study.json").write_text(json.dumps(content))
@@ -202,5 +202,5 @@ def test_reports_of_seeds_whose_runs_are_gone_join_to_the_report_of_all(tmp_path
         key: model["heldout_loss"] for key, model in expected["models"].items()
     }
     assert claims_table(joined) == claims_table(expected) and joined["comparison"] == expected["comparison"]
-    assert (tmp_path / "joined/per_token_loss.png").is_file()
+    assert (tmp_path / "joined/octaves.png").is_file()
     assert report.main(["join", str(tmp_path / "joined"), *command[1:]]) == 1, "a seed twice"
