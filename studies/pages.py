@@ -238,7 +238,8 @@ def results() -> dict[str, str]:
         for claim, rule, models, measured, verdict in verdicts(study):
             row = cells.setdefault((claim, rule, models.replace(" 125M", "")), {})
             row[column] = f"{measured} {'open' if verdict == UNDECIDED else f'**{verdict}**'}" if measured else ""
-    columns, rows = [column for column, _ in STUDIES.values()], []
+    columns = [column for column, _ in STUDIES.values()]
+    rows: list[list[str]] = []
     for claim, rule, models in cells:
         known = any(row[0] == claim for row in rows)
         of_studies = [cells[claim, rule, models].get(column, "") for column in columns]

@@ -64,7 +64,7 @@ def study() -> Study:
 
 
 @pytest.mark.parametrize(
-    ("asked"),
+    ("asked", "value"),
     [
         (claim("lower", than="b"), -1.0),
         (claim("higher", "c", than="a"), 2.0),
