@@ -6,7 +6,6 @@ old one; rows of a newer Triton take the place of the same rows of an older one.
 
 import json
 import re
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
