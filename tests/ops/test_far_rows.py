@@ -74,8 +74,8 @@ def test_layers():
     interpret(
         FAR
         + """
-from forgetting_transformer.ops import norm_triton, residual_norm_triton, swiglu_triton
-from forgetting_transformer.ops import shift_norm_triton, short_convolution_triton
+from forgetting_transformer.ops.layers import norm_triton, residual_norm_triton, swiglu_triton
+from forgetting_transformer.ops.layers import shift_norm_triton, short_convolution_triton
 
 def activate(h, d_out):
     return swiglu_triton.gated(h), swiglu_triton.gated_backward(d_out, h)
@@ -143,7 +143,7 @@ def test_a_launch_has_room_for_a_million_tokens_and_many_rows():
     """CUDA takes 2³¹ - 1 programs along the first axis of a grid, and 65,535 along the others."""
     interpret(
         """
-from forgetting_transformer.ops import short_convolution_triton
+from forgetting_transformer.ops.layers import short_convolution_triton
 from forgetting_transformer.ops.recurrence import ssd
 
 grids = []

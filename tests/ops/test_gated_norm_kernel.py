@@ -16,8 +16,8 @@ GENERATIONS = [90, *(pytest.param(capability, marks=RARE) for capability in (80,
 
 CHECK = """
 import random
-from forgetting_transformer.ops import norm
-from forgetting_transformer.ops import norm_triton as launcher
+from forgetting_transformer.ops.layers import norm
+from forgetting_transformer.ops.layers import norm_triton as launcher
 
 def gradients(function, wide, weight, d_y, width, has_gate):
     leaves = [wide.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()]
@@ -69,7 +69,7 @@ check(70, 2, 24, {has_gate}, {gate_first}, False, torch.float16, 1e-3)
 def test_it_is_one_operator_to_torch_compile(has_gate):
     interpret(
         f"""
-from forgetting_transformer.ops import norm_triton
+from forgetting_transformer.ops.layers import norm_triton
 x, gate = torch.randn(2, 9, 24, requires_grad=True), torch.randn(2, 9, 30)[..., 2:-4].requires_grad_()
 weight = torch.randn(24, requires_grad=True)
 given = gate if {has_gate} else None

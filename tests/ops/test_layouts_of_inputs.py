@@ -59,8 +59,8 @@ def test_operators_read_inputs_however_they_lie_and_may_be_checkpointed(name):
         f"""
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from forgetting_transformer.ops import norm_triton, residual_norm_triton, shift_norm_triton
-from forgetting_transformer.ops import short_convolution_triton, swiglu_triton
+from forgetting_transformer.ops.layers import norm_triton, residual_norm_triton, shift_norm_triton
+from forgetting_transformer.ops.layers import short_convolution_triton, swiglu_triton
 from forgetting_transformer.ops.recurrence import convolved_ssd, scan_triton, ssd
 
 class Laid(TorchDispatchMode):

@@ -19,7 +19,7 @@ GENERATIONS = [90, *(pytest.param(capability, marks=RARE) for capability in (80,
 
 CHECK = """
 import random
-from forgetting_transformer.ops import shift_norm_triton as launcher
+from forgetting_transformer.ops.layers import shift_norm_triton as launcher
 from forgetting_transformer.ops.layers.shift_norm import shift_norm
 
 def results(function, leaves, d_out):
@@ -122,7 +122,7 @@ def test_it_is_one_operator_to_torch_compile(case):
     """Its fakes have the shapes, strides and dtypes of its results, and its gradients are registered."""
     interpret(
         f"""
-from forgetting_transformer.ops import shift_norm_triton
+from forgetting_transformer.ops.layers import shift_norm_triton
 y, shift = torch.randn(2, 9, 20)[..., 4:].requires_grad_(), torch.randn(2, 9, 2, requires_grad=True)
 previous, begins = torch.randn(2, 16, requires_grad=True), torch.rand(2, 9) < 0.3
 cases = (

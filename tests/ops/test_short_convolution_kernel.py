@@ -18,8 +18,8 @@ GENERATIONS = [90, *(pytest.param(capability, marks=RARE) for capability in (80,
 
 CHECK = """
 import random
-from forgetting_transformer.ops import short_convolution as public
-from forgetting_transformer.ops import short_convolution_triton as launcher
+from forgetting_transformer.ops.layers import short_convolution as public
+from forgetting_transformer.ops.layers import short_convolution_triton as launcher
 
 def gradients(function, x, weight, bias, previous, d_y, d_last):
     leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (x, weight, bias, previous)]
@@ -139,7 +139,7 @@ def test_it_is_one_operator_to_torch_compile(optional):
     """Its fakes have the shapes, strides and dtypes of its results, and its gradients are registered."""
     interpret(
         f"""
-from forgetting_transformer.ops import short_convolution_triton as launcher
+from forgetting_transformer.ops.layers import short_convolution_triton as launcher
 x, weight = torch.randn(2, 9, 12)[..., 2:8].requires_grad_(), torch.randn(6, 1, 4, requires_grad=True)
 bias, previous = torch.randn(6, requires_grad=True), torch.randn(2, 6, 3, requires_grad=True)
 given = (bias, previous) if {optional} else (None, None)
