@@ -4,8 +4,8 @@
 #   bash scripts/quickstart.sh            everything goes to ./quickstart
 #   bash scripts/quickstart.sh FOLDER     … or to FOLDER
 #
-# 1 installs into .venv  2 turns the Python sources on this machine into a corpus  3 trains a small FoX (Pro)  4 draws
-# its loss  5 exports it to Hugging Face format, loads that and lets it write. Run again, it continues where it stopped.
+# It installs into .venv, then 1 turns the Python sources on this machine into a corpus  2 trains a small FoX (Pro)
+# 3 draws its loss  4 exports it to Hugging Face format, loads that and lets it write. Run again, it continues.
 set -euo pipefail
 mkdir -p "${1:-quickstart}"
 folder="$(cd "${1:-quickstart}" && pwd)"

@@ -21,7 +21,7 @@ values to what they declare, and rules between keys stand in a method `check(sel
 decide what the weights become, and a run does not continue with other ones, unless `free` lists them.
 
 - An optimizer, a schedule, a corpus: section `optimizer`, `schedule` or `datamodule`, chosen by its key `name`. The
-  dataclass derives from OptimizerConfig, ScheduleConfig or DataModuleConfig in training/config.py.
+  dataclass derives from OptimizerConfig, ScheduleConfig or DataModuleConfig in training/config/.
   `configs/optimizer/lion.yaml` lists the keys and makes the name a choice: `optimizer=lion optimizer.beta=0.95`.
 - A callback: `callbacks=[lm_eval,gates]` on the command line chooses files of the group `configs/callbacks`. Each has
   one section, named like the callback, with its keys, and these are overridden there: `callbacks.lm_eval.tasks=[…]`.

@@ -134,7 +134,7 @@ def main() -> None:
         if "torch" not in sys.modules:  # as after a plug-in's import
             log.info("loading PyTorch")
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-            # DDP's advice against find_unused_parameters, meant so (parallel/launch.py), on every rank. With
+            # Silences DDP's warning about find_unused_parameters, which parallel/launch.py sets on purpose. With
             # several nodes the warnings of this level tell when one cannot be reached.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from forgetting_transformer.training.faults import failures  # noqa: F401 (what takes the time)

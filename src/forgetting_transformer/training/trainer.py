@@ -1,8 +1,8 @@
 """The training loop: `setup → run → step`.
 
 Everything that decides what the weights become is a function of the config and the step: the tokens (data/order.py),
-the learning rate (schedule.py), the random numbers (setup.seed_step). A checkpoint therefore carries only weights,
-moments and counters, and a run that was killed continues as if it had not been.
+the learning rate (optimization/schedule.py), the random numbers (setup.seed_step). A checkpoint therefore carries only
+weights, moments and counters, and a run that was killed continues as if it had not been.
 
 parts.py makes what the loop works with. What is measured or done besides training is a callback (callbacks/). When and
 how a run saves is in saving.py and checkpoint/. What can go wrong has a folder, faults/.
@@ -134,9 +134,9 @@ class Trainer(Parts):
     def step(self, batch: dict[str, Tensor]) -> Step:
         """One update from one global batch.
 
-        The batch is this rank's rows, (B, T); it takes its part of each (ranks.py). Gradients are those of the mean
-        loss per token of the global batch: each micro-batch has the same number of tokens, and the strategy averages
-        over all ranks.
+        The batch is this rank's rows, (B, T); it takes its part of each (parallel/ranks.py). Gradients are those of the
+        mean loss per token of the global batch: each micro-batch has the same number of tokens, and the strategy
+        averages over all ranks.
         """
         config = self.config
         lr = self.schedule(self.counters.token_count)

@@ -365,10 +365,12 @@ def _model_tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Everything to save, by name: `model.<parameter>`, `optimizer.state.<parameter>.<moment>`. Names do not depend on
-    how parameters are grouped or sharded. And the optimizer's state as torch flattens it, with
-    the settings, which are not
-    saved: they come from the config."""
+    """Returns everything to save by name, `model.<parameter>` or `optimizer.state.<parameter>.<moment>`, and torch's
+    flattened state of the optimizer.
+
+    Names do not depend on how parameters are grouped or sharded. The optimizer's settings are not saved: the config
+    sets them.
+    """
     # The model first: FSDP2 has gathered weights after an evaluation, and this puts the shards back in their place.
     tensors = _model_tensors(model)
     options = StateDictOptions(flatten_optimizer_state_dict=True)

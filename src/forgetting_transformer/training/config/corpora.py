@@ -41,7 +41,7 @@ def packed(data_dir: str, config: LongCrawl64Config) -> "Corpus":
 class MixtureConfig(LongCrawl64Config):
     """Keys of data.mixture.MixtureDataModule, which documents them."""
 
-    #: Set to the names of the parts, so that nothing is called by another corpus's name that a recipe had.
+    #: Overwritten with the joined names of the parts, so that a recipe's dataset does not name the mixture.
     dataset: str = "mixture"
     #: Folder names of corpora in `data_dir`, and how many sequences each gives in proportion to the others.
     parts: dict[str, float] = field(default_factory=dict)

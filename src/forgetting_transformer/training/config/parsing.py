@@ -1,6 +1,6 @@
 """A composed config becomes a typed `Config`: `parse` holds every key to the dataclass that declares it.
 
-`config_class` puts together the dataclasses of a run's components (plugins.py) and those of config.py. `parse` merges
+`config_class` puts together the dataclasses of a run's components (plugins.py) and those of __init__.py. `parse` merges
 the composed config into them and refuses unknown components and keys, missing values, wrong types and numbers out of
 range.
 """
