@@ -76,6 +76,13 @@ def test_signals_are_heard_before_anything_slow_is_imported():
     assert not found.stdout.strip()
 
 
+def test_a_signal_after_a_preempted_run_changes_nothing_also_where_the_start_was_guarded(rank, kept_signals):
+    """A scheduler and a launcher both send it: `python -m forgetting_transformer.train` has no other guard."""
+    with signals.StartEnds():
+        assert console.exit_code("preempted") == 75
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
 @pytest.mark.parametrize("chosen", [None, "active"])
 def test_threads_that_wait_sleep_unless_the_user_wants_them_to_spin(monkeypatch, chosen):
     monkeypatch.setattr(train, "compose_or_explain", lambda: None)

@@ -18,7 +18,10 @@ OUTCOME_VARIABLE = "FORGETTING_TRANSFORMER_OUTCOME"
 
 
 class StartEnds:
-    """Context manager in which a signal ends the process. It may be entered for good, as train.py does."""
+    """Context manager in which a signal ends the process. It may be entered for good, as train.py does.
+
+    At its end a handler that somebody else has set meanwhile stays.
+    """
 
     def __enter__(self) -> None:
         self._process = os.getpid()
@@ -26,7 +29,8 @@ class StartEnds:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._leave:
+                signal.signal(number, handler)
 
     def _leave(self, number: int, _: "FrameType | None") -> None:
         if os.getpid() != self._process:  # a forked worker, which its parent ends
