@@ -69,7 +69,7 @@ def parser(description: str | None, time_limit: float = 900) -> argparse.Argumen
         default=time_limit,
         help="seconds that a row may take (default %(default)s)",
     )
-    made.add_argument("--out", type=command_line.path, help="JSON file that gets each row; the same command continues")
+    made.add_argument("--out", type=command_line.path, help="JSON file that gets each row; the same command goes on")
     made.add_argument("--replace", action="store_true", help="measure again what --out already has")
     made.add_argument("--dry_run", action="store_true", help="print the cases, and measure none")
     made.add_argument("--worker", nargs=2, metavar=("CASE", "FILE"), help=argparse.SUPPRESS)
@@ -115,7 +115,7 @@ def is_run(name: str) -> bool:
 
 
 def experiment_override(experiment: str) -> str:
-    """What train.py is given to choose an experiment."""
+    """Arguments of train.py that choose an experiment."""
     group, name = str(experiment_file(experiment).relative_to(CONFIGS).with_suffix("")).rsplit("/", 1)
     return f"+{group}={name}"
 
@@ -202,7 +202,7 @@ def attempt(measure: Measure, case: Case) -> dict[str, Any]:
 
 
 def _work(measure: Measure, case: str, file: str) -> int:
-    """Measures in a process of its own. The file gets the row of rank 0, or of the first rank that fails."""
+    """Measures in another process. The file gets the row of rank 0, or of the first rank that fails."""
     rank = int(os.environ.get("RANK", 0))
     row = attempt(measure, json.loads(case))
     if rank == 0 or row["status"] != "ok":
@@ -316,7 +316,7 @@ class Record:
 
     @property
     def content(self) -> dict[str, Any]:
-        """What the file holds."""
+        """Rows and conditions that the file holds."""
         head = {"benchmark": self.name, "environment": self.environment, "settings": self.settings}
         return {**head, "rows": self.rows}
 
@@ -412,7 +412,7 @@ def end_with_parent() -> None:
 
 
 def _identity(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What two commands must share for their rows to belong in one file, by dotted names."""
+    """Settings that two commands must share for their rows to belong in one file, by dotted names."""
     where = {key: content["environment"][key] for key in ("commit", "changed", "hardware", "versions")}
     return flatten({"benchmark": content["benchmark"], **content["settings"], **where})
 

@@ -178,7 +178,7 @@ class Runs:
         return judged(row, {"status.json does not name the rank": bool(is_named)})
 
     def _done(self, output: Path, devices: int, steps: int | None = None) -> float | None:
-        """Seconds to the first step of a start that ends by itself with so many steps done.
+        """Seconds to the first step of a start that ends after so many steps.
 
         Raises:
             RuntimeError: it did not.
@@ -259,7 +259,7 @@ def process_of(launcher: int, rank: int) -> int:
 
 
 def lines(output: Path, name: str) -> list[dict[str, Any]]:
-    """What a run has logged, without a line that is being written."""
+    """Lines that a run has logged, without one that is being written."""
     file = output / f"metrics/jsonlines/{name}.jsonl"
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     return [json.loads(line) for line in text.splitlines(True) if line.endswith("\n")]

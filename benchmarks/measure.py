@@ -134,7 +134,7 @@ def run(found: Measurement, folder: Path, deadline: float | None) -> str:
 
 
 def is_finished(found: Measurement, folder: Path) -> bool:
-    """Whether this command has ended, and no row of its file was stopped at a limit of its own."""
+    """Whether this command has ended and no row of its file was stopped at the row's own limit."""
     try:
         if (folder / f".{found.name}.finished").read_text(encoding="utf-8") != found.command:
             return False

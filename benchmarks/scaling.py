@@ -11,7 +11,7 @@ A step is forward and backward of each micro-batch (--batch_size sequences of ra
 of gradients, clipping and AdamW, from random weights. Every step has fresh tokens, because a model learns by heart what
 is repeated, and its forget gates change. Steps follow each other without waiting, as in training. The paper's
 experiments take half a million tokens a step: on two GPUs 16 micro-batches of one sequence. Each row is measured by
-processes of its own.
+separate processes.
 
 one           one GPU alone
 one_graphs    the same with train.cuda_graphs=true; all cases without _graphs have train.cuda_graphs=false

@@ -184,7 +184,7 @@ def scaling(results: Results) -> str:
 
 
 def _told(file: Row) -> list[dict[str, Any]]:
-    """Rows of steps, each with the experiment of its own model: `model=NAME` chooses another than the file's.
+    """Rows of steps, each with the experiment of its model. `model=NAME` replaces the one that the file names.
 
     A row without a measurement says of its case only the experiment; the rest is in the command.
     """

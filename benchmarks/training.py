@@ -9,7 +9,7 @@
 
 A step is forward and backward of one micro-batch of random tokens on one device. --optimizer_step adds gradient
 clipping and AdamW at a learning rate of 0, which costs the same and changes no weight. Each row is measured in a
-process of its own, with activation checkpointing and without. Running out of memory or of time is a result, not an
+separate process, with activation checkpointing and without. Running out of memory or of time is a result, not an
 error.
 
 Defaults on a GPU: the 760M models, 16,384 tokens, bf16 autocast. On a CPU, to try it: demo models, 512 tokens, fp32.

@@ -116,7 +116,7 @@ class Checkpointer:
         background: bool = False,
         record: Path | None = None,
     ) -> None:
-        self.folder, self.keep_last, self.rank, self.world_size = folder, keep_last, rank, world_size
+        self.folder, self.rank, self.world_size = folder, rank, world_size
         self.record = record
         #: The run began from another's checkpoint: resume=false, which begins with nothing, cannot start it over.
         self.forked = False

@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
@@ -54,6 +54,19 @@ LAST_WORDS_SECONDS = 30.0
 AT_ONCE_SECONDS = 5.0
 
 
+class _Wait(NamedTuple):
+    """What is waited for besides a step.
+
+    Attributes:
+        missing: the beginning of "… for 5 s".
+        after_signal: seconds for which it is waited for after a signal.
+    """
+
+    of: Literal["data", "writer", "end"]
+    missing: str
+    after_signal: float
+
+
 class Sentinel:
     """A context manager around training, on the main thread of a rank.
 
@@ -77,8 +90,7 @@ class Sentinel:
         self._last_beat = 0.0
         #: Of the start; None once the first step has ended.
         self._stage: str | None = "imports"
-        #: What is waited for besides a step, as the beginning of "… for 5 s", and for how long after a signal.
-        self._wait: tuple[str, float] | None = None
+        self._wait: _Wait | None = None
         self._previous: dict[int, Any] = {}
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
@@ -129,11 +141,11 @@ class Sentinel:
     def closing(self) -> None:
         """Training is over, and its end is written; what is left, such as handing rows to wandb, may take `timeout`."""
         self._last_beat, self._stage = time.monotonic(), None
-        self._wait = "training was over and the process did not end", READER_PATIENCE_SECONDS
+        self._wait = _Wait("end", "training was over and the process did not end", READER_PATIENCE_SECONDS)
 
     def reading(self, what: str) -> contextlib.AbstractContextManager[Any]:
         """Around a wait for a batch of `what`."""
-        return self._waiting(f"no batch of {what} came", READER_PATIENCE_SECONDS)
+        return self._waiting(_Wait("data", f"no batch of {what} came", READER_PATIENCE_SECONDS))
 
     def waiting_for(
         self, checkpoint: str, last_write: float = 0.0
@@ -143,14 +155,15 @@ class Sentinel:
         Args:
             last_write: seconds that the save before this one took, of which it may take twice as many to flush.
         """
-        return self._waiting(f"nothing was written of {checkpoint}", max(WRITER_PATIENCE_SECONDS, 2 * last_write))
+        patience = max(WRITER_PATIENCE_SECONDS, 2 * last_write)
+        return self._waiting(_Wait("writer", f"nothing was written of {checkpoint}", patience))
 
     @contextlib.contextmanager
-    def _waiting(self, missing: str, after_signal: float) -> Iterator[Callable[[], None]]:
+    def _waiting(self, wait: _Wait) -> Iterator[Callable[[], None]]:
         def moves() -> None:
             self._last_beat = time.monotonic()
 
-        before, self._wait = self._wait, (missing, after_signal)
+        before, self._wait = self._wait, wait
         moves()
         try:
             yield moves
@@ -172,13 +185,13 @@ class Sentinel:
             if self.request and min(silence, now - self._heard_at) > after_signal:
                 self._leave(signals.PREEMPTED_EXIT_CODE, f"{STOPPED}{self.request}; {missing} for {silence:.0f} s")
             elif silence > limit:
-                hint = shared_memory_hint() if missing.startswith("no batch") else ""
+                hint = shared_memory_hint() if self._wait is not None and self._wait.of == "data" else ""
                 self._leave(1, f"{missing} for {silence:.0f} s (strategy.timeout_seconds); {self._where()}{hint}")
 
     def _patience(self) -> tuple[str, float, float]:
         """Thing that the process waits for, and for how many seconds at most and after a signal."""
         if self._wait is not None:
-            return self._wait[0], self.timeout, self._wait[1]
+            return self._wait.missing, self.timeout, self._wait.after_signal
         name = self.callback()
         callback = f" (callbacks.{name})" if name else ""
         if self._stage is not None:
@@ -200,7 +213,7 @@ class Sentinel:
         """Whether this rank stands still or waits for another, as far as can be seen."""
         stacks = self._stacks()
         writers = [frame for name, frame in stacks if name == "checkpoint"]
-        waits_for_writer = writers and self._patience()[0].startswith("nothing was written")
+        waits_for_writer = writers and self._wait is not None and self._wait.of == "writer"
         frame = writers[0] if waits_for_writer else stacks[0][1]
         files = {f.f_code.co_filename for f, _ in traceback.walk_stack(frame)}
         if any(file.endswith(("distributed_c10d.py", "faults/stop.py")) for file in files):
