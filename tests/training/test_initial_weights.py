@@ -249,7 +249,9 @@ def test_a_run_goes_on_where_its_source_is_named_in_other_words(tiny, tmp_path, 
 def test_without_a_network_the_hub_is_refused_on_every_rank_and_the_cache_serves(tiny, tmp_path, exported):
     new = changed(tiny, init_from="some-lab/fox", train__max_tokens=STEP)
     said = refused(new, 2)
-    assert said.count("ConfigError") >= 2 and "`hf download some-lab/fox --local-dir FOLDER` elsewhere" in said
+    refusals = [line for line in said.splitlines() if "ConfigError: init_from=some-lab/fox: " in line]
+    advice = "run `hf download some-lab/fox --local-dir FOLDER` elsewhere and give that folder"
+    assert len(refusals) == 2 and all(advice in line for line in refusals)
     cache = tmp_path / "cache/models--some-lab--fox"
     (cache / "refs").mkdir(parents=True)
     (cache / "refs/main").write_text("0123abc")
