@@ -81,11 +81,7 @@ def environment(args: argparse.Namespace, count: int, cores: int) -> dict[str, s
     Args:
         count: processes of this machine.
     """
-    added = {
-        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
-        "OMP_NUM_THREADS": str(max(1, cores // count)),
-    }
+    added = {**signals.ELASTIC_LAUNCHER, "OMP_NUM_THREADS": str(max(1, cores // count))}
     if args.num_nodes == 1 and args.main_port is None:
         added["PET_STANDALONE"] = "1"
     return added

@@ -15,6 +15,12 @@ NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PREEMPTED_EXIT_CODE = 75
 #: Names the file into which the first rank of a node writes how the run ended; set by scripts/launch.py.
 OUTCOME_VARIABLE = "FORGETTING_TRANSFORMER_OUTCOME"
+#: Environment of PyTorch's elastic launcher: it passes these signals on to the ranks, and waits this long for them to
+#: end. By itself SIGUSR1 only ends it.
+ELASTIC_LAUNCHER = {
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+}
 
 
 class StartEnds:

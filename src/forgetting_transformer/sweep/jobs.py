@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from forgetting_transformer import signals
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.training import Config
 
@@ -96,14 +97,8 @@ def quote(value: str) -> str:
 def job_environment() -> dict[str, str]:
     """The environment of a job: this process's, without the marks of a launch that this process may be part of."""
     environment = {name: value for name, value in os.environ.items() if not _OF_ANOTHER_LAUNCH.fullmatch(name)}
-    defaults = {
-        # The elastic agent of `fabric run` passes these signals on to the ranks and waits this long for them to end.
-        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
-        # A free port for every job instead of one port for all.
-        "PET_STANDALONE": "1",
-    }
-    return defaults | environment
+    # A free port for every job instead of one port for all.
+    return {**signals.ELASTIC_LAUNCHER, "PET_STANDALONE": "1"} | environment
 
 
 def file_name(name: str) -> str:
