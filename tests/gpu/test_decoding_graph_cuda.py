@@ -87,7 +87,7 @@ def test_each_gpu_gets_graphs_of_its_own(recorded):
     assert len(recorded) == 2
 
 
-def test_where_recording_fails_the_stream_is_restored(recorded):
+def test_where_recording_fails_the_stream_and_random_numbers_are_restored(recorded):
     class Waits(torch.nn.Linear):
         def forward(self, x):
             assert x.sum().item() is not None
@@ -98,9 +98,13 @@ def test_where_recording_fails_the_stream_is_restored(recorded):
     mixer = model.decoder.layers[0].sequence_mixer
     mixer.o_proj.__class__ = Waits
     before = torch.cuda.current_stream()
+    state = torch.cuda.get_rng_state()
     with pytest.warns(RuntimeWarning, match="cannot be recorded"):
         warnings.filterwarnings("always", message="no CUDA graph is used")
         got = decode(model, ids, model.new_cache(cuda_graph=True))
     assert torch.cuda.current_stream() == before
     assert (got - want).norm() <= 1e-4 * want.norm()
+    drawn = torch.rand(100, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(100, device="cuda"), drawn)
     torch.cuda.empty_cache()

@@ -230,6 +230,7 @@ def test_pytorch_serves_16_bits_too(op, monkeypatch):
 
 def test_without_fla_it_trains_and_warns_once(monkeypatch):
     fla._is_installed.cache_clear()
+    monkeypatch.setattr(backends, "installed_version", lambda package: None)
     monkeypatch.setitem(sys.modules, "fla", None)
     for module, _ in fla._KERNELS.values():
         monkeypatch.setitem(sys.modules, module, None)

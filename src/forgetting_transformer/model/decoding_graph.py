@@ -209,9 +209,13 @@ class DecodingGraph:
             try:
                 with torch.cuda.graph(graph, stream=_stream(device.index), capture_error_mode="thread_local"):
                     self._compute(model, cache)
-            finally:
-                # A recording that fails does not restore it.
+            except BaseException:
+                # A recording that fails restores neither the stream nor the random numbers: the state of the generator
+                # stays one of a recording, and every later random number of this GPU would be an error.
                 torch.cuda.set_stream(before)
+                generator = torch.cuda.default_generators[device.index]
+                generator.graphsafe_set_state(generator.clone_state())
+                raise
         return graph.replay
 
 
