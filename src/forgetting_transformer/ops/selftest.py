@@ -9,10 +9,13 @@ The problems have the run's number of heads, and lengths that Triton specialises
 compiled here is what the run needs and is not compiled again. They cover several tiles, and what the run has of
 pruning, windows, ragged lengths and padding. They use no global random numbers.
 
+A new op is a row of `_OPS`, with a function that makes its problems, and a case of `find_backend`.
+
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-import contextlib
+import decimal
+import functools
 import logging
 import math
 import threading
@@ -38,13 +41,13 @@ from forgetting_transformer.ops.layers import norm, residual_norm, shift_norm, s
 
 log = logging.getLogger(__name__)
 
-#: ‖x - reference‖ / ‖reference‖ of outputs and gradients, of attention. In 16 bits the kernels measured 1.8e-3 to
-#: 3.4e-3 (bfloat16) and a quarter of that (float16); a kernel that is wrong is off by far more.
+#: ‖x - reference‖ / ‖reference‖ of outputs and gradients, of attention and scans. In 16 bits the kernels measured
+#: 1.8e-3 to 3.4e-3 (bfloat16) and a quarter of that (float16); a kernel that is wrong is off by far more.
 TOLERANCES = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 5e-5}
 #: The same of short convolutions, gated norms and other layers, which round their results alone.
 ELEMENTWISE_TOLERANCES = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
-#: The same of recurrences, whose kernels keep inputs and states in 16 bits.
-RECURRENCE_TOLERANCE = 2e-2
+#: The same of recurrences and PaTH attention, whose kernels keep inputs and states in 16 bits.
+RECURRENCE_TOLERANCES = dict.fromkeys(TOLERANCES, 2e-2)
 # Positions of a recurrence's problem: four chunks of 64, the last one ragged.
 _RECURRENCE_LENGTH = 200
 # The same of a selective scan: three chunks of 128.
@@ -54,7 +57,8 @@ _PATH_LENGTH = 1160
 # What pruning may leave out of a row in a self-test, far below every tolerance.
 _LOG_PRUNING_TOLERANCE = -25.0
 
-
+# Layers have nothing to choose from without a GPU, and nobody needs to read so.
+_LAYERS = ("swiglu", "shift_norm", "residual_norm")
 # (op, backend) whose backward pass adds by atomics.
 _NOT_REPRODUCIBLE = {("attention", backends.PYTORCH), ("path_attention", backends.FLA)}
 
@@ -71,13 +75,44 @@ class Backend(NamedTuple):
     text: str
 
 
-class _Problem(NamedTuple):
-    """One call of attention to be checked."""
+class _Run(NamedTuple):
+    """What problems are made for; arguments as in `choose_backends`."""
 
-    length: int
-    window: int | None = None
-    padding: int = 0
-    decodes: bool = False
+    dtype: torch.dtype
+    device: torch.device
+    lengths: Sequence[int] | None
+    generator: torch.Generator
+
+    def normal(self, *shape: int) -> Tensor:
+        """Normally distributed numbers, in float32 on the CPU."""
+        return torch.randn(shape, generator=self.generator)
+
+    def rounded(self, *shape: int) -> Tensor:
+        """The same in the dtype of the run."""
+        return self.normal(*shape).to(self.dtype)
+
+
+class _Problem(NamedTuple):
+    """A small call of an op, forward and backward, and how it is compared with float64.
+
+    Attributes:
+        call: the op with its options, a function of the inputs.
+        inputs: name: tensor; float64 gets them rounded as they are here.
+        d_outs: gradients of the outputs; none where there is no backward pass.
+        reference: what is computed in float64; by default the same call, whose kernels take no float64.
+        on_cpu: whether the reference runs on the CPU; otherwise where the kernel does.
+        groups: heads of keys. Given, the first and the last with their queries stand for the whole third axis of all
+            tensors: all scores of all heads in float64 would be gigabytes.
+        outputs: names of the outputs.
+    """
+
+    call: Callable[..., Any]
+    inputs: Mapping[str, Tensor]
+    d_outs: Sequence[Tensor]
+    reference: Callable[..., Any] | None = None
+    on_cpu: bool = False
+    groups: int | None = None
+    outputs: Sequence[str] = ("the output",)
 
 
 def choose_backends(
@@ -96,19 +131,13 @@ def choose_backends(
         op: what runs it; layers on GPUs alone. Nothing is warned of: `backends.faults` has the warnings.
     """
     by_op: dict[str, list[OpUse]] = {}
-    for use in uses:
-        known = by_op.setdefault(use.op, [])
-        if use not in known:
-            known.append(use)
+    for use in dict.fromkeys(uses):
+        if use.op not in _LAYERS or device.type == "cuda":
+            by_op.setdefault(use.op, []).append(use)
     generator = torch.Generator().manual_seed(0)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return {
-            op: _choose(op, op_uses, dtype, device, lengths, generator)
-            for op, op_uses in by_op.items()
-            # Elsewhere layers have nothing to choose from, and nobody needs to read so.
-            if op not in _LAYERS or device.type == "cuda"
-        }
+        return {op: _choose(op, op_uses, dtype, device, lengths, generator) for op, op_uses in by_op.items()}
 
 
 def _choose(
@@ -119,38 +148,24 @@ def _choose(
     lengths: Sequence[int] | None,
     generator: torch.Generator,
 ) -> Backend:
-    find, check, tolerance = _recurrence_of, check_recurrence, RECURRENCE_TOLERANCE
-    if op == "attention":
-        find, check, tolerance = _attention_of, check_attention, TOLERANCES.get(dtype, 0.0)
-    elif op == "path_attention":
-        find, check = _path_attention_of, check_path_attention
-    elif op == "short_convolution":
-        find, check, tolerance = _convolution_of, check_convolution, ELEMENTWISE_TOLERANCES.get(dtype, 0.0)
-    elif op == "gated_norm":
-        find, check, tolerance = _norm_of, check_norm, ELEMENTWISE_TOLERANCES.get(dtype, 0.0)
-    elif op in _LAYERS:
-        find, check, tolerance = _layer_of, check_layer, ELEMENTWISE_TOLERANCES.get(dtype, 0.0)
-    elif op == "selective_scan":
-        find, check, tolerance = _scan_of, check_scan, TOLERANCES.get(dtype, 0.0)
     while True:
-        names = [find(use, dtype, device) for use in uses]
+        names = [find_backend(use, dtype, device) for use in uses]
         # The one that does most of the work stands for all: the fastest that any use has.
-        order = backends.BACKENDS.get(op, (backends.PYTORCH,))
-        name = min(names, key=order.index)
+        name = min(names, key=backends.BACKENDS.get(op, (backends.PYTORCH,)).index)
         loses_bits = device.type == "cuda" and (op, name) in _NOT_REPRODUCIBLE
         notes = ", gradients not bitwise reproducible" * loses_bits
         if name == backends.PYTORCH:
             return Backend(name, describe(name) + notes)
         try:
             tested = [use for use, found in zip(uses, names, strict=True) if found != backends.PYTORCH]
-            with torch.inference_mode(False), torch.enable_grad():
-                error, where = max(check(use, dtype, device, lengths, generator) for use in tested)
+            error, where = max(check(use, dtype, device, lengths, generator) for use in tested)
             if not backends.is_usable(op, name):  # the op itself went on to the next one
                 continue
-            if error <= tolerance:
+            allowed = _OPS[op][1].get(dtype, 0.0)
+            if error <= allowed:
                 notes += f", from {backends.MIN_KERNEL_TOKENS:,} tokens on" if op in _LAYERS else ""
                 return Backend(name, f"{describe(name)}, self-test within {_rounded_up(error)}{notes}")
-            reason = f"its self-test found {where} off by {error:.1e} of its size where {tolerance:.0e} is allowed"
+            reason = f"its self-test found {where} off by {error:.1e} of its size where {allowed:.0e} is allowed"
         except Exception as failure:  # what a compiler raises is not one class
             if backends.is_failure_of_gpu(failure):
                 raise
@@ -171,67 +186,99 @@ def describe(name: str) -> str:
 
 def _rounded_up(error: float) -> str:
     """2.31e-3 -> "3e-3"."""
-    exponent = math.floor(math.log10(error)) if error > 0 else -16
-    digit = math.ceil(round(error / 10**exponent, 6))
-    return f"{digit}e{exponent}" if digit < 10 else f"1e{exponent + 1}"
+    one_digit = decimal.Context(prec=1, rounding=decimal.ROUND_UP)
+    return f"{one_digit.create_decimal(f'{error:.6e}'):.0e}"
 
 
-def _attention_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
-    return attention_backend(use, dtype, device)
-
-
-def _recurrence_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
+def find_backend(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
+    """The fastest backend that takes this use on this device and has not been ruled out."""
     if device.type != "cuda" or use.op not in backends.BACKENDS:
         return backends.PYTORCH
-    index = _index(device)
-    groups = use.key_heads or use.heads
-    if use.op == "simple_gla" and recurrence.grouped.serves(
-        use.heads, groups, use.key_dim, use.value_dim, dtype, index
-    ):
-        return backends.TRITON
-    served = recurrence.fla.serves(use.op, use.key_dim, use.value_dim, dtype, index)
-    return backends.FLA if served else backends.PYTORCH
+    index = torch.cuda.current_device() if device.index is None else device.index
+    heads, key_dim, value_dim, tokens = use.heads, use.key_dim, use.value_dim, backends.MIN_KERNEL_TOKENS
+    match use.op:
+        case "attention":
+            return attention_backend(use, dtype, device)
+        case "path_attention":
+            served = path_attention_fla.serves(key_dim, value_dim, dtype, index)
+        case "selective_scan":
+            served = recurrence.scan_takes_kernel(key_dim, dtype, device)
+        case "short_convolution":
+            served = short_convolution.kernel_serves(dtype, key_dim, value_dim // max(1, heads), heads, index)
+        case "gated_norm":
+            served = norm.gated_norm_takes_kernel(dtype, value_dim // heads, index)
+        case "swiglu":
+            served = swiglu.kernel_serves(dtype, tokens, index)
+        case "shift_norm":
+            served = shift_norm.kernel_serves(dtype, value_dim // heads, tokens, index)
+        case "residual_norm":
+            served = residual_norm.kernel_serves(dtype, value_dim, tokens, index)
+        case _:
+            groups = use.key_heads or heads
+            if use.op == "simple_gla" and recurrence.grouped.serves(heads, groups, key_dim, value_dim, dtype, index):
+                return backends.TRITON
+            served = recurrence.fla.serves(use.op, key_dim, value_dim, dtype, index)
+    # Of these ops the kernels of one package stand before PyTorch.
+    return backends.BACKENDS[use.op][-2] if served else backends.PYTORCH
 
 
-def _path_attention_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
-    served = device.type == "cuda" and path_attention_fla.serves(use.key_dim, use.value_dim, dtype, _index(device))
-    return backends.FLA if served else backends.PYTORCH
+def check(
+    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
+) -> tuple[float, str]:
+    """Compare what runs this use with float64; arguments as in `choose_backends`.
+
+    Returns:
+        The largest ‖x - reference‖ / ‖reference‖ of outputs and gradients, and where it is.
+    """
+    make_problems, _ = _OPS[use.op]
+    return max(_compare(problem, device) for problem in make_problems(use, _Run(dtype, device, lengths, generator)))
 
 
-def _convolution_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
-    head_dim = use.value_dim // max(1, use.heads)
-    return _triton_if(
-        device, lambda index: short_convolution.kernel_serves(dtype, use.key_dim, head_dim, use.heads, index)
-    )
+def _compare(problem: _Problem, device: torch.device) -> tuple[float, str]:
+    where = torch.device("cpu") if problem.on_cpu else device
+    inputs, groups = problem.inputs.values(), problem.groups
+    got = _results(problem.call, [x.to(device) for x in inputs], [d.to(device) for d in problem.d_outs])
+    errors = []
+    for group in [0] if groups is None else sorted({0, groups - 1}):
+
+        def part(x: Tensor, group: int = group) -> Tensor:
+            if groups is not None:
+                heads = x.shape[2] // groups
+                x = x[:, :, group * heads : (group + 1) * heads]
+            return x.to(where)
+
+        want = _results(
+            problem.reference or problem.call, [part(x).double() for x in inputs], [part(d) for d in problem.d_outs]
+        )
+        names = [*problem.outputs, *(f"the gradient of {name}" for name in problem.inputs)][: len(want)]
+        errors += [(_relative_error(part(a), b), name) for a, b, name in zip(got, want, names, strict=True)]
+    return max(errors)
 
 
-def _norm_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
-    width = use.value_dim // use.heads
-    return _triton_if(device, lambda index: norm.gated_norm_takes_kernel(dtype, width, index))
+def _results(call: Callable[..., Any], inputs: Sequence[Tensor], d_outs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, and the gradients of all inputs if there are gradients of outputs."""
+    leaves = [x.detach().clone().requires_grad_(bool(d_outs)) for x in inputs]
+    out = call(*leaves)
+    outs = out if isinstance(out, tuple) else (out,)
+    values = [x.detach() for x in outs]
+    if not d_outs:
+        return values
+    return values + list(torch.autograd.grad(outs, leaves, [d.to(x.dtype) for d, x in zip(d_outs, outs, strict=True)]))
 
 
-def _layer_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
-    tokens = backends.MIN_KERNEL_TOKENS
-    if use.op == "swiglu":
-        return _triton_if(device, lambda index: swiglu.kernel_serves(dtype, tokens, index))
-    if use.op == "shift_norm":
-        head_dim = use.value_dim // use.heads
-        return _triton_if(device, lambda index: shift_norm.kernel_serves(dtype, head_dim, tokens, index))
-    return _triton_if(device, lambda index: residual_norm.kernel_serves(dtype, use.value_dim, tokens, index))
+def _relative_error(got: Tensor, want: Tensor) -> float:
+    """‖got - want‖ / ‖want‖; infinite where got is not finite."""
+    error = ((got.double() - want).norm() / want.norm()).item()
+    return error if math.isfinite(error) else math.inf
 
 
-def _scan_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
-    served = recurrence.scan_takes_kernel(use.key_dim, dtype, device)
-    return backends.TRITON if served else backends.PYTORCH
+def _documents(length: int, device: torch.device) -> Tensor:
+    """Bounds of packed documents of several tiles, of a few tokens and of none."""
+    bounds = sorted([0, length // 2 + 3, length // 2 + 8, length - length // 4, length, length])
+    return torch.tensor(bounds, device=device, dtype=torch.int32).clamp(max=length)
 
 
-def _triton_if(device: torch.device, serves: Callable[[int], bool]) -> str:
-    """Triton on a GPU with whose index `serves` says so, otherwise PyTorch."""
-    return backends.TRITON if device.type == "cuda" and serves(_index(device)) else backends.PYTORCH
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+# The problems of each op, drawn one by one as they are asked for.
 
 
 def problem_length(length: int) -> int:
@@ -243,236 +290,166 @@ def problem_length(length: int) -> int:
     return 2 * STRETCH + (length % STRETCH or STRETCH)
 
 
-def _problems(use: OpUse, lengths: Sequence[int] | None) -> list[_Problem]:
-    window = use.window
-    if lengths is None:
+def _attention(use: OpUse, run: _Run) -> Iterator[_Problem]:
+    # Length, left padding, and whether the last token is decoded.
+    if run.lengths is None:
         whole, ragged = 3 * STRETCH, 2 * STRETCH + 37
-        found = [_Problem(whole), _Problem(ragged), _Problem(ragged, padding=STRETCH + 5)]
-        if use.is_gated:
-            found.append(_Problem(ragged, decodes=True))
+        cases = [(whole, 0, False), (ragged, 0, False), (ragged, STRETCH + 5, False)]
+        cases += [(ragged, 0, True)] * use.is_gated
     else:
-        found = [_Problem(length) for length in sorted({problem_length(length) for length in lengths})]
-    if window is None:
-        return found
-    # A window as long as a sequence hides nothing; what it compiles and skips does not depend on how long it is.
-    longest = max(lengths, default=0) if lengths is not None else window + 1
-    shortened = min(window, STRETCH + STRETCH // 2)
-    return [problem._replace(window=shortened) for problem in found] if longest > window else found
-
-
-def check_attention(
-    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
-) -> tuple[float, str]:
-    """The largest error of outputs and gradients, and where it is."""
-    return max(_attention_error(use, problem, dtype, device, generator) for problem in _problems(use, lengths))
-
-
-def _attention_error(
-    use: OpUse, problem: _Problem, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> tuple[float, str]:
-    length, heads, groups = problem.length, use.heads, use.key_heads or use.heads
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    # As after QK-norm: no score is above √D, which is what makes a threshold safe.
-    q = F.normalize(normal(1, length, heads, use.key_dim), dim=-1) * use.key_dim**0.5
-    k = F.normalize(normal(1, length, groups, use.key_dim), dim=-1) * use.key_dim**0.5
-    v = normal(1, length, groups, use.value_dim)
-    # Every other head forgets within a few tokens, so that pruning has something to skip; the rest within hundreds.
-    speed_H = torch.where(torch.arange(heads) % 2 == 0, 0.0, 6.0)
-    log_fgate = F.logsigmoid(normal(1, length, heads) + speed_H)
-    d_out = normal(1, length, heads, use.value_dim)
-    q, k, v, d_out = (x.to(device, dtype) for x in (q, k, v, d_out))
-    log_fgate = log_fgate.to(device)
-    seq_start = torch.tensor([problem.padding], device=device) if problem.padding else None
-    cu_seqlens = None
-    if use.packed:
-        cu_seqlens = _documents(length, device)
-    if problem.decodes:
-        return _decoding_error(q, k, v, log_fgate)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
-        if not use.is_gated:
-            return attention.causal_attention(
-                q, k, v, window_size=problem.window, seq_start=seq_start, cu_seqlens=cu_seqlens
-            )
-        (log_f,) = gates
+        cases = [(length, 0, False) for length in sorted({problem_length(length) for length in run.lengths})]
+    window = use.window
+    if window is not None:
+        # One as long as a sequence hides nothing; what it compiles and skips does not depend on how long it is.
+        hides = run.lengths is None or max(run.lengths, default=0) > window
+        window = min(window, STRETCH + STRETCH // 2) if hides else None
+    heads, groups = use.heads, use.key_heads or use.heads
+    for length, padding, decodes in cases:
+        # As after QK-norm: no score is above √D, which is what makes a threshold safe.
+        q = F.normalize(run.normal(1, length, heads, use.key_dim), dim=-1) * use.key_dim**0.5
+        k = F.normalize(run.normal(1, length, groups, use.key_dim), dim=-1) * use.key_dim**0.5
+        v = run.normal(1, length, groups, use.value_dim)
+        # Every other head forgets within a few tokens, so that pruning has something to skip; the rest within hundreds.
+        speed_H = torch.where(torch.arange(heads) % 2 == 0, 0.0, 6.0)
+        log_fgate = F.logsigmoid(run.normal(1, length, heads) + speed_H)
+        d_out = run.rounded(1, length, heads, use.value_dim)
+        inputs = {"q": q.to(run.dtype), "k": k.to(run.dtype), "v": v.to(run.dtype)}
+        inputs |= {"log f": log_fgate} if use.is_gated else {}
+        visible: dict[str, Any] = {
+            "window_size": window,
+            "seq_start": torch.tensor([padding], device=run.device) if padding else None,
+            "cu_seqlens": _documents(length, run.device) if use.packed else None,
+        }
+        if decodes:
+            inputs["q"] = inputs["q"][:, -1:]
+            yield _Problem(_decode, inputs, (), _attention_reference, outputs=("the output of decoding",))
+            continue
         options: dict[str, Any] = {}
         if use.pruning == "auto":
             options = {"adaptive_threshold": "auto", "log_tolerance": _LOG_PRUNING_TOLERANCE}
         elif use.pruning == "threshold":
             bound = _LOG_PRUNING_TOLERANCE - (2 * use.key_dim**0.5 + math.log(length))
-            options = {"adaptive_threshold": torch.full((heads,), bound, device=device)}
-        options |= {"seq_start": seq_start, "cu_seqlens": cu_seqlens, "window_size": problem.window}
-        plain = seq_start is None and cu_seqlens is None and problem.window is None
-        with _compiling_backward(d_out, q, k, v, log_f, apart=plain):
-            out = forgetting_attention(q, k, v, log_f, **options)
-        assert isinstance(out, Tensor)  # without the log-normalisers
-        return out
-
-    def reference(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
-        q, k, v, log_f = (
-            x.transpose(1, 2) for x in (q, k, v, gates[0] if gates else q.new_zeros(1, length, q.shape[2]))
-        )
-        first_key = first_visible_key(q, k, window=problem.window, cu_seqlens=cu_seqlens)
-        out, _ = forgetting_attention_reference(q, k, v, log_f, seq_start, use.key_dim**-0.5, first_key_BT=first_key)
-        return out.transpose(1, 2)
-
-    names = ["the output", "the gradient of q", "the gradient of k", "the gradient of v"]
-    inputs = [q, k, v]
-    if use.is_gated:
-        names.append("the gradient of log f")
-        inputs.append(log_fgate)
-    got = _results(run, inputs, d_out)
-    # All scores of all heads in float64 would be gigabytes: the first and the last key head stand for all.
-    errors = []
-    for group in sorted({0, groups - 1}):
-        queries = slice(group * (heads // groups), (group + 1) * (heads // groups))
-        parts = [slice(group, group + 1) if i in (1, 2) else queries for i in range(len(inputs))]
-        want = _results(
-            reference, [x[:, :, part].double() for x, part in zip(inputs, parts, strict=True)], d_out[:, :, queries]
-        )
-        for name, a, b, part in zip(names, got, want, [queries, *parts], strict=True):
-            errors.append((_relative_error(a[:, :, part], b), name))
-    return max(errors)
+            options = {"adaptive_threshold": torch.full((heads,), bound, device=run.device)}
+        call = functools.partial(_attend, visible=visible, **options)
+        yield _Problem(call, inputs, [d_out], functools.partial(_attention_reference, **visible), groups=groups)
 
 
-def _documents(length: int, device: torch.device) -> Tensor:
-    """Bounds of packed documents of several tiles, of a few tokens and of none."""
-    bounds = sorted([0, length // 2 + 3, length // 2 + 8, length - length // 4, length, length])
-    return torch.tensor(bounds, device=device, dtype=torch.int32).clamp(max=length)
-
-
-@contextlib.contextmanager
-def _compiling_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, apart: bool
-) -> Iterator[None]:
-    """Compiles the kernels of the backward pass beside those of the forward pass, which halves the wait for compilers.
-
-    Args:
-        d_out, q, k, v, log_fgate: `(B, T, H or G, D)`, gates `(B, T, H)`. apart: False does nothing, as for inputs
-            whose backward pass needs more than these.
-    """
-    if not apart or d_out.device.type != "cuda":
-        yield
-        return
-
-    def compile_backward() -> None:
-        from forgetting_transformer.ops.forgetting_attention import triton as kernels
-
-        try:
-            tensors = (x.detach().transpose(1, 2) for x in (d_out, q, k, v, log_fgate))
-            d_out_BHTD, q_BHTD, k_BGND, v_BGND, log_fgate_BHN = tensors
-            kernels.compile_backward(d_out_BHTD, q_BHTD, k_BGND, v_BGND, log_fgate_BHN, q.shape[-1] ** -0.5)
-        except Exception as error:  # the test itself does the same, and says what is wrong
-            log.debug("the backward pass was not compiled early: %s", error)
-
-    thread = threading.Thread(target=compile_backward, name="compile backward", daemon=True)
-    thread.start()
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor | None = None, *, visible: Mapping[str, Any], **pruning: Any
+) -> Any:
+    if log_fgate is None:
+        return attention.causal_attention(q, k, v, **visible)
+    early = threading.Thread(target=_compile_backward, args=(q, k, v, log_fgate), daemon=True)
+    # The backward pass of other calls needs more than these inputs.
+    if q.is_cuda and all(x is None for x in visible.values()):
+        early.start()
     try:
-        yield
+        return forgetting_attention(q, k, v, log_fgate, **pruning, **visible)
     finally:
-        thread.join()
+        if early.ident is not None:
+            early.join()
 
 
-def _decoding_error(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor) -> tuple[float, str]:
-    with torch.no_grad():
-        got = forgetting_attention_decode(q[:, -1:], k, v, cumulative_log_fgate(log_fgate))
-        q_BHTD, k_BGND, v_BGND, log_fgate_BHN = (x.double().transpose(1, 2) for x in (q[:, -1:], k, v, log_fgate))
-        want, _ = forgetting_attention_reference(q_BHTD, k_BGND, v_BGND, log_fgate_BHN, None, q.shape[-1] ** -0.5)
-    assert isinstance(got, Tensor)  # without the log-normalisers
-    return _relative_error(got, want.transpose(1, 2)), "the output of decoding"
+def _compile_backward(*tensors: Tensor) -> None:
+    """Compile the kernels of the backward pass beside those of the forward pass: half the wait for compilers."""
+    from forgetting_transformer.ops.forgetting_attention import triton as kernels
+
+    try:
+        q, k, v, log_fgate = (x.detach().transpose(1, 2) for x in tensors)
+        kernels.compile_backward(q, q, k, v, log_fgate, q.shape[-1] ** -0.5)  # gradients have the shape of queries
+    except Exception as error:  # the test itself does the same, and says what is wrong
+        log.debug("the backward pass was not compiled early: %s", error)
 
 
-def check_recurrence(
-    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
-) -> tuple[float, str]:
-    """As `check_attention`. Lengths do not matter to these kernels."""
+def _attention_reference(
+    *tensors: Tensor,
+    window_size: int | None = None,
+    seq_start: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    q, k, v, *gates = (x.transpose(1, 2) for x in tensors)
+    log_fgate = gates[0] if gates else q.new_zeros(q.shape[:3])
+    first_key = first_visible_key(q, k, window=window_size, cu_seqlens=cu_seqlens)
+    out, _ = forgetting_attention_reference(q, k, v, log_fgate, seq_start, q.shape[-1] ** -0.5, first_key_BT=first_key)
+    return out.transpose(1, 2)
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
 
+def _decode(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor) -> Any:
+    return forgetting_attention_decode(q, k, v, cumulative_log_fgate(log_fgate))
+
+
+def _recurrence(use: OpUse, run: _Run) -> Iterator[_Problem]:
+    """Lengths do not matter to these kernels."""
     shape = (1, _RECURRENCE_LENGTH, use.heads)
     of_keys = (1, _RECURRENCE_LENGTH, use.key_heads or use.heads, use.key_dim)
     inputs = {
-        "q": normal(*of_keys).to(dtype),
-        "k": F.normalize(normal(*of_keys), dim=-1).to(dtype),
-        "v": normal(*shape, use.value_dim).to(dtype),
+        "q": run.rounded(*of_keys),
+        "k": F.normalize(run.normal(*of_keys), dim=-1).to(run.dtype),
+        "v": run.rounded(*shape, use.value_dim),
     }
     if use.op in ("delta_rule", "gated_delta_rule", "kda"):
-        inputs["beta"] = normal(*shape).sigmoid()
+        inputs["beta"] = run.normal(*shape).sigmoid()
     if use.op != "delta_rule":
         by_channel = use.op in ("gla", "kda")
-        inputs["log_decay"] = F.logsigmoid(normal(*shape, *([use.key_dim] if by_channel else [])) + 2)
+        inputs["log_decay"] = F.logsigmoid(run.normal(*shape, *([use.key_dim] if by_channel else [])) + 2)
     is_grouped = use.key_heads is not None
     if is_grouped:
-        inputs |= {"step": F.softplus(normal(*shape)), "skip": normal(use.heads)}
-    d_out = normal(*shape, use.value_dim).to(dtype)
+        inputs |= {"step": F.softplus(run.normal(*shape)), "skip": run.normal(use.heads)}
+    d_outs = [run.rounded(*shape, use.value_dim)]
+    names = list(inputs)[3:]
 
-    def run(*tensors: Tensor) -> Tensor:
-        q, k, v, *others = tensors
-        named: dict[str, Any] = dict(zip(list(inputs)[3:], others, strict=True))
+    def call(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+        named: dict[str, Any] = dict(zip(names, others, strict=True))
         if use.packed and is_grouped:
             named["cu_seqlens"] = _documents(_RECURRENCE_LENGTH, q.device)
         return recurrence.recurrence(q, k, v, scale=1.0, **named)[0]
 
-    def reference(*tensors: Tensor) -> Tensor:
-        q, k, v, *others = tensors
-        gates = recurrence.Gates(**dict(zip(list(inputs)[3:], others, strict=True)))
+    def reference(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+        gates = recurrence.Gates(**dict(zip(names, others, strict=True)))
         return recurrence.reference.linear_recurrence(q, k, v, gates, 1.0, None)[0]
 
     if is_grouped:
-        # Gradients of queries and keys are sums over heads, so all are needed; in chunks, in float64 on the CPU.
-        return _compare(run, inputs, d_out, device)
-    return _compare(run, inputs, d_out, device, reference=reference, heads=sorted({0, use.heads - 1}))
+        # Gradients of queries and keys are sums over heads, so all are needed; in chunks, in float64.
+        yield _Problem(call, inputs, d_outs, on_cpu=True)
+    else:
+        yield _Problem(call, inputs, d_outs, reference, on_cpu=True, groups=use.heads)
 
 
-def check_path_attention(
-    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
-) -> tuple[float, str]:
-    """As `check_attention`. Lengths do not matter to these kernels. The reference is PyTorch, on the same device."""
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn((1, _PATH_LENGTH, use.heads, *shape), generator=generator)
-
+def _path_attention(use: OpUse, run: _Run) -> Iterator[_Problem]:
+    """Lengths do not matter to these kernels. The reference is PyTorch."""
+    shape = (1, _PATH_LENGTH, use.heads)
     inputs = {
-        "q": normal(use.key_dim).to(dtype),
-        "k": normal(use.key_dim).to(dtype),
-        "v": normal(use.value_dim).to(dtype),
-        "w": F.normalize(normal(use.key_dim), dim=-1),
-        "beta": 2 * normal().sigmoid(),
-        "log f": F.logsigmoid(normal() + 3),
+        "q": run.rounded(*shape, use.key_dim),
+        "k": run.rounded(*shape, use.key_dim),
+        "v": run.rounded(*shape, use.value_dim),
+        "w": F.normalize(run.normal(*shape, use.key_dim), dim=-1),
+        "beta": 2 * run.normal(*shape).sigmoid(),
+        "log f": F.logsigmoid(run.normal(*shape) + 3),
     }
-    d_out = normal(use.value_dim).to(dtype)
 
-    def run(*tensors: Tensor) -> Tensor:
-        q, k, v, *gates = tensors
-        return path_attention.path_attention(q, k, v, *gates, has_resets=False)[0]
+    def call(*tensors: Tensor) -> Tensor:
+        return path_attention.path_attention(*tensors, has_resets=False)[0]
 
-    # All scores of all heads in float64 would be gigabytes.
-    return _compare(run, inputs, d_out, device, reference_device=device, heads=sorted({0, use.heads - 1}))
+    yield _Problem(call, inputs, [run.rounded(*shape, use.value_dim)], groups=use.heads)
 
 
-def check_convolution(
-    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
-) -> tuple[float, str]:
-    """As `check_attention`. Of lengths it matters whether they are multiples of 16, and whether any may come."""
+def _short_convolution(use: OpUse, run: _Run) -> Iterator[_Problem]:
+    """Of lengths it matters whether they are multiples of 16, and whether any may come."""
     channels, taps = use.value_dim, use.key_dim
-    if lengths is None:
+    if run.lengths is None:
         cases = [(length, goes_on) for length in (128, 133) for goes_on in (False, True)]
     else:
-        cases = [(length, False) for length in sorted({128 + length % 16 for length in lengths})]
-    worst = (0.0, "the output")
+        cases = [(length, False) for length in sorted({128 + length % 16 for length in run.lengths})]
     for length, goes_on in cases:
-        shapes = {"x": (1, length, channels), "weight": (channels, 1, taps), "bias": (channels,)}
+        inputs = {
+            "x": run.rounded(1, length, channels),
+            "weight": run.normal(channels, 1, taps),
+            "bias": run.normal(channels),
+        }
         if goes_on and taps > 1:
-            shapes["previous"] = (1, channels, taps - 1)
-        inputs = [torch.randn(shape, generator=generator) for shape in shapes.values()]
-        inputs[0] = inputs[0].to(dtype)
-        d_out = torch.randn(shapes["x"], generator=generator).to(dtype)
+            inputs["previous"] = run.normal(1, channels, taps - 1)
 
-        def run(
+        def call(
             x: Tensor, weight: Tensor, bias: Tensor, previous: Tensor | None = None, goes_on: bool = goes_on
         ) -> Tensor:
             options: dict[str, Any] = {"previous_BCW": previous, "silu": True, "unit_heads": use.heads}
@@ -483,169 +460,95 @@ def check_convolution(
                 options["position_BT"] = torch.where(start == 0, token + taps * goes_on, token - start)[None]
             return short_convolution.short_convolution(x, weight, bias, **options)[0]
 
-        worst = max(worst, _compare(run, dict(zip(shapes, inputs, strict=True)), d_out, device))
-    return worst
+        yield _Problem(call, inputs, [run.rounded(1, length, channels)], on_cpu=True)
 
 
-def check_norm(
-    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
-) -> tuple[float, str]:
-    """As `check_attention`. Of lengths it matters only whether they are multiples of 16."""
-    worst = (0.0, "the output")
-    for length in sorted({128 + length % 16 for length in lengths or (0, 5)}):
+def _gated_norm(use: OpUse, run: _Run) -> Iterator[_Problem]:
+    """Of lengths it matters only whether they are multiples of 16."""
+
+    def call(x: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:
+        options: dict[str, Any] = {"gate_first": use.key_dim == 1, "activation": use.activation}
+        return norm.gated_rms_norm(x, gate, weight, 1e-6, use.heads, **options)
+
+    for length in sorted({128 + length % 16 for length in run.lengths or (0, 5)}):
         # A gate is often a slice of a wider projection.
-        x, gate, d_out = (
-            torch.randn(1, length, use.value_dim + 16, generator=generator)[..., :-16].to(dtype) for _ in range(3)
-        )
-        inputs = {"x": x, "weight": torch.randn(use.value_dim, generator=generator)}
-        if use.is_gated:
-            inputs["gate"] = gate
-
-        def run(x: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:
-            options: dict[str, Any] = {"gate_first": use.key_dim == 1, "activation": use.activation}
-            return norm.gated_rms_norm(x, gate, weight, 1e-6, use.heads, **options)
-
-        worst = max(worst, _compare(run, inputs, d_out, device))
-    return worst
+        x, gate, d_out = (run.normal(1, length, use.value_dim + 16)[..., :-16].to(run.dtype) for _ in range(3))
+        inputs = {"x": x, "weight": run.normal(use.value_dim)} | ({"gate": gate} if use.is_gated else {})
+        yield _Problem(call, inputs, [d_out], on_cpu=True)
 
 
-def check_scan(
-    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
-) -> tuple[float, str]:
-    """As `check_attention`. Lengths do not matter to these kernels; whether they start from a state does."""
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
+def _selective_scan(use: OpUse, run: _Run) -> Iterator[_Problem]:
+    """Lengths do not matter to these kernels; whether they start from a state does."""
     channels, states = use.value_dim, use.key_dim
     inputs = {
-        "x": normal(1, _SCAN_LENGTH, channels).to(dtype),
-        "dt": normal(1, _SCAN_LENGTH, channels).to(dtype),
+        "x": run.rounded(1, _SCAN_LENGTH, channels),
+        "dt": run.rounded(1, _SCAN_LENGTH, channels),
         "A": -torch.arange(1.0, states + 1).expand(channels, -1),
-        "B": normal(1, _SCAN_LENGTH, states).to(dtype),
-        "C": normal(1, _SCAN_LENGTH, states).to(dtype),
-        "D": normal(channels),
-        "dt_bias": normal(channels) - 3,
+        "B": run.rounded(1, _SCAN_LENGTH, states),
+        "C": run.rounded(1, _SCAN_LENGTH, states),
+        "D": run.normal(channels),
+        "dt_bias": run.normal(channels) - 3,
     }
-    if lengths is None:  # decoding after a prompt, in parts
-        inputs["initial_state"] = normal(1, channels, states)
-    dy = normal(1, _SCAN_LENGTH, channels).to(dtype)
+    if run.lengths is None:  # decoding after a prompt, in parts
+        inputs["initial_state"] = run.normal(1, channels, states)
 
-    def run(
-        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, *state: Tensor
-    ) -> Tensor:
-        before = state[0] if state else None
-        bounds = _documents(_SCAN_LENGTH, x.device) if use.packed else None
-        out, _ = recurrence.selective_scan(
+    def call(*tensors: Tensor) -> Tensor:
+        x, dt, A, B, C, D, dt_bias, *state = tensors
+        before, bounds = state[0] if state else None, _documents(_SCAN_LENGTH, x.device) if use.packed else None
+        return recurrence.selective_scan(
             x, dt, A, B, C, D_I=D, dt_bias_I=dt_bias, initial_state_BIK=before, cu_seqlens=bounds
-        )
-        return out
+        )[0]
 
-    # In float64 PyTorch runs the scan on the GPU too.
-    return _compare(run, inputs, dy, device, reference_device=device)
+    yield _Problem(call, inputs, [run.rounded(1, _SCAN_LENGTH, channels)])
 
 
-def check_layer(
-    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
-) -> tuple[float, str]:
-    """As `check_attention`, for an op that treats every token alike, or looks at the one before, so that lengths do not
-    matter.
-
-    The reference runs on the device too: the kernels take no float64.
-    """
+def _layer(use: OpUse, run: _Run) -> Iterator[_Problem]:
+    """These ops treat every token alike, or look at the one before: lengths do not matter."""
     rows, width = backends.MIN_KERNEL_TOKENS + 5, use.value_dim
-    function, shapes = _LAYERS[use.op](use, rows)
-    inputs = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    rounded = [x.to(device, torch.float32 if name in ("x", "weight") else dtype) for name, x in inputs.items()]
-    gradients = [torch.randn(rows, width, generator=generator).to(device) for _ in range(2)]
+    outputs: tuple[str, ...] = ("the output",)
+    shapes: dict[str, tuple[int, ...]]
+    layer: Callable[..., Any]
+    if use.op == "swiglu":
+        shapes, layer = {"gate and up": (rows, 2 * width)}, swiglu.swiglu
+    elif use.op == "residual_norm":
+        shapes, layer = {"x": (rows, width), "branch": (rows, width), "weight": (width,)}, _norms_of_residuals
+        outputs += ("the residual stream",)
+    else:
+        shapes = {"y": (rows, width), "shift": (rows, use.heads)} | ({"weight": (use.key_dim,)} if use.key_dim else {})
+        layer = functools.partial(_shift_norms, heads=use.heads)
+    inputs = {name: run.normal(*shape) for name, shape in shapes.items()}
+    inputs |= {name: x.to(run.dtype) for name, x in inputs.items() if name not in ("x", "weight")}
 
-    def run(*leaves: Tensor) -> list[Tensor]:
-        leaves = tuple(x.detach().clone().requires_grad_() for x in leaves)
-        out = function(*leaves)
-        outs = out if isinstance(out, tuple) else (out,)
-        # Rounded as the kernel gets them, in the reference too.
-        d_outs = [d.to(dtype).to(x.dtype) for d, x in zip(gradients, outs, strict=False)]
-        return [*(x.detach() for x in outs), *torch.autograd.grad(outs, leaves, d_outs)]
+    def call(*tensors: Tensor) -> Any:
+        is_reference = tensors[0].dtype == torch.float64
+        with torch.autocast(run.device.type, run.dtype, enabled=run.dtype != torch.float32 and not is_reference):
+            return layer(*tensors)
 
-    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        got = run(*rounded)
-    want = run(*(x.double() for x in rounded))
-    outputs = ["the output", "the residual stream"][: len(got) - len(inputs)]
-    names = [*outputs, *(f"the gradient of {name}" for name in inputs)]
-    errors = [_relative_error(a, b) for a, b in zip(got, want, strict=True)]
-    return max(zip(errors, names, strict=True))
-
-
-def _swiglu(use: OpUse, rows: int) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
-    return swiglu.swiglu, {"gate and up": (rows, 2 * use.value_dim)}
+    yield _Problem(call, inputs, [run.rounded(rows, width) for _ in outputs], outputs=outputs)
 
 
-def _shift_norm(use: OpUse, rows: int) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
-    def shift(y: Tensor, logits: Tensor) -> Tensor:
-        return shift_norm.shift_norm(y[None], use.heads, shift_BTH=logits[None])[0]
-
-    def without_and_with_shift(y: Tensor, logits: Tensor, weight: Tensor) -> Tensor:
-        options: dict[str, Any] = {"weight": weight, "eps": 1e-5}
-        y = shift_norm.shift_norm(y[None], use.heads, **options)
-        return shift_norm.shift_norm(y, use.heads, shift_BTH=logits[None], **options)[0]
-
-    shapes: dict[str, tuple[int, ...]] = {"y": (rows, use.value_dim), "shift": (rows, use.heads)}
-    return (without_and_with_shift, shapes | {"weight": (use.key_dim,)}) if use.key_dim else (shift, shapes)
+def _norms_of_residuals(x: Tensor, branch: Tensor, weight: Tensor) -> Any:
+    """Without a branch and with one."""
+    y, x = residual_norm.add_rms_norm(x, None, weight, 1e-6)
+    return residual_norm.add_rms_norm(x, branch + y, weight, 1e-6)
 
 
-def _residual_norm(use: OpUse, rows: int) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
-    width = use.value_dim
-
-    def twice(x: Tensor, branch: Tensor, weight: Tensor) -> Any:
-        """Without a branch and with one."""
-        y, x = residual_norm.add_rms_norm(x, None, weight, 1e-6)
-        return residual_norm.add_rms_norm(x, branch + y, weight, 1e-6)
-
-    return twice, {"x": (rows, width), "branch": (rows, width), "weight": (width,)}
+def _shift_norms(y: Tensor, shift: Tensor, weight: Tensor | None = None, *, heads: int) -> Tensor:
+    """With a shift, and if there is a norm, without one before."""
+    norm_options: dict[str, Any] = {} if weight is None else {"weight": weight, "eps": 1e-5}
+    y = y[None] if weight is None else shift_norm.shift_norm(y[None], heads, **norm_options)
+    return shift_norm.shift_norm(y, heads, shift_BTH=shift[None], **norm_options)[0]
 
 
-# Ops of layers: what is run, of a use and so many rows, and the shapes of its inputs.
-_LAYERS: dict[str, Callable[[OpUse, int], tuple[Callable[..., Any], dict[str, tuple[int, ...]]]]] = {
-    "swiglu": _swiglu,
-    "shift_norm": _shift_norm,
-    "residual_norm": _residual_norm,
+# What makes the problems of an op, and the tolerances that it is held to.
+_OPS: dict[str, tuple[Callable[[OpUse, _Run], Iterator[_Problem]], Mapping[torch.dtype, float]]] = {
+    "attention": (_attention, TOLERANCES),
+    "path_attention": (_path_attention, RECURRENCE_TOLERANCES),
+    "selective_scan": (_selective_scan, TOLERANCES),
+    "short_convolution": (_short_convolution, ELEMENTWISE_TOLERANCES),
+    "gated_norm": (_gated_norm, ELEMENTWISE_TOLERANCES),
+    **dict.fromkeys(_LAYERS, (_layer, ELEMENTWISE_TOLERANCES)),
+    **dict.fromkeys(
+        ("simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda"), (_recurrence, RECURRENCE_TOLERANCES)
+    ),
 }
-
-
-def _compare(
-    function: Callable[..., Tensor],
-    inputs: Mapping[str, Tensor],
-    d_out: Tensor,
-    device: torch.device,
-    reference_device: torch.device | None = None,
-    reference: Callable[..., Tensor] | None = None,
-    heads: list[int] | None = None,
-) -> tuple[float, str]:
-    """The largest error of what `function` gives on the device, against float64 on the CPU or another; and of what.
-
-    Args:
-        reference: what is computed in float64; by default the same.
-        heads: of the third axis of all tensors, those that are compared; by default all.
-    """
-    where = reference_device or torch.device("cpu")
-
-    def chosen(x: Tensor) -> Tensor:
-        return (x if heads is None else x[:, :, heads]).to(where)
-
-    got = _results(function, [x.to(device) for x in inputs.values()], d_out.to(device))
-    want = _results(reference or function, [chosen(x).double() for x in inputs.values()], chosen(d_out))
-    names = ["the output", *(f"the gradient of {name}" for name in inputs)]
-    return max(zip((_relative_error(chosen(a), b) for a, b in zip(got, want, strict=True)), names, strict=True))
-
-
-def _results(function: Callable[..., Tensor], inputs: Sequence[Tensor], d_out: Tensor) -> list[Tensor]:
-    """The output and the gradients of all inputs."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))]
-
-
-def _relative_error(got: Tensor, want: Tensor) -> float:
-    """‖got - want‖ / ‖want‖; infinite where got is not finite."""
-    error = ((got.double() - want).norm() / want.norm()).item()
-    return error if math.isfinite(error) else math.inf
