@@ -87,19 +87,13 @@ def choose_backends(
     for use in dict.fromkeys(uses):
         if use.op not in _LAYERS or device.type == "cuda":
             by_op.setdefault(use.op, []).append(use)
-    generator = torch.Generator().manual_seed(0)
     with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return {op: _choose(op, op_uses, dtype, device, lengths, generator) for op, op_uses in by_op.items()}
+        return {op: _choose(op, op_uses, dtype, device, lengths) for op, op_uses in by_op.items()}
 
 
 def _choose(
-    op: str,
-    uses: Sequence[OpUse],
-    dtype: torch.dtype,
-    device: torch.device,
-    lengths: Sequence[int] | None,
-    generator: torch.Generator,
+    op: str, uses: Sequence[OpUse], dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None
 ) -> Backend:
     while True:
         names = [find_backend(use, dtype, device) for use in uses]
@@ -111,7 +105,7 @@ def _choose(
             return Backend(name, _describe(name) + notes)
         try:
             tested = [use for use, found in zip(uses, names, strict=True) if found != backends.PYTORCH]
-            error, where = max(check(use, dtype, device, lengths, generator) for use in tested)
+            error, where = max(check(use, dtype, device, lengths) for use in tested)
             if not backends.is_usable(op, name):  # the op itself went on to the next one
                 continue
             allowed = _OPS[op].tolerances.get(dtype, 0.0)
@@ -150,11 +144,10 @@ def find_backend(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
     if use.op == "attention":
         return attention_backend(use, dtype, device)
     index = torch.cuda.current_device() if device.index is None else device.index
-    groups = use.key_heads or use.heads
-    if use.op == "simple_gla" and recurrence.grouped.serves(
-        use.heads, groups, use.key_dim, use.value_dim, dtype, index
-    ):
-        return backends.TRITON
+    if use.op == "simple_gla":
+        heads, groups = use.heads, use.key_heads or use.heads
+        if recurrence.grouped.serves(heads, groups, use.key_dim, use.value_dim, dtype, index):
+            return backends.TRITON
     # Of these ops the kernels of one package stand before PyTorch.
     return backends.BACKENDS[use.op][-2] if _OPS[use.op].serves(use, dtype, index) else backends.PYTORCH
 
@@ -207,9 +200,7 @@ _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 _ROUNDED = ("", "unit", "normed")
 
 
-def check(
-    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
-) -> tuple[float, str]:
+def check(use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None) -> tuple[float, str]:
     """Compare what runs this use with float64; arguments as in `choose_backends`.
 
     Returns:
@@ -224,9 +215,12 @@ def check(
     cases = [(length, "") for length in dict.fromkeys(map(op.length, lengths or (3 * STRETCH, 2 * STRETCH + 37)))]
     if lengths is None and not use.packed:
         cases += [(cases[-1][0], variant) for variant in op.variants if variant != "decoding" or use.is_gated]
+    generator = torch.Generator().manual_seed(0)
     for length, variant in cases:
         inputs = _draw(use, dtype, length, variant, generator)
-        got, d_outs = _results(use, variant, {name: x.to(device) for name, x in inputs.items()}, dtype, generator)
+        leaves, outs = _call(use, variant, {name: x.to(device) for name, x in inputs.items()})
+        d_outs = [torch.randn(x.shape, generator=generator).to(dtype) for x in outs]
+        got = _results(leaves, outs, d_outs)
         for group in sorted({0, groups - 1}) if op.by_heads else [0]:
 
             def part(x: Tensor, group: int = group) -> Tensor:
@@ -234,7 +228,7 @@ def check(
                 return x.chunk(groups, dim=2)[group] if op.by_heads else x
 
             doubles = {name: part(x).double() for name, x in inputs.items()}
-            want, _ = _results(use, variant, doubles, dtype, generator, [part(d) for d in d_outs])
+            want = _results(*_call(use, variant, doubles), [part(d) for d in d_outs])
             errors += [(_relative_error(part(x), want[name]), name) for name, x in got.items()]
     return max(errors)
 
@@ -256,26 +250,20 @@ def _draw(use: OpUse, dtype: torch.dtype, length: int, variant: str, generator: 
     return inputs
 
 
-def _results(
-    use: OpUse,
-    variant: str,
-    inputs: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    d_outs: Sequence[Tensor] | None = None,
-) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
-    """Outputs and gradients by name, and the gradients of the outputs, which are drawn if they are not given."""
-    has_gradients = variant != "decoding"
-    leaves = {name: x.detach().clone().requires_grad_(has_gradients) for name, x in inputs.items()}
+def _call(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    """Leaves of a graph with these numbers, and the outputs."""
+    leaves = {name: x.detach().clone().requires_grad_(variant != "decoding") for name, x in inputs.items()}
     out = _OPS[use.op].call(use, variant, leaves)
-    outs = out if isinstance(out, tuple) else (out,)
-    if not has_gradients:
-        return {"the output of decoding": out}, ()
-    if d_outs is None:
-        d_outs = [torch.randn(x.shape, generator=generator).to(dtype) for x in outs]
+    return leaves, out if isinstance(out, tuple) else (out,)
+
+
+def _results(leaves: Mapping[str, Tensor], outs: tuple[Tensor, ...], d_outs: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Outputs and gradients by name."""
+    if not outs[0].requires_grad:
+        return {"the output of decoding": outs[0]}
     gradients = torch.autograd.grad(outs, [*leaves.values()], [d.to(x) for d, x in zip(d_outs, outs, strict=True)])
     results = {name: x.detach() for name, x in zip(("the output", "the residual stream"), outs, strict=False)}
-    return results | {f"the gradient of {name}": x for name, x in zip(leaves, gradients, strict=True)}, d_outs
+    return results | {f"the gradient of {name}": x for name, x in zip(leaves, gradients, strict=True)}
 
 
 def _relative_error(got: Tensor, want: Tensor) -> float:
