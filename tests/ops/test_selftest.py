@@ -14,7 +14,7 @@ import torch
 
 from forgetting_transformer.model import registry
 from forgetting_transformer.ops import backends, recurrence, selftest
-from forgetting_transformer.ops.backends import FLA, GLUON, PYTORCH, TRITON, OpUse
+from forgetting_transformer.ops.backends import BACKENDS, FLA, GLUON, PYTORCH, TRITON, OpUse
 from tests.model.small_models import PRO, small
 from tests.waiting import HANG
 
@@ -27,20 +27,18 @@ def no_faults(monkeypatch):
     monkeypatch.setattr(backends, "_faults", {})
 
 
+def fastest(use, *_):
+    order = BACKENDS.get(use.op, (PYTORCH,))
+    return next(name for name in order if name == PYTORCH or backends.is_usable(use.op, name))
+
+
 @pytest.fixture
 def pretend_gpu(monkeypatch):
-    """Every attention is served by the fastest backend that is not ruled out, every recurrence by FLA."""
-
-    def attention(use, dtype, device):
-        return next(
-            name for name in backends.BACKENDS["attention"] if name == PYTORCH or backends.is_usable("attention", name)
-        )
-
-    def recurrence(use, dtype, device):
-        return FLA if backends.is_usable(use.op, FLA) else PYTORCH
-
-    monkeypatch.setattr(selftest, "_attention_of", attention)
-    monkeypatch.setattr(selftest, "_recurrence_of", recurrence)
+    """Every op is served by the fastest backend that is not ruled out."""
+    monkeypatch.setattr(selftest, "find_backend", fastest)
+    monkeypatch.setattr(selftest, "_LAYERS", ())
+    short = selftest._OPS["path_attention"]._replace(length=lambda _: 70)
+    monkeypatch.setitem(selftest._OPS, "path_attention", short)
     monkeypatch.setattr(backends, "installed_version", lambda package: "9.9.9")
 
 
@@ -51,51 +49,89 @@ def choose(*uses, dtype=torch.float32, lengths=(512,)):
 
 
 def test_nothing_is_tested_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(selftest, "check_attention", None)
-    assert choose(FOX, FOX, OpUse("selective_scan", 1, 4, 64)) == {
+    monkeypatch.setattr(selftest, "check", None)
+    assert choose(FOX, FOX, OpUse("selective_scan", 1, 4, 64), OpUse("swiglu", 1, 8, 8)) == {
         "attention": (PYTORCH, "PyTorch"),
         "selective_scan": (PYTORCH, "PyTorch"),
     }
 
 
 @pytest.mark.parametrize("pruning", [None, "threshold", "auto"])
-@pytest.mark.parametrize("window, lengths", [(None, (384, 300)), (100, (384,)), (None, None), (64, None)])
-def test_right_kernels_pass(pretend_gpu, pruning, window, lengths):
+@pytest.mark.parametrize("window, lengths", [(None, (384, 300)), (100, (384,)), (64, None)])
+def test_right_kernels_of_attention_pass(pretend_gpu, pruning, window, lengths):
     plain = FOX._replace(is_gated=False, pruning=None, key_heads=1, window=window)
-    for use in (FOX._replace(window=window, pruning=pruning), plain):
+    for use in (FOX._replace(window=window, pruning=pruning), plain, plain._replace(packed=True)):
         found = choose(use, lengths=lengths)["attention"]
         assert found.name == GLUON
         assert found.text.startswith("Gluon for Hopper, Triton 9.9.9, self-test within ")
     assert not backends.faults()
 
 
-@pytest.mark.parametrize("op", ["simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda"])
-def test_right_recurrences_pass(pretend_gpu, op):
-    found = choose(OpUse(op, heads=3, key_dim=16, value_dim=32))[op]
-    assert found.name == FLA and found.text.startswith("FLA 9.9.9, Triton 9.9.9, self-test within ")
+def scaled(function):
+    """The function, whose result is a tenth too large except in float64, which is the reference."""
+
+    def wrong(x, *arguments, **options):
+        result = function(x, *arguments, **options)
+        if x.dtype == torch.float64:
+            return result
+        return (1.1 * result[0], *result[1:]) if isinstance(result, tuple) else 1.1 * result
+
+    return wrong
 
 
-@pytest.mark.parametrize("fault", [None, "skip", "step", "k"])
-def test_heads_that_share_keys_are_tested_with_all_that_the_kernels_take(pretend_gpu, monkeypatch, fault):
-    right = selftest.recurrence.recurrence
-
-    def walk(q, k, v, **options):
-        if q.dtype != torch.float64:  # which is the reference
-            if fault == "k":
-                k = k.roll(1, dims=2)
-            elif fault is not None:
-                options[fault] = 1.1 * options[fault]
-        return right(q, k, v, **options)
-
-    monkeypatch.setattr(selftest.recurrence, "recurrence", walk)
-    monkeypatch.setattr(
-        selftest, "_recurrence_of", lambda use, *_: TRITON if backends.is_usable(use.op, TRITON) else PYTORCH
+def gates_are_off(function):
+    return lambda q, k, v, w, beta, f, **options: function(
+        q, k, v, w, beta, f if q.dtype == torch.float64 else 1.5 * f, **options
     )
-    found = choose(OpUse("simple_gla", heads=6, key_dim=16, value_dim=32, key_heads=2))["simple_gla"]
-    assert found.name == (TRITON if fault is None else PYTORCH)
-    if fault is not None:
-        (message,) = backends.faults().values()
-        assert "flash-linear-attention runs instead: it takes several times as long" in message
+
+
+def heads_are_shared_wrongly(fault):
+    def wrap(function):
+        def wrong(q, k, v, **options):
+            if q.dtype != torch.float64:
+                if fault == "k":
+                    k = k.roll(1, dims=2)
+                else:
+                    options[fault] = 1.1 * options[fault]
+            return function(q, k, v, **options)
+
+        return wrong
+
+    return wrap
+
+
+GROUPED = OpUse("simple_gla", 6, 16, 32, key_heads=2)
+RECURRENCE = (selftest.recurrence, "recurrence")
+CONVOLUTION = (selftest.short_convolution, "short_convolution")
+# A use, the function that stands in for its kernel, and faults of it.
+OPS = [
+    *((OpUse(op, 3, 16, 32), *RECURRENCE, scaled) for op in ("gla", "delta_rule", "gated_delta_rule", "kda")),
+    *((GROUPED, *RECURRENCE, heads_are_shared_wrongly(fault)) for fault in ("skip", "step", "k")),
+    (GROUPED._replace(packed=True), *RECURRENCE, scaled),
+    *((OpUse("short_convolution", heads, 4, 48), *CONVOLUTION, scaled) for heads in (0, 3)),
+    *((use, selftest.norm, "gated_rms_norm", scaled) for use in (
+        OpUse("gated_norm", 3, 1, 48, is_gated=True), OpUse("gated_norm", 1, 0, 48))),
+    (OpUse("selective_scan", 1, 4, 48), selftest.recurrence, "selective_scan", scaled),
+    (OpUse("path_attention", 3, 16, 16), selftest.path_attention, "path_attention", gates_are_off),
+    (OpUse("swiglu", 1, 24, 24), selftest.swiglu, "swiglu", scaled),
+    (OpUse("residual_norm", 1, 24, 24), selftest.residual_norm, "add_rms_norm", scaled),
+    *((OpUse("shift_norm", 3, width, 24), selftest.shift_norm, "shift_norm", scaled) for width in (0, 24)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use, module, name, fault", OPS, ids=lambda x: x.op if isinstance(x, OpUse) else "")
+def test_right_kernels_pass_and_wrong_ones_are_ruled_out(pretend_gpu, monkeypatch, use, module, name, fault):
+    first = BACKENDS[use.op][0]
+    title = {TRITON: "Triton 9.9.9", FLA: "FLA 9.9.9, Triton 9.9.9"}[first]
+    dtype = torch.bfloat16 if use.op == "path_attention" else torch.float32
+    for lengths in (None, (100, 512)):
+        found = choose(use, dtype=dtype, lengths=lengths)[use.op]
+        assert found.name == first and found.text.startswith(f"{title}, self-test within "), backends.faults()
+    monkeypatch.setattr(module, name, fault(getattr(module, name)))
+    assert choose(use, dtype=dtype)[use.op].name == PYTORCH
+    assert [*backends.faults()] == [(use.op, backend) for backend in BACKENDS[use.op][:-1]]
+    for message in backends.faults().values():
+        assert f"{use.op}: " in message and "its self-test found the " in message
 
 
 WRONG = {
@@ -123,6 +159,14 @@ def test_a_wrong_kernel_is_replaced_by_the_next(pretend_gpu, monkeypatch, how):
     assert "Triton runs instead: attention takes 1.1 to 1.2 times as long. To mend it, install a Triton" in message
 
 
+def test_a_wrong_kernel_of_decoding_is_found(pretend_gpu, monkeypatch):
+    right = selftest.forgetting_attention_decode
+    monkeypatch.setattr(selftest, "forgetting_attention_decode", lambda *args: 1.02 * right(*args))
+    assert choose(FOX)["attention"].name == GLUON
+    assert choose(FOX, lengths=None)["attention"].name == PYTORCH
+    assert all("found the output of decoding off by 2.0e-02" in message for message in backends.faults().values())
+
+
 def test_kernels_that_do_not_compile_leave_pytorch(pretend_gpu, monkeypatch):
     def broken(*args, **options):
         raise RuntimeError("PTXAS error: no kernel image\nlots of assembly")
@@ -136,13 +180,6 @@ def test_kernels_that_do_not_compile_leave_pytorch(pretend_gpu, monkeypatch):
     assert "Triton is not used" in second and "PyTorch runs instead" in second and "lots of assembly" not in second
 
 
-def test_a_wrong_recurrence_leaves_pytorch(pretend_gpu, monkeypatch):
-    right = selftest.recurrence.recurrence
-    monkeypatch.setattr(selftest.recurrence, "recurrence", lambda *x, **o: (right(*x, **o)[0] * 1.1, None))
-    assert choose(OpUse("gla", 2, 16, 16))["gla"].name == PYTORCH
-    assert ("gla", FLA) in backends.faults() and backends.is_usable("delta_rule", FLA)
-
-
 def test_running_out_of_memory_is_no_fault_of_a_kernel(pretend_gpu, monkeypatch):
     def full(*args, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -153,29 +190,24 @@ def test_running_out_of_memory_is_no_fault_of_a_kernel(pretend_gpu, monkeypatch)
     assert not backends.faults()
 
 
-def test_no_global_random_numbers_are_used(pretend_gpu):
+def test_a_self_test_works_inside_inference_and_uses_no_global_random_numbers(pretend_gpu):
     before = torch.get_rng_state()
-    choose(FOX, OpUse("gla", 2, 16, 16), lengths=None)
+    with torch.inference_mode():
+        assert choose(FOX, OpUse("gla", 2, 16, 16), lengths=None)["attention"].name == GLUON
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_self_test_works_inside_inference(pretend_gpu):
-    with torch.inference_mode():
-        assert choose(FOX)["attention"].name == GLUON
-
-
-@pytest.mark.parametrize(
-    "length, short", [(16384, 2048), (4096, 2048), (2048, 2048), (2176, 384), (1000, 360), (300, 300), (64, 64)]
-)
+@pytest.mark.parametrize("length, short", [(16384, 2048), (2176, 384), (1000, 360), (300, 300), (64, 64)])
 def test_short_lengths_stand_for_long_ones(length, short):
     assert selftest.problem_length(length) == short
 
 
-@pytest.mark.parametrize(
-    "error, text", [(2.31e-3, "3e-3"), (2e-3, "2e-3"), (9.2e-4, "1e-3"), (0.0, "0e-16"), (1.0e-5, "1e-5")]
-)
-def test_errors_are_rounded_up(error, text):
-    assert selftest._rounded_up(error) == text
+@pytest.mark.parametrize("error, text", [(2.31e-3, "3e-3"), (2e-3, "2e-3"), (9.2e-4, "1e-3"), (0.0, "0e")])
+def test_the_log_says_the_error_and_what_is_not_reproducible(error, text, pretend_gpu, monkeypatch):
+    monkeypatch.setattr(selftest, "check", lambda *args: (error, "the output"))
+    use = OpUse("path_attention", 3, 16, 16)
+    found = selftest.choose_backends([use], torch.bfloat16, torch.device("cuda", 0), [64])["path_attention"].text
+    assert f"self-test within {text}" in found and found.endswith(", gradients not bitwise reproducible")
 
 
 # What models say of their calls is what they do.
@@ -249,141 +281,35 @@ def test_models_say_how_they_call_ops(name, fields, dtype, monkeypatch):
             assert use.pruning == ("auto" if isinstance(threshold, str) else None if threshold is None else "threshold")
 
 
-def test_models_say_how_they_call_short_convolutions():
-    model = small("gated_delta_net")
-    said = [use for use in model.op_uses() if use.op == "short_convolution"]
-    heads, key_size, value_size = model.config.num_heads, model.config.key_size, model.config.value_size
-    uses = [OpUse("short_convolution", *of) for of in ((heads, 4, key_size), (heads, 4, key_size), (0, 4, value_size))]
-    assert said == uses * model.config.num_hidden_layers
-
-
-@pytest.mark.parametrize("heads", [0, 3])
-def test_short_convolutions_are_tested_and_ruled_out_where_wrong(heads, monkeypatch):
-    use = OpUse("short_convolution", heads, 4, 48)
-    monkeypatch.setattr(
-        selftest,
-        "_convolution_of",
-        lambda use, dtype, device: TRITON if backends.is_usable("short_convolution", TRITON) else PYTORCH,
-    )
-    monkeypatch.setattr(backends, "installed_version", lambda package: "9.9.9")
-    for lengths in (None, (4096,), (100, 512)):
-        name, text = choose(use, lengths=lengths)["short_convolution"]
-        assert name == TRITON and text.startswith("Triton 9.9.9, self-test within ")
-    right = selftest.short_convolution.short_convolution
-
-    def wrong(x, *args, **options):
-        y, last = right(x, *args, **options)
-        return (y if x.dtype == torch.float64 else y * 1.01), last
-
-    monkeypatch.setattr(selftest.short_convolution, "short_convolution", wrong)
-    assert choose(use)["short_convolution"].name == PYTORCH
-    assert "short_convolution: Triton is not used" in backends.faults()["short_convolution", TRITON]
-
-
-def test_models_say_how_they_call_gated_norms():
-    said = {
-        name: {use for use in small(name).op_uses() if use.op == "gated_norm"}
-        for name in ("delta_net", "gated_delta_net", "kda", "mamba2")
-    }
-    sizes = {name: small(name).config for name in said}
-    delta, gated, kda, mamba = (sizes[name] for name in said)
-    assert said == {
-        "delta_net": {OpUse("gated_norm", 1, 0, delta.value_size // delta.num_heads, is_gated=delta.use_gate)},
-        "gated_delta_net": {OpUse("gated_norm", 1, 0, gated.value_size // gated.num_heads, is_gated=True)},
-        "kda": {OpUse("gated_norm", 1, 0, kda.value_size // kda.num_heads, is_gated=True, activation="sigmoid")},
-        "mamba2": {OpUse("gated_norm", mamba.n_groups, 1, mamba.num_heads * mamba.head_dim, is_gated=True)},
-    }
-
-
-@pytest.mark.parametrize("use", [OpUse("gated_norm", 3, 1, 48, is_gated=True), OpUse("gated_norm", 1, 0, 48)])
-def test_gated_norms_are_tested_and_ruled_out_where_wrong(use, monkeypatch):
-    monkeypatch.setattr(
-        selftest, "_norm_of", lambda *_: TRITON if backends.is_usable("gated_norm", TRITON) else PYTORCH
-    )
-    monkeypatch.setattr(backends, "installed_version", lambda package: "9.9.9")
-    for lengths in (None, (4096,), (100, 512)):
-        name, text = choose(use, lengths=lengths)["gated_norm"]
-        assert name == TRITON and text.startswith("Triton 9.9.9, self-test within ")
-    right = selftest.norm.gated_rms_norm
-    monkeypatch.setattr(
-        selftest.norm,
-        "gated_rms_norm",
-        lambda x, *args, **options: right(x, *args, **options) * (1 if x.dtype == torch.float64 else 1.01),
-    )
-    assert choose(use)["gated_norm"].name == PYTORCH
-
-
 def test_models_say_how_they_call_layers():
+    def said(op, name, **fields):
+        model = small(name, **fields)
+        return model.config, {use for use in model.op_uses() if use.op == op}
+
+    config, found = said("short_convolution", "gated_delta_net")
+    assert found == {
+        OpUse("short_convolution", config.num_heads, 4, config.key_size),
+        OpUse("short_convolution", 0, 4, config.value_size),
+    }
+    gates = {"delta_net": {}, "gated_delta_net": {"is_gated": True}, "kda": {"is_gated": True, "activation": "sigmoid"}}
+    for name, gate in gates.items():
+        config, found = said("gated_norm", name)
+        gate = gate or {"is_gated": config.use_gate}
+        assert found == {OpUse("gated_norm", 1, 0, config.value_size // config.num_heads, **gate)}
+    config, found = said("gated_norm", "mamba2")
+    assert found == {OpUse("gated_norm", config.n_groups, 1, config.num_heads * config.head_dim, is_gated=True)}
+    config, found = said("selective_scan", "samba")
+    assert found == {OpUse("selective_scan", 1, config.state_size, config.inner_size)}
+
     model = small("forgetting_transformer", num_hidden_layers=1, **PRO)
-    width, mlp = model.config.hidden_size, model.config.mlp_width
-    heads = model.config.num_heads
-    said = {use for use in model.op_uses() if use.op != "attention"}
-    assert said == {
+    width, mlp, heads = model.config.hidden_size, model.config.mlp_width, model.config.num_heads
+    assert {use for use in model.op_uses() if use.op != "attention"} == {
         OpUse("residual_norm", 1, width, width),
         OpUse("swiglu", 1, mlp, mlp),
         OpUse("shift_norm", heads, 0, width),
         OpUse("shift_norm", heads, width, width),
         OpUse("gated_norm", heads, 0, width, is_gated=True, activation="sigmoid"),
     }
-    assert not {"swiglu", "residual_norm", "shift_norm"} & choose(*said).keys()
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-def test_path_attention_is_tested_and_ruled_out_where_wrong(wrong, monkeypatch):
-    use = OpUse("path_attention", 3, 16, 16)
-    monkeypatch.setattr(selftest, "_PATH_LENGTH", 70)
-    monkeypatch.setattr(
-        selftest,
-        "_path_attention_of",
-        lambda use, dtype, device: FLA if backends.is_usable("path_attention", FLA) else PYTORCH,
-    )
-    monkeypatch.setattr(backends, "installed_version", lambda package: "9.9.9")
-    right = selftest.path_attention.path_attention
-
-    def gates_are_off(q, k, v, w, beta, log_fgate, **options):
-        return right(q, k, v, w, beta, log_fgate if q.dtype == torch.float64 else 1.5 * log_fgate, **options)
-
-    if wrong:
-        monkeypatch.setattr(selftest.path_attention, "path_attention", gates_are_off)
-    name, text = choose(use, dtype=torch.bfloat16)["path_attention"]
-    assert name == (PYTORCH if wrong else FLA)
-    assert wrong or text.startswith("FLA 9.9.9, Triton 9.9.9, self-test within ")
-    assert [*backends.faults()] == [("path_attention", FLA)] * wrong
-
-
-def test_the_log_says_which_kernels_are_not_reproducible(monkeypatch):
-    monkeypatch.setattr(selftest, "_path_attention_of", lambda *args: FLA)
-    monkeypatch.setattr(selftest, "check_path_attention", lambda *args: (1e-3, "the output"))
-    use = OpUse("path_attention", 3, 16, 16)
-    found = selftest.choose_backends([use], torch.bfloat16, torch.device("cuda", 0), [64])
-    assert found["path_attention"].text.endswith("self-test within 1e-3, gradients not bitwise reproducible")
-
-
-def test_samba_says_how_it_calls_the_scan():
-    config = small("samba").config
-    said = [use for use in small("samba").op_uses() if use.op == "selective_scan"]
-    layers = sum(not config.has_attention(i) for i in range(config.num_hidden_layers))
-    assert said == [OpUse("selective_scan", 1, config.state_size, config.inner_size)] * layers
-
-
-def test_selective_scans_are_tested_and_ruled_out_where_wrong(monkeypatch):
-    use = OpUse("selective_scan", 1, 4, 48)
-    monkeypatch.setattr(
-        selftest, "_scan_of", lambda *_: TRITON if backends.is_usable("selective_scan", TRITON) else PYTORCH
-    )
-    monkeypatch.setattr(backends, "installed_version", lambda package: "9.9.9")
-    for lengths in (None, (4096,)):
-        name, text = choose(use, lengths=lengths)["selective_scan"]
-        assert name == TRITON and text.startswith("Triton 9.9.9, self-test within ")
-    right = selftest.recurrence.selective_scan
-
-    def wrong(x, *args, **options):
-        y, state = right(x, *args, **options)
-        return (y if x.dtype == torch.float64 else y * 1.01), state
-
-    monkeypatch.setattr(selftest.recurrence, "selective_scan", wrong)
-    assert choose(use)["selective_scan"].name == PYTORCH
-    assert "selective_scan: Triton is not used" in backends.faults()["selective_scan", TRITON]
 
 
 # A Triton that is not there, is broken, or is a stranger.
