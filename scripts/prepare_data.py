@@ -11,7 +11,8 @@ from forgetting_transformer.command_line import count, number, seed
 from forgetting_transformer.ranges import Range
 
 with command_line.interruptible("interrupted: the same command continues"):
-    from forgetting_transformer.data.prepare import CorpusError, CorpusSettings, prepare_corpus
+    from forgetting_transformer.data.errors import DataError
+    from forgetting_transformer.data.prepare import CorpusSettings, prepare_corpus
     from forgetting_transformer.data.prepare.settings import (
         DEFAULT_DEDUP,
         DEFAULT_DEDUP_WORDS,
@@ -140,7 +141,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add("--heldout_docs", type=count, metavar="ROWS", help="or exactly this many rows")
     add("--seed", type=seed, default=0, help="seed of the order of rows and of the held-out choice (default: 0)")
-    add("--zarr_format", type=int, default=2, choices=(2, 3), help="default: 2, as LongCrawl64")
     add(
         "--chunk_docs",
         type=count,
@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
         options[name] = tuple(options[name])
     try:
         prepare_corpus(CorpusSettings(**options), out, workers, force)
-    except CorpusError as error:
+    except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

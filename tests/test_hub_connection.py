@@ -7,7 +7,8 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
 from forgetting_transformer import hub_connection
-from forgetting_transformer.data.prepare import CorpusError, CorpusSettings
+from forgetting_transformer.data import DataError
+from forgetting_transformer.data.prepare import CorpusSettings
 from forgetting_transformer.data.prepare.sources import _dataset_rows
 from forgetting_transformer.evaluation.models import EvaluationError, _load_pretrained
 from forgetting_transformer.hub_connection import only_cached
@@ -55,7 +56,7 @@ def test_data_sets_are_looked_for_in_the_cache_alone(hub_at, closed_port, asked_
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     hub_at(f"http://127.0.0.1:{closed_port}")
     settings = CorpusSettings(dataset="somebody/none", tokenizer="train:512")
-    with pytest.raises(CorpusError, match=r"somebody/none, split train: ConnectionError: Couldn't reach"):
+    with pytest.raises(DataError, match=r"somebody/none, split train: ConnectionError: Couldn't reach"):
         list(_dataset_rows(settings))
     assert [record.message for record in caplog.records if "cannot be reached" in record.message]
     assert not constants.HF_HUB_OFFLINE, "only the datasets library is told"

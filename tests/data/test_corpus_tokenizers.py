@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from forgetting_transformer.data.prepare import CorpusError, CorpusSettings, sources
+from forgetting_transformer.data import DataError
+from forgetting_transformer.data.prepare import CorpusSettings, sources
 from forgetting_transformer.data.prepare.tokenizers import (
     Encoder,
     Sample,
@@ -92,9 +93,9 @@ def test_a_long_text_gets_the_ids_of_the_uncut_text(folders: dict[str, Path], mo
     text = "".join(f"def f{i}():\n    return {i}\n\n\n" + "x = 1\n" * (i % 4) for i in range(300))
     encoder = Encoder(folders["trained"], TokenizerInfo("trained", 300, 299, 299))
     monkeypatch.setattr(sources, "PIECE_CHARS", 200)
-    pieces = list(sources._cut([text]))
+    pieces = list(sources.cut(text))
     assert len(pieces) > 20
-    assert np.concatenate([encoder.encode(piece) for piece in pieces]).tolist() == encoder.encode(text).tolist()
+    assert np.concatenate([encoder.encode(piece) for piece, _ in pieces]).tolist() == encoder.encode(text).tolist()
 
 
 # Loaded tokenizers --------------------------------------------------------------------------------------------
@@ -111,7 +112,7 @@ def word_tokenizer(folder: Path, n_words: int, **special: str) -> Path:
 
 def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path) -> None:
     folder = word_tokenizer(tmp_path / "endless", 100)
-    with pytest.raises(CorpusError, match=r"has no end-of-text token.*Set its eos_token"):
+    with pytest.raises(DataError, match=r"has no end-of-text token.*Set its eos_token"):
         prepare(tmp_path / "out", package_tree(tmp_path / "in"), tokenizer=str(folder))
 
 
@@ -121,22 +122,20 @@ def test_a_lossy_tokenizer_is_reported_and_its_end_serves_as_beginning(tmp_path:
     roundtrip = manifest["tokenizer"]["roundtrip"]
     assert roundtrip["lossy"] == roundtrip["checked"] > 0
     assert manifest["bos_token_id"] == manifest["eos_token_id"] == 1
-    from forgetting_transformer.data.prepare import summary_lines
+    from forgetting_transformer.data.prepare.pipeline import summary_lines
 
     assert any("the tokenizer is lossy" in line for line in summary_lines(manifest))
 
 
 def test_an_unknown_tokenizer_says_what_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CorpusError, match=r"(?s)cannot load the tokenizer '.*empty'.*bytes, or train:N"):
+    with pytest.raises(DataError, match=r"(?s)cannot load the tokenizer '.*empty'.*bytes, or train:N"):
         prepare(tmp_path / "out", package_tree(tmp_path / "in"), tokenizer=str(tmp_path / "empty"))
 
 
 def test_no_text_at_all_says_what_was_left_out(tmp_path: Path) -> None:
     write_tree(tmp_path / "in", {"a.py": "", "b.txt": "x"})
     for tokenizer in ("bytes", "train:300"):
-        with pytest.raises(
-            CorpusError, match=r"found no text in .*in\. Left out: 1 × does not match --glob, 1 × empty"
-        ):
+        with pytest.raises(DataError, match=r"found no text in .*in\. Left out: 1 × does not match --glob, 1 × empty"):
             prepare(tmp_path / f"out-{tokenizer}", tmp_path / "in", tokenizer=tokenizer, include=("*.py",))
     assert not list(tmp_path.glob("out*/manifest.json"))

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from forgetting_transformer.data.prepare import CorpusError, near_duplicates, shards
+from forgetting_transformer.data import DataError
+from forgetting_transformer.data.prepare import near_duplicates, shards
 from forgetting_transformer.data.prepare.output import Place
 from forgetting_transformer.data.prepare.sources import NEAR_DUPLICATE
 from tests.data import corpus_helpers
@@ -90,7 +91,7 @@ def test_an_input_that_changes_after_the_search_is_refused(tree, tmp_path, monke
         return found
 
     monkeypatch.setattr(near_duplicates, "find", changes)
-    with pytest.raises(CorpusError, match=r"changed after near-duplicates were looked for.*Delete"):
+    with pytest.raises(DataError, match=r"near-duplicates were looked for in it.*Delete"):
         prepare(tree, tmp_path / "out")
 
 

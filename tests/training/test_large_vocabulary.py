@@ -95,13 +95,11 @@ def test_two_bytes_where_they_suffice(ids: int, dtype: str) -> None:
     assert token_dtype(ids).type(ids - 1) == ids - 1
 
 
-@pytest.mark.parametrize("zarr_format", [2, 3])
-def test_the_arrays_hold_the_ids_of_the_texts(wide: Path, tmp_path: Path, zarr_format: int) -> None:
+def test_the_arrays_hold_the_ids_of_the_texts(wide: Path, tmp_path: Path) -> None:
     text = " ".join(f"w{n}" for n in random.Random(7).sample(range(60_000, WORDS), 600))
     (tmp_path / "a.txt").write_text(text)
     manifest = prepare(
-        tmp_path / "out", tmp_path / "a.txt", tokenizer=str(wide / "tokenizer"), doc_len=100, zarr_format=zarr_format,
-        workers=2,
+        tmp_path / "out", tmp_path / "a.txt", tokenizer=str(wide / "tokenizer"), doc_len=100, workers=2,
     )  # fmt: skip
     expected = [int(word[1:]) for word in text.split()]  # and 0 ends the text
     assert manifest["vocab_size"] == WORDS

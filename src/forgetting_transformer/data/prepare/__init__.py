@@ -2,6 +2,7 @@
 
 The walk through the modules is the walk of a text:
 
+    settings.py     what a corpus is made of
     sources.py      files and data sets -> texts -> pieces, in path order, duplicates dropped
     near_duplicates.py   which texts resemble an earlier one
     tokenizers.py   train, load or build the tokenizer; text -> token ids
@@ -11,12 +12,9 @@ The walk through the modules is the walk of a text:
     writing.py      rows -> Zarr chunks, in parallel, restartable; reading back
     output.py       the folder of the corpus, and how a new one gets there
     pipeline.py     the order of all this, the manifest, what is done after a kill
-    summary.py      the manifest in words
 """
 
-from forgetting_transformer.data.prepare.errors import CorpusError
 from forgetting_transformer.data.prepare.pipeline import prepare_corpus
 from forgetting_transformer.data.prepare.settings import CorpusSettings
-from forgetting_transformer.data.prepare.summary import summary_lines
 
-__all__ = ["CorpusError", "CorpusSettings", "prepare_corpus", "summary_lines"]
+__all__ = ["CorpusSettings", "prepare_corpus"]

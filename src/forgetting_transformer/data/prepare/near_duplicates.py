@@ -14,15 +14,13 @@ import itertools
 import re
 from collections.abc import Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare import shards, sources
-from forgetting_transformer.data.prepare.errors import CorpusError
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.progress import Progress
 from forgetting_transformer.versions import how_to_install
@@ -37,42 +35,6 @@ _WORD = re.compile(r"\w+")
 _BATCH = 4096
 
 
-@dataclass(frozen=True)
-class NearDuplicates:
-    """What a search found.
-
-    Attributes:
-        digests: of the near-duplicates, without the texts that are equal to an earlier one.
-        kept: hash of the digests of all texts that stay, in order.
-    """
-
-    digests: frozenset[bytes]
-    kept: str
-
-    def as_json(self) -> dict[str, Any]:
-        return {"near_duplicates": sorted(digest.hex() for digest in self.digests), "kept": self.kept}
-
-    @classmethod
-    def from_json(cls, written: dict[str, Any]) -> "NearDuplicates":
-        return cls(frozenset(map(bytes.fromhex, written["near_duplicates"])), written["kept"])
-
-
-def check_installed() -> None:
-    """
-    Raises:
-        CorpusError: datasketch is missing, or of a version with other sketches.
-    """
-    try:
-        version = metadata.version("datasketch")
-    except metadata.PackageNotFoundError:
-        version = "none"
-    if version.partition(".")[0] != "2":
-        raise CorpusError(f"--dedup needs datasketch 2, and {version} is installed: {how_to_install('data')}.")
-
-
-# In the workers -----------------------------------------------------------------------------------------------
-
-
 def sketch_texts(bodies: list[str | Path], words: int) -> shards.Result:
     """Sketches of texts, uint32 `(texts, SKETCH)`; runs in a worker process."""
     from datasketch import MinHash
@@ -81,7 +43,7 @@ def sketch_texts(bodies: list[str | Path], words: int) -> shards.Result:
     sketches = np.empty((len(bodies), SKETCH), dtype="<u4")
     for row, body in zip(sketches, bodies, strict=True):
         sketch = empty.copy()
-        for piece in sources.cut_body(body):
+        for piece, _ in sources.cut(body):
             runs = iter(_runs(piece, words))
             while batch := list(itertools.islice(runs, _BATCH)):
                 sketch.update_batch(batch)
@@ -99,94 +61,64 @@ def _hash(run: str) -> int:
     return int.from_bytes(hashlib.blake2b(run.encode(), digest_size=4).digest(), "little")
 
 
-# In the parent ------------------------------------------------------------------------------------------------
-
-
-class _Search:
-    """Takes texts in reading order and decides about each."""
-
-    def __init__(self, threshold: float, max_bytes: int | None, sketches: shards.ShardLog) -> None:
-        from datasketch import MinHash, MinHashLSH
-
-        self.threshold, self.max_bytes, self.sketches = threshold, max_bytes, sketches
-        # Its values are replaced by each text's: the tables take a MinHash and keep hashes of parts of its values.
-        self.probe = MinHash(SKETCH, scheme=_SCHEME)
-        self.tables = MinHashLSH(threshold, SKETCH, weights=_WEIGHTS, hashfunc=_short)
-        self.near: set[bytes] = set()
-        self.kept = hashlib.blake2b(digest_size=16)
-        self.n_texts = self.n_bytes = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the texts that stay reach `max_bytes`, so that no other is needed."""
-        return self.max_bytes is not None and self.n_bytes >= self.max_bytes
-
-    def add(self, batch: list[sources.Text], sketches: np.ndarray) -> None:
-        for text, sketch in zip(batch, sketches, strict=True):
-            if self.is_full:
-                return
-            self.probe.hashvalues = sketch
-            candidates = self.tables.query(self.probe)
-            if any(self._alike(sketch, self.sketches.rows("sketches", number, 1)[0]) for number in candidates):
-                self.near.add(text.digest)
-            else:
-                self.tables.insert(self.n_texts, self.probe, check_duplication=False)
-                self.kept.update(text.digest)
-                self.n_bytes += text.n_bytes
-            self.n_texts += 1
-
-    def _alike(self, one: np.ndarray, other: np.ndarray) -> bool:
-        return float(np.mean(one == other)) >= self.threshold
-
-
 def _short(values: bytes) -> bytes:
     return hashlib.blake2b(values, digest_size=8).digest()
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Consecutive texts of about a shard."""
-
-    texts: list[sources.Text]
-
-    @property
-    def digest(self) -> str:
-        return hashlib.blake2b(b"".join(text.digest for text in self.texts), digest_size=16).hexdigest()
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(text.n_bytes for text in self.texts)
-
-
 def find(
     settings: CorpusSettings, out: Path, folder: Path, pool: Executor, workers: int, progress: Progress
-) -> NearDuplicates:
+) -> tuple[set[bytes], str]:
     """Reads the input once, up to `max_bytes` of text that stays, and finds the near-duplicates in it.
 
     Args:
         folder: for the sketches; those of an interrupted run are used again where the texts are the same.
+
+    Returns:
+        Digests of the near-duplicates, without the texts that are equal to an earlier one; and the hash of the
+        digests of all texts that stay, in order.
+
+    Raises:
+        DataError: datasketch is missing, or of a version with other sketches.
     """
     assert settings.dedup is not None and settings.dedup_words is not None
-    sketches = shards.ShardLog(folder, {"sketches": np.dtype(np.uint32)}, SKETCH)
-    search = _Search(settings.dedup, settings.max_bytes, sketches)
-    words = settings.dedup_words
-    batches = itertools.takewhile(lambda _: not search.is_full, _batches(settings, out))
-    for number, batch in shards.work_through(
-        batches, sketches, lambda batch: pool.submit(sketch_texts, [text.body for text in batch.texts], words), workers
+    try:
+        version = metadata.version("datasketch")
+    except metadata.PackageNotFoundError:
+        version = "none"
+    if version.partition(".")[0] != "2":
+        raise DataError(f"--dedup needs datasketch 2, and {version} is installed: {how_to_install('data')}.")
+    from datasketch import MinHash, MinHashLSH
+
+    threshold, words = settings.dedup, settings.dedup_words
+    limit = float("inf") if settings.max_bytes is None else settings.max_bytes
+    sketches = shards.ShardLog(folder, sketches=("<u4", SKETCH))
+    # Its values are replaced by each text's: the tables take a MinHash and keep hashes of parts of its values.
+    probe = MinHash(SKETCH, scheme=_SCHEME)
+    tables = MinHashLSH(threshold, SKETCH, weights=_WEIGHTS, hashfunc=_short)
+    near: set[bytes] = set()
+    kept, kept_bytes = hashlib.blake2b(digest_size=16), 0
+    texts = sources.distinct_texts(settings, out, sources.Tally())
+
+    def wanted() -> Iterator[shards.Shard[sources.Text]]:
+        """Shards until the texts that stay reach `max_bytes`."""
+        return itertools.takewhile(lambda _: kept_bytes < limit, shards.make_shards(texts))
+
+    def alike(sketch: np.ndarray, number: int) -> bool:
+        return float(np.mean(sketch == sketches.rows("sketches", number, 1)[0])) >= threshold
+
+    numbers = itertools.count()
+    for shard_number, shard in shards.work_through(
+        wanted(), sketches, lambda shard: pool.submit(sketch_texts, [text.body for text in shard.items], words), workers
     ):
-        search.add(batch.texts, sketches.read(number, "sketches"))
-        progress.advance(batch.n_bytes)
-    return NearDuplicates(frozenset(search.near), search.kept.hexdigest())
-
-
-def _batches(settings: CorpusSettings, out: Path) -> Iterator[_Batch]:
-    texts: list[sources.Text] = []
-    n_bytes = 0
-    for text in sources.distinct_texts(settings, out, sources.Tally()):
-        texts.append(text)
-        n_bytes += text.n_bytes
-        if n_bytes >= shards.SHARD_BYTES:
-            yield _Batch(texts)
-            texts, n_bytes = [], 0
-    if texts:
-        yield _Batch(texts)
+        for text, sketch, number in zip(shard.items, sketches.read(shard_number, "sketches"), numbers, strict=False):
+            if kept_bytes >= limit:
+                break
+            probe.hashvalues = sketch
+            if any(alike(sketch, candidate) for candidate in tables.query(probe)):
+                near.add(text.digest)
+            else:
+                tables.insert(number, probe, check_duplication=False)
+                kept.update(text.digest)
+                kept_bytes += text.n_bytes
+        progress.advance(shard.n_bytes)
+    return near, kept.hexdigest()

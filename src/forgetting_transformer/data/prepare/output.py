@@ -2,10 +2,9 @@
 
 All work happens beside it, in `.OUT.preparing`:
 
-    settings.json    of the corpus that is being built
+    settings.json    of the corpus that is being built; without it all this is being deleted
     corpus/          what OUT is to hold; its manifest.json, the last file, says that it is complete
     replaced/        the corpus that was in OUT
-    discarded.json   settings.json under another name: all this is being deleted
 
 A new corpus appears by one rename, corpus/ to OUT. Where it replaces one, the rename of OUT to replaced/ comes before
 it. A kill leaves one of these states, and the next start does the rest.
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.data.prepare.errors import CorpusError
+from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.files import locked, write_json
 
 MANIFEST = "manifest.json"
@@ -32,7 +31,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a corpus.
 
     Raises:
-        CorpusError: this program did not write the file. Other programs, and people, write manifests too.
+        DataError: this program did not write the file. Other programs, and people, write manifests too.
     """
     try:
         found = json.loads(path.read_text())
@@ -40,9 +39,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         found = None
     known = isinstance(found, dict) and "format_version" in found
     if not known or not all(isinstance(found.get(key), dict) for key in ("settings", "arrays")):
-        raise CorpusError(
-            f"{path} is not a file of this program, or it is damaged. Give another --out, or move it away."
-        )
+        raise DataError(f"{path} is not a file of this program, or it is damaged. Give another --out, or move it away.")
     return found
 
 
@@ -50,7 +47,7 @@ def holds_corpus(folder: Path) -> bool:
     """Whether a manifest says that this program made what is in this folder."""
     try:
         return bool(read_manifest(folder / MANIFEST))
-    except (OSError, CorpusError):
+    except (OSError, DataError):
         return False
 
 
@@ -77,7 +74,7 @@ class Place:
         """The manifest of the corpus in OUT; None if OUT is empty or not there.
 
         Raises:
-            CorpusError: there is something else.
+            DataError: there is something else.
         """
         names = os.listdir(self.out) if self.out.exists() else []
         if MANIFEST in names:
@@ -88,75 +85,70 @@ class Place:
     def check_movable(self) -> None:
         """
         Raises:
-            CorpusError: what is in OUT cannot be moved away, or not without files of others.
+            DataError: what is in OUT cannot be moved away, or not without files of others.
         """
         if os.path.ismount(self.out):
-            raise CorpusError(f"{self.out} is a mount point, which cannot be renamed. Give a folder in it as --out.")
+            raise DataError(f"{self.out} is a mount point, which cannot be renamed. Give a folder in it as --out.")
         if self.finished() is not None:
             self._refuse(set(os.listdir(self.out)).difference(PARTS, [MANIFEST]), "beside a corpus")
 
     def _refuse(self, names: Collection[str], what: str) -> None:
         if names:
             shown = ", ".join(sorted(names)[:8]) + (", …" if len(names) > 8 else "")
-            raise CorpusError(f"{self.out} holds {shown}, {what}. Give another --out, or move it away.")
+            raise DataError(f"{self.out} holds {shown}, {what}. Give another --out, or move it away.")
 
     @contextmanager
     def only_run(self) -> Iterator[None]:
         """Two runs of one OUT would overwrite each other; the second is refused. A kill releases the lock.
 
         Raises:
-            CorpusError: there is another run, or the folder beside OUT is not of this program.
+            DataError: there is another run, or the folder beside OUT is not of this program.
         """
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.work.mkdir(exist_ok=True)
+        self.work.mkdir(parents=True, exist_ok=True)
         if not (self.work / _LOCK).exists() and any(self.work.iterdir()):
-            raise CorpusError(f"{self.work} is not of this program. Give another --out, or move it away.")
+            raise DataError(f"{self.work} is not of this program. Give another --out, or move it away.")
         try:
             with locked(self.work / _LOCK, wait=False):
                 try:
                     yield
                 finally:
                     if os.listdir(self.work) == [_LOCK]:
-                        (self.work / _LOCK).unlink()
-                        self.work.rmdir()
+                        shutil.rmtree(self.work)
         except BlockingIOError as error:
-            raise CorpusError(f"another run is preparing {self.out}. Wait for it, or give another --out.") from error
+            raise DataError(f"another run is preparing {self.out}. Wait for it, or give another --out.") from error
 
     def publish(self, force: bool) -> bool:
-        """Puts a complete corpus in its place, if there is one, and deletes what a killed run wanted to delete.
+        """Puts a complete corpus in its place, if there is one, and deletes what no run can continue.
 
         Returns:
             Whether there was one.
 
         Raises:
-            CorpusError: something else is in its place by now, or nobody asked to replace the corpus there.
+            DataError: something else is in its place by now, or nobody asked to replace the corpus there.
         """
         complete = (self.new / MANIFEST).exists()
         if complete:
             self.check_movable()
             if self.finished() is not None and not (force or json.loads(self.begun.read_text())["force"]):
-                raise CorpusError(f"{self.out} holds another corpus by now. Give another --out, or --force.")
+                raise DataError(f"{self.out} holds another corpus by now. Give another --out, or --force.")
             if self.out.is_dir():
                 os.rename(self.out, self.work / "replaced")
             os.rename(self.new, self.out)
         if not (self.begun.exists() and self.new.exists()):
-            self.discard()
+            self._discard()
         return complete
-
-    def discard(self) -> None:
-        """Deletes all work except the lock; half of it is never taken for work to continue."""
-        discarded = self.work / "discarded.json"
-        if self.begun.exists():
-            os.rename(self.begun, discarded)
-        for entry in self.work.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            elif entry.name not in (discarded.name, _LOCK):
-                entry.unlink()
-        discarded.unlink(missing_ok=True)
 
     def begin(self, settings: dict[str, Any]) -> None:
         """Starts over, with these settings."""
-        self.discard()
+        self._discard()
         self.new.mkdir()
         write_json(self.begun, settings)
+
+    def _discard(self) -> None:
+        """Deletes all work except the lock; half of it is never taken for work to continue."""
+        self.begun.unlink(missing_ok=True)
+        for entry in self.work.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name != _LOCK:
+                entry.unlink()

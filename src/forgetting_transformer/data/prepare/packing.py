@@ -15,11 +15,11 @@ Three decisions, each a pure function of the table of texts, the settings and th
 """
 
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 
 import numpy as np
 
-from forgetting_transformer.data.prepare.errors import CorpusError
+from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.prepare.stream import TextTable
 
@@ -53,33 +53,28 @@ class Layout:
         """Tokens at the end of the array's own stream that no row holds."""
         return int((self.stops - self.starts).sum()) - self.n_documents * self.doc_len
 
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """Of the spans, in the array's own stream."""
+        return np.cumsum(self.stops - self.starts)
+
     def spans_of_rows(self) -> np.ndarray:
         """For each stored row, the span that holds its middle token: int64 (documents,)."""
-        ends = np.cumsum(self.stops - self.starts)
-        return np.searchsorted(ends, self.order * self.doc_len + self.doc_len // 2, side="right")
+        return np.searchsorted(self._ends, self.order * self.doc_len + self.doc_len // 2, side="right")
 
-    def gather(self, tokens: np.ndarray, first: int, last: int) -> np.ndarray:
-        """Stored rows [first, last) out of the stream `tokens`: (last - first, doc_len), of its dtype."""
-        ends = np.cumsum(self.stops - self.starts)  # of the spans, in the array's own stream
-        rows = np.empty((last - first, self.doc_len), dtype=tokens.dtype)
-        for row, source in zip(rows, self.order[first:last].tolist(), strict=True):
-            position = source * self.doc_len
-            span = int(np.searchsorted(ends, position, side="right"))
-            filled = 0
-            while filled < self.doc_len:
-                start = int(self.stops[span] - (ends[span] - position))
-                count = min(self.doc_len - filled, int(self.stops[span]) - start)
-                row[filled : filled + count] = tokens[start : start + count]
-                filled, position, span = filled + count, position + count, span + 1
+    def stretches(self, first: int, last: int) -> list[list[tuple[int, int]]]:
+        """The stretches [start, stop) of the stream that make each of the stored rows [first, last)."""
+        rows = []
+        for source in self.order[first:last].tolist():
+            position, end = source * self.doc_len, (source + 1) * self.doc_len
+            span, row = int(np.searchsorted(self._ends, position, side="right")), []
+            while position < end:
+                stop, span_end = int(self.stops[span]), int(self._ends[span])
+                until = min(end, span_end)
+                row.append((stop - (span_end - position), stop - (span_end - until)))
+                position, span = until, span + 1
+            rows.append(row)
         return rows
-
-    def save(self, path: Path) -> None:
-        np.savez(path, starts=self.starts, stops=self.stops, order=self.order, doc_len=self.doc_len)
-
-    @classmethod
-    def load(cls, path: Path) -> "Layout":
-        with np.load(path) as file:
-            return cls(file["starts"], file["stops"], file["order"], int(file["doc_len"]))
 
 
 @dataclass(frozen=True)
@@ -134,15 +129,15 @@ def _n_heldout_rows(n_tokens: int, settings: CorpusSettings) -> int:
         assert settings.heldout_fraction is not None  # one of the two is set
         return min(n_rows - 1, max(1, round(n_rows * settings.heldout_fraction)))
     if settings.heldout_docs >= n_rows:
-        raise CorpusError(
+        raise DataError(
             f"--heldout_docs {settings.heldout_docs:,} leaves nothing to train on: the input fills {n_rows:,} rows of "
             f"{settings.doc_len:,} tokens. Hold out fewer, shorten --doc_len, or add text."
         )
     return settings.heldout_docs
 
 
-def _too_small(n_tokens: int, settings: CorpusSettings) -> CorpusError:
-    return CorpusError(
+def _too_small(n_tokens: int, settings: CorpusSettings) -> DataError:
+    return DataError(
         f"the input holds {n_tokens:,} tokens, too few for a row of --doc_len {settings.doc_len:,} in each of train "
         f"and heldout. Add text, or shorten --doc_len (to {max(1, n_tokens // 20):,}, say)."
     )

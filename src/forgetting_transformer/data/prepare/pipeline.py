@@ -5,10 +5,13 @@ stage whose file is missing.
 """
 
 import dataclasses
+import errno
 import json
+import math
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
@@ -17,14 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare import near_duplicates, packing, sources, stream, tokenizers, writing
-from forgetting_transformer.data.prepare.errors import CorpusError, writing_under
-from forgetting_transformer.data.prepare.near_duplicates import NearDuplicates
 from forgetting_transformer.data.prepare.output import MANIFEST, Place, read_manifest
-from forgetting_transformer.data.prepare.pool import open_pool
 from forgetting_transformer.data.prepare.settings import LAYOUT_SETTINGS, CorpusSettings
-from forgetting_transformer.data.prepare.summary import summary_lines
-from forgetting_transformer.files import write_json
+from forgetting_transformer.data.prepare.shards import open_pool
+from forgetting_transformer.files import explain, write_atomically, write_json
 from forgetting_transformer.progress import Progress
 from forgetting_transformer.versions import installed_versions
 
@@ -51,17 +52,23 @@ def prepare_corpus(
         say: called with each message for the user.
 
     Raises:
-        CorpusError: with what is wrong and how to fix it. Finished work is kept, and so is the corpus in `out`.
+        DataError: with what is wrong and how to fix it. Finished work is kept, and so is the corpus in `out`.
     """
     out = Path(os.path.abspath(out))
     place = Place(out.resolve() if out.is_symlink() else out)
     try:
-        with writing_under(place.work), place.only_run():
+        with place.only_run():
             return _prepare(settings, place, workers, force, say)
     except BrokenProcessPool as error:
-        raise CorpusError(
+        raise DataError(
             "a worker process died, most often for lack of memory. Run the same command again with fewer --workers: "
             "it continues where it stopped."
+        ) from error
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise DataError(
+            f"cannot write {error.filename or place.work}: {'the disk is full' if full else explain(error)}. "
+            f"{'Free some space' if full else 'Fix it'} and run the same command again: it continues where it stopped."
         ) from error
 
 
@@ -77,6 +84,7 @@ def _prepare(settings: CorpusSettings, place: Place, workers: int, force: bool, 
                 say(f"{place.work} holds an unfinished one that is to replace it: --force goes on with it.")
             return finished
     if not (published and same):  # else this command was all but done
+        place.check_movable()
         _begin_or_continue(settings, place, force, say)
         write_json(place.new / MANIFEST, _build(settings, place, workers))
         place.publish(force)
@@ -103,36 +111,23 @@ def _begin_or_continue(settings: CorpusSettings, place: Place, force: bool, say:
             changed = f", with another {', '.join(different)}" if different else ""
             say(f"continuing the unfinished corpus in {place.work}{changed}")
             return
-    # Mistakes are found before anything is deleted, and before hours of work.
-    place.check_movable()
-    sources.check_inputs(settings)
-    tally = sources.Tally()
-    if settings.inputs and not sources.has_files(settings, place.out, tally):
-        raise _nothing_to_read(settings, tally)
-    if settings.dedup is not None:
-        near_duplicates.check_installed()
-    if settings.tokenizer != "bytes" and not settings.tokenizer.startswith("train:"):
-        tokenizers.load(settings.tokenizer)
     place.begin(settings.as_json() | {"force": force})
-
-
-# The stages ---------------------------------------------------------------------------------------------------
 
 
 def _build(settings: CorpusSettings, place: Place, workers: int) -> dict[str, Any]:
     started = time.monotonic()
-    # One worker works in this process, which may hold the encoder and the layout of an earlier corpus of this folder.
-    stream.load_encoder.cache_clear()
-    writing.load_layout.cache_clear()
+    stream.load_encoder.cache_clear()  # one worker works in this process, which may have worked in this folder before
     with open_pool(workers) as pool:
+        # One that is not trained first: it may not be there, and nothing else takes so little time.
+        trained = settings.tokenizer.startswith("train:")
+        info = None if trained else _make_tokenizer(settings, place, set())
         near = _find_near_duplicates(settings, place, pool, workers)
-        info = _make_tokenizer(settings, place, near)
+        info = info or _make_tokenizer(settings, place, near)
         counted = _make_stream(settings, place, info, near, pool, workers)
-        split = _split(settings, place.work)
+        with np.load(place.work / "texts.npz") as file:
+            split = packing.make_split(stream.TextTable(file["tokens"], file["shared"]), settings)
         arrays, entropy = _make_arrays(settings, split, place, info, pool, workers)
     seconds = time.monotonic() - started
-    n_tokens = counted["stream_tokens"]
-    dropped_tokens = {name: getattr(split, name).n_tokens_dropped for name in ARRAYS}
     return {
         "format_version": FORMAT_VERSION,
         "doc_len": settings.doc_len,
@@ -140,15 +135,11 @@ def _build(settings: CorpusSettings, place: Place, workers: int) -> dict[str, An
         "bos_token_id": info.bos_token_id,
         "eos_token_id": info.eos_token_id,
         "unigram_entropy_nats": entropy,
-        "bytes_per_token": counted["bytes"] / n_tokens,
-        "texts": counted["texts"],
-        "bytes": counted["bytes"],
+        "bytes_per_token": counted["bytes"] / counted.pop("stream_tokens"),
+        "tokenizer": {"kind": info.kind, "name": settings.tokenizer, "roundtrip": counted.pop("roundtrip")},
         "arrays": arrays,
-        "tokenizer": {"kind": info.kind, "name": settings.tokenizer, "roundtrip": counted["roundtrip"]},
         "settings": settings.as_json(),
-        "sources": counted["sources"],
-        "input_hash": counted["input_hash"],
-        "stopped_early": counted["stopped_early"],
+        **counted,
         "split": {
             "groups": split.n_groups,
             "groups_heldout": split.n_groups_heldout,
@@ -156,79 +147,86 @@ def _build(settings: CorpusSettings, place: Place, workers: int) -> dict[str, An
             "group_of_heldout_row": split.heldout.spans_of_rows().tolist(),
             "a_text_is_on_both_sides": split.cut_text,
         },
-        "dropped": counted["dropped"],
-        "dropped_tokens": dropped_tokens,
+        "dropped_tokens": {name: getattr(split, name).n_tokens_dropped for name in ARRAYS},
         "seconds": round(seconds, 1),
         "versions": installed_versions(PACKAGES),
     }
 
 
-def _find_near_duplicates(
-    settings: CorpusSettings, place: Place, pool: Executor, workers: int
-) -> NearDuplicates | None:
-    """None where nobody asked for it."""
+def _find_near_duplicates(settings: CorpusSettings, place: Place, pool: Executor, workers: int) -> set[bytes]:
+    """Digests of the texts to leave out; none where nobody asked for it."""
     if settings.dedup is None:
-        return None
+        return set()
     complete = place.work / "near_duplicates.json"
     if not complete.exists():
         with Progress("looking for near-duplicates", sources.input_bytes(settings, place.out), "B") as progress:
-            found = near_duplicates.find(settings, place.out, place.work / "sketches", pool, workers, progress)
-        write_json(complete, found.as_json())
-    return NearDuplicates.from_json(json.loads(complete.read_text()))
+            near, kept = near_duplicates.find(settings, place.out, place.work / "sketches", pool, workers, progress)
+        _same_texts(place, kept, first=True)
+        write_json(complete, sorted(digest.hex() for digest in near))
+    return set(map(bytes.fromhex, json.loads(complete.read_text())))
 
 
-def _make_tokenizer(settings: CorpusSettings, place: Place, near: NearDuplicates | None) -> tokenizers.TokenizerInfo:
+def _make_tokenizer(settings: CorpusSettings, place: Place, near: set[bytes]) -> tokenizers.TokenizerInfo:
     folder, described = place.new / "tokenizer", place.work / "tokenizer.json"
     if not described.exists():
         shutil.rmtree(folder, ignore_errors=True)
-        input_hash = None
         if settings.tokenizer == "bytes":
             tokenizers.save_built(tokenizers.byte_tokenizer(), folder)
         elif settings.tokenizer.startswith("train:"):
-            sample, input_hash = _take_sample(settings, place.out, near)
-            trained = tokenizers.train_tokenizer(sample.texts(), settings.trained_vocab_size())
-            tokenizers.save_built(trained, folder)
+            sample = tokenizers.Sample()
+            with Progress("sampling text for the tokenizer", sources.input_bytes(settings, place.out), "B") as progress:
+                for piece in _pieces(settings, place, sources.Tally(), near, first=True):
+                    sample.add(piece.text)
+                    progress.advance(piece.n_bytes)
+            tokenizers.save_built(tokenizers.train_tokenizer(sample.texts(), settings.trained_vocab_size()), folder)
         else:
             tokenizers.save_loaded(settings.tokenizer, folder)
-        info = tokenizers.describe(folder, settings)
-        write_json(described, {"info": dataclasses.asdict(info), "input_hash": input_hash})
-    return tokenizers.TokenizerInfo(**json.loads(described.read_text())["info"])
-
-
-def _take_sample(settings: CorpusSettings, out: Path, near: NearDuplicates | None) -> tuple[tokenizers.Sample, str]:
-    """Read the whole input once; also return its hash, to notice if it changes before it is encoded."""
-    sample, digests, tally = tokenizers.Sample(), [], sources.Tally()
-    with Progress("sampling text for the tokenizer", sources.input_bytes(settings, out), "B") as progress:
-        for shard in stream.make_shards(_pieces(settings, out, tally, near)):
-            digests.append(shard.digest)
-            for piece in shard.pieces:
-                sample.add(piece.text)
-            progress.advance(shard.n_bytes)
-    if not digests:
-        raise _nothing_to_read(settings, tally)
-    return sample, stream.combined_digest(digests)
+        write_json(described, dataclasses.asdict(tokenizers.describe(folder, settings)))
+    return tokenizers.TokenizerInfo(**json.loads(described.read_text()))
 
 
 def _pieces(
-    settings: CorpusSettings, out: Path, tally: sources.Tally, near: NearDuplicates | None
+    settings: CorpusSettings, place: Place, tally: sources.Tally, near: set[bytes], first: bool = False
 ) -> Iterator[sources.Piece]:
-    """All text that stays."""
-    if near is None:
-        yield from sources.read_pieces(settings, out, tally)
-        return
-    yield from sources.read_pieces(settings, out, tally, near.digests)
-    if tally.kept.hexdigest() != near.kept:
-        raise CorpusError(
-            "the input changed after near-duplicates were looked for in it. Delete the unfinished corpus, "
-            f"{Place(out).work}, and run the same command again."
+    """All text that stays.
+
+    Args:
+        first: whether this may be the first reading of the input, which says what the others must find.
+
+    Raises:
+        DataError: there is none, or another than before.
+    """
+    yield from sources.read_pieces(settings, place.out, tally, near)
+    if not tally.total("texts"):
+        dropped = ", ".join(f"{count:,} × {reason}" for reason, count in sorted(tally.dropped.items()))
+        raise DataError(
+            f"found no text in {settings.dataset or ', '.join(settings.inputs)}. Left out: {dropped or 'nothing'}. "
+            "Check the paths, --glob, --exclude and --text_field."
         )
+    _same_texts(place, tally.kept.hexdigest(), first)
+
+
+def _same_texts(place: Place, kept: str, first: bool) -> None:
+    """Compares the hash of all texts that stay with that of an earlier reading, or keeps it for later ones.
+
+    Raises:
+        DataError: they differ.
+    """
+    record = place.work / "texts.blake2b"
+    if record.exists() and record.read_text() != kept:
+        raise DataError(
+            "the input changed after the tokenizer was trained on it, or near-duplicates were looked for in it. Delete "
+            f"the unfinished corpus, {place.work}, and run the same command again."
+        )
+    if first:
+        write_atomically(record, kept)
 
 
 def _make_stream(
     settings: CorpusSettings,
     place: Place,
     info: tokenizers.TokenizerInfo,
-    near: NearDuplicates | None,
+    near: set[bytes],
     pool: Executor,
     workers: int,
 ) -> dict[str, Any]:
@@ -239,47 +237,22 @@ def _make_stream(
     tally = sources.Tally()
     log = stream.open_stream(place.work / "stream", info)
     with Progress("tokenising", sources.input_bytes(settings, place.out), "B") as progress:
-        pieces = _pieces(settings, place.out, tally, near)
+        pieces = _pieces(settings, place, tally, near)
         texts = stream.write_stream(pieces, log, place.new / "tokenizer", info, pool, workers, progress)
-    if len(texts.tokens) == 0:
-        raise _nothing_to_read(settings, tally)
-    input_hash = stream.combined_digest(shard["digest"] for shard in log.shards)
-    if json.loads((place.work / "tokenizer.json").read_text())["input_hash"] not in (None, input_hash):
-        raise CorpusError(
-            "the input changed after the tokenizer was trained on it. Delete the unfinished corpus, "
-            f"{place.work}, and run the same command again."
-        )
     np.savez(place.work / "texts.npz", tokens=texts.tokens, shared=texts.shared)
     counted = {
         "texts": tally.total("texts"),
         "bytes": tally.total("bytes"),
         "stream_tokens": int(texts.tokens.sum()),
         "sources": {name: dict(counts) for name, counts in tally.per_input.items()},
-        "dropped": dict(sorted(tally.dropped.items())),
+        "input_hash": f"blake2b:{stream.combined_digest(log)}",
         "stopped_early": tally.stopped_early,
-        "input_hash": f"blake2b:{input_hash}",
+        "dropped": dict(sorted(tally.dropped.items())),
         # Beginnings of shards that were decoded again, and how many of them came out different.
         "roundtrip": {"checked": len(log.shards), "lossy": sum(not shard["reversible"] for shard in log.shards)},
     }
     write_json(complete, counted)
     return counted
-
-
-def _nothing_to_read(settings: CorpusSettings, tally: sources.Tally) -> CorpusError:
-    dropped = ", ".join(f"{count:,} × {reason}" for reason, count in sorted(tally.dropped.items()))
-    return CorpusError(
-        f"found no text in {settings.dataset or ', '.join(settings.inputs)}. Left out: {dropped or 'nothing'}. "
-        "Check the paths, --glob, --exclude and --text_field."
-    )
-
-
-def _split(settings: CorpusSettings, work: Path) -> packing.Split:
-    with np.load(work / "texts.npz") as file:
-        texts = stream.TextTable(file["tokens"], file["shared"])
-    split = packing.make_split(texts, settings)
-    for name in ARRAYS:
-        getattr(split, name).save(work / f"{name}.layout.npz")
-    return split
 
 
 def _make_arrays(
@@ -291,36 +264,59 @@ def _make_arrays(
     workers: int,
 ) -> tuple[dict[str, Any], float]:
     """Write and read back both arrays; return their part of the manifest, and train's unigram entropy."""
-    layouts = {name: getattr(split, name) for name in ARRAYS}
-    forms = {name: _array_format(settings, layout, info.dtype) for name, layout in layouts.items()}
-    n_rows = sum(layout.n_documents for layout in layouts.values())
+    tokens, arrays, entropy = place.work / "stream" / "tokens.bin", {}, {}
+    n_rows = sum(getattr(split, name).n_documents for name in ARRAYS)
     with Progress("writing arrays", n_rows, "documents") as progress:
-        for name, form in forms.items():
-            layout, tokens = place.work / f"{name}.layout.npz", place.work / "stream" / "tokens.bin"
-            writing.write_array(place.new / f"{name}.zarr", layout, tokens, form, pool, workers, progress)
-    arrays, facts = {}, {}
+        for name in ARRAYS:
+            path, layout = place.new / f"{name}.zarr", getattr(split, name)
+            array = writing.open_array(path, layout, settings, info.dtype)
+            writing.write_array(array, path, layout, tokens, pool, workers, progress)
     with Progress("reading arrays back", n_rows, "documents") as progress:
-        for name, form in forms.items():
-            facts[name] = writing.read_back(place.new / f"{name}.zarr", info.vocab_size, form.chunk_docs, progress)
-            writing.list_checksums(place.new / f"{name}.zarr", workers)
+        for name in ARRAYS:
+            path = place.new / f"{name}.zarr"
+            content_hash, counts = writing.read_back(path, info.vocab_size, progress)
+            chunks = writing.list_checksums(path, workers)
+            share = counts[counts > 0] / counts.sum()
+            # In nats per token: the loss of a model that knows only frequencies.
+            entropy[name] = float(-(share * np.log(share)).sum())
             arrays[name] = {
-                "documents": layouts[name].n_documents,
-                "tokens": layouts[name].n_documents * settings.doc_len,
-                "max_token_id": facts[name].max_token_id,
-                "content_hash": facts[name].content_hash,
-                "chunk_docs": form.chunk_docs,
-                "chunk_tokens": form.chunk_tokens,
+                "documents": getattr(split, name).n_documents,
+                "tokens": int(counts.sum()),
+                "max_token_id": int(np.flatnonzero(counts)[-1]),
+                "content_hash": content_hash,
+                "chunk_docs": chunks[0],
+                "chunk_tokens": chunks[1],
             }
-    return arrays, _entropy_nats(facts["train"].counts)
+    return arrays, entropy["train"]
 
 
-def _array_format(settings: CorpusSettings, layout: packing.Layout, dtype: np.dtype) -> writing.ArrayFormat:
-    chunk_docs = settings.chunk_docs or writing.choose_chunk_docs(layout.n_documents)
-    chunk_tokens = settings.chunk_tokens or min(writing.PAPER_CHUNK_TOKENS, settings.doc_len)
-    return writing.ArrayFormat(settings.zarr_format, min(chunk_docs, layout.n_documents), chunk_tokens, dtype)
-
-
-def _entropy_nats(counts: np.ndarray) -> float:
-    """Entropy of the distribution of ids, in nats per token: the loss of a model that knows only frequencies."""
-    share = counts[counts > 0] / counts.sum()
-    return float(-(share * np.log(share)).sum())
+def summary_lines(manifest: dict[str, Any]) -> list[str]:
+    """What was made and what was left out, for people."""
+    train, heldout = manifest["arrays"]["train"], manifest["arrays"]["heldout"]
+    entropy, roundtrip = manifest["unigram_entropy_nats"], manifest["tokenizer"]["roundtrip"]
+    lines = [
+        f"{manifest['texts']:,} texts, {manifest['bytes']:,} bytes in {manifest['seconds']:.0f} s",
+        f"train.zarr    {train['documents']:,} documents × {manifest['doc_len']:,} = {train['tokens']:,} tokens",
+        f"heldout.zarr  {heldout['documents']:,} documents × {manifest['doc_len']:,} = {heldout['tokens']:,} tokens, "
+        f"{manifest['split']['groups_heldout']:,} of {manifest['split']['groups']:,} source groups",
+        f"tokenizer     {manifest['tokenizer']['name']}: {manifest['vocab_size']:,} ids, "
+        f"{manifest['bytes_per_token']:.2f} bytes per token, unigram entropy {entropy:.3f} nats per token "
+        f"(perplexity {math.exp(entropy):,.0f})",
+    ]
+    dropped = Counter(manifest["dropped"])
+    for name, count in manifest["dropped_tokens"].items():
+        dropped[f"tokens at the end of {name} that fill no row"] = count
+    lines += [f"dropped       {count:,} × {reason}" for reason, count in dropped.items() if count]
+    if manifest["stopped_early"]:
+        lines.append(f"stopped at --max_bytes {manifest['settings']['max_bytes']:,}; the rest was not read")
+    if roundtrip["lossy"]:
+        lines.append(
+            f"WARNING: the tokenizer is lossy: {roundtrip['lossy']:,} of {roundtrip['checked']:,} "
+            "samples decode to another text"
+        )
+    if manifest["split"]["a_text_is_on_both_sides"]:
+        lines.append(
+            "WARNING: the texts are too large to hold out whole: the end of one text is in heldout.zarr, "
+            "its beginning in train.zarr"
+        )
+    return lines

@@ -6,9 +6,9 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from forgetting_transformer.data.prepare.errors import CorpusError
+from forgetting_transformer.data.errors import DataError
 
 DEFAULT_HELDOUT_FRACTION = 0.01
 DEFAULT_DEDUP = 0.8
@@ -16,7 +16,7 @@ DEFAULT_DEDUP_WORDS = 5
 MIN_TRAINED_VOCAB = 257  # the 256 bytes and <|endoftext|>
 MAX_TRAINED_VOCAB = 1 << 20  # the trainer takes memory for all of it before the first merge
 # Settings that only the arrays depend on: an interrupted run keeps its tokens when one of these is changed.
-LAYOUT_SETTINGS = ("doc_len", "heldout_docs", "heldout_fraction", "seed", "zarr_format", "chunk_docs", "chunk_tokens")
+LAYOUT_SETTINGS = ("doc_len", "heldout_docs", "heldout_fraction", "seed", "chunk_docs", "chunk_tokens")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class CorpusSettings:
         heldout_docs: rows of `heldout.zarr`; or None, and then
         heldout_fraction: about this share of all rows.
         seed: of the order of the rows and of the choice of what is held out.
-        zarr_format: 2 (as LongCrawl64) or 3.
         chunk_docs, chunk_tokens: rows and tokens per Zarr chunk; None chooses from the size of the corpus.
     """
 
@@ -60,7 +59,6 @@ class CorpusSettings:
     heldout_docs: int | None = None
     heldout_fraction: float | None = None
     seed: int = 0
-    zarr_format: Literal[2, 3] = 2
     chunk_docs: int | None = None
     chunk_tokens: int | None = None
 
@@ -79,34 +77,32 @@ class CorpusSettings:
 
     def _check(self) -> None:
         if bool(self.inputs) == bool(self.dataset):
-            raise CorpusError("give either files and folders to read, or --dataset, and not both.")
+            raise DataError("give either files and folders to read, or --dataset, and not both.")
         if self.heldout_docs is not None and self.heldout_fraction is not None:
-            raise CorpusError("give --heldout_docs or --heldout_fraction, not both.")
+            raise DataError("give --heldout_docs or --heldout_fraction, not both.")
         if self.heldout_fraction is not None and not 0 < self.heldout_fraction < 1:
-            raise CorpusError(f"--heldout_fraction must lie between 0 and 1, got {self.heldout_fraction}.")
+            raise DataError(f"--heldout_fraction must lie between 0 and 1, got {self.heldout_fraction}.")
         if self.dedup is not None:
             if not 0.5 <= self.dedup < 1:
-                raise CorpusError(f"--dedup must be a similarity from 0.5 to below 1, such as 0.8; got {self.dedup}.")
+                raise DataError(f"--dedup must be a similarity from 0.5 to below 1, such as 0.8; got {self.dedup}.")
             if self.keep_duplicates:
-                raise CorpusError("--dedup leaves duplicates out and --keep_duplicates keeps them: give one of them.")
+                raise DataError("--dedup leaves duplicates out and --keep_duplicates keeps them: give one of them.")
         elif self.dedup_words is not None:
-            raise CorpusError(f"--dedup_words {self.dedup_words} needs --dedup.")
+            raise DataError(f"--dedup_words {self.dedup_words} needs --dedup.")
         if self.doc_len < 2:
-            raise CorpusError(f"--doc_len {self.doc_len} leaves no token to predict: a row needs 2 or more.")
+            raise DataError(f"--doc_len {self.doc_len} leaves no token to predict: a row needs 2 or more.")
         if self.chunk_tokens is not None and self.chunk_tokens > self.doc_len:
-            raise CorpusError(
-                f"--chunk_tokens {self.chunk_tokens:,} is longer than a row (--doc_len {self.doc_len:,})."
-            )
+            raise DataError(f"--chunk_tokens {self.chunk_tokens:,} is longer than a row (--doc_len {self.doc_len:,}).")
         if self.tokenizer.startswith("train:"):
             self.trained_vocab_size()
         elif (meant := re.fullmatch(r"train[-=_ ]?(\d+)", self.tokenizer)) and not Path(self.tokenizer).exists():
-            raise CorpusError(f"--tokenizer {self.tokenizer}: did you mean train:{meant[1]}?")
+            raise DataError(f"--tokenizer {self.tokenizer}: did you mean train:{meant[1]}?")
 
     def trained_vocab_size(self) -> int:
         """N of `train:N`."""
         number = self.tokenizer.removeprefix("train:").replace("_", "")
         if not number.isdigit() or not MIN_TRAINED_VOCAB <= int(number) <= MAX_TRAINED_VOCAB:
-            raise CorpusError(
+            raise DataError(
                 f"--tokenizer {self.tokenizer}: N in train:N must be a number from {MIN_TRAINED_VOCAB} (256 bytes and "
                 f"<|endoftext|>) to {MAX_TRAINED_VOCAB:,}, for example train:32768."
             )
@@ -125,7 +121,7 @@ class CorpusSettings:
         mine, different = self.as_json(), self.different_from(written)
         if different:
             lines = [f"  {name}: {written.get(name)!r} there, {mine[name]!r} here" for name in different]
-            raise CorpusError(
+            raise DataError(
                 f"{out} holds a corpus with other settings:\n" + "\n".join(lines) + "\n"
                 "Give another --out, or --force to build this one in its place."
             )

@@ -5,48 +5,82 @@ a kill the log is believed up to its last whole line: a shard that is still the 
 the first that changed everything is.
 """
 
+import hashlib
 import json
+import multiprocessing
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from forgetting_transformer.data.worker import leave_with_parent, sharing_memory
 from forgetting_transformer.files import append_durably as _append
 from forgetting_transformer.files import write_atomically
 
 #: Bytes of text in a shard, about.
 SHARD_BYTES = 2 << 20
 
+T = TypeVar("T")
 
-class HasDigest(Protocol):
+
+class Item(Protocol):
     @property
-    def digest(self) -> str: ...
+    def n_bytes(self) -> int: ...
+
+    def identity(self) -> bytes:
+        """What a shard is known again by."""
+        ...
 
 
-Shard = TypeVar("Shard", bound=HasDigest)
+ItemT = TypeVar("ItemT", bound=Item)
 #: Data files by name, and other facts for the log.
 Result = tuple[dict[str, np.ndarray], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Shard(Generic[ItemT]):
+    """Consecutive items that are worked on together, with their bytes of text and the hash of their identities."""
+
+    items: list[ItemT]
+    n_bytes: int
+    digest: str
+
+
+def make_shards(items: Iterable[ItemT]) -> Iterator[Shard[ItemT]]:
+    batch: list[ItemT] = []
+    n_bytes, hasher = 0, hashlib.blake2b(digest_size=16)
+    for item in items:
+        batch.append(item)
+        n_bytes += item.n_bytes
+        hasher.update(item.identity())
+        if n_bytes >= SHARD_BYTES:
+            yield Shard(batch, n_bytes, hasher.hexdigest())
+            batch, n_bytes, hasher = [], 0, hashlib.blake2b(digest_size=16)
+    if batch:
+        yield Shard(batch, n_bytes, hasher.hexdigest())
 
 
 class ShardLog:
     """Data files in `folder` that grow by a shard at a time, and `shards.jsonl` with a line for each.
 
     Args:
-        dtypes: of the data files, by name; their rows have `width` items.
+        dtypes: of a row of each data file.
     """
 
-    def __init__(self, folder: Path, dtypes: dict[str, np.dtype], width: int = 1) -> None:
+    def __init__(self, folder: Path, **dtypes: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.dtypes = {name: np.dtype(dtype).newbyteorder("<") for name, dtype in dtypes.items()}
-        self.width, self.paths = width, {name: folder / f"{name}.bin" for name in dtypes}
+        self.dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
+        self.paths = {name: folder / f"{name}.bin" for name in dtypes}
         self.log = folder / "shards.jsonl"
         for path in (self.log, *self.paths.values()):
             path.touch()
-        rows = {name: path.stat().st_size // self._row_bytes(name) for name, path in self.paths.items()}
+        rows = {name: path.stat().st_size // self.dtypes[name].itemsize for name, path in self.paths.items()}
         self.shards: list[dict[str, Any]] = []
         for line in self.log.read_text().splitlines(keepends=True):
             # The kill may have come in the middle of a line, or a machine lost power before the data was there.
@@ -55,73 +89,105 @@ class ShardLog:
             self.shards.append(json.loads(line))
         self.keep(len(self.shards))
 
-    def _row_bytes(self, name: str) -> int:
-        return self.dtypes[name].itemsize * self.width
-
-    def _end(self, n_shards: int, name: str) -> int:
-        """Rows in the first `n_shards` shards."""
-        return self.shards[n_shards - 1]["ends"][name] if n_shards else 0
-
     def keep(self, n_shards: int) -> None:
         """Forgets all shards after the first `n_shards`, and what a kill left behind them."""
         self.shards = self.shards[:n_shards]
         write_atomically(self.log, "".join(json.dumps(shard) + "\n" for shard in self.shards))
         for name, path in self.paths.items():
-            os.truncate(path, self._end(n_shards, name) * self._row_bytes(name))
+            os.truncate(path, self._end(n_shards, name) * self.dtypes[name].itemsize)
 
     def append(self, digest: str, data: dict[str, np.ndarray], facts: dict[str, Any]) -> None:
         """Commits one shard: the data is on the disk before the line that says so."""
         ends = {}
         for name, rows in data.items():
-            _append(self.paths[name], rows.astype(self.dtypes[name], copy=False).tobytes())
+            _append(self.paths[name], rows.tobytes())
             ends[name] = self._end(len(self.shards), name) + len(rows)
         shard = {"digest": digest, "ends": ends, **facts}
         _append(self.log, (json.dumps(shard) + "\n").encode())
         self.shards.append(shard)
 
-    def has(self, number: int, digest: str) -> bool:
-        return number < len(self.shards) and self.shards[number]["digest"] == digest
-
     def read(self, number: int, name: str) -> np.ndarray:
-        """The rows of a shard, `(rows, width)`."""
-        first, end = self._end(number, name), self._end(number + 1, name)
-        return self.rows(name, first, end - first)
+        """The rows of a shard in a data file."""
+        first = self._end(number, name)
+        return self.rows(name, first, self._end(number + 1, name) - first)
 
     def rows(self, name: str, first: int, count: int) -> np.ndarray:
-        """Some rows of all shards, `(count, width)`."""
-        found = np.fromfile(
-            self.paths[name], self.dtypes[name], count * self.width, offset=first * self._row_bytes(name)
-        )
-        return found.reshape(count, self.width)
+        """Some rows of a data file."""
+        dtype = self.dtypes[name]
+        return np.fromfile(self.paths[name], dtype, count, offset=first * dtype.itemsize)
+
+    def _end(self, n_shards: int, name: str) -> int:
+        """Rows in the first `n_shards` shards."""
+        return self.shards[n_shards - 1]["ends"][name] if n_shards else 0
 
 
 def work_through(
-    shards: Iterable[Shard], log: ShardLog, start: Callable[[Shard], "Future[Result]"], workers: int
-) -> Iterator[tuple[int, Shard]]:
+    shards: Iterable[Shard[ItemT]], log: ShardLog, start: Callable[[Shard[ItemT]], "Future[Result]"], workers: int
+) -> Iterator[tuple[int, Shard[ItemT]]]:
     """Yields each shard with its number, in order, once its results are in the log.
 
-    At most two shards per worker are held in memory. A caller that takes all of them has a log of these shards alone.
+    A caller that takes all of them has a log of these shards alone.
 
     Args:
         start: begins the work on a shard that is not in the log.
     """
-    waiting: deque[tuple[Shard, Future[Result]]] = deque()
 
-    def commit() -> tuple[int, Shard]:
-        shard, future = waiting.popleft()
-        log.append(shard.digest, *future.result())
-        return len(log.shards) - 1, shard
+    def begun() -> Iterator[tuple[Shard[ItemT], "Future[Result] | None"]]:
+        for number, shard in enumerate(shards):
+            if number < len(log.shards) and log.shards[number]["digest"] == shard.digest:
+                yield shard, None
+                continue
+            if number < len(log.shards):  # the text changed since the kill, here or earlier
+                log.keep(number)
+            yield shard, start(shard)
 
     number = -1
-    for number, shard in enumerate(shards):
-        if log.has(number, shard.digest):
-            yield number, shard
-            continue
-        if number < len(log.shards):  # the text changed since the kill, here or earlier
-            log.keep(number)
-        waiting.append((shard, start(shard)))
-        if len(waiting) >= 2 * workers:
-            yield commit()
-    while waiting:
-        yield commit()
+    for number, (shard, future) in enumerate(ahead(begun(), workers)):
+        if future is not None:
+            log.append(shard.digest, *future.result())
+        yield number, shard
     log.keep(number + 1)  # the input may have become shorter since the kill
+
+
+def ahead(begun: Iterable[T], workers: int) -> Iterator[T]:
+    """The same in the same order, with two per worker under way: what is taken of `begun` has begun."""
+    waiting: deque[T] = deque()
+    for one in begun:
+        waiting.append(one)
+        if len(waiting) >= 2 * workers:
+            yield waiting.popleft()
+    yield from waiting
+
+
+class InlineExecutor(Executor):
+    """One worker needs no process: `submit` does the work before it returns."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        future: Future = Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def open_pool(workers: int) -> Executor:
+    """An executor for `workers` workers, to be used as a context manager.
+
+    Raises:
+        DataError: there is too little shared memory for more than one.
+    """
+    if workers == 1:
+        return InlineExecutor()
+    # Not fork: the parent has threads by now. The fork server imports this package once for all workers.
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    if "forkserver" in methods:
+        context.set_forkserver_preload(["forgetting_transformer.data.prepare.stream"])
+    with sharing_memory(", or use --workers 1"):
+        return ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the pool; no traceback per worker
+    leave_with_parent()

@@ -11,13 +11,14 @@ import hashlib
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare import output
-from forgetting_transformer.data.prepare.errors import CorpusError, reading
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.files import UnreadableError, parse_json
 from forgetting_transformer.hub_connection import use_cached_datasets
@@ -49,6 +50,9 @@ class Text:
     digest: bytes
     n_bytes: int
 
+    def identity(self) -> bytes:
+        return self.digest
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -58,6 +62,10 @@ class Piece:
     text: str
     n_bytes: int
     ends_text: bool
+
+    def identity(self) -> bytes:
+        place = f"{self.path}{self.n_bytes}{self.ends_text}".encode(errors="surrogateescape")
+        return place + self.text.encode()
 
 
 @dataclass
@@ -99,7 +107,7 @@ def distinct_texts(settings: CorpusSettings, out: Path, tally: Tally) -> Iterato
 
 
 def read_pieces(
-    settings: CorpusSettings, out: Path, tally: Tally, near_duplicates: frozenset[bytes] = frozenset()
+    settings: CorpusSettings, out: Path, tally: Tally, near_duplicates: Collection[bytes] = ()
 ) -> Iterator[Piece]:
     """Yield every kept text in order, cut into pieces; count into `tally`. Texts of these digests are left out."""
     for text in distinct_texts(settings, out, tally):
@@ -108,7 +116,7 @@ def read_pieces(
             continue
         tally.count(text.path[0], "texts")
         tally.kept.update(text.digest)
-        for piece, is_last in _mark_last(cut_body(text.body)):
+        for piece, is_last in cut(text.body):
             n_bytes = len(piece.encode())
             tally.count(text.path[0], "bytes", n_bytes)
             full = settings.max_bytes is not None and tally.total("bytes") >= settings.max_bytes
@@ -118,30 +126,27 @@ def read_pieces(
                 return
 
 
-def check_inputs(settings: CorpusSettings) -> None:
-    for name in settings.inputs:
-        if not os.path.exists(name):
-            raise CorpusError(f"input {name} does not exist.")
-
-
-def has_files(settings: CorpusSettings, out: Path, tally: Tally) -> bool:
-    """Whether there is any file to read in the inputs; what is left out before the first is counted into `tally`."""
-    return next(_find_files(settings, out, tally), None) is not None
-
-
 def input_bytes(settings: CorpusSettings, out: Path) -> int | None:
     """Bytes of text to expect, for the progress bar; None where compression or a data set hides it."""
-    if settings.dataset:
+    files = [] if settings.dataset else [file for _, file in _find_files(settings, out, Tally())]
+    if settings.dataset or any(file.name.endswith((".parquet", ".gz")) for file in files):
         return settings.max_bytes
     total = 0
-    for _, file in _find_files(settings, out, Tally()):
-        if file.name.endswith((".parquet", ".gz")):
-            return settings.max_bytes
+    for file in files:
         with reading(file):
             total += file.stat().st_size
-        if settings.max_bytes is not None and total >= settings.max_bytes:
-            return settings.max_bytes
-    return total
+    return total if settings.max_bytes is None else min(total, settings.max_bytes)
+
+
+@contextmanager
+def reading(path: Path | str) -> Iterator[None]:
+    """Names `path` in any failure to read it. An input that cannot be read is an error, never a shorter corpus."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path}: {error.strerror or error}. Fix it, or leave it out with --exclude."
+        ) from error
 
 
 # Finding files ------------------------------------------------------------------------------------------------
@@ -275,9 +280,9 @@ def _json_rows(file: Path, text_field: str) -> Iterator[str | None]:
                 if line.strip():
                     yield _text_of(parse_json(line, file, number), text_field, f"{file}, line {number}")
     except UnreadableError as error:
-        raise CorpusError(f"{error}.") from error
+        raise DataError(f"{error}.") from error
     except (EOFError, zlib.error) as error:
-        raise CorpusError(
+        raise DataError(
             f"{file} is damaged behind line {number} ({error}): fetch or compress it again, "
             "or leave it out with --exclude."
         ) from error
@@ -287,10 +292,10 @@ def _text_of(record: Any, text_field: str, where: str) -> str | None:
     keys = sorted(record) if isinstance(record, dict) else None
     if keys is None or text_field not in record:
         found = f"its keys are {', '.join(keys)}" if keys is not None else "it is not a JSON object"
-        raise CorpusError(f"{where}: no text under {text_field!r}; {found}. Name the right key with --text_field.")
+        raise DataError(f"{where}: no text under {text_field!r}; {found}. Name the right key with --text_field.")
     value = record[text_field]
     if value is not None and not isinstance(value, str):
-        raise CorpusError(
+        raise DataError(
             f"{where}: {text_field!r} holds {type(value).__name__}, not text. "
             "Name the key that holds the text with --text_field."
         )
@@ -302,24 +307,24 @@ def _parquet_rows(file: Path, text_field: str) -> Iterator[str | None]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise CorpusError(f"reading {file} needs pyarrow: {how_to_install('data')}.") from error
+        raise DataError(f"reading {file} needs pyarrow: {how_to_install('data')}.") from error
     try:
         with reading(file), pq.ParquetFile(file) as table:
             names = table.schema_arrow.names
             if text_field not in names:
-                raise CorpusError(
+                raise DataError(
                     f"{file}: no column {text_field!r}; its columns are {', '.join(names)}. "
                     "Name the right one with --text_field."
                 )
             kind = table.schema_arrow.field(text_field).type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise CorpusError(
+                raise DataError(
                     f"{file}: column {text_field!r} holds {kind}, not text. Name the right one with --text_field."
                 )
             for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[text_field]):
                 yield from batch.column(0).to_pylist()
     except pa.ArrowException as error:
-        raise CorpusError(f"{file}: not a readable Parquet file ({error}).") from error
+        raise DataError(f"{file}: not a readable Parquet file ({error}).") from error
 
 
 def _dataset_rows(settings: CorpusSettings) -> Iterator[str | None]:
@@ -327,11 +332,11 @@ def _dataset_rows(settings: CorpusSettings) -> Iterator[str | None]:
     try:
         import datasets
     except ImportError as error:
-        raise CorpusError(f"--dataset needs the datasets library: {how_to_install('data')}.") from error
+        raise DataError(f"--dataset needs the datasets library: {how_to_install('data')}.") from error
     where = f"data set {settings.dataset}, split {settings.dataset_split}"
     place = Path(str(settings.dataset))
     if not place.exists() and (place.is_absolute() or str(settings.dataset).startswith(".")):
-        raise CorpusError(f"--dataset {settings.dataset}: there is no such folder.")
+        raise DataError(f"--dataset {settings.dataset}: there is no such folder.")
     try:
         if not place.exists():
             use_cached_datasets()
@@ -340,10 +345,10 @@ def _dataset_rows(settings: CorpusSettings) -> Iterator[str | None]:
         )
         for number, row in enumerate(rows):
             yield _text_of(row, settings.text_field, f"{where}, row {number}")
-    except (CorpusError, GeneratorExit):
+    except (DataError, GeneratorExit):
         raise
     except Exception as error:  # the library raises its own, the hub's and the network's errors
-        raise CorpusError(
+        raise DataError(
             f"cannot read {where}: {type(error).__name__}: {error}. Check the name, --dataset_config, --split and "
             "the network; or download the files and give them as inputs."
         ) from error
@@ -352,9 +357,22 @@ def _dataset_rows(settings: CorpusSettings) -> Iterator[str | None]:
 # Cutting into pieces ------------------------------------------------------------------------------------------
 
 
-def cut_body(body: str | Path) -> Iterator[str]:
-    """A text in pieces of at most PIECE_CHARS."""
-    return _cut(_chunks(body))
+def cut(body: str | Path) -> Iterator[tuple[str, bool]]:
+    """A text in pieces of at most PIECE_CHARS, and whether each is the last; where it is cut depends on the text alone.
+
+    The cut is after the last newline that stands between two visible characters, because GPT-2's pre-tokenizer
+    (and the one we train with) splits there whatever surrounds it: the ids are those of the uncut text.
+    """
+    buffer = ""
+    for chunk in _chunks(body):
+        buffer += chunk
+        start = 0
+        while len(buffer) - start > PIECE_CHARS:
+            end = _place_to_cut(buffer, start)
+            yield buffer[start:end], False
+            start = end
+        buffer = buffer[start:]
+    yield buffer, True
 
 
 def _chunks(body: str | Path) -> Iterator[str]:
@@ -367,38 +385,9 @@ def _chunks(body: str | Path) -> Iterator[str]:
             yield decoder.decode(block)
 
 
-def _cut(chunks: Iterable[str]) -> Iterator[str]:
-    """Cut a text into pieces of at most PIECE_CHARS; where, depends on the text alone and not on `chunks`.
-
-    The cut is after the last newline that stands between two visible characters, because GPT-2's pre-tokenizer
-    (and the one we train with) splits there whatever surrounds it: the ids are those of the uncut text.
-    """
-    buffer = ""
-    for chunk in chunks:
-        buffer += chunk
-        start = 0
-        while len(buffer) - start > PIECE_CHARS:
-            cut = _place_to_cut(buffer, start)
-            yield buffer[start:cut]
-            start = cut
-        buffer = buffer[start:]
-    if buffer:
-        yield buffer
-
-
 def _place_to_cut(buffer: str, start: int) -> int:
     end = start + PIECE_CHARS
     newline = buffer.rfind("\n", start + 1, end)
     while newline >= 0 and (buffer[newline - 1].isspace() or buffer[newline + 1].isspace()):
         newline = buffer.rfind("\n", start + 1, newline)
     return newline + 1 if newline >= 0 else end
-
-
-def _mark_last(pieces: Iterator[str]) -> Iterator[tuple[str, bool]]:
-    waiting: str | None = None
-    for piece in pieces:
-        if waiting is not None:
-            yield waiting, False
-        waiting = piece
-    if waiting is not None:
-        yield waiting, True

@@ -6,7 +6,7 @@ the number of workers.
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,20 +18,6 @@ from forgetting_transformer.data.prepare import shards
 from forgetting_transformer.data.prepare.sources import Piece
 from forgetting_transformer.data.prepare.tokenizers import Encoder, TokenizerInfo
 from forgetting_transformer.progress import Progress
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Consecutive pieces that are encoded together.
-
-    Attributes:
-        n_bytes: UTF-8 bytes of all pieces.
-        digest: hash of their texts and paths.
-    """
-
-    pieces: list[Piece]
-    n_bytes: int
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -47,9 +33,6 @@ class TextTable:
     shared: np.ndarray
 
 
-# In the workers -----------------------------------------------------------------------------------------------
-
-
 @lru_cache(maxsize=1)
 def load_encoder(folder: Path, info: TokenizerInfo) -> Encoder:
     return Encoder(folder, info)
@@ -63,7 +46,7 @@ def encode_shard(texts: list[str], ends: list[bool], folder: Path, info: Tokeniz
     encoder = load_encoder(folder, info)
     end_of_text = np.array([info.eos_token_id], dtype=info.dtype)
     parts: list[np.ndarray] = []
-    lengths = np.zeros(len(texts), dtype=np.uint32)
+    lengths = np.zeros(len(texts), dtype="<u4")
     for i, (text, ends_text) in enumerate(zip(texts, ends, strict=True)):
         ids = encoder.encode(text)
         parts += [ids, end_of_text] if ends_text else [ids]
@@ -72,41 +55,17 @@ def encode_shard(texts: list[str], ends: list[bool], folder: Path, info: Tokeniz
     return data, {"reversible": encoder.is_reversible_on(texts[0])}
 
 
-# In the parent ------------------------------------------------------------------------------------------------
-
-
-def make_shards(pieces: Iterable[Piece]) -> Iterator[Shard]:
-    batch: list[Piece] = []
-    n_bytes = 0
-    for piece in pieces:
-        batch.append(piece)
-        n_bytes += piece.n_bytes
-        if n_bytes >= shards.SHARD_BYTES:
-            yield _shard(batch, n_bytes)
-            batch, n_bytes = [], 0
-    if batch:
-        yield _shard(batch, n_bytes)
-
-
-def _shard(batch: list[Piece], n_bytes: int) -> Shard:
-    hasher = hashlib.blake2b(digest_size=16)
-    for piece in batch:
-        hasher.update(f"{piece.path}{piece.n_bytes}{piece.ends_text}".encode(errors="surrogateescape"))
-        hasher.update(piece.text.encode())
-    return Shard(batch, n_bytes, hasher.hexdigest())
-
-
-def combined_digest(digests: Iterable[str]) -> str:
-    """Hash of all text in shards of these digests."""
-    hasher = hashlib.blake2b(digest_size=16)
-    for digest in digests:
-        hasher.update(bytes.fromhex(digest))
-    return hasher.hexdigest()
-
-
 def open_stream(folder: Path, info: TokenizerInfo) -> shards.ShardLog:
     """`tokens.bin`, and `lengths.bin` with the tokens of each piece."""
-    return shards.ShardLog(folder, {"tokens": info.dtype, "lengths": np.dtype(np.uint32)})
+    return shards.ShardLog(folder, tokens=info.dtype, lengths="<u4")
+
+
+def combined_digest(stream: shards.ShardLog) -> str:
+    """Hash of all text in the stream."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for shard in stream.shards:
+        hasher.update(bytes.fromhex(shard["digest"]))
+    return hasher.hexdigest()
 
 
 def write_stream(
@@ -123,15 +82,15 @@ def write_stream(
     open_tokens = 0  # of a text whose last piece has not come yet
     last_path: tuple[str, ...] = ()
     for number, shard in shards.work_through(
-        make_shards(pieces),
+        shards.make_shards(pieces),
         stream,
         lambda shard: pool.submit(
-            encode_shard, [piece.text for piece in shard.pieces], [piece.ends_text for piece in shard.pieces],
+            encode_shard, [piece.text for piece in shard.items], [piece.ends_text for piece in shard.items],
             folder, info,
         ),
         workers,
     ):  # fmt: skip
-        for piece, length in zip(shard.pieces, stream.read(number, "lengths").ravel().tolist(), strict=True):
+        for piece, length in zip(shard.items, stream.read(number, "lengths").tolist(), strict=True):
             open_tokens += length
             if piece.ends_text:
                 tokens.append(open_tokens)
@@ -142,7 +101,4 @@ def write_stream(
 
 
 def _n_shared(a: tuple[str, ...], b: tuple[str, ...]) -> int:
-    n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
-        n += 1
-    return n
+    return next((n for n, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from forgetting_transformer.data.prepare.errors import CorpusError
+from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.vocabulary import token_dtype
 from forgetting_transformer.files import utf8_path
@@ -138,19 +138,19 @@ def load(name: str) -> Any:
     """The tokenizer `name` (local folder or hub id), with a token that ends a text and one that begins it.
 
     Raises:
-        CorpusError: there is none, or it has no token that ends a text.
+        DataError: there is none, or it has no token that ends a text.
     """
     from forgetting_transformer.model_tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(name)
     except Exception as error:  # the library raises OSError, ValueError, ImportError and the hub's own errors
-        raise CorpusError(
+        raise DataError(
             f"cannot load the tokenizer {name!r}: {error}\nGive a local folder with a tokenizer, a Hugging Face hub "
             "id (this needs the network once), bytes, or train:N."
         ) from error
     if tokenizer.eos_token_id is None:
-        raise CorpusError(
+        raise DataError(
             f"the tokenizer {name!r} has no end-of-text token, and texts are separated by it. "
             "Set its eos_token and save it to a folder, then give that folder as --tokenizer."
         )
@@ -163,11 +163,11 @@ def save_loaded(name: str, folder: Path) -> None:
     """Copy the tokenizer `name` (local folder or hub id) into `folder`.
 
     Raises:
-        CorpusError: as `load`, or it has no fast form.
+        DataError: as `load`, or it has no fast form.
     """
     _save(load(name), folder)
     if not (folder / "tokenizer.json").is_file():
-        raise CorpusError(
+        raise DataError(
             f"the tokenizer {name!r} has no fast form (no tokenizer.json). "
             "Choose one that has, or train one with --tokenizer train:N."
         )
@@ -180,7 +180,7 @@ def describe(folder: Path, settings: CorpusSettings) -> TokenizerInfo:
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ValueError) as error:
-        raise CorpusError(f"cannot load the tokenizer in {folder}: {error}") from error
+        raise DataError(f"cannot load the tokenizer in {folder}: {error}") from error
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     kinds = {"bytes": "bytes", "train": "trained"}
     kind = kinds.get(settings.tokenizer.split(":")[0], "loaded")
