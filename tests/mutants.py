@@ -535,7 +535,7 @@ LIST = r"""
 + shape = ("datamodule.train_batch_len", "model.")
 # A fork with another batch size reads from a wrong place.
 = continuing.guard training/start/resume.py
-- parts.guard.load(windows)
+- trainer.guard.load(origin.windows)
 + pass
 # The step guard begins with an empty window.
 

@@ -133,11 +133,11 @@ class Checkpointer:
         self._writer = Writer(folder, keep_last, rank, self._group, record)
 
     def reserve(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, others: dict[str, Tensor] | None = None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, large: dict[str, Tensor] | None = None
     ) -> None:
         """Makes room for the copies of later saves, as of `save`; worth calling after the first optimizer step."""
         if self.background:
-            self._copy.reserve(share(_tensors(model, optimizer)[0] | (others or {}), self.rank, self.world_size))
+            self._copy.reserve(share(_tensors(model, optimizer)[0] | (large or {}), self.rank, self.world_size))
 
     @property
     def reserving(self) -> bool:
@@ -153,13 +153,13 @@ class Checkpointer:
         windows: dict[str, Tensor],
         permanent: bool,
         before_manifest: Callable[[], None] = lambda: None,
-        others: dict[str, Tensor] | None = None,
+        large: dict[str, Tensor] | None = None,
     ) -> None:
         """Saves a checkpoint; called by every rank after the same step. `finished` tells how it ended.
 
         Args:
             trainer_state: as JSON. windows: small tensors, the same on every rank.
-            others: large tensors by name, besides weights and moments: sharded, or the same on every rank.
+            large: tensors by name, besides weights and moments: sharded, or the same on every rank.
             before_manifest: what has to be on disk before the checkpoint counts; called on rank 0.
 
         Raises:
@@ -171,7 +171,7 @@ class Checkpointer:
             # Asking FSDP2 for the state of a fresh optimizer makes it take a step.
             raise CheckpointError("there is nothing to save before the first optimizer step")
         started = time.perf_counter()
-        tensors = _tensors(model, optimizer)[0] | (others or {})
+        tensors = _tensors(model, optimizer)[0] | (large or {})
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         trainer_state = {**trainer_state, "digests": digests_of_whole(tensors)}
         mine = share(tensors, self.rank, self.world_size)
@@ -316,7 +316,7 @@ class Checkpointer:
             group.update(setting)
         self._check_loaded(checkpoint, now)
 
-    def load_others(self, checkpoint: Checkpoint, tensors: dict[str, Tensor], prefix: str) -> None:
+    def load_large(self, checkpoint: Checkpoint, tensors: dict[str, Tensor], prefix: str) -> None:
         """Fills `tensors` in place with those of their names, if the checkpoint has them.
 
         Args:
