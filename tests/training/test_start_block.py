@@ -118,7 +118,7 @@ def test_gpus_nodes_kernels_and_wandb_are_named(monkeypatch):
         backends={"attention": Backend("gluon", "Gluon for Hopper, Triton 3.7.1, self-test within 2e-3")},
         directory=types.SimpleNamespace(root=Path("/runs/fox")),
         callbacks=[types.SimpleNamespace(name="wandb", summary="online, https://wandb.ai/me/fox/runs/1")],
-        origin=SimpleNamespace(text="a new run"),
+        origin=types.SimpleNamespace(text="a new run"),
         compiled=True,
         graphs=types.SimpleNamespace(on=True),
         comparison=None,
