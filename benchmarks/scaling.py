@@ -129,9 +129,9 @@ def prepare(args: argparse.Namespace, case: Case, device: Any, draws: Any) -> tu
     import torch
     from lightning.fabric import Fabric
 
-    from forgetting_transformer.training import setup
     from forgetting_transformer.training.execution.compilation import Compilation
     from forgetting_transformer.training.execution.graphs import Graphs
+    from forgetting_transformer.training.optimization.building import build_optimizer
     from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
     from forgetting_transformer.training.parallel import launch
     from forgetting_transformer.training.parallel.ranks import Ranks
@@ -153,7 +153,7 @@ def prepare(args: argparse.Namespace, case: Case, device: Any, draws: Any) -> tu
     undecayed = undecayed_parameters(model, config.train)
     wrapped = fabric.setup_module(model)
     model = wrapped.module
-    optimizer = setup.build_optimizer(model, undecayed, config.optimizer)
+    optimizer = build_optimizer(model, undecayed, config.optimizer)
     compiles = config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
     graphs = Graphs(kind.endswith("_graphs"), compiles, model.parameters(), reduced=not alone)
     if compiles:

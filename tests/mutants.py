@@ -519,7 +519,7 @@ LIST = r"""
 - before_manifest()
 + pass
 # A checkpoint is finished before the metrics up to it are on the disk.
-= checkpoint.fresh_moments training/checkpoint/__init__.py
+= checkpoint.fresh_moments training/checkpoint/loading.py
 - optimizer.state.clear()
 + pass
 # A fork with another optimizer begins with a count of one step.
@@ -535,7 +535,7 @@ LIST = r"""
 + shape = ("datamodule.train_batch_len", "model.")
 # A fork with another batch size reads from a wrong place.
 = continuing.guard training/start/resume.py
-- parts.guard.load(windows)
+- trainer.guard.load(origin.windows)
 + pass
 # The step guard begins with an empty window.
 

@@ -97,7 +97,7 @@ def test_a_step_and_its_vote_wait_for_nothing(on_gpus, spike_factor):
     patch = """
 import torch
 from forgetting_transformer.training import trainer
-step, vote = trainer.Trainer.step, trainer.Trainer.beat
+step, vote = trainer.Trainer.step, trainer.Trainer.should_stop
 def strictly(function):
     def call(self, *arguments):
         torch.cuda.set_sync_debug_mode("error" if self.counters.batch_count > 2 else "default")
@@ -106,7 +106,7 @@ def strictly(function):
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return call
-trainer.Trainer.step, trainer.Trainer.beat = strictly(step), strictly(vote)
+trainer.Trainer.step, trainer.Trainer.should_stop = strictly(step), strictly(vote)
 """
     config = on_gpus("auto", 1, train__spike_factor=spike_factor, checkpoint_interval=100 * STEP)
     run(config, 1, patch)

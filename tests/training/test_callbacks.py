@@ -166,10 +166,10 @@ def test_random_numbers_and_train_mode_are_left_as_found(tiny, finished, strateg
 
 
 def test_long_work_of_one_rank_alone_is_refused_with_the_reason(tiny):
-    patch = DIARY.replace('trainer.report("diary", {"diary/steps": int(self.steps)})', "trainer.beat()")
+    patch = DIARY.replace('trainer.report("diary", {"diary/steps": int(self.steps)})', "trainer.should_stop()")
     job = Job(with_callbacks(tiny, "diary"), 2, patch=patch)
     assert job.wait() == [1, 1]
-    assert "the callback 'diary' calls Trainer.beat and so needs all_ranks = True" in job.errors()
+    assert "the callback 'diary' calls trainer.should_stop: it needs all_ranks = True" in job.errors()
     assert "all_ranks = True" in status(tiny)["reason"]
 
 

@@ -17,8 +17,9 @@ from torch import nn
 
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
-from forgetting_transformer.training.checkpoint.host_copy import HostCopy, own_pages, share
+from forgetting_transformer.training.checkpoint.host_copy import HostCopy, own_pages
 from forgetting_transformer.training.checkpoint.safe_reader import UnsafeCheckpointError, read_tensors
+from forgetting_transformer.training.checkpoint.state import share
 from tests.training.conftest import STEP, changed, refused, train
 from tests.waiting import HANG
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from forgetting_transformer.training import ConfigError, setup
+from forgetting_transformer.training import ConfigError
+from forgetting_transformer.training.start.model_fits import check_shares
 from tests.training.conftest import STEP, changed, checkpoint_tensors, rank_log, refused, train
 from tests.training.test_compile import run
 from tests.training.test_resume import assert_same_run, lines, losses
@@ -218,5 +219,5 @@ def test_no_number_is_advised_where_none_helps(reasons, fix):
         return always + (of_heads if size > 1 else []) + (of_lengths if length else [])
 
     with pytest.raises(ConfigError) as refusal:
-        setup.check_shares(SimpleNamespace(whole_sequence_mixers=whole_sequence_mixers), config)
+        check_shares(SimpleNamespace(whole_sequence_mixers=whole_sequence_mixers), config)
     assert str(refusal.value).endswith(f"; {fix}") and all(reason in str(refusal.value) for reason in reasons)

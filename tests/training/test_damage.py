@@ -22,15 +22,17 @@ from tests.training.test_checkpoint import save
 #: does.
 NO_ROOM = """
 import resource
-from forgetting_transformer.training.faults import failures
-original = failures.train
-def train(config):
+from forgetting_transformer.training.faults.failures import Start
+enter, leave = Start.__enter__, Start.__exit__
+def limited(self):
     resource.setrlimit(resource.RLIMIT_FSIZE, ({bytes}, resource.RLIM_INFINITY))
+    return enter(self)
+def freed(self, *error):
     try:
-        return original(config)
+        return leave(self, *error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-failures.train = train
+Start.__enter__, Start.__exit__ = limited, freed
 """
 
 
@@ -117,7 +119,7 @@ def test_an_error_of_the_system_is_put_down_to_what_it_concerns(tiny, monkeypatc
     def refuse(*_: object) -> None:
         raise OSError(*error)
 
-    monkeypatch.setattr(setup, "build_data", refuse)
+    monkeypatch.setattr(setup, "open_data", refuse)
     with pytest.raises(TrainingError, match=f"^cannot start: {said}. Mend this and start the same command again$"):
         training.run(training.parse(OmegaConf.create(tiny)))
 

@@ -11,7 +11,7 @@ import zarr
 
 from forgetting_transformer.data.checksums import write_list
 from forgetting_transformer.training.checkpoint.folder import newest_valid
-from forgetting_transformer.training.setup import list_held_to
+from forgetting_transformer.training.start.resume import expected_checksums
 from tests.data.mirror import serve
 from tests.training.conftest import STEP, changed, checkpoint_tensors, refused, train
 from tests.training.test_resume import interrupted_at, losses
@@ -75,12 +75,12 @@ def test_contents_that_changed_under_the_same_name_are_refused(tiny, tmp_path, c
 def test_a_list_of_checksums_that_is_gone_is_one_warning_and_not_forgotten(caplog):
     caplog.set_level(logging.WARNING)
     before, without = {"data_checksums": "abc"}, SimpleNamespace(checksums=None, path="/data/tiny/train.zarr")
-    assert [list_held_to("step-7", before, without, rank) for rank in (0, 1)] == ["abc", "abc"]
+    assert [expected_checksums("step-7", before, without, rank) for rank in (0, 1)] == ["abc", "abc"]
     (record,) = caplog.records
     assert (
         "step-7 was trained with a list" in record.getMessage()
         and "/data/tiny/train.sha256 is gone" in record.getMessage()
     )
     for state, now, held in (({}, None, None), ({"data_checksums": None}, "new", "new"), (before, "abc", "abc")):
-        assert list_held_to("step-7", state, SimpleNamespace(checksums=now, path="train.zarr"), 0) == held
+        assert expected_checksums("step-7", state, SimpleNamespace(checksums=now, path="train.zarr"), 0) == held
     assert len(caplog.records) == 1

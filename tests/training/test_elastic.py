@@ -75,11 +75,11 @@ def test_moments_pass_from_one_number_of_processes_to_another_bit_for_bit(tiny, 
     before = checkpoint_tensors(tiny["output_dir"], 4 * STEP)
     patch = """
 from forgetting_transformer.training import trainer
-def run(self):
+def fit(self):
     self.callbacks.call_all("on_start")
     self.counters.token_count += 1  # under another name
     self.save(permanent=False, must_succeed=True)
-trainer.Trainer.run = run
+trainer.Trainer.fit = fit
 """
     job = Job(changed(tiny, strategy__name=strategy), world_size, patch=patch)
     assert job.wait() == [0] * world_size, job.errors()

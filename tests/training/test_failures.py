@@ -31,14 +31,14 @@ def test_garbage_collected_during_a_step_leaves_ddp_its_reference_to_itself(tiny
     patch = """
 import gc, weakref
 from forgetting_transformer.training import trainer
-original = trainer.Trainer.run
-def run(self):
+original = trainer.Trainer.fit
+def fit(self):
     ddp = next(found for found in gc.get_objects() if type(found).__name__ == "DistributedDataParallel")
     # Python makes one such object for all that ask for it, the graph of a step included.
     owners = gc.get_referrers(weakref.ref(ddp))
     assert any(owner is self.fabric.strategy or owner is vars(self.fabric.strategy) for owner in owners), owners
     return original(self)
-trainer.Trainer.run = run
+trainer.Trainer.fit = fit
 """
     job = Job(changed(tiny, strategy__name="ddp", train__max_tokens=STEP, skip_eval=True), 2, patch=patch)
     assert job.wait() == [0, 0], job.errors()
@@ -183,12 +183,12 @@ def test_stray_fabric_variables_are_refused(tiny):
 @pytest.mark.quick
 def test_an_optimizer_of_other_parameters_is_refused():
     from forgetting_transformer.training.config import ConfigError
-    from forgetting_transformer.training.setup import check_optimizer_owns
+    from forgetting_transformer.training.optimization.building import check_owns
 
     model, stale = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    check_optimizer_owns(model, torch.optim.AdamW(model.parameters()), "adamw")
+    check_owns(model, torch.optim.AdamW(model.parameters()), "adamw")
     with pytest.raises(ConfigError, match=r"optimizer\.name='adamw' leaves out 2 of the model.s 2 parameter tensors"):
-        check_optimizer_owns(model, torch.optim.AdamW(stale.parameters()), "adamw")
+        check_owns(model, torch.optim.AdamW(stale.parameters()), "adamw")
 
 
 def test_the_command_line_trains_resumes_and_explains_itself(tiny, tmp_path):

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from forgetting_transformer.plugins import OPTIMIZERS
-from forgetting_transformer.training import setup
 from forgetting_transformer.training.config import Config, ConfigError, OptimizerConfig
 from forgetting_transformer.training.faults.step_guard import StepGuard, decides_on_device
+from forgetting_transformer.training.optimization.building import build_optimizer, check_owns
 from forgetting_transformer.training.optimization.combined_optimizer import CombinedOptimizer
 from forgetting_transformer.training.optimization.optimizers import MuonConfig, muon
 from forgetting_transformer.training.optimization.parameter_groups import block_matrices, undecayed_parameters
-from forgetting_transformer.training.setup import build_optimizer
 from tests.model.small_models import PRO, small_model
 from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused, train
 from tests.training.test_bad_steps import bad_steps
@@ -136,16 +135,16 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
 
 def test_an_optimizer_that_leaves_parameters_out_is_refused_with_one_of_them():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
-    setup.check_optimizer_owns(model, torch.optim.SGD(model.parameters()), "sgd")
+    check_owns(model, torch.optim.SGD(model.parameters()), "sgd")
     half = torch.optim.SGD(model[0].parameters())
     with pytest.raises(
         ConfigError, match=r"^optimizer.name='half' leaves out 1 of the model's 3 .*such as 1.weight; give"
     ) as e:
-        setup.check_optimizer_owns(model, half, "half")
+        check_owns(model, half, "half")
     assert "\n" not in str(e.value)
     foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(2))])
     with pytest.raises(ConfigError, match=r"^optimizer.name='odd' holds 1 parameter tensor.* not the model's"):
-        setup.check_optimizer_owns(model, foreign, "odd")
+        check_owns(model, foreign, "odd")
 
 
 def test_a_combined_optimizer_is_loaded_into_its_parts():

@@ -98,7 +98,8 @@ def test_what_a_start_leaves_that_failed_is_no_obstacle(tmp_path):
     directory.logs.mkdir()
     (directory.logs / "rank-0.log").touch()
     directory.checkpoints.mkdir()
-    status.end(directory, "DataError: no token array")
+    status.write_own(directory, "failed", 0, "DataError: no token array")
+    directory.release()
     for resume in (True, False):
         again = RunDirectory(tmp_path)
         status.claim(again, resume)

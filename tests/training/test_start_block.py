@@ -118,7 +118,7 @@ def test_gpus_nodes_kernels_and_wandb_are_named(monkeypatch):
         backends={"attention": Backend("gluon", "Gluon for Hopper, Triton 3.7.1, self-test within 2e-3")},
         directory=types.SimpleNamespace(root=Path("/runs/fox")),
         callbacks=[types.SimpleNamespace(name="wandb", summary="online, https://wandb.ai/me/fox/runs/1")],
-        origin="a new run",
+        origin=types.SimpleNamespace(text="a new run"),
         compiled=True,
         graphs=types.SimpleNamespace(on=True),
         comparison=None,
@@ -165,10 +165,10 @@ def test_counts_are_short():
 def no_gpu_warnings(tiny: dict, caplog, monkeypatch, large: int = 1000, **changes) -> list[str]:
     config = parse(changed(tiny, **changes))
     data = LongCrawl64DataModule(config.data_dir, **{k: v for k, v in vars(config.datamodule).items() if k != "name"})
-    monkeypatch.setattr(setup, "LARGE", large)
+    monkeypatch.setattr(gpus, "LARGE", large)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        setup.warn_without_gpu(config, data.train_info(), torch.device("cpu"))
+        gpus.warn_without(config, torch.device("cpu"), lambda: setup.outline(config, data.train_info()))
     return [record.getMessage() for record in caplog.records]
 
 
@@ -185,8 +185,8 @@ def test_a_large_model_without_a_gpu_gets_a_warning_unless_the_cpu_was_chosen(ti
 def test_the_warning_comes_before_the_model_is_built(tiny):
     patch = """
 import torch
-from forgetting_transformer.training import setup
-setup.LARGE, torch.cuda.is_available = 1000, lambda: False
+from forgetting_transformer.training.parallel import gpus
+gpus.LARGE, torch.cuda.is_available = 1000, lambda: False
 """
     job = Job(changed(tiny, fabric__accelerator="auto", train__max_tokens=STEP), patch=patch)
     assert job.wait() == [0], job.errors()

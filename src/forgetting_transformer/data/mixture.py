@@ -197,7 +197,9 @@ class MixtureDataModule:
     def train_info(self) -> DataInfo:
         orders = [self._order(part) for part in self.parts]
         sequences = [self.interleaving.sequences_before(number, order.batches) for number, order in enumerate(orders)]
-        return self._info("train", self.batch_len, self.batch_size, min(sequences) // self.batch_size)
+        batches = min(sequences) // self.batch_size
+        # With `repeat`, parts begin again one by one, also within a batch.
+        return self._info("train", self.batch_len, self.batch_size, max(1, batches) if self.repeat else batches)
 
     def eval_info(self) -> DataInfo:
         self._check_shares()

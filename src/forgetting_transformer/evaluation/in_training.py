@@ -77,7 +77,7 @@ def beat(trainer: TrainerInterface) -> None:
     Raises:
         BrokenOff: all ranks have agreed to stop.
     """
-    if trainer.beat():
+    if trainer.should_stop():
         raise BrokenOff
 
 

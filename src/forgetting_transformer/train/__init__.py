@@ -137,7 +137,7 @@ def main() -> None:
             # Silences DDP's warning about find_unused_parameters, which parallel/launch.py sets on purpose. With
             # several nodes the warnings of this level tell when one cannot be reached.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        from forgetting_transformer.training.faults import failures  # noqa: F401 (what takes the time)
+        from forgetting_transformer.training import trainer  # noqa: F401 (what takes the time)
 
         train(config)  # which hears signals itself
 

@@ -32,11 +32,14 @@ def run(config: "Config") -> str:
     Returns:
         "done", or "preempted" if a signal stopped training; then the same config continues it.
     """
-    if not config.preflight:
-        from forgetting_transformer.training.faults.failures import train
+    if config.preflight:
+        from forgetting_transformer.training.start.preflight import preflight
 
-        return train(config)
-    from forgetting_transformer.training.start.preflight import preflight
+        preflight(config)
+        return "done"
+    from forgetting_transformer.training.faults.failures import Start
+    from forgetting_transformer.training.trainer import Trainer
 
-    preflight(config)
-    return "done"
+    with Start(config) as start:
+        Trainer(config, start).fit()
+    return str(start.outcome)

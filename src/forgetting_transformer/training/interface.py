@@ -1,7 +1,6 @@
 """The trainer as callbacks see it, and as the modules do that save and describe a run.
 
-It is a protocol: they need not import the trainer, which imports them. `Trainer` and `Parts` have the comments.
-Importing this loads no PyTorch.
+It is a protocol, so that these need not import the trainer, which imports them. Importing this loads no PyTorch.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 
     from forgetting_transformer.data.corpus import Corpus, DataInfo
     from forgetting_transformer.training.checkpoint import Checkpointer
-    from forgetting_transformer.training.checkpoint.folder import Checkpoint
     from forgetting_transformer.training.clock import Clock
     from forgetting_transformer.training.config import Config
     from forgetting_transformer.training.counters import Counters
@@ -28,86 +26,85 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.parallel.ranks import Ranks
     from forgetting_transformer.training.records.metrics import MetricsLog
     from forgetting_transformer.training.records.run_directory import RunDirectory
+    from forgetting_transformer.training.saving import Saver
+    from forgetting_transformer.training.start.resume import Origin
 
 
-class PartsInterface(Protocol):
-    """Parts of a run on one rank.
+class TrainerInterface(Protocol):
+    """A run in training, on one rank. A callback may use all of it and change none of it.
 
     Attributes:
         config, resolved: the configuration, typed, and as it is written to files.
-        fabric: rank, world size and device.
-        ranks: which rows and positions of a batch are this rank's.
+        directory: files of the run.
+        fabric: rank, world size and device. ranks: which rows and positions of a batch are this rank's.
         model, optimizer: with Fabric's wrappers; `model.module` is the model itself.
-        data, data_info: the corpus.
-        eval_sets: what else is evaluated, by name.
-        counters: tokens, batches, FLOPs and seconds so far.
+        data, data_info: the corpus. eval_sets: what else is evaluated, by name.
+        counters: tokens, batches, FLOPs and seconds so far. tokens_per_step: of a global batch.
+        latest: what the last step gave (`callbacks.Step`); None before the first one of this start.
+        metrics: where reports go, on rank 0; None on others and once training is over.
+        kinds: lines that callbacks of this start, or of an earlier one, write.
+        origin: what this start goes on from.
+        guard: leaves out bad steps. comparison: compares ranks; None where none is to be compared.
+        startup, clock: seconds by stage of the start, and by activity of the run.
+        sentinel: hears signals, and notices what hangs. saver, checkpointer: write and read checkpoints.
+        execution, graphs, backends: how the run computes: compiled or not, CUDA graphs, what runs each op.
+        flops_per_token: of the model at the corpus's lengths. undecayed: parameters without weight decay.
+        environment: versions, git state and machine of this process.
     """
 
     config: Config
     resolved: dict[str, Any]
+    directory: RunDirectory
     fabric: Fabric
     ranks: Ranks
-    directory: RunDirectory
     model: Any
     optimizer: Any
     data: Corpus
     data_info: DataInfo
     eval_sets: dict[str, Corpus]
-    data_checksums: str | None
     counters: Counters
-    flops_per_token: float
-    callback_state: dict[str, Tensor]
-    kinds: set[str]
-    clock: Clock
-    sentinel: Sentinel
-    startup: Clock
-    guard: StepGuard
-    checkpointer: Checkpointer
-    checkpoint: Checkpoint | None
-    before: Execution | None
-    comparison: Comparison | None
-    execution: Execution
-    graphs: Graphs
-    backends: dict[str, Any]
-    undecayed: set[str]
-    environment: dict[str, Any]
-    origin: str
-    weights_from: dict[str, Any] | None
-
-    @property
-    def last_good_checkpoint(self) -> str:
-        """Sentence on the checkpoint that a later start can go on from."""
-
-    @property
-    def compiled(self) -> bool:
-        """Whether blocks and loss are compiled."""
-
-    def uncompiled(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which nothing compiled runs: for forward passes of many lengths, or with hooks on submodules."""
-
-
-class TrainerInterface(PartsInterface, Protocol):
-    """A run in training, on one rank.
-
-    Attributes:
-        tokens_per_step: of a global batch.
-        latest: what the last step gave (`callbacks.Step`); None before the first one of this start.
-        metrics: where reports go, on rank 0; None on others and once training is over.
-    """
-
     tokens_per_step: int
     latest: Any
     metrics: MetricsLog | None
     callbacks: Any
+    kinds: set[str]
+    origin: Origin
+    guard: StepGuard
+    comparison: Comparison | None
+    startup: Clock
+    clock: Clock
+    sentinel: Sentinel
+    saver: Saver
+    checkpointer: Checkpointer
+    execution: Execution
+    graphs: Graphs
+    backends: dict[str, Any]
+    flops_per_token: float
+    undecayed: set[str]
+    environment: dict[str, Any]
+
+    @property
+    def compiled(self) -> bool:
+        """Whether blocks and loss are compiled: what `train.compile` came to."""
 
     @property
     def finished(self) -> bool:
         """Whether all tokens are done."""
 
+    @property
+    def last_good_checkpoint(self) -> str:
+        """Sentence on the checkpoint that a later start can go on from."""
+
+    def begin(self, stage: str) -> None:
+        """The start comes to `stage`."""
+
     def crossed(self, interval: int) -> bool:
         """Whether the last step crossed a multiple of `interval` training tokens."""
 
-    def beat(self) -> Stop:
+    def uncompiled(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which nothing compiled runs: for forward passes of many lengths, or with hooks on submodules."""
+
+    def should_stop(self) -> Stop:
         """Long work calls it for every batch, on all ranks: training moves, and may have to stop."""
 
     def report(
@@ -118,5 +115,5 @@ class TrainerInterface(PartsInterface, Protocol):
     def sum_over_ranks(self, tensor: Tensor) -> None:
         """Adds up a tensor in place."""
 
-    def compare_ranks(self) -> None:
-        """Begins to compare what all ranks hold alike."""
+    def close(self) -> None:
+        """Waits for the last checkpoint and closes files."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from forgetting_transformer.training.checkpoint import Checkpointer, Saved
 from forgetting_transformer.training.errors import TrainingError
+from forgetting_transformer.training.faults.corruption import weights_and_moments
 from forgetting_transformer.training.faults.shards import local
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Saver:
         model: Any = trainer.model.module
         optimizer, tokens = trainer.optimizer.optimizer, trainer.counters.token_count
         if trainer.comparison is not None:
-            trainer.compare_ranks()
+            trainer.comparison.begin(trainer.counters.batch_count, weights_and_moments(model, optimizer))
             trainer.comparison.refuse(self.last_good_checkpoint)
         if not _all_finite(model, optimizer):
             raise TrainingError(
@@ -62,12 +63,12 @@ class Saver:
             "config": trainer.resolved,
             "model_config": model.config.to_dict(),
             "data_fingerprint": trainer.data_info.fingerprint,
-            "data_checksums": trainer.data_checksums,
+            "data_checksums": trainer.origin.data_checksums,
             "world_size": trainer.fabric.world_size,
             "environment": trainer.environment,
             "execution": trainer.execution.as_json(),
             "kinds": sorted(trainer.kinds),
-            "weights_from": trainer.weights_from,
+            "weights_from": trainer.origin.weights_from,
         }
         self.checkpointer.save(
             tokens,
@@ -76,7 +77,7 @@ class Saver:
             state,
             trainer.callbacks.state() | trainer.guard.state(),
             permanent,
-            others=trainer.callbacks.large_state(),
+            large=trainer.callbacks.large_state(),
             before_manifest=trainer.metrics.flush if trainer.metrics is not None else lambda: None,
         )
 

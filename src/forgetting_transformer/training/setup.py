@@ -1,48 +1,58 @@
-"""The parts of a run, each built by one function: model, optimizer, log files. parts.py puts them together."""
+"""What a trainer works with, built in this order: processes, corpus, checkpoints, model, optimizer."""
 
 import contextlib
+import dataclasses
 import hashlib
-import inspect
 import logging
-import os
 import random
-import shutil
-import sys
-import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 from transformers.initialization import no_init_weights
 
 from forgetting_transformer import console
 from forgetting_transformer.data import DataInfo
-from forgetting_transformer.data.checksums import list_name
 from forgetting_transformer.data.corpus import Corpus
+from forgetting_transformer.data.tools.download import fetching
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.config import DecoderConfig
-from forgetting_transformer.plugins import CORPORA, OPTIMIZERS
-from forgetting_transformer.training.config import Config, ConfigError, DataModuleConfig, OptimizerConfig
+from forgetting_transformer.ops.selftest import Backend
+from forgetting_transformer.plugins import CORPORA
+from forgetting_transformer.training.checkpoint import Checkpointer
+from forgetting_transformer.training.config import Config, ConfigError, check
+from forgetting_transformer.training.eval_sets import check_same_texts, check_tokenizers, open_eval_sets
+from forgetting_transformer.training.execution.graphs import check_device
+from forgetting_transformer.training.execution.kernel_choice import choose_on_all_ranks
 from forgetting_transformer.training.faults import status
+from forgetting_transformer.training.faults.corruption import Comparison
+from forgetting_transformer.training.faults.failures import Start
+from forgetting_transformer.training.faults.sentinel import Sentinel
+from forgetting_transformer.training.interface import TrainerInterface
+from forgetting_transformer.training.optimization.building import build_optimizer, check_owns
 from forgetting_transformer.training.parallel import gpus
-from forgetting_transformer.training.records.logs import LogFile, TerminalHandler
+from forgetting_transformer.training.parallel.launch import launch
+from forgetting_transformer.training.parallel.ranks import Ranks
+from forgetting_transformer.training.records.logs import start_logging
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 from forgetting_transformer.training.start import initialisation
-from forgetting_transformer.training.start.start_block import human_count
-
-if TYPE_CHECKING:  # an export takes parts from here too, and importing Fabric takes seconds
-    from lightning.fabric import Fabric
+from forgetting_transformer.training.start.initial_weights import InitialWeights, initial_weights
+from forgetting_transformer.training.start.model_fits import check_packs, check_shares
 
 log = logging.getLogger(__name__)
-#: Parameters from which on training on a CPU by accident is worth a warning.
-LARGE = 100_000_000
 T = TypeVar("T")
+#: How long the writer of a checkpoint on one rank waits for those on others. It is not what ends the wait for a writer
+#: that hangs: the sentinel does, and knows a slow one from it.
+_LET_WRITERS_WAIT = timedelta(days=7)
 
 
-def on_rank_zero(fabric: "Fabric", action: Callable[[], T]) -> T | None:
+def on_rank_zero(fabric: Fabric, action: Callable[[], T]) -> T | None:
     """Rank 0 acts, the others wait; if it fails, every rank raises the same error instead of waiting for ever."""
     result, error = None, None
     if fabric.is_global_zero:
@@ -56,66 +66,133 @@ def on_rank_zero(fabric: "Fabric", action: Callable[[], T]) -> T | None:
     return result
 
 
-def claim_early(directory: RunDirectory, resume: bool) -> None:
-    """Rank 0 takes the run's folder before anything can fail, so that whatever fails is written there.
+def connect(config: Config, start: Start) -> Fabric:
+    """The processes of the job, connected.
 
-    If it cannot, all ranks must hear of it and do so later, when they are connected and it is tried once more.
+    Rank 0 takes the run's folder before anything can fail, so that whatever fails is written there. If it cannot,
+    `take_folder` says so on all ranks.
     """
-    if console.rank() != 0:
-        return
-    with contextlib.suppress(RunDirectoryError):
-        status.claim(directory, resume)
-        if resume:
-            start_logging(directory, 0)
+    if console.rank() == 0:
+        with contextlib.suppress(RunDirectoryError):
+            status.claim(start.directory, config.resume)
+            if config.resume:
+                start_logging(start.directory, 0)
+    fabric = launch(config)
+    start.peers.join(fabric.global_rank, fabric.world_size)
+    check(config, fabric.world_size)
+    check_device(config.train.cuda_graphs, fabric.device)
+    return fabric
 
 
-def start_logging(directory: RunDirectory, rank: int) -> None:
-    """Every rank writes `logs/rank-<k>.log`; rank 0 speaks on the terminal, the others only to warn."""
-    directory.make(directory.logs)
-    root = logging.getLogger()
-    root.setLevel(logging.INFO)
-    for handler in list(root.handlers):
-        root.removeHandler(handler)
-        handler.close()
-    file = LogFile(directory.logs / f"rank-{rank}.log")
-    terminal = TerminalHandler(logging.INFO if rank == 0 else logging.WARNING)
-    for handler in (file, terminal):
-        handler.setFormatter(console.log_format(rank))
-        root.addHandler(handler)
-    logging.captureWarnings(True)
-    # Said by torch at every checkpoint of a run on one process, where it is meant.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-    # Said by newer releases of transformers of the only name that older ones have.
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.* is deprecated")
-    sys.excepthook = _log_uncaught
-
-
-def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    log.critical("the run stopped", exc_info=(kind, error, trace))
-
-
-def build_data(data_dir: str, config: DataModuleConfig) -> Corpus:
-    return CORPORA.make(config.name, data_dir, config)
-
-
-def list_held_to(checkpoint: str, state: dict[str, Any], data: DataInfo, rank: int) -> str | None:
-    """The hash of the list of checksums that a continued run and its later checkpoints must match; None without one.
-
-    A list that is gone does not stop the run. Rank 0 warns that contents are not checked any more. A list that comes
-    back later must be the one that the run began with.
-
-    Args:
-        checkpoint: its name, for messages. state: what its trainer.json holds. data: the corpus as it is now.
+def take_folder(config: Config, directory: RunDirectory, fabric: Fabric) -> None:
     """
-    listed = state.get("data_checksums")
-    if listed and not data.checksums and rank == 0:
-        folder, _, array = data.path.rpartition("/")
-        log.warning(
-            "the contents of the corpus are not checked any more: %s was trained with a list of checksums (its hash "
-            "%s), and %s/%s is gone. Copy this file back, and every chunk is compared with it again",
-            *(checkpoint, listed, folder, list_name(array)),
+    Raises:
+        RunDirectoryError: another run is writing there, or it is no place for a run.
+    """
+    on_rank_zero(fabric, lambda: status.claim(directory, config.resume))
+    if config.resume:
+        start_logging(directory, fabric.global_rank)
+
+
+def move_aside(directory: RunDirectory, fabric: Fabric) -> None:
+    """With resume=false: what the folder holds of a run goes into `previous/`, and the log begins."""
+
+    def move() -> None:
+        if moved := status.move_aside(directory):
+            log.warning("resume=false: what the run in %s had written is now in %s", directory.root, moved)
+
+    on_rank_zero(fabric, move)
+    start_logging(directory, fabric.global_rank)
+
+
+def open_data(
+    config: Config, directory: RunDirectory, fabric: Fabric, ranks: Ranks
+) -> tuple[Corpus, dict[str, Corpus]]:
+    """The corpus and the sets of `eval_sets`, checked against the config now and not after hours of training.
+
+    Raises:
+        DataError, ConfigError: the corpus cannot be trained on, or is too small.
+    """
+    log.info("reading the corpus: %s in %s", config.datamodule.dataset, config.data_dir)
+    data = CORPORA.make(config.datamodule.name, config.data_dir, config.datamodule)
+    info = data.train_info()
+    _check_budget(config, directory, info)
+    if not config.skip_eval:
+        data.eval_info()
+    data.check_cache(ranks.data_size, evaluates=not config.skip_eval)
+    eval_sets = open_eval_sets(config, data, info, ranks.data_size)
+
+    def check_texts() -> None:
+        if hasattr(data, "check_tokenizers"):
+            data.check_tokenizers()
+        check_tokenizers(eval_sets, data, config)
+        if config.resume:
+            check_same_texts(eval_sets, directory.jsonlines)
+        if config.eval_sets and config.skip_eval:
+            log.warning("eval_sets is not evaluated, because of skip_eval=true; set skip_eval=false")
+
+    on_rank_zero(fabric, check_texts)  # on one rank: what lies at a URL is fetched
+    gpus.warn_without(config, fabric.device, lambda: outline(config, info))
+    return data, eval_sets
+
+
+def _check_budget(config: Config, directory: RunDirectory, info: DataInfo) -> None:
+    data = config.datamodule
+    if info.total_batches < 1:
+        raise ConfigError(
+            f"{info.path} has no batch of {data.train_batch_size} sequences of {data.train_batch_len:,} tokens; "
+            "lower datamodule.train_batch_size or datamodule.train_batch_len, or use a larger corpus"
         )
-    return data.checksums or listed
+    if config.train.max_tokens > info.total_tokens and not data.repeat:
+        # A run that goes on needs the corpus it began with.
+        goes_on = config.resume and any(directory.checkpoints.glob("step-*"))
+        more = None if goes_on else fetching(info, config.train.max_tokens)
+        raise ConfigError(
+            f"train.max_tokens={config.train.max_tokens:,} is more than the {info.total_tokens:,} tokens of "
+            f"{info.path} at this batch shape; lower it, or set datamodule.repeat=true to read the data again"
+            + (f", or fetch {more}" if more else "")
+        )
+
+
+def checkpointer(config: Config, directory: RunDirectory, fabric: Fabric, sentinel: Sentinel) -> Checkpointer:
+    found = Checkpointer(
+        directory.checkpoints,
+        config.checkpoint_keep_last,
+        fabric.global_rank,
+        fabric.world_size,
+        _LET_WRITERS_WAIT,
+        config.checkpoint_background,
+        directory.last_checkpoint,
+    )
+    found.watch = sentinel.waiting_for
+    found.forked = config.fork_dir is not None
+    return found
+
+
+def model_and_kernels(trainer: TrainerInterface) -> tuple[Any, dict[str, Backend]]:
+    """The model on the CPU, with its initial weights unless a checkpoint has them; and what runs each op, tested here.
+
+    Drawing initial weights takes one core, and testing kernels waits for compilers: both go on at once.
+    """
+    config, data, origin = trainer.config, trainer.data_info, trainer.origin
+    log.info("building the model: %s", config.model.name)
+    with ThreadPoolExecutor(1, "model") as thread:
+        empty = outline(config, data)
+        if trainer.data.packed:
+            check_packs(empty, config)
+        check_shares(empty, config)
+        weights = None
+        if config.init_from and origin.checkpoint is None:
+            weights = _initial_weights(trainer, empty)
+            origin.text, origin.weights_from, origin.notes = str(weights), weights.record, weights.notes
+        draws = origin.checkpoint is None and (weights is None or bool(weights.fresh))
+        building = thread.submit(build_model, config, data, initialise=draws)
+        backends = _choose_backends(trainer, empty)
+        trainer.begin("model")
+        model = building.result()
+    if weights is not None:
+        weights.fill(model)
+    return model, backends
 
 
 def model_config(config: Config, data: DataInfo) -> DecoderConfig:
@@ -157,7 +234,7 @@ def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.M
         initialise: False leaves the weights as memory is, for a checkpoint to fill.
 
     Raises:
-        ConfigError: a field the architecture does not have, or a vocabulary that is not the data's.
+        ConfigError: as `model_config`.
     """
     fields = model_config(config, data)
     with no_init_weights():
@@ -180,106 +257,44 @@ def outline(config: Config, data: DataInfo) -> nn.Module:
     """The model without memory for its weights, to look at.
 
     Raises:
-        ConfigError: as `build_model`.
+        ConfigError: as `model_config`.
     """
     fields = model_config(config, data)
     with torch.device("meta"):
         return registry.get(config.model.name).lm_class(fields)
 
 
-def check_packs(model: Any, config: Config) -> None:
-    """
-    Raises:
-        ConfigError: the corpus packs documents, and the model would carry a state from one into the next.
-    """
-    stateful = model.stateful_mixers() if hasattr(model, "stateful_mixers") else [type(model).__name__]
-    if stateful:
-        raise ConfigError(
-            f"datamodule.name={config.datamodule.name} keeps documents apart, and model.name={config.model.name} would "
-            f"carry a state from one into the next ({', '.join(stateful)}); use "
-            "datamodule=corpus, or FoX, a Transformer, Mamba-2 or Samba"
-        )
+def _initial_weights(trainer: TrainerInterface, model: nn.Module) -> InitialWeights:
+    """What `init_from` has for the model; its tensors are on rank 0 only, which alone needs the folder."""
+    fabric, data = trainer.fabric, trainer.data
+    found = on_rank_zero(fabric, lambda: initial_weights(trainer.config, model, trainer.data_info, data.folder))
+    shared: Any = fabric.broadcast(None if found is None else dataclasses.replace(found, tensors={}, notes=[]))
+    return found if found is not None else shared
 
 
-def check_shares(model: Any, config: Config) -> None:
-    """
-    Raises:
-        ConfigError: ranks are to share sequences, and the model is not made for so many.
-    """
-    if (sharing := config.strategy.context) == 1:
-        return
-    data = config.datamodule
-    length = min([data.train_batch_len, *([] if config.skip_eval else [data.eval_batch_len])])
-    takes_whole = [f"{type(model).__name__} takes whole sequences only"]
-    reasons_for = getattr(model, "whole_sequence_mixers", lambda size, length=None: takes_whole)
-    if reasons := reasons_for(sharing, length):
-        # 1 divides all heads: what is left then has none to divide.
-        if reasons_for(1):
-            fix = "use strategy.context=1"
-        elif reasons_for(sharing):
-            fix = "use a number that divides the heads, or strategy.context=1"
-        else:
-            fix = "use longer sequences, or a smaller strategy.context"
-        raise ConfigError(
-            f"strategy.context={sharing}: that many ranks cannot share a sequence of model.name={config.model.name} "
-            f"({', '.join(reasons)}); {fix}"
-        )
+def _choose_backends(trainer: TrainerInterface, model: nn.Module) -> dict[str, Backend]:
+    config, device = trainer.config, trainer.fabric.device
+    if device.type == "cuda":
+        log.info("testing the kernels")
+    dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
+    lengths = [config.datamodule.train_batch_len, *([] if config.skip_eval else [config.datamodule.eval_batch_len])]
+    return choose_on_all_ranks(model, dtype, device, lengths, trainer.data.packed)
 
 
-def warn_without_gpu(config: Config, data: DataInfo, device: torch.device) -> None:
-    """A model of this size on a CPU is seldom meant, and would start without a complaint."""
-    chosen = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
-    if device.type != "cpu" or chosen != "auto":
-        return
-    parameters = sum(p.numel() for p in outline(config, data).parameters())
-    if parameters >= LARGE:
-        log.warning(
-            "no GPU was found, and %s parameters train very slowly on a CPU. %s. Choose the CPU with "
-            "fabric.accelerator=cpu (`fabric run`: --accelerator cpu) if it is meant",
-            human_count(parameters),
-            gpus.missing(),
-        )
+def model_and_optimizer(config: Config, fabric: Fabric, model: nn.Module, undecayed: set[str]) -> tuple[Any, Any]:
+    """Both as Fabric's strategy wraps them. The optimizer must see the parameters that the strategy leaves behind."""
+    wrapped = fabric.setup_module(model)
+    optimizer: Any = fabric.setup_optimizers(build_optimizer(wrapped.module, undecayed, config.optimizer))
+    check_owns(wrapped, optimizer, config.optimizer.name)
+    return wrapped, optimizer
 
 
-def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """
-    Raises:
-        ConfigError: what was built is no optimizer of PyTorch's kind, which would show only when the run is continued.
-    """
-    optimizer = OPTIMIZERS.make(config.name, model, undecayed, config)
-    if (
-        not isinstance(optimizer, torch.optim.Optimizer)
-        or "closure" not in inspect.signature(optimizer.step).parameters
-    ):
-        raise ConfigError(
-            f"optimizer.name={config.name!r} made a {type(optimizer).__name__}; it must be a torch.optim.Optimizer "
-            "whose step takes closure=None"
-        )
-    return optimizer
-
-
-def check_optimizer_owns(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> None:
-    """What no optimizer holds is not trained, silently; so it is with one that was built before sharding.
-
-    Args:
-        name: what the config calls the optimizer.
-
-    Raises:
-        ConfigError: it does not hold exactly the model's parameters that need a gradient.
-    """
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    used = {id(p): key for key, p in model.named_parameters() if p.requires_grad}
-    if left_out := [key for parameter, key in used.items() if parameter not in owned]:
-        first = left_out[0].removeprefix("_forward_module.").removeprefix("module.")
-        raise ConfigError(
-            f"optimizer.name={name!r} leaves out {len(left_out)} of the model's {len(used)} parameter tensors, such as "
-            f"{first}; give it all of model.parameters()"
-        )
-    if foreign := len(owned - used.keys()):
-        raise ConfigError(
-            f"optimizer.name={name!r} holds {foreign} parameter tensors that are not the model's; give it those of "
-            "model.parameters() and no copies"
-        )
+def comparison(fabric: Fabric, steps: int | None) -> Comparison | None:
+    """Comparison of the ranks; None where no two hold the same, or without `strategy.compare_steps`."""
+    strategy, shards = fabric.strategy, 1
+    if isinstance(strategy, ModelParallelStrategy):
+        shards = strategy.device_mesh.shape[1]
+    return Comparison(fabric.world_size, shards, steps) if steps and fabric.world_size > shards else None
 
 
 def synchronize(device: torch.device) -> None:
@@ -295,9 +310,3 @@ def seed_step(seed: int, batch: int, rank: int) -> None:
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
-
-
-def copy_tokenizer(data_folder: Path, directory: RunDirectory) -> None:
-    """Keeps the corpus's tokenizer with the run, so that an export needs nothing but the run's folder."""
-    if (data_folder / "tokenizer").is_dir() and not directory.tokenizer.exists():
-        shutil.copytree(data_folder / "tokenizer", directory.tokenizer)

@@ -1,19 +1,19 @@
-"""The training loop: `setup → run → step`.
+"""The training loop: `Trainer(config).fit()`.
 
 Everything that decides what the weights become is a function of the config and the step: the tokens (data/order.py),
 the learning rate (optimization/schedule.py), the random numbers (setup.seed_step). A checkpoint therefore carries only
 weights, moments and counters, and a run that was killed continues as if it had not been.
 
-parts.py makes what the loop works with. What is measured or done besides training is a callback (callbacks/). When and
-how a run saves is in saving.py and checkpoint/. What can go wrong has a folder, faults/.
+setup.py builds what the trainer works with, interface.py says what each attribute is. What is measured or done besides
+training is a callback (callbacks/). What can go wrong has a folder, faults/.
 """
 
-import itertools
+import contextlib
 import logging
 import math
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,78 +21,122 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from forgetting_transformer.data.corpus import check_batch, check_tokens, model_inputs
+from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.callbacks import Callback, Step
 from forgetting_transformer.training.callbacks.built_in import callbacks_of
+from forgetting_transformer.training.clock import Clock
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.errors import TrainingError
-from forgetting_transformer.training.faults import status
+from forgetting_transformer.training.config.continuing import recorded
+from forgetting_transformer.training.execution import choice as execution
+from forgetting_transformer.training.execution.compilation import Compilation
+from forgetting_transformer.training.execution.graphs import graphs_of
 from forgetting_transformer.training.faults.corruption import weights_and_moments
-from forgetting_transformer.training.faults.feed import feed
-from forgetting_transformer.training.faults.peers import Peers
-from forgetting_transformer.training.faults.sentinel import Sentinel
-from forgetting_transformer.training.faults.stop import Stop
-from forgetting_transformer.training.parts import Parts
+from forgetting_transformer.training.faults.failures import Start
+from forgetting_transformer.training.faults.feed import batches
+from forgetting_transformer.training.faults.step_guard import StepGuard
+from forgetting_transformer.training.faults.stop import Stop, Vote
+from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.optimization.schedule import build_schedule
+from forgetting_transformer.training.parallel.ranks import Ranks
 from forgetting_transformer.training.records.loss_by_position import PositionSums
-from forgetting_transformer.training.records.run_directory import RunDirectory
+from forgetting_transformer.training.saving import Saver
+from forgetting_transformer.training.start import resume
 from forgetting_transformer.training.start.descriptions import open_metrics
+from forgetting_transformer.training.start.provenance import describe
 from forgetting_transformer.training.start.start_block import start_block
 
 log = logging.getLogger(__name__)
 
 
-class Trainer(Parts):
-    """One start of a run: `Trainer(config).run()`.
+class Trainer:
+    """One start of a run on one rank. Whatever can be refused is refused here, before the first step.
 
-    Attributes (besides those of `Parts`), for callbacks:
-        tokens_per_step: of a global batch.
-        callbacks: those that this rank calls.
-        metrics: where reports go, on rank 0; None on others and once training is over.
-        latest: what the last step gave; None before the first one of this start.
-        stop: why all ranks stop here, as far as they have agreed.
-        outcome: "done", "preempted" or "failed", once the status says so.
+    Attributes: see `TrainerInterface`; callbacks may use them.
+
+    Args:
+        start: hears signals and notes how the run ends; by default nothing is watched.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        sentinel: Sentinel | None = None,
-        directory: RunDirectory | None = None,
-        peers: Peers | None = None,
-    ) -> None:
-        super().__init__(config, sentinel, directory, peers)
+    def __init__(self, config: Config, start: Start | None = None) -> None:
+        self.config, self.start = config, start or Start(config)
+        self.directory, self.sentinel = self.start.directory, self.start.sentinel
+        self.startup, self.clock = Clock("imports"), Clock("start")
+        self.begin("processes")
+        fabric = self.fabric = setup.connect(config, self.start)
+        timeout = timedelta(seconds=config.strategy.timeout_seconds)
+        self.ranks = Ranks(fabric.global_rank, fabric.world_size, config.strategy.context, timeout)
+
+        self.begin("data")
+        self.schedule = build_schedule(config.schedule, config.optimizer.lr)
+        setup.take_folder(config, self.directory, fabric)
+        self.data, self.eval_sets = setup.open_data(config, self.directory, fabric, self.ranks)
+        self.data_info = self.data.train_info()
         self.tokens_per_step = config.datamodule.train_batch_size * config.datamodule.train_batch_len
+        self.begin("compiler")
+        self.compilation = Compilation(
+            config, self.data_info.vocab_size, fabric.device, fabric.global_rank, fabric.world_size
+        )
+        self.begin("checkpoint")
+        self.checkpointer = setup.checkpointer(config, self.directory, fabric, self.sentinel)
+        self.vote = Vote(fabric.world_size, timeout)
+        self.origin = resume.find_checkpoint(config, self.checkpointer, fabric)
+
+        self.begin("self-test")
+        model, self.backends = setup.model_and_kernels(self)
+        lengths = self.data.train_lengths().items()
+        self.flops_per_token = sum(share * model.config.flops_per_token(length) for length, share in lengths)
+        self.begin("strategy")
+        self.undecayed = undecayed_parameters(model, config.train)
+        self.model, self.optimizer = setup.model_and_optimizer(config, fabric, model, self.undecayed)
+
+        self.begin("checkpoint")
+        if not config.resume:
+            setup.move_aside(self.directory, fabric)  # only now: a command that is refused leaves the old run alone
+        # The code and machine that this process runs, asked once: the code on disk may change while it runs.
+        self.environment = describe(fabric.device)
+        self.resolved: dict[str, Any] = recorded(config)
+        self.comparison = setup.comparison(fabric, config.strategy.compare_steps)
+        self.guard = StepGuard(fabric.device, config.train.spike_factor)
+        self.directory.make(self.directory.checkpoints)
+        setup.on_rank_zero(fabric, self.checkpointer.clean)
+        resume.load(self, self.origin)
+        self.counters = self.origin.counters
+        self.saver = Saver(self.checkpointer, self.origin.saved_step)
+        self.execution = execution.choose(
+            config.train.compile, fabric.device, self.origin.execution, self.backends, fabric.global_rank
+        )
+        self.graphs = graphs_of(self)
+        self.compilation.compile(self.model.module if self.compiled else None)
+
+        self.begin("logs")
         self.latest: Step | None = None
         self.stop = Stop.NO
-        self.outcome: str | None = None
-        # The loop and the sentinel's thread may end the run in the same moment: the first one says how.
-        self._ending = threading.Lock()
         self.callbacks = callbacks_of(self)
-        self.kinds |= self.callbacks.kinds
-        self.metrics = open_metrics(self) if self.fabric.is_global_zero else None
+        self.kinds = self.origin.kinds | self.callbacks.kinds
+        self.metrics = open_metrics(self) if fabric.is_global_zero else None
         self.sentinel.callback = lambda: self.callbacks.running.name if self.callbacks.running else None
+        self.start.trainer = self
 
-    def run(self) -> str:
-        """Returns "done" or "preempted"."""
-        self.sentinel.on_end = self._ended_by_sentinel
+    def fit(self) -> None:
+        """Trains to `train.max_tokens`, or to where all ranks agree to stop; `start.outcome` says which."""
         config, counters = self.config, self.counters
         self.callbacks.start()
-        with self._ending:
-            if self.outcome is None:
-                self._write_status("running")
+        self.start.running()
         if self.metrics is not None:
             log.info("about to train %s:\n%s", config.tag, start_block(self))
-        self._evaluate_what_was_broken_off()
+        if missing := resume.unreported_evaluations(self):
+            self.begin("evaluation")
+            self.evaluate(missing)
         self.begin("first batch")
-        remaining = math.ceil((config.train.max_tokens - counters.token_count) / self.tokens_per_step)
-        if remaining <= 0:
+        remaining = max(0, math.ceil((config.train.max_tokens - counters.token_count) / self.tokens_per_step))
+        if not remaining:
             log.info("nothing left to train: %s tokens are done", f"{counters.token_count:,}")
         elif self.compiled:
             self.compilation.announce()
         began = time.perf_counter() - counters.total_time
-        for batch in self._batches(remaining) if remaining > 0 and not self.stop else ():
+        for batch in batches(self, remaining) if remaining and not self.stop else ():
             started = time.perf_counter()
             first = self.latest is None
             self.clock.switch("first step" if first else "steps")
@@ -115,10 +159,10 @@ class Trainer(Parts):
                 self.callbacks.call_all("on_interval", "train_eval")
             if first:
                 self.checkpointer.reserve(self.model.module, self.optimizer.optimizer, self.callbacks.large_state())
-            if (every := config.strategy.compare_steps) and counters.batch_count % every == 0:
-                self.compare_ranks()
-            self.beat()
-            if not self.stop and (due := self.callbacks.evaluations_due()):
+            if self.comparison is not None and counters.batch_count % self.comparison.steps == 0:
+                tensors = weights_and_moments(self.model.module, self.optimizer.optimizer)
+                self.comparison.begin(counters.batch_count, tensors)
+            if not self.should_stop() and (due := self.callbacks.evaluations_due()):
                 self.evaluate(due)
             if self.stop == Stop.CORRUPT:
                 break
@@ -129,7 +173,7 @@ class Trainer(Parts):
             if self.stop:
                 break
             self.clock.switch("data")
-        return self._finish()
+        self._finish()
 
     def step(self, batch: dict[str, Tensor]) -> Step:
         """One update from one global batch.
@@ -178,20 +222,21 @@ class Trainer(Parts):
         loss = sums.loss_T.sum() / (config.datamodule.train_batch_size * length)
         return Step(loss, grad_norm, lr, sums.loss_T, sums.sequences_T, bad)
 
-    def evaluate(self, due: Sequence[Callback]) -> Stop:
-        """Evaluates with the weights as they are.
-
-        Returns why it was broken off, if it was: then the next start does again what was not reported.
-        """
+    def evaluate(self, due: Sequence[Callback]) -> None:
+        """Evaluates with the weights as they are. What a stop breaks off has no line, and the next start does it."""
         with self.clock.during("evaluation"):
             for callback in due:
                 if not self.stop:
                     self.callbacks.call(callback, "on_interval", "eval")
         if self.compiled:
             self.compilation.warn_of_uncompiled()
-        return self.stop
 
-    def beat(self) -> Stop:
+    def save(self, permanent: bool, must_succeed: bool) -> None:
+        self.wait_for_device()
+        with self.clock.during("checkpoint"):
+            self.saver.save(self, permanent, must_succeed)
+
+    def should_stop(self) -> Stop:
         """Called by all ranks once a step and once a batch of an evaluation: training moves, and may have to stop.
 
         Returns:
@@ -202,7 +247,7 @@ class Trainer(Parts):
         """
         running = self.callbacks.running
         if running is not None and not running.all_ranks and self.fabric.world_size > 1:
-            raise RuntimeError(f"the callback {running.name!r} calls Trainer.beat and so needs all_ranks = True")
+            raise RuntimeError(f"the callback {running.name!r} calls trainer.should_stop: it needs all_ranks = True")
         self.sentinel.beat()
         self.saver.collect(self)
         self.guard.poll()
@@ -216,13 +261,22 @@ class Trainer(Parts):
 
     @property
     def finished(self) -> bool:
-        """Whether all tokens are done."""
         return self.counters.token_count >= self.config.train.max_tokens
 
+    @property
+    def compiled(self) -> bool:
+        return self.execution.compile
+
+    @property
+    def last_good_checkpoint(self) -> str:
+        return self.saver.last_good_checkpoint
+
     def crossed(self, interval: int) -> bool:
-        """Whether the last step crossed a multiple of `interval` training tokens."""
         after = self.counters.token_count
         return (after - self.tokens_per_step) // interval != after // interval
+
+    def uncompiled(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
     def report(
         self, kind: str, values: dict[str, Any], arrays: dict[str, Any] | None = None, step: int | None = None
@@ -242,17 +296,6 @@ class Trainer(Parts):
         if self.callbacks.running is not None and self.callbacks.running.evaluates:
             self.callbacks.call_all("on_evaluate", kind, values)
 
-    def save(self, permanent: bool, must_succeed: bool) -> None:
-        self.wait_for_device()
-        with self.clock.during("checkpoint"):
-            self.saver.save(self, permanent, must_succeed)
-
-    def compare_ranks(self) -> None:
-        """Begins to compare what all ranks hold alike, if they do."""
-        if self.comparison is not None:
-            tensors = weights_and_moments(self.model.module, self.optimizer.optimizer)
-            self.comparison.begin(self.counters.batch_count, tensors)
-
     def sum_over_ranks(self, tensor: Tensor) -> None:
         """In place. Fabric's own all_reduce would put a barrier before it, for which the host waits."""
         if self.fabric.world_size > 1:
@@ -266,13 +309,10 @@ class Trainer(Parts):
         self.counters.update_time += waited
         self.counters.total_time += waited
 
-    def failed(self, error: BaseException) -> None:
-        """Notes how the run ended, for people and for the other ranks."""
-        reason = f"{type(error).__name__}: {error}"
-        self.peers.failed(reason)
-        # The end of training is not yet that of the run: metrics are still to be written, say.
-        self._end("failed", reason, unless=("failed",))
-        self.sentinel.closing()  # what the process has to say of it may take as long as a step
+    def begin(self, stage: str) -> None:
+        """The start comes to `stage`."""
+        self.startup.switch(stage)
+        self.sentinel.starting(stage)
 
     def close(self) -> None:
         self.checkpointer.close()
@@ -281,31 +321,6 @@ class Trainer(Parts):
             self.metrics.close()
             self.metrics = None
         self.directory.release()
-
-    def _batches(self, count: int) -> Iterator[dict[str, Tensor]]:
-        """This rank's shares of the next `count` global batches.
-
-        Raises:
-            DataError: the corpus gives something else than a batch. TrainingError: it gives fewer.
-        """
-        first, data = self.counters.batch_count, self.config.datamodule
-        corpus = f"datamodule.name={data.name!r}"
-        rank, size = self.ranks.data_rank, self.ranks.data_size
-        batches = feed(
-            lambda done: self.data.train_loader(first + done, first + count, rank, size),
-            lambda: self.sentinel.reading(corpus),
-        )
-        given = 0
-        for given, batch in enumerate(itertools.islice(batches, count), 1):
-            check_batch(batch, corpus, data.train_batch_size // size, data.train_batch_len)
-            if given == 1:
-                check_tokens(batch, corpus, self.data_info.vocab_size)
-            yield batch
-        if given < count:
-            raise TrainingError(
-                f"{corpus} gave {given} batches instead of {count}, from batch {first:,} on; "
-                f"{self.last_good_checkpoint}. Its train_loader must give all that it is asked for"
-            )
 
     def _first_step_is_done(self, step: Step) -> None:
         self.wait_for_device()
@@ -316,61 +331,21 @@ class Trainer(Parts):
             self.compilation.first_step_took(self.startup.seconds()["first step"])
             self.compilation.warn_of_uncompiled()
 
-    def _evaluate_what_was_broken_off(self) -> None:
-        """Does what was due at the checkpoint that this start goes on from, and has no line: a signal came first."""
-        step = self.counters.token_count
-        if not step or step != self.saver.saved_step:
-            return
-        due = self.callbacks.evaluations_due()
-        missing = setup.on_rank_zero(
-            self.fabric, lambda: [c.name for c in due if self.metrics and not self.metrics.has(c.kinds[0], step)]
-        )
-        missing = self.fabric.broadcast(missing) or []
-        if todo := [callback for callback in due if callback.name in missing]:
-            self.begin("evaluation")
-            self.evaluate(todo)
-
-    def _finish(self) -> str:
+    def _finish(self) -> None:
         """After the last step, on every rank alike."""
         self.saver.collect(self, wait=True, must_succeed=self.stop != Stop.CORRUPT)
         self.callbacks.call_all("on_end")
         if self.stop == Stop.CORRUPT and self.comparison is not None:
             self.comparison.refuse(self.last_good_checkpoint)
         if self.stop == Stop.BAD_STEPS:
-            raise TrainingError(
-                f"{self.guard.longest_row} updates in a row were left out, because a loss or gradient was not finite "
-                f"or much larger than usual; {self.last_good_checkpoint}, without them. "
-                f"metrics/jsonlines/bad_step.jsonl in {self.directory.root} names their documents and tokens. Lower "
-                "optimizer.lr (in a fork), mend the data, or raise train.max_bad_steps"
-            )
+            self.guard.refuse(self.last_good_checkpoint, self.directory.root)
         if left_out := self.guard.left_out:
             log.warning(
                 "%s of %s updates were left out (metrics/jsonlines/bad_step.jsonl in %s)",
                 *(f"{left_out:,}", f"{self.counters.batch_count:,}", self.directory.root),
             )
-        outcome = "preempted" if self.stop else "done"
-        self._end(outcome, self.sentinel.request or "")
+        self.start.end("preempted" if self.stop else "done", self.sentinel.request or "")
         done = f"{self.counters.token_count:,} tokens in {self.directory.root}"
-        log.info("%s: %s", "training finished" if outcome == "done" else "stopped and saved", done)
-        return outcome
-
-    def preempted(self, reason: str) -> str:
-        """Notes that a signal has ended the run on another rank; returns the outcome."""
-        self._end("preempted", reason)
-        return "preempted"
-
-    def _ended_by_sentinel(self, outcome: str, reason: str) -> str:
-        if self.outcome is None:  # else that is how the run ended, whatever hangs behind it
-            outcome, reason = self.peers.ended(outcome, reason)
-            self._end(outcome, f"{reason}; {self.last_good_checkpoint}")
-        return self.outcome or outcome
-
-    def _end(self, outcome: str, reason: str, unless: Sequence[str] = ("done", "preempted", "failed")) -> None:
-        """Notes how the run ended, unless it has ended in one of these ways already."""
-        with self._ending:
-            if self.outcome not in unless:
-                self._write_status(outcome, reason)
-                self.outcome = outcome
-
-    def _write_status(self, name: str, reason: str = "") -> None:
-        status.write_own(self.directory, name, self.counters.token_count, reason)
+        log.info("%s: %s", "stopped and saved" if self.stop else "training finished", done)
+        self.close()
+        self.vote.wait_for_all()  # so that no launcher takes an early rank's end for a reason to end the others

@@ -55,7 +55,7 @@ class Callback:
     Attributes:
         name: what configs, the start block and checkpoints call it.
         all_ranks: whether the hooks run on every rank, which a hook with collective operations (a reduction, a forward
-            pass of a sharded model, `trainer.beat`) needs; otherwise on rank 0 only.
+            pass of a sharded model, `trainer.should_stop`) needs; otherwise on rank 0 only.
         kinds: kinds of lines that it gives to `trainer.report`. A resume cuts them at its checkpoint.
         evaluates: whether it is to be called for "eval".
         interval: training tokens between these calls; None: as the config's eval_interval and skip_eval say.
@@ -79,8 +79,8 @@ class Callback:
         """It is time for `kind`, by the interval of that name or after the last step.
 
         "log", "train_eval" and "save" are quick work; "eval", with `evaluates`, may be long. Long work runs on all
-        ranks and calls `trainer.beat()` for every batch, equally often on every rank; where that returns true, it
-        leaves without a report, and the next start does it again: the line of its first kind is missing.
+        ranks and calls `trainer.should_stop()` for every batch, equally often on every rank. Where that returns true,
+        it leaves without a report, and the next start does it again: the line of its first kind is missing.
         """
 
     def on_evaluate(self, trainer: TrainerInterface, kind: str, values: dict[str, Any]) -> None:

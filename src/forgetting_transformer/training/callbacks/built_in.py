@@ -65,8 +65,8 @@ def chosen(config: Config) -> list[Callback]:
 def callbacks_of(trainer: "TrainerInterface") -> Callbacks:
     """All of them, with what the checkpoint holds of them."""
     callbacks = Callbacks(trainer, built_in(trainer), chosen(trainer.config))
-    callbacks.load(trainer.callback_state)
+    callbacks.load(trainer.origin.windows)
     large = callbacks.large_state()
-    if trainer.checkpoint is not None:
-        trainer.checkpointer.load_others(trainer.checkpoint, large, LARGE)
+    if trainer.origin.checkpoint is not None:
+        trainer.checkpointer.load_large(trainer.origin.checkpoint, large, LARGE)
     return callbacks

@@ -76,7 +76,7 @@ class HeldOut(Callback):
 
         shown = fabric.is_global_zero and sys.stderr.isatty()
         for batch in tqdm(feed(read, waiting), desc=self._title, unit="batch", leave=False, disable=not shown):
-            if trainer.beat():
+            if trainer.should_stop():
                 done = f"{trainer.counters.token_count:,}"
                 log.info("the evaluation after %s tokens was broken off (%s)", done, self._title)
                 return

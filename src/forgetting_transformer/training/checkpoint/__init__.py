@@ -33,39 +33,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from forgetting_transformer.training.checkpoint.folder import (
     Checkpoint,
     CheckpointError,
-    name_of,
     newest_valid,
     reason_of,
     recorded_step,
-    steps_in,
+    why_not_from_the_start,
 )
-from forgetting_transformer.training.checkpoint.host_copy import HostCopy, share
-from forgetting_transformer.training.checkpoint.reading import (
-    check_digests,
-    check_names,
-    digests_of,
-    part_of,
-    stored_names,
-    unreadable,
-)
-from forgetting_transformer.training.checkpoint.safe_reader import TensorPlanner, TensorReader
+from forgetting_transformer.training.checkpoint.host_copy import HostCopy
+from forgetting_transformer.training.checkpoint.loading import load_large, load_training
+from forgetting_transformer.training.checkpoint.state import share, tensors_of
 from forgetting_transformer.training.checkpoint.writing import Writer
-from forgetting_transformer.training.faults.corruption import differing, digests_of_whole
-from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
+from forgetting_transformer.training.faults.corruption import digests_of_whole
 
 log = logging.getLogger(__name__)
 
@@ -133,11 +116,11 @@ class Checkpointer:
         self._writer = Writer(folder, keep_last, rank, self._group, record)
 
     def reserve(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, others: dict[str, Tensor] | None = None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, large: dict[str, Tensor] | None = None
     ) -> None:
         """Makes room for the copies of later saves, as of `save`; worth calling after the first optimizer step."""
         if self.background:
-            self._copy.reserve(share(_tensors(model, optimizer)[0] | (others or {}), self.rank, self.world_size))
+            self._copy.reserve(share(tensors_of(model, optimizer)[0] | (large or {}), self.rank, self.world_size))
 
     @property
     def reserving(self) -> bool:
@@ -153,13 +136,13 @@ class Checkpointer:
         windows: dict[str, Tensor],
         permanent: bool,
         before_manifest: Callable[[], None] = lambda: None,
-        others: dict[str, Tensor] | None = None,
+        large: dict[str, Tensor] | None = None,
     ) -> None:
         """Saves a checkpoint; called by every rank after the same step. `finished` tells how it ended.
 
         Args:
             trainer_state: as JSON. windows: small tensors, the same on every rank.
-            others: large tensors by name, besides weights and moments: sharded, or the same on every rank.
+            large: tensors by name, besides weights and moments: sharded, or the same on every rank.
             before_manifest: what has to be on disk before the checkpoint counts; called on rank 0.
 
         Raises:
@@ -171,7 +154,7 @@ class Checkpointer:
             # Asking FSDP2 for the state of a fresh optimizer makes it take a step.
             raise CheckpointError("there is nothing to save before the first optimizer step")
         started = time.perf_counter()
-        tensors = _tensors(model, optimizer)[0] | (others or {})
+        tensors = tensors_of(model, optimizer)[0] | (large or {})
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         trainer_state = {**trainer_state, "digests": digests_of_whole(tensors)}
         mine = share(tensors, self.rank, self.world_size)
@@ -253,7 +236,7 @@ class Checkpointer:
         if self.rank == 0:
             answer[0] = newest_valid(self.folder, step)
             if answer[0] is None and step is None:
-                answer[1] = self._why_not_from_the_start()
+                answer[1] = why_not_from_the_start(self.folder, self.record, self.forked)
             elif answer[0] is not None and step is None and (recorded_step(self.record) or 0) > answer[0].step:
                 log.warning(
                     "a checkpoint was finished at %s tokens; the newest that can be used is at %s",
@@ -266,58 +249,16 @@ class Checkpointer:
             raise CheckpointError(answer[1])
         return answer[0]
 
-    def _why_not_from_the_start(self) -> str | None:
-        """What speaks against training from the first token where no checkpoint can be used; None for a new run."""
-        over = "start over with resume=false, which moves what is left of the run aside"
-        if self.forked or not _can_be_moved_aside(self.folder.parent):
-            over = "choose another output_dir"
-        if steps := steps_in(self.folder):
-            names = ", ".join(name_of(step) for step in steps)
-            return (
-                f"none of the checkpoints in {self.folder} can be used ({names}; the log says why). Bring back a copy "
-                f"of one, or {over}"
-            )
-        step = recorded_step(self.record)
-        if step is None:
-            return None
-        when = f" at {step:,} tokens" if step else ""
-        return f"a checkpoint was finished{when}, and {self.folder} holds none. Bring the folder back, or {over}"
-
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fills model and optimizer. Learning rate, decay and betas stay as the config set them.
 
         Raises:
             CheckpointError: its tensors are not those of this model, or not what was saved.
         """
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        tensors, optimizer_state = _tensors(model, optimizer)
-        stored = check_names(checkpoint, tensors)
-        lacking = sorted(name for name in tensors if name.startswith("optimizer.") and name not in stored)
-        if lacking:
-            if not self.forked:
-                raise CheckpointError(f"{checkpoint.path} was written with another optimizer: it has no {lacking[0]}")
-            if self.rank == 0:
-                log.warning("%s was written with another optimizer: moments begin at zero", checkpoint.path)
-            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-        self._read(checkpoint, tensors)
-        set_model_state_dict(model, part_of("model.", tensors))
-        if lacking:
-            optimizer.state.clear()  # of the step that asking for it made
-            now = _model_tensors(model)
-        else:
-            loaded = dict(optimizer_state)
-            for name, tensor in part_of("optimizer.", tensors).items():
-                before = optimizer_state[name]
-                loaded[name] = tensor if isinstance(before, Tensor) else type(before)(tensor.item())
-            options = StateDictOptions(flatten_optimizer_state_dict=True)
-            set_optimizer_state_dict(model, optimizer, loaded, options=options)
-            now = _tensors(model, optimizer)[0]
-        for group, setting in zip(optimizer.param_groups, settings, strict=True):
-            group.update(setting)
-        self._check_loaded(checkpoint, now)
+        load_training(checkpoint, model, optimizer, self._group, new_moments=self.forked)
 
-    def load_others(self, checkpoint: Checkpoint, tensors: dict[str, Tensor], prefix: str) -> None:
-        """Fills `tensors` in place with those of their names, if the checkpoint has them.
+    def load_large(self, checkpoint: Checkpoint, tensors: dict[str, Tensor], prefix: str) -> None:
+        """Fills large states of callbacks in place with those of their names, if the checkpoint has them.
 
         Args:
             prefix: of the names of all that are not weights or moments.
@@ -325,72 +266,4 @@ class Checkpointer:
         Raises:
             CheckpointError: it has some of them only, or they cannot be read or are not what was saved.
         """
-        stored = {name for name in stored_names(checkpoint) if name.startswith(prefix)}
-        owner = {name: prefix + name.removeprefix(prefix).partition(".")[0] for name in {*stored, *tensors}}
-        known = {name: tensor for name, tensor in tensors.items() if owner[name] in {owner[one] for one in stored}}
-        for one in sorted({owner[name] for name in tensors.keys() - known.keys()}) if self.rank == 0 else ():
-            log.info("%s has no state of %s, which begins here", checkpoint.path, one)
-        for one in sorted({owner[name] for name in stored} - {owner[n] for n in tensors}) if self.rank == 0 else ():
-            log.warning("%s has the state of %s, which this start does not choose: it ends here", checkpoint.path, one)
-        if lacking := sorted(known.keys() - stored):
-            raise CheckpointError(f"{checkpoint.path} was written with another model: it has no {lacking[0]}")
-        if known:
-            self._read(checkpoint, known)
-            self._check_loaded(checkpoint, known)
-
-    def _read(self, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-        """Fills tensors in place, on all ranks."""
-        try:
-            dcp.load(
-                tensors,
-                storage_reader=TensorReader(checkpoint.path / "state"),
-                planner=TensorPlanner(),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
-        except (CheckpointException, OSError, ValueError, RuntimeError) as error:
-            raise unreadable(checkpoint, error) from error
-
-    def _check_loaded(self, checkpoint: Checkpoint, now: dict[str, Tensor]) -> None:
-        """Compares on all ranks what was loaded with what was to be saved."""
-        wrong: list[Any] = [differing(digests_of(checkpoint), now)]
-        if self._group is not None:
-            mine, wrong = wrong[0], [None] * self.world_size
-            dist.all_gather_object(wrong, mine, group=self._group)
-        check_digests(checkpoint, wrong)
-
-
-def _model_tensors(model: nn.Module) -> dict[str, Any]:
-    return {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
-
-
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns everything to save by name, `model.<parameter>` or `optimizer.state.<parameter>.<moment>`, and torch's
-    flattened state of the optimizer.
-
-    Names do not depend on how parameters are grouped or sharded. The optimizer's settings are not saved: the config
-    sets them.
-    """
-    # The model first: FSDP2 has gathered weights after an evaluation, and this puts the shards back in their place.
-    tensors = _model_tensors(model)
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    try:
-        optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
-    except NotImplementedError as error:  # state that is neither tensor nor number
-        raise CheckpointError(f"{type(optimizer).__name__} keeps what a checkpoint cannot hold: {error}") from error
-    moments = {name: value for name, value in optimizer_state.items() if name.startswith("state.")}
-    # Some optimizers count their steps in a Python number.
-    tensors |= {
-        f"optimizer.{name}": value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        for name, value in moments.items()
-    }
-    return tensors, optimizer_state
-
-
-def _can_be_moved_aside(folder: Path) -> bool:
-    """Whether resume=false is allowed in this output_dir: only where a run is recognised."""
-    try:
-        RunDirectory(folder).check_ours(resume=False)
-    except RunDirectoryError:
-        return False
-    return True
+        load_large(checkpoint, tensors, prefix, self._group, says=self.rank == 0)

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 from torch.distributed.checkpoint.api import CheckpointException
 
+from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
+
 log = logging.getLogger(__name__)
 
 FORMAT = 1
@@ -211,3 +213,35 @@ def reason_of(error: BaseException) -> str:
         # A BaseException that maps ranks to (exception, traceback).
         error = next(iter(error.failures.values()))[0]
     return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[-1]
+
+
+def why_not_from_the_start(folder: Path, record: Path | None, forked: bool) -> str | None:
+    """What speaks against training from the first token where no checkpoint can be used; None for a new run.
+
+    Args:
+        record: the run's `last_checkpoint.json`. forked: it began from another's checkpoint, so that resume=false,
+            which begins with nothing, cannot start it over.
+    """
+    over = "start over with resume=false, which moves what is left of the run aside"
+    if forked or not _can_be_moved_aside(folder.parent):
+        over = "choose another output_dir"
+    if steps := steps_in(folder):
+        names = ", ".join(name_of(step) for step in steps)
+        return (
+            f"none of the checkpoints in {folder} can be used ({names}; the log says why). Bring back a copy of one, "
+            f"or {over}"
+        )
+    step = recorded_step(record)
+    if step is None:
+        return None
+    when = f" at {step:,} tokens" if step else ""
+    return f"a checkpoint was finished{when}, and {folder} holds none. Bring the folder back, or {over}"
+
+
+def _can_be_moved_aside(folder: Path) -> bool:
+    """Whether resume=false is allowed in this output_dir: only where a run is recognised."""
+    try:
+        RunDirectory(folder).check_ours(resume=False)
+    except RunDirectoryError:
+        return False
+    return True

@@ -13,7 +13,6 @@ import threading
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from forgetting_transformer.training.faults.shards import local
 
@@ -97,23 +96,6 @@ class HostCopy:
         for copy in self._locked:
             torch.cuda.cudart().cudaHostUnregister(copy.data_ptr())
         self._locked, self._copies = [], {}
-
-
-def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """What `rank` has to write: its shards, and of tensors that every rank holds whole about an equal share of bytes.
-
-    Every rank computes the same division.
-    """
-    mine: dict[str, Tensor] = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    whole = {name: tensor for name, tensor in tensors.items() if name not in mine}
-    load = [0] * world_size
-    # The largest first, each to the rank with the least so far.
-    for name, tensor in sorted(whole.items(), key=lambda item: (-item[1].nbytes, item[0])):
-        writer = load.index(min(load))
-        load[writer] += tensor.nbytes
-        if writer == rank:
-            mine[name] = tensor
-    return mine
 
 
 def own_pages(like: Tensor) -> Tensor:

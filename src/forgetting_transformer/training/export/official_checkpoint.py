@@ -29,9 +29,9 @@ from forgetting_transformer.training.checkpoint.reading import check_weights
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.config.continuing import recorded
 from forgetting_transformer.training.config.parsing import parse
+from forgetting_transformer.training.optimization.building import build_optimizer
 from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
-from forgetting_transformer.training.setup import build_optimizer
 
 _DONE = re.compile(r"step-(\d{15,})\.pt\.done")
 _COUNTERS = ("token_count", "batch_count", "total_time", "update_time", "window_seq_count")

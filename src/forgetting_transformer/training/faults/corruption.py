@@ -49,10 +49,11 @@ class Comparison:
 
     Args:
         shards: ranks of one copy of the model, neighbours of which each holds another shard; 1: each holds all of it.
+        steps: of training between two comparisons.
     """
 
-    def __init__(self, world_size: int, shards: int = 1) -> None:
-        self._world_size, self._shards = world_size, shards
+    def __init__(self, world_size: int, shards: int = 1, steps: int = 1) -> None:
+        self._world_size, self._shards, self.steps = world_size, shards, steps
         self._pending: collections.deque[tuple[int, list[str], Tensor, torch.cuda.Event | None]] = collections.deque()
         self._found: str | None = None
 

@@ -1,8 +1,11 @@
-"""One run from its config to its end, in which whatever goes wrong ends in one line that says what to do."""
+"""One start of a run, in which whatever goes wrong ends in one line that says what to do."""
 
 import contextlib
 import platform
 import re
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,84 +18,116 @@ from forgetting_transformer.training.faults.feed import DataWorkerError
 from forgetting_transformer.training.faults.peers import STOPPED, Peers
 from forgetting_transformer.training.faults.sentinel import Sentinel
 from forgetting_transformer.training.records.run_directory import RunDirectory
-from forgetting_transformer.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training.interface import TrainerInterface
 
 
-def train(config: Config) -> str:
-    """Trains one model, from its newest checkpoint or from the start, to `train.max_tokens`.
+class Start:
+    """One start of a run; as a context manager it hears signals and notes how the run ends.
 
-    Returns:
-        "done", or "preempted" if a signal stopped it; then the same config continues it.
+    Attributes:
+        directory: folder of the run. peers: ranks of the job. sentinel: hears signals, notices what hangs.
+        trainer: once it is built; until then whatever fails has failed to start.
+        outcome: "done", "preempted" or "failed", once status.json says so.
     """
-    directory, peers = RunDirectory(config.output_dir), Peers()
-    trainer: Trainer | None = None
-    with Sentinel(config.strategy.timeout_seconds) as sentinel:
 
-        def end(outcome: str, reason: str) -> str:
-            outcome, reason = peers.ended(outcome, reason)
-            status.end(directory, reason, outcome)
-            return outcome
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.directory, self.peers = RunDirectory(config.output_dir), Peers()
+        self.sentinel = Sentinel(config.strategy.timeout_seconds)
+        self.sentinel.on_end = self._ended_by_sentinel
+        self.trainer: TrainerInterface | None = None
+        self.outcome: str | None = None
+        # The loop and the sentinel's thread may end the run in the same moment: the first one says how.
+        self._ending = threading.Lock()
 
-        sentinel.on_end = end
+    def __enter__(self) -> "Start":
+        self.sentinel.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Returns whether the error only says that a signal has stopped another rank."""
         try:
-            trainer = Trainer(config, sentinel, directory, peers)
-            outcome = trainer.run()
-            trainer.close()
-            # So that no launcher takes an early rank's end for a reason to end the others.
-            trainer.vote.wait_for_all()
-            return outcome
-        except BaseException as error:
-            blame = peers.explain(error)
-            if blame is not None and STOPPED in blame:
-                if trainer is None:
-                    return end("preempted", blame)
-                return trainer.preempted(f"{blame}; {trainer.saver.last_good_checkpoint}")
-            problem = _problem(error, blame, config, trainer)
-            if trainer is not None:
-                trainer.failed(problem)
-            else:
-                reason = f"{type(problem).__name__}: {problem}"
-                peers.failed(reason)
-                status.end(directory, reason)
-            if problem is error:
-                raise
-            raise problem from error
+            return error is not None and self._failed(error)
         finally:
+            if self.trainer is not None:
+                self.trainer.close()
+            self.directory.release()
+            self.sentinel.__exit__()
+
+    def running(self) -> None:
+        with self._ending:
+            if self.outcome is None:
+                self._write("running")
+
+    def end(self, outcome: str, reason: str = "") -> None:
+        """Notes how the run ends, unless it has ended. What comes after training may still fail, and that counts."""
+        with self._ending:
+            if self.outcome is None or (outcome == "failed" and self.outcome != "failed"):
+                self._write(outcome, reason)
+                self.outcome = outcome
+
+    def _write(self, name: str, reason: str = "") -> None:
+        trainer = self.trainer
+        step = self.directory.newest_step() if trainer is None else trainer.counters.token_count
+        status.write_own(self.directory, name, step, reason)
+
+    def _ended_by_sentinel(self, outcome: str, reason: str) -> str:
+        if self.outcome is None:  # else that is how the run ended, whatever hangs behind it
+            outcome, reason = self.peers.ended(outcome, reason)
+            self.end(outcome, self._with_checkpoint(reason))
+        return self.outcome or outcome
+
+    def _with_checkpoint(self, reason: str) -> str:
+        return reason if self.trainer is None else f"{reason}; {self.trainer.last_good_checkpoint}"
+
+    def _failed(self, error: BaseException) -> bool:
+        blame = self.peers.explain(error)
+        if blame is not None and STOPPED in blame:
+            self.end("preempted", self._with_checkpoint(blame))
+            return True
+        problem = self._problem(error, blame)
+        reason = f"{type(problem).__name__}: {problem}"
+        self.peers.failed(reason)
+        self.end("failed", reason)
+        self.sentinel.closing()  # what the process has to say of it may take as long as a step
+        if problem is error:
+            return False
+        raise problem from error
+
+    def _problem(self, error: BaseException, blame: str | None) -> BaseException:
+        """The error in words that say what to do; the error itself where it does that, or where nobody knows.
+
+        Args:
+            blame: what another rank did, where that is behind the error.
+        """
+        trainer = self.trainer
+        kind, fix = TrainingError, ". Start the same command again"
+        if blame is not None:
+            what = blame
+        elif isinstance(error, OSError | DataWorkerError):  # a full disk, say. Saves that may fail did not come here
+            what = explain(error) if isinstance(error, OSError) else str(error)
+            fix = ". Mend this and start the same command again"
+        elif isinstance(error, torch.OutOfMemoryError):
+            during, world_size, graphs = "the start", 1, False
             if trainer is not None:
-                trainer.close()
-
-
-def _problem(error: BaseException, blame: str | None, config: Config, trainer: Trainer | None) -> BaseException:
-    """The error in words that say what to do; the error itself where it does that, or where nobody knows.
-
-    Args:
-        blame: what another rank did, where that is behind the error.
-        trainer: None while the run starts.
-    """
-    kind, fix = TrainingError, ". Start the same command again"
-    if blame is not None:
-        what = blame
-    elif isinstance(error, OSError):  # a full disk, or one that went away. Checkpoints that could be skipped have been
-        what, fix = explain(error), ". Mend this and start the same command again"
-    elif isinstance(error, DataWorkerError):
-        what, fix = str(error), ". Mend this and start the same command again"
-    elif isinstance(error, torch.OutOfMemoryError):
-        during, world_size, graphs = "the start", 1, False
-        if trainer is not None:
-            during = "evaluation" if trainer.clock.category == "evaluation" else "training"
-            world_size, graphs = trainer.fabric.world_size, trainer.graphs.on
-        what, fix = out_of_memory(error, config, during, world_size, graphs), ""
-    elif (said := device_error(error)) is not None:
-        device = "a GPU" if trainer is None else trainer.fabric.device
-        kind, what, fix = DeviceError, f"{device} of {platform.node()} failed: {said}", f". {AFTER_DEVICE_ERROR}"
-    else:
-        return error
-    if trainer is None:
-        return kind(f"cannot start: {what}{fix}")
-    if blame is None:
-        with contextlib.suppress(RuntimeError):  # of a GPU that failed; what was copied can still be written
-            trainer.saver.wait_for_save()
-    return kind(f"{what}; {trainer.saver.last_good_checkpoint}{fix}")
+                during = "evaluation" if trainer.clock.category == "evaluation" else "training"
+                world_size, graphs = trainer.fabric.world_size, trainer.graphs.on
+            what, fix = out_of_memory(error, self.config, during, world_size, graphs), ""
+        elif (said := device_error(error)) is not None:
+            device = "a GPU" if trainer is None else trainer.fabric.device
+            kind, what, fix = DeviceError, f"{device} of {platform.node()} failed: {said}", f". {AFTER_DEVICE_ERROR}"
+        else:
+            return error
+        if trainer is None:
+            return kind(f"cannot start: {what}{fix}")
+        if blame is None:
+            with contextlib.suppress(RuntimeError):  # of a GPU that failed; what was copied can still be written
+                trainer.saver.wait_for_save()
+        return kind(f"{what}; {trainer.last_good_checkpoint}{fix}")
 
 
 #: What helps where a GPU has failed.

@@ -1,17 +1,23 @@
-"""Batches for the loop, also when a process that reads them is killed.
+"""Batches for the loop, checked, also when a process that reads them is killed.
 
 The position in the data is arithmetic (data/order.py), so readers can be restarted at the next batch.
 """
 
 import contextlib
+import itertools
 import logging
 import re
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from forgetting_transformer.data.corpus import Batch, check_batch, check_tokens
 from forgetting_transformer.data.worker import shared_memory_hint
+from forgetting_transformer.training.errors import TrainingError
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -63,3 +69,29 @@ def feed(
                     f"`dmesg`, lower datamodule.train_num_workers{shared_memory_hint()}"
                 ) from error
             log.warning("%s Readers are restarted", str(error).splitlines()[0])
+
+
+def batches(trainer: "TrainerInterface", count: int) -> Iterator[Batch]:
+    """This rank's shares of the next `count` global batches.
+
+    Raises:
+        DataError: the corpus gives something else than a batch. TrainingError: it gives fewer.
+    """
+    first, data = trainer.counters.batch_count, trainer.config.datamodule
+    corpus = f"datamodule.name={data.name!r}"
+    rank, size = trainer.ranks.data_rank, trainer.ranks.data_size
+    found = feed(
+        lambda done: trainer.data.train_loader(first + done, first + count, rank, size),
+        lambda: trainer.sentinel.reading(corpus),
+    )
+    given = 0
+    for given, batch in enumerate(itertools.islice(found, count), 1):
+        check_batch(batch, corpus, data.train_batch_size // size, data.train_batch_len)
+        if given == 1:
+            check_tokens(batch, corpus, trainer.data_info.vocab_size)
+        yield batch
+    if given < count:
+        raise TrainingError(
+            f"{corpus} gave {given} batches instead of {count}, from batch {first:,} on; "
+            f"{trainer.last_good_checkpoint}. Its train_loader must give all that it is asked for"
+        )

@@ -92,16 +92,7 @@ def refuse(directory: RunDirectory, reason: str) -> None:
     """
     if not (directory.root / _NAME).is_file():
         return
-    try:
+    with contextlib.suppress(RunDirectoryError):
         claim(directory)
-    except RunDirectoryError:
-        return
-    end(directory, reason)
-
-
-def end(directory: RunDirectory, reason: str, outcome: str = "failed") -> None:
-    """A start that ends before its first step; gives the folder back."""
-    with _writing:
-        if directory.is_locked:
-            write_status(directory.root, outcome, directory.newest_step(), reason)
-            directory.release()
+        write_own(directory, "failed", directory.newest_step(), reason)
+        directory.release()

@@ -10,12 +10,14 @@ import collections
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from forgetting_transformer.data.corpus import Place
+from forgetting_transformer.training.errors import TrainingError
 
 #: Steps whose gradient norms the spike rule looks back at.
 WINDOW = 128
@@ -147,6 +149,18 @@ class StepGuard:
         """Bad steps that polling found since the last call."""
         found, self._reports = self._reports, []
         return found
+
+    def refuse(self, last_good_checkpoint: str, folder: Path) -> NoReturn:
+        """
+        Raises:
+            TrainingError: after too many updates in a row that were left out.
+        """
+        raise TrainingError(
+            f"{self.longest_row} updates in a row were left out, because a loss or gradient was not finite or much "
+            f"larger than usual; {last_good_checkpoint}, without them. metrics/jsonlines/bad_step.jsonl in {folder} "
+            "names their documents and tokens. Lower optimizer.lr (in a fork), mend the data, or raise "
+            "train.max_bad_steps"
+        )
 
     def state(self) -> dict[str, Tensor]:
         """For the checkpoint."""

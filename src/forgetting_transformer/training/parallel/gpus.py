@@ -1,6 +1,18 @@
 """Whether there are GPUs here, and if not, what is probably wrong."""
 
+import logging
 import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from forgetting_transformer.training.config import Config
+
+log = logging.getLogger(__name__)
+#: Parameters from which on training on a CPU by accident is worth a warning.
+LARGE = 100_000_000
 
 
 def too_few(asked: str, largest: int, here: int) -> str | None:
@@ -34,3 +46,17 @@ def missing() -> str | None:
         f"PyTorch {torch.__version__} is built for GPUs and finds none: look whether `nvidia-smi` lists them, and "
         "whether the driver is recent enough"
     )
+
+
+def warn_without(config: "Config", device: "torch.device", model: Callable[[], Any]) -> None:
+    """A large model on a CPU is seldom meant, and would start without a complaint."""
+    if device.type != "cpu" or os.environ.get("LT_ACCELERATOR", config.fabric.accelerator) != "auto":
+        return
+    parameters = sum(p.numel() for p in model().parameters())
+    if parameters >= LARGE:
+        log.warning(
+            "no GPU was found, and %.1fM parameters train very slowly on a CPU. %s. Choose the CPU with "
+            "fabric.accelerator=cpu (`fabric run`: --accelerator cpu) if it is meant",
+            parameters / 1e6,
+            missing(),
+        )

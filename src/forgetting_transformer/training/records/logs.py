@@ -1,11 +1,18 @@
-"""The handlers of a run's log: its file, and the terminal, which may show a live bar."""
+"""The log of a run: its file, and the terminal, which may show a live bar."""
 
 import contextlib
 import logging
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
+
+from forgetting_transformer import console
+from forgetting_transformer.training.records.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
 
 #: Marks a record of the log that a live bar shows too.
 ON_THE_BAR = "on_the_bar"
@@ -41,3 +48,28 @@ class LogFile(logging.FileHandler):
                     f"{self.baseFilename} cannot be written: {error.strerror}; lines of the log are lost",
                     file=sys.stderr,
                 )
+
+
+def start_logging(directory: RunDirectory, rank: int) -> None:
+    """Every rank writes `logs/rank-<k>.log`; rank 0 speaks on the terminal, the others only to warn."""
+    directory.make(directory.logs)
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+        handler.close()
+    file = LogFile(directory.logs / f"rank-{rank}.log")
+    terminal = TerminalHandler(logging.INFO if rank == 0 else logging.WARNING)
+    for handler in (file, terminal):
+        handler.setFormatter(console.log_format(rank))
+        root.addHandler(handler)
+    logging.captureWarnings(True)
+    # Said by torch at every checkpoint of a run on one process, where it is meant.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    # Said by newer releases of transformers of the only name that older ones have.
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.* is deprecated")
+    sys.excepthook = _log_uncaught
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    log.critical("the run stopped", exc_info=(kind, error, trace))

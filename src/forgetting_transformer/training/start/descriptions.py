@@ -1,7 +1,9 @@
 """What a run says about itself before its first step: configuration, modules, parameter groups, where it started."""
 
 import json
+import shutil
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -10,7 +12,6 @@ from torch import nn
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.files import append_durably, write_atomically
 from forgetting_transformer.metric_names import MODEL_INFO, RESUME, TRAIN_DATA_INFO, VAL_DATA_INFO, name_of
-from forgetting_transformer.training import setup
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import recorded
 from forgetting_transformer.training.records.metrics import MetricsLog
@@ -75,9 +76,9 @@ def open_metrics(trainer: "TrainerInterface") -> MetricsLog:
     config, step = trainer.config, trainer.counters.token_count
     data, world_size, shares = config.datamodule, trainer.fabric.world_size, trainer.ranks.data_size
     info = model_info(trainer.model.module, trainer.flops_per_token)
-    start = {"step": step, "origin": trainer.origin, "world_size": world_size, **trainer.environment}
+    start = {"step": step, "origin": trainer.origin.text, "world_size": world_size, **trainer.environment}
     write_descriptions(trainer.directory, config, trainer.model.module, trainer.undecayed, info, start)
-    setup.copy_tokenizer(trainer.data.folder, trainer.directory)
+    _copy_tokenizer(trainer.data.folder, trainer.directory)
     metrics = MetricsLog(trainer.directory, step, trainer.kinds)
     metrics.report(RESUME, step, {name_of(RESUME, "resume_step"): step})
     local = data.train_batch_size // shares
@@ -87,3 +88,9 @@ def open_metrics(trainer: "TrainerInterface") -> MetricsLog:
         metrics.report_once(VAL_DATA_INFO, step, described)
     metrics.report_once(MODEL_INFO, step, info)
     return metrics
+
+
+def _copy_tokenizer(data_folder: Path, directory: RunDirectory) -> None:
+    """Keeps the corpus's tokenizer with the run, so that an export needs nothing but the run's folder."""
+    if (data_folder / "tokenizer").is_dir() and not directory.tokenizer.exists():
+        shutil.copytree(data_folder / "tokenizer", directory.tokenizer)

@@ -27,8 +27,7 @@ from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint.folder import read_manifest, steps_in
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.faults.failures import out_of_memory
-from forgetting_transformer.training.faults.sentinel import Sentinel
+from forgetting_transformer.training.faults.failures import Start, out_of_memory
 from forgetting_transformer.training.records.metrics import duration
 from forgetting_transformer.training.records.run_directory import RunDirectory
 from forgetting_transformer.training.trainer import Trainer
@@ -82,8 +81,9 @@ def _trial(config: Config, directory: RunDirectory) -> Iterator[Trainer]:
             train=dataclasses.replace(config.train, profile_steps=None),
             wandb=dataclasses.replace(config.wandb, mode="disabled"),
         )
-        with Sentinel(config.strategy.timeout_seconds) as sentinel:
-            trainer = Trainer(its_config, sentinel)
+        start = Start(its_config)
+        with start.sentinel:
+            trainer = Trainer(its_config, start)
             try:
                 yield trainer
             finally:

@@ -1,74 +1,152 @@
-"""What a start goes on from: which checkpoint, whether it may, and what was left undone at it."""
+"""What a start goes on from: a checkpoint of the run, another run's (a fork), or nothing."""
 
-import dataclasses
 import logging
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import Fabric
+from torch import Tensor
 
+from forgetting_transformer.data import DataInfo
+from forgetting_transformer.data.checksums import list_name
 from forgetting_transformer.training import setup
+from forgetting_transformer.training.callbacks import Callback
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, steps_in
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import check_continues
-from forgetting_transformer.training.execution import choice as execution
+from forgetting_transformer.training.counters import Counters
+from forgetting_transformer.training.execution.choice import Execution, recorded
 from forgetting_transformer.training.export.official_checkpoint import is_official
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import PartsInterface
+    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
 
-def find_checkpoint(config: Config, checkpointer: Checkpointer, fabric: Fabric) -> tuple[Checkpoint | None, bool]:
-    """What to start from, and whether it is another run's: the newest valid checkpoint, else the fork, else nothing.
+@dataclass
+class Origin:
+    """What a start goes on from; by default from nothing.
+
+    Attributes:
+        text: for people.
+        checkpoint: of this run or, `forked`, of another.
+        counters: as they stand now.
+        execution: how the run computed so far; None where that is not to be kept.
+        weights_from: what `init_from` was when the run began.
+        data_checksums: hash of the list of checksums that the corpus must match from here on.
+        kinds: lines that callbacks of earlier starts have written. windows: state of callbacks and of the guard.
+        notes: warnings about the weights, on rank 0, for when there is a log.
+    """
+
+    text: str = "a new run"
+    checkpoint: Checkpoint | None = None
+    forked: bool = False
+    counters: Counters = field(default_factory=Counters)
+    execution: Execution | None = None
+    weights_from: dict[str, Any] | None = None
+    data_checksums: str | None = None
+    kinds: set[str] = field(default_factory=set)
+    windows: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def saved_step(self) -> int | None:
+        """Training tokens of the checkpoint of this run, if that is it."""
+        return None if self.checkpoint is None or self.forked else self.checkpoint.step
+
+
+def find_checkpoint(config: Config, checkpointer: Checkpointer, fabric: Fabric) -> Origin:
+    """Finds what to start from: the newest valid checkpoint, else the fork, else nothing. `load` reads it.
 
     Raises:
         CheckpointError: there is no such checkpoint, or no usable one where some were made.
     """
     if not config.resume:
-        return None, False
+        return Origin()
     checkpoint = checkpointer.newest()
     if checkpoint is not None or not config.fork_dir:
-        return checkpoint, False
-    folder = RunDirectory(config.fork_dir).checkpoints
-    source = Checkpointer(folder, 1, fabric.global_rank, fabric.world_size)
+        return Origin(checkpoint=checkpoint)
+    directory = RunDirectory(config.fork_dir)
+    source = Checkpointer(directory.checkpoints, 1, fabric.global_rank, fabric.world_size)
     checkpoint = source.newest(config.fork_step)
-    if checkpoint is None and is_official(RunDirectory(config.fork_dir)):
+    if checkpoint is None and is_official(directory):
         raise CheckpointError(
             f"fork_dir={config.fork_dir} is a run of the authors' code; make a run of it with "
             "scripts/import_checkpoint.py first, and continue or fork that"
         )
     if checkpoint is None:
         raise CheckpointError(
-            f"fork_step={config.fork_step}: no valid checkpoint of that many tokens in {folder}; it holds "
-            f"{steps_in(folder) or 'nothing'}"
+            f"fork_step={config.fork_step}: no valid checkpoint of that many tokens in {directory.checkpoints}; it "
+            f"holds {steps_in(directory.checkpoints) or 'nothing'}"
         )
-    return checkpoint, True
+    return Origin(checkpoint=checkpoint, forked=True)
 
 
-def load_checkpoint(parts: "PartsInterface", checkpoint: Checkpoint, forked: bool) -> dict[str, torch.Tensor]:
-    """Fills model, optimizer, counters and guard; returns the state of the callbacks.
+def load(trainer: "TrainerInterface", origin: Origin) -> None:
+    """Fills model, optimizer and guard of the trainer, and what else is known of the checkpoint, if there is one.
 
     Raises:
         ConfigError: the config would change the run. CheckpointError: it cannot be read.
     """
-    state = checkpoint.trainer_state()
-    check_continues(str(checkpoint.path), state, parts.config, parts.data_info, forked)
-    if not forked:
-        parts.before = execution.recorded(state)
-        name, rank = str(checkpoint.path), parts.fabric.global_rank
-        parts.data_checksums = setup.list_held_to(name, state, parts.data_info, rank)
-        parts.kinds |= {*state.get("kinds", ())}
-    how = "forked from" if forked else "continuing from"
-    log.info("%s %s", how, checkpoint.path)
-    parts.origin = f"{how} {checkpoint.path} ({checkpoint.step:,} tokens)"
-    parts.weights_from = state.get("weights_from")
-    parts.checkpointer.load(checkpoint, parts.model.module, parts.optimizer.optimizer)
-    for field in dataclasses.fields(parts.counters):
-        setattr(parts.counters, field.name, state[field.name])
-    windows = {name: torch.from_numpy(array) for name, array in checkpoint.windows().items()}
-    parts.guard.load(windows)
-    return windows
+    for note in origin.notes:
+        log.warning("%s", note)
+    checkpoint, data = origin.checkpoint, trainer.data_info
+    if checkpoint is None:
+        origin.data_checksums = data.checksums
+        return
+    state, name = checkpoint.trainer_state(), str(checkpoint.path)
+    check_continues(name, state, trainer.config, data, origin.forked)
+    if not origin.forked:
+        origin.execution = recorded(state)
+        origin.kinds = {*state.get("kinds", ())}
+    origin.data_checksums = (
+        data.checksums if origin.forked else expected_checksums(name, state, data, trainer.fabric.global_rank)
+    )
+    how = "forked from" if origin.forked else "continuing from"
+    log.info("%s %s", how, name)
+    origin.text = f"{how} {name} ({checkpoint.step:,} tokens)"
+    origin.weights_from = state.get("weights_from")
+    trainer.checkpointer.load(checkpoint, trainer.model.module, trainer.optimizer.optimizer)
+    origin.counters = Counters(**{counter.name: state[counter.name] for counter in fields(Counters)})
+    origin.windows = {name: torch.from_numpy(array) for name, array in checkpoint.windows().items()}
+    trainer.guard.load(origin.windows)
+
+
+def expected_checksums(checkpoint: str, state: dict[str, Any], data: DataInfo, rank: int) -> str | None:
+    """Hash of the list of checksums that a continued run and its later checkpoints must match; None without one.
+
+    A list that is gone does not stop the run. Rank 0 warns that contents are not checked any more. A list that comes
+    back later must be the one that the run began with.
+
+    Args:
+        checkpoint: its name, for messages. state: what its trainer.json holds. data: the corpus as it is now.
+    """
+    listed = state.get("data_checksums")
+    if listed and not data.checksums and rank == 0:
+        folder, _, array = data.path.rpartition("/")
+        log.warning(
+            "the contents of the corpus are not checked any more: %s was trained with a list of checksums (its hash "
+            "%s), and %s/%s is gone. Copy this file back, and every chunk is compared with it again",
+            *(checkpoint, listed, folder, list_name(array)),
+        )
+    return data.checksums or listed
+
+
+def unreported_evaluations(trainer: "TrainerInterface") -> list[Callback]:
+    """Evaluations that were due at the checkpoint that this start goes on from, and have no line: a signal came first.
+
+    Called by all ranks, and the same on each.
+    """
+    metrics, step = trainer.metrics, trainer.counters.token_count
+    if not step or step != trainer.origin.saved_step:
+        return []
+    due: list[Callback] = trainer.callbacks.evaluations_due()
+    missing = setup.on_rank_zero(
+        trainer.fabric, lambda: [c.name for c in due if metrics is not None and not metrics.has(c.kinds[0], step)]
+    )
+    missing = trainer.fabric.broadcast(missing) or []
+    return [callback for callback in due if callback.name in missing]

@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 
 from forgetting_transformer.training.faults.step_guard import decides_on_device
 from forgetting_transformer.training.optimization.combined_optimizer import CombinedOptimizer
@@ -49,7 +50,7 @@ def start_block(trainer: TrainerInterface) -> str:
         ("corruption", _corruption(trainer)),
         ("output_dir", str(trainer.directory.root)),
         *((callback.name, callback.summary) for callback in trainer.callbacks if callback.summary),
-        ("start", trainer.origin),
+        ("start", trainer.origin.text),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
@@ -89,8 +90,6 @@ def _devices(trainer: TrainerInterface) -> str:
 
 
 def _strategy(trainer: TrainerInterface) -> str:
-    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy  # seconds, which an export need not wait
-
     strategy, wanted = trainer.fabric.strategy, trainer.config.strategy.name
     if isinstance(strategy, ModelParallelStrategy):
         (copies, shards), notes = strategy.device_mesh.shape, list(getattr(strategy, "notes", ()))

@@ -1,0 +1,50 @@
+"""The optimizer that the config names, held to what training relies on."""
+
+import inspect
+
+import torch
+from torch import nn
+
+from forgetting_transformer.plugins import OPTIMIZERS
+from forgetting_transformer.training.config import ConfigError, OptimizerConfig
+
+
+def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """
+    Raises:
+        ConfigError: what was built is no optimizer of PyTorch's kind, which would show only when the run is continued.
+    """
+    optimizer = OPTIMIZERS.make(config.name, model, undecayed, config)
+    if (
+        not isinstance(optimizer, torch.optim.Optimizer)
+        or "closure" not in inspect.signature(optimizer.step).parameters
+    ):
+        raise ConfigError(
+            f"optimizer.name={config.name!r} made a {type(optimizer).__name__}; it must be a torch.optim.Optimizer "
+            "whose step takes closure=None"
+        )
+    return optimizer
+
+
+def check_owns(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> None:
+    """What no optimizer holds is not trained, silently; so it is with one that was built before sharding.
+
+    Args:
+        name: what the config calls the optimizer.
+
+    Raises:
+        ConfigError: it does not hold exactly the model's parameters that need a gradient.
+    """
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    used = {id(p): key for key, p in model.named_parameters() if p.requires_grad}
+    if left_out := [key for parameter, key in used.items() if parameter not in owned]:
+        first = left_out[0].removeprefix("_forward_module.").removeprefix("module.")
+        raise ConfigError(
+            f"optimizer.name={name!r} leaves out {len(left_out)} of the model's {len(used)} parameter tensors, such as "
+            f"{first}; give it all of model.parameters()"
+        )
+    if foreign := len(owned - used.keys()):
+        raise ConfigError(
+            f"optimizer.name={name!r} holds {foreign} parameter tensors that are not the model's; give it those of "
+            "model.parameters() and no copies"
+        )
