@@ -307,23 +307,40 @@ def test_what_hydra_raises_raw_is_one_line(rank, monkeypatch, capsys, tmp_path, 
             ", line 1, column 13: the byte 0xfc is not UTF-8; save the file as UTF-8",
         ),
         (b"# @package\nseed: 1\n", ": Expected header format: KEY VALUE, got '@package'"),
-        (b"3\n", " cannot be read: Invalid loaded object type: int"),
+        (b"3\n", ", line 1: a config holds lines `key: value`"),
+        (b"# @package _global_\n- a\n", ", line 2: a config holds lines `key: value`"),
+        (b"seed: 1\ndefaults:\n- /recipe/demo\n-override /model: a\n", ", line 4: '-override /model' is no element"),
+        (b"defaults:\n -a\n", ", line 2: '-a' is no element of a list; write a space behind the dash"),
+        (b"defaults: 3\n", ", line 1: defaults must be a list of lines such as"),
         (b"tag: ${\n", ": "),
     ],
 )
-@pytest.mark.parametrize("sweep", [[], ["-m"]])
-def test_a_config_of_ones_own_that_is_broken_is_one_line(rank, monkeypatch, capsys, tmp_path, content, said, sweep):
+@pytest.mark.parametrize("options", [[], ["-m"], ["--cfg", "job"]])
+def test_a_config_of_ones_own_that_is_broken_is_one_line(rank, monkeypatch, capsys, tmp_path, content, said, options):
     file = tmp_path / "mine/experiment/my_model.yaml"
     file.parent.mkdir(parents=True)
     file.write_bytes(content)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py", *sweep, "--config-dir=mine", "+experiment=my_model"])
+    monkeypatch.setattr(sys, "argv", ["train.py", *options, "--config-dir=mine", "+experiment=my_model"])
     monkeypatch.setattr(console, "_has_log", False)
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     error = capsys.readouterr().err
     assert end.value.code == 1 and error.count("\n") == 1
     assert error.startswith(f"ConfigError: {file}{said}")
+
+
+def test_a_config_that_is_a_link_to_nowhere_is_named(rank, monkeypatch, capsys, tmp_path):
+    (tmp_path / "mine/experiment").mkdir(parents=True)
+    (tmp_path / "mine/experiment/a.yaml").symlink_to("gone.yaml")
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--config-dir={tmp_path}/mine", "+experiment=a"])
+    monkeypatch.setattr(console, "_has_log", False)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    file = tmp_path / "mine/experiment/a.yaml"
+    assert capsys.readouterr().err == (
+        f"ConfigError: {file} (a link to gone.yaml) cannot be read: No such file or directory\n"
+    )
 
 
 def test_a_config_with_a_byte_order_mark_is_read(monkeypatch, tmp_path):

@@ -24,6 +24,7 @@ from forgetting_transformer import files
         (b"a: 1\nb: \0\n", r"line 2, column 4: the character '\\x00' is not allowed"),
         ("a: 1\nü: é\n".encode("latin-1"), "line 2, column 1: the byte 0xfc is not UTF-8; save the file as UTF-8"),
         ("a: 1\n".encode("utf-16"), "is UTF-16; save it as UTF-8"),
+        ("a: 1\n".encode("utf-32"), "is UTF-32; save it as UTF-8"),
         (b"a: 2020-13-45\n", "not valid YAML: ValueError: month must be in 1..12"),
     ],
 )

@@ -19,6 +19,11 @@ except ImportError:  # Windows, where corpora can be prepared and read but two p
 
 #: Names of files that `replacing` left when its process was killed.
 TEMPORARY = re.compile(r"\..+\.\d+-\d+")
+#: Byte-order marks; that of UTF-32 begins with that of UTF-16.
+_OTHER_ENCODINGS = {
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
 
 
 class LocksUnsupportedError(OSError):
@@ -117,8 +122,9 @@ def decode(data: bytes, place: object, first_line: int = 1) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise UnreadableError(f"{place} is UTF-16; save it as UTF-8") from error
+        for encoding, marks in _OTHER_ENCODINGS.items():
+            if data.startswith(marks):
+                raise UnreadableError(f"{place} is {encoding}; save it as UTF-8") from error
         before, byte = error.object[: error.start].decode(), error.object[error.start]
         raise UnreadableError(
             f"{_at(place, before, first_line)}: the byte {byte:#x} is not UTF-8; save the file as UTF-8"
@@ -202,11 +208,17 @@ def _at(place: object, before: str, first_line: int = 1) -> str:
     return f"{place}, line {first_line + before.count(chr(10))}, column {len(before) - before.rfind(chr(10))}"
 
 
+def is_utf8(path: str | os.PathLike[str]) -> bool:
+    """Whether a file's name is UTF-8; Linux allows any bytes."""
+    name = os.fspath(path)
+    return name == name.encode(errors="replace").decode()
+
+
 @contextlib.contextmanager
 def utf8_path(path: str | os.PathLike[str]) -> Iterator[str]:
     """A path for libraries in Rust, which take UTF-8 alone: the path itself, or a link to it for the block."""
     name = os.fspath(path)
-    if name == name.encode(errors="replace").decode():
+    if is_utf8(name):
         yield name
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -176,7 +176,9 @@ def load_model(
             f"{source} is neither a training run (no folder checkpoints/) nor a model in Hugging Face format (no "
             f"config.json); {hint}"
         )
-    elif not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+    elif not folder.exists() and (
+        source.startswith((".", "/", "~")) or source.count("/") > 1 or not source.isascii()  # no name of the hub
+    ):
         raise EvaluationError(f"there is no folder {source}; {hint}")
     else:
         loaded = _load_pretrained(source, tokenizer)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forgetting_transformer import files
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.redaction import redact_tree
@@ -62,11 +63,13 @@ class Wandb(Callback):
         try:
             run_id = _wandb_run_id(directory)
             log_dir = Path(config.wandb.log_dir or directory.root)
+            if not files.is_utf8(log_dir):
+                raise ValueError(f"it takes no folder whose name is not UTF-8, as {log_dir}; set wandb.log_dir=FOLDER")
             log_dir.mkdir(parents=True, exist_ok=True)
             if config.wandb.mode == "offline":
                 for folder in log_dir.glob(f"wandb/offline-run-*-{run_id}"):
                     folder.rename(folder.with_name(f"superseded-{folder.name}"))
-            with _command_line_without_passwords(), _unasked():
+            with _command_line_as_recorded(), _unasked():
                 mode: Any = config.wandb.mode
                 self._run = wandb.init(
                     project=config.wandb.project,
@@ -76,7 +79,7 @@ class Wandb(Callback):
                     dir=str(log_dir),
                     mode=mode,
                     resume="allow",
-                    config=resolved,
+                    config=_in_utf8(resolved),
                     settings=wandb.Settings(silent=True, init_timeout=60),
                 )
         except Exception as error:  # no network, no login, a full quota: none of these may stop a run
@@ -154,11 +157,16 @@ def _unasked() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _command_line_without_passwords() -> Iterator[None]:
-    """wandb records the command line, and has no setting to leave it out alone."""
+def _command_line_as_recorded() -> Iterator[None]:
+    """wandb records the command line, and has no setting to leave it out alone: here it has no passwords."""
     arguments = sys.argv
-    sys.argv = redact_tree(arguments)
+    sys.argv = _in_utf8(redact_tree(arguments))
     try:
         yield
     finally:
         sys.argv = arguments
+
+
+def _in_utf8(values: Any) -> Any:
+    """The same as JSON has it, with ? for bytes of file names that are not UTF-8, on which wandb fails."""
+    return json.loads(json.dumps(values, ensure_ascii=False).encode(errors="replace"))
