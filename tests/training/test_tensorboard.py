@@ -60,7 +60,7 @@ def test_every_step_is_there_once_after_a_resume(tiny, finished, start):
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
     die = """
 import os, signal
-from forgetting_transformer.training.callbacks.loss import Loss
+from forgetting_transformer.training.callbacks.steps import Loss
 report = Loss.on_interval
 def on_interval(self, trainer, kind):
     report(self, trainer, kind)

@@ -20,7 +20,6 @@ from transformers.initialization import no_init_weights
 from forgetting_transformer import console
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.data.corpus import Corpus
-from forgetting_transformer.data.tools.download import fetching
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.ops.selftest import Backend
@@ -42,7 +41,6 @@ from forgetting_transformer.training.parallel.ranks import Ranks
 from forgetting_transformer.training.records.logs import start_logging
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 from forgetting_transformer.training.start import initialisation
-from forgetting_transformer.training.start.initial_weights import InitialWeights, initial_weights
 from forgetting_transformer.training.start.model_fits import check_packs, check_shares
 
 log = logging.getLogger(__name__)
@@ -145,6 +143,8 @@ def _check_budget(config: Config, directory: RunDirectory, info: DataInfo) -> No
         )
     if config.train.max_tokens > info.total_tokens and not data.repeat:
         # A run that goes on needs the corpus it began with.
+        from forgetting_transformer.data.tools.download import fetching
+
         goes_on = config.resume and any(directory.checkpoints.glob("step-*"))
         more = None if goes_on else fetching(info, config.train.max_tokens)
         raise ConfigError(
@@ -264,11 +264,13 @@ def outline(config: Config, data: DataInfo) -> nn.Module:
         return registry.get(config.model.name).lm_class(fields)
 
 
-def _initial_weights(trainer: TrainerInterface, model: nn.Module) -> InitialWeights:
+def _initial_weights(trainer: TrainerInterface, model: nn.Module) -> Any:
     """What `init_from` has for the model; its tensors are on rank 0 only, which alone needs the folder."""
+    from forgetting_transformer.training.start.initial_weights import initial_weights
+
     fabric, data = trainer.fabric, trainer.data
     found = on_rank_zero(fabric, lambda: initial_weights(trainer.config, model, trainer.data_info, data.folder))
-    shared: Any = fabric.broadcast(None if found is None else dataclasses.replace(found, tensors={}, notes=[]))
+    shared = fabric.broadcast(None if found is None else dataclasses.replace(found, tensors={}, notes=[]))
     return found if found is not None else shared
 
 

@@ -3,16 +3,13 @@
 from typing import TYPE_CHECKING
 
 from forgetting_transformer.plugins import CALLBACKS
-from forgetting_transformer.training.callbacks.bad_steps import BadSteps
 from forgetting_transformer.training.callbacks.base import LARGE, Callback, Callbacks
-from forgetting_transformer.training.callbacks.checkpoint_times import CheckpointTimes
 from forgetting_transformer.training.callbacks.figures import Figures
-from forgetting_transformer.training.callbacks.goodput import Goodput
+from forgetting_transformer.training.callbacks.goodput import CheckpointTimes, Goodput
 from forgetting_transformer.training.callbacks.held_out import HeldOut
-from forgetting_transformer.training.callbacks.loss import Loss, LossByPosition
-from forgetting_transformer.training.callbacks.norms import Norms
 from forgetting_transformer.training.callbacks.profile import Profile
 from forgetting_transformer.training.callbacks.progress import Progress
+from forgetting_transformer.training.callbacks.steps import BadSteps, Loss, LossByPosition, Norms
 from forgetting_transformer.training.callbacks.throughput import Throughput
 from forgetting_transformer.training.callbacks.wandb import Wandb
 from forgetting_transformer.training.config import Config, ConfigError

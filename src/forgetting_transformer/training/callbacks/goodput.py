@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, over all its starts.
+"""Where the wall time of a run went, over all its starts, and how long checkpoints took.
 
 `output_dir/goodput.json` has an entry for every start: seconds by category (clock.py), and the same as they stood at
 its checkpoints ("marks"). "stages" divides "start" and "first step" further (clock.py). What came after the mark that
@@ -17,12 +17,23 @@ from forgetting_transformer.training.clock import CATEGORIES, Clock
 from forgetting_transformer.training.records.metrics import duration, prefixed
 
 if TYPE_CHECKING:
+    from forgetting_transformer.training.checkpoint import Saved
     from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
 #: Marks kept of every start; older checkpoints than that are gone or permanent, and few go back to those.
 _MARKS = 64
+
+
+class CheckpointTimes(Callback):
+    """checkpoint.jsonl: seconds that training waited for the copy, and that writing took."""
+
+    name = "checkpoint_times"
+
+    def on_save(self, trainer: "TrainerInterface", saved: "Saved") -> None:
+        values = {"checkpoint_time": saved.copy_seconds, "write_time": saved.write_seconds}
+        trainer.report(names.CHECKPOINT, prefixed(names.CHECKPOINT, values), step=saved.step)
 
 
 class Goodput(Callback):

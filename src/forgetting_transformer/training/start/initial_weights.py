@@ -12,10 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -23,20 +24,22 @@ from torch import Tensor, nn
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data import DataError, DataInfo
 from forgetting_transformer.data.tokens import other_token, tokens_of
-from forgetting_transformer.files import UnreadableError, read_json, utf8_path
-from forgetting_transformer.hub_connection import cached_model, only_cached
+from forgetting_transformer.files import read_json, utf8_path
+from forgetting_transformer.hub_connection import only_cached
 from forgetting_transformer.model import registry
+from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest, steps_in
 from forgetting_transformer.training.checkpoint.reading import read_weights
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.export import official_checkpoint
+from forgetting_transformer.training.export.folder import MARK
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_FROM_THE_HUB = ["config.json", "*.safetensors", "exported_from.json", "tokenizer*", "*.txt", "*_map.json"]
+_FROM_THE_HUB = ["config.json", "*.safetensors", MARK, "tokenizer*", "*.txt", "*_map.json"]
 #: Fields of a model's configuration that change no function of its weights; token ids are judged on their own.
 _WITHOUT_EFFECT = {
     "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache", "loss",
@@ -47,8 +50,7 @@ _HEADS = ("num_heads", "num_kv_heads", "head_dim", "n_groups", "expand_ratio")
 _SHOWN = 6
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A model that `init_from` names.
 
     Attributes:
@@ -103,7 +105,7 @@ class InitialWeights:
         return f"a new run, weights from {self.record['source']}{f' ({known})' if known else ''}{but}"
 
 
-def initial_weights(config: Config, model: nn.Module, data: DataInfo, corpus: Path) -> InitialWeights:
+def initial_weights(config: Config, model: Any, data: DataInfo, corpus: Path) -> InitialWeights:
     """Reads what `init_from` names for a model; on one rank.
 
     Args:
@@ -116,17 +118,24 @@ def initial_weights(config: Config, model: nn.Module, data: DataInfo, corpus: Pa
     log.info("reading the initial weights: %s", config.init_from)
     try:
         source = find(str(config.init_from), config.init_step)
-        _check_heads(source, config, model)
-        matching, fresh, notes = _match(source, config, model, data, corpus)
-        taken = {name: source.tensors[stored] for name, stored in matching.items()}
+        stored_as, reasons = _match(source, config, model, _other_vocabulary(source, data, corpus))
+        taken = {name: source.tensors[stored] for name, stored in stored_as.items()}
         check_finite(((n, taken[n]) for n, _ in model.named_parameters() if n in taken), source.record["source"])
     except ConfigError:
         raise
-    except (DataError, CheckpointError, OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+    except (
+        DataError, CheckpointError, OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError,
+    ) as error:  # fmt: skip
         raise ConfigError(f"init_from={config.init_from}: {one_line(error)}") from error
-    notes += _other_fields(source, model)
-    record = source.record | ({"fresh": fresh} if fresh else {})
-    return InitialWeights([*taken], taken, fresh, record, [f"init_from: {note}" for note in notes])
+    fresh = sorted(reasons.keys() & model.state_dict().keys())
+    unused, changes = sorted(reasons.keys() - {*fresh}), _other_fields(source, model)
+    notes = {
+        "fresh initial weights for ": fresh,
+        "not used: ": unused,
+        "this model has other settings than that of the weights: ": changes,
+    }
+    said = [f"init_from: {what}{', '.join(names)}" for what, names in notes.items() if names]
+    return InitialWeights([*taken], taken, fresh, source.record | ({"fresh": fresh} if fresh else {}), said)
 
 
 def find(name: str, step: int | None = None) -> Source:
@@ -146,16 +155,14 @@ def find(name: str, step: int | None = None) -> Source:
     if step is not None:
         raise ValueError(f"init_step={step} chooses a checkpoint of a run, and this is none; leave it out")
     if (folder / "config.json").is_file():
-        return _exported(folder, str(folder.absolute()))
+        return _exported(folder, {"source": str(folder.absolute())})
     if folder.exists():
         raise ValueError(
             "it is neither a run (no checkpoints) nor an exported model (no config.json); give a run's output_dir, "
             "with init_step for one of its checkpoints, what save_model.py wrote, or a hub id"
         )
     downloaded = _downloaded(name)
-    source = _exported(downloaded, name)
-    source.record["revision"] = downloaded.name
-    return source
+    return _exported(downloaded, {"source": name, "revision": downloaded.name})
 
 
 def _of_run(directory: RunDirectory, step: int | None, official: bool) -> Source:
@@ -184,12 +191,10 @@ def _downloaded(name: str) -> Path:
     Raises:
         ValueError: it is no hub id, or neither the cache nor the hub has it.
     """
-    from huggingface_hub import snapshot_download
-
     if not _HUB_ID.fullmatch(name):
         raise ValueError("there is no such folder; give a run's output_dir, what save_model.py wrote, or a hub id")
     try:
-        return cached_model(name) if only_cached() else Path(snapshot_download(name, allow_patterns=_FROM_THE_HUB))
+        return Path(snapshot_download(name, allow_patterns=_FROM_THE_HUB, local_files_only=only_cached()))
     except Exception as error:  # of the client, or of what carries its requests
         raise ValueError(
             f"there is no such folder, and the hub's model of this name cannot be had ({one_line(error)}); without a "
@@ -197,7 +202,7 @@ def _downloaded(name: str) -> Path:
         ) from error
 
 
-def _exported(folder: Path, source: str) -> Source:
+def _exported(folder: Path, record: dict[str, Any]) -> Source:
     tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -207,33 +212,23 @@ def _exported(folder: Path, source: str) -> Source:
             raise ValueError(f"{file.name} is damaged ({one_line(error)}); export or download it again") from error
     if not tensors:
         raise ValueError(f"{folder} holds no weights as safetensors, and nothing else is read; save the model as such")
-    record: dict[str, Any] = {"source": source}
-    if (folder / "exported_from.json").is_file():
-        mark = _json(folder / "exported_from.json")
+    if (folder / MARK).is_file():
+        mark = read_json(folder / MARK)
         names = {"step": "checkpoint", "tag": "tag", "weights": "weights"}
         record |= {key: mark[name] for key, name in names.items() if mark.get(name) is not None}
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    return Source(_json(folder / "config.json"), tensors, folder if has_tokenizer else None, record)
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = read_json(file)
-    except UnreadableError as error:
-        raise ValueError(f"{file.name} is damaged ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file.name} is damaged (it holds a {type(found).__name__})")
-    return found
+    return Source(read_json(folder / "config.json"), tensors, folder if has_tokenizer else None, record)
 
 
 def _match(
-    source: Source, config: Config, model: Any, data: DataInfo, corpus: Path
-) -> tuple[dict[str, str], list[str], list[str]]:
-    """Stored tensor for each of the model's, the model's that keep their fresh weights, and notes on both.
+    source: Source, config: Config, model: Any, other_vocabulary: str | None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Stored tensor for each of the model's that it fills; and why others are left out or stay fresh.
 
     Raises:
         ConfigError: tensors do not match, and `init_allow` does not name them; or it names none.
     """
+    _check_heads(source, config, model)
     parameters = dict(model.named_parameters())  # tied ones once
     tied = {name for name in model.state_dict() if name not in parameters} - {name for name, _ in model.named_buffers()}
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
@@ -253,23 +248,18 @@ def _match(
         for name in own.keys() & shapes.keys()
         if own[name] != shapes[name]
     }
-    vocabulary = _other_vocabulary(source, data, corpus)
-    if vocabulary:
+    if other_vocabulary:
         reasons |= {name: reasons.get(name, "of other tokens") for name in {embeddings, head} & own.keys()}
-    allowed = _allowed(config.init_allow, {*own, *shapes})
-    if refused := sorted(reasons.keys() - allowed):
+    if refused := sorted(reasons.keys() - _allowed(config.init_allow, {*own, *shapes})):
         listed = _some([f"{name} is {reasons[name]}" for name in refused], "; ")
-        why = f"it has another vocabulary than the corpus ({vocabulary}); " if vocabulary else ""
-        fix = "a corpus of its tokenizer" if vocabulary and len(refused) <= 2 else "the model that it was trained as"
+        why = f"it has another vocabulary than the corpus ({other_vocabulary}); " if other_vocabulary else ""
+        fix = "a corpus of its tokenizer" if why and len(refused) <= 2 else "the model that it was trained as"
         names = ",".join(refused) if len(refused) <= _SHOWN else "…"
         raise ConfigError(
             f"init_from={config.init_from} does not fit: {why}{listed}. Train {fix}, or let these begin with fresh "
             f"weights, and leave unexpected ones out, with init_allow=[{names}]"
         )
-    fresh, unused = sorted(reasons.keys() & own.keys()), sorted(reasons.keys() - own.keys())
-    notes = [f"fresh initial weights for {', '.join(fresh)}"] if fresh else []
-    notes += [f"not used: {', '.join(unused)}"] if unused else []
-    return {name: stored_as[name] for name in own if name not in reasons}, fresh, notes
+    return {name: stored_as[name] for name in own if name not in reasons}, reasons
 
 
 def _check_heads(source: Source, config: Config, model: Any) -> None:
@@ -284,10 +274,9 @@ def _check_heads(source: Source, config: Config, model: Any) -> None:
     theirs = own_kind(**{key: source.fields[key] for key in registry.fields_of(own_kind) & source.fields.keys()})
     for block in range(min(theirs.num_hidden_layers, model.config.num_hidden_layers)):
         before, now = (whole.mixer_config(block) for whole in (theirs, model.config))
-        if type(before) is not type(now):
-            continue
         pairs = zip(_HEADS, _heads(before), _heads(now), strict=True)
-        if wrong := [f"{key}={old} (not {new})" for key, old, new in pairs if old != new]:
+        wrong = [f"{key}={old} (not {new})" for key, old, new in pairs if old != new]
+        if wrong and type(before) is type(now):
             raise ConfigError(
                 f"init_from={config.init_from} does not fit: set what its model was trained with in model.config: "
                 f"{', '.join(wrong)} in block {block}"
@@ -331,19 +320,16 @@ def _other_vocabulary(source: Source, data: DataInfo, corpus: Path) -> str | Non
     ours = tokens_of(corpus)
     if source.tokenizer is None or ours is None:
         return None
-    from forgetting_transformer.model_tokenizer import load_tokenizer
-
     theirs = {id: token for token, id in load_tokenizer(source.tokenizer).get_vocab().items()}
     return other_token(ours, theirs, f"{source.tokenizer}")
 
 
 def _other_fields(source: Source, model: Any) -> list[str]:
-    """A note on fields that shape no tensor and differ: the config's make another function of the same weights."""
+    """Fields that shape no tensor and differ: the config's make another function of the same weights."""
     own = model.config.to_dict()
     known = registry.fields_of(type(model.config)) - _WITHOUT_EFFECT | {"model_type"}
-    changes = [
+    return [
         f"{key}: {source.fields[key]} -> {own[key]}"
         for key in sorted(known & own.keys() & source.fields.keys())
         if source.fields[key] != own[key]
     ]
-    return [f"this model has other settings than that of the weights: {', '.join(changes)}"] if changes else []

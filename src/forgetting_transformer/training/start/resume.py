@@ -18,7 +18,6 @@ from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import check_continues
 from forgetting_transformer.training.counters import Counters
 from forgetting_transformer.training.execution.choice import Execution, recorded
-from forgetting_transformer.training.export.official_checkpoint import is_official
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -73,12 +72,14 @@ def find_checkpoint(config: Config, checkpointer: Checkpointer, fabric: Fabric) 
     directory = RunDirectory(config.fork_dir)
     source = Checkpointer(directory.checkpoints, 1, fabric.global_rank, fabric.world_size)
     checkpoint = source.newest(config.fork_step)
-    if checkpoint is None and is_official(directory):
-        raise CheckpointError(
-            f"fork_dir={config.fork_dir} is a run of the authors' code; make a run of it with "
-            "scripts/import_checkpoint.py first, and continue or fork that"
-        )
     if checkpoint is None:
+        from forgetting_transformer.training.export.official_checkpoint import is_official
+
+        if is_official(directory):
+            raise CheckpointError(
+                f"fork_dir={config.fork_dir} is a run of the authors' code; make a run of it with "
+                "scripts/import_checkpoint.py first, and continue or fork that"
+            )
         raise CheckpointError(
             f"fork_step={config.fork_step}: no valid checkpoint of that many tokens in {directory.checkpoints}; it "
             f"holds {steps_in(directory.checkpoints) or 'nothing'}"

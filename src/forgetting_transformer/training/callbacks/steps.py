@@ -1,17 +1,23 @@
-"""The training loss: a line of it with every line of the log, and its mean at every position."""
+"""What every step gave: its loss, at every position too, norms, and whether its update was left out."""
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
+from forgetting_transformer.training.faults.shards import is_counted, local
 from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length
 from forgetting_transformer.training.records.metrics import prefixed
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
+
+log = logging.getLogger(__name__)
 
 
 class Loss(Callback):
@@ -66,3 +72,58 @@ class LossByPosition(Callback):
     def load(self, state: dict[str, Tensor]) -> None:
         self._sums.loss_T.copy_(state["loss_T"])
         self._sums.sequences_T.copy_(state["sequences"])  # one number in an import of the authors' code
+
+
+class Norms(Callback):
+    """Writes them to norm.jsonl with every line of the log."""
+
+    name = "norms"
+    all_ranks = True
+
+    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
+        if kind == "log":
+            trainer.report(names.NORM, parameter_norms(trainer.model.module))
+
+
+@torch.no_grad()
+def parameter_norms(model: nn.Module) -> dict[str, float]:
+    """{"pnorm/<name>": L2 norm of the parameter, "gnorm/<name>": of its gradient after clipping}.
+
+    Sharded parameters are never gathered: every rank squares its own shard, and one reduction of two numbers a
+    parameter adds them up. Called by all ranks; waits for the device once.
+    """
+    named = list(model.named_parameters())
+    sharded = any(isinstance(p, DTensor) for _, p in named)
+    tensors: dict[str, torch.Tensor] = {names.name_of(names.PARAMETER_NORM, name): p for name, p in named}
+    tensors |= {
+        names.name_of(names.GRADIENT_NORM_OF_PARAMETER, name): p.grad for name, p in named if p.grad is not None
+    }
+    squares = torch.stack([torch.linalg.vector_norm(local(t)) for t in tensors.values()]).double() ** 2
+    if sharded:
+        squares *= torch.tensor([is_counted(t) for t in tensors.values()], device=squares.device)
+        dist.all_reduce(squares)
+    return dict(zip(tensors, squares.sqrt().tolist(), strict=True))
+
+
+class BadSteps(Callback):
+    """bad_step.jsonl, and a warning in every rank's log, for updates that faults/step_guard.py left out."""
+
+    name = "bad_steps"
+    all_ranks = True
+
+    def on_step(self, trainer: "TrainerInterface", step: Step) -> None:
+        self._report(trainer)
+
+    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
+        if kind == "save":  # their lines must be there before the checkpoint is
+            self._report(trainer)
+
+    def on_end(self, trainer: "TrainerInterface") -> None:
+        self._report(trainer)
+
+    def _report(self, trainer: "TrainerInterface") -> None:
+        for bad in trainer.guard.take_reports():
+            where = trainer.data.locate(bad.batch)
+            log.warning("the update of batch %d was left out: %s; %s", bad.batch, bad, where)
+            values = prefixed(names.BAD_STEP, bad.describe(where))
+            trainer.report(names.BAD_STEP, values, step=(bad.batch + 1) * trainer.tokens_per_step)
