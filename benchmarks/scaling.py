@@ -157,7 +157,7 @@ def prepare(args: argparse.Namespace, case: Case, device: Any, draws: Any) -> tu
     compiles = config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
     graphs = Graphs(kind.endswith("_graphs"), compiles, model.parameters(), reduced=not alone)
     if compiles:
-        Compilation(config, VOCABULARY, device, fabric.global_rank, world).compile(model)
+        Compilation(config, device, fabric.global_rank, world).compile(model)
     share = Ranks(fabric.global_rank, world, sharing, timedelta(seconds=args.time_limit))
     shape = (count, args.batch_size, args.seq_len + 1)
 

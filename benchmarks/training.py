@@ -146,7 +146,7 @@ def measure(args: argparse.Namespace, case: Case) -> dict[str, Any]:
     flops_per_block = flops_per_token * inputs_BT.numel() / model.config.num_hidden_layers
     graphs = Graphs(choose_graphs(config, device, compiles, flops_per_block), compiles, model.parameters())
     if compiles:
-        Compilation(config, model.config.vocab_size, device).compile(model)
+        Compilation(config, device).compile(model)
 
     def step() -> torch.Tensor:
         with graphs.micro_batch(last=args.optimizer_step):

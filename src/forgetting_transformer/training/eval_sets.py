@@ -91,15 +91,15 @@ def check_tokenizers(sets: dict[str, Corpus], corpus: Corpus, config: Config) ->
 
 
 def _open(config: Config, path: str, corpus: Corpus, info: DataInfo, world_size: int) -> Corpus:
-    data, place = config.datamodule, _place(config.data_dir, path)
+    data, folder = config.datamodule, _where_is(config.data_dir, path)
     found: Corpus
     try:
-        found = _open_array(config, place, corpus.packed, info)
+        found = _open_array(config, folder, corpus.packed, info)
     except NoArrayError:
         if not CORPORA.plugin_of(data.name):
-            raise DataError(_nothing_at(place)) from None
+            raise DataError(_nothing_at(folder)) from None
         # What reads the corpus of the run reads the set too.
-        data_dir, name = (place.parent, place.name) if isinstance(place, Path) else place.rstrip("/").rsplit("/", 1)
+        data_dir, name = (folder.parent, folder.name) if isinstance(folder, Path) else folder.rstrip("/").rsplit("/", 1)
         found = CORPORA.make(data.name, str(data_dir), dataclasses.replace(data, dataset=name))
     described = found.eval_info()
     for what, own, other in (
@@ -118,7 +118,7 @@ def _open(config: Config, path: str, corpus: Corpus, info: DataInfo, world_size:
     return found
 
 
-def _open_array(config: Config, place: str | Path, packed: bool, info: DataInfo) -> LongCrawl64DataModule:
+def _open_array(config: Config, folder: str | Path, packed: bool, info: DataInfo) -> LongCrawl64DataModule:
     """
     Raises:
         NoArrayError: there is none. DataError: it cannot be read.
@@ -128,14 +128,14 @@ def _open_array(config: Config, place: str | Path, packed: bool, info: DataInfo)
         stated = Vocabulary(info.vocab_size, info.bos_token_id, info.eos_token_id)
     options: dict[str, Any] = {key: getattr(data, key) for key in _SHARED if hasattr(data, key)}
     # What the set's manifest says goes first, and is compared below; the config's keys are those of the corpus.
-    found = LongCrawl64DataModule(str(place), dataset=".", packed=packed, recorded=stated, **options)
+    found = LongCrawl64DataModule(str(folder), dataset=".", packed=packed, recorded=stated, **options)
     array = found.array("heldout")
     if data.eval_tokens is not None:
         found.eval_tokens = min(data.eval_tokens, array.documents * array.doc_len)
     return found
 
 
-def _place(data_dir: str, path: str) -> str | Path:
+def _where_is(data_dir: str, path: str) -> str | Path:
     """A URL, an absolute path, or a path in `data_dir`, which may be a URL itself."""
     if is_url(path):
         return path
@@ -143,14 +143,14 @@ def _place(data_dir: str, path: str) -> str | Path:
     return join(data_dir, path) if is_url(data_dir) and not local.is_absolute() else Path(data_dir) / local
 
 
-def _nothing_at(place: str | Path) -> str:
+def _nothing_at(folder: str | Path) -> str:
     """That there is no held-out array, and what is near it."""
-    if isinstance(place, str):
-        return f"no held-out array at {join(place, 'heldout.zarr')}; give the URL of a corpus's folder"
-    if place.suffix == ".zarr":
-        return f"{place} is named as an array; give the folder of the corpus that holds heldout.zarr"
-    near = sorted(file.parent.name for file in place.parent.glob("*/heldout.zarr"))
+    if isinstance(folder, str):
+        return f"no held-out array at {join(folder, 'heldout.zarr')}; give the URL of a corpus's folder"
+    if folder.suffix == ".zarr":
+        return f"{folder} is named as an array; give the folder of the corpus that holds heldout.zarr"
+    near = sorted(file.parent.name for file in folder.parent.glob("*/heldout.zarr"))
     listed = ", ".join(near[:_MOST_LISTED]) + (", …" if len(near) > _MOST_LISTED else "")
-    closest = difflib.get_close_matches(place.name, near, n=1)
-    hint = f"; did you mean {closest[0]!r}?" if closest else f"; {place.parent} holds {listed}" if near else ""
-    return f"no held-out array at {place / 'heldout.zarr'}{hint or '; give the folder of a corpus, or its URL'}"
+    closest = difflib.get_close_matches(folder.name, near, n=1)
+    hint = f"; did you mean {closest[0]!r}?" if closest else f"; {folder.parent} holds {listed}" if near else ""
+    return f"no held-out array at {folder / 'heldout.zarr'}{hint or '; give the folder of a corpus, or its URL'}"

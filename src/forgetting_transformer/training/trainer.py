@@ -75,9 +75,7 @@ class Trainer:
         self.data_info = self.data.train_info()
         self.tokens_per_step = config.datamodule.train_batch_size * config.datamodule.train_batch_len
         self.begin("compiler")
-        self.compilation = Compilation(
-            config, self.data_info.vocab_size, fabric.device, fabric.global_rank, fabric.world_size
-        )
+        self.compilation = Compilation(config, fabric.device, fabric.global_rank, fabric.world_size)
         self.begin("checkpoint")
         self.checkpointer = setup.checkpointer(config, self.directory, fabric, self.sentinel)
         self.vote = Vote(fabric.world_size, timeout)
@@ -328,7 +326,6 @@ class Trainer:
         self.sentinel.started()
         log.info("the first step is done, loss %.4f, %s", step.loss.item(), self.startup)
         if self.compiled:
-            self.compilation.first_step_took(self.startup.seconds()["first step"])
             self.compilation.warn_of_uncompiled()
 
     def _finish(self) -> None:

@@ -1,9 +1,7 @@
-"""torch.compile in a training run: where compiled code is kept, how long it will take, and what was left uncompiled."""
+"""torch.compile in a training run: where compiled code is kept, and what was left uncompiled."""
 
 import contextvars
-import hashlib
 import importlib
-import json
 import logging
 import os
 import tempfile
@@ -13,7 +11,6 @@ from typing import Any
 
 import torch
 
-from forgetting_transformer.files import write_atomically
 from forgetting_transformer.training.config import Config
 
 log = logging.getLogger(__name__)
@@ -26,8 +23,6 @@ _MAX_WORKERS = 32
 #: Seconds of the first step on an H200 with nothing in the caches, for this package's architectures at 760M. Blocks of
 #: a kind share one compilation, so depth changes little.
 _USUAL_SECONDS = "15 to 25 s"
-#: In the folder of compiled code: how long first steps took.
-_FIRST_STEPS = "first_steps.json"
 
 
 class Compilation:
@@ -37,14 +32,10 @@ class Compilation:
     the compiler and its processes.
 
     Args:
-        config: of the run.
-        vocab_size: of the corpus.
-        device: of this rank.
+        config: of the run. device: of this rank.
     """
 
-    def __init__(
-        self, config: Config, vocab_size: int, device: torch.device, rank: int = 0, world_size: int = 1
-    ) -> None:
+    def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
         self._talks = rank == 0
         self._warned_of: set[str] = set()
         self._starting: threading.Thread | None = None
@@ -57,18 +48,6 @@ class Compilation:
                 settings = contextvars.copy_context()
                 self._starting = threading.Thread(target=settings.run, args=(_start_compiler,), daemon=True)
                 self._starting.start()
-        data = config.datamodule
-        # What changes the compiled code, or how long it takes to make.
-        like_this = (
-            (config.model.name, config.model.config, vocab_size),
-            (min(config.train.grad_acc_tokens, data.train_batch_size * data.train_batch_len), data.train_batch_len),
-            (config.fabric.precision, config.train.gradient_checkpointing, config.strategy.name, world_size),
-            config.train.cuda_graphs,
-            config.strategy.context,
-            (torch.cuda.get_device_name(device) if on_cuda else device.type, torch.__version__),
-        )
-        text = json.dumps(like_this, sort_keys=True, default=str)
-        self._key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         self._on_cuda = on_cuda
 
     def compile(self, model: Any) -> None:
@@ -80,27 +59,10 @@ class Compilation:
             model.compile_parts()
 
     def announce(self) -> None:
-        """Says how long the first step will take, from what starts like this one took before."""
-        if not self._talks:
-            return
-        before, folder = self._read().get(self._key), code_folder()
-        if before is None:
-            how_long = f"usually {_USUAL_SECONDS} on an H200" if self._on_cuda else "up to some minutes"
-            log.info("compiling, %s; the next start finds the compiled code in %s", how_long, folder)
-        elif len(before) == 1:
-            log.info("compiling, less than the %.0f s of the first time: compiled code is in %s", before[0], folder)
-        else:
-            log.info("compiling, about %.0f s as at the last start: compiled code is in %s", before[-1], folder)
-
-    def first_step_took(self, seconds: float) -> None:
-        """Remembers it for the next start: the first time with nothing in the caches, and the last."""
+        """Says that the first step compiles."""
         if self._talks:
-            known = self._read()
-            known[self._key] = [*known.get(self._key, [])[:1], round(seconds, 1)]
-            try:
-                write_atomically(code_folder() / _FIRST_STEPS, json.dumps(known))
-            except OSError as error:
-                log.debug("how long the first step took was not noted: %s", error)
+            how_long = f"usually {_USUAL_SECONDS} on an H200" if self._on_cuda else "up to some minutes"
+            log.info("compiling, %s; the next start finds the compiled code in %s", how_long, code_folder())
 
     def warn_of_uncompiled(self) -> None:
         """One WARNING for each reason for which torch.compile left something uncompiled, which it does silently.
@@ -115,13 +77,6 @@ class Compilation:
                     self._warned_of.add(reason)
                     if self._talks:
                         log.warning("a part of the model runs uncompiled, which is slower: %s", _first_lines(reason))
-
-    def _read(self) -> dict[str, list[float]]:
-        try:
-            known = json.loads((code_folder() / _FIRST_STEPS).read_text(encoding="utf-8"))
-            return {key: [float(x) for x in seconds] for key, seconds in known.items() if seconds}
-        except (OSError, ValueError, TypeError, AttributeError):
-            return {}
 
 
 def _first_lines(reason: str) -> str:

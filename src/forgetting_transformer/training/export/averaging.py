@@ -37,7 +37,7 @@ def average(
         CheckpointError: there are not so many, they belong to runs of other settings, or one cannot be read.
         ExportError: as `export`.
     """
-    exports.check_place(save_folder, "--out")
+    exports.check_target(save_folder, "--out")
     directory = RunDirectory(run_folder)
     chosen = _find(directory, last, steps)
     states = [checkpoint.trainer_state() for checkpoint in chosen]

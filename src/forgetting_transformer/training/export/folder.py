@@ -62,7 +62,7 @@ def export(
         ExportError: the folder is a run's or a corpus's, holds another model, another run's export or files of
             somebody else, or cannot be written, or the tokenizer cannot be used.
     """
-    check_place(save_folder)
+    check_target(save_folder)
     directory = RunDirectory(run_folder)
     _check_run(run_folder, directory)
     found: tuple[Checkpoint, dict[str, Any], PreTrainedModel] | None
@@ -99,7 +99,7 @@ def _check_run(run_folder: Path, directory: RunDirectory) -> None:
         raise CheckpointError(f"--hf_load_dir={run_folder}: it holds no checkpoints; {fix}")
 
 
-def check_place(save_folder: Path, flag: str = "--hf_save_dir") -> None:
+def check_target(save_folder: Path, flag: str = "--hf_save_dir") -> None:
     """
     Args:
         flag: of the command, for the message.

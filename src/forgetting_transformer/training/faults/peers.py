@@ -42,7 +42,7 @@ class Peers:
         self.rank, self.world_size = rank, world_size
         if world_size > 1:
             self._store = dist.PrefixStore("peers", dist.distributed_c10d._get_default_store())
-            self._publish(f"{rank}", f"{os.getpid()} {_place()}")
+            self._publish(f"{rank}", f"{os.getpid()} {_machine()}")
 
     def failed(self, reason: str) -> None:
         """This rank ends, and why. Never raises."""
@@ -102,8 +102,8 @@ class Peers:
 
     def _process(self, rank: int) -> int:
         """Number of its process if that is on this machine, and in this container; 0 elsewhere."""
-        process, _, place = (self._published(f"{rank}") or "").partition(" ")
-        return int(process) if place == _place() else 0
+        process, _, machine = (self._published(f"{rank}") or "").partition(" ")
+        return int(process) if machine == _machine() else 0
 
     def _publish(self, key: str, value: str) -> None:
         with contextlib.suppress(Exception):  # the store may be what is gone
@@ -117,7 +117,7 @@ class Peers:
         return None
 
 
-def _place() -> str:
+def _machine() -> str:
     """Where a process number means the same: this machine, and on it this container."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
