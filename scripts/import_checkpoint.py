@@ -20,7 +20,7 @@ import sys
 import warnings
 
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import at_least, step
+from forgetting_transformer.command_line import step
 
 
 def main() -> None:
@@ -28,12 +28,6 @@ def main() -> None:
     parser.add_argument("official_dir", type=command_line.path, help="output_dir of a run of the authors' code")
     parser.add_argument("output_dir", type=command_line.path, help="folder of the run to make")
     parser.add_argument("--step", type=step, help="training tokens of the checkpoint; without it the newest")
-    parser.add_argument(
-        "--bos_token_id", type=at_least(0), help="first token of every sequence, for a corpus other than LongCrawl64"
-    )
-    parser.add_argument(
-        "--eos_token_id", type=at_least(0), help="last token of every text; without it --bos_token_id's"
-    )
     arguments = parser.parse_args()
     # Said by torch of a checkpoint that one process writes, which is meant.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -44,13 +38,7 @@ def main() -> None:
     from forgetting_transformer.training.records.run_directory import RunDirectoryError
 
     try:
-        written, config = import_run(
-            arguments.official_dir,
-            arguments.output_dir,
-            arguments.step,
-            arguments.bos_token_id,
-            arguments.eos_token_id,
-        )
+        written, config = import_run(arguments.official_dir, arguments.output_dir, arguments.step)
     except (CheckpointError, RunDirectoryError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     print(f"{written.path} holds the run at {written.step:,} of {config.train.max_tokens:,} tokens")

@@ -161,7 +161,8 @@ def test_a_spike_is_judged_by_the_median_of_the_norms_before():
 
     assert not any(judge(n, 1e6 if n == 3 else 1.0) for n in range(WINDOW)), "nothing to compare with yet"
     assert not judge(WINDOW, 4.9) and judge(WINDOW + 1, 5.1)
-    (bad,) = guard.bad_steps()
+    guard.poll()
+    (bad,) = guard.take_reports()
     assert (bad.batch, bad.in_a_row, bad.loss) == (WINDOW + 1, 1, 1.0) and bad.grad_norm == pytest.approx(5.1)
     resumed = StepGuard(torch.device("cpu"), spike_factor=5.0)
     resumed.load(guard.state())

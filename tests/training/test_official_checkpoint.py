@@ -13,16 +13,24 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
-from forgetting_transformer.training.export import build_from_checkpoint, export
+from forgetting_transformer.training.export import build_from_checkpoint, export, official_checkpoint
 from forgetting_transformer.training.export.official_checkpoint import import_run, is_official, load_model
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 from tests.processes import ROOT
+from tests.tiny import VOCAB
 from tests.training.conftest import STEP, changed, checkpoint_tensors, refused, train
 from tests.training.official import official_run
 from tests.training.test_resume import lines, losses
 
 pytestmark = pytest.mark.slow
 AT = 8 * STEP
+
+
+@pytest.fixture(autouse=True)
+def tiny_vocabulary(monkeypatch):
+    """LongCrawl64's is as large as that of the tiny corpus."""
+    monkeypatch.setattr(official_checkpoint, "_GPT2_IDS", VOCAB)
+    monkeypatch.setattr(official_checkpoint, "_GPT2_BOS", 0)
 
 
 @pytest.fixture
@@ -35,7 +43,7 @@ def official(tiny, finished, tmp_path) -> Path:
 def test_it_goes_on_where_it_was(tiny, official, finished, tmp_path, monkeypatch, capsys):
     """The run that was not moved is the measure: the same losses, rates and windows of loss by position."""
     before = {path: path.stat().st_mtime_ns for path in official.rglob("*")}
-    arguments = [str(official), tiny["output_dir"], "--bos_token_id", "0"]
+    arguments = [str(official), tiny["output_dir"]]
     monkeypatch.setattr(sys, "argv", ["import_checkpoint.py", *arguments])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "scripts/import_checkpoint.py"), run_name="__main__")
@@ -59,7 +67,7 @@ def test_it_goes_on_where_it_was(tiny, official, finished, tmp_path, monkeypatch
 def test_every_tensor_finds_its_parameter(tiny, finished, tmp_path, numbered):
     run = Path(finished(tiny))
     official_run(run, tmp_path / "official", AT, numbered)
-    import_run(tmp_path / "official", tmp_path / "imported", AT, bos_token_id=0)
+    import_run(tmp_path / "official", tmp_path / "imported", AT)
     ours, theirs = checkpoint_tensors(str(tmp_path / "imported"), AT), checkpoint_tensors(str(run), AT)
     assert ours.keys() == theirs.keys() and len(ours) > 50
     assert all(torch.equal(tensor, ours[name]) for name, tensor in theirs.items())
@@ -119,7 +127,7 @@ def test_a_damaged_one_is_one_line(official, tmp_path):
 
     def problem() -> str:
         with pytest.raises(CheckpointError) as error:
-            import_run(official, tmp_path / "imported", bos_token_id=0)
+            import_run(official, tmp_path / "imported")
         file.write_bytes(whole)
         assert str(file) in str(error.value) and "\n" not in str(error.value)
         assert not (tmp_path / "imported").exists()
@@ -150,7 +158,7 @@ def test_its_configuration_is_held_to_what_is_known(official, tmp_path):
         text = yaml.safe_dump(config | {name: config[name] | values for name, values in sections.items()})
         (official / "config.yaml").write_text(text)
         with pytest.raises(CheckpointError) as error:
-            import_run(official, tmp_path / "imported", bos_token_id=0)
+            import_run(official, tmp_path / "imported")
         assert "config.yaml" in str(error.value) and "\n" not in str(error.value)
         return str(error.value)
 
@@ -168,17 +176,11 @@ def test_a_fork_of_it_says_how(tiny, official):
     )
 
 
-def test_the_first_token_of_another_vocabulary_is_asked_for_and_has_to_be_in_it(official, tmp_path):
-    for given, said in (
-        ({}, r"vocabulary of 64 ids is not LongCrawl64's.*--bos_token_id"),
-        ({"bos_token_id": 64}, r"--bos_token_id=64 .*64 ids; give one of 0 to 63"),
-        ({"bos_token_id": 0, "eos_token_id": -1}, r"--eos_token_id=-1 is not in the vocabulary .*give one of 0 to 63"),
-    ):
-        with pytest.raises(CheckpointError, match=said) as caught:
-            import_run(official, tmp_path / "imported", **given)
-        assert "\n" not in str(caught.value) and not (tmp_path / "imported").exists()
-    written, _ = import_run(official, tmp_path / "imported", bos_token_id=0, eos_token_id=1)
-    assert [written.trainer_state()["model_config"][f"{name}_token_id"] for name in ("bos", "eos")] == [0, 1]
+def test_another_vocabulary_than_longcrawl64s_is_not_imported(official, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"vocabulary of 64 ids is not LongCrawl64's"):
+        import_run(official, tmp_path / "imported")
+    assert not (tmp_path / "imported").exists()
 
 
 def test_folders_of_runs_and_models_are_left_alone_and_the_official_one_is_not_trained_in(
@@ -189,7 +191,7 @@ def test_folders_of_runs_and_models_are_left_alone_and_the_official_one_is_not_t
         (tmp_path / "model" / name).write_text("{}")
     for folder in (official, Path(shutil.copytree(finished(tiny), tmp_path / "run")), tmp_path / "model"):
         with pytest.raises(RunDirectoryError, match="choose another"):
-            import_run(official, folder, bos_token_id=0)
+            import_run(official, folder)
     for resume in (True, False):
         with pytest.raises(RunDirectoryError, match=r"is a run of the authors' code .*import_checkpoint"):
             RunDirectory(official).check_ours(resume)

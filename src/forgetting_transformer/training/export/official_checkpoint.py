@@ -89,19 +89,11 @@ def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Checkp
     return checkpoint, state, model.eval()
 
 
-def import_run(
-    official_dir: Path,
-    output_dir: Path,
-    step: int | None = None,
-    bos_token_id: int | None = None,
-    eos_token_id: int | None = None,
-) -> tuple[Checkpoint, Config]:
+def import_run(official_dir: Path, output_dir: Path, step: int | None = None) -> tuple[Checkpoint, Config]:
     """Makes `output_dir` a run that continues the authors' run from a checkpoint: weights, moments, counters, rate.
 
     Args:
         step: training tokens of the checkpoint; None for the newest.
-        bos_token_id: first token of every sequence; None for LongCrawl64's.
-        eos_token_id: last token of every text; None for BOS.
 
     Returns:
         the checkpoint that was written, and the configuration that the run had.
@@ -122,12 +114,11 @@ def import_run(
             f"{saved['batch_count']:,} batches and losses at {len(window):,} positions, and config.yaml beside it says "
             f"batches of {config.datamodule.train_batch_size:,} x {length:,} tokens"
         )
-    model = _model(checkpoint, config, saved["model"], bos_token_id, eos_token_id)
+    model = _model(checkpoint, config, saved["model"])
     if model.config.bos_token_id is None:
         raise CheckpointError(
             f"{checkpoint.path} was not imported: its vocabulary of {model.config.vocab_size:,} ids is not "
-            f"LongCrawl64's, so the "
-            "first token of a sequence is not known; give it with --bos_token_id"
+            "LongCrawl64's, so the first token of a sequence is not known; begin a run with its weights (init_from)"
         )
     optimizer = build_optimizer(model, undecayed_parameters(model, config.train), config.optimizer)
     moments = _moments(checkpoint, saved, model, config)
@@ -274,30 +265,18 @@ def _what_it_asks_for(path: Path) -> str:
     return f"it asks for {names[0]}, which no training checkpoint needs" if names else "its pickle is damaged"
 
 
-def _model(
-    checkpoint: Checkpoint,
-    config: Config,
-    weights: dict[str, Tensor],
-    bos_token_id: int | None = None,
-    eos_token_id: int | None = None,
-) -> PreTrainedModel:
+def _model(checkpoint: Checkpoint, config: Config, weights: dict[str, Tensor]) -> PreTrainedModel:
     embeddings = [tensor for name, tensor in weights.items() if name.endswith("embeddings.weight") and tensor.ndim == 2]
     if not embeddings:
         raise CheckpointError(f"{checkpoint.path} holds no embeddings.weight of a model")
     vocab_size = len(embeddings[0])
-    if bos_token_id is None and vocab_size == _GPT2_IDS:
-        bos_token_id = _GPT2_BOS
-    eos_token_id = bos_token_id if eos_token_id is None else eos_token_id
-    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-    if wrong := [f"--{key}={token}" for key, token in ids.items() if token is not None and not 0 <= token < vocab_size]:
-        raise CheckpointError(
-            f"{wrong[0]} is not in the vocabulary of {checkpoint.path}, which has {vocab_size:,} ids; give one of 0 to "
-            f"{vocab_size - 1:,}"
-        )
+    bos = _GPT2_BOS if vocab_size == _GPT2_IDS else None
     try:
         with no_init_weights():
             model = registry.get(config.model.name).lm_class(
-                registry.build_config(config.model.name, **config.model.config, vocab_size=vocab_size, **ids)
+                registry.build_config(
+                    config.model.name, **config.model.config, vocab_size=vocab_size, bos_token_id=bos, eos_token_id=bos
+                )
             )
         model.load_state_dict(weights)
     except (RuntimeError, ValueError, TypeError) as error:

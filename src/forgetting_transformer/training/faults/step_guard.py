@@ -115,14 +115,12 @@ class StepGuard:
         elif not bad.item():
             step()
 
-    def bad_steps(self, wait: bool = False) -> list[BadStep]:
-        """Steps left out that the host has not been told of yet.
+    def poll(self, wait: bool = False) -> None:
+        """Learns of steps that were left out, which `take_reports` gives: the loop may ask and a callback may tell.
 
         Args:
-            wait: for the device, so that the answer includes the last step. Otherwise only what
-                it is known to have done.
+            wait: for the device, so that the last step is known too.
         """
-        found = []
         while self._pending:
             batch, host, event = self._pending[0]
             if event is not None and not event.query():
@@ -133,22 +131,17 @@ class StepGuard:
             bad, in_a_row, norm, *losses = host.tolist()
             if bad:
                 self.longest_row = max(self.longest_row, int(in_a_row))
-                found.append(BadStep(batch, int(in_a_row), sum(losses) / len(losses), norm, losses))
+                self._reports.append(BadStep(batch, int(in_a_row), sum(losses) / len(losses), norm, losses))
+
+    def take_reports(self) -> list[BadStep]:
+        """Bad steps that polling found since the last call."""
+        found, self._reports = self._reports, []
         return found
 
     @property
     def left_out(self) -> int:
         """Updates of the whole run that were left out. Waits for the device."""
         return int(self._skipped.item())
-
-    def poll(self, wait: bool = False) -> None:
-        """Keeps what `bad_steps` gives for `take_reports`, so that the loop may ask and a callback may tell."""
-        self._reports += self.bad_steps(wait)
-
-    def take_reports(self) -> list[BadStep]:
-        """Bad steps that polling found since the last call."""
-        found, self._reports = self._reports, []
-        return found
 
     def refuse(self, last_good_checkpoint: str, folder: Path) -> NoReturn:
         """

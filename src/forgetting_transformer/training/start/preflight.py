@@ -109,7 +109,8 @@ def _check(trainer: Trainer, place: Path) -> None:
     if not config.skip_eval:
         with _fits(trainer, "evaluation"):
             _evaluate(trainer)
-    if bad := trainer.guard.bad_steps(wait=True):
+    trainer.guard.poll(wait=True)
+    if bad := trainer.guard.take_reports():
         problems.append(f"the loss or gradient of batch {bad[0].batch} is not finite at the initial weights")
     trainer.vote.wait_for_all()
     if not fabric.is_global_zero:
