@@ -330,7 +330,7 @@ def test_packed_documents_do_not_see_each_other(bounds, window):
 def test_packed_documents_need_bounds_that_rise_to_the_end():
     q = torch.zeros(1, 6, 1, 8)
     for bounds in ([0, 5], [1, 6], [0, 4, 3, 6]):
-        with pytest.raises(ValueError, match=r"cu_seqlens is .* rise from 0 to the 6 keys"):
+        with pytest.raises(ValueError, match=r"cu_seqlens is .* rise from 0 to the 6 tokens"):
             forgetting_attention(q, q, q, torch.zeros(1, 6, 1), cu_seqlens=torch.tensor(bounds))
     with pytest.raises(ValueError, match=r"has shape \(1,\)"):
         forgetting_attention(q, q, q, torch.zeros(1, 6, 1), cu_seqlens=torch.tensor([0]))
@@ -388,17 +388,21 @@ GOOD = {
         ({"k": torch.zeros(2, 6, 3, 8).half()}, ValueError, "k is torch.float16 and q torch.float32"),
         ({"k": torch.zeros(2, 6, 3, 8, device="meta")}, ValueError, "k is on meta and q on cpu"),
         ({"v": torch.zeros(2, 5, 3, 8)}, ValueError, "v has shape"),
-        ({"k": torch.zeros(4, 6, 3, 8), "v": torch.zeros(4, 6, 3, 8)}, ValueError, "k has batch size 4"),
-        ({"k": torch.zeros(2, 6, 3, 4), "v": torch.zeros(2, 6, 3, 4)}, ValueError, "k has head dimension 4"),
+        (
+            {"k": torch.zeros(4, 6, 3, 8), "v": torch.zeros(4, 6, 3, 8)},
+            ValueError,
+            r"k has shape .*\(B, N, G, D\) = \(2, 6, 3, 8\)",
+        ),
+        ({"k": torch.zeros(2, 6, 3, 4), "v": torch.zeros(2, 6, 3, 4)}, ValueError, r"k has shape .* = \(2, 6, 3, 8\)"),
         (
             {"k": torch.zeros(2, 6, 2, 8), "v": torch.zeros(2, 6, 2, 8)},
             ValueError,
-            "k has 2 heads and q 3; .* multiple",
+            r"k has 2 heads and q 3; .* multiple .*\(axes \(B, T, H, D\), head_first=False\)",
         ),
         (
             {"log_fgate": torch.zeros(2, 5, 3)},
             ValueError,
-            r"log_fgate has shape .* one entry per key and query head, .*\(axes \(B, length, H\), head_first=False\)",
+            r"log_fgate has shape \(2, 5, 3\); it must be \(B, N, H\) = \(2, 6, 3\)",
         ),
         ({"log_fgate": torch.full((2, 6, 3), 0.5)}, ValueError, r"log_fgate has entries up to 0\.5;.*logsigmoid"),
         ({"window_size": 0}, ValueError, "window_size is 0"),

@@ -815,7 +815,7 @@ def test_every_row_of_a_scan_begins_a_document():
         ([2, 5, 10], "must rise from 0 to the 10 tokens"),
         ([0, 7, 5, 10], "must rise from 0 to the 10 tokens"),
         ([0, 5, 20], "must rise from 0 to the 10 tokens"),
-        ([0.0, 10.0], "cu_seqlens is a torch.float32; it must be an int32 or int64 tensor"),
+        ([0.0, 10.0], "cu_seqlens has dtype torch.float32; it must be int32 or int64"),
         ([[0, 10]], r"cu_seqlens has shape \(1, 2\)"),
     ],
 )

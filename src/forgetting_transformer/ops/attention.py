@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from forgetting_transformer.ops.forgetting_attention.checks import (
     check_cu_seqlens,
-    check_seq_start,
-    check_tensors,
+    check_inputs,
+    check_positions,
     check_window_size,
     checked_scale,
 )
@@ -71,9 +71,9 @@ def causal_attention(
     Raises:
         TypeError, ValueError: arguments that do not fit together. The message names the argument.
     """
-    check_tensors(q_BTHD, k_BNGD, v_BNGD, None, head_first=False)
+    check_inputs(q_BTHD, k_BNGD, v_BNGD, None, head_first=False)
     check_window_size(window_size)
-    check_seq_start(seq_start, k_BNGD, head_first=False)
+    check_positions("seq_start", seq_start, 0, k_BNGD, head_first=False)
     check_cu_seqlens(cu_seqlens, q_BTHD, k_BNGD, head_first=False)
     sm_scale = checked_scale(sm_scale, q_BTHD.shape[-1])
     if q_BTHD.shape[1] > 1 and q_BTHD.dtype in (torch.float16, torch.bfloat16) and takes_kernel(q_BTHD):

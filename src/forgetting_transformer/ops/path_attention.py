@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forgetting_transformer.ops import path_attention_fla
+from forgetting_transformer.ops.arguments import check_tensors
 
 CHUNK_LENGTH = 64
 # Longer sequences are left out of compiled graphs.
@@ -81,19 +82,19 @@ def path_attention(
         and `Past` or None.
 
     Raises:
-        ValueError: shapes do not fit together. The message names the argument.
+        TypeError, ValueError: arguments that do not fit together. The message names the argument.
     """
-    batch, length, heads, dim = q_BTHD.shape
-    shapes = {
-        "k": (k_BTHD, (batch, length, heads, dim)),
-        "w": (w_BTHD, (batch, length, heads, dim)),
-        "v": (v_BTHV, (batch, length, heads, v_BTHV.shape[-1])),
-        "beta": (beta_BTH, (batch, length, heads)),
-        "log_fgate": (log_fgate_BTH, (batch, length, heads)),
-    }
-    for name, (x, shape) in shapes.items():
-        if x.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}")
+    check_tensors(
+        {
+            "q": (q_BTHD, "BTHD"),
+            "k": (k_BTHD, "BTHD"),
+            "v": (v_BTHV, "BTHV"),
+            "w": (w_BTHD, "BTHD"),
+            "beta": (beta_BTH, "BTH"),
+            "log_fgate": (log_fgate_BTH, "BTH"),
+        }
+    )
+    length, dim = q_BTHD.shape[1], q_BTHD.shape[3]
     scale = dim**-0.5 if scale is None else scale
     if past is None and not (returns_past or has_resets) and path_attention_fla.supports(q_BTHD, v_BTHV):
         out_BTHV = path_attention_fla.path_attention(q_BTHD, k_BTHD, v_BTHV, w_BTHD, beta_BTH, log_fgate_BTH, scale)

@@ -23,8 +23,8 @@ from forgetting_transformer.ops.forgetting_attention.checks import (
     check_adaptive_threshold,
     check_cu_seqlens,
     check_gates,
-    check_seq_start,
-    check_tensors,
+    check_inputs,
+    check_positions,
     check_window_size,
     checked_scale,
 )
@@ -104,8 +104,8 @@ def forgetting_attention(
         TypeError: an argument is not a tensor, or of an unsupported dtype.
         ValueError: shapes, dtypes, devices or ranges do not fit together. The message names the argument.
     """
-    check_tensors(q, k, v, log_fgate, head_first)
-    check_seq_start(seq_start, k, head_first)
+    check_inputs(q, k, v, log_fgate, head_first)
+    check_positions("seq_start", seq_start, 0, k, head_first)
     check_cu_seqlens(cu_seqlens, q, k, head_first)
     check_gates(log_fgate, seq_start, head_first)
     check_adaptive_threshold(adaptive_threshold, q, head_first)

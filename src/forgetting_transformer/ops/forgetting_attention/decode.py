@@ -15,9 +15,8 @@ from torch import Tensor
 
 from forgetting_transformer.ops.forgetting_attention.checks import (
     check_adaptive_threshold,
-    check_seq_end,
-    check_seq_start,
-    check_tensors,
+    check_inputs,
+    check_positions,
     checked_scale,
 )
 from forgetting_transformer.ops.forgetting_attention.constants import MIN_LOG_FGATE
@@ -91,13 +90,13 @@ def forgetting_attention_decode(
         ValueError: shapes, dtypes, devices or ranges do not fit together. The message names the argument.
         RuntimeError: a gradient is asked for.
     """
-    check_tensors(q, k, v, cum_log_fgate, head_first, "cum_log_fgate")
+    check_inputs(q, k, v, cum_log_fgate, head_first, "cum_log_fgate")
     if cum_log_fgate.dtype not in (torch.float64, torch.float32):
         raise TypeError(
             f"cum_log_fgate has dtype {cum_log_fgate.dtype}; it must be float64, or float32 where sequences are short"
         )
-    check_seq_start(seq_start, k, head_first)
-    check_seq_end(seq_end, q, k, head_first)
+    check_positions("seq_start", seq_start, 0, k, head_first)
+    check_positions("seq_end", seq_end, q.shape[2 if head_first else 1], k, head_first)
     if isinstance(adaptive_threshold, str):
         raise TypeError(
             f"adaptive_threshold is {adaptive_threshold!r}; decoding takes a number or a tensor, because the norms of "

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forgetting_transformer.ops import backends
+from forgetting_transformer.ops.arguments import check_documents, check_tensors
 from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.recurrence import chunked, fla, grouped, reference, scan
 from forgetting_transformer.ops.recurrence.chunked import (
@@ -149,11 +150,11 @@ def _simple_gla(
     optional = {"step": (step_BTH, "BTH"), "skip": (skip_H, "H"), "state": (state_BHKV, "BHKV")}
     sequences = {"q": (q_BTGK, "BTGK"), "k": (k_BTGK, "BTGK"), "v": (v_BTHV, "BTHV")}
     given = {name: x for name, x in optional.items() if x[0] is not None}
-    _check_recurrence(sequences, {"log_decay": (log_decay_BTH, "BTH"), **given}, scale)
+    _check_recurrence({**sequences, "log_decay": (log_decay_BTH, "BTH"), **given}, scale)
     (groups, key_dim), (heads, value_dim) = q_BTGK.shape[2:], v_BTHV.shape[2:]
     if heads % groups:
         raise ValueError(f"q has {groups} heads and v {heads}; the heads of v must be a multiple of those of q")
-    _check_documents(cu_seqlens, "q", q_BTGK)
+    check_documents(cu_seqlens, "q", q_BTGK, q_BTGK.shape[0] * q_BTGK.shape[1])
     document_BT = None if cu_seqlens is None else grouped.documents(cu_seqlens, q_BTGK)
     if (
         q_BTGK.is_cuda
@@ -189,7 +190,7 @@ def _linear_recurrence(
     sequences = {"q": (q_BTHK, "BTHK"), "k": (k_BTHK, "BTHK"), "v": (v_BTHV, "BTHV")}
     wanted = {name: (getattr(gates, name), axes) for name, axes in _GATE_AXES[op].items()}
     wanted |= {} if state_BHKV is None else {"state": (state_BHKV, "BHKV")}
-    _check_recurrence(sequences, wanted, scale)
+    _check_recurrence(sequences | wanted, scale)
     backend = _select_backend(op, q_BTHK, v_BTHV)
     with torch.autocast(q_BTHK.device.type, enabled=False):
         return backend.linear_recurrence(q_BTHK, k_BTHK, v_BTHV, gates, scale, state_BHKV)
@@ -339,8 +340,8 @@ def selective_scan(
     """
     inputs = {"x": (x_BTI, "BTI"), "dt": (dt_BTI, "BTI"), "A": (A_IK, "IK"), "B": (B_BTK, "BTK"), "C": (C_BTK, "BTK")}
     optional = {"D": (D_I, "I"), "dt_bias": (dt_bias_I, "I"), "initial_state": (initial_state_BIK, "BIK")}
-    _check(inputs | optional, optional=tuple(optional))
-    _check_documents(cu_seqlens, "x", x_BTI)
+    check_tensors(inputs | {name: x for name, x in optional.items() if x[0] is not None})
+    check_documents(cu_seqlens, "x", x_BTI, x_BTI.shape[0] * x_BTI.shape[1])
     with torch.autocast(x_BTI.device.type, enabled=False):
         if x_BTI.shape[1] > 1 and scan_takes_kernel(A_IK.shape[1], x_BTI.dtype, x_BTI.device):
             found = _scan_with_kernel(x_BTI, dt_BTI, A_IK, B_BTK, C_BTK, initial_state_BIK, D_I, dt_bias_I, cu_seqlens)
@@ -424,57 +425,8 @@ def _select_backend(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> ModuleType:
     return chunked
 
 
-def _check_recurrence(
-    sequences: dict[str, tuple[Tensor, str]], others: dict[str, tuple[Tensor | None, str]], scale: float
-) -> None:
+def _check_recurrence(tensors: dict[str, tuple[Any, str]], scale: float) -> None:
     """Refuse queries, keys and values, and what goes with them, that do not fit together."""
-    _check(sequences | others)
-    q = sequences["q"][0]
-    for name in ("k", "v"):
-        dtype = sequences[name][0].dtype
-        if dtype != q.dtype:
-            raise ValueError(f"{name} is {dtype} and q {q.dtype}; cast q, k and v to one dtype")
+    check_tensors(tensors)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale is {scale}; it must be a positive finite number, such as 1/√K")
-
-
-def _check_documents(cu_seqlens: Tensor | None, name: str, x_BTX: Tensor) -> None:
-    """Refuse what does not say where the documents in x begin. Looking at values would make a GPU wait."""
-    if cu_seqlens is None:
-        return
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens is a {kind}; it must be an int32 or int64 tensor of shape (documents + 1,)")
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (documents + 1,)")
-    if cu_seqlens.device != x_BTX.device:
-        raise ValueError(f"cu_seqlens is on {cu_seqlens.device} and {name} on {x_BTX.device}; move them to one device")
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        bounds, tokens = cu_seqlens.tolist(), x_BTX.shape[0] * x_BTX.shape[1]
-        if bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in itertools.pairwise(bounds)):
-            raise ValueError(f"cu_seqlens is {bounds}; it must rise from 0 to the {tokens} tokens of all rows")
-
-
-def _check(arguments: dict[str, tuple[Tensor | None, str]], optional: tuple[str, ...] = ("initial_state",)) -> None:
-    """Refuse tensors that do not fit together. The first with an axis gives its size; `optional` ones may be None."""
-    first_name, device = "", None
-    sizes: dict[str, int] = {}
-    for name, (x, axes) in arguments.items():
-        if x is None and name in optional:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} has dtype {x.dtype}; it must be a floating dtype")
-        first_name, device = first_name or name, device or x.device
-        if x.device != device:
-            raise ValueError(f"{name} is on {x.device} and {first_name} on {device}; move them to one device")
-        if x.ndim != len(axes):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {len(axes)} axes, ({', '.join(axes)})")
-        if 0 in x.shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; every axis must have at least one element")
-        for axis, size in zip(axes, x.shape, strict=True):
-            sizes.setdefault(axis, size)
-        expected = tuple(sizes[axis] for axis in axes)
-        if tuple(x.shape) != expected:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be ({', '.join(axes)}) = {expected}")
