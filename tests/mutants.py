@@ -1,21 +1,18 @@
 """Small mistakes in src and which tests notice them: what a smaller suite loses shows in the mistakes it misses.
 
-A mutant is one edit of one file (LIST, at the end). coverage notes which test runs which line of src and studies:
+A mutant is one edit of one file (LIST, at the end). `record` notes with coverage which test runs which line of src and
+studies, the processes that it starts included. `run` makes each mutant in a copy of the tree and runs the tests that
+reach the edited line, then those that reach its file, short ones first, in parts of a minute or so, until one fails. A
+failure counts only if the same test then passes without the edit. `report` is a table.
 
     pip install pytest-cov "coverage>=7.10"
-    COVERAGE_FILE=MAP python -m pytest --cov=src --cov=studies --cov-context=test --cov-report= \\
-        --cov-config=tests/mutants.coveragerc --junitxml=MAP.xml -n 16 PYTEST_ARGUMENTS
-
-`run` makes each mutant in a copy of the tree and runs the tests that reach the edited line, short ones first, until one
-fails. A failure counts only if the same test then passes without the edit. `report` is a table.
-
     python tests/mutants.py check
+    python tests/mutants.py record --map MAP -- -n 16 PYTEST_ARGUMENTS
     python tests/mutants.py run --map MAP --layer default --jobs 16 --results RESULTS.jsonl -- PYTEST_OPTIONS
     python tests/mutants.py report --results RESULTS.jsonl
 
-A layer is a name for the tests of a map: a second map with other tests tries what the first has left. `run` continues
-where it stopped. Processes that tests fork from a server are recorded for the test that started the server, so the
-tests of the line's file follow those of the line; `--rest` tries all others at last.
+A layer is a name for the tests of its maps: another layer tries what the first has left. `run` continues where it
+stopped; `--rest` tries all other tests at last.
 """
 
 import argparse
@@ -40,10 +37,14 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Recorded seconds of the tests that a mutant is tried with, and seconds that one test may hang.
-MOST, HANG = 1200, 120
+#: Recorded seconds of the tests that a mutant is tried with: of all, of the first part and of each further part.
+MOST, FIRST, PART = 1200, 20, 80
+#: Seconds that one test may hang.
+HANG = 120
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
-_NOT_COPIED = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".venv", "output", "outputs", "multirun")
+_NOT_COPIED = shutil.ignore_patterns(
+    ".git", "__pycache__", ".*_cache", ".venv", ".whl", ".mutants", "output", "outputs", "multirun"
+)
 _COMMIT = "git init -q && git add -A && git -c user.name=m -c user.email=m@localhost commit -q -m copy"
 
 
@@ -104,45 +105,133 @@ def check(options: argparse.Namespace) -> None:
     sys.exit(bool(problems))
 
 
+# Which test runs which line.
+
+#: Options of coverage. A process that a test starts or forks takes the test from a file of its worker.
+COVERAGE = """
+[run]
+core = ctrace
+source = src, studies
+parallel = true
+patch = fork, _exit
+disable_warnings = no-data-collected, couldnt-parse, trace-changed, module-not-python, module-not-imported,
+    module-not-measured, already-imported, include-ignored, dynamic-conflict
+"""
+#: Run by Python at the start of every process.
+START = """
+import os
+from coverage import Coverage, process_startup
+
+def test():
+    try:
+        with open(os.environ.get("MUTANTS_TEST", note)) as stream:
+            return stream.read()
+    except OSError:
+        return ""
+
+def after_fork():
+    if current := Coverage.current():
+        current.config.context = test()
+
+note = os.environ.get("MUTANTS_TEST", "")
+os.register_at_fork(after_in_child=after_fork)  # before coverage's own, which begins anew with this context
+process_startup()
+if note and (current := Coverage.current()):
+    current.switch_context(test())
+"""
+
+
+def record(options: argparse.Namespace) -> None:
+    file = options.map.resolve()
+    for old in file.parent.glob(f"{file.name}.*"):
+        old.unlink()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        (Path(folder) / "sitecustomize.py").write_text(START, encoding="utf-8")
+        rules = Path(folder) / "coveragerc"
+        rules.write_text(COVERAGE, encoding="utf-8")
+        paths = [folder, str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        own = {"PYTHONPATH": os.pathsep.join(paths), "COVERAGE_FILE": str(file), "MUTANTS_FOLDER": folder}
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.mutants",
+            "--cov",
+            "--cov-context=test",
+            "--cov-report=",
+        ]
+        command += [f"--cov-config={rules}", f"--junitxml={file}.xml", *options.arguments]
+        code = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT | own).returncode
+        time.sleep(3)  # until servers have ended that tests had started
+        if late := [str(path) for path in file.parent.glob(f"{file.name}.*pid*")]:
+            combine = ["combine", "-q", "--append", f"--rcfile={rules}", f"--data-file={file}"]
+            subprocess.run([sys.executable, "-m", "coverage", *combine, *late], cwd=ROOT)
+    sys.exit(code)
+
+
+def pytest_configure(config: Any) -> None:
+    folder = os.environ.get("MUTANTS_FOLDER")
+    if folder and (hasattr(config, "workerinput") or not config.getoption("numprocesses", None)):
+        os.environ["COVERAGE_PROCESS_START"] = f"{folder}/coveragerc"
+        os.environ["MUTANTS_TEST"] = f"{folder}/{os.getpid()}"
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    if note := os.environ.get("MUTANTS_TEST"):
+        Path(note).write_text(nodeid, encoding="utf-8")
+
+
 # Which tests a mutant is tried with.
 
 
 class Map:
-    """Tests by the lines of src that they run, and the seconds that they take."""
+    """Tests that passed, by the lines of src that they run, and the seconds that they take."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, files: list[Path]) -> None:
         from coverage import CoverageData
 
-        self._data = CoverageData(basename=str(file))
-        self._data.read()
-        cases = ElementTree.parse(f"{file}.xml").iter("testcase")
-        self._seconds = {(case.get("classname"), case.get("name")): float(case.get("time") or 0) for case in cases}
-        self.tests = {test for context in self._data.measured_contexts() if (test := _test_of(context))}
+        self._data, self._seconds, failed = [], {}, set()
+        for file in files:
+            self._data.append(CoverageData(basename=str(file)))
+            self._data[-1].read()
+            for case in ElementTree.parse(f"{file}.xml").iter("testcase"):
+                key = (case.get("classname"), case.get("name"))
+                self._seconds[key] = float(case.get("time") or 0)
+                if case.find("failure") is not None or case.find("error") is not None:
+                    failed.add(key)
+        tests = {_test_of(context) for data in self._data for context in data.measured_contexts()}
+        self.tests = {test for test in tests if test and _key(test) not in failed}
 
     def reaching(self, file: Path, lines: range | None = None) -> list[str]:
         """Tests that run one of the lines, or any line, of a file; short ones first."""
-        contexts = self._data.contexts_by_lineno(str(file))
         found = {
-            test
-            for line, labels in contexts.items()
+            _test_of(label)
+            for data in self._data
+            for line, labels in data.contexts_by_lineno(str(file)).items()
             if lines is None or line in lines
-            for test in map(_test_of, labels)
+            for label in labels
         }
-        return self.by_seconds(found - {""})
+        return self.by_seconds(found & self.tests)
 
     def by_seconds(self, tests: Iterable[str]) -> list[str]:
         return sorted(tests, key=lambda test: (self.seconds(test), test))
 
     def seconds(self, test: str) -> float:
-        head, bracket, parameters = test.partition("[")
-        file, *inner = head.split("::")
-        module = ".".join([file.removesuffix(".py").replace("/", "."), *inner[:-1]])
-        return self._seconds.get((module, f"{inner[-1]}{bracket}{parameters}"), 1.0)
+        return self._seconds.get(_key(test), 1.0)
+
+
+def _key(test: str) -> tuple[str, str]:
+    """The class and the name of a test in a JUnit file."""
+    head, bracket, parameters = test.partition("[")
+    file, *inner = head.split("::")
+    module = ".".join([file.removesuffix(".py").replace("/", "."), *inner[:-1]])
+    return module, f"{inner[-1]}{bracket}{parameters}"
 
 
 def _test_of(context: str) -> str:
-    """ "tests/a.py::test_b|run" of pytest-cov, or "tests/a.py::test_b (call)" of a process that a test has started."""
-    match = re.match(r"(tests/.+?\.py::.+?)(?: \((?:setup|call|teardown)\))?(?:\|.*)?$", context)
+    """ "tests/a.py::test_b" of itself, or with "|run" of pytest-cov."""
+    match = re.match(r"(tests/.+?\.py::.+?)(?:\|(?:setup|run|teardown))?$", context)
     return match[1] if match else ""
 
 
@@ -167,55 +256,83 @@ def covering(mutant: Mutant, known: Map) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-# Mutants one after the other.
+# Mutants in parts, all first parts before the second ones.
+
+
+def parts_of(tests: list[str], known: Map) -> list[list[str]]:
+    """Tests of up to MOST seconds in parts of about FIRST and PART seconds."""
+    parts: list[list[str]] = [[]]
+    total = within = 0.0
+    for test in tests:
+        total, within = total + known.seconds(test), within + known.seconds(test)
+        if total > MOST:
+            break
+        parts[-1].append(test)
+        if within > (FIRST if len(parts) == 1 else PART):
+            parts.append([])
+            within = 0.0
+    return parts if parts[-1] or len(parts) == 1 else parts[:-1]
 
 
 def run(options: argparse.Namespace) -> None:
     known, entries = Map(options.map), _entries(options.results)
-    done = {entry["mutant"] for entry in entries if entry["by"] or entry["layer"] == options.layer}
-    mutants = [mutant for mutant in chosen(options.only) if mutant.name not in done]
+    found = {entry["mutant"] for entry in entries if entry["by"]}
+    done = {(entry["mutant"], entry["part"]) for entry in entries if entry["layer"] == options.layer}
+    mutants = chosen(options.only)
     random.Random(0).shuffle(mutants)  # those of a run that stopped are a fair sample
-    workers: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for number in range(options.jobs):
-        workers.put(number)
-    lock = threading.Lock()
-
-    def one(mutant: Mutant) -> None:
-        tests, total = covering(mutant, known), 0.0
+    tasks: list[tuple[int, Mutant, list[str], int]] = []
+    for mutant in mutants:
+        tests = covering(mutant, known)
         if options.rest:
             tests += known.by_seconds(known.tests - {*tests})
-        tests = [test for test in tests if (total := total + known.seconds(test)) <= MOST]
-        worker, began = workers.get(), time.monotonic()
+        parts = parts_of(tests, known)
+        tasks += [(part, mutant, tests, len(parts)) for part, tests in enumerate(parts)]
+    tasks = [task for task in sorted(tasks, key=lambda t: t[0]) if (task[1].name, task[0]) not in done]
+    lock, began = threading.Lock(), time.monotonic()
+
+    def one(task: tuple[int, Mutant, list[str], int]) -> None:
+        part, mutant, tests, parts = task
+        if mutant.name in found or time.monotonic() - began > options.seconds:
+            return
+        tree, start = trees.get(), time.monotonic()
         try:
-            with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
-                by, broken = _try(mutant, tests, Path(folder) / "tree", worker, options)
+            by, broken = _try(mutant, tests, tree, options)
         finally:
-            workers.put(worker)
-        entry = {"mutant": mutant.name, "layer": options.layer, "by": by, "broken": broken, "tests": len(tests)}
+            trees.put(tree)
+        entry = {"mutant": mutant.name, "layer": options.layer, "part": part, "parts": parts, "tests": len(tests)}
+        entry |= {"by": by, "broken": broken, "seconds": round(time.monotonic() - start)}
         with lock, options.results.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(entry | {"seconds": round(time.monotonic() - began)}) + "\n")
-        print(f"{mutant.name}: {by or f'not found by {len(tests)} tests'}", flush=True)
+            stream.write(json.dumps(entry) + "\n")
+        if by:
+            found.add(mutant.name)
+        print(f"{mutant.name} {part + 1}/{parts}: {by or f'not found by {len(tests)} tests'}", flush=True)
 
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(one, mutants))
+    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
+        trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for tree in pool.map(_copy, (Path(folder) / f"{number}" / "tree" for number in range(options.jobs))):
+                trees.put(tree)
+            list(pool.map(one, tasks))
 
 
-def _try(
-    mutant: Mutant, tests: list[str], tree: Path, worker: int, options: argparse.Namespace
-) -> tuple[str | None, list[str]]:
-    """The test that finds the mutant, if one does, and tests that fail without it too."""
+def _copy(tree: Path) -> Path:
     shutil.copytree(ROOT, tree, symlinks=True, ignore=_NOT_COPIED)
     if (ROOT / ".git").exists():  # some tests ask git for the files
         subprocess.run(_COMMIT, shell=True, cwd=tree, check=True, capture_output=True)
+    return tree
+
+
+def _try(mutant: Mutant, tests: list[str], tree: Path, options: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """The test that finds the mutant, if one does, and tests that fail without it too."""
     file, broken = tree / mutant.place.relative_to(ROOT), []
     original = file.read_text(encoding="utf-8")
     while tests:
         _write(file, original.replace(mutant.old, mutant.new))
-        failed = _first_failure(tests, tree, worker, options)
+        failed = _first_failure(tests, tree, options)
         _write(file, original)
         if failed is None:
             break
-        if _first_failure([failed], tree, worker, options) is None:
+        if _first_failure([failed], tree, options) is None:
             return failed, broken
         broken.append(failed)
         tests = tests[tests.index(failed) + 1 :]
@@ -229,18 +346,23 @@ def _write(file: Path, text: str) -> None:
     os.utime(file, (later, later))
 
 
-def _first_failure(tests: list[str], tree: Path, worker: int, options: argparse.Namespace) -> str | None:
+def _first_failure(tests: list[str], tree: Path, options: argparse.Namespace) -> str | None:
     """The first of these tests that fails, crashes or hangs; the first of all if they cannot be collected."""
     command = [sys.executable, "-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", "-p", "no:randomly"]
     command += ["-o", f"faulthandler_timeout={HANG}", "-o", "faulthandler_exit_on_timeout=true"]
-    command += [f"--basetemp={tree.parent / 'run'}", *options.arguments, *tests]
+    # What tests share lies beside their base folder: no run finds what another with the mutant has left there.
+    shared = tree.parent / "shared"
+    shutil.rmtree(shared, ignore_errors=True)
+    shared.mkdir()
+    command += [f"--basetemp={shared / 'run'}", *options.arguments, *tests]
     # Tests that run beside each other take their ports by the number of their xdist worker.
-    own = {"PYTEST_XDIST_WORKER": f"gw{worker}", "PYTEST_XDIST_WORKER_COUNT": str(options.jobs)}
+    own = {"PYTEST_XDIST_WORKER": f"gw{tree.parent.name}", "PYTEST_XDIST_WORKER_COUNT": str(options.jobs)}
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    environment = clean | ENVIRONMENT | own | {"PYTHONPATH": str(tree / "src")}
+    paths = [path.replace(str(ROOT), str(tree)) for path in clean.get("PYTHONPATH", "").split(os.pathsep) if path]
+    path = os.pathsep.join([str(tree / "src"), *paths])
     process = subprocess.Popen(
-        command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", start_new_session=True,
+        command, cwd=tree, env=clean | ENVIRONMENT | own | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
     output, _ = process.communicate()
     with contextlib.suppress(ProcessLookupError):
@@ -263,16 +385,23 @@ def report(options: argparse.Namespace) -> None:
     print("|---" * (len(layers) + 4) + "|")
     survivors = []
     for mutant in chosen(options.only):
-        own = {entry["layer"]: entry for entry in results if entry["mutant"] == mutant.name}
-        told = [own[layer]["by"] or f"not by {own[layer]['tests']} tests" if layer in own else "" for layer in layers]
-        seconds = sum(entry["seconds"] for entry in own.values())
+        own = [entry for entry in results if entry["mutant"] == mutant.name]
+        told = [_told([entry for entry in own if entry["layer"] == layer]) for layer in layers]
+        seconds = sum(entry["seconds"] for entry in own)
         print(f"| {mutant.area} | {mutant.name} | {' | '.join(told)} | {seconds} | {mutant.why} |")
-        survivors += [] if any(entry["by"] for entry in own.values()) else [mutant.name]
+        survivors += [] if any(entry["by"] for entry in own) else [mutant.name]
     for layer in layers:
         print(f"found by {layer}: {sum(entry['layer'] == layer and bool(entry['by']) for entry in results)}")
     print(f"not found: {len(survivors)}:", *survivors)
     if broken := sorted({test for entry in results for test in entry["broken"]}):
         print("failed without a mutant too, so they found nothing:", *broken, sep="\n  ")
+
+
+def _told(parts: list[dict[str, Any]]) -> str:
+    """Cell of the table: what the parts of a layer say of a mutant."""
+    by = [part["by"] for part in parts if part["by"]]
+    unfinished = ", unfinished" if parts and len(parts) < parts[0]["parts"] else ""
+    return by[0] if by else f"not by {sum(part['tests'] for part in parts)} tests{unfinished}" if parts else ""
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:
@@ -284,18 +413,22 @@ def _entries(file: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for command in (check, run, report):
+    for command in (check, record, run, report):
         one = commands.add_parser(command.__name__)
         one.set_defaults(command=command)
         one.add_argument("--only", nargs="+", default=[], metavar="MUTANT")
-        if command is not check:
+        if command in (run, report):
             one.add_argument("--results", type=Path, required=True)
+        if command is record:
+            one.add_argument("--map", type=Path, required=True, help="file to write, with MAP.xml beside it")
+        if command in (record, run):
+            one.add_argument("arguments", nargs="*", help="arguments of pytest, after --")
         if command is run:
-            one.add_argument("--map", type=Path, required=True, help="file of coverage, with MAP.xml beside it")
+            one.add_argument("--map", type=Path, required=True, nargs="+", help="coverage, with MAP.xml beside it")
             one.add_argument("--layer", required=True)
             one.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+            one.add_argument("--seconds", type=float, default=float("inf"), help="after these no part is begun")
             one.add_argument("--rest", action="store_true", help="last, also tests that do not reach the mutant")
-            one.add_argument("arguments", nargs="*", help="options of pytest, after --")
     options = parser.parse_args()
     options.command(options)
 
