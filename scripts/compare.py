@@ -63,8 +63,8 @@ def compare(args: argparse.Namespace) -> list[Path]:
     """Prints the tables, writes them with the figures, and returns the files."""
     # Only now, so that --help is quick.
     from forgetting_transformer.analysis import AnalysisError, comparisons, outputs
-    from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
+    from forgetting_transformer.analysis.run_figures import conditions
     from forgetting_transformer.files import write_atomically
     from forgetting_transformer.training.config.continuing import decisive
 

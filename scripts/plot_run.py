@@ -22,7 +22,6 @@ from pathlib import Path
 
 from forgetting_transformer import command_line
 from forgetting_transformer.analysis import outputs, run_figures
-from forgetting_transformer.command_line import positive
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -33,13 +32,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         type=command_line.path,
         metavar="DIR",
         help="folder for the figures; default RUN_DIR/plots, required if there are several runs",
-    )
-    parser.add_argument(
-        "--entropy",
-        type=positive,
-        metavar="NATS",
-        help="entropy of the corpus's token frequencies, drawn as a horizontal line: the loss of a model that "
-        "ignores context. Default: what the corpus's manifest said when the run started, if the runs agree",
     )
     command_line.add_plugins(parser)
     args = parser.parse_args(argv)
@@ -53,7 +45,7 @@ def plot(args: argparse.Namespace) -> list[Path]:
     out = args.out or args.run_dirs[0] / "plots"
     left_out: list[str] = []
     with outputs.writing(out, "scripts/plot_run.py") as new:
-        for figure in run_figures.of_runs(run_figures.read_runs(args.run_dirs), left_out, args.entropy):
+        for figure in run_figures.of_runs(run_figures.read_runs(args.run_dirs), left_out):
             figure.draw(new / f"{figure.name}.png")
         written = [out / path.name for path in sorted(new.iterdir())]
         for reason in left_out:

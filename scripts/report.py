@@ -34,17 +34,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.out.suffix == ".html":
         parser.error(f"--out={args.out}: give a folder, in which the page is report.html")
-    page = args.out / "report.html"
 
     from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.analysis.page import write_report
 
     try:
-        for reason in write_report(args.run_dirs, args.results, page):
+        for reason in write_report(args.run_dirs, args.results, args.out):
             print(f"left out: {reason}", file=sys.stderr)
     except AnalysisError as error:
         sys.exit(f"error: {error}")
-    print(page)
+    print(args.out / "report.html")
 
 
 if __name__ == "__main__":

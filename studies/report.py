@@ -1,10 +1,9 @@
 #!/usr/bin/env python
-"""Turns the folder of a study into a few small files, and into tables and figures in a page.
+"""Turns the folder of a study into a few small files, tables and figures.
 
     python -m studies.report collect output/study --study study.yaml --out output/study/report
     python -m studies.report join one/report two/report --study study.yaml --out joined
     python -m studies.report figures output/study/report
-    python -m studies.report tables output/study/report my_study.md
 
 collect writes OUT/study.json (all numbers of the tables), OUT/study.yaml (the plan of the study), OUT/positions.npz
 (loss at every position), octaves.png (loss by octaves of positions) and differences.png (held-out losses against the
@@ -12,10 +11,7 @@ baseline). It also works on an unfinished study and names what it skips.
 
 join makes one report of several: other models, variants or seeds, on one corpus, whose runs are no longer there.
 
-figures draws them again from study.json.
-
-tables replaces the text between <!-- NAME --> and <!-- end of NAME --> in a page. NAME is models, variants, claims,
-octaves_figure, differences_figure, MODEL_apart or MODEL_SCORE. (studies/pages.py fills the pages in studies/.)
+figures draws them again from study.json. studies/pages.py fills the pages in studies/.
 """
 
 import argparse
@@ -50,9 +46,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     join.add_argument("--out", type=command_line.path, required=True, metavar="DIR")
     figures = commands.add_parser("figures", help="again, from the numbers")
     figures.add_argument("report", type=command_line.path, help="OUT of collect")
-    tables = commands.add_parser("tables", help="and figures, into a page")
-    tables.add_argument("report", type=command_line.path, help="OUT of collect")
-    tables.add_argument("page", type=command_line.path)
     return parser.parse_args(argv)
 
 
@@ -61,13 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from forgetting_transformer.analysis import AnalysisError, outputs
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.models import EvaluationError
-    from forgetting_transformer.files import write_atomically
     from studies.engine.figures import draw_figures
     from studies.engine.joining import join
-    from studies.engine.marked_pages import fill_in
     from studies.engine.plan import read_plan
     from studies.engine.results import read_study
-    from studies.engine.tables import sections
 
     try:
         if args.command == "collect":
@@ -76,12 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             study, positions = join(args.reports, read_plan(args.study))
             write(study, positions, args.study, args.out)
             show(study)
-        elif args.command == "figures":
+        else:
             with outputs.writing(args.report, COMMAND) as new:
                 draw_figures(read_study(args.report), new)
-        else:
-            page = fill_in(args.page.read_text(encoding="utf-8"), sections(args.report, args.page))
-            write_atomically(args.page, page, durable=False)
     except (AnalysisError, EvaluationError, DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -163,7 +163,7 @@ class FabricLauncher(Launcher):
             JobReturn(
                 overrides=list(overrides),
                 status=JobStatus.FAILED if result in bad else JobStatus.COMPLETED,
-                _return_value=failure if result in bad else result.run.final_loss(bool(result.run.heldout_loss.size)),
+                _return_value=failure if result in bad else result.run.final_loss(bool(result.run.heldout.values.size)),
             )
             for overrides, result in zip(job_overrides, results, strict=True)
         ]

@@ -161,7 +161,7 @@ def collect(folder: Path, plan: StudyPlan, decisive: Decisive = flatten) -> dict
     search: dict[str, dict[str, float | None]] = {}
     for run in map(read_run, searched):
         if run.finished(run.config.get("train", {}).get("max_tokens", math.inf)) or run.diverged:
-            loss = math.nan if run.diverged else run.final_loss(run.heldout_loss.size > 0)
+            loss = math.nan if run.diverged else run.final_loss(run.heldout.values.size > 0)
             rates = search.setdefault(run.output_dir.parent.name, {})
             rates[rate_text(run.config["optimizer"]["lr"])] = _finite(loss)
     found: dict[str, Any] = {
@@ -276,8 +276,8 @@ def _state(run: Run) -> str:
 
 def _heldout_at_end(run: Run) -> float | None:
     """The held-out loss, if the last evaluation was at the end of the budget."""
-    at_end = run.heldout_tokens.size and run.heldout_tokens[-1] >= run.config["train"]["max_tokens"]
-    return _finite(float(run.heldout_loss[-1])) if at_end else None
+    at_end = run.heldout.tokens.size and run.heldout.tokens[-1] >= run.config["train"]["max_tokens"]
+    return _finite(float(run.heldout.values[-1])) if at_end else None
 
 
 def _finite(value: float) -> float | None:

@@ -12,14 +12,14 @@ import pytest
 
 from forgetting_transformer.analysis import AnalysisError, position_loss
 from forgetting_transformer.analysis.evaluations import (
+    LONGBENCH,
     from_gates,
     from_needle,
     from_position_loss,
     number_table,
     write_evaluation,
 )
-from forgetting_transformer.analysis.longbench_sets import LONGBENCH
-from forgetting_transformer.analysis.page import differing, write_report
+from forgetting_transformer.analysis.page import write_report
 from tests.analysis.conftest import MakeRun, add_callbacks
 from tests.evaluation.scripts import run_script
 
@@ -40,6 +40,7 @@ def runs(make_run: MakeRun) -> list[Path]:
     config = json.loads((other / "config.yaml").read_text())
     config["tag"] = "<img src=x onerror=alert(2)>"
     del config["datamodule"]["dataset"]
+    config["output_dir"] = None
     (other / "config.yaml").write_text(json.dumps(config))
     return [fox, other]
 
@@ -67,7 +68,7 @@ def results(folder: Path) -> Path:
 
 
 def test_one_page_holds_everything_and_nothing_but_text_from_texts(runs, tmp_path):
-    left_out = write_report(runs, [results(tmp_path / "results")], tmp_path / "page/report.html")
+    left_out = write_report(runs, [results(tmp_path / "results")], tmp_path / "page")
     assert left_out == []
     text = (tmp_path / "page/report.html").read_text()
     assert re.findall(r"<h2>(.*?)</h2>", text) == [
@@ -99,30 +100,22 @@ def test_one_page_holds_everything_and_nothing_but_text_from_texts(runs, tmp_pat
         ["seed", "0", "1"],
         ["datamodule.dataset", '"code"', "– not there –"],
         ["tag", "– not there –", '"<img src=x onerror=alert(2)>"'],
+        ["output_dir", "– not there –", "null"],
     ]
     assert ["optimizer.lr", "0.003", "0.003"] in rows_of(text), "what agrees is there too"
 
 
-def test_keys_that_differ():
-    assert differing([{"a": 1, "b": None}, {"a": 1, "b": 2, "c": 3}]) == ["b", "c"]
-    assert differing([{"a": None}, {}]) == ["a"], "null is not the same as not there"
-
-
-def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
+def test_a_page_replaces_its_own_alone(tmp_path):
     (tmp_path / "results").mkdir()
     (tmp_path / "results/results.json").write_text('{"piqa": {"acc,none": 0.625}}')
-    (tmp_path / "file").touch()
-    for out in (tmp_path, tmp_path / "file/page.html", Path("/proc/no_such_folder/page.html")):
-        with pytest.raises(AnalysisError, match=f"cannot write {out} .*; name another --out") as caught:
-            write_report([], [tmp_path / "results"], out)
-        assert "\n" not in str(caught.value)
-    mine = tmp_path / "config.yaml"
-    mine.write_text("a: 1\n")
-    with pytest.raises(AnalysisError, match=r"config\.yaml exists and is not a page of this script"):
-        write_report([], [tmp_path / "results"], mine)
-    assert mine.read_text() == "a: 1\n"
     for _ in range(2):
-        write_report([], [tmp_path / "results"], tmp_path / "page.html")
+        write_report([], [tmp_path / "results"], tmp_path / "page")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/report.html").write_text("mine")
+    for out, said in ((tmp_path / "mine", "report.html is not as"), (tmp_path / "mine/report.html", "cannot write to")):
+        with pytest.raises(AnalysisError, match=said):
+            write_report([], [tmp_path / "results"], out)
+    assert (tmp_path / "mine/report.html").read_text() == "mine"
 
 
 def test_what_is_left_out_is_named(runs, tmp_path):

@@ -9,8 +9,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from forgetting_transformer.analysis.conditions import position_label
 from forgetting_transformer.analysis.runs import (
+    Run,
     check_logged,
     read_metrics,
     read_position_losses,
@@ -53,20 +53,18 @@ def test_lines_that_a_resumed_run_logged_again_replace_the_first_ones(tmp_path: 
 def test_losses_are_of_the_lines_that_have_one(tmp_path: Path) -> None:
     write_lines(tmp_path, "train", [{"step": 1}, {"step": 2, "train/loss": 5.0}, {"step": 3, "train/loss": 4.0}])
     run = read_run(tmp_path, "run")
-    assert run.train_tokens.tolist() == [2, 3] and run.train_loss.tolist() == [5.0, 4.0] and not run.heldout_loss.size
-    assert run.unigram_entropy is None
-    write_lines(tmp_path, "train_data_info", [{"step": 0, "train_data_info/unigram_entropy_nats": 6.5}])
-    assert read_run(tmp_path).unigram_entropy == 6.5
+    assert run.train.tokens.tolist() == [2, 3] and run.train.values.tolist() == [5.0, 4.0]
+    assert not run.heldout.tokens.size and run.info("train_data") == {}
+    assert Run(tmp_path, "run", until=2).train.tokens.tolist() == [2]
 
 
 def test_the_newest_loss_at_every_position_is_read_and_held_out_comes_first(tmp_path: Path) -> None:
     write_losses_by_position(tmp_path, "train_eval", 900, np.array([9.0, 8.0]))
-    assert [one.kind for one in read_position_losses(read_run(tmp_path, "run"))] == ["train_eval"]
+    assert [*read_position_losses(read_run(tmp_path, "run"))] == ["run, training batches, after 900 tokens"]
     write_losses_by_position(tmp_path, "val", 100, np.array([7.0, 6.0]))
     write_losses_by_position(tmp_path, "val", 5120, np.array([5.0, 4.0]))
-    (newest,) = read_position_losses(read_run(tmp_path, "run"))
-    assert (newest.kind, newest.train_tokens, newest.loss.tolist()) == ("val", 5120, [5.0, 4.0])
-    assert position_label(newest) == "run, held-out, after 5.12K tokens"
+    ((label, newest),) = read_position_losses(read_run(tmp_path, "run")).items()
+    assert label == "run, held-out, after 5.12K tokens" and newest.tolist() == [5.0, 4.0]
 
 
 def test_the_moving_average_is_no_held_out_set(make_run: MakeRun) -> None:
@@ -75,8 +73,10 @@ def test_the_moving_average_is_no_held_out_set(make_run: MakeRun) -> None:
     write_losses_by_position(folder, "val_ema", STEPS[0], np.linspace(6, 3, 64))
     run = read_run(folder)
     assert run.eval_sets == [] and run.ema.values.tolist() == [4.2]
-    labels = [position_label(one) for one in read_position_losses(read_run(folder, "run"))]
-    assert labels == ["run, held-out, after 150K tokens", "run, held-out, EMA weights, after 50K tokens"]
+    assert [*read_position_losses(read_run(folder, "run"))] == [
+        "run, held-out, after 150K tokens",
+        "run, held-out, EMA weights, after 50K tokens",
+    ]
 
 
 def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ class TestPlotRun:
     def test_one_run(self, plot_run: ModuleType, make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
         run_dir = add_callbacks(make_run())
         write_lines(run_dir, "val_web", [{"step": STEPS[0], "val_web/loss": 4.0}])
-        assert plot_run.main([str(run_dir), "--entropy", "7.5"]) == 0
+        assert plot_run.main([str(run_dir)]) == 0
         files = ["evaluations", "loss_position", "loss_sets", "loss_tokens", "norms", "training"]
         output = capsys.readouterr()
         assert output.out.split() == [str(run_dir / "plots" / f"{name}.png") for name in files]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from forgetting_transformer.analysis.runs import read_run
-from forgetting_transformer.analysis.scores_in_training import ACCURACY, labels, read_samples, read_scores
-from tests.analysis.conftest import STEPS, MakeRun, add_callbacks, write_lines
+from forgetting_transformer.analysis.scores_in_training import ACCURACY, read_samples, read_scores
+from tests.analysis.conftest import STEPS, MakeRun, add_callbacks
 
 
 def test_the_main_scores_of_every_task_are_read_with_errors_and_chance(make_run: MakeRun) -> None:
@@ -28,23 +28,3 @@ def test_the_main_scores_of_every_task_are_read_with_errors_and_chance(make_run:
     assert np.isnan(scores[1].errors).all() and scores[3].baseline.values.tolist() == [5.5] * 3
     assert [tokens for tokens, _ in read_samples(run)] == list(STEPS)
     assert read_samples(run)[0][1] == [{"prompt": "Once <b>", "text": "upon\n time 0"}]
-
-
-def test_a_test_that_was_changed_is_another_score_with_another_name(make_run: MakeRun) -> None:
-    folder = make_run()
-    lm_eval, needle = [], []
-    for number, step in enumerate(STEPS):
-        last = number == 2
-        asked = {"lm_eval/mine/examples": 40 if last else 4, "lm_eval/max_length": 512}
-        lm_eval.append({"step": step, "lm_eval/mine/acc": 0.5, **asked})
-        test = {"needle/mode": "easy", "needle/depths": "50" if last else "0 100", "needle/samples": 4 if last else 2}
-        needle.append({"step": step, "needle/length_512/loss": 5.0, **test})
-    write_lines(folder, "lm_eval", lm_eval)
-    write_lines(folder, "needle", needle)
-    scores = [score for score in read_scores(read_run(folder)) if score.metric != "accuracy"]
-    assert [(name, len(score.series.tokens)) for name, score in zip(labels(scores), scores, strict=True)] == [
-        ("mine (4 examples)", 2),
-        ("mine (40 examples)", 1),
-        ("needle, 512 tokens (easy, 4 prompts), depths 0 100, samples 2", 2),
-        ("needle, 512 tokens (easy, 4 prompts), depths 50, samples 4", 1),
-    ]

@@ -10,7 +10,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not install
 
 from lm_eval.api.instance import Instance  # noqa: E402
 
-from forgetting_transformer.analysis import published, tables  # noqa: E402
+from forgetting_transformer.analysis import published  # noqa: E402
 from forgetting_transformer.analysis.evaluations import read_evaluation  # noqa: E402
 from forgetting_transformer.analysis.question_scores import read_question_scores  # noqa: E402
 from forgetting_transformer.evaluation import harness  # noqa: E402
@@ -190,7 +190,7 @@ def test_the_papers_eleven_tasks_fill_its_table(quickstart, hub, tmp_path):
     results = json.loads((tmp_path / "hf/results.json").read_text())
     assert list(results) == [task.name for task in published.TASKS] and len(results) == 11
     evaluation = read_evaluation(tmp_path / "hf")
-    row = {key: tables.number(value) for key, value in published.lm_eval_row(evaluation).items()}
+    row = {key: score.value for key, score in published.lm_eval_row(evaluation).items()}
     assert len(row) == 13 and all(0 <= row[task.name] <= 100 for task in published.TASKS[1:])
     acc = results["piqa"]["acc,none"]
     assert evaluation.find("piqa", "acc").standard_error == results["piqa"]["acc_stderr,none"] and 0 <= acc <= 1
@@ -244,7 +244,7 @@ def test_answers_are_kept_in_the_order_of_the_questions_whatever_the_number_of_p
     table = [f"one={tmp_path / '1/hf'}", f"two={tmp_path / '2/hf'}", "--against", "one", "--out", tmp_path / "out"]
     done = run_script("eval/lm_eval_harness/table_lm_eval.py", *table)
     assert done.returncode == 0, done.stderr
-    written = (tmp_path / "out/differences.md").read_text()
+    written = (tmp_path / "out/table.md").read_text()
     assert "| two | code_choice | acc | +0.0000 ± 0.0000 | 6 | 1 |" in written and written in done.stdout
 
 

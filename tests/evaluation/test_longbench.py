@@ -9,8 +9,7 @@ import torch
 
 pytest.importorskip("rouge", reason="the extra `eval` is not installed")
 
-from forgetting_transformer.analysis.evaluations import read_evaluation
-from forgetting_transformer.analysis.longbench_sets import LONGBENCH_OF_PAPER
+from forgetting_transformer.analysis.evaluations import LONGBENCH_OF_PAPER, read_evaluation
 from forgetting_transformer.analysis.question_scores import read_question_scores
 from forgetting_transformer.evaluation import longbench
 from forgetting_transformer.evaluation.models import EvaluationError, load_model

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from forgetting_transformer.analysis import needles
 from forgetting_transformer.analysis.evaluations import from_needle
 from forgetting_transformer.evaluation import niah, niah_steps, texts
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
@@ -181,9 +180,8 @@ def test_finished_prompts_are_not_asked_again_whatever_the_number_of_processes(m
     found = from_needle(
         {"model": "m", "mode": "easy", "records": [*records, {"length": 300, "depth": 0.0, "words": 1}]}
     )
-    lengths, depths, matrix = needles.score_matrix(found, "exact")
-    assert (lengths, depths) == ([100, 200, 300], [0.0, 0.5, 1.0])
-    np.testing.assert_array_equal(matrix, [[1, 0, np.nan]] * 3)
+    cells = {(n.at["length"], n.at["depth"]): n.value for n in found.numbers if n.metric == "exact"}
+    assert cells == {(length, depth): value for length, value in ((100, 1), (200, 0)) for depth in (0.0, 0.5, 1.0)}
     with pytest.raises(EvaluationError, match=r"holds results with mode='easy', this evaluation has 'standard'"):
         niah.evaluate(model, haystack(model), tmp_path, ALONE, mode="standard", **options)
 

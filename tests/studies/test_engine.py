@@ -16,6 +16,7 @@ from studies.engine.ladder import _parameters
 from studies.engine.plan import read_plan
 from studies.engine.results import read_study
 from studies.engine.stages import Stages
+from studies.engine.tables import sections
 from tests.studies.conftest import YAML
 
 rare = pytest.mark.rare("no contract: studies")
@@ -30,17 +31,14 @@ def test_a_yaml_becomes_runs_numbers_figures_and_verdicts(study, tmp_path):
     assert {"study.json", "study.yaml", "differences.png"} <= {file.name for file in folder.iterdir()}
     found = read_study(folder)
     assert found["models"]["mamba2"]["seeds"] == [0, 1, 2] and found["models"]["fox_pro"]["learning_rate"] == 2e-3
-    (page := tmp_path / "page.md").write_text(
-        "<!-- claims -->\n<!-- end of claims -->\n<!-- octaves_figure -->\n<!-- end of octaves_figure -->"
-    )
-    assert report.main(["tables", str(folder), str(page)]) == 0
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines() if "|" in line]
+    found = sections(folder, tmp_path / "page.md")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in found["claims"].splitlines()]
     assert [(row[0], row[2], row[-1]) for row in rows[2:]] == [
         ("FoX is better", "Mamba-2 against FoX (Pro)", "seen"),
         ("Mamba-2 is better", "Mamba-2 against FoX (Pro)", "not seen"),
         ("FoX forgets", "FoX (Pro)", "not run"),
     ]
-    assert "Not run yet." in page.read_text()
+    assert found["octaves_figure"] == "Not run yet." and "(study/report/differences.png)" in found["differences_figure"]
     assert study("--stages", "train")[2] == [], "what is finished is not run again"
 
 

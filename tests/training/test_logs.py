@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from forgetting_transformer.analysis.runs import read_description
+from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.training.callbacks.progress import Progress
 from forgetting_transformer.training.records.logs import LogFile, TerminalHandler
 from tests.training.conftest import STEP, changed, train
@@ -44,7 +44,7 @@ def test_train_lines_have_the_official_names(finished):
     last = entries[-1]
     assert (last["train/token_count"], last["train/batch_count"]) == (20 * STEP, 20)
     assert 0 < last["train/update_time"] <= last["train/total_time"]
-    info = read_description(finished / "metrics/jsonlines/model_info.jsonl")
+    info = read_run(finished).info("model")
     assert last["train/flop_count"] == pytest.approx(20 * STEP * info["flops_per_token"])
     assert info["total_params"] == info["embedding_params"] + info["non_embedding_params"]
 
@@ -106,7 +106,7 @@ def test_the_run_says_where_it_came_from(finished):
     no_decay = (finished / "no_decay_params.txt").read_text().splitlines()
     assert any(line.startswith("model.embeddings.weight") for line in decay)
     assert any(line.startswith("model.norm.weight") for line in no_decay) and not set(decay) & set(no_decay)
-    info = read_description(finished / "metrics/jsonlines/train_data_info.jsonl")
+    info = read_run(finished).info("train_data")
     assert info["documents"] == 96 and info["total_tokens"] == 96 * 64 and len(info["fingerprint"]) == 16
 
 

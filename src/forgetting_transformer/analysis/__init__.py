@@ -1,12 +1,11 @@
 """Reads what runs and evaluations left in their folders, and shows it: numbers, tables, figures, one HTML page.
 
-runs.py                one training run: its losses, norms, times, settings; conditions.py: the same in a few words
+runs.py                one training run: its losses, norms, times, settings
 scores_in_training.py  scores and samples that callbacks logged in a run
 evaluations.py         one evaluation: the schema that all of them write
 position_loss.py       loss at every position: curves, slopes, comparisons sequence by sequence
-needles.py             grids of needle in a haystack
 question_scores.py     two models on the same questions
-published.py           the columns of the paper's tables; longbench_sets.py: LongBench's sets
+published.py           the columns of the paper's tables
 statistics.py          means over seeds with their intervals
 comparisons.py         models against each other at equal tokens and at equal FLOPs
 tables.py              tables in Markdown and LaTeX

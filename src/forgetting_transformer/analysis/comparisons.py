@@ -81,11 +81,6 @@ class Point:
         left = 0.0 if schedule["name"] == "constant" else 1 - self.tokens / schedule["total_tokens"]
         return left if left > _SCHEDULE_TOLERANCE else 0.0
 
-    @property
-    def reading_pass(self) -> int | None:
-        """The pass over the documents that its last batch is from, from 1; None if unknown (`Run.pass_tokens`)."""
-        return self.model.runs[0].pass_at(self.tokens)
-
     def order_is_open(self, other: "Point") -> bool:
         """Whether it is unknown which of two models is better because one of them was not evaluated there."""
         one, two = self.around or [self.mean], other.around or [other.mean]
@@ -192,12 +187,11 @@ def at_equal_tokens(models: Sequence[Model], tokens: float | None = None, heldou
         AnalysisError: a run has not come that far.
     """
     shortest = min(models, key=lambda model: model.tokens)
-    common = shortest.tokens
-    if tokens is not None and tokens > common:
+    amount = shortest.tokens if tokens is None else tokens
+    if amount > shortest.tokens:
         raise AnalysisError(
-            f"--tokens {tokens:,.0f}: {shortest.name} has logged {common:,} tokens; choose at most that"
+            f"--tokens {amount:,.0f}: {shortest.name} has logged {shortest.tokens:,} tokens; choose at most that"
         )
-    amount = common if tokens is None else tokens
     return _comparison("training tokens", amount, [(model, amount) for model in models], heldout)
 
 
@@ -222,14 +216,13 @@ def at_equal_flops(
 
 
 def _comparison(what: str, amount: float, places: Sequence[tuple[Model, float]], heldout: bool | None) -> Comparison:
-    def losses(model: Model, tokens: float, heldout: bool) -> list[float]:
-        return [run.loss_at(tokens, heldout) for run in model.runs]
+    def losses(heldout: bool) -> list[list[float]]:
+        return [[run.loss_at(tokens, heldout) for run in model.runs] for model, tokens in places]
 
     if heldout is None:
-        heldout = all(math.isfinite(loss) for place in places for loss in losses(*place, heldout=True))
+        heldout = all(math.isfinite(loss) for several in losses(heldout=True) for loss in several)
     points = []
-    for model, tokens in places:
-        found = losses(model, tokens, heldout)
+    for (model, tokens), found in zip(places, losses(heldout), strict=True):
         if not all(map(math.isfinite, found)):
             kind = "evaluated on held-out documents" if heldout else "logged a finite training loss"
             raise AnalysisError(
@@ -309,8 +302,13 @@ def warnings(comparison: Comparison, baseline: str) -> list[str]:
             f"these losses are of contexts of different length (datamodule.{key}={values}): the context alone changes "
             "the loss; eval/per_token_loss compares models at one length"
         )
-    if not comparison.heldout:
-        found += _notes_on_passes(points)
+    # Of the text of a later pass, the beginnings of the documents were read before.
+    passes = {} if comparison.heldout else {p.name: p.model.runs[0].pass_at(p.tokens) for p in points}
+    if later := [f"{name} (pass {number})" for name, number in passes.items() if number > 1]:
+        found.append(
+            f"{', '.join(later)}: these training losses are of a later pass of the reading order, which reads on in "
+            "documents whose beginnings are known; they jump where a pass begins. Held-out losses do not"
+        )
     if any(len(point.losses) < 2 for point in points):
         found.append("a model with one seed has no interval: how much of a difference is noise is unknown")
     for point in points:
@@ -326,24 +324,6 @@ def _texts(run: Run) -> set[tuple[Any, Any]]:
     own = None if run.eval_set else run.info("val_data").get("fingerprint")
     fingerprint, tokens = names.name_of(kind, names.FINGERPRINT), names.name_of(kind, names.TOKENS_EVALUATED)
     return {(line.get(fingerprint, own), line[tokens]) for line in run.records(kind) if tokens in line}
-
-
-def _notes_on_passes(points: Sequence[Point]) -> list[str]:
-    """Notes on training losses of text that is not of the first pass over the documents."""
-    found = []
-    if repeated := [point.name for point in points if point.model.runs[0].repeats_at(point.tokens)]:
-        said = ", ".join(repeated)
-        found.append(f"{said}: these training losses are of text that had been read before; compare held-out losses")
-    if later := [point for point in points if (point.reading_pass or 1) > 1]:
-        said = ", ".join(f"{point.name} (pass {point.reading_pass})" for point in later)
-        every = ", ".join(dict.fromkeys(f"{point.model.runs[0].pass_tokens:,}" for point in later))
-        found.append(
-            f"{said}: these training losses are of a later pass of the reading order, which begins every {every} "
-            "tokens and reads on in documents whose beginnings are known; they jump where a pass begins"
-        )
-    if len({point.reading_pass for point in points}) > 1:
-        found.append("training losses of different passes are of different texts; held-out losses are not")
-    return found
 
 
 def _read(folder: Path) -> Run:

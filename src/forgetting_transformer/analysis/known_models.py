@@ -7,17 +7,11 @@ A plug-in may add its own when it is imported:
 A model that is not listed is called as its run or folder is, and its name decides on its style.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class KnownModel:
-    """How a model is shown.
-
-    Attributes:
-        name: in tables and figures.
-        style: number of its colour, line and marker (plots/style.py).
-    """
+class KnownModel(NamedTuple):
+    """The name of a model in tables and figures, and the number of its colour, line and marker (plots/style.py)."""
 
     name: str
     style: int

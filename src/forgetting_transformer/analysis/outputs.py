@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.files import write_atomically, write_json
@@ -34,7 +35,8 @@ def check(folder: Path, command: str, names: Iterable[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         written = _read_list(folder)
         for path in (folder / name for name in names):
-            if path.exists() and not _is_own(path, command, written):
+            own = written.get(path.name, {}).get("command") == command and path.is_file()
+            if path.exists() and not (own and _hash(path.read_bytes()) in written[path.name]["sha256"]):
                 raise AnalysisError(
                     f"{path} is not as {command} has written it: move it away, or choose another folder for the results"
                 )
@@ -65,19 +67,6 @@ def writing(folder: Path, command: str) -> Iterator[Path]:
             write_atomically(folder / name, content, durable=False)
 
 
-def remove(folder: Path, command: str, names: Iterable[str]) -> None:
-    """Deletes those of the files that are as the command wrote them, by its list.
-
-    Raises:
-        AnalysisError: the folder cannot be written to.
-    """
-    with _one_line(folder):
-        written = _read_list(folder)
-        for path in (folder / name for name in names):
-            if path.exists() and _is_own(path, command, written):
-                path.unlink()
-
-
 @contextlib.contextmanager
 def _one_line(folder: Path) -> Iterator[None]:
     try:
@@ -86,18 +75,8 @@ def _one_line(folder: Path) -> Iterator[None]:
         raise AnalysisError(f"cannot write to {folder} ({error.strerror or error}); name another folder") from error
 
 
-def _is_own(path: Path, command: str, written: dict[str, dict]) -> bool:
-    entry = written.get(path.name)
-    return (
-        entry is not None
-        and entry["command"] == command
-        and path.is_file()
-        and _hash(path.read_bytes()) in entry["sha256"]
-    )
-
-
-def _read_list(folder: Path) -> dict[str, dict]:
-    """File name -> the command that wrote it, and hashes: of what it wrote last, and of what that replaced."""
+def _read_list(folder: Path) -> dict[str, dict[str, Any]]:
+    """File name -> the `command` that wrote it, and `sha256` of what it wrote and of what that replaced."""
     try:
         content = json.loads((folder / LIST).read_text(encoding="utf-8"))
         return {str(name): {"command": one["command"], "sha256": list(one["sha256"])} for name, one in content.items()}

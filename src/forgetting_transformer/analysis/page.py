@@ -18,18 +18,16 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer import metric_names as names
-from forgetting_transformer.analysis import AnalysisError, position_loss, run_figures
+from forgetting_transformer.analysis import AnalysisError, outputs, position_loss, run_figures
 from forgetting_transformer.analysis.evaluations import FIGURE, Evaluation, number_table, read_evaluations
-from forgetting_transformer.analysis.plots.losses import (
-    loss_against_position,
-    loss_differences,
-)
+from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
 from forgetting_transformer.analysis.plots.scores import draw_scores
+from forgetting_transformer.analysis.plots.style import DOTS_PER_INCH
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_table, sample_counts
 from forgetting_transformer.analysis.runs import EMA_WEIGHTS, Run
 from forgetting_transformer.analysis.scores_in_training import read_samples
 from forgetting_transformer.analysis.tables import Table, format_tokens, has_numbers, score_table
-from forgetting_transformer.files import flatten, write_atomically
+from forgetting_transformer.files import flatten
 
 #: Kinds of evaluations, in the order of the page, and the tables of those that have one.
 _TITLES = {
@@ -51,8 +49,8 @@ td.text { white-space: pre-wrap; font-family: ui-monospace, monospace; font-size
 tr.differs td { background: #fff3cd; }
 img { max-width: 100%; height: auto; } .note { color: #666; font-size: 0.9rem; }
 """
-#: Width of a picture on the page, in inches of the figure; so all texts have one size.
-_PIXELS_PER_INCH, _DOTS_PER_INCH = 120, 200
+#: Width of a picture on the page by inches of the figure; so all texts have one size.
+_PIXELS_PER_INCH = 120
 #: Evaluations of a run whose samples are shown, the newest.
 _SAMPLED = 4
 #: Answers shown of one model and evaluation.
@@ -60,13 +58,13 @@ _ANSWERS = 6
 
 
 def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -> list[str]:
-    """Writes the page and returns what was left out, and why.
+    """Writes report.html and returns what was left out, and why.
 
     Args:
         run_dirs: output_dirs of runs.
         results: folders with results of evaluations, at any depth: per_token_loss, niah, forget_gates,
             lm_eval_harness, longbench.
-        out: the HTML file.
+        out: the folder of the page.
 
     Raises:
         AnalysisError: nothing to report, a folder that is not a run's, a damaged file, or a
@@ -101,20 +99,9 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n{body}\n</body></html>\n"
     )
-    try:
-        if out.exists() and not _is_report(out):
-            raise AnalysisError(f"{out} exists and is not a page of this script; name another --out, or move it away")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(out, page, durable=False)
-    except OSError as error:
-        raise AnalysisError(f"cannot write {out} ({error.strerror or error}); name another --out") from error
+    with outputs.writing(out, "scripts/report.py") as new:
+        (new / "report.html").write_text(page, encoding="utf-8", errors="backslashreplace")
     return left_out
-
-
-def _is_report(path: Path) -> bool:
-    """Whether the file begins as `write_report` begins a page."""
-    with path.open("rb") as stream:
-        return b"<title>Report: " in stream.read(300)
 
 
 def _overview(runs: Sequence[Run]) -> str:
@@ -131,12 +118,8 @@ def _facts(run: Run, sets: Sequence[str]) -> dict[str, str]:
     train, heldout, speed, goodput = (
         run.last(kind) for kind in (names.TRAIN, names.VAL, names.THROUGHPUT, names.GOODPUT)
     )
-    loss, hours = (
-        heldout.get(names.name_of(names.VAL, names.LOSS)),
-        goodput.get(names.name_of(names.GOODPUT, names.HOURS)),
-    )
-    memory = speed.get(names.PEAK_MEMORY)
-    averaged = run.ema.values
+    loss, memory = heldout.get(names.name_of(names.VAL, names.LOSS)), speed.get(names.PEAK_MEMORY)
+    hours, averaged = goodput.get(names.name_of(names.GOODPUT, names.HOURS)), run.ema.values
     return {
         "Model": run.setting("model", "label") or run.setting("model", "name") or "–",
         "Parameters": _count(info.get("total_params")),
@@ -146,7 +129,7 @@ def _facts(run: Run, sets: Sequence[str]) -> dict[str, str]:
         "Held-out loss": _number(loss),
         "Held-out perplexity": _number(None if loss is None else math.exp(min(loss, 700.0)), 2),
         f"Held-out loss, {EMA_WEIGHTS}": _number(averaged[-1] if averaged.size else None),
-        **{f"Held-out loss, {name}": _number(next(iter(run.on(name).heldout_loss[-1:]), None)) for name in sets},
+        **{f"Held-out loss, {name}": _number(next(iter(run.on(name).heldout.values[-1:]), None)) for name in sets},
         "Tokens/s": _number(speed.get(names.per_second("token_count", "total", "cum")), 0),
         "MFU": _percent(speed.get(names.mfu("total", "cum"))),
         "Peak memory": "–" if memory is None else f"{memory / 1e9:.3g} GB",
@@ -184,14 +167,11 @@ def _evaluations(folders: Sequence[Path], left_out: list[str], shown: Mapping[st
         kinds.setdefault(one.kind, []).append(one)
     sections = {}
     for kind, evaluations in kinds.items():
-        together: list[Evaluation] = []
-        content = ""
+        # Shown together; of LongBench-E each model has numbers by length.
+        together = [one for one in evaluations if kind in _TABLES and not any(number.at for number in one.numbers)]
+        content = _scores(together, kind)
         if kind == "per_token_loss":
             together, content = evaluations, _position_losses(evaluations)
-        elif kind in _TABLES:
-            # Of LongBench-E each model has numbers by length.
-            together = [one for one in evaluations if not any(number.at for number in one.numbers)]
-            content = _scores(together, kind)
         content += "".join(_alone(one, with_pictures=one not in together) for one in evaluations)
         sections[_TITLES.get(kind, kind)] = content
     return sections
@@ -226,16 +206,14 @@ def _position_losses(evaluations: Sequence[Evaluation]) -> str:
         return ""
     shown = _numbered(evaluations)
     results = [position_loss.read_result(one.folder, name) for one, name in zip(evaluations, shown, strict=True)]
-    lengths = {result.name: result.summary.get("train_length") for result in results}
-    made_with = position_loss.made_with([result.summary for result in results])
+    more = {
+        "train_length": {result.name: result.summary.get("train_length") for result in results},
+        "conditions": position_loss.made_with([result.summary for result in results]),
+    }
     curves = position_loss.group_seeds(results)
-    content = _picture(
-        "loss at every position", loss_against_position, curves, train_length=lengths, conditions=made_with
-    )
+    content = _picture("loss at every position", loss_against_position, curves, **more)
     if compared := position_loss.compare(results):
-        content += _picture(
-            "differences in loss by position", loss_differences, compared, conditions=made_with, train_length=lengths
-        )
+        content += _picture("differences in loss by position", loss_differences, compared, **more)
         content += _table(position_loss.comparison_table(compared))
     return content + _table(position_loss.slope_table([(result.name, result.summary) for result in results]))
 
@@ -243,19 +221,12 @@ def _position_losses(evaluations: Sequence[Evaluation]) -> str:
 def _scores(evaluations: Sequence[Evaluation], kind: str) -> str:
     """The table of all models, and its picture."""
     models = {name: [one] for one, name in zip(evaluations, _numbered(evaluations), strict=True)}
-    rows, columns = _TABLES[kind](models)
+    rows, columns = _TABLES[kind](models) if models else ({}, [])
     if not has_numbers(rows, columns):
         return ""
     more = {"title": _TITLES[kind], "conditions": sample_counts(models)}
-    return _picture(f"{_TITLES[kind]}, task by task", draw_scores, rows, columns, **more) + _table(
-        score_table(rows, columns)
-    )
-
-
-def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys that are not in every configuration with the same value, in the order of their first occurrence."""
-    keys = dict.fromkeys(key for config in configs for key in config)
-    return [key for key in keys if any(key not in config or config[key] != configs[0].get(key) for config in configs)]
+    picture = _picture(f"{_TITLES[kind]}, task by task", draw_scores, rows, columns, **more)
+    return picture + _table(score_table(rows, columns))
 
 
 def _configurations(runs: Sequence[Run]) -> str:
@@ -263,17 +234,16 @@ def _configurations(runs: Sequence[Run]) -> str:
     if not runs:
         return ""
     configs = [flatten(run.config) for run in runs]
-    different = differing(configs)
-    same = sorted({key for config in configs for key in config} - set(different))
-
-    def table(keys: Sequence[str], mark: bool = False) -> str:
-        rows = [[key, *(_setting(config, key) for config in configs)] for key in keys]
-        return _table(Table(["Key", *(run.name for run in runs)], rows, "l" * (len(runs) + 1)), mark)
-
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = [[key, *(_setting(config, key) for config in configs)] for key in keys]
+    different = [row for row in rows if len({*row[1:]}) > 1]
+    same = sorted(row for row in rows if row not in different)
+    header, alignment = ["Key", *(run.name for run in runs)], "l" * (len(runs) + 1)
     if len(runs) == 1:
-        return _folded("All keys", table(same))
+        return _folded("All keys", _table(Table(header, same, alignment)))
     note = f"<p class='note'>{len(different)} keys differ, {len(same)} agree.</p>"
-    return note + table(different, mark=True) + _folded("Keys on which all agree", table(same))
+    agreed = _folded("Keys on which all agree", _table(Table(header, same, alignment)))
+    return note + _table(Table(header, different, alignment), mark=True) + agreed
 
 
 def _setting(config: Mapping[str, Any], key: str) -> str:
@@ -294,7 +264,7 @@ def _picture(description: str, draw: Callable, *shown: Any, **more: Any) -> str:
 
 def _embedded(picture: bytes, description: str) -> str:
     """A PNG; one of the same resolution as all figures here has texts of the same size."""
-    width = round(int.from_bytes(picture[16:20]) * _PIXELS_PER_INCH / _DOTS_PER_INCH)
+    width = round(int.from_bytes(picture[16:20]) * _PIXELS_PER_INCH / DOTS_PER_INCH)
     data = base64.b64encode(picture).decode()
     return f'<p><img alt="{html.escape(description)}" width="{width}" src="data:image/png;base64,{data}"></p>\n'
 

@@ -5,6 +5,7 @@ evaluation/per_token_loss.py makes these results and says what they are.
 Axes: N sequences, T positions, O octaves of positions.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,34 +35,21 @@ def octave_edges(length: int) -> list[int]:
     return [0, *edges]
 
 
-@dataclass(frozen=True)
-class Slope:
-    """How fast L falls around one position.
+def slopes(length: int, octaves_NO: np.ndarray) -> list[dict[str, Any]]:
+    """How fast L falls between every two neighbouring octaves of `length` positions. Sequences count as independent.
 
-    Attributes:
-        position: i; the octaves [i/2, i) and [i, 2i) are compared.
-        before, after: mean loss in each, nats.
-        per_doubling: after - before, nats: negative where the model profits from a context of i to 2i tokens.
-        standard_error: of that, from the differences within sequences; None for a single sequence.
-        per_token: dL/di, the same divided by the distance of the octaves' centres, nats per token.
+    Returns:
+        For each `position` i: the mean loss `before`, in [i/2, i), and `after`, in [i, 2i), in nats; `per_doubling`,
+        the change, negative where the model profits from a context of i to 2i tokens; its `standard_error` from the
+        differences within sequences, None for a single sequence; `per_token`, the change divided by the distance of
+        the octaves' centres.
     """
-
-    position: int
-    before: float
-    after: float
-    per_doubling: float
-    standard_error: float | None
-    per_token: float
-
-
-def slopes(length: int, octaves_NO: np.ndarray) -> list[Slope]:
-    """The slope of L between every two neighbouring octaves of `length` positions. Sequences count as independent."""
-    edges, mean_O = octave_edges(length), octaves_NO.mean(0)
+    edges, mean_O = octave_edges(length), octaves_NO.mean(0).tolist()
     found = []
-    for o in range(len(mean_O) - 1):
+    for o, (before, after) in enumerate(itertools.pairwise(mean_O)):
         change, error = mean_and_error(octaves_NO[:, o + 1] - octaves_NO[:, o])
-        distance = (edges[o + 2] - edges[o]) / 2
-        found.append(Slope(edges[o + 1], float(mean_O[o]), float(mean_O[o + 1]), change, error, change / distance))
+        entry = {"position": edges[o + 1], "before": before, "after": after, "per_doubling": change}
+        found.append({**entry, "standard_error": error, "per_token": 2 * change / (edges[o + 2] - edges[o])})
     return found
 
 
@@ -88,31 +76,25 @@ def made_with(results: Sequence[Mapping[str, Any]]) -> list[str]:
     Args:
         results: the content of each results.json.
     """
-
-    def shared(key: str) -> Any:
-        values = [result.get(key) for result in results]
-        return values[0] if values and all(value == values[0] for value in values) else None
-
-    tokens, length = shared("eval_tokens"), shared("eval_len")
+    first = results[0]
+    shared = {key: value for key, value in first.items() if all(one.get(key) == value for one in results)}
+    tokens, length = shared.get("eval_tokens"), shared.get("eval_len")
     texts = f" in {tokens // length:,} texts" if tokens and length else ""
     found = [
         text.format(value)
         for text, value in (
-            ("held-out texts of {}", shared("corpus")),
+            ("held-out texts of {}", shared.get("corpus")),
             (f"{{:,}} tokens{texts}", tokens),
-            ("after {:,} training tokens", shared("train_tokens")),
-            ("seed {}", shared("seed")),
-            ("{}", shared("precision")),
+            ("after {:,} training tokens", shared.get("train_tokens")),
+            ("seed {}", shared.get("seed")),
+            ("{}", shared.get("precision")),
         )
         if value is not None
     ]
-    if len(results) == 1 and length:
-        loss, error = (
-            results[0].get(names.name_of(names.VAL, f"{names.LOSS_OVER}{length}")),
-            results[0].get("loss_standard_error", {}),
-        )
-        if loss is not None and str(length) in error:
-            found.append(f"mean loss {loss:.4f} ± {error[str(length)]:.4f} (standard error over texts)")
+    loss = first.get(names.name_of(names.VAL, f"{names.LOSS_OVER}{length}"))
+    error = first.get("loss_standard_error", {}).get(str(length))
+    if len(results) == 1 and loss is not None and error is not None:
+        found.append(f"mean loss {loss:.4f} ± {error:.4f} (standard error over texts)")
     return found
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from forgetting_transformer.analysis import statistics
-from forgetting_transformer.analysis.evaluations import Evaluation
-from forgetting_transformer.analysis.longbench_sets import LONGBENCH, LONGBENCH_CHANCE, LONGBENCH_OF_PAPER, PERCENT
-from forgetting_transformer.analysis.tables import Column, Value, number
+from forgetting_transformer.analysis.evaluations import LONGBENCH, LONGBENCH_OF_PAPER, PERCENT, Evaluation
+from forgetting_transformer.analysis.statistics import Estimate
+from forgetting_transformer.analysis.tables import Column
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ TASKS = (
     _accuracy("sciq", "SciQ", "allenai/sciq", 4),
     _accuracy("boolq", "BoolQ", "aps/super_glue", 2),
 )
+#: What guessing gives in sets of LongBench with a list to choose from: 50 classes of questions, 30 paragraphs.
+_CHANCE = {"trec": 100 / 50, "passage_retrieval_en": 100 / 30}
 AVERAGE = Column("average", "Avg", "higher", unit=PERCENT)
 # Which values are good, by what the names of lm_eval's metrics contain.
 _BETTER: dict[str, Literal["higher", "lower"]] = {
@@ -77,7 +79,7 @@ _BETTER: dict[str, Literal["higher", "lower"]] = {
 Models = Mapping[str, Sequence[Evaluation]]
 
 
-def lm_eval_table(models: Models) -> tuple[dict[str, dict[str, Value]], list[Column]]:
+def lm_eval_table(models: Models) -> tuple[dict[str, dict[str, Estimate]], list[Column]]:
     """Rows and columns of the paper's Table 1; the mean is there when all ten accuracies are.
 
     Perplexities are as they are, accuracies in percent. Other tasks of lm_eval follow, a column for each metric, as
@@ -92,22 +94,21 @@ def lm_eval_table(models: Models) -> tuple[dict[str, dict[str, Value]], list[Col
     return rows, [*columns, *others.values()]
 
 
-def lm_eval_row(evaluation: Evaluation) -> dict[str, Value]:
+def lm_eval_row(evaluation: Evaluation) -> dict[str, Estimate]:
     """The numbers of one evaluation by the keys of their columns."""
-    row: dict[str, Value] = {}
+    row: dict[str, Estimate] = {}
     for task in TASKS:
         for metric, column in task.columns.items():
             if (found := evaluation.find(task.name, metric)) is not None:
-                row[column.key] = _percent(found.estimate) if column.unit == PERCENT else found.estimate
-    accuracies = [number(row.get(c.key)) for task in TASKS for c in task.columns.values() if c.better == "higher"]
-    known_accuracies = [value for value in accuracies if value is not None]
-    if len(known_accuracies) == len(accuracies):
-        row[AVERAGE.key] = sum(known_accuracies) / len(accuracies)
+                row[column.key] = found.estimate.scaled(100 if column.unit == PERCENT else 1)
+    accuracies = [column.key for task in TASKS for column in task.columns.values() if column.better == "higher"]
+    if row.keys() >= {*accuracies}:
+        row[AVERAGE.key] = Estimate(sum(row[key].value for key in accuracies) / len(accuracies))
     known = {task.name for task in TASKS}
     return row | {f"{n.task}/{n.metric}": n.estimate for n in evaluation.numbers if n.task not in known}
 
 
-def longbench_table(models: Models) -> tuple[dict[str, dict[str, Value]], list[Column]]:
+def longbench_table(models: Models) -> tuple[dict[str, dict[str, Estimate]], list[Column]]:
     """Rows and columns of the paper's Table 2; sets that are not in it where a model has them."""
     rows = {
         name: over_seeds([{n.task: n.estimate for n in one.numbers if not n.at} for one in several])
@@ -116,9 +117,9 @@ def longbench_table(models: Models) -> tuple[dict[str, dict[str, Value]], list[C
     return rows, longbench_columns({task for row in rows.values() for task in row} | {*LONGBENCH_OF_PAPER})
 
 
-def longbench_by_length(evaluation: Evaluation) -> tuple[dict[str, dict[str, Value]], list[Column]]:
+def longbench_by_length(evaluation: Evaluation) -> tuple[dict[str, dict[str, Estimate]], list[Column]]:
     """LongBench-E: a row per range of lengths, whose scores are not compared with each other."""
-    rows: dict[str, dict[str, Value]] = {}
+    rows: dict[str, dict[str, Estimate]] = {}
     for n in evaluation.numbers:
         rows.setdefault(n.at["words"], {})[n.task] = n.estimate
     columns = longbench_columns({n.task for n in evaluation.numbers})
@@ -128,7 +129,7 @@ def longbench_by_length(evaluation: Evaluation) -> tuple[dict[str, dict[str, Val
 def longbench_columns(sets: Collection[str]) -> list[Column]:
     """The columns of these sets."""
     return [
-        Column(name, title, "higher", group=group, unit=unit, chance=LONGBENCH_CHANCE.get(name))
+        Column(name, title, "higher", group=group, unit=unit, chance=_CHANCE.get(name))
         for name, (title, group, unit) in LONGBENCH.items()
         if name in sets
     ]
@@ -143,18 +144,12 @@ def sample_counts(models: Models) -> list[str]:
     return [f"{min(counts):,} to {max(counts):,} examples of a task"]
 
 
-def over_seeds(rows: Sequence[dict[str, Value]]) -> dict[str, Value]:
+def over_seeds(rows: Sequence[dict[str, Estimate]]) -> dict[str, Estimate]:
     """One row for the seeds of a model: the mean of what all have, with its interval."""
     if len(rows) == 1:
         return rows[0]
-    values = {key: [value for row in rows if (value := number(row.get(key))) is not None] for key in rows[0]}
-    return {key: statistics.mean(of_seeds) for key, of_seeds in values.items() if len(of_seeds) == len(rows)}
-
-
-def _percent(value: float | statistics.Estimate) -> float | statistics.Estimate:
-    if isinstance(value, statistics.Estimate):
-        return statistics.Estimate(100 * value.value, 100 * value.half_width)
-    return 100 * value
+    common = [key for key in rows[0] if all(key in row for row in rows)]
+    return {key: statistics.mean([row[key].value for row in rows]) for key in common}
 
 
 def _other_columns(evaluation: Evaluation) -> list[Column]:

@@ -101,15 +101,6 @@ def difference(
     return Estimate(value, math.hypot(of_questions, of_seeds))
 
 
-def compare(of: Sequence[QuestionScores], than: Sequence[QuestionScores], metric: str) -> Estimate | None:
-    """`difference` of one metric of a task, with an element per seed; None where the questions differ."""
-    every = [*of, *than]
-    if len({scores.digest for scores in every}) != 1:
-        return None
-    groups = next((scores.groups for scores in every if scores.groups is not None), None)
-    return difference([one.scores[metric] for one in of], [one.scores[metric] for one in than], groups)
-
-
 def differences_table(models: Mapping[str, Sequence[Evaluation]], baseline: str) -> Table:
     """A row for each model and metric that both it and the baseline have: the difference on the same questions.
 
@@ -126,6 +117,10 @@ def differences_table(models: Mapping[str, Sequence[Evaluation]], baseline: str)
     if baseline not in models:
         raise AnalysisError(f"--against={baseline}: there is no such model; there are {', '.join(models)}")
     scores = {name: [_scores_of(one) for one in several] for name, several in models.items()}
+    metrics = {
+        name: dict.fromkeys((number.task, number.metric) for number in several[0].numbers if not number.at)
+        for name, several in models.items()
+    }
     rows = []
     for name, seeds in scores.items():
         if len(seeds) != len(scores[baseline]):
@@ -133,24 +128,22 @@ def differences_table(models: Mapping[str, Sequence[Evaluation]], baseline: str)
                 f"--against={baseline}: {name} has {len(seeds)} results and {baseline} {len(scores[baseline])}; "
                 "give the same number of seeds of both, in the same order"
             )
-        if name == baseline:
-            continue
-        theirs = {(number.task, number.metric) for number in models[baseline][0].numbers}
-        for task, metric in dict.fromkeys((n.task, n.metric) for n in models[name][0].numbers if not n.at):
-            if (task, metric) not in theirs:
+        for task, metric in metrics[name] if name != baseline else ():
+            every = [one[task] for one in (*seeds, *scores[baseline]) if task in one and metric in one[task].scores]
+            if (task, metric) not in metrics[baseline]:
                 continue
-            of, than = ([found[task] for found in one if task in found] for one in (seeds, scores[baseline]))
-            if len(of) + len(than) < 2 * len(seeds) or not all(metric in one.scores for one in (*of, *than)):
+            if len(every) < 2 * len(seeds):
                 rows.append([name, task, metric, "–", "", ""])
                 continue
-            apart = compare(of, than, metric)
-            if apart is None:
+            if len({one.digest for one in every}) > 1:
                 raise AnalysisError(
                     f"{name} and {baseline} were not asked the same questions of {task}: run both evaluations with the "
                     "same data, and without --limit or with the same one"
                 )
-            count = len(than[0].scores[metric])
-            rows.append([name, task, metric, apart.text("+"), f"{count:,}", str(len(seeds))])
+            groups = next((one.groups for one in every if one.groups is not None), None)
+            values = [one.scores[metric] for one in every]
+            apart = difference(values[: len(seeds)], values[len(seeds) :], groups)
+            rows.append([name, task, metric, apart.text("+"), f"{len(values[0]):,}", str(len(seeds))])
     if not rows:
         raise AnalysisError(f"--against={baseline}: no other model has a task of it")
     return Table(["Model", "task", "metric", f"minus {baseline}", "questions", "seeds"], rows, "lllrrr")

@@ -1,42 +1,30 @@
-"""The figures that there are of runs: scripts/plot_run.py writes them, the page shows them, and wandb and TensorBoard
-get those of an evaluation while a run is trained.
+"""The figures that there are of runs, and under which conditions these were made.
+
+scripts/plot_run.py writes the figures, the page shows them, and wandb and TensorBoard get those of an evaluation while
+a run is trained.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from forgetting_transformer import metric_names as names
-from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
-from forgetting_transformer.analysis.plots.losses import (
-    has_loss,
-    loss_against_position,
-    loss_against_tokens,
-    loss_on_sets,
-)
-from forgetting_transformer.analysis.plots.training import (
-    has_metrics,
-    norms,
-    scores_over_training,
-    training_metrics,
-)
-from forgetting_transformer.analysis.runs import Run, check_logged, read_position_losses, read_run
+from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens, loss_on_sets
+from forgetting_transformer.analysis.plots.training import has_metrics, norms, scores_over_training, training_metrics
+from forgetting_transformer.analysis.runs import Run, check_logged, read_position_losses, read_run, run_names
 from forgetting_transformer.analysis.scores_in_training import read_scores
+from forgetting_transformer.analysis.tables import format_tokens
 
+#: Values that are listed in conditions; of more, only their number is said.
+_LISTED = 4
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class RunFigure:
-    """One figure.
-
-    Attributes:
-        name: of its file, without the suffix.
-        title: of its section on the page.
-        draw: writes it.
-    """
+class RunFigure(NamedTuple):
+    """One figure: its file's name without the suffix, the title of its section on the page, and what writes it."""
 
     name: str
     title: str
@@ -44,56 +32,83 @@ class RunFigure:
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
-    """The runs, under the names that figures show.
+    """The runs under the names that figures show, with the model in each, as in "run3 (fox_pro)": it gives the colour.
 
     Raises:
-        ValueError: a run is given twice, or a metrics file has a line that cannot be read.
+        ValueError: a run is given twice.
     """
-    return [read_run(folder, name) for folder, name in zip(run_dirs, shown_names(run_dirs), strict=True)]
+    runs = [read_run(folder, name) for folder, name in zip(run_dirs, run_names(run_dirs), strict=True)]
+    models = [run.setting("model", "label") or "" for run in runs]
+    return [
+        read_run(run.output_dir, run.name if model in run.name else f"{run.name} ({model})")
+        for run, model in zip(runs, models, strict=True)
+    ]
 
 
-def of_runs(runs: Sequence[Run], left_out: list[str], entropy: float | None = None) -> Iterator[RunFigure]:
+def conditions(runs: Sequence[Run]) -> list[str]:
+    """Settings of the runs, from the corpus to the device, for a figure's foot; what no run says is left out."""
+    found = []
+    for name, several, values in (
+        ("{}", "corpora", [run.setting("datamodule", "dataset") for run in runs]),
+        ("{} parameters", "model sizes", [_rounded(run.info("model").get("total_params")) for run in runs]),
+        ("{} tokens of training", "budgets", [_rounded(run.tokens or None) for run in runs]),
+        ("{} held-out tokens", "held-out sets", [_heldout_tokens(run) for run in runs]),
+        ("of the held-out set {}", "held-out sets", [run.eval_set or None for run in runs]),
+        ("sequences of {} tokens", "sequence lengths", [run.setting("datamodule", "train_batch_len") for run in runs]),
+        ("{} tokens a step", "batch sizes", [_tokens_per_step(run) for run in runs]),
+        ("learning rate {}", "learning rates", [run.setting("optimizer", "lr") for run in runs]),
+        ("seed {}", "seeds", [run.setting("seed") for run in runs]),
+        ("on {}", "devices", [run.device for run in runs]),
+    ):
+        distinct = list(dict.fromkeys(value for value in values if value is not None))
+        if len(distinct) > _LISTED:
+            found.append(f"{len(distinct)} {several}")
+        elif distinct:
+            text = ", ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in distinct)
+            found.append(name.format(text))
+    return found
+
+
+def of_runs(runs: Sequence[Run], left_out: list[str]) -> Iterator[RunFigure]:
     """The figures that there is something to draw for, with all runs in each.
 
     Args:
         left_out: gets a line about every run that has nothing yet for a figure that each run has sooner or later.
-        entropy: for `loss_against_tokens`; default as the corpus stated it when the runs started, if they agree.
 
     Raises:
         ValueError: a file is damaged.
     """
     logged = [run for run, _ in _read(check_logged, runs, left_out)]
     made_with = conditions(logged)
-    if any(map(has_loss, logged)):
-        recorded = {run.unigram_entropy for run in logged}
-        entropy = recorded.pop() if entropy is None and len(recorded) == 1 else entropy
-        draw = partial(loss_against_tokens, logged, entropy=entropy, conditions=made_with)
-        yield RunFigure("loss_tokens", "Loss against training tokens", draw)
+
+    def of_all(draw: Callable[..., Any], shown: Any = logged) -> Callable[[Path], object]:
+        return partial(draw, shown, conditions=made_with)
+
+    if any(run.has_loss for run in logged):
+        yield RunFigure("loss_tokens", "Loss against training tokens", of_all(loss_against_tokens))
     sets = list(dict.fromkeys(name for run in logged for name in run.eval_sets))
     if sets:
-        draw = partial(loss_on_sets, logged, conditions=made_with)
-        yield RunFigure("loss_sets", "Loss on every held-out set", draw)
+        yield RunFigure("loss_sets", "Loss on every held-out set", of_all(loss_on_sets))
     if any(map(has_metrics, logged)):
-        draw = partial(training_metrics, logged, conditions=made_with)
-        yield RunFigure("training", "Learning rate, gradient norm, throughput and wall time", draw)
+        title = "Learning rate, gradient norm, throughput and wall time"
+        yield RunFigure("training", title, of_all(training_metrics))
     if len(logged) == 1 and names.NORM in logged[0].kinds:
-        yield RunFigure("norms", "Norms of weights and gradients", partial(norms, logged[0], conditions=made_with))
+        yield RunFigure("norms", "Norms of weights and gradients", of_all(norms, logged[0]))
     if scored := [run for run in logged if read_scores(run)]:
         draw = partial(scores_over_training, scored, conditions=conditions(scored))
         yield RunFigure("evaluations", "Evaluations during training", draw)
     for eval_set in ("", *sets):
         members = [run.on(eval_set) for run in runs if not eval_set or eval_set in run.eval_sets]
-        curves, lengths = {}, {}
-        for run, several in _read(read_position_losses, members, left_out):
-            for curve in several:
-                label = position_label(curve)
-                curves[label], lengths[label] = curve.loss, run.setting("datamodule", "train_batch_len")
+        curves: dict[str, np.ndarray] = {}
+        lengths: dict[str, int | None] = {}
+        for run, losses in _read(read_position_losses, members, left_out):
+            curves |= losses
+            lengths |= dict.fromkeys(losses, run.setting("datamodule", "train_batch_len"))
         if curves:
-            made_with = conditions(members)
-            draw = partial(loss_against_position, curves, train_length=lengths, conditions=made_with, of="runs")
+            more: dict[str, Any] = {"train_length": lengths, "conditions": conditions(members), "of": "runs"}
             title = "Loss at every position, in training" + (f", on {eval_set}" if eval_set else "")
             name = f"loss_position{'_' * bool(eval_set)}{eval_set}"
-            yield RunFigure(name, title, draw)
+            yield RunFigure(name, title, partial(loss_against_position, curves, **more))
 
 
 def of_evaluation(output_dir: Path, kind: str, folder: Path) -> dict[str, Path]:
@@ -124,3 +139,17 @@ def _read(read: Callable[[Run], T], runs: Sequence[Run], left_out: list[str]) ->
         except FileNotFoundError as error:
             left_out.append(str(error))
     return found
+
+
+def _heldout_tokens(run: Run) -> str | None:
+    return _rounded(run.last(run.heldout_kind).get(names.name_of(run.heldout_kind, names.TOKENS_EVALUATED)))
+
+
+def _rounded(number: int | None) -> str | None:
+    """35732 -> 35.7K."""
+    return None if number is None else format_tokens(float(f"{number:.3g}"))
+
+
+def _tokens_per_step(run: Run) -> int | None:
+    length, batch = (run.setting("datamodule", key) for key in ("train_batch_len", "train_batch_size"))
+    return None if length is None or batch is None else length * batch

@@ -14,7 +14,7 @@ import math
 import re
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forgetting_transformer import metric_names as names
+from forgetting_transformer.analysis.tables import format_tokens
 from forgetting_transformer.files import parse_json_lines, read_yaml
 
 #: Training loss at some tokens is the mean of what was logged over the last 5 % of the tokens before.
@@ -32,6 +33,8 @@ EMA_WEIGHTS = "EMA weights"
 # Evaluations are at whole steps, and a point of equal FLOPs need not be: so near, as a part of the tokens, is there.
 _SAME_PLACE = 1e-3
 _NOT_FINITE = re.compile(r"infinite or NaN|not finite")
+#: Kinds with loss at every position on the corpus's own texts, the preferred one first -> what they are of.
+_OWN_TEXTS = {names.VAL: "held-out", names.TRAIN_EVAL: "training batches"}
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -45,60 +48,29 @@ class Series(NamedTuple):
         return Series(self.tokens, factor * self.values)
 
 
-def series_of(records: Sequence[dict[str, Any]], name: str) -> Series:
-    """The numbers under one name, from the lines that have it."""
-    pairs = [(record["step"], record[name]) for record in records if isinstance(record.get(name), int | float)]
-    steps, values = zip(*pairs, strict=True) if pairs else ((), ())
-    return Series(np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64))
-
-
 @dataclass(frozen=True)
 class Run:
-    """One run; all numbers are zero or empty before the run has logged.
+    """One run. Everything is read from its folder once, when it is asked for, and empty before the run has logged it.
 
     Attributes:
+        output_dir: the run's folder, which need not exist yet.
         name: for people.
-        train_tokens, train_loss: (n,), training tokens and loss of the batch in nats per token, as logged.
-        heldout_tokens, heldout_loss: (m,), the same for held-out documents.
-        output_dir: the run's folder. All other numbers are read from it, once, when they are asked for.
         eval_set: the set that the held-out losses are of; "" for the corpus's own (`on`).
+        until: training tokens after which lines are left out.
     """
 
+    output_dir: Path
     name: str
-    train_tokens: np.ndarray
-    train_loss: np.ndarray
-    heldout_tokens: np.ndarray
-    heldout_loss: np.ndarray
-    output_dir: Path = Path()
     eval_set: str = ""
-    _records: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    until: float = math.inf
+    _records: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False, compare=False)
+
+    # Files.
 
     @property
     def kinds(self) -> set[str]:
         """The kinds of lines that it has logged."""
         return {file.stem for file in _jsonlines(self.output_dir).glob("*.jsonl")}
-
-    @property
-    def heldout_kind(self) -> str:
-        """The kind of the lines with its held-out losses."""
-        return f"{names.VAL_SET}{self.eval_set}" if self.eval_set else names.VAL
-
-    @property
-    def eval_sets(self) -> list[str]:
-        """Names of the other held-out sets that it has losses of."""
-        kinds = self.kinds - {names.VAL_DATA_INFO, names.VAL_EMA}
-        return sorted(kind.removeprefix(names.VAL_SET) for kind in kinds if kind.startswith(names.VAL_SET))
-
-    @property
-    def ema(self) -> Series:
-        """Losses on the corpus's own held-out documents of the moving average that the callback ema keeps."""
-        return self.series(names.VAL_EMA, names.name_of(names.VAL_EMA, names.LOSS))
-
-    def on(self, eval_set: str) -> "Run":
-        """The same run, with its losses on another held-out set as the held-out ones; none if it has none."""
-        run = dataclasses.replace(self, eval_set=eval_set)
-        tokens, loss = run.series(run.heldout_kind, names.name_of(run.heldout_kind, names.LOSS))
-        return dataclasses.replace(run, heldout_tokens=tokens, heldout_loss=loss)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -128,14 +100,6 @@ class Run:
         file = self.output_dir / "starts.jsonl"
         return list(parse_json_lines(file.read_bytes(), file)) if file.is_file() else []
 
-    @property
-    def device(self) -> str | None:
-        """What its newest start computed on: the name of a GPU, or "CPU (x86_64)"; None before the first."""
-        machine = self.starts[-1].get("machine", {}) if self.starts else {}
-        device = machine.get("device")
-        # Of a CPU, a start records the architecture only, which is a part of its platform's name too.
-        return f"CPU ({device})" if device and device in machine.get("platform", "") else device
-
     def records(self, kind: str) -> list[dict[str, Any]]:
         """The lines of one kind of metrics.
 
@@ -144,7 +108,7 @@ class Run:
         """
         if kind not in self._records:
             self._records[kind] = read_metrics(_jsonlines(self.output_dir) / f"{kind}.jsonl")
-        return self._records[kind]
+        return [record for record in self._records[kind] if record["step"] <= self.until]
 
     def last(self, kind: str) -> dict[str, Any]:
         """The newest line of one kind; {} where there is none."""
@@ -152,43 +116,70 @@ class Run:
         return records[-1] if records else {}
 
     def series(self, kind: str, name: str) -> Series:
-        """The numbers under one name in the lines of one kind."""
-        return series_of(self.records(kind), name)
+        """The numbers under one name, from the lines of one kind that have it."""
+        records = self.records(kind)
+        pairs = [(record["step"], record[name]) for record in records if isinstance(record.get(name), int | float)]
+        steps, values = zip(*pairs, strict=True) if pairs else ((), ())
+        return Series(np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64))
 
     def info(self, kind: str) -> dict[str, Any]:
-        """The run's description of its "model", "train_data" or "val_data"."""
-        return read_description(_jsonlines(self.output_dir) / f"{kind}_info.jsonl")
+        """The run's description of its "model", "train_data" or "val_data", by names without their prefix."""
+        lines = self.records(f"{kind}_info")
+        return {name.rpartition("/")[2]: value for name, value in lines[0].items()} if lines else {}
+
+    # Losses.
+
+    @cached_property
+    def train(self) -> Series:
+        """Loss of the batch in nats per token, as logged."""
+        return self.series(names.TRAIN, names.TRAIN_LOSS)
+
+    @cached_property
+    def heldout(self) -> Series:
+        """Loss on held-out documents."""
+        return self.series(self.heldout_kind, names.name_of(self.heldout_kind, names.LOSS))
+
+    @property
+    def ema(self) -> Series:
+        """Losses on the corpus's own held-out documents of the moving average that the callback ema keeps."""
+        return self.series(names.VAL_EMA, names.name_of(names.VAL_EMA, names.LOSS))
+
+    @property
+    def heldout_kind(self) -> str:
+        """The kind of the lines with its held-out losses."""
+        return f"{names.VAL_SET}{self.eval_set}" if self.eval_set else names.VAL
+
+    @property
+    def eval_sets(self) -> list[str]:
+        """Names of the other held-out sets that it has losses of."""
+        kinds = self.kinds - {names.VAL_DATA_INFO, names.VAL_EMA}
+        return sorted(kind.removeprefix(names.VAL_SET) for kind in kinds if kind.startswith(names.VAL_SET))
+
+    def on(self, eval_set: str) -> "Run":
+        """The same run, with its losses on another held-out set as the held-out ones; none if it has none."""
+        return dataclasses.replace(self, eval_set=eval_set)
+
+    # What else it logged.
+
+    @property
+    def device(self) -> str | None:
+        """What its newest start computed on: the name of a GPU, or "CPU (x86_64)"; None before the first."""
+        machine = self.starts[-1].get("machine", {}) if self.starts else {}
+        device = machine.get("device")
+        # Of a CPU, a start records the architecture only, which is a part of its platform's name too.
+        return f"CPU ({device})" if device and device in machine.get("platform", "") else device
 
     @cached_property
     def flops_per_token(self) -> float | None:
         """Training FLOPs for one token, by the formula of the architecture; None if not logged."""
         return self.info("model").get("flops_per_token")
 
-    @property
-    def saved_tokens(self) -> int:
-        """Training tokens of the last checkpoint that was written."""
-        return self.last(names.CHECKPOINT).get("step", 0)
+    def norms(self, kind: str) -> dict[str, Series]:
+        """L2 norms of the parameters of each block ("layer 0", …), and of the rest by the first part of their names.
 
-    @property
-    def unigram_entropy(self) -> float | None:
-        """Entropy of the training corpus's token frequencies in nats, if the corpus stated it when the run started."""
-        return self.info("train_data").get("unigram_entropy_nats")
-
-    @property
-    def heldout(self) -> Series:
-        return Series(self.heldout_tokens, self.heldout_loss)
-
-    @property
-    def weight_norms(self) -> dict[str, Series]:
-        """L2 norms of the parameters of each block ("layer 0", …), and of the rest by the first part of their names."""
-        return self._norms(names.PARAMETER_NORM)
-
-    @property
-    def gradient_norms(self) -> dict[str, Series]:
-        """The same for their gradients after clipping."""
-        return self._norms(names.GRADIENT_NORM_OF_PARAMETER)
-
-    def _norms(self, kind: str) -> dict[str, Series]:
+        Args:
+            kind: `PARAMETER_NORM`, or `GRADIENT_NORM_OF_PARAMETER` for their gradients after clipping.
+        """
         records = self.records(names.NORM)
         members: dict[str, list[str]] = {}
         for key in records[-1] if records else ():
@@ -231,36 +222,40 @@ class Run:
         except KeyError:
             return None
 
-    def pass_at(self, tokens: float) -> int | None:
+    def pass_at(self, tokens: float) -> int:
         """The number, from 1, of the pass that the batch which ended at so many training tokens was read in."""
-        return max(1, math.ceil(tokens / self.pass_tokens)) if self.pass_tokens else None
+        return max(1, math.ceil(tokens / self.pass_tokens)) if self.pass_tokens else 1
 
-    def repeats_at(self, tokens: float) -> bool:
-        """Whether that batch had been read before: the corpus was at its end, and began again."""
-        total = self.info("train_data").get("total_tokens")
-        return total is not None and tokens > total
+    # How far it is.
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether it has logged a finite loss."""
+        return bool(np.isfinite(self.train.values).any() or np.isfinite(self.heldout.values).any())
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens at the last logged step."""
+        return int(self.train.tokens[-1]) if self.train.tokens.size else 0
 
     @property
     def diverged(self) -> bool:
         """Whether its last start ended because too many updates, or the weights, were not finite."""
         return self.status.get("status") == "failed" and _NOT_FINITE.search(self.status["reason"]) is not None
 
-    @property
-    def tokens(self) -> int:
-        """Training tokens at the last logged step."""
-        return int(self.train_tokens[-1]) if self.train_tokens.size else 0
-
     def finished(self, max_tokens: int) -> bool:
         """Whether the run has done all of this budget, with its last checkpoint and evaluation."""
-        return self.saved_tokens >= max_tokens and self.status.get("status") == "done"
+        return self.last(names.CHECKPOINT).get("step", 0) >= max_tokens and self.status.get("status") == "done"
+
+    # Losses at some point.
 
     def train_loss_at(self, tokens: float) -> float:
         """Mean training loss logged in the last TRAIN_WINDOW of `tokens`, nats per token; NaN without a line there."""
-        inside = (self.train_tokens > (1 - TRAIN_WINDOW) * tokens) & (self.train_tokens <= tokens)
-        if not inside.any() and self.train_tokens.size and self.train_tokens[0] <= tokens <= self.train_tokens[-1]:
+        inside = (self.train.tokens > (1 - TRAIN_WINDOW) * tokens) & (self.train.tokens <= tokens)
+        if not inside.any() and self.train.tokens.size and self.train.tokens[0] <= tokens <= self.train.tokens[-1]:
             # Logged more rarely than that: the newest line before.
-            inside = self.train_tokens == self.train_tokens[self.train_tokens <= tokens][-1]
-        return float(self.train_loss[inside].mean()) if inside.any() else math.nan
+            inside = self.train.tokens == self.train.tokens[self.train.tokens <= tokens][-1]
+        return float(self.train.values[inside].mean()) if inside.any() else math.nan
 
     def heldout_loss_at(self, tokens: float) -> float:
         """Held-out loss after `tokens`; NaN outside of what was evaluated.
@@ -268,24 +263,17 @@ class Run:
         Between two evaluations it is linear in the logarithm of the tokens. A loss falls ever more slowly, so that a
         straight line would be too high everywhere between them.
         """
-        if not self.heldout_tokens.size or not self.heldout_tokens[0] <= tokens <= self.heldout_tokens[-1]:
+        if not self.heldout.tokens.size or not self.heldout.tokens[0] <= tokens <= self.heldout.tokens[-1]:
             return math.nan
-        place = np.log([tokens, *self.heldout_tokens])
-        return float(np.interp(place[0], place[1:], self.heldout_loss))
+        place = np.log([tokens, *self.heldout.tokens])
+        return float(np.interp(place[0], place[1:], self.heldout.values))
 
     def heldout_losses_around(self, tokens: float) -> tuple[float, float]:
-        """Held-out losses at the last evaluation not after `tokens` and at the first not before: equal if it is there.
-
-        NaN outside of what was evaluated.
-        """
-        before = self.heldout_loss[self.heldout_tokens <= tokens * (1 + _SAME_PLACE)]
-        after = self.heldout_loss[self.heldout_tokens >= tokens * (1 - _SAME_PLACE)]
-        if not before.size or not after.size:
-            return math.nan, math.nan
-        near = np.abs(self.heldout_tokens - tokens) <= tokens * _SAME_PLACE
-        if near.any():
-            return float(self.heldout_loss[near][0]), float(self.heldout_loss[near][0])
-        return float(before[-1]), float(after[0])
+        """Held-out losses at the last evaluation not after `tokens`, which is not before the first, and at the first
+        one after: equal if one is there."""
+        near = np.abs(self.heldout.tokens - tokens) <= tokens * _SAME_PLACE
+        after = int(np.argmax(near) if near.any() else np.searchsorted(self.heldout.tokens, tokens))
+        return float(self.heldout.values[after if near.any() else after - 1]), float(self.heldout.values[after])
 
     def loss_at(self, tokens: float, heldout: bool) -> float:
         return self.heldout_loss_at(tokens) if heldout else self.train_loss_at(tokens)
@@ -293,33 +281,13 @@ class Run:
     def final_loss(self, heldout: bool) -> float:
         """The loss at the end of what was logged: held-out, or training over the last TRAIN_WINDOW of the tokens."""
         if heldout:
-            return float(self.heldout_loss[-1]) if self.heldout_loss.size else math.nan
+            return float(self.heldout.values[-1]) if self.heldout.values.size else math.nan
         return self.train_loss_at(self.tokens)
 
 
-@dataclass(frozen=True)
-class PositionLoss:
-    """Mean loss at every position of a sequence: ``loss[i]`` is that of predicting token i from those before it."""
-
-    name: str
-    loss: np.ndarray  # (seq_len,), nats per token
-    train_tokens: int  # how long the run had been trained
-    kind: str  # of the lines beside the file, such as "val"; "train_eval": of training batches
-
-
 def read_run(output_dir: Path, name: str | None = None) -> Run:
-    """Reads a run's folder, at any time of its life; it need not exist yet.
-
-    Args:
-        name: default the folder's.
-
-    Raises:
-        ValueError: a metrics file has a line that cannot be read (see `read_metrics`).
-    """
-    nothing = np.zeros(0)
-    run = Run(output_dir.name if name is None else name, nothing, nothing, nothing, nothing, output_dir).on("")
-    tokens, loss = run.series(names.TRAIN, names.TRAIN_LOSS)
-    return dataclasses.replace(run, train_tokens=tokens, train_loss=loss)
+    """The run of a folder, at any time of its life, under its name or another."""
+    return Run(output_dir, output_dir.name if name is None else name)
 
 
 def check_logged(run: Run) -> None:
@@ -328,18 +296,18 @@ def check_logged(run: Run) -> None:
         FileNotFoundError: the folder is not a run's, or no loss has been logged yet.
     """
     _check_is_run(run.output_dir)
-    if run.train_loss.size == 0 and run.heldout_loss.size == 0:
+    if run.train.tokens.size == 0 and run.heldout.tokens.size == 0:
         raise FileNotFoundError(
             f"{_jsonlines(run.output_dir)}: no 'train/loss' in train.jsonl and no 'val/loss' in val.jsonl yet. "
             "They appear when the run has logged for the first time."
         )
 
 
-def read_position_losses(run: Run) -> list[PositionLoss]:
-    """Reads a run's newest loss at every position: on held-out documents, else on its training batches.
+def read_position_losses(run: Run) -> dict[str, np.ndarray]:
+    """A run's newest loss at every position (seq_len,), by what it is of: "run3, held-out, after 5.12K tokens".
 
-    Of one of its other sets no other documents will do. Of the corpus's own there is also that of the moving average
-    of the weights, where the run evaluated one.
+    It is of held-out documents, else of training batches; of another set, of that alone. Of the corpus's own documents
+    there is also that of the moving average of the weights, where the run evaluated one.
 
     Raises:
         FileNotFoundError: the folder is not a run's, or no such file has been written yet.
@@ -347,30 +315,33 @@ def read_position_losses(run: Run) -> list[PositionLoss]:
     """
     _check_is_run(run.output_dir)
     folder = run.output_dir / "metrics" / "npz"
-    kinds = [run.heldout_kind] if run.eval_set else [names.VAL, names.TRAIN_EVAL]
-    files = {kind: sorted((folder / kind).glob("step-*.npz")) for kind in (*kinds, names.VAL_EMA)}
-    found = [kind for kind in kinds if files[kind]][:1]
+    kinds = {run.heldout_kind: f"held-out ({run.eval_set})"} if run.eval_set else _OWN_TEXTS
+    newest = {kind: max((folder / kind).glob("step-*.npz"), default=None) for kind in (*kinds, names.VAL_EMA)}
+    found = [kind for kind in kinds if newest[kind]][:1]
     if not found:
         raise FileNotFoundError(
             f"{folder}: no {' and no '.join(f'{kind}/step-*.npz' for kind in kinds)} yet. They appear after the run's "
             "first validation."
         )
-    if not run.eval_set and files[names.VAL_EMA]:
-        found.append(names.VAL_EMA)
-    return [_read_position_loss(files[kind][-1], run.name, kind) for kind in found]
+    averaged = {} if run.eval_set else {names.VAL_EMA: f"held-out, {EMA_WEIGHTS}"}
+    losses = {}
+    for kind, of in [(found[0], kinds[found[0]]), *averaged.items()]:
+        if file := newest[kind]:
+            tokens = format_tokens(float(f"{int(file.stem.removeprefix('step-')):.3g}"))
+            losses[f"{run.name}, {of}, after {tokens} tokens"] = _position_loss(file, kind)
+    return losses
 
 
-def _read_position_loss(file: Path, name: str, kind: str) -> PositionLoss:
+def _position_loss(file: Path, kind: str) -> np.ndarray:
     array = names.name_of(kind, names.LOSS_PER_TOKEN)
     try:
         with np.load(file) as arrays:
-            loss = np.asarray(arrays[array], dtype=np.float64)
+            return np.asarray(arrays[array], dtype=np.float64)
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"{file}: cannot read the array {array!r} ({error}). If the run is writing the file, try again; if it was "
             "killed while it did, delete the file."
         ) from error
-    return PositionLoss(name, loss, int(file.stem.removeprefix("step-")), kind)
 
 
 def run_names(run_dirs: Sequence[Path]) -> list[str]:
@@ -413,16 +384,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             records.pop()
         records.append(record)
     return records
-
-
-def read_description(file: Path) -> dict[str, Any]:
-    """The content of `<kind>_info.jsonl`, by names without their prefix; {} if there is nothing yet.
-
-    Raises:
-        ValueError: a line cannot be read (see `read_metrics`).
-    """
-    entries = read_metrics(file)
-    return {name.rpartition("/")[2]: value for name, value in entries[0].items()} if entries else {}
 
 
 def _jsonlines(output_dir: Path) -> Path:

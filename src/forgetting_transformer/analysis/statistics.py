@@ -14,15 +14,18 @@ CONFIDENCE = 0.95
 
 
 class Estimate(NamedTuple):
-    """A value and the half-width of its 95 % interval; the half-width is NaN where one seed tells nothing of it."""
+    """A value and the half-width of its 95 % interval; the half-width is NaN where nothing is known of it."""
 
     value: float
-    half_width: float
+    half_width: float = math.nan
 
     @property
     def excludes_zero(self) -> bool:
         """Whether the interval leaves zero out; False where there is none."""
         return abs(self.value) > self.half_width
+
+    def scaled(self, factor: float) -> "Estimate":
+        return Estimate(factor * self.value, factor * self.half_width)
 
     def text(self, sign: str = "", digits: int = 4) -> str:
         """As in "1.2345 ± 0.0123", without an interval where there is none; `sign` "+" shows a plus sign."""
@@ -55,7 +58,7 @@ def mean(losses: Sequence[float]) -> Estimate:
     """The mean over seeds with Student's t interval; `losses` has one loss per seed, at least one."""
     values = np.asarray(losses, dtype=np.float64)
     if values.size < 2 or not np.isfinite(values).all():
-        return Estimate(float(values.mean()), math.nan)
+        return Estimate(float(values.mean()))
     return Estimate(float(values.mean()), quantile(values.size - 1) * math.sqrt(values.var(ddof=1) / values.size))
 
 
@@ -64,13 +67,13 @@ def difference(losses: Sequence[float], baseline: Sequence[float]) -> Estimate:
     one, other = np.asarray(losses, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
     value = float(one.mean()) - float(other.mean())
     if min(one.size, other.size) < 2 or not math.isfinite(value):
-        return Estimate(value, math.nan)
-    shares = np.array([one.var(ddof=1) / one.size, other.var(ddof=1) / other.size])
-    if shares.sum() == 0:
+        return Estimate(value)
+    if one.var() == other.var() == 0:
         return Estimate(value, 0.0)
-    # Welch and Satterthwaite's degrees of freedom.
-    freedom = shares.sum() ** 2 / (shares**2 / np.array([one.size - 1, other.size - 1])).sum()
-    return Estimate(value, quantile(freedom) * math.sqrt(shares.sum()))
+    from scipy import stats  # a second to import, and only needed with several seeds
+
+    interval = stats.ttest_ind(one, other, equal_var=False).confidence_interval(CONFIDENCE)
+    return Estimate(value, float(interval.high - interval.low) / 2)
 
 
 def mean_over_texts(values_N: np.ndarray, group_N: np.ndarray | None = None) -> Estimate:
@@ -90,6 +93,6 @@ def mean_over_texts(values_N: np.ndarray, group_N: np.ndarray | None = None) -> 
 
 def quantile(degrees_of_freedom: float) -> float:
     """Student's t that a two-sided 95 % interval takes."""
-    from scipy import stats  # a second to import, and only needed with several seeds
+    from scipy import stats
 
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees_of_freedom))

@@ -1,7 +1,6 @@
 """Tables in Markdown and LaTeX: of any cells, and of scores with the best and the second best of each column marked."""
 
 import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ _LATEX_SPECIAL = str.maketrans(
     }
     | {character: f"\\{character}" for character in "&%$#_{}"}
 )  # fmt: skip
-#: The content of a cell of a table of scores; an `Estimate` is printed with its interval.
-Value = float | Estimate | None
-Rows = Mapping[str, Mapping[str, Value]]
+#: Scores of models by the keys of columns; what a model lacks is not there, and intervals are shown where known.
+Rows = Mapping[str, Mapping[str, Estimate]]
 
 
 @dataclass(frozen=True)
@@ -111,27 +109,17 @@ class Column:
         return self.title + {"higher": " ↑", "lower": " ↓", None: ""}[self.better]
 
 
-def number(value: Value) -> float | None:
-    """The value of a cell without its interval."""
-    return value.value if isinstance(value, Estimate) else value
-
-
-def half_width(value: Value) -> float | None:
-    """Half of the cell's interval, if it has one."""
-    return value.half_width if isinstance(value, Estimate) and math.isfinite(value.half_width) else None
-
-
 def has_numbers(rows: Rows, columns: Sequence[Column]) -> bool:
     """Whether any model has a value in any column."""
-    return any(row.get(column.key) is not None for row in rows.values() for column in columns)
+    return any(column.key in row for row in rows.values() for column in columns)
 
 
-def ranks(column: Column, values: Sequence[Value]) -> list[int | None]:
+def ranks(column: Column, values: Sequence[Estimate | None]) -> list[int | None]:
     """1 for the best value and those printed like it, 2 for the next, None for the rest.
 
     Values that are printed alike are equal: nothing is said to be better that a reader cannot see to be.
     """
-    shown = [None if (value := number(one)) is None else round(value, column.digits) for one in values]
+    shown = [None if one is None else round(one.value, column.digits) for one in values]
     distinct = sorted({value for value in shown if value is not None}, reverse=column.better == "higher")
     if column.better is None or len(distinct) < 2:  # nothing to compare with
         return [None] * len(values)
@@ -144,7 +132,7 @@ def score_table(rows: Rows, columns: Sequence[Column], first: str = "Model") -> 
     for column in columns:
         values = [row.get(column.key) for row in rows.values()]
         for line, value, rank in zip(cells, values, ranks(column, values), strict=True):
-            text = _text(value, column.digits)
+            text = "–" if value is None else value.text(digits=column.digits)
             line.append(f"**{text}**" if rank == 1 else f"<u>{text}</u>" if rank == 2 else text)
     return Table([first, *(column.head for column in columns)], cells, "l" + "r" * len(columns))
 
@@ -171,10 +159,3 @@ def _latex_cell(text: str) -> str:
         if found := re.fullmatch(pattern, text):
             return rf"\{command}{{{found[1].translate(_LATEX_SPECIAL)}}}"
     return text.translate(_LATEX_SPECIAL)
-
-
-def _text(value: Value, digits: int) -> str:
-    if value is None:
-        return "–"
-    around = half_width(value)
-    return f"{number(value):.{digits}f}" + ("" if around is None else f" ± {around:.{digits}f}")

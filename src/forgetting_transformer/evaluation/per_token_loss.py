@@ -207,7 +207,7 @@ def summarise(sums: Sums, model: EvaluatedModel, identity: dict[str, Any]) -> di
     }
     results |= by_length("val", loss_T, MIN_LENGTH)
     results["loss_standard_error"] = standard_errors(length, sums.octaves_NO)
-    results["slope"] = [vars(entry) for entry in slopes(loss_T.size, sums.octaves_NO)]
+    results["slope"] = slopes(loss_T.size, sums.octaves_NO)
     return results
 
 

@@ -352,7 +352,7 @@ def compare_searches(folders: Sequence[Path], path: Path) -> None:
         if not searches[name]:
             raise SweepError(f"{folder} has no finished run of a search; name the output_dir of a sweep_lr.py")
     every = list(itertools.chain(*searches.values()))
-    heldout = all(run.heldout_loss.size for run in every if not run.diverged)
+    heldout = all(run.heldout.values.size for run in every if not run.diverged)
     curves: dict[str, dict[float, list[float]]] = {name: {} for name in searches}
     for name, runs in searches.items():
         for run in runs:

@@ -304,7 +304,7 @@ def _end(running: Sequence[_Running], interrupts: "_Interrupts") -> None:
 
 
 def _describe(result: JobResult) -> str:
-    loss = _loss(result.run.final_loss(heldout=bool(result.run.heldout_loss.size)))
+    loss = _loss(result.run.final_loss(heldout=bool(result.run.heldout.values.size)))
     parts = [f"{result.run.tokens:,} tokens", loss and f"loss {loss}", result.note]
     return f"{result.job.name}: " + ", ".join(part for part in parts if part)
 

@@ -1,5 +1,6 @@
 """Figures of evaluations that are not curves: matrices of heads, heads over layers and training, grids of scores."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,28 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from forgetting_transformer.analysis.evaluations import Evaluation
-from forgetting_transformer.analysis.needles import MODES, SCORES, described, score_matrix
-from forgetting_transformer.analysis.plots.style import MAIN, Picture, marker_handle, picture
+from forgetting_transformer.analysis.evaluations import Evaluation, Number
+from forgetting_transformer.analysis.plots.style import MAIN, marker_handle, picture
 
 _AT_LEAST = "at least this: not forgotten within the text"
 _MEMORY = "memory length: tokens until the decay reaches 1/e, median over the second half of the text"
 #: Cells of a grid of scores, in each direction, whose numbers are written into them.
 _NUMBERED_CELLS = 12
+#: What chance is, by score.
+_CHANCE = {"words": "chance is above 0: most texts have some of the words", "exact": "chance is 0"}
+#: Modes of needle in a haystack, in the titles of figures.
+_MODES = {
+    "standard": "standard mode",
+    "easy": "easy mode",
+    "paper": "standard mode as in the paper",
+    "paper_easy": "easy mode as in the paper",
+}
+#: Score -> its name for people, and the ends of its scale.
+_SCORES = {
+    "words": ("share of the answer's words", (0.0, 1.0)),
+    "exact": ("answered word for word", (0.0, 1.0)),
+    "judge": ("rating by {judge}", (1.0, 10.0)),
+}
 
 
 def head_matrices(
@@ -87,8 +102,9 @@ def heads_by_layer(
         beside = [layer + 0.6 * ((n + 0.5) / (max(place) + 1) - 0.5) for layer, n in zip(layers, place, strict=True)]
         for x, y, bound in zip(beside, memory, is_bound, strict=True):
             axes.plot(x, max(y, 0.5), "^" if bound else "o", color=MAIN, markersize=4.5, alpha=0.8)
-        _memory_axis(axes)
-        axes.set_xlabel("layer (heads side by side)")
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "<1" if value < 1 else f"{value:,.0f}"))
+        axes.set(xlabel="layer (heads side by side)", ylabel="memory length (tokens)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="x", visible=False)
         if any(is_bound):
@@ -96,28 +112,30 @@ def heads_by_layer(
         drawn.notes += [*conditions, _MEMORY]
 
 
-def _memory_axis(axes: Axes) -> None:
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "<1" if value < 1 else f"{value:,.0f}"))
-    axes.set_ylabel("memory length (tokens)")
-
-
-def draw_needles(evaluation: Evaluation, score: str, *paths: Path) -> float:
+def draw_needles(evaluation: Evaluation, score: str, *paths: Path) -> None:
     """Draws the heat-map of one score of needle in a haystack into each file: a row for every depth, a column for
     every length. Missing scores stay grey.
 
-    Returns:
-        The score's mean, NaN if no cell has one.
+    Args:
+        score: "words" or "exact" (0 to 1), or "judge" (1 to 10).
     """
-    lengths, depths, matrix = score_matrix(evaluation, score)
-    mode = MODES.get(evaluation.settings["mode"], evaluation.settings["mode"])
-    label, limits = SCORES[score]
+    cells = [number for number in evaluation.numbers if number.metric == score]
+    lengths = sorted({number.at["length"] for number in evaluation.numbers})
+    depths = sorted({number.at["depth"] for number in evaluation.numbers})
+    matrix = np.full((len(depths), len(lengths)), np.nan)
+    for cell in cells:
+        matrix[depths.index(cell.at["depth"]), lengths.index(cell.at["length"])] = cell.value
+    mode = _MODES.get(evaluation.settings["mode"], evaluation.settings["mode"])
+    label, limits = _SCORES[score]
     # So large at least that the labels of a small grid have room.
     size = (max(4.4, 1.9 + 0.48 * len(lengths)), max(2.7, 1.2 + 0.26 * len(depths)))
     for path in paths:
         with picture(path, f"{evaluation.model}, needle in a haystack, {mode}", size) as drawn:
             axes = drawn.axes[0, 0]
-            image = draw_grid(axes, matrix, limits)
+            axes.set_facecolor("#bbbbbb")
+            axes.grid(visible=False)
+            shown = np.ma.masked_invalid(matrix)
+            image = axes.imshow(shown, cmap="viridis", vmin=limits[0], vmax=limits[1], aspect="auto")
             axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right")
             axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
             axes.set(xlabel="context length (tokens)", ylabel="depth of the needle")
@@ -126,30 +144,34 @@ def draw_needles(evaluation: Evaluation, score: str, *paths: Path) -> float:
                     if np.isfinite(value):
                         colour = "black" if value > sum(limits) / 2 else "white"
                         axes.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=6.5, color=colour)
-            mark_training_length(drawn, [axes], lengths, evaluation.about.get("train_length"))
+            drawn.notes += _mark_training_length(axes, lengths, evaluation.about.get("train_length"))
             drawn.figure.colorbar(image, ax=axes, label=label.format(judge=evaluation.settings.get("judge")))
-            drawn.notes += described(evaluation, score)
-    return float(np.nanmean(matrix)) if np.isfinite(matrix).any() else float("nan")
+            drawn.notes += _described(cells)
+            drawn.notes += [_CHANCE[score]] if score in _CHANCE else []
 
 
-def draw_grid(axes: Axes, scores: np.ndarray, limits: tuple[float, float]) -> Any:
-    """Draws scores `(depths, lengths)`, NaN for missing; returns the image, for a colour bar."""
-    axes.set_facecolor("#bbbbbb")
-    axes.grid(visible=False)
-    shown = np.ma.masked_invalid(scores)
-    return axes.imshow(shown, cmap="viridis", vmin=limits[0], vmax=limits[1], aspect="auto")
+def _described(cells: Sequence[Number]) -> list[str]:
+    """How many prompts a grid shows, and their mean score with its standard error."""
+    samples = np.array([number.samples or 1 for number in cells])
+    means = np.array([number.value for number in cells])
+    most, total = int(max(samples, default=0)), int(samples.sum())
+    found = [f"{most} prompt{'s' * (most != 1)} a cell"]
+    if total > 1:
+        mean = float(samples @ means / total)
+        # Prompts differ within a cell, and cells differ.
+        inside = (samples - 1) * samples @ np.array([number.standard_error or 0.0 for number in cells]) ** 2
+        error = math.sqrt((inside + samples @ (means - mean) ** 2) / (total - 1) / total)
+        found.append(f"mean {mean:.3f} ± {error:.3f} (standard error over {total} prompts)")
+    return found
 
 
-def mark_training_length(
-    drawn: Picture, grids: Sequence[Axes], lengths: Sequence[int], train_length: int | None, scale: float = 1.0
-) -> None:
+def _mark_training_length(axes: Axes, lengths: Sequence[int], train_length: int | None) -> list[str]:
     """A dashed line behind the lengths within it; white over black is seen on every colour of the scale."""
-    within = 0 if train_length is None else sum(length <= train_length for length in lengths)
-    if 0 < within < len(lengths):
-        for axes in grids:
-            axes.axvline(within - 0.5, color="black", linewidth=2.6 * scale)
-            axes.axvline(within - 0.5, color="white", linestyle=(0, (4, 2)), linewidth=1.3 * scale)
-        drawn.notes.append(f"dashed line: training length, {train_length:,} tokens")
-    elif train_length is not None:
-        side = "within" if within else "beyond"
-        drawn.notes.append(f"all lengths are {side} the training length of {train_length:,} tokens")
+    if train_length is None:
+        return []
+    within = sum(length <= train_length for length in lengths)
+    if within in (0, len(lengths)):
+        return [f"all lengths are {'within' if within else 'beyond'} the training length of {train_length:,} tokens"]
+    axes.axvline(within - 0.5, color="black", linewidth=2.6)
+    axes.axvline(within - 0.5, color="white", linestyle=(0, (4, 2)), linewidth=1.3)
+    return [f"dashed line: training length, {train_length:,} tokens"]

@@ -17,6 +17,7 @@ from forgetting_transformer.analysis.plots.style import (
     curve_styles,
     draw_line,
     draw_markers,
+    draw_range,
     line_handle,
     log_axis,
     marker_handle,
@@ -42,8 +43,6 @@ READING_ORDER = (
 _POSITION_SMOOTHING = 0.1
 #: Losses everywhere so much above those of another model, in nats, are of one that diverged: 150 times the perplexity.
 _FAR_ABOVE = 5.0
-#: Height that a line beside the losses may add to their axis, as a part of it.
-_ROOM = 0.5
 #: Points of a curve over positions: one for each of 65,536 positions would fill the gaps of dashes.
 _POINTS = 400
 LOSS_LABEL = "loss (nats per token)"
@@ -83,21 +82,9 @@ def smooth_training(loss: np.ndarray) -> np.ndarray:
     return smooth(loss, _SMOOTHING, most=math.ceil(loss.size * _MOST_OF_LOGS))
 
 
-def prefix_perplexity(loss: np.ndarray) -> np.ndarray:
-    """Perplexity of the first i tokens, for every context length i: exp of the mean loss up to there.
-
-    Args:
-        loss: (seq_len,), mean loss at each position.
-
-    Returns:
-        (seq_len,); element i - 1 belongs to context length i.
-    """
-    return np.exp(np.cumsum(loss, dtype=np.float64) / np.arange(1, loss.size + 1))
-
-
-def has_loss(run: Run) -> bool:
-    """Whether `loss_against_tokens` has something to draw of a run."""
-    return bool(np.isfinite(run.train_loss).any() or np.isfinite(run.heldout_loss).any())
+def prefix_perplexity(loss_T: np.ndarray) -> np.ndarray:
+    """Perplexity of the first i tokens, for every i from 1 on: exp of the mean loss up to there."""
+    return np.exp(np.cumsum(loss_T, dtype=np.float64) / np.arange(1, loss_T.size + 1))
 
 
 def of_runs(runs: Sequence[Run]) -> str:
@@ -110,42 +97,40 @@ def run_styles(runs: Sequence[Run]) -> list[CurveStyle]:
     return curve_styles([run.setting("model", "label") or run.name for run in runs])
 
 
-def loss_against_tokens(
-    runs: Sequence[Run],
-    path: Path,
-    entropy: float | None = None,
-    conditions: Sequence[str] = (),
-) -> None:
+def loss_against_tokens(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()) -> None:
     """Draws the training loss (as logged, light; smoothed, strong) and held-out loss (markers) of each run.
 
     The loss axis leaves out the highest 1 % of the logged training losses and what is above a run's first loss, so that
     neither the first steps nor a run that diverges flatten the rest. A run that ends above the axis is named there.
     Dotted lines are where the reading order comes back to the first document, if that is the same for all runs.
 
-    Args:
-        entropy: entropy of the corpus's token frequencies in nats, drawn as a line: what a model reaches that ignores
-            context. A run above it has not yet learnt to use any. Far from all losses it is in the legend only.
-
     Raises:
         ValueError: no run, or no finite loss in any of them.
     """
-    if not any(map(has_loss, runs)):
+    if not any(run.has_loss for run in runs):
         raise ValueError(f"Nothing to plot: no finite loss ({', '.join(run.name for run in runs) or 'no runs given'}).")
+    styles, curves = run_styles(runs), []
     with picture(path, f"Training and held-out loss of {of_runs(runs)}", (6.4, 3.8)) as drawn:
         axes = drawn.axes[0, 0]
-        curves = []
-        for run, style in zip(runs, run_styles(runs), strict=True):
-            smoothed = smooth_training(run.train_loss)
-            draw_line(axes, style, run.train_tokens, run.train_loss, alpha=0.25, linewidth=0.8, linestyle="-")
-            draw_line(axes, style, run.train_tokens, smoothed, linewidth=1.6)
+        for run, style in zip(runs, styles, strict=True):
+            smoothed = smooth_training(run.train.values)
+            draw_line(axes, style, run.train.tokens, run.train.values, alpha=0.25, linewidth=0.8, linestyle="-")
+            draw_line(axes, style, run.train.tokens, smoothed, linewidth=1.6)
             draw_markers(axes, style, *run.heldout)
             draw_markers(axes, style, *run.ema, hollow=True)
-            curves.append((run.name, style, run.train_tokens, smoothed))
-        drawn.handles += _token_legend(runs)
-        low, high = loss_limits(runs, entropy)
-        if entropy is not None:
-            drawn.handles.append(_mark_entropy(axes, entropy, low, high))
-        set_limits(axes, low, high, curves)
+            curves.append((run.name, style, run.train.tokens, smoothed))
+        # Of one run, the legend has its colours.
+        key = styles[0]
+        if len(runs) > 1:
+            key = CurveStyle(GREY, "-", "o")
+            drawn.handles += [line_handle(style, run.name, True) for style, run in zip(styles, runs, strict=True)]
+        if any(run.train.values.size for run in runs):
+            logged: dict[str, Any] = {"alpha": 0.35, "linewidth": 0.8, "label": "training loss, as logged"}
+            drawn.handles += [Line2D([], [], color=key.colour, **logged), line_handle(key, "training loss, smoothed")]
+        if any(run.heldout.values.size for run in runs):
+            drawn.handles.append(marker_handle(key.marker, "held-out loss", key.colour, markersize=5))
+        drawn.handles += _ema_legend(runs)
+        set_limits(axes, *loss_limits(runs), curves)
         drawn.handles += mark_passes(axes, runs)
         axes.set_ylabel(LOSS_LABEL)
         token_axis(axes)
@@ -153,14 +138,8 @@ def loss_against_tokens(
 
 
 def loss_on_sets(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()) -> None:
-    """Draws held-out loss against training tokens, in a panel for the corpus's own documents and each other set.
-
-    Raises:
-        ValueError: no run has a loss on another set.
-    """
+    """Draws held-out loss against training tokens, in a panel for the corpus's own documents and each other set."""
     sets = list(dict.fromkeys(name for run in runs for name in run.eval_sets))
-    if not sets:
-        raise ValueError("Nothing to plot: no run has losses on more held-out sets than the corpus's own.")
     parts = {"held-out documents of the corpus": runs} | {name: [run.on(name) for run in runs] for name in sets}
     with panels(path, f"Held-out loss of {of_runs(runs)}, set by set", len(parts), (3.1, 2.5)) as drawn:
         styles = run_styles(runs)
@@ -178,31 +157,11 @@ def loss_on_sets(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()
         drawn.notes += conditions
 
 
-def _token_legend(runs: Sequence[Run]) -> list[Line2D]:
-    """A line for each run, and what lines and markers mean."""
-    styles = run_styles(runs)
-    alone, style = len(runs) == 1, styles[0] if len(runs) == 1 else CurveStyle(GREY, "-", "o")
-    handles = [] if alone else [line_handle(one, run.name, True) for one, run in zip(styles, runs, strict=True)]
-    if any(run.train_loss.size for run in runs):
-        handles.append(Line2D([], [], color=style.colour, alpha=0.35, linewidth=0.8, label="training loss, as logged"))
-        handles.append(line_handle(style, "training loss, smoothed"))
-    if any(run.heldout_loss.size for run in runs):
-        handles.append(marker_handle(style.marker, "held-out loss", style.colour, markersize=5))
-    return handles + _ema_legend(runs)
-
-
 def _ema_legend(runs: Sequence[Run]) -> list[Line2D]:
     """The meaning of hollow markers, where there are any."""
     if not any(run.ema.tokens.size for run in runs):
         return []
     return [marker_handle("o", f"held-out loss, {EMA_WEIGHTS}", GREY, markersize=5.5, markerfacecolor="none")]
-
-
-def _mark_entropy(axes: Axes, entropy: float, low: float, high: float) -> Line2D:
-    """Draws the line where it is inside of the axis; returns what the legend says of it."""
-    where = "" if low < entropy < high else ", below the axis" if entropy <= low else ", above the axis"
-    label = f"token frequencies alone ({entropy:.2f} nats{where})"
-    return Line2D([], [], linestyle="none", label=label) if where else reference_line(axes, entropy, label)
 
 
 def mark_passes(axes: Axes, runs: Sequence[Run]) -> list[Line2D]:
@@ -219,12 +178,12 @@ def mark_passes(axes: Axes, runs: Sequence[Run]) -> list[Line2D]:
     return [reference_line(axes, start, label, vertical=True, line=":") for start in starts][:1]
 
 
-def loss_limits(runs: Sequence[Run], entropy: float | None = None) -> tuple[float, float]:
-    """Ends of a loss axis that shows what runs learn, and `entropy` if it is near; see `loss_against_tokens`."""
+def loss_limits(runs: Sequence[Run]) -> tuple[float, float]:
+    """Ends of a loss axis that shows what runs learn; see `loss_against_tokens`."""
     low, high = [], []
     for run in runs:
-        train = run.train_loss[np.isfinite(run.train_loss)]
-        heldout = np.concatenate([run.heldout_loss, run.ema.values])
+        train = run.train.values[np.isfinite(run.train.values)]
+        heldout = np.concatenate([run.heldout.values, run.ema.values])
         heldout = heldout[np.isfinite(heldout)]
         if train.size:
             low.append(train.min())
@@ -233,11 +192,6 @@ def loss_limits(runs: Sequence[Run], entropy: float | None = None) -> tuple[floa
         if heldout.size:
             low.append(heldout.min())
             high.append(min([heldout.max(), *train[:1]]))
-    if entropy is not None:
-        room = _ROOM * (max(high) - min(low))
-        if min(low) - room <= entropy <= max(high) + room:
-            low.append(entropy)
-            high.append(entropy)
     margin = 0.04 * max(max(high) - min(low), 1e-3)
     return min(low) - margin, max(high) + margin
 
@@ -266,16 +220,11 @@ def loss_against_position(
         of: what several curves are, for the title.
 
     Raises:
-        ValueError: no curve, or one that is not a vector of at least two finite losses.
+        ValueError: a curve has fewer than two losses, or one that is not finite.
     """
-    if not curves:
-        raise ValueError("Nothing to plot: no curve of losses at each position was given.")
     for name, loss in curves.items():
-        if loss.ndim not in (1, 2) or loss.shape[-1] < 2 or not np.isfinite(loss).all():
-            raise ValueError(
-                f"'{name}': expected a vector of two or more finite losses, one for each position, but got shape "
-                f"{loss.shape} with {np.count_nonzero(~np.isfinite(loss))} values that are not finite."
-            )
+        if loss.shape[-1] < 2 or not np.isfinite(loss).all():
+            raise ValueError(f"'{name}': expected two or more losses, one for each position, all finite")
     lengths = [loss.shape[-1] for loss in curves.values()]
     longest = max(lengths)
     first = max(1, min(longest // 512 if first is None else first, min(lengths) // 2))
@@ -289,9 +238,7 @@ def loss_against_position(
             for axes, curve in ((left, smooth_position), (right, prefix_perplexity)):
                 values = np.stack([curve(loss)[position - 1] for loss in np.atleast_2d(losses)])
                 draw_line(axes, style, position, values.mean(axis=0), linewidth=1.6)
-                if len(values) > 1:
-                    shade = {"color": style.colour, "alpha": 0.2, "linewidth": 0}
-                    axes.fill_between(position, values.min(axis=0), values.max(axis=0), **shade)
+                draw_range(axes, style, position, values)
                 drawn_curves[axes].append((name, style, position, values.mean(axis=0)))
             seeds = f" ({len(losses)} seeds: mean and range)" if losses.ndim == 2 else ""
             drawn.handles.append(line_handle(style, f"{name}{seeds}"))
@@ -339,11 +286,7 @@ def position_axis(axes: Axes, first: int, longest: int) -> None:
 def mark_training(
     axes: Axes, train_length: int | Mapping[str, int | None] | None, names: Sequence[str]
 ) -> list[Line2D]:
-    """Draws a vertical line at each training length; returns what the legend says of it.
-
-    Args:
-        train_length: of all, or by name.
-    """
+    """Draws a vertical line at each training length, of all or by name; returns what the legend says of it."""
     by_name = train_length if isinstance(train_length, Mapping) else dict.fromkeys(names, train_length)
     owners: dict[int, list[str]] = {}
     for name in names:
@@ -352,8 +295,7 @@ def mark_training(
     handles = []
     for length, of in sorted(owners.items()):
         whose = f"of {', '.join(of)} " if len(owners) > 1 else ""
-        label = f"training length {whose}({length:,} tokens)"
-        handles.append(reference_line(axes, length, label, vertical=True))
+        handles.append(reference_line(axes, length, f"training length {whose}({length:,} tokens)", vertical=True))
     return handles
 
 
@@ -366,14 +308,9 @@ def loss_differences(
     """Draws by how much models differ from the first on the same documents, in every octave of positions.
 
     Args:
-        rows: as from `position_loss.compare`: `model`, `against`, positions `begin` to `end`, `loss` and `loss_error`.
+        rows: as from `position_loss.compare`, at least one.
         train_length: as for `loss_against_position`.
-
-    Raises:
-        ValueError: there is no row.
     """
-    if not rows:
-        raise ValueError("Nothing to plot: no model was evaluated on the same documents as the first.")
     with picture(path, f"Loss above that of {rows[0]['against']}, on the same documents", (5.6, 3.4)) as drawn:
         drawn.handles += draw_differences(drawn.axes[0, 0], rows)
         models = list(dict.fromkeys([rows[0]["against"], *(row["model"] for row in rows)]))

@@ -1,5 +1,6 @@
 """Scores of models, task by task: a panel for each unit, with intervals and the level of chance; and their tables."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,11 +23,9 @@ from forgetting_transformer.analysis.tables import (
     Column,
     Rows,
     Table,
-    half_width,
     has_numbers,
     latex,
     markdown,
-    number,
 )
 from forgetting_transformer.files import write_atomically
 
@@ -41,12 +40,11 @@ def write_tables(
     conditions: Sequence[str] = (),
     differences: Table | None = None,
 ) -> None:
-    """Prints the tables and, if there is a folder, writes `table.md`, `table.tex`, `scores.png` and, where there are
-    differences, `differences.md` into it.
+    """Prints the tables and, if there is a folder, writes `table.md`, `table.tex` and `scores.png` into it.
 
     Args:
         title: of the figure.
-        differences: between models, on the same questions.
+        differences: between models, on the same questions; for `table.md`, below the scores.
 
     Raises:
         AnalysisError: there is no number at all, or the folder holds a file of one of these names that is not such a
@@ -56,33 +54,25 @@ def write_tables(
         raise AnalysisError(f"nothing to table: the results of {', '.join(rows)} hold no number")
     texts = {"table.md": markdown(rows, columns), "table.tex": latex(rows, columns)}
     if differences is not None:
-        texts["differences.md"] = f"{differences.markdown()}\n"
+        texts["table.md"] += f"\n{differences.markdown()}\n"
     print("\n".join(texts.values()), end="")
-    if folder is None:
-        return
-    if differences is None:
-        outputs.remove(folder, f"the table of {title}", ["differences.md"])  # of other models, perhaps
-    with outputs.writing(folder, f"the table of {title}") as new:
-        for name, text in texts.items():
-            write_atomically(new / name, text, durable=False)
-        draw_scores(rows, columns, new / "scores.png", title, conditions)
+    if folder is not None:
+        with outputs.writing(folder, f"the table of {title}") as new:
+            for name, text in texts.items():
+                write_atomically(new / name, text, durable=False)
+            draw_scores(rows, columns, new / "scores.png", title, conditions)
 
 
 def draw_scores(
     rows: Rows, columns: Sequence[Column], path: Path, title: str = "Scores", conditions: Sequence[str] = ()
 ) -> None:
     """Draws the table: a panel for each unit, and in it a line of markers for each column, one for each model, with its
-    interval. Columns that no model has a value in are left out.
-
-    Raises:
-        ValueError: there is no value at all.
+    interval. Columns that no model has a value in are left out; at least one has one.
     """
     units: dict[tuple[str, str | None], list[Column]] = {}
     for column in columns:
         if has_numbers(rows, [column]):
             units.setdefault((column.unit, column.better), []).append(column)
-    if not units:
-        raise ValueError(f"Nothing to plot: no scores of {', '.join(rows)}.")
     beside = min(2, len(units))
     lines = [list(units.values())[start : start + beside] for start in range(0, len(units), beside)]
     heights = [0.75 + max(map(len, line)) * (0.18 + 0.07 * len(rows)) for line in lines]
@@ -100,7 +90,7 @@ def draw_scores(
         ]
         if any(column.chance is not None for tasks in units.values() for column in tasks):
             drawn.handles.append(Line2D([], [], color=GREY, linestyle=":", linewidth=1.2, label="chance"))
-        known = any(half_width(value) is not None for row in rows.values() for value in row.values())
+        known = any(math.isfinite(value.half_width) for row in rows.values() for value in row.values())
         drawn.notes += [*conditions, "bars: 95 % intervals" if known else "intervals are not known"]
 
 
@@ -109,12 +99,12 @@ def _draw_unit(axes: Axes, rows: Rows, tasks: Sequence[Column], styles: Sequence
     seen: list[float] = []
     for line, task in enumerate(tasks):
         for model, (row, style) in enumerate(zip(rows.values(), styles, strict=True)):
-            value = number(row.get(task.key))
-            if value is not None:
+            if score := row.get(task.key):
                 # One below the other, as equal values would hide each other.
-                place, error = line + 0.6 * ((model + 0.5) / len(rows) - 0.5), half_width(row.get(task.key))
-                axes.errorbar(value, place, xerr=error, fmt=style.marker, color=style.colour, capsize=2, **MARKER)
-                seen.append(value)
+                place = line + 0.6 * ((model + 0.5) / len(rows) - 0.5)
+                error = score.half_width if math.isfinite(score.half_width) else None
+                axes.errorbar(score.value, place, xerr=error, fmt=style.marker, color=style.colour, capsize=2, **MARKER)
+                seen.append(score.value)
         if task.chance is not None:
             axes.plot([task.chance] * 2, [line - 0.45, line + 0.45], color=GREY, linestyle=":", linewidth=1.2)
             seen.append(task.chance)

@@ -44,10 +44,8 @@ STYLE: dict[Any, Any] = {
 GREY = "#555555"
 #: The colour of a single curve that stands for no model, and of what is to be seen first.
 MAIN, ACCENT = "#0072B2", "#D55E00"
-_DPI = 200
-_MARGIN = 0.08  # inches
-#: Of title, legend and conditions: height of a line in inches, and characters that surely fit into an inch.
-_TITLE_LINE, _LEGEND_LINE, _NOTE_LINE = 0.18, 0.19, 0.14
+DOTS_PER_INCH = 200
+#: Characters that surely fit into an inch of the title, the legend and the conditions.
 _TITLE_CHARACTERS, _LEGEND_CHARACTERS, _NOTE_CHARACTERS = 10, 14, 15
 #: Inches of a column of the legend beside its text.
 _LEGEND_KEY = 0.7
@@ -135,7 +133,7 @@ def picture(
         subplots: for `Figure.subplots`.
     """
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=size, dpi=_DPI)
+        figure = Figure(figsize=size, dpi=DOTS_PER_INCH)
         drawn = Picture(figure, figure.subplots(rows, columns, squeeze=False, **subplots))
         yield drawn
         for axes in drawn.axes.flat:
@@ -143,50 +141,34 @@ def picture(
                 axes.set_axis_off()
         _frame(drawn, title)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        figure.savefig(path, bbox_inches="tight")
 
 
-@contextmanager
-def panels(path: Path, title: str, count: int, size: tuple[float, float], **subplots: Any) -> Iterator[Picture]:
+def panels(path: Path, title: str, count: int, size: tuple[float, float], **subplots: Any) -> Any:
     """A `picture` of so many axes, up to three beside each other; the size is that of one."""
     columns = 2 if count == 4 else min(3, count)
     rows = math.ceil(count / columns)
-    with picture(path, title, (max(5.2, columns * size[0]), rows * size[1]), rows, columns, **subplots) as drawn:
-        yield drawn
+    return picture(path, title, (max(5.2, columns * size[0]), rows * size[1]), rows, columns, **subplots)
 
 
 def _frame(drawn: Picture, title: str) -> None:
-    """Puts the title above the axes, legend and conditions below, and makes the figure taller by what they need."""
-    figure = drawn.figure
-    width, height = figure.get_size_inches()
-    heading = plain_text(title, int(_TITLE_CHARACTERS * width))
-    note = plain_text(" · ".join(drawn.notes), int(_NOTE_CHARACTERS * width))
-    labels = [
-        plain_text(str(one.get_label()), int(_LEGEND_CHARACTERS * (width - _LEGEND_KEY))) for one in drawn.handles
-    ]
-    longest = max((len(line) for label in labels for line in label.split("\n")), default=1)
-    columns = max(1, min(len(labels), int(width / (_LEGEND_KEY + longest / _LEGEND_CHARACTERS))))
-    lines = len(labels) / columns if columns > 1 else sum(label.count("\n") + 1 for label in labels)
-    legend_bottom = _MARGIN + _NOTE_LINE * (note.count("\n") + 1) * bool(note)
-    bottom = legend_bottom + _LEGEND_LINE * math.ceil(lines) + _MARGIN
-    total = bottom + height + 2 * _MARGIN + _TITLE_LINE * (heading.count("\n") + 1)
-    figure.set_size_inches(width, total)
-    left = _MARGIN / width
-    figure.text(left, 1 - _MARGIN / total, heading, fontsize=10, weight="bold", va="top")
-    figure.text(left, _MARGIN / total, note, fontsize=7.5, color=GREY, va="bottom")
-    if labels:
-        figure.legend(
-            drawn.handles,
-            labels,
-            loc="lower center",
-            bbox_to_anchor=(0.5, legend_bottom / total),
-            ncols=columns,
-            handlelength=2.8,
-            borderpad=0,
-            borderaxespad=0.2,
+    """Puts the title above the axes, the legend below them and the conditions below that, outside of the figure's
+    size: it is written with all that lies around it."""
+    figure, width = drawn.figure, drawn.figure.get_figwidth()
+    figure.text(0, 1.01, plain_text(title, int(_TITLE_CHARACTERS * width)), fontsize=10, weight="bold", va="bottom")
+    bottom = 0.0
+    if drawn.handles:
+        most = int(_LEGEND_CHARACTERS * (width - _LEGEND_KEY))
+        labels = [plain_text(str(handle.get_label()), most) for handle in drawn.handles]
+        longest = max(len(line) for label in labels for line in label.split("\n"))
+        columns = max(1, min(len(labels), int(width / (_LEGEND_KEY + longest / _LEGEND_CHARACTERS))))
+        legend = figure.legend(
+            drawn.handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=columns, handlelength=2.8
         )
-    layout: Any = figure.get_layout_engine()
-    layout.set(rect=(0, bottom / total, 1, height / total))
+        figure.draw_without_rendering()
+        bottom = legend.get_window_extent().y0 / figure.bbox.height
+    note = plain_text(" · ".join(drawn.notes), int(_NOTE_CHARACTERS * width))
+    figure.text(0, bottom, note, fontsize=7.5, color=GREY, va="top")
 
 
 def plain_text(name: str, characters: int) -> str:
@@ -202,6 +184,13 @@ def draw_line(axes: Axes, style: CurveStyle, x: np.ndarray, y: np.ndarray, **mor
     axes.plot(x, y, **{"color": style.colour, "linestyle": style.line, "linewidth": 1.2, **point, **more})
 
 
+def draw_range(axes: Axes, style: CurveStyle, x: np.ndarray, several: np.ndarray) -> None:
+    """Shades what curves `(seeds, n)` span, where there are several."""
+    if len(several) > 1:
+        shade: dict[str, Any] = {"color": style.colour, "alpha": 0.2, "linewidth": 0}
+        axes.fill_between(x, several.min(0), several.max(0), **shade)
+
+
 def draw_markers(axes: Axes, style: CurveStyle, x: np.ndarray, y: np.ndarray, hollow: bool = False) -> None:
     """Draws a marker for each point, above all lines."""
     edge = {"markerfacecolor": "none", "markeredgecolor": style.colour, "markeredgewidth": 1.1} if hollow else {}
@@ -209,10 +198,8 @@ def draw_markers(axes: Axes, style: CurveStyle, x: np.ndarray, y: np.ndarray, ho
 
 
 def line_handle(style: CurveStyle, label: str, with_marker: bool = False) -> Line2D:
-    handle = Line2D([], [], color=style.colour, linestyle=style.line, label=label)
-    if with_marker:
-        handle.set(marker=style.marker, **MARKER)
-    return handle
+    marker: dict[str, Any] = {"marker": style.marker, **MARKER} if with_marker else {}
+    return Line2D([], [], color=style.colour, linestyle=style.line, label=label, **marker)
 
 
 def marker_handle(marker: str, label: str, colour: str = "#333333", **style: Any) -> Line2D:

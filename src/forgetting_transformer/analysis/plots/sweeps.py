@@ -28,6 +28,7 @@ from forgetting_transformer.analysis.plots.style import (
     curve_styles,
     draw_line,
     draw_markers,
+    draw_range,
     line_handle,
     marker_handle,
     panels,
@@ -192,8 +193,7 @@ def loss_against_tokens_and_flops(
             curves.append((model.name, style, steps, losses.mean(0)))
             for axes, scale in zip(beside, (1.0, model.flops_per_token), strict=False):
                 draw_line(axes, style, steps * scale, losses.mean(0), linewidth=1.6, zorder=3)
-                shade: dict[str, Any] = {"color": style.colour, "alpha": 0.2, "linewidth": 0, "zorder": 2}
-                axes.fill_between(steps * scale, losses.min(0), losses.max(0), **shade)
+                draw_range(axes, style, steps * scale, losses)
                 draw_markers(axes, style, heldout_steps * scale, heldout)
             seeds = f"{len(model.runs)} seed{'s' * (len(model.runs) > 1)}"
             drawn.handles.append(line_handle(style, f"{model.name} ({seeds})", heldout.size > 0))
@@ -202,7 +202,7 @@ def loss_against_tokens_and_flops(
         drawn.handles.append(Line2D([], [], color=GREY, label=f"line: training loss, smoothed{mean_of}"))
         if several:
             drawn.handles.append(Patch(color=GREY, alpha=0.2, linewidth=0, label="shade: lowest to highest seed"))
-        if any(run.heldout_loss.size for model in models for run in model.runs):
+        if any(run.heldout.values.size for model in models for run in model.runs):
             drawn.handles.append(marker_handle("o", f"marker: held-out loss{mean_of}", markersize=5))
         compared = [
             reference_line(axes, point, "dashed: where the models are compared", vertical=True)
@@ -213,26 +213,26 @@ def loss_against_tokens_and_flops(
         margin = 0.04 * max(max(high) - min(low), 1e-3)
         set_limits(beside[0], min(low) - margin, max(high) + margin, curves)
         beside[0].set_ylabel(LOSS_LABEL)
-        token_axis(beside[0])
+        for axes, label in zip(beside, ("training tokens", "training FLOPs"), strict=False):
+            token_axis(axes, label)
         if with_flops:
-            token_axis(beside[1], "training FLOPs")
             beside[1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}".replace("e+", "e")))
         drawn.notes += [*conditions, SMOOTHED, READING_ORDER]
 
 
 def _smoothed(model: Model) -> tuple[np.ndarray, np.ndarray]:
     """Training tokens (n,) and smoothed training loss of each seed at them (seeds, n)."""
-    steps = model.runs[0].train_tokens
+    steps = model.runs[0].train.tokens
     steps = steps[steps <= model.tokens]
     # Seeds may have been logged at other intervals.
-    losses = [np.interp(steps, run.train_tokens, smooth_training(run.train_loss)) for run in model.runs]
+    losses = [np.interp(steps, run.train.tokens, smooth_training(run.train.values)) for run in model.runs]
     return steps, np.array(losses)
 
 
 def _heldout(model: Model) -> tuple[np.ndarray, np.ndarray]:
     """Tokens at which all seeds were evaluated, (m,), and their mean held-out loss, (m,)."""
-    steps = model.runs[0].heldout_tokens
+    steps = model.runs[0].heldout.tokens
     for run in model.runs[1:]:
-        steps = np.intersect1d(steps, run.heldout_tokens)
+        steps = np.intersect1d(steps, run.heldout.tokens)
     losses = [[run.heldout_loss_at(step) for step in steps] for run in model.runs]
     return steps, np.mean(losses, axis=0)

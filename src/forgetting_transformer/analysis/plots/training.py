@@ -37,7 +37,7 @@ from forgetting_transformer.analysis.plots.style import (
     token_axis,
 )
 from forgetting_transformer.analysis.runs import Run, Series
-from forgetting_transformer.analysis.scores_in_training import NO_NEEDLE, Score, labels, read_scores
+from forgetting_transformer.analysis.scores_in_training import NO_NEEDLE, Score, read_scores
 
 #: Activities that wall time goes to, with the useful first; others are grey.
 _TIME_COLOURS = {
@@ -71,20 +71,15 @@ def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] 
     """Draws what a run logs beside its losses: each panel only where a run has logged it.
 
     Loss is drawn against wall time; learning rate, gradient norm, throughput, MFU and memory against training tokens;
-    shares of wall time as bars.
-
-    Raises:
-        ValueError: no run has logged anything.
+    shares of wall time as bars. At least one run `has_metrics`.
     """
     curves: list[tuple[str, list[Series], bool]] = [
         (label, [run.series(kind, name).scaled(factor) for run in runs], logarithmic)
         for label, kind, name, factor, logarithmic in _PANELS
     ]
     curves = [curve for curve in curves if any(series.tokens.size for series in curve[1])]
-    timed = [run for run in runs if run.train_loss.size and run.hours.tokens.size]
+    timed = [run for run in runs if run.train.values.size and run.hours.tokens.size]
     goodput = {run.name: run.goodput for run in runs if run.goodput}
-    if not any(map(has_metrics, runs)):
-        raise ValueError(f"Nothing to plot: {', '.join(run.name for run in runs) or 'no run'} has logged nothing yet.")
     count = bool(timed) + len(curves) + bool(goodput)
     styles = dict(zip((run.name for run in runs), run_styles(runs), strict=True))
     with panels(path, f"Training of {of_runs(runs)}", count, (3.1, 2.3)) as drawn:
@@ -92,7 +87,7 @@ def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] 
         drawn.handles += [line_handle(style, name) for name, style in styles.items()]
         if timed:
             _loss_against_hours(next(free), timed, styles)
-            if any(run.heldout_loss.size for run in timed):
+            if any(run.heldout.values.size for run in timed):
                 drawn.handles.append(marker_handle("o", "held-out loss", GREY, markersize=5))
         for label, several, logarithmic in curves:
             axes = next(free)
@@ -117,9 +112,9 @@ def _loss_against_hours(axes: Axes, runs: Sequence[Run], styles: Mapping[str, Cu
     unit, scale = ("hours", 1) if longest >= 2 else ("minutes", 60) if longest >= 1 / 30 else ("seconds", 3600)
     curves: list[Curve] = []
     for run in runs:
-        time, smoothed = scale * np.interp(run.train_tokens, *run.hours), smooth_training(run.train_loss)
+        time, smoothed = scale * np.interp(run.train.tokens, *run.hours), smooth_training(run.train.values)
         draw_line(axes, styles[run.name], time, smoothed)
-        draw_markers(axes, styles[run.name], scale * np.interp(run.heldout_tokens, *run.hours), run.heldout_loss)
+        draw_markers(axes, styles[run.name], scale * np.interp(run.heldout.tokens, *run.hours), run.heldout.values)
         curves.append((run.name, styles[run.name], time, smoothed))
     axes.set_xlim(left=0)
     set_limits(axes, *loss_limits(runs), curves)
@@ -147,13 +142,8 @@ def norms(run: Run, path: Path, conditions: Sequence[str] = ()) -> None:
     """Draws the norms of weights and of gradients of every block against training tokens, on logarithmic axes.
 
     Blocks go from dark to light with their depth; what is in no block (embedding, last norm, head) is dashed.
-
-    Raises:
-        ValueError: the run has logged none.
     """
-    weights, gradients = run.weight_norms, run.gradient_norms
-    if not weights:
-        raise ValueError(f"Nothing to plot: {run.name} has logged no norms yet.")
+    weights, gradients = run.norms(names.PARAMETER_NORM), run.norms(names.GRADIENT_NORM_OF_PARAMETER)
     layers = [part for part in weights if part.startswith("layer ")]
     others = [part for part in weights if part not in layers]
     colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(layers)))
@@ -176,65 +166,45 @@ def norms(run: Run, path: Path, conditions: Sequence[str] = ()) -> None:
         drawn.notes += [*conditions, "of each block: all its parameters together"]
 
 
-#: A score, its curve's name in the legend and its style.
-_Curve = tuple[Score, str, CurveStyle]
-
-
 def scores_over_training(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()) -> None:
     """Draws every score against training tokens, with 95 % intervals where standard errors were logged.
 
     Of one run, scores of one unit share a panel, a curve for each task. Of several, a task has its panel, with a curve
-    for each run. A test with other settings or texts has a curve, or a panel, of its own. Dotted lines are what a model
-    without the skill would reach.
-
-    Raises:
-        ValueError: no run has logged a score.
+    for each run. Dotted lines are what a model without the skill would reach. At least one run has a score.
     """
-    styles = run_styles(runs)
-    owned = [(run, style, score) for run, style in zip(runs, styles, strict=True) for score in read_scores(run)]
-    if not owned:
-        found = ", ".join(run.name for run in runs) or "no run"
-        raise ValueError(f"Nothing to plot: {found} has logged no scores of evaluations yet.")
-    tasks = labels([score for *_, score in owned])
-    task_styles = _solid_or_dashed(list(dict.fromkeys(tasks)))
-    parts: dict[tuple[str, str], list[_Curve]] = {}
-    for (run, style, score), task in zip(owned, tasks, strict=True):
-        if len(runs) == 1:
-            parts.setdefault((score.unit, ""), []).append((score, task, task_styles[task]))
-        else:
-            parts.setdefault((score.unit, task), []).append((score, run.name, style))
+    scores = [(run, style, read_scores(run)) for run, style in zip(runs, run_styles(runs), strict=True)]
+    every = [score for *_, several in scores for score in several]
+    tasks = list(dict.fromkeys(score.task for score in every))
+    # None is dotted, as baselines are.
+    task_styles = {task: replace(style, line="-") for task, style in zip(tasks, curve_styles(tasks), strict=True)}
+    shown: dict[str, CurveStyle] = {}
+    parts: dict[tuple[str, str], list[tuple[Score, CurveStyle]]] = {}
+    for run, run_style, several in scores:
+        for score in several:
+            alone = len(runs) == 1
+            name, style = (score.task, task_styles[score.task]) if alone else (run.name, run_style)
+            shown[name] = style
+            parts.setdefault((score.unit, "" if alone else score.task), []).append((score, style))
     with panels(path, f"Evaluations during training of {of_runs(runs)}", len(parts), (3.3, 2.5)) as drawn:
         for axes, ((unit, task), curves) in zip(drawn.axes.flat, parts.items(), strict=False):
             _draw_scores(axes, unit, curves)
             axes.set_title(plain_text(task, 34), fontsize=8.5)
-        shown = {name: style for curves in parts.values() for _, name, style in curves}
         drawn.handles += [line_handle(style, name, with_marker=True) for name, style in shown.items()]
-        baselines = dict.fromkeys(score.baseline_name for *_, score in owned if score.baseline.tokens.size)
-        if baselines:
-            drawn.handles.append(
-                Line2D([], [], color=GREY, linestyle=":", linewidth=1.2, label=", or ".join(baselines))
-            )
-        bars = any(np.isfinite(score.errors).any() for *_, score in owned)
+        if baselines := dict.fromkeys(score.baseline_name for score in every if score.baseline.tokens.size):
+            label = ", or ".join(baselines)
+            drawn.handles.append(Line2D([], [], color=GREY, linestyle=":", linewidth=1.2, label=label))
+        bars = any(np.isfinite(score.errors).any() for score in every)
         drawn.notes += [*conditions, *(["bars: 95 % intervals over examples"] if bars else [])]
 
 
-def _solid_or_dashed(tasks: Sequence[str]) -> dict[str, CurveStyle]:
-    """Styles of which none is dotted, as baselines are: where a colour comes again, the line is dashed."""
-    found: dict[str, CurveStyle] = {}
-    for task, style in zip(tasks, curve_styles(tasks), strict=True):
-        again = style.colour in {other.colour for other in found.values()}
-        found[task] = replace(style, line="--" if again else "-")
-    return found
-
-
-def _draw_scores(axes: Axes, unit: str, curves: Sequence[_Curve]) -> None:
-    for score, _, style in curves:
+def _draw_scores(axes: Axes, unit: str, curves: Sequence[tuple[Score, CurveStyle]]) -> None:
+    for score, style in curves:
         draw_line(axes, style, *score.series, marker=style.marker, markersize=4.5, markeredgecolor="white")
         axes.errorbar(*score.series, 1.96 * score.errors, fmt="none", ecolor=style.colour, elinewidth=0.8, alpha=0.6)
         # The level of a guess is the same for curves of one test, and so nobody's.
         colour = style.colour if score.baseline_name == NO_NEEDLE and len(curves) > 1 else GREY
         axes.plot(*score.baseline, color=colour, linestyle=":", linewidth=1.2)
-    seen = np.concatenate([score.series.values for score, *_ in curves])
+    seen = np.concatenate([score.series.values for score, _ in curves])
     if unit.endswith("(%)"):
         axes.set_ylim(bottom=min(0.0, -0.03 * axes.get_ylim()[1]))
     elif seen.min() > 0 and seen.max() > 10 * seen.min():

@@ -4,7 +4,6 @@ A card is read by strangers. It shows the settings of a short list, of a path or
 run was called as text, never as markup.
 """
 
-import dataclasses
 import html
 import logging
 import math
@@ -14,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from forgetting_transformer import metric_names as names
-from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
+from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.files import write_atomically
 
@@ -66,14 +64,14 @@ def write(run_folder: Path, exported: Exported, folder: Path, licence: str | Non
         licence: as the hub calls it, such as "apache-2.0"; None where nobody has chosen one.
     """
     # Both load matplotlib, which reading an export does not need.
-    from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots.losses import loss_against_tokens
+    from forgetting_transformer.analysis.run_figures import conditions
 
     try:
         run = _run_until(run_folder, exported)
-        drawn = with_figure and any(math.isfinite(loss) for loss in (*run.train_loss, *run.heldout_loss))
+        drawn = with_figure and run.has_loss
         if drawn:
-            loss_against_tokens([run], folder / FIGURE, run.unigram_entropy, conditions([run]))
+            loss_against_tokens([run], folder / FIGURE, conditions([run]))
         write_atomically(folder / CARD, _card(run, exported, drawn, licence))
     except ValueError as error:
         log.warning("no model card was written: %s", one_line(error))
@@ -155,18 +153,10 @@ def public(value: Any) -> Any:
 
 def _run_until(run_folder: Path, exported: Exported) -> Run:
     """The run as it was at the checkpoint."""
-    run = read_run(run_folder)
-    seen, evaluated = run.train_tokens <= exported.step, run.heldout_tokens <= exported.step
     config = public(exported.config)
+    name = _plain(config.get("tag") or _at(config, "model", "label") or exported.model_type)
+    run = Run(run_folder, name, until=exported.step)
     starts = run.starts
-    run = dataclasses.replace(
-        run,
-        name=_plain(config.get("tag") or _at(config, "model", "label") or exported.model_type),
-        train_tokens=run.train_tokens[seen],
-        train_loss=run.train_loss[seen],
-        heldout_tokens=run.heldout_tokens[evaluated],
-        heldout_loss=run.heldout_loss[evaluated],
-    )
     # Instead of what the files say of later starts, which had no part in the checkpoint, and of places.
     vars(run)["config"] = config
     vars(run)["starts"] = [start for start in starts if start.get("step", 0) < exported.step] or starts[:1]
@@ -179,12 +169,12 @@ def _losses(run: Run, exported: Exported) -> list[str]:
     of = f"mean over {tokens:,} held-out tokens, " if tokens else ""
     weights = exported.origin.get("weights", "")
     # Those of the weights here go first.
-    known = "average ema" in weights and run.ema.tokens <= exported.step
-    if np.any(known):
-        step, loss = run.ema.tokens[known][-1], float(run.ema.values[known][-1])
+    if "average ema" in weights and run.ema.tokens.size:
+        step, loss = run.ema.tokens[-1], float(run.ema.values[-1])
         rows.append(("held-out, moving average of the weights", loss, f"{of}after {step:,} training tokens"))
-    if run.heldout_loss.size:
-        rows.append(("held-out", float(run.heldout_loss[-1]), f"{of}after {run.heldout_tokens[-1]:,} training tokens"))
+    if run.heldout.tokens.size:
+        step, loss = run.heldout.tokens[-1], run.final_loss(heldout=True)
+        rows.append(("held-out", loss, f"{of}after {step:,} training tokens"))
     train = run.train_loss_at(exported.step)
     if math.isfinite(train):
         rows.append(("training", train, f"mean over the last {TRAIN_WINDOW:.0%} of the tokens, as logged"))
