@@ -10,7 +10,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from forgetting_transformer.training import ConfigError, parse
-from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.records.run_directory import OWN_NAMES, RunDirectory, RunDirectoryError
 from tests.data.mirror import serve
@@ -210,20 +209,17 @@ def place_run(root: Path, without: str = "") -> dict[str, str]:
     folders = ("checkpoints", "logs", "metrics", "tokenizer", "plots", "wandb")
     files = {name: f"{name}/content" if name in folders else name for name in OWN_NAMES if name != without}
     place(root, *files.values())
-    if without != "config.yaml":
-        (root / "config.yaml").write_text("output_dir: x\ndatamodule: {}\n")
+    (root / "run.lock").write_text(json.dumps({"pid": 1, "host": "node", "since": "today"}))
     return {file: (root / file).read_text() for file in files.values()}
 
 
-@pytest.mark.parametrize("without", ["", "starts.jsonl", "config.yaml"])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
-def test_a_move_that_is_cut_short_is_completed_by_the_same_command(tmp_path, monkeypatch, kind, without):
+def test_a_move_that_is_cut_short_is_completed_by_the_same_command(tmp_path, monkeypatch, kind):
     """Cut before every rename; what a run is recognised by must still be there."""
     rename = Path.rename
-    names = len(OWN_NAMES) - bool(without)
-    for cut in range(names):
+    for cut in range(len(OWN_NAMES)):
         root = tmp_path / str(cut)
-        content = place_run(root, without)
+        content = place_run(root)
         left = cut
 
         def cut_short(self, target):
@@ -240,11 +236,11 @@ def test_a_move_that_is_cut_short_is_completed_by_the_same_command(tmp_path, mon
         if kind is OSError:
             assert "busy" in str(error.value) and "start the same command again" in str(error.value)
             assert (root / "previous").is_dir() and bool(os.listdir(root / "previous")) == bool(cut)
-        assert RunDirectory(root).holds_run
+        assert RunDirectory(root).is_run
         refuses_to_start_over = (root / "last_checkpoint.json").exists()
-        assert refuses_to_start_over or cut == names - 1, "a start without resume=false may not begin a run here"
+        assert refuses_to_start_over or cut >= len(OWN_NAMES) - 1, "a start without resume=false may not begin a run"
         assert RunDirectory(root).move_aside() is not None
-        assert os.listdir(root) == ["previous"]
+        assert sorted(os.listdir(root)) == ["previous", "run.lock"]
         found = {str(file.relative_to(folder)): file.read_text() for folder in (root / "previous").iterdir()
                  for file in folder.rglob("*") if file.is_file()}  # fmt: skip
         assert found == content
@@ -278,19 +274,6 @@ def test_a_link_leads_where_it_led_after_it_was_moved_aside(tmp_path, caplog, re
     assert not os.path.lexists(root / "checkpoints")
     (record,) = caplog.records
     assert f"{root}/checkpoints was a link to {disk.resolve()}" in record.getMessage()
-
-
-def test_a_run_is_recognised_by_its_config_or_its_starts(tmp_path):
-    for name, text, recognised in (
-        ("config.yaml", OmegaConf.to_yaml(OmegaConf.structured(Config)), True),
-        ("starts.jsonl", json.dumps({"step": 0}) + "\n", True),
-        ("config.yaml", "services:\n  web:\n    output_dir: x\n", False),
-    ):
-        folder = tmp_path / f"{name}-{recognised}"
-        folder.mkdir()
-        (folder / name).write_text(text)
-        assert RunDirectory(folder).holds_run == recognised
-    assert os.listdir(tmp_path / "config.yaml-True") == ["config.yaml"]
 
 
 @pytest.mark.slow

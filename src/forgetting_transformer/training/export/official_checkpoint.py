@@ -157,7 +157,7 @@ def _save(
     windows: dict[str, Tensor],
 ) -> None:
     target.check_ours(resume=True)
-    if target.holds_run or steps_in(target.checkpoints) or steps_of(target.checkpoints):
+    if target.is_run or steps_in(target.checkpoints) or steps_of(target.checkpoints):
         raise RunDirectoryError(f"{target.root} holds a run already; choose another folder for the imported one")
     target.acquire()
     try:
@@ -167,7 +167,6 @@ def _save(
         saved = writer.finished(wait=True)
         if saved is not None and saved.error:
             raise saved.error
-        # By this file the folder is known as a run's. Last, so that an import that failed may be tried again.
         write_atomically(target.config, yaml.safe_dump(recorded(config), sort_keys=False))
     finally:
         target.release()

@@ -17,8 +17,9 @@ log = logging.getLogger(__name__)
 PREVIOUS = "previous"
 #: All that a run, its plots, wandb and TensorBoard write there, besides `run.lock` and `previous/`. The rest is
 #: somebody else's.
-#: In the order in which they are moved aside: first what may be a mount and cannot be moved, last what a run is
-#: recognised by. `last_checkpoint.json` refuses a start that would not find the checkpoints, so it is late too.
+#: In the order in which they are moved aside: first what may be a mount and cannot be moved, late
+#: `last_checkpoint.json`, which refuses a start that would not find the checkpoints. The lock, by which the run is
+#: recognised, is not moved.
 OWN_NAMES = (
     "checkpoints", "logs", "metrics", "tokenizer", "plots", "traces", "wandb", "tensorboard", "goodput.json",
     "model.txt", "decay_params.txt", "no_decay_params.txt", "status.json", "config.yaml", "last_checkpoint.json",
@@ -37,10 +38,13 @@ _SHARED = ("logs", "plots", "traces", "wandb")
 _ARRAYS = ("*.zarr", "zarr.json", ".zarray")
 #: Weights of a model in Hugging Face format.
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-#: Keys of our own JSON, by which a lock, a status and the manifest of a corpus are known.
-_LOCK_KEYS = {"pid", "host", "since"}
-_STATUS_KEYS = {"status", "step", "pid"}
-_RECORD_KEYS = {"step", "checkpoint"}
+#: Files by which a run is recognised, and keys that they have; so is one by a checkpoint's trainer.json.
+_MARKS = {
+    "run.lock": {"pid", "host", "since"},
+    "status.json": {"status", "step", "pid"},
+    "last_checkpoint.json": {"step", "checkpoint"},
+}
+#: Keys of the manifest of a corpus.
 _CORPUS_KEYS = {"vocab_size", "bos_token_id"}
 #: A lock, a status or a manifest is far smaller; what is larger is something else's and is not read.
 _LARGEST = 1 << 20
@@ -106,17 +110,15 @@ class RunDirectory:
         return max((int(name) for name in names if name.isdigit()), default=0)
 
     @property
-    def holds_run(self) -> bool:
-        """Whether a run wrote here: by its config.yaml, or by starts.jsonl."""
-        if (self.root / "starts.jsonl").is_file():
-            return True
-        try:
-            text = self.config.read_bytes()
-        except OSError:
-            return False
-        if b"_target_:" in text:
-            return False  # of the authors' code
-        return all(re.search(rb"^%b:" % key, text, flags=re.MULTILINE) for key in (b"output_dir", b"datamodule"))
+    def is_run(self) -> bool:
+        """Whether a start wrote here, perhaps one that ended early, or checkpoints of a run were copied here."""
+        return (
+            (self.root / "starts.jsonl").is_file()
+            or any(_keys(self.root / name) >= keys for name, keys in _MARKS.items())
+            or any(
+                re.fullmatch(r"step-\d{15}", path.parent.name) for path in self.checkpoints.glob("step-*/trainer.json")
+            )
+        )
 
     def check_ours(self, resume: bool) -> None:
         """Looks whether a start would change files, or with `resume=False` move things, that no run wrote.
@@ -130,13 +132,13 @@ class RunDirectory:
                 "run of it in another folder with scripts/import_checkpoint.py and continue "
                 "that, or choose another output_dir"
             )
-        if not (self.holds_run and resume) and (sign := self.sign_of_a_corpus()):
+        if not (self.is_run and resume) and (sign := self.sign_of_a_corpus()):
             what = "a run would write among its files" if resume else "resume=false would move its tokenizer aside"
             raise RunDirectoryError(
                 f"output_dir={self.root} is a folder of token arrays (it holds {sign}): "
                 f"{what}; choose another output_dir"
             )
-        if self.holds_run:
+        if self.is_run:
             return
         weights = sorted(path.name for pattern in _WEIGHTS for path in self.root.glob(pattern))
         if weights and (self.root / "config.json").is_file():
@@ -144,32 +146,14 @@ class RunDirectory:
                 f"output_dir={self.root} holds a model (config.json, {weights[0]}), which evaluations of the run would "
                 "take for the run's; choose another output_dir"
             )
-        if self._begun:
-            return
         changed = (*OWN_NAMES, self._lock_file.name)
         names = [name for name in changed if not (resume and name in _SHARED) and _holds_something(self.root / name)]
         if names:
             raise RunDirectoryError(
                 f"output_dir={self.root} holds {', '.join(names)}, and no run that wrote this is recognised there (by "
-                "its config.yaml or starts.jsonl): a run would change what is not a run's; choose another output_dir"
+                "run.lock, status.json, starts.jsonl or checkpoints): a run would change what is not a run's; choose "
+                "another output_dir"
             )
-
-    @property
-    def is_a_runs(self) -> bool:
-        """Whether a run wrote here, of this project or of the authors' code, or at least began."""
-        return self.holds_run or self._begun or any(self.checkpoints.glob("step-*.pt"))
-
-    @property
-    def _begun(self) -> bool:
-        """Whether a start wrote here, perhaps one that ended before config.yaml, or checkpoints were copied here."""
-        return (
-            _keys(self._lock_file) >= _LOCK_KEYS
-            or _keys(self.root / "status.json") >= _STATUS_KEYS
-            or _keys(self.last_checkpoint) >= _RECORD_KEYS
-            or any(
-                re.fullmatch(r"step-\d{15}", path.parent.name) for path in self.checkpoints.glob("step-*/trainer.json")
-            )
-        )
 
     def sign_of_a_corpus(self) -> str | None:
         """The name that shows that this is a token array, or a folder of them; None if it is neither."""
@@ -242,7 +226,7 @@ class RunDirectory:
         """Moves the files and folders of a run, with all that is in them, into `previous/<time>/`; returns that, None
         if there was nothing.
 
-        What a run is recognised by goes last: after an interruption the same call moves the rest.
+        After an interruption the same call moves the rest.
 
         Raises:
             RunDirectoryError: as `check_ours`, or something cannot be moved.
@@ -251,8 +235,6 @@ class RunDirectory:
         entries = [self.root / name for name in OWN_NAMES if os.path.lexists(self.root / name)]
         if not entries:
             return None
-        mark = "starts.jsonl" if (self.root / "starts.jsonl").is_file() else "config.yaml"
-        entries.sort(key=lambda entry: entry.name == mark)
         target = self.root / PREVIOUS / time.strftime("%Y%m%d-%H%M%S")
         number = 1
         while target.exists():
@@ -290,13 +272,13 @@ def belongs_to(folder: Path) -> str | None:
 
 def _belongs_to(path: Path) -> str | None:
     here = RunDirectory(path)
-    if here.is_a_runs:
+    if here.is_run or any(here.checkpoints.glob("step-*.pt")):
         return "is the folder of a training run"
     if sign := here.sign_of_a_corpus():
         return f"is a folder of token arrays (it holds {sign})"
     for part in (path, *path.parents):
         above = RunDirectory(part.parent)
-        if part.name in OWN_NAMES and above.is_a_runs:
+        if part.name in OWN_NAMES and (above.is_run or any(above.checkpoints.glob("step-*.pt"))):
             return f"is a part of the training run {above.root}"
         if part.suffix == ".zarr" or (part.name == here.tokenizer.name and above.sign_of_a_corpus()):
             return f"is a part of the corpus {above.root}"
