@@ -121,10 +121,13 @@ def test_a_damaged_status_stops_no_start_and_is_moved_aside_as_it_was(tmp_path, 
     (tmp_path / "starts.jsonl").write_text("{}\n")
     (tmp_path / "status.json").write_bytes(text)
     directory = RunDirectory(tmp_path)
-    status.claim(directory)
-    assert read(tmp_path)["status"] == "starting"
+    status.claim(directory, resume=False)
     moved = status.move_aside(directory)
     assert (moved / "status.json").read_bytes() == text and read(tmp_path)["status"] == "starting"
+    directory.release()
+    (tmp_path / "status.json").write_bytes(text)
+    status.claim(directory)
+    assert read(tmp_path)["status"] == "starting"
     directory.release()
 
 

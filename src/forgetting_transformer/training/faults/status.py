@@ -6,7 +6,8 @@ done        trained to train.max_tokens
 preempted   stopped by a signal, saved if there was anything to save; the same command continues
 failed      stopped by an error; the reason says what to do before the same command continues
 
-What an earlier start left is replaced as soon as rank 0 holds the run's folder, before anything is built.
+What an earlier start left is replaced as soon as rank 0 holds the run's folder, before anything is built; with
+resume=false when the earlier run is moved aside.
 """
 
 import contextlib
@@ -58,6 +59,8 @@ def write_own(directory: RunDirectory, status: str, step: int, reason: str = "")
 def claim(directory: RunDirectory, resume: bool = True) -> None:
     """Takes the run's folder, unless this process has it, and replaces how the last start ended by "starting".
 
+    Without `resume` the run that is there keeps its status until `move_aside`.
+
     Raises:
         RunDirectoryError: another run is writing there, the folder holds what is not a run's and would be replaced (or,
             without `resume`, moved), or it cannot be written; then nothing has changed.
@@ -65,24 +68,16 @@ def claim(directory: RunDirectory, resume: bool = True) -> None:
     if directory.is_locked:
         return
     directory.check_ours(resume)
-    with _writing:
-        directory.acquire()
-        file = directory.root / _NAME
-        directory.status_before = file.read_bytes() if file.is_file() else None
-        write_status(directory.root, "starting", directory.newest_step())
+    directory.acquire()
+    if resume:
+        write_own(directory, "starting", directory.newest_step())
 
 
 def move_aside(directory: RunDirectory) -> Path | None:
-    """`RunDirectory.move_aside`. What is moved keeps the status that `claim` replaced; the run has its own again."""
-    file = directory.root / _NAME
-    with _writing:
-        if directory.status_before is None:
-            file.unlink(missing_ok=True)
-        else:
-            write_atomically(file, directory.status_before)
-        moved = directory.move_aside()
-        write_own(directory, "starting", 0)
-        return moved
+    """`RunDirectory.move_aside`, with the status of the run; the run that begins has its own."""
+    moved = directory.move_aside()
+    write_own(directory, "starting", 0)
+    return moved
 
 
 def refuse(directory: RunDirectory, reason: str) -> None:

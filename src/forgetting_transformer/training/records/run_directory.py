@@ -101,8 +101,6 @@ class RunDirectory:
         self._lock_file = self.root / "run.lock"
         self._lock = contextlib.ExitStack()
         self.is_locked = False  # whether this process may write here
-        #: What status.json held before this process replaced it (faults/status.py).
-        self.status_before: bytes | None = None
 
     def newest_step(self) -> int:
         """Training tokens of the newest checkpoint folder, valid or not; 0 if there is none."""
