@@ -25,7 +25,7 @@ from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data import DataError, DataInfo
 from forgetting_transformer.data.tokens import other_token, tokens_of
 from forgetting_transformer.files import read_json, utf8_path
-from forgetting_transformer.hub_connection import only_cached
+from forgetting_transformer.hub_connection import cached_model, only_cached
 from forgetting_transformer.model import registry
 from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.ops.finite import check_finite
@@ -194,7 +194,7 @@ def _downloaded(name: str) -> Path:
     if not _HUB_ID.fullmatch(name):
         raise ValueError("there is no such folder; give a run's output_dir, what save_model.py wrote, or a hub id")
     try:
-        return Path(snapshot_download(name, allow_patterns=_FROM_THE_HUB, local_files_only=only_cached()))
+        return cached_model(name) if only_cached() else Path(snapshot_download(name, allow_patterns=_FROM_THE_HUB))
     except Exception as error:  # of the client, or of what carries its requests
         raise ValueError(
             f"there is no such folder, and the hub's model of this name cannot be had ({one_line(error)}); without a "
