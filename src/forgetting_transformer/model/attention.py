@@ -7,6 +7,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -38,7 +39,8 @@ class AttentionMaps(NamedTuple):
     decay: Tensor | None
 
 
-class Pruning(NamedTuple):
+@dataclass(frozen=True)
+class Pruning:
     """What attention may leave out: keys whose softmax weights add up to less than ε in every row.
 
     If all scores lie in [-U, U], a pair whose bias is below -(2U + ln N) + ln ε has a softmax weight below ε/N, so all
@@ -52,22 +54,20 @@ class Pruning(NamedTuple):
     log_tolerance: float
     score_bound_H: Tensor | None
 
-    @torch.no_grad()
     def threshold(self, num_keys: int) -> Tensor | None:
         """The decay bias `(H,)` beyond which pairs are left out; None where nothing bounds scores."""
         if self.score_bound_H is None:
             return None
         return self.log_tolerance - (2 * self.score_bound_H + math.log(num_keys))
 
-    @torch.no_grad()
     def threshold_for(self, q_BHTD: Tensor, k_new_BGTD: Tensor, max_key_norm_BG: Tensor, num_keys: int) -> Tensor:
         """The same `(B, H)` for these queries, from the largest norm of their keys and without reading any old key.
 
         No score of query i is above U_i = |q_i|·max|k|/√D, and its own key has s_ii and no bias. So what has a bias
         below ln ε - ln N - (U_i - s_ii) has a weight below ε/N.
         """
-        q = q_BHTD.float().unflatten(1, (k_new_BGTD.shape[1], -1))
-        self_score = (q * k_new_BGTD.float()[:, :, None]).sum(-1)
+        q = q_BHTD.detach().float().unflatten(1, (k_new_BGTD.shape[1], -1))
+        self_score = (q * k_new_BGTD.detach().float()[:, :, None]).sum(-1)
         excess = q.norm(dim=-1) * max_key_norm_BG[..., None, None] - self_score
         # Queries in padding may be NaN, and what they skip does not matter.
         excess_BH = excess.nan_to_num(nan=0.0).amax(-1).flatten(1).clamp(min=0) / math.sqrt(q.shape[-1])
