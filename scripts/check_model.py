@@ -8,22 +8,17 @@
 
 Words behind the options are fields of the architecture's configuration. Without them hidden_size is 64,
 num_hidden_layers 2 (a hybrid's: one for each mixer of its pattern), vocab_size 61, and num_heads 2; other fields have
-the defaults of their class. A name in a hybrid's pattern is an architecture, or attention, forgetting_attention or
-sliding_window, as in configs/model/hybrid.yaml.
+the defaults of their class. A name in a hybrid's pattern is an architecture, or attention, forgetting_attention,
+forgetting_window or sliding_window, as in configs/model/hybrid.yaml.
 
 One line for each check says "ok" and what was measured, or what is wrong, by how much, and the likely fix:
 
-build          the model can be made
-shapes         mixers return (out (B, T, E), …), logits are (B, T, V) and finite
-causality      changing a token changes no logits before it, and some after it
-rows           changing a sequence of a batch changes no other
-gradients      every trainable parameter gets a gradient, finite and not zero
-cache          a text read in pieces or token by token has the logits of the text read at once
-padding        a left-padded sequence of a batch has the logits of the sequence alone
-saving         save_pretrained and AutoModelForCausalLM.from_pretrained give the same model
-generate       greedy tokens are the same with a cache and without
-flops          the FLOPs per token that training reports are a positive number
-checkpointing  gradient checkpointing changes no loss and no gradient
+build      the model can be made and gives finite logits, and its FLOPs are a positive number
+causality  changing a token changes no logits before it or of other sequences, and some after it
+gradients  every trainable parameter gets a gradient, finite and not zero
+cache      a text read in pieces or token by token has the logits of the text read at once
+padding    a left-padded sequence of a batch has the logits of the sequence alone
+saving     save_pretrained and AutoModelForCausalLM.from_pretrained give the same model
 
 The exit code is 1 if one failed. Begin with the first that did: later ones often follow from it. Whether the mixer
 computes what its paper says is for a test of your own.
@@ -79,7 +74,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for result in results:
-        print(f"{'ok' if result.is_ok else 'FAILED':<6} {result.name:<13} {result.detail}")
+        print(f"{'ok' if result.is_ok else 'FAILED':<6} {result.name:<9} {result.detail}")
         if arguments.traceback and result.traceback:
             print(result.traceback)
     failed = [result.name for result in results if not result.is_ok]

@@ -719,9 +719,9 @@ LIST = r"""
 
 == Mixers
 
-= fox.documents model/mixers/forgetting_attention.py
-- begins_BT = None if cu_seqlens is None else positions_in_documents(cu_seqlens, hidden_BTE) == 0
-+ begins_BT = None
+= fox.documents model/span.py
+- return None if self.cu_seqlens is None or self.position_BT is None else self.position_BT == 0
++ return None
 # Keys and values are shifted from one document into the next.
 = fox.output_gate model/mixers/forgetting_attention.py
 - out_BTE = ACTIVATIONS[self.ogate_act](gate_BTE) * out_BTE
@@ -747,9 +747,9 @@ LIST = r"""
 - q_BTHK, k_BTHK = norm(activation(q_BTHK)), norm(activation(k_BTHK))
 + q_BTHK, k_BTHK = activation(norm(q_BTHK)), activation(norm(k_BTHK))
 # Norm and activation are swapped.
-= transformer.position model/mixers/transformer.py
-- position = num_past if position_BT is None else position_BT
-+ position = 0 if position_BT is None else position_BT
+= attention.position model/span.py
+- return 0 if self.cache is None else self.cache.get_seq_length()
++ return 0
 # Tokens behind a cache are rotated as if they were the first.
 = transformer.visible_keys model/mixers/transformer.py
 - return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
@@ -762,7 +762,7 @@ LIST = r"""
 - self.num_dropped += surplus
 + self.num_dropped = surplus
 # A window's cache forgets how many tokens it has dropped before.
-= cache.recurrent model/cache.py
+= cache.recurrent model/mixers/recurrent.py
 - self.num_tokens += num_new_tokens
 + self.num_tokens = num_new_tokens
 # A recurrent cache counts the last tokens only.

@@ -10,10 +10,11 @@ import torch
 
 from forgetting_transformer.evaluation import forget_gates
 from forgetting_transformer.evaluation.models import EvaluationError
+from forgetting_transformer.model import attention
 from forgetting_transformer.model.layers import GroupRMSNorm
 from tests.evaluation.conftest import sentences
 from tests.evaluation.scripts import run_script
-from tests.model.small_models import PRO, small, small_model
+from tests.model.small_models import PRO, WINDOWS, small, small_model
 
 SCRIPT = "eval/forget_gates/run_forget_gates.py"
 
@@ -49,6 +50,7 @@ def pooled(matrix: torch.Tensor, pixels: int) -> torch.Tensor:
         {"use_rope": True},
         {"fgate_type": "bias_only", "fgate_bias_init": True, "decay_time_min": 2.0, "decay_time_max": 64.0},
         {"qk_norm": True, "fgate_type": "full", "use_rope": True},
+        {**PRO, "num_kv_heads": 1},
     ],
 )
 def test_what_is_recorded_is_what_attention_gets(fields, monkeypatch):
@@ -56,20 +58,19 @@ def test_what_is_recorded_is_what_attention_gets(fields, monkeypatch):
     for parameter in model.parameters():  # norm weights of 1 would hide whose they are
         parameter.data *= 1 + 0.3 * torch.rand_like(parameter)
     calls = []
-    module = "forgetting_transformer.model.mixers.forgetting_attention"
-    attention = forget_gates.ForgettingAttentionLayer.forward.__globals__["forgetting_attention"]
+    op = attention.forgetting_attention
 
     def spy(q, k, v, log_fgate, **options):
         calls.append((q, k, log_fgate, options))
-        return attention(q, k, v, log_fgate, **options)
+        return op(q, k, v, log_fgate, **options)
 
-    monkeypatch.setattr(f"{module}.forgetting_attention", spy)
+    monkeypatch.setattr(attention, "forgetting_attention", spy)
     ids = torch.randint(61, (50,))
     found = recorded(model, ids)
     assert [inputs.layer for inputs in found] == [0, 1]
     for inputs, (q, k, log_fgate, options) in zip(found, calls, strict=True):
         torch.testing.assert_close(inputs.q_HTD, q[0])
-        torch.testing.assert_close(inputs.k_HTD, k[0])
+        torch.testing.assert_close(inputs.k_HTD, k[0].expand(2, -1, -1))
         torch.testing.assert_close(inputs.log_fgate_HT, log_fgate[0].double())
         if inputs.score_bound_H is None:
             assert (options["adaptive_threshold"], options["log_tolerance"]) == ("auto", -7.0)
@@ -144,6 +145,9 @@ def test_models_without_forgetting_attention_and_layers_they_lack_are_refused():
         forget_gates.attention_layers(small("transformer"))
     with pytest.raises(EvaluationError, match=r"--layers=5: the model's forgetting-attention layers are 0, 1"):
         forget_gates.visit(small_model(), torch.zeros(4, dtype=torch.long), [5], print)
+    with pytest.raises(EvaluationError, match=r"every forgetting-attention layer of \S+ has a window"):
+        forget_gates.attention_layers(small_model(window_size=4))
+    assert list(forget_gates.attention_layers(small("hybrid", **WINDOWS))) == [2]
     # Transformer (Pro) is the same class without gates: its maps are ordinary attention.
     (inputs, _) = recorded(small_model(**PRO, fgate_type="none", use_rope=True), torch.arange(9))
     assert (inputs.log_fgate_HT == 0).all()

@@ -17,6 +17,15 @@ PRO = {
     "hidden_ratio": 3.5,
 }
 
+#: Grouped keys, and the pattern [window, window, full] of one architecture.
+GROUPED = {"num_heads": 4, "num_kv_heads": 2}
+_FOX = {"architecture": "forgetting_transformer", **GROUPED, "qk_norm": True, "use_v_shift": True}
+WINDOWS = {
+    "num_hidden_layers": 3,
+    "pattern": ["window", "window", "full"],
+    "mixers": {"window": {**_FOX, "window_size": 4}, "full": _FOX},
+}
+
 # Where weights start from N(0, initializer_range²), large ones make predictions depend on everything that is read.
 SMALL_FIELDS = {
     "delta_net": {"num_heads": 2, "initializer_range": 0.4},

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forgetting_transformer.model import attention
 from forgetting_transformer.model.cache import (
     AttentionCache,
     DecoderCache,
-    ForgettingAttentionCache,
-    GrowingTensor,
+    log_fgate_of,
 )
-from forgetting_transformer.model.mixers import forgetting_attention as fox
+from forgetting_transformer.model.growing import GrowingTensor
+from forgetting_transformer.model.span import Span
 from tests.model.small_models import PRO, small_model
 
 
@@ -30,23 +31,23 @@ def states(tokens: int, batch: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, 
     return k, v, F.logsigmoid(torch.randn(batch, 3, tokens, generator=generator) + 2)
 
 
-def filled(pieces: list[int], **options) -> tuple[ForgettingAttentionCache, tuple[Tensor, Tensor, Tensor]]:
+def filled(pieces: list[int], **options) -> tuple[AttentionCache, tuple[Tensor, Tensor, Tensor]]:
     """A cache that got its tokens in pieces, and all the tokens."""
     everything = states(sum(pieces))
-    cache = ForgettingAttentionCache(**options)
+    cache = AttentionCache(**options)
     for piece in zip(*(x.split(pieces, dim=2) for x in everything), strict=True):
         cache.update(*piece)
     return cache, everything
 
 
-def assert_holds(cache: ForgettingAttentionCache, k: Tensor, v: Tensor, log_fgate: Tensor) -> None:
+def assert_holds(cache: AttentionCache, k: Tensor, v: Tensor, log_fgate: Tensor) -> None:
     assert torch.equal(cache.keys, k) and torch.equal(cache.values, v)
     assert cache.get_seq_length() == k.shape[2]
     # A sum may start anywhere: what counts is what lies between two positions.
     c = log_fgate.double().cumsum(-1)
     assert cache.cum_log_fgate.dtype == torch.float64
     torch.testing.assert_close(cache.cum_log_fgate.diff(dim=2), c.diff(dim=2), rtol=0, atol=1e-12)
-    torch.testing.assert_close(cache.log_fgate[:, :, 1:], log_fgate[:, :, 1:], rtol=1e-6, atol=0)
+    torch.testing.assert_close(log_fgate_of(cache.cum_log_fgate)[:, :, 1:], log_fgate[:, :, 1:], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("pieces", [[300], [1] * 300, [5, *[1] * 200], [100, 64, 1, 135], [1, 299]], ids=len)
@@ -83,7 +84,7 @@ def test_tokens_are_written_beside_the_old_ones():
 def test_a_prompt_is_not_copied_until_a_token_follows_and_never_written_to():
     prompt = states(10)
     before = [x.clone() for x in prompt]
-    cache = ForgettingAttentionCache()
+    cache = AttentionCache()
     cache.update(*prompt)
     assert cache.keys.data_ptr() == prompt[0].data_ptr()
     cache.crop(-4)
@@ -138,18 +139,20 @@ def test_a_cache_filled_in_inference_mode_goes_on_without_it():
 def test_hard_resets_stay_finite_and_come_back_as_gates_that_keep_nothing():
     k, v, log_fgate = states(40)
     log_fgate[:, :, ::3] = -torch.inf
-    cache = ForgettingAttentionCache()
+    cache = AttentionCache()
     cache.update(k[:, :, :30], v[:, :, :30], log_fgate[:, :, :30])
     cache.update(k[:, :, 30:], v[:, :, 30:], log_fgate[:, :, 30:])
     assert cache.cum_log_fgate.isfinite().all()
-    torch.testing.assert_close(cache.log_fgate[:, :, 1:], log_fgate[:, :, 1:].clamp(min=-256), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        log_fgate_of(cache.cum_log_fgate)[:, :, 1:], log_fgate[:, :, 1:].clamp(min=-256), rtol=1e-6, atol=0
+    )
 
 
 def test_biases_of_near_tokens_are_exact_after_65536():
     """With f near 1/2 the sum reaches -53,000; its float32 neighbours are 4e-3 apart."""
     log_fgate = F.logsigmoid(torch.randn(1, 1, 65536, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     log_fgate = log_fgate.float()
-    cache = ForgettingAttentionCache()
+    cache = AttentionCache()
     empty = torch.zeros(1, 1, 65536, 0)
     for piece in (slice(0, 65000), slice(65000, 65535), slice(65535, 65536)):
         cache.update(empty[:, :, piece], empty[:, :, piece], log_fgate[:, :, piece])
@@ -164,7 +167,7 @@ def test_a_window_holds_little_more_memory_than_it_needs():
     everything, _, _ = states(2000)
     for position in range(2000):
         k = everything[:, :, position : position + 1].clone()
-        seen, _ = cache.update(k, k)
+        seen = cache.update(k, k).keys
         assert torch.equal(seen[:, :, -50:], everything[:, :, max(0, position - 49) : position + 1])
         assert cache.keys.shape[2] == min(position + 1, kept)
         assert cache.keys.untyped_storage().nbytes() <= k.nbytes * 1.5 * (kept + 1)
@@ -198,7 +201,7 @@ def test_one_token_goes_through_the_decoding_op_and_a_prompt_does_not(monkeypatc
     calls = []
 
     def recorded(name):
-        op = getattr(fox, name)
+        op = getattr(attention, name)
 
         def record(q, *args, **options):
             calls.append((name, q.shape[2]))
@@ -207,7 +210,7 @@ def test_one_token_goes_through_the_decoding_op_and_a_prompt_does_not(monkeypatc
         return record
 
     for name in ("forgetting_attention", "forgetting_attention_decode"):
-        monkeypatch.setattr(fox, name, recorded(name))
+        monkeypatch.setattr(attention, name, recorded(name))
     model, ids = small_model(), random_ids(60)
     cache, logits = model.new_cache(), []
     for piece in ids.split([20, 1, 16, 17, 6], dim=1):
@@ -243,13 +246,13 @@ def random_ids(tokens: int) -> Tensor:
 @pytest.mark.parametrize("fields", [{"qk_norm": True}, {}], ids=["qk-norm", "norms of the cache"])
 def test_what_decoding_may_skip_weighs_less_than_the_tolerance(fields, monkeypatch):
     """Gates near 0.2 and scores of up to ±10; the newest 30 tokens one by one and four at once."""
-    calls, op = [], fox.forgetting_attention_decode
+    calls, op = [], attention.forgetting_attention_decode
 
     def spy(q, k, v, c, *, adaptive_threshold, **options):
         calls.append((q, k, c.clone(), adaptive_threshold))
         return op(q, k, v, c, adaptive_threshold=adaptive_threshold, **options)
 
-    monkeypatch.setattr(fox, "forgetting_attention_decode", spy)
+    monkeypatch.setattr(attention, "forgetting_attention_decode", spy)
     model, ids = small_model(log_pruning_tolerance=-5.0, **fields), random_ids(150)
     layers = [block.sequence_mixer for block in model.decoder.layers]
     for layer in layers:
@@ -290,6 +293,11 @@ def test_padding_that_is_nan_disturbs_no_threshold():
     for x in (hidden, clean):
         cache = layer.new_cache()
         with torch.no_grad():
-            outputs.append(torch.cat([layer(piece, start, cache)[0] for piece in x.split([6, 2, 1], dim=1)], 1))
+            parts, first = [], 0
+            for piece in x.split([6, 2, 1], dim=1):
+                padding = torch.arange(first, first + piece.shape[1]) < start[:, None]
+                parts.append(layer(piece, Span(start, padding, cache=cache))[0])
+                first += piece.shape[1]
+            outputs.append(torch.cat(parts, 1))
         assert cache.max_key_norm.isfinite().all()
     assert torch.equal(outputs[0][0], outputs[1][0]) and torch.equal(outputs[0][1, 4:], outputs[1][1, 4:])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from forgetting_transformer.model import registry
+from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops import context
 from tests.model.small_models import PRO, SMALL_FIELDS, small
 from tests.processes import server
@@ -28,6 +29,8 @@ MODELS = {
     "fox_pruned": ("forgetting_transformer", {"log_pruning_tolerance": -10.0}),
     "fox_pro_pruned": ("forgetting_transformer", {**PRO, "log_pruning_tolerance": -10.0}),
     "transformer_pro": ("forgetting_transformer", {**PRO, "fgate_type": "none", "use_rope": True}),
+    "fox_two_key_heads": ("forgetting_transformer", {**PRO, "num_kv_heads": 2, "log_pruning_tolerance": -10.0}),
+    "fox_window_one_key_head": ("forgetting_transformer", {**PRO, "num_kv_heads": 1, "window_size": 11}),
     "transformer_llama": ("transformer", {}),
     "transformer_swa": ("transformer", {"window_size": 11}),
     "transformer_one_key_head": ("transformer", {"num_kv_heads": 1}),
@@ -52,7 +55,17 @@ MODELS = {
     ),
     "samba": ("samba", {"attn": {"num_heads": 4, "num_kv_heads": 2, "window_size": 11, "layers": None}}),
 }
-PACKED = ("fox_pro", "fox_rope", "transformer_llama", "transformer_swa", "mamba2", "mamba2_groups", "samba")
+PACKED = (
+    "fox_pro",
+    "fox_rope",
+    "fox_two_key_heads",
+    "fox_window_one_key_head",
+    "transformer_llama",
+    "transformer_swa",
+    "mamba2",
+    "mamba2_groups",
+    "samba",
+)
 
 
 def test_every_architecture_is_among_them():
@@ -227,10 +240,10 @@ def test_a_layer_says_how_far_pruning_reaches_and_where_documents_begin(packed, 
     monkeypatch.setattr(context, "even_order", asked)
     cu_seqlens = torch.tensor([0, 20, 64]) if packed else None
     with pretended(2), pytest.raises(Asked) as caught:
-        layer(torch.randn(1, 32, 32), cu_seqlens=cu_seqlens)
+        layer(torch.randn(1, 32, 32), Span(cu_seqlens=cu_seqlens))
     log_fgate, threshold, documents = caught.value.args
     assert log_fgate.shape == (1, 32, layer.num_heads) and documents is cu_seqlens
-    assert torch.equal(threshold, layer._threshold(64))
+    assert torch.equal(threshold, layer.pruning().threshold(64))
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 100, 101, 101, 512]])

@@ -18,17 +18,17 @@ from forgetting_transformer.model import registry
 from forgetting_transformer.model.cache import CACHE_NAME, DecoderCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM
 from forgetting_transformer.model.decoding_graph import DecodingGraph
-from tests.model.small_models import PRO, small
+from forgetting_transformer.model.span import Span
+from tests.model.small_models import GROUPED, PRO, WINDOWS, small
 
 PROMPT, LENGTH = 20, 150
 
 
 def places_in_memory(cache: DecoderCache) -> list[tuple]:
     """Addresses and shapes of all that a static cache reads and writes."""
-    tensors = [*cache.place[:3], *([] if cache.seq_start_B is None else [cache.seq_start_B])]
+    tensors = [*cache.slot[:3], *([] if cache.seq_start_B is None else [cache.seq_start_B])]
     for layer in cache.layers:
-        growing = [*getattr(layer, "_tensors", ()), *(x for g in getattr(layer, "groups", ()) for x in g.tensors)]
-        tensors += [x._buffer for x in growing]
+        tensors += [x._buffer for x in getattr(layer, "_tensors", ())]
         tensors += [*getattr(layer, "states", {}).values(), *getattr(layer, "shift_states", {}).values()]
         tensors += [x for x in [getattr(layer, "max_key_norm", None)] if x is not None]
     return [(x.data_ptr(), x.shape) for x in tensors]
@@ -76,13 +76,18 @@ def decode(
     return torch.cat(logits, 1)
 
 
-STATIC = [name for name in registry.model_names() if name not in ("samba", "path_fox")]
+STATIC = [name for name in registry.model_names() if name != "path_fox"]
 CASES = [(name, {}) for name in STATIC] + [
     ("forgetting_transformer", PRO),
     ("forgetting_transformer", {**PRO, "log_pruning_tolerance": -10.0}),
     ("forgetting_transformer", {"log_pruning_tolerance": -10.0}),
     ("forgetting_transformer", {**PRO, "fgate_type": "none", "use_rope": True}),
     ("transformer", {"num_kv_heads": 1}),
+    ("transformer", {"window_size": 8}),
+    ("forgetting_transformer", {**PRO, **GROUPED, "window_size": 8, "log_pruning_tolerance": -10.0}),
+    ("forgetting_transformer", {**GROUPED, "window_size": 8, "use_rope": True, "log_pruning_tolerance": -10.0}),
+    ("forgetting_transformer", {**PRO, **GROUPED, "window_size": 8, "fgate_type": "none", "use_rope": True}),
+    ("hybrid", WINDOWS),
 ]
 
 
@@ -105,9 +110,6 @@ def test_the_models_that_can():
     for name in {*registry.model_names()} - {*STATIC}:
         with pytest.raises(ValueError, match="do not hold still"):
             small(name).new_cache(cuda_graph=True)
-    with pytest.raises(ValueError, match="do not hold still"):
-        small("transformer", window_size=8).new_cache(cuda_graph=True)
-    assert small("transformer", window_size=8).new_cache(cuda_graph="auto").graph is None
     with pytest.raises(ValueError, match="cuda_graph is 'yes'; it must be True, False or 'auto'"):
         small("transformer").new_cache(cuda_graph="yes")
 
@@ -394,7 +396,7 @@ def test_layers_caches_that_are_used_by_themselves_grow(graphs):
     for cuda_graph in (False, True):
         cache = model.new_cache(cuda_graph=cuda_graph)
         decode(model, ids[:, :30], cache)
-        outputs = [mixer(x, None, c)[0] for mixer, x, c in zip(mixers, hidden, cache.layers, strict=True)]
+        outputs = [mixer(x, Span(cache=c))[0] for mixer, x, c in zip(mixers, hidden, cache.layers, strict=True)]
         assert [layer.get_seq_length() for layer in cache.layers] == [34, 34]
         for layer in cache.layers:
             layer.crop(-1)

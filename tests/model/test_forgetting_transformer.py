@@ -210,15 +210,14 @@ def test_pruning_bound_holds_and_pruning_changes_nothing(qk_norm, shared):
     if qk_norm:
         torch.nn.init.normal_(layer.q_norm.weight)
     norms = [layer.q_norm or torch.nn.Identity(), layer.k_norm or torch.nn.Identity()]
-    q, k = (layer._split_heads(norm(torch.randn(2, 9, 32))) for norm in norms)
+    q, k = (norm(torch.randn(2, 9, 32)).unflatten(-1, (2, 16)) for norm in norms)
     q, k = q.transpose(1, 2), k.transpose(1, 2)
-    options_of_op = layer._pruning_options(9)
     if qk_norm:
         largest_score = (q @ k.transpose(-1, -2)).abs().amax((-1, -2)) / math.sqrt(16)
-        bound = -(options_of_op["adaptive_threshold"] + 10 + math.log(9)) / 2
+        bound = -(layer.pruning().threshold(9) + 10 + math.log(9)) / 2
         assert (largest_score <= bound + 1e-5).all()
     else:
-        assert options_of_op == {"adaptive_threshold": "auto", "log_tolerance": -10.0}
+        assert layer.pruning().threshold(9) is None
     ids = torch.arange(20)[None]
     exact = small_model(**options)
     exact.load_state_dict(model.state_dict())
@@ -257,7 +256,8 @@ def test_flops_of_attention_are_the_causal_half_of_a_counter():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"num_kv_heads": 1}, "num_kv_heads is 1"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads is 3; it must divide num_heads = 4"),
+        ({"window_size": 0}, "window_size is 0"),
         ({"num_heads": 3}, "hidden_size is 32"),
         ({"fgate_type": "half"}, "fgate_type is 'half'.*full, bias_only, fixed, none"),
         ({"fgate_type": "fixed"}, "fgate_bias_init=True"),

@@ -8,7 +8,6 @@ from forgetting_transformer.model import registry
 from tests.model.small_models import small
 
 OTHERS = [
-    ("forgetting_transformer", "window_size", 16, "null"),
     ("forgetting_transformer", "attention_bias", True, "false"),
     ("forgetting_transformer", "elementwise_affine", False, "true"),
     ("forgetting_transformer", "elementwise_affine", None, "true"),

@@ -7,7 +7,7 @@ from forgetting_transformer.model import registry
 from forgetting_transformer.model.padding import document_positions
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.ops.layers import cross_entropy
-from tests.model.small_models import PRO, small
+from tests.model.small_models import GROUPED, PRO, WINDOWS, small
 
 #: Two rows of 12 tokens, of five documents and of one; ends repeated, as loaders pad them.
 LENGTHS = [3, 1, 4, 2, 2, 12]
@@ -21,6 +21,8 @@ PACKING = {
         {"use_rope": True, "qk_norm": True, "log_pruning_tolerance": -10.0},
     ),
     "FoX without gates": ("forgetting_transformer", {"fgate_type": "none", "use_rope": True, "use_k_shift": True}),
+    "FoX with grouped keys and a window": ("forgetting_transformer", {**PRO, **GROUPED, "window_size": 3}),
+    "FoX in a hybrid of windows": ("hybrid", WINDOWS),
     "Transformer": ("transformer", {}),
     "Transformer with a window": ("transformer", {"window_size": 3}),
     "Transformer with grouped heads": ("transformer", {"num_heads": 4, "num_kv_heads": 2}),

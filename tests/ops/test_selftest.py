@@ -215,8 +215,7 @@ def test_the_log_says_the_error_and_what_is_not_reproducible(error, text, preten
 
 def recorded_uses(model, dtype, monkeypatch) -> list[tuple]:
     """(op, query heads, key channels, value channels, dtype, options) of every call in a forward pass."""
-    import forgetting_transformer.model.mixers.forgetting_attention as fox
-    import forgetting_transformer.model.mixers.transformer as transformer
+    from forgetting_transformer.model import attention
 
     calls = []
 
@@ -242,9 +241,8 @@ def recorded_uses(model, dtype, monkeypatch) -> list[tuple]:
 
         monkeypatch.setattr(module, name, recorded)
 
-    record(fox, "forgetting_attention", "attention", heads_axis=1)
-    record(fox, "causal_attention", "attention")
-    record(transformer, "causal_attention", "attention")
+    record(attention, "forgetting_attention", "attention", heads_axis=1)
+    record(attention, "causal_attention", "attention")
     for architecture in ("mamba2", "hgrn2", "delta_net", "gated_delta_net", "kda"):
         module = importlib.import_module(f"forgetting_transformer.model.mixers.{architecture}")
         record(module, "recurrence", "recurrence")
@@ -259,6 +257,7 @@ CASES = [(name, {}) for name in registry.model_names()] + [
     ("forgetting_transformer", {"log_pruning_tolerance": -10.0}),
     ("forgetting_transformer", {"log_pruning_tolerance": -10.0, "qk_norm": True, "use_k_shift": True}),
     ("transformer", {"num_kv_heads": 1, "window_size": 4}),
+    ("forgetting_transformer", {"num_kv_heads": 1, "window_size": 4, "log_pruning_tolerance": -10.0}),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from forgetting_transformer.model.decoder import DecoderBlock
+from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.config.parsing import parse

@@ -136,10 +136,9 @@ def test_every_key_takes_nonsense_or_says_in_one_line_what_it_wants(base, corpus
 DATA = DataInfo("tiny", 64, 0, 96, 64, 32, 4, 192, 6144, "", None)
 
 
-@pytest.mark.parametrize(("key", "value", "neutral"), [("window_size", 16, "null"), ("attention_bias", True, "false")])
-def test_a_field_without_effect_takes_its_neutral_value_only(base, key, value, neutral):
-    config = set_key(base | {"data_dir": "data", "output_dir": "run"}, f"model.config.{key}", value)
-    with pytest.raises(ConfigError, match=rf"^model\.config: {key} is {value}, .* it must be {neutral}$"):
+def test_a_field_without_effect_takes_its_neutral_value_only(base):
+    config = set_key(base | {"data_dir": "data", "output_dir": "run"}, "model.config.attention_bias", True)
+    with pytest.raises(ConfigError, match=r"^model\.config: attention_bias is True, .* it must be false$"):
         setup.model_config(parse(config), DATA)
 
 

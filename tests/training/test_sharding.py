@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from forgetting_transformer.model import layers, registry
-from forgetting_transformer.model.decoder import DecoderBlock
+from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.model.mixers import forgetting_attention as forgetting_transformer
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.training import parse, setup
@@ -26,7 +26,7 @@ from tests.training.test_start_block import blocks
 #: For a training process: FSDP2 as it is used without care, one unit for each block, all in fp32.
 PLAIN = """
 from torch.distributed.fsdp import fully_shard
-from forgetting_transformer.model.decoder import DecoderBlock
+from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.training.parallel import sharding
 def shard(model, mesh, found, keeps):
     used = mesh if mesh.shape[0] > 1 else mesh["tensor_parallel"]

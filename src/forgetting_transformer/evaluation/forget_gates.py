@@ -61,7 +61,7 @@ class AttentionInputs:
 
 
 def attention_layers(model: Any) -> dict[int, ForgettingAttentionLayer]:
-    """The forgetting-attention layers of a model by block index.
+    """The forgetting-attention layers of a model that see all keys, by block index.
 
     Raises:
         EvaluationError: it has none.
@@ -74,6 +74,12 @@ def attention_layers(model: Any) -> dict[int, ForgettingAttentionLayer]:
         raise EvaluationError(
             f"{type(model).__name__} has no forgetting-attention layer; this evaluation is for FoX, and for "
             "Transformer (Pro), whose gates are all 1"
+        )
+    found = {i: mixer for i, mixer in found.items() if mixer.window_size is None}
+    if not found:
+        raise EvaluationError(
+            f"every forgetting-attention layer of {type(model).__name__} has a window (window_size), which maps, "
+            "memory lengths and pruned shares would not show; this evaluation is for layers that see all keys"
         )
     return found
 

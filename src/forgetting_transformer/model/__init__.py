@@ -5,8 +5,8 @@ from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.hybrid import HybridConfig, HybridForCausalLM, HybridModel
 from forgetting_transformer.model.mixers.delta_net import DeltaNetConfig, DeltaNetForCausalLM, DeltaNetModel
-from forgetting_transformer.model.mixers.forgetting_attention import (
-    ForgettingAttentionLayer,
+from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer
+from forgetting_transformer.model.mixers.forgetting_transformer import (
     ForgettingTransformerConfig,
     ForgettingTransformerForCausalLM,
     ForgettingTransformerModel,

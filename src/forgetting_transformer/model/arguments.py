@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forgetting_transformer.model.cache import DecoderCache, one_cache
+
 
 def has_rope(block: nn.Module) -> bool:
     return getattr(block.sequence_mixer, "use_rope", False)
@@ -33,6 +35,19 @@ def check_shape(decoder: Any, input_ids: Tensor | None, inputs_embeds: Tensor | 
         axes = ", ".join(("B", "T", *map(str, last)))
         cure = f"; one sequence is a batch too: {name}[None]" if len(shape) == 1 + len(last) else ""
         raise ValueError(f"{name} has shape {shape}; it must be ({axes}), at least one token in each row{cure}")
+
+
+def checked_cache(past_key_values: Any, cache: Any) -> DecoderCache | None:
+    """The cache of a call, under whichever name it is given; static only while a token is written in place."""
+    past = one_cache(past_key_values, cache)
+    if past is not None and not isinstance(past, DecoderCache):
+        raise TypeError(
+            f"past_key_values is a {type(past).__name__}; pass the one a former call returned, model.new_cache(), or "
+            "None"
+        )
+    if past is not None and past.slot is not None and not past.is_writing:
+        past.make_dynamic()
+    return past
 
 
 def check_sharing(decoder: Any, size: int, others: tuple[Any, ...]) -> None:
@@ -116,3 +131,23 @@ def layers_to_show(decoder: Any, output_attentions: bool | Sequence[int] | None)
         if layer not in able:
             raise ValueError(f"output_attentions has {layer!r}; layers with attention are {', '.join(map(str, able))}")
     return output_attentions
+
+
+def check_mixed(mixer: nn.Module, mixed: Any, hidden_BTE: Tensor) -> None:
+    """Refuse what a mixer returned unless it is a tuple that begins with the block's branch.
+
+    A tensor alone would be unpacked into the sequences of the batch, and one of a smaller shape broadcast.
+    """
+    in_tuple = isinstance(mixed, tuple | list)
+    first: Any = (mixed[0] if mixed else None) if in_tuple else mixed
+    is_tensor = isinstance(first, Tensor)
+    if in_tuple and is_tensor and first.shape == hidden_BTE.shape and first.is_floating_point():
+        return
+    what = type(first).__name__
+    if is_tensor:
+        what = f"{str(first.dtype).removeprefix('torch.')} tensor {tuple(first.shape)}"
+    returned = (f"a tuple with a {what} first" if mixed else "an empty tuple") if in_tuple else f"a {what} and no tuple"
+    raise TypeError(
+        f"{type(mixer).__name__}.forward returned {returned}. It must return a tuple: the output, a floating-point "
+        f"tensor of its input's shape {tuple(hidden_BTE.shape)}, and the cache"
+    )

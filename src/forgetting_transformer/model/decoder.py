@@ -1,69 +1,30 @@
 """The decoder that all architectures share: embedding → L × (norm → mixer → norm → MLP) → norm → head → loss per token.
 
 An architecture is a mixer and a configuration. The configuration builds the mixers (`build_mixer`) and the MLPs
-(`build_mlp`), names the submodules as its published checkpoints do, and counts FLOPs. A mixer is an `nn.Module` with
-
-    forward(hidden_BTE, seq_start_B=None, cache=None, *mixer_inputs) -> (out_BTE, …)
-        The block reads the first result. `mixer_inputs` are what the model's method of this name returns for the block,
-        by default nothing.
-    new_cache() -> CacheLayerMixin
-        An empty layer cache.
-    init_own_weights()
-        Optional. Called after the default initialisation of its submodules, to change it. It must write through
-        `transformers.initialization`, whose functions leave weights from a checkpoint as they are.
-    op_use() -> OpUse
-        Optional. How it calls its op, so that the op's kernels are tested before the first step on a GPU. Layers in it
-        may have one too.
-    use_rope
-        Optional. True if it has rotary positions; its forward then takes the keyword `position_BT`.
-    gives_attentions
-        Optional. True if its forward takes the keyword `output_attentions` and returns (out_BTE, AttentionMaps, …).
-    packs_documents
-        Optional. True if its forward takes the keyword `cu_seqlens` and keeps packed documents apart.
-    static_cache
-        Optional. True if its forward can write a single token in place, where `cache.place` says: nothing in it may
-        depend on how many tokens came before but through tensors. Then `generate` runs it as a CUDA graph. A recurrent
-        mixer may say so whose states keep their names and shapes.
-    context_heads
-        Optional. A mixer that has it works where processes share a sequence (`ops/context.py`). They must divide this
-        number, of heads that it splits among them; 0 if it splits none. A module in it that reads tokens of the part
-        before has their number as `tokens_before`.
-
-and registers itself with `model.registry`.
+(`build_mlp`), names the submodules as its published checkpoints do, and counts FLOPs. It registers itself with
+`model.registry`. `block.py` says what a mixer is.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-import contextlib
-import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from forgetting_transformer.model.arguments import (
-    check_packing,
-    check_position_ids,
-    check_shape,
-    check_sharing,
-    has_rope,
-    layers_to_show,
-)
+from forgetting_transformer.model.arguments import check_shape, checked_cache, layers_to_show
+from forgetting_transformer.model.attention import AttentionMaps
+from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.model.cache import CACHE_NAME, DecoderCache, one_cache
 from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.model.generation import DecoderGenerationMixin
-from forgetting_transformer.model.layers import AttentionMaps, FinalRMSNorm, ResidualRMSNorm
+from forgetting_transformer.model.layers import FinalRMSNorm
 from forgetting_transformer.model.loss import check_loss_arguments, ignore_after_padding
-from forgetting_transformer.model.padding import find_seq_start, positions_in_documents
+from forgetting_transformer.model.span import span_of_call
 from forgetting_transformer.ops import compiling, context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.finite import check_finite
@@ -89,97 +50,6 @@ class CausalDecoderOutput(CausalLMOutputWithPast):
     decays: tuple[Tensor | None, ...] | None = None
 
 
-class DecoderBlock(GradientCheckpointingLayer):
-    """`x + mixer(norm(x))`, then `x + mlp(norm(x))` if there is an MLP."""
-
-    # transformers' class would checkpoint around __call__, hooks included. FSDP2 gathers weights in those hooks, so
-    # the hooks stay outside and `forward` checkpoints the rest.
-    __call__ = nn.Module.__call__
-
-    # Under activation checkpointing: whether what a block starts from waits for the backward pass in the host's memory.
-    inputs_on_host = False
-    # `gradient_checkpointing_enable` replaces this by one with the user's arguments.
-    _gradient_checkpointing_func = staticmethod(functools.partial(checkpoint, use_reentrant=False))
-
-    def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.mixer_norm_name, self.mixer_name = config.mixer_norm_name, config.mixer_name
-        self.add_module(self.mixer_norm_name, ResidualRMSNorm(config.hidden_size, config.norm_eps))
-        mixer = config.build_mixer(layer_idx)
-        if not isinstance(mixer, nn.Module):
-            raise TypeError(f"{type(config).__name__}.build_mixer returned {mixer!r}; it must return an nn.Module")
-        self.add_module(self.mixer_name, mixer)
-        mlp = config.build_mlp(layer_idx)
-        self.has_mlp = mlp is not None
-        if mlp is not None:
-            self.mlp_norm = ResidualRMSNorm(config.hidden_size, config.norm_eps)
-            self.mlp = mlp
-
-    @property
-    def sequence_mixer(self) -> Any:
-        return getattr(self, self.mixer_name)
-
-    def forward(
-        self,
-        hidden_BTE: Tensor,
-        seq_start_B: Tensor | None = None,
-        cache: CacheLayerMixin | None = None,
-        *mixer_inputs: Tensor,
-        **mixer_options: Any,
-    ) -> Tensor | tuple[Tensor, AttentionMaps]:
-        """Return the new residual stream `(B, T, E)`, and with `output_attentions` the mixer's maps."""
-        if self.gradient_checkpointing and self.training:
-            if cache is not None:
-                raise ValueError(
-                    "gradient checkpointing runs the block twice, so it cannot fill a cache: use_cache=False"
-                )
-            # Keywords are bound first: PyTorch's older kind of checkpointing takes none.
-            transform = functools.partial(self._transform, **mixer_options) if mixer_options else self._transform
-            # What is saved inside is not kept; the hooks get what the block starts from.
-            on_host = save_on_cpu(pin_memory=hidden_BTE.is_cuda) if self.inputs_on_host else contextlib.nullcontext()
-            with on_host:
-                return self._gradient_checkpointing_func(transform, hidden_BTE, seq_start_B, None, *mixer_inputs)
-        return self._transform(hidden_BTE, seq_start_B, cache, *mixer_inputs, **mixer_options)
-
-    def _transform(
-        self,
-        hidden_BTE: Tensor,
-        seq_start_B: Tensor | None,
-        cache: CacheLayerMixin | None,
-        *mixer_inputs: Tensor,
-        **mixer_options: Any,
-    ) -> Tensor | tuple[Tensor, AttentionMaps]:
-        normed_BTE, hidden_BTE = getattr(self, self.mixer_norm_name)(hidden_BTE)
-        mixed = self.sequence_mixer(normed_BTE, seq_start_B, cache, *mixer_inputs, **mixer_options)
-        # A tensor alone would be unpacked into the sequences of the batch, and one of a smaller shape broadcast.
-        if not isinstance(mixed, tuple | list) or not mixed or not _is_branch(mixed[0], normed_BTE):
-            raise TypeError(
-                f"{type(self.sequence_mixer).__name__}.forward returned {_described(mixed)}. It must return a tuple: "
-                f"the output, a floating-point tensor of its input's shape {tuple(normed_BTE.shape)}, and the cache"
-            )
-        branch_BTE, *others = mixed
-        if self.has_mlp:
-            normed_BTE, hidden_BTE = self.mlp_norm(hidden_BTE, branch_BTE)
-            branch_BTE = self.mlp(normed_BTE)
-        hidden_BTE = hidden_BTE + branch_BTE
-        return (hidden_BTE, others[0]) if mixer_options.get("output_attentions") else hidden_BTE
-
-
-def _is_branch(out: Any, hidden_BTE: Tensor) -> bool:
-    return isinstance(out, Tensor) and out.shape == hidden_BTE.shape and out.is_floating_point()
-
-
-def _described(mixed: Any) -> str:
-    """What a mixer returned, for people: "a tuple with a float32 tensor (4, 64, 1) first"."""
-    in_tuple = isinstance(mixed, tuple | list)
-    if in_tuple and not mixed:
-        return "an empty tuple"
-    first = mixed[0] if in_tuple else mixed
-    tensor = isinstance(first, Tensor) and f"{str(first.dtype).removeprefix('torch.')} tensor {tuple(first.shape)}"
-    what = f"a {tensor or type(first).__name__}"
-    return f"a tuple with {what} first" if in_tuple else f"{what} and no tuple"
-
-
 class OutputLayer(nn.Linear):
     """Hidden states to logits, or with labels to the loss of every token. The loss is computed in `forward`, because
     FSDP2 gathers the weight when a module is called.
@@ -193,7 +63,7 @@ class OutputLayer(nn.Linear):
 
 
 class DecoderPreTrainedModel(PreTrainedModel):
-    """Loading, saving and initialisation."""
+    """Loading, saving, initialisation, and what the mixers can do."""
 
     config_class = DecoderConfig
     base_model_prefix = "model"
@@ -219,6 +89,38 @@ class DecoderPreTrainedModel(PreTrainedModel):
         # against initialisers that overwrite loaded weights. Ours do not, and a mixer's own initialisation must run.
         super()._initialize_weights(module, is_custom_code=False)
 
+    def _mixers(self) -> list[Any]:
+        decoder: Any = getattr(self, "decoder", self)
+        return [block.sequence_mixer for block in decoder.layers]
+
+    def op_uses(self) -> list[OpUse]:
+        """How mixers, and layers in them, call ops whose kernels can be tested before use; see `ops/selftest.py`."""
+        modules: Iterator[Any] = self.modules()
+        return [module.op_use() for module in modules if hasattr(module, "op_use")]
+
+    def stateful_mixers(self) -> list[str]:
+        """Classes of mixers that cannot keep packed documents apart."""
+        mixers = self._mixers()
+        return sorted({type(mixer).__name__ for mixer in mixers if not getattr(mixer, "packs_documents", False)})
+
+    def whole_sequence_mixers(self, size: int, length: int | None = None) -> list[str]:
+        """Mixers for which `size` processes cannot share sequences (`ops/context.py`), with the reason.
+
+        Args:
+            length: of the shortest sequences; None: any.
+        """
+        found = set()
+        for mixer in self._mixers():
+            heads, name = getattr(mixer, "context_heads", None), type(mixer).__name__
+            before = max(getattr(module, "tokens_before", 0) for module in mixer.modules())
+            if heads is None:
+                found.add(f"{name} takes whole sequences only")
+            elif heads % size:
+                found.add(f"{name} has {heads} heads")
+            elif size > 1 and length is not None and length // size < before:
+                found.add(f"{name} needs {before} tokens of the part before, and parts have {length // size}")
+        return sorted(found)
+
 
 class DecoderModel(DecoderPreTrainedModel):
     """Token ids to hidden states."""
@@ -243,41 +145,13 @@ class DecoderModel(DecoderPreTrainedModel):
 
     def new_cache(self) -> DecoderCache:
         """Make an empty cache for this model."""
-        mixers = [block.sequence_mixer for block in self.layers]
+        mixers = self._mixers()
         for name in sorted({type(mixer).__name__ for mixer in mixers if not hasattr(mixer, "new_cache")}):
             raise TypeError(
                 f"{name} has no new_cache(), so nothing can be generated with a cache: give it one "
                 "(docs/extend.md), or generate with use_cache=False"
             )
         return DecoderCache([mixer.new_cache() for mixer in mixers])
-
-    def op_uses(self) -> list[OpUse]:
-        """How mixers, and layers in them, call ops whose kernels can be tested before use; see `ops/selftest.py`."""
-        modules: Iterator[Any] = self.modules()
-        return [module.op_use() for module in modules if hasattr(module, "op_use")]
-
-    def stateful_mixers(self) -> list[str]:
-        """Classes of mixers that cannot keep packed documents apart."""
-        mixers = [block.sequence_mixer for block in self.layers]
-        return sorted({type(mixer).__name__ for mixer in mixers if not getattr(mixer, "packs_documents", False)})
-
-    def whole_sequence_mixers(self, size: int, length: int | None = None) -> list[str]:
-        """Mixers for which `size` processes cannot share sequences (`ops/context.py`), with the reason.
-
-        Args:
-            length: of the shortest sequences; None: any.
-        """
-        found = set()
-        for mixer in (block.sequence_mixer for block in self.layers):
-            heads, name = getattr(mixer, "context_heads", None), type(mixer).__name__
-            before = max(getattr(module, "tokens_before", 0) for module in mixer.modules())
-            if heads is None:
-                found.add(f"{name} takes whole sequences only")
-            elif heads % size:
-                found.add(f"{name} has {heads} heads")
-            elif size > 1 and length is not None and length // size < before:
-                found.add(f"{name} needs {before} tokens of the part before, and parts have {length // size}")
-        return sorted(found)
 
     def add_shared_parameters(self) -> None:
         """Make the parameters that mixers of several blocks share. Called once; by default there are none."""
@@ -328,51 +202,18 @@ class DecoderModel(DecoderPreTrainedModel):
                 names the argument.
         """
         check_shape(self, input_ids, inputs_embeds)
-        past_key_values = one_cache(past_key_values, cache)
-        if past_key_values is not None and not isinstance(past_key_values, DecoderCache):
-            raise TypeError(
-                f"past_key_values is a {type(past_key_values).__name__}; pass the one a former call returned, "
-                "model.new_cache(), or None"
-            )
+        past = checked_cache(past_key_values, cache)
         if use_cache is None:
             keeps_none = self.training or cu_seqlens is not None or context.active() is not None
             use_cache = self.config.use_cache and not keeps_none
-        if use_cache and past_key_values is None:
-            past_key_values = self.new_cache()
-
-        place = None
-        if past_key_values is not None and past_key_values.place is not None:
-            if past_key_values.is_writing:
-                place = past_key_values.place
-            else:
-                past_key_values.make_dynamic()
+        if use_cache and past is None:
+            past = self.new_cache()
         hidden_BTE = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        num_past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if past_key_values is None:
-            seq_start_B = find_seq_start(attention_mask, hidden_BTE, allow_right=True)
-        else:
-            seq_start_B = find_seq_start(attention_mask, hidden_BTE, num_past, past_key_values.seq_start_B)
-            past_key_values.seq_start_B = seq_start_B
-            if num_past and past_key_values.has_position_ids and position_ids is None:
-                raise ValueError("the cached tokens were given position_ids; give them for the new tokens too")
-            past_key_values.has_position_ids = position_ids is not None
-        if position_ids is not None:
-            check_position_ids(self, position_ids, hidden_BTE, seq_start_B, num_past)
-        chosen_layers = layers_to_show(self, output_attentions)
-        shape, shared = hidden_BTE.shape, context.active()
-        others = (attention_mask, past_key_values, position_ids, chosen_layers or None)
-        if shared is not None:
-            check_sharing(self, shared.size, others)
-            first = shared.rank * shape[1]
-            position_ids = torch.arange(first, first + shape[1], device=hidden_BTE.device)[None]
-        if place is not None:
-            position_ids = place.new[None]
-        if cu_seqlens is not None:
-            check_packing(self, cu_seqlens, (shape[0], shape[1] * (1 if shared is None else shared.size)), others)
-            if shared is None:
-                # All rows as one, which is how packed documents are kept apart.
-                hidden_BTE = hidden_BTE.flatten(0, 1)[None]
-            position_ids = positions_in_documents(cu_seqlens, hidden_BTE)
+        shape, shown_layers = hidden_BTE.shape, layers_to_show(self, output_attentions)
+        if cu_seqlens is not None and context.active() is None:
+            # All rows as one, which is how packed documents are kept apart.
+            hidden_BTE = hidden_BTE.flatten(0, 1)[None]
+        span = span_of_call(self, hidden_BTE, shape, attention_mask, past, position_ids, cu_seqlens, shown_layers)
 
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -382,19 +223,16 @@ class DecoderModel(DecoderPreTrainedModel):
         for i, (block, mixer_inputs) in enumerate(zip(self.layers, self.mixer_inputs(), strict=True)):
             if output_hidden_states:
                 all_hidden.append(hidden_BTE)
-            layer_cache = None if past_key_values is None else past_key_values.layers[i]
-            options: dict[str, Any] = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-            if position_ids is not None and has_rope(block):
-                options["position_BT"] = position_ids
-            if i in chosen_layers:
-                options["output_attentions"] = True
-                hidden_BTE, maps[i] = block(hidden_BTE, seq_start_B, layer_cache, *mixer_inputs, **options)
-            else:
-                hidden_BTE = block(hidden_BTE, seq_start_B, layer_cache, *mixer_inputs, **options)
+            if past is not None or shown_layers:
+                layer_cache = None if past is None else past.layers[i]
+                span = replace(span, cache=layer_cache, output_attentions=i in shown_layers)
+            hidden_BTE = block(hidden_BTE, span, *mixer_inputs)
+            if span.output_attentions:
+                hidden_BTE, maps[i] = hidden_BTE
         hidden_BTE = getattr(self, self.config.final_norm_name)(hidden_BTE)
         hidden_BTE = hidden_BTE.view(shape)
         shown: list[Any] = [maps.get(i, AttentionMaps(None, None)) for i in range(len(self.layers))] if maps else []
-        kept: dict[str, Any] = {CACHE_NAME: past_key_values if use_cache else None}
+        kept: dict[str, Any] = {CACHE_NAME: past if use_cache else None}
         output = DecoderOutput(
             last_hidden_state=hidden_BTE,
             **kept,
@@ -468,18 +306,6 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         """The model without the output layer, whatever its name is."""
         return getattr(self, self.base_model_prefix)
 
-    def op_uses(self) -> list[OpUse]:
-        """How the model calls ops: `DecoderModel.op_uses`."""
-        return self.decoder.op_uses()
-
-    def stateful_mixers(self) -> list[str]:
-        """Classes of mixers that cannot keep packed documents apart; none where the model takes `cu_seqlens`."""
-        return self.decoder.stateful_mixers()
-
-    def whole_sequence_mixers(self, size: int, length: int | None = None) -> list[str]:
-        """Mixers for which `size` processes cannot share sequences: `DecoderModel.whole_sequence_mixers`."""
-        return self.decoder.whole_sequence_mixers(size, length)
-
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.embeddings
 
@@ -527,18 +353,13 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         """
         check_shape(self.decoder, input_ids, inputs_embeds)
         past_key_values = one_cache(past_key_values, cache)
-        kept: dict[str, Any]
         if labels is None and isinstance(past_key_values, DecoderCache) and past_key_values.graph is not None:
             others = (inputs_embeds, position_ids, cu_seqlens, output_attentions, output_hidden_states)
-            is_plain = all(x is None or x is False for x in others) and isinstance(logits_to_keep, int)
-            takes_graph = is_plain and (self.config.use_cache if use_cache is None else use_cache)
-            token_logits: Any = None
-            if takes_graph:
-                token_logits = past_key_values.graph.step(self, past_key_values, input_ids, attention_mask)
-            if token_logits is not None:
-                kept = {CACHE_NAME: past_key_values}
-                result = CausalDecoderOutput(logits=token_logits, **kept)
-                return result if self.decoder._wants_dict(return_dict) else result.to_tuple()
+            logits = None
+            if all(x is None or x is False for x in others) and isinstance(logits_to_keep, int):
+                logits = self._logits_of_graph(input_ids, attention_mask, past_key_values, use_cache)
+            if logits is not None:
+                return self._returned(return_dict, past_key_values, logits=logits)
         if use_cache is None and labels is not None:
             use_cache = False
         if labels is not None:
@@ -557,33 +378,34 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
             output_attentions=output_attentions,
             cu_seqlens=cu_seqlens,
         )
-        logits: Any = None
-        loss = None
+        logits = loss = None
         if labels is not None and self.config.loss == "per_token":
             loss = self._loss_per_token(output.last_hidden_state, labels)
         else:
             positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(output.last_hidden_state[:, positions])
         if labels is not None and self.config.loss == "causal_lm":
-            if labels.shape != logits.shape[:2]:
-                raise ValueError(
-                    f"labels have shape {tuple(labels.shape)}; they must be {tuple(logits.shape[:2])}, one per token"
-                )
-            if attention_mask is not None:
-                labels = ignore_after_padding(labels, attention_mask)
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
-            )
-        kept = {CACHE_NAME: getattr(output, CACHE_NAME)}
-        result = CausalDecoderOutput(
-            loss=loss,
-            logits=logits,
-            **kept,
-            hidden_states=output.hidden_states,
-            attentions=output.attentions,
-            decays=output.decays,
-        )
+            loss = self._mean_loss(logits, labels, attention_mask, num_items_in_batch)
+        shown = {name: getattr(output, name) for name in ("hidden_states", "attentions", "decays")}
+        return self._returned(return_dict, getattr(output, CACHE_NAME), loss=loss, logits=logits, **shown)
+
+    def _returned(self, return_dict: bool | None, cache: DecoderCache | None, **fields: Any) -> Any:
+        fields[CACHE_NAME] = cache
+        result = CausalDecoderOutput(**fields)
         return result if self.decoder._wants_dict(return_dict) else result.to_tuple()
+
+    def _mean_loss(
+        self, logits: Any, labels: Tensor, attention_mask: Tensor | None, num_items_in_batch: int | Tensor | None
+    ) -> Tensor:
+        if labels.shape != logits.shape[:2]:
+            raise ValueError(
+                f"labels have shape {tuple(labels.shape)}; they must be {tuple(logits.shape[:2])}, one per token"
+            )
+        if attention_mask is not None:
+            labels = ignore_after_padding(labels, attention_mask)
+        return self.loss_function(
+            logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
+        )
 
     def _loss_per_token(self, hidden_BTE: Tensor, labels_BT: Tensor) -> Tensor:
         if isinstance(self.lm_head, OutputLayer):

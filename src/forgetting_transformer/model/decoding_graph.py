@@ -92,7 +92,7 @@ class DecodingGraph:
         if self._is_off or input_ids is None or not self._takes(model, cache, input_ids, attention_mask):
             self._tokens_in_a_row = 0
             return None
-        fits = cache.place is not None and self._length < cache.place.limit and cache.holds(self._length)
+        fits = cache.slot is not None and self._length < cache.slot.limit and cache.holds(self._length)
         if not fits or self._made_for is None or self._conditions(model, input_ids) != self._made_for:
             self._tokens_in_a_row += 1
             if self._tokens_in_a_row <= self._wait or not self._begin(model, cache, input_ids):
@@ -152,8 +152,8 @@ class DecodingGraph:
         if (problem := self._problem(model, modules, input_ids)) is not None:
             self._turn_off(cache, problem, self.is_asked_for)
             return False
-        place, length = cache.make_static(len(input_ids), input_ids.device), cache.get_seq_length()
-        if place.limit - length < self.LEAST_ROOM:
+        slot, length = cache.make_static(len(input_ids), input_ids.device), cache.get_seq_length()
+        if slot.limit - length < self.LEAST_ROOM:
             cache.release()
             self._forget()
             return False
@@ -188,16 +188,16 @@ class DecodingGraph:
 
     def _compute(self, model: Any, cache: DecoderCache) -> None:
         """One token from `_input_ids` to `_logits`, and the place after it."""
-        place = cache.place
-        assert place is not None
-        kind = place.new.device.type
+        slot = cache.slot
+        assert slot is not None
+        kind = slot.new.device.type
         is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         # Without autocast's cache: what it holds is freed when its context ends, and the graph would still read it.
         autocast = torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=False)
         with cache.writing_in_place(), autocast:
             output = model.decoder(input_ids=self._input_ids, past_key_values=cache, use_cache=True, return_dict=True)
             self._logits = model.lm_head(output.last_hidden_state)
-        place.advance()
+        slot.advance()
 
     def _record(self, model: Any, cache: DecoderCache) -> Callable[[], None]:
         """Record `_compute`, which does nothing yet; returns what does it."""

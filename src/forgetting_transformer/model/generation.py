@@ -20,6 +20,7 @@ from forgetting_transformer.model.decoding_graph import DecodingGraph
 class DecoderGenerationMixin(GenerationMixin):
     """Generation of `DecoderForCausalLM`. transformers looks for "GenerationMixin" in the names of its bases."""
 
+    config: Any
     decoder: Any
     _is_stateful: Any
 
@@ -44,14 +45,22 @@ class DecoderGenerationMixin(GenerationMixin):
             moving = sorted({type(mixer).__name__ for mixer in mixers if not getattr(mixer, "static_cache", False)})
             if cuda_graph is True and moving:
                 raise ValueError(
-                    f"cuda_graph=True: caches of {', '.join(moving)} do not hold still (sliding windows, PaTH-FoX, "
-                    "mixers without `static_cache`); leave it out"
+                    f"cuda_graph=True: caches of {', '.join(moving)} do not hold still (PaTH-FoX, mixers without "
+                    "`static_cache`); leave it out"
                 )
             on_gpu = self.decoder.device.type in DecodingGraph.DEVICE_TYPES
             is_safe = on_gpu and threading.current_thread() is threading.main_thread()
             if not moving and (cuda_graph is True or is_safe):
                 cache.graph = DecodingGraph(is_asked_for=cuda_graph is True)
         return cache
+
+    def _logits_of_graph(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, cache: DecoderCache, use_cache: bool | None
+    ) -> Tensor | None:
+        """Logits `(B, 1, V)` of a token that the cache's CUDA graph computes; None where it does not."""
+        if not (self.config.use_cache if use_cache is None else use_cache):
+            return None
+        return cache.graph.step(self, cache, input_ids, attention_mask)
 
     def _prepare_generation_config(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> Any:
         """Refuse other caches. Here, as transformers takes the word "hybrid" back before it makes a cache."""

@@ -6,7 +6,6 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,56 +15,11 @@ from transformers import initialization as init
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.columns import split_columns
-from forgetting_transformer.ops.forgetting_attention.dispatch import first_visible_key
-from forgetting_transformer.ops.forgetting_attention.reference import attention_weights
 from forgetting_transformer.ops.layers.norm import gated_rms_norm, rms_norm
 from forgetting_transformer.ops.layers.residual_norm import add_rms_norm, wide_rms_norm
 from forgetting_transformer.ops.layers.shift_norm import shift_norm
 from forgetting_transformer.ops.layers.short_convolution import short_convolution
 from forgetting_transformer.ops.layers.swiglu import swiglu
-
-
-class AttentionMaps(NamedTuple):
-    """What an attention layer shows of itself, `(B, H, T, N)` each, float32 or wider; N positions, past ones included.
-
-    Attributes:
-        weights: how much of each key a query takes; the weights of a query add up to 1. 0 in padding.
-        decay: what the forget gates add to the score of a pair, `Σ log f` from behind the key up to the query, nats.
-            -inf where a query does not see a key.
-    """
-
-    weights: Tensor | None
-    decay: Tensor | None
-
-
-@torch.no_grad()
-def attention_maps(
-    q_BHTD: Tensor,
-    k_BGND: Tensor,
-    log_fgate_BHN: Tensor | None,
-    seq_start_B: Tensor | None = None,
-    window: int | None = None,
-) -> AttentionMaps:
-    """The maps of one layer, computed pair by pair, with nothing pruned and without gradients.
-
-    Args:
-        q_BHTD, k_BGND: queries and keys as attention gets them.
-        log_fgate_BHN: log forget gates of all keys; None for gates of 1.
-        seq_start_B: index of the first real token; None without left padding.
-        window: number of keys that a query sees. None is all of them.
-    """
-    if log_fgate_BHN is None:
-        log_fgate_BHN = q_BHTD.new_zeros((*q_BHTD.shape[:2], k_BGND.shape[2]))
-    with torch.autocast(q_BHTD.device.type, enabled=False):
-        weights_BHTN, decay_BHTN, _ = attention_weights(
-            q_BHTD,
-            k_BGND,
-            log_fgate_BHN,
-            seq_start_B,
-            1 / math.sqrt(q_BHTD.shape[-1]),
-            first_key_BT=first_visible_key(q_BHTD, k_BGND, window=window),
-        )
-    return AttentionMaps(weights_BHTN, decay_BHTN)
 
 
 class RMSNorm(nn.Module):

@@ -6,7 +6,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 import torch
 from torch import Tensor
 
-from forgetting_transformer.model.cache import LayerCache
+from forgetting_transformer.model.cache import DecoderCache, LayerCache
 from forgetting_transformer.ops import context
 
 
@@ -112,12 +112,12 @@ def find_seq_start(
     return seq_start_B if bool(seq_start_B.any()) else None
 
 
-def padding_mask(new_BTE: Tensor, seq_start_B: Tensor | None, cache: LayerCache | None) -> Tensor | None:
+def padding_mask(new_BTE: Tensor, seq_start_B: Tensor | None, cache: LayerCache | DecoderCache | None) -> Tensor | None:
     """Return where the new positions are left padding `(B, T)`, or None if `seq_start_B` is None."""
     if seq_start_B is None:
         return None
-    if cache is not None and cache.place is not None:
-        return cache.place.new < seq_start_B[:, None]
+    if cache is not None and cache.slot is not None:
+        return cache.slot.new < seq_start_B[:, None]
     num_past = 0 if cache is None else cache.get_seq_length()
     position_T = torch.arange(num_past, num_past + new_BTE.shape[1], device=new_BTE.device)
     return position_T < seq_start_B[:, None]

@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forgetting_transformer.model.cache import RecurrentCache
 from forgetting_transformer.model.config import SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.layers import ShortConvolution
-from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
+from forgetting_transformer.model.mixers.recurrent import RecurrentCache, RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.path_attention import Past, path_attention, path_attention_flops_per_token
@@ -59,9 +58,6 @@ class PathForgettingAttention(RecurrentMixer):
 
     def op_use(self) -> OpUse:
         return OpUse("path_attention", self.num_heads, self.head_dim, self.head_dim)
-
-    def new_cache(self) -> RecurrentCache:
-        return RecurrentCache()
 
     def forward(
         self,

@@ -3,14 +3,76 @@
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from forgetting_transformer.model.cache import RecurrentCache
+from forgetting_transformer.model.cache import LayerCache
 from forgetting_transformer.model.padding import padding_mask
 from forgetting_transformer.ops import context
+
+
+class RecurrentCache(LayerCache):
+    """States of a recurrent mixer, whose size does not depend on the number of tokens.
+
+    Attributes:
+        states: name → tensor, batch axis first. Empty before the first update.
+        num_tokens: how many tokens the states sum up.
+
+    A state cannot be taken back in time, so `crop` can only empty the cache.
+    """
+
+    is_croppable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        self.states: dict[str, Tensor] = {}
+        self.num_tokens = 0
+        self.is_initialized = False
+
+    def reserve(self) -> int:
+        return sys.maxsize
+
+    def make_static(self) -> None:
+        self.states = {name: state.clone() for name, state in self.states.items()}
+
+    def advance(self) -> None:
+        self.num_tokens += 1
+
+    def update(  # type: ignore[override]  # states instead of keys and values
+        self, num_new_tokens: int, **states: Tensor
+    ) -> None:
+        """Replace the states by those `num_new_tokens` later; written in place, what they hold, and count nothing."""
+        if self.slot is not None:
+            shapes, old = ({name: tuple(x.shape) for name, x in of.items()} for of in (states, self.states))
+            if shapes != old:
+                raise ValueError(
+                    f"the states of a mixer were {old} and are {shapes} after one more token; a mixer with "
+                    "static_cache = True must keep their names and shapes. Leave static_cache out"
+                )
+            for name, state in states.items():
+                self.states[name].copy_(state)
+            return
+        self.states = states
+        self.num_tokens += num_new_tokens
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        return self.num_tokens
+
+    def _drop_last(self, count: int) -> None:
+        raise ValueError(
+            f"cannot remove {count} tokens from the cache: a recurrent state cannot be taken back. Reset the cache and "
+            "run the prompt again"
+        )
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self.states = {name: fn(state) for name, state in self.states.items()}
 
 
 class RecurrentMixer(nn.Module):

@@ -11,17 +11,16 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
 
+from forgetting_transformer.model.attention import AttentionMaps, attend
 from forgetting_transformer.model.cache import AttentionCache
 from forgetting_transformer.model.config import SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
-from forgetting_transformer.model.layers import AttentionMaps, apply_linear, attention_maps, linear_together
-from forgetting_transformer.ops import context
-from forgetting_transformer.ops.attention import causal_attention
+from forgetting_transformer.model.layers import apply_linear, linear_together
+from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops.backends import OpUse
-from forgetting_transformer.ops.forgetting_attention import forgetting_attention_decode
 from forgetting_transformer.ops.layers.rotary import rotate
 
 
@@ -41,8 +40,10 @@ class AttentionLayer(nn.Module):
         rope_base: its base.
     """
 
+    takes_span = True
     gives_attentions = True
     packs_documents = True
+    static_cache = True
 
     def __init__(
         self,
@@ -69,10 +70,6 @@ class AttentionLayer(nn.Module):
     def context_heads(self) -> int:
         return self.num_heads
 
-    @property
-    def static_cache(self) -> bool:
-        return self.window_size is None
-
     def op_use(self) -> OpUse:
         return OpUse(
             "attention",
@@ -87,62 +84,24 @@ class AttentionLayer(nn.Module):
         return AttentionCache(self.window_size)
 
     def forward(
-        self,
-        hidden_BTE: Tensor,
-        seq_start_B: Tensor | None = None,
-        cache: AttentionCache | None = None,
-        *,
-        position_BT: Tensor | None = None,
-        output_attentions: bool = False,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, AttentionMaps | None, AttentionCache | None]:
+        self, hidden_BTE: Tensor, span: Span | None = None
+    ) -> tuple[Tensor, AttentionMaps | None, CacheLayerMixin | None]:
         """Return the output `(B, T, E)`, the maps if they are asked for, and the cache.
 
         Args:
             hidden_BTE: T new tokens.
-            seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
-            cache: what `new_cache` returned, holding the tokens before these. Extended in place.
-            position_BT: rotary positions `(B, T)` or `(1, T)`. Default: the number of tokens before each.
-            output_attentions: also return `AttentionMaps`.
-            cu_seqlens: of packed documents, as `DecoderModel.forward` passes it; for B = 1 and without a cache. Where
-                processes share sequences (`ops/context.py`), of whole ones, and for any B.
+            span: what is known of them. Default: whole sequences, without a cache.
         """
-        num_past = 0 if cache is None else cache.get_seq_length()
+        span = span or Span()
         projections = (self.q_proj, self.k_proj, self.v_proj)
         together = linear_together(hidden_BTE, projections)
         q_BTHD, k_BTGD, v_BTGD = (
             apply_linear(layer, hidden_BTE, together).unflatten(-1, (-1, self.head_dim)) for layer in projections
         )
         if self.use_rope:
-            position = num_past if position_BT is None else position_BT
-            q_BTHD, k_BTGD = rotate(q_BTHD, position, self.rope_base), rotate(k_BTGD, position, self.rope_base)
-
-        packed = cu_seqlens is not None
-        q_BTHD = context.to_heads(q_BTHD, packed)
-        k_BTGD, v_BTGD = context.to_key_heads(k_BTGD, packed), context.to_key_heads(v_BTGD, packed)
-        k_BNGD, v_BNGD = k_BTGD, v_BTGD
-        place = None if cache is None else cache.place
-        if cache is not None:
-            k_BGND, v_BGND = cache.update(k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2))
-            k_BNGD, v_BNGD = k_BGND.transpose(1, 2), v_BGND.transpose(1, 2)
-            if seq_start_B is not None and place is None:
-                # The window's cache has dropped the oldest keys: count from the first that is left.
-                seq_start_B = (seq_start_B - (cache.get_seq_length() - k_BNGD.shape[1])).clamp(min=0)
-        out_BTHD: Any
-        if place is None:
-            out_BTHD = causal_attention(
-                q_BTHD, k_BNGD, v_BNGD, window_size=self.window_size, seq_start=seq_start_B, cu_seqlens=cu_seqlens
-            )
-        else:  # the op that looks at a part of a buffer, with gates of 1
-            running_BNH = q_BTHD.new_zeros((), dtype=torch.float32).expand(*k_BNGD.shape[:2], self.num_heads)
-            options: dict[str, Any] = {"seq_start": seq_start_B, "seq_end": place.end_B}
-            out_BTHD = forgetting_attention_decode(q_BTHD, k_BNGD, v_BNGD, running_BNH, **options)
-        maps = None
-        if output_attentions:
-            maps = attention_maps(
-                q_BTHD.transpose(1, 2), k_BNGD.transpose(1, 2), None, seq_start_B, window=self.window_size
-            )
-        return self.o_proj(context.to_sequence(out_BTHD, len(hidden_BTE)).flatten(-2)), maps, cache
+            q_BTHD, k_BTGD = (rotate(x, span.position, self.rope_base) for x in (q_BTHD, k_BTGD))
+        out_BTHD, maps = attend(q_BTHD, k_BTGD, v_BTGD, None, span, window=self.window_size)
+        return self.o_proj(out_BTHD.flatten(-2)), maps, span.cache
 
     @staticmethod
     def flops_per_token(

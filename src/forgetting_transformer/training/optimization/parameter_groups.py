@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from forgetting_transformer.model.decoder import DecoderBlock
+from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.training.config import TrainConfig
 
 

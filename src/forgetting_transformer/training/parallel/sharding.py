@@ -26,7 +26,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from forgetting_transformer.model.decoder import DecoderBlock, OutputLayer
+from forgetting_transformer.model.block import DecoderBlock
+from forgetting_transformer.model.decoder import OutputLayer
 
 #: strategy.keep_gathered=auto keeps what takes no larger part of the device's memory. A 760M model has 1.4 GB of it.
 _SMALL_PART = 0.05

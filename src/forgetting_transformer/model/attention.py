@@ -1,0 +1,279 @@
+"""Attention from new tokens to all tokens before them: what the layers with attention share.
+
+`attend` chooses the op, and serves caches, static caches, left padding, packed documents, sequences that processes
+share, windows, grouped keys and pruning.
+
+Axes: `forgetting_transformer/ops/__init__.py`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forgetting_transformer.model.cache import AttentionCache, Held, log_fgate_of
+from forgetting_transformer.model.span import Span
+from forgetting_transformer.ops import context
+from forgetting_transformer.ops.attention import causal_attention
+from forgetting_transformer.ops.forgetting_attention import forgetting_attention, forgetting_attention_decode
+from forgetting_transformer.ops.forgetting_attention.dispatch import first_visible_key
+from forgetting_transformer.ops.forgetting_attention.reference import attention_weights
+
+# The op for decoding serves up to this many new tokens: one, or the guesses of assisted generation.
+MAX_DECODED_TOKENS = 16
+
+
+class AttentionMaps(NamedTuple):
+    """What an attention layer shows of itself, `(B, H, T, N)` each, float32 or wider; N positions, past ones included.
+
+    Attributes:
+        weights: how much of each key a query takes; the weights of a query add up to 1. 0 in padding.
+        decay: what the forget gates add to the score of a pair, `Σ log f` from behind the key up to the query, nats.
+            -inf where a query does not see a key.
+    """
+
+    weights: Tensor | None
+    decay: Tensor | None
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What attention may leave out: keys whose softmax weights add up to less than ε in every row.
+
+    If all scores lie in [-U, U], a pair whose bias is below -(2U + ln N) + ln ε has a softmax weight below ε/N, so all
+    such pairs of a row together less than ε. Without U the op finds bounds in the vectors at hand.
+
+    Attributes:
+        log_tolerance: ln ε, nats, < 0.
+        score_bound_H: U of each head, float32, with |q·k| / √D ≤ U for any text; None where nothing bounds scores.
+    """
+
+    log_tolerance: float
+    score_bound_H: Tensor | None
+
+    def threshold(self, num_keys: int) -> Tensor | None:
+        """The decay bias `(H,)` beyond which pairs are left out; None where nothing bounds scores."""
+        if self.score_bound_H is None:
+            return None
+        return self.log_tolerance - (2 * self.score_bound_H + math.log(num_keys))
+
+    def threshold_for(self, q_BHTD: Tensor, k_new_BGTD: Tensor, max_key_norm_BG: Tensor, num_keys: int) -> Tensor:
+        """The same `(B, H)` for these queries, from the largest norm of their keys and without reading any old key.
+
+        No score of query i is above U_i = |q_i|·max|k|/√D, and its own key has s_ii and no bias. So what has a bias
+        below ln ε - ln N - (U_i - s_ii) has a weight below ε/N.
+        """
+        q = q_BHTD.detach().float().unflatten(1, (k_new_BGTD.shape[1], -1))
+        self_score = (q * k_new_BGTD.detach().float()[:, :, None]).sum(-1)
+        excess = q.norm(dim=-1) * max_key_norm_BG[..., None, None] - self_score
+        # Queries in padding may be NaN, and what they skip does not matter.
+        excess_BH = excess.nan_to_num(nan=0.0).amax(-1).flatten(1).clamp(min=0) / math.sqrt(q.shape[-1])
+        return self.log_tolerance - math.log(num_keys) - excess_BH
+
+
+def attend(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    log_fgate_BTH: Tensor | None,
+    span: Span,
+    *,
+    window: int | None = None,
+    pruning: Pruning | None = None,
+) -> tuple[Tensor, AttentionMaps | None]:
+    """Attend from T new tokens to all that they see; the cache then holds them too.
+
+    Args:
+        q_BTHD: queries, after normalisation and rotation.
+        k_BTGD, v_BTGD: keys and values of G heads, a divisor of H: query head h reads head h // (H / G).
+        log_fgate_BTH: logarithms of the forget gates; None is ordinary attention.
+        span: what is known of the tokens.
+        window: keys that a query sees, itself included; None is all.
+        pruning: None computes every pair.
+
+    Returns:
+        The output `(B, T, H, D)`, and the maps if the span asks for them.
+    """
+    shared = _share_heads(q_BTHD, k_BTGD, v_BTGD, log_fgate_BTH, span, window, pruning)
+    q_BHTD, k_BGTD, v_BGTD = (x.transpose(1, 2) for x in (shared.q, shared.k, shared.v))
+    log_fgate_BHT = None if shared.log_fgate is None else shared.log_fgate.transpose(1, 2)
+    cache = cast(AttentionCache | None, span.cache)
+    held = Held(k_BGTD, v_BGTD, None, 0)
+    if cache is not None:
+        if span.padding_BT is not None and log_fgate_BHT is not None:
+            # Whatever padding holds must not enter the running sum and the largest norm.
+            log_fgate_BHT = log_fgate_BHT.masked_fill(span.padding_BT[:, None], 0)
+            k_BGTD = k_BGTD.masked_fill(span.padding_BT[:, None, :, None], 0)
+        held = cache.update(k_BGTD, v_BGTD, log_fgate_BHT)
+
+    seq_start_B = span.seq_start_B
+    if seq_start_B is not None and held.first:
+        seq_start_B = (seq_start_B - held.first).clamp(min=0)
+    num_new, num_keys = q_BHTD.shape[2], held.keys.shape[2]
+    if cache is not None and (cache.slot is not None or _decodes(num_new, num_keys, q_BHTD, held, window)):
+        out_BTHD = _decode(q_BHTD, k_BGTD, held, seq_start_B, cache, window, pruning).transpose(1, 2)
+    elif log_fgate_BHT is None:
+        length_first = (x.transpose(1, 2) for x in (q_BHTD, held.keys, held.values))
+        options: dict[str, Any] = {"seq_start": seq_start_B, "cu_seqlens": span.cu_seqlens, "window_size": window}
+        out_BTHD = causal_attention(*length_first, **options)
+    else:
+        if num_new < num_keys:
+            assert held.cum_log_fgate is not None
+            log_fgate_BHT = log_fgate_of(held.cum_log_fgate)
+        options = {"head_first": True, "seq_start": seq_start_B, "cu_seqlens": span.cu_seqlens, "window_size": window}
+        if pruning is not None and pruning.score_bound_H is None:
+            options |= {"adaptive_threshold": "auto", "log_tolerance": pruning.log_tolerance}
+        elif pruning is not None:
+            threshold_H = pruning.threshold(_visible(num_keys, window))
+            options["adaptive_threshold"] = _own_heads(threshold_H, shared)
+        out_BHTD: Any = forgetting_attention(q_BHTD, held.keys, held.values, log_fgate_BHT, **options)
+        out_BTHD = out_BHTD.transpose(1, 2)
+    maps = _maps(q_BHTD, log_fgate_BHT, held, seq_start_B, window) if span.output_attentions else None
+    return _join_heads(out_BTHD, len(q_BTHD), shared), maps
+
+
+def _visible(num_keys: int, window: int | None) -> int:
+    return num_keys if window is None else min(num_keys, window)
+
+
+def _decodes(num_new: int, num_keys: int, q_BHTD: Tensor, held: Held, window: int | None) -> bool:
+    """Whether the op for decoding serves these tokens: a few (one with a window) behind others, without gradients."""
+    if held.cum_log_fgate is None or num_new == num_keys or num_new > (MAX_DECODED_TOKENS if window is None else 1):
+        return False
+    inputs = (q_BHTD, held.keys, held.values, held.cum_log_fgate)
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
+
+
+def _decode(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    held: Held,
+    seq_start_B: Tensor | None,
+    cache: AttentionCache,
+    window: int | None,
+    pruning: Pruning | None,
+) -> Tensor:
+    """Attend from the newest tokens to a cache, `(B, H, T, D)`; to whole buffers where it is static."""
+    num_keys, slot = held.keys.shape[2], cache.slot
+    running_BHN = held.cum_log_fgate
+    if running_BHN is None:  # gates of 1
+        running_BHN = q_BHTD.new_zeros((), dtype=torch.float32).expand(*q_BHTD.shape[:2], num_keys)
+    if slot is not None and window is not None:
+        oldest_B = (slot.end_B - window).clamp(min=0)
+        seq_start_B = oldest_B if seq_start_B is None else torch.maximum(seq_start_B, oldest_B)
+    options: dict[str, Any] = {"head_first": True, "seq_start": seq_start_B}
+    options["seq_end"] = None if slot is None else slot.end_B
+    if pruning is not None:
+        visible = _visible(num_keys, window)
+        if pruning.score_bound_H is None:
+            assert cache.max_key_norm is not None
+            k_new = k_BGTD if slot is None else held.keys.index_select(2, slot.new)
+            options["adaptive_threshold"] = pruning.threshold_for(q_BHTD, k_new, cache.max_key_norm, visible)
+        else:
+            options["adaptive_threshold"] = pruning.threshold(visible)
+    out: Any = forgetting_attention_decode(q_BHTD, held.keys, held.values, running_BHN, **options)
+    return out
+
+
+@torch.no_grad()
+def _maps(
+    q_BHTD: Tensor, log_fgate_BHN: Tensor | None, held: Held, seq_start_B: Tensor | None, window: int | None
+) -> AttentionMaps:
+    """The maps of one layer, computed pair by pair, with nothing pruned and without gradients."""
+    if held.cum_log_fgate is not None:
+        log_fgate_BHN = log_fgate_of(held.cum_log_fgate)
+    elif log_fgate_BHN is None:
+        log_fgate_BHN = q_BHTD.new_zeros((*q_BHTD.shape[:2], held.keys.shape[2]))
+    first_key_BT = first_visible_key(q_BHTD, held.keys, window=window)
+    scale = 1 / math.sqrt(q_BHTD.shape[-1])
+    with torch.autocast(q_BHTD.device.type, enabled=False):
+        weights_BHTN, decay_BHTN, _ = attention_weights(
+            q_BHTD, held.keys, log_fgate_BHN, seq_start_B, scale, first_key_BT=first_key_BT
+        )
+    # Keys that a window's cache no longer holds.
+    before = (held.first, 0)
+    return AttentionMaps(F.pad(weights_BHTN, before), F.pad(decay_BHTN, before, value=-torch.inf))
+
+
+# Where processes share sequences (`ops/context.py`).
+
+
+class SharedHeads(NamedTuple):
+    """Queries `(B, T, h, D)`, keys, values and gates of the heads that this process attends with.
+
+    Attributes:
+        order: which process takes which groups of heads; None: by their numbers.
+        groups: number of key heads in all processes where whole groups move together; 0 where heads move alone.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_fgate: Tensor | None
+    order: context.Order | None = None
+    groups: int = 0
+
+
+def _share_heads(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    log_fgate_BTH: Tensor | None,
+    span: Span,
+    window: int | None,
+    pruning: Pruning | None,
+) -> SharedHeads:
+    """All positions of some heads, of some positions of all heads; as it is where sequences are whole.
+
+    Where every process gets whole groups, they move as such, in an order that gives all processes about as much to do
+    where pruning leaves some heads more than others. Otherwise each head goes where its number says, with a copy of
+    its key head.
+    """
+    active = context.active()
+    if active is None:
+        return SharedHeads(q_BTHD, k_BTGD, v_BTGD, log_fgate_BTH)
+    packed, groups = span.cu_seqlens is not None, k_BTGD.shape[2]
+    if groups % active.size:
+        q, log_fgate = (None if x is None else context.to_heads(x, packed) for x in (q_BTHD, log_fgate_BTH))
+        k, v = (context.to_key_heads(x, packed) for x in (k_BTGD, v_BTGD))
+        return SharedHeads(cast(Tensor, q), k, v, log_fgate)
+    order = None
+    if pruning is not None and log_fgate_BTH is not None:
+        threshold_H = pruning.threshold(_visible(log_fgate_BTH.shape[1] * active.size, window))
+        order = _even_order(log_fgate_BTH, threshold_H, groups, span.cu_seqlens)
+    moved = [q_BTHD.unflatten(2, (groups, -1)), k_BTGD, v_BTGD]
+    if log_fgate_BTH is not None:
+        moved.append(log_fgate_BTH.unflatten(2, (groups, -1)))
+    q, k, v, *gates = (context.to_heads(x, packed, order) for x in moved)
+    return SharedHeads(q.flatten(2, 3), k, v, gates[0].flatten(2, 3) if gates else None, order, groups)
+
+
+@torch.no_grad()
+def _even_order(
+    log_fgate_BTH: Tensor, threshold_H: Tensor | None, groups: int, cu_seqlens: Tensor | None
+) -> context.Order | None:
+    """The order of groups; the head of a group that forgets most slowly stands for it."""
+    if groups < log_fgate_BTH.shape[2]:
+        log_fgate_BTH = log_fgate_BTH.unflatten(2, (groups, -1)).amax(-1)
+        threshold_H = None if threshold_H is None else threshold_H.unflatten(0, (groups, -1)).amin(-1)
+    return context.even_order(log_fgate_BTH, threshold_H, cu_seqlens)
+
+
+def _own_heads(threshold_H: Tensor | None, shared: SharedHeads) -> Tensor | None:
+    """Of one entry per head, those of the heads that this process has."""
+    if threshold_H is None or context.active() is None:
+        return threshold_H
+    if not shared.groups:
+        return context.own_heads(threshold_H)
+    return context.own_heads(threshold_H.unflatten(0, (shared.groups, -1)), shared.order).flatten()
+
+
+def _join_heads(out_BThD: Tensor, batch: int, shared: SharedHeads) -> Tensor:
+    """Some positions of all heads, of all positions of some heads."""
+    if context.active() is None or not shared.groups:
+        return context.to_sequence(out_BThD, batch)
+    own_groups = shared.k.shape[2]
+    return context.to_sequence(out_BThD.unflatten(2, (own_groups, -1)), batch, shared.order).flatten(2, 3)

@@ -1,0 +1,66 @@
+"""FoX, the Forgetting Transformer, in its LLaMA and Pro variants.
+
+Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", ICLR 2025. Config keys and
+`model_type` are those of the released checkpoints. The Transformer (Pro) baseline is this architecture with
+`fgate_type="none"` and `use_rope=True`. Its layer: `forgetting_attention.py`.
+"""
+
+from typing import Any, ClassVar
+
+from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer, check_options
+from forgetting_transformer.model.mixers.transformer import AttentionConfig, AttentionLayer
+
+
+class ForgettingTransformerConfig(AttentionConfig):
+    """Configuration of FoX. Fields of attention: see `ForgettingAttentionLayer`.
+
+    FoX (Pro) sets hidden_ratio to 3.5, to pay for its output gates.
+
+    Accepted so that published config.json files load, without effect: what `AttentionConfig` accepts.
+    """
+
+    model_type = "forgetting_transformer-project_fox"
+
+    use_rope: bool = False
+    use_output_gate: bool = False
+    ogate_act: str = "sigmoid"
+    fgate_type: str = "full"
+    fgate_bias_init: bool = False
+    decay_time_min: float | None = None
+    decay_time_max: float | None = None
+    use_output_norm: bool = False
+    qk_norm: bool = False
+    qk_norm_share_param_across_head: bool = False
+    use_k_shift: bool = False
+    use_v_shift: bool = False
+    log_pruning_tolerance: float | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        check_options(self)
+        super().__post_init__(**kwargs)
+
+    def build_mixer(self, layer_idx: int) -> ForgettingAttentionLayer:
+        return self.build_from_fields(ForgettingAttentionLayer, initializer_range=None, layer_idx=layer_idx)
+
+    def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
+        """Those of the Transformer's layer, and of the gates and the shift: two per weight."""
+        width, key_heads = self.hidden_size, self.num_kv_heads or self.num_heads
+        weights = width * width * self.use_output_gate
+        weights += width * self.num_heads * (self.fgate_type == "full")
+        weights += width * key_heads * (self.use_k_shift + self.use_v_shift)
+        return 2 * weights + AttentionLayer.flops_per_token(
+            width, self.num_heads, self.num_kv_heads, self.window_size, seq_len
+        )
+
+
+class ForgettingTransformerModel(DecoderModel):
+    """FoX without its output layer."""
+
+    config_class = ForgettingTransformerConfig
+
+
+class ForgettingTransformerForCausalLM(DecoderForCausalLM):
+    """FoX as a language model."""
+
+    model_class: ClassVar = ForgettingTransformerModel

@@ -1,0 +1,132 @@
+"""New tokens of a call, with what layers have to know of them.
+
+Axes: `forgetting_transformer/ops/__init__.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from forgetting_transformer.model.arguments import check_packing, check_position_ids, check_sharing
+from forgetting_transformer.model.cache import DecoderCache
+from forgetting_transformer.model.padding import find_seq_start, padding_mask, positions_in_documents
+from forgetting_transformer.ops import context
+
+
+@dataclass(frozen=True)
+class Span:
+    """T new tokens `(B, T)` of a layer's input.
+
+    Attributes:
+        seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
+        padding_BT: where the new tokens are left padding; None without.
+        position_BT: rotary positions `(B, T)` or `(1, T)`; None: the number of tokens before each.
+        cu_seqlens: of packed documents, as `DecoderModel.forward` passes it, in which position_BT then counts; for
+            B = 1 and without a cache. Where
+            processes share sequences (`ops/context.py`), of whole ones, and for any B.
+        cache: what the layer's `new_cache` returned, holding the tokens before these. The layer extends it in place.
+        output_attentions: whether the layer is to return its `AttentionMaps`.
+    """
+
+    seq_start_B: Tensor | None = None
+    padding_BT: Tensor | None = None
+    position_BT: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    cache: CacheLayerMixin | None = None
+    output_attentions: bool = False
+
+    @property
+    def position(self) -> Tensor | int:
+        """Rotary positions, or that of the first token, from which the others count."""
+        if self.position_BT is not None:
+            return self.position_BT
+        return 0 if self.cache is None else self.cache.get_seq_length()
+
+    @property
+    def begins_BT(self) -> Tensor | None:
+        """Where packed documents begin; None for other tokens."""
+        return None if self.cu_seqlens is None or self.position_BT is None else self.position_BT == 0
+
+
+def span_of_call(
+    decoder: Any,
+    hidden_BTE: Tensor,
+    shape: tuple[int, ...],
+    attention_mask: Tensor | None,
+    cache: DecoderCache | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    shown_layers: Sequence[int],
+) -> Span:
+    """The tokens of a decoder's call, from its arguments. Each layer's span has that layer's cache in its place.
+
+    Args:
+        hidden_BTE: the tokens; all rows as one where documents are packed.
+        shape: as the caller gave them, `(B, T, E)`.
+        shown_layers: numbers of the layers whose maps are asked for.
+
+    Raises:
+        ValueError: arguments do not fit together. The message names the argument.
+    """
+    shared, others = context.active(), (attention_mask, cache, position_ids, shown_layers or None)
+    if shared is not None:
+        check_sharing(decoder, shared.size, others)
+    if cu_seqlens is not None:
+        check_packing(decoder, cu_seqlens, (shape[0], shape[1] * (1 if shared is None else shared.size)), others)
+        return Span(position_BT=positions_in_documents(cu_seqlens, hidden_BTE), cu_seqlens=cu_seqlens)
+    if shared is not None:
+        first = shared.rank * shape[1]
+        return Span(position_BT=torch.arange(first, first + shape[1], device=hidden_BTE.device)[None])
+
+    num_past = 0 if cache is None else cache.get_seq_length()
+    known_B = None if cache is None else cache.seq_start_B
+    seq_start_B = find_seq_start(attention_mask, hidden_BTE, num_past, known_B, allow_right=cache is None)
+    if cache is not None:
+        cache.seq_start_B = seq_start_B
+        if num_past and cache.has_position_ids and position_ids is None:
+            raise ValueError("the cached tokens were given position_ids; give them for the new tokens too")
+        cache.has_position_ids = position_ids is not None
+    if position_ids is not None:
+        check_position_ids(decoder, position_ids, hidden_BTE, seq_start_B, num_past)
+    if cache is not None and cache.slot is not None:
+        position_ids = cache.slot.new[None]
+    return Span(seq_start_B, padding_mask(hidden_BTE, seq_start_B, cache), position_ids)
+
+
+def span_of_layer(
+    layer: Any, hidden_BTE: Tensor, attention_mask: Tensor | None, past_key_values: Any, use_cache: bool, maps: bool
+) -> Span:
+    """The tokens of a layer that is called by itself, with the arguments of the authors' layer.
+
+    Args:
+        layer: has `new_cache` and `layer_idx`.
+        attention_mask: `(B, N)`, 0 for left padding; without a cache padding may be on the right too.
+        past_key_values: a layer's cache, or a model's, in which the layer has the number `layer_idx`.
+        use_cache: with no cache given, start one.
+        maps: `output_attentions`.
+
+    Raises:
+        ValueError: the mask does not fit, or the layer has no number.
+    """
+    cache = past_key_values
+    if isinstance(cache, DecoderCache):
+        if layer.layer_idx is None:
+            raise ValueError(
+                "past_key_values is a model's cache; make the layer with layer_idx=…, or pass layer.new_cache()"
+            )
+        if not cache.is_writing:
+            cache.make_dynamic()
+        cache = cache.layers[layer.layer_idx]
+    elif cache is None and use_cache:
+        cache = layer.new_cache()
+    seq_start_B = None
+    if attention_mask is not None:
+        # A layer's cache does not remember where sequences start, so the mask is believed at every call.
+        known_B, num_past = (attention_mask == 0).sum(-1), 0 if cache is None else cache.get_seq_length()
+        seq_start_B = find_seq_start(attention_mask, hidden_BTE, num_past, known_B, allow_right=cache is None)
+    padding_BT = padding_mask(hidden_BTE, seq_start_B, cache)
+    return Span(seq_start_B, padding_BT, cache=cache, output_attentions=maps)
