@@ -223,7 +223,7 @@ def measure_pruning(case: Case, repeats: int) -> dict[str, Any]:
     import torch.nn.functional as F
 
     from forgetting_transformer import forgetting_attention
-    from forgetting_transformer.ops.forgetting_attention.pruning import score_bounds, skipped_share
+    from forgetting_transformer.ops.forgetting_attention.reference import score_bounds, skipped_share
 
     batch, length, heads, head_dim = shape = case["shape"]
     scale, tolerance, by_weights = 1 / math.sqrt(head_dim), -10.0, case["bounds"] == "weights"

@@ -488,15 +488,15 @@ LIST = r"""
 - delta -= tl.load(d_log_normaliser_ptr
 + delta += tl.load(d_log_normaliser_ptr
 # The gradient through the log-normaliser has the wrong sign.
-= decode.last_split ops/forgetting_attention/decode_kernels.py
+= decode.last_split ops/forgetting_attention/decode_triton.py
 - (num_tiles * (split + 1)) // num_splits
 + num_tiles * split // num_splits + num_tiles // num_splits
 # Tiles of keys between two parts are lost.
-= decode.merge ops/forgetting_attention/decode_kernels.py
+= decode.merge ops/forgetting_attention/decode_triton.py
 - total = tl.sum(totals * tl.math.exp2(maxima - maximum), 0)
 + total = tl.sum(totals, 0)
 # Parts are added up as if all had the same maximum.
-= decode.tile_edge ops/forgetting_attention/decode_kernels.py
+= decode.tile_edge ops/forgetting_attention/decode_triton.py
 - edge = start + tl.arange(0, EDGES) * BLOCK + (BLOCK - 1)
 + edge = start + tl.arange(0, EDGES) * BLOCK
 # A tile is pruned by its first key, though its last one may count.
@@ -708,11 +708,11 @@ LIST = r"""
 
 == Pruning
 
-= pruning.mass ops/forgetting_attention/pruning.py
+= pruning.mass ops/forgetting_attention/reference.py
 - mass_BHS = torch.logcumsumexp(math.log(STRETCH) - c_BHS, -1) + c_BHS
 + mass_BHS = torch.logcumsumexp(-c_BHS, -1) + c_BHS
 # The bound counts one key for each stretch.
-= pruning.share ops/forgetting_attention/pruning.py
+= pruning.share ops/forgetting_attention/reference.py
 - .clamp(max=num_queries - 1) + num_keys - num_queries) // STRETCH + 1
 + .clamp(max=num_queries - 1) + num_keys - num_queries) // STRETCH
 # The share of what is skipped leaves the diagonal out.

@@ -433,7 +433,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(case, capability, tmp_path, 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from forgetting_transformer.ops.forgetting_attention import decode_kernels, decode_triton
+    from forgetting_transformer.ops.forgetting_attention import decode_triton
 
     head_dim, dtype, given = COMPILED[case]
     types = dict.fromkeys(("acc_ptr", "maximum_ptr", "total_ptr", "log_normaliser_ptr"), "*fp32")
@@ -446,7 +446,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(case, capability, tmp_path, 
     for option, pointer in zip(("HAS_START", "HAS_END", "HAS_THRESHOLD"), OPTIONAL, strict=True):
         constants |= {option: pointer in types} | ({} if pointer in types else {pointer: None})
     constants |= {name: value for name, value in given.items() if not isinstance(value, str)}
-    for kernel in (decode_kernels.split_kernel, decode_kernels.merge_kernel):
+    for kernel in (decode_triton.split_kernel, decode_triton.merge_kernel):
         names = kernel.arg_names
         signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
         aligned = {

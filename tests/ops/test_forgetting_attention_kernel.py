@@ -179,7 +179,7 @@ def test_the_search_finds_what_a_walk_over_all_blocks_finds():
     """Bounds per tile leave out more than one bound per head, and less where norms are large. Padding adds nothing."""
     interpret(
         """
-from forgetting_transformer.ops.forgetting_attention import pruning
+from forgetting_transformer.ops.forgetting_attention import reference as definition
 totals = torch.zeros(2)
 for queries, keys, groups, kernel._MAX_CHUNK in ((1, 129, 3, 1024), (700, 700, 1, 2), (500, 645, 3, 1024)):
     q, k, _, log_fgate, _ = inputs(keys, 16, heads=3, groups=groups, queries=queries)
@@ -190,7 +190,7 @@ for queries, keys, groups, kernel._MAX_CHUNK in ((1, 129, 3, 1024), (700, 700, 1
     threshold = torch.tensor([[-10.0, -5.0, -20.0]])
     norms = 0.25 * q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1).repeat_interleave(3 // groups, 1)
     for rule, (given, bounds) in enumerate((
-        (threshold - 2 * norms - math.log(keys), None), (threshold, pruning.score_bounds(q, k, 0.25))
+        (threshold - 2 * norms - math.log(keys), None), (threshold, definition.score_bounds(q, k, 0.25))
     )):
         found = kernel._bounds(q, k, None, 0.25) if bounds else (None, None, None)
         if bounds:
@@ -198,8 +198,8 @@ for queries, keys, groups, kernel._MAX_CHUNK in ((1, 129, 3, 1024), (700, 700, 1
                 scale = 1 if expected is bounds.key_norm_BHS else kernel.LOG2_E
                 torch.testing.assert_close(actual.double(), expected[0] * scale, rtol=1e-5, atol=1e-5)
         first = kernel.Decay(*kernel._decay(log_fgate, queries, given, *found, None)).first_stretch
-        assert torch.equal(first.long(), pruning.first_kept_stretch(log_fgate, queries, given, bounds)[0])
-        totals[rule] += pruning.skipped_share(log_fgate, queries, given, bounds).sum()
+        assert torch.equal(first.long(), definition.first_kept_stretch(log_fgate, queries, given, bounds)[0])
+        totals[rule] += definition.skipped_share(log_fgate, queries, given, bounds).sum()
 assert 1 < totals[0] < totals[1], totals
 
 q, k, _, log_fgate, _ = inputs(600, 16)
@@ -210,7 +210,7 @@ first_key = torch.full((1, 600), 300, dtype=torch.int32)
 clean = [x[:, :, 256:].clone() for x in (q, k)]
 for x in clean:
     x[:, :, :44] = 0
-expected = pruning.score_bounds(*clean, 0.25)
+expected = definition.score_bounds(*clean, 0.25)
 _, self_score, key_norm = kernel._bounds(padded_q, padded_k, first_key, 0.25)
 torch.testing.assert_close(key_norm[:, 2:].double(), expected.key_norm_BHS[0], rtol=1e-5, atol=1e-5)
 assert (key_norm[:, :2] == 0).all() and self_score[:, :2].isposinf().all()

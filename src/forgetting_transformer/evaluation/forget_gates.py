@@ -27,7 +27,7 @@ from forgetting_transformer.evaluation.generation import check_settings
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, precision_context
 from forgetting_transformer.files import write_json
 from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer
-from forgetting_transformer.ops.forgetting_attention.pruning import score_bounds, skipped_share
+from forgetting_transformer.ops.forgetting_attention.reference import score_bounds, skipped_share
 from forgetting_transformer.ops.layers.rotary import rotate
 
 #: Entries of a strip of a T × T matrix that are held at once: 64 MiB in float32.

@@ -33,7 +33,7 @@ def check_tensors(tensors: Mapping[str, tuple[Any, str]]) -> None:
 
 
 def _check_fit(*tensors: tuple[str, str, torch.Size, torch.dtype, torch.device]) -> None:
-    """The same, from names, axes, shapes, dtypes and devices."""
+    """`check_tensors`, from names, axes, shapes, dtypes and devices."""
     first_name, _, _, first_dtype, first_device = tensors[0]
     sizes: dict[str, int] = {}
     for name, axes, shape, dtype, device in tensors:

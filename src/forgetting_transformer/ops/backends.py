@@ -175,7 +175,7 @@ def _loads_triton(op: str, module: str, device_index: int) -> bool:
 
 
 def attempt(op: str, launch: Callable[..., Any], *arguments: Any) -> Any:
-    """What the Triton kernels of an op return; None, after a warning, where Triton cannot compile them."""
+    """Result of the Triton kernels of an op; None, after a warning, where Triton cannot compile them."""
     if torch.compiler.is_compiling():
         return launch(*arguments)
     try:

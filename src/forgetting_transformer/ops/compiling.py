@@ -50,7 +50,7 @@ def compiled(function: Callable[..., Any], recordable: bool = False) -> Callable
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """In it, recordable functions run as CUDA graphs: warmed up when first called, recorded at the second time and
+    """Run recordable functions as CUDA graphs: warmed up when first called, recorded at the second time and
     replayed from then on. The kernels are the same, and so is every bit.
 
     One forward and backward pass. What the graphs of an earlier one gave lies in memory that they write again: outputs

@@ -65,7 +65,7 @@ _groups: list[Any] = []
 
 @contextlib.contextmanager
 def sharing(context: Context | None, group: Any = None) -> Iterator[None]:
-    """In it, sequences are parts of longer ones.
+    """Context in which sequences are parts of longer ones.
 
     Args:
         context: None for whole sequences.
@@ -147,7 +147,7 @@ def _(mean_SH, threshold_H, cu_seqlens, length):
 
 
 def _keys_per_query(mean_SH: Tensor, threshold_H: Tensor | None, cu_seqlens: Tensor | None, length: int) -> Tensor:
-    """What pruning leaves of each head `(H,)`: a band under the diagonal of each document, and the tiles on it."""
+    """Keys that a query keeps in each head `(H,)`: a band under the diagonal of each document, and the tiles on it."""
     threshold = USUAL_THRESHOLD if threshold_H is None else threshold_H.abs()
     reach_H1 = (threshold / mean_SH.mean(0).abs())[:, None]
     lengths_N = mean_SH.new_full((1,), length) if cu_seqlens is None else cu_seqlens.diff()
@@ -180,7 +180,7 @@ def _dealings(num_heads: int, size: int, device: torch.device) -> Tensor:
 
 
 def to_heads(x_BtHX: Tensor, as_one_row: bool = False, order: Order | None = None) -> Tensor:
-    """From some positions of all heads, `(B, t, H, …)`, to all positions of some heads, `(B, T, h, …)`.
+    """Exchange some positions of all heads, `(B, t, H, …)`, for all positions of some heads, `(B, T, h, …)`.
 
     Args:
         as_one_row: one row after another, `(1, B·T, h, …)`, as packed documents are kept apart.
@@ -217,7 +217,7 @@ def to_sequence(x_BThX: Tensor, batch: int, order: Order | None = None) -> Tenso
 
     Args:
         batch: B; x may have all its rows as one.
-        order: that of `to_heads`.
+        order: order of `to_heads`.
     """
     shared = _active
     if shared is None:
@@ -228,7 +228,7 @@ def to_sequence(x_BThX: Tensor, batch: int, order: Order | None = None) -> Tenso
 
 
 def own_heads(x_H: Tensor, order: Order | None = None) -> Tensor:
-    """Of one entry per head, those of the heads that `to_heads` brings here."""
+    """Entries of the heads that `to_heads` brings here, of one entry per head."""
     if _active is None:
         return x_H
     return (x_H if order is None else x_H[order.heads])[_active.part(len(x_H))]

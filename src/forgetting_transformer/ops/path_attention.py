@@ -36,7 +36,7 @@ _HIDDEN = -1e30
 
 
 class Past(NamedTuple):
-    """What the tokens before a call leave to it.
+    """Keys, values and decays of earlier tokens, kept for the next call.
 
     Attributes:
         keys: `(B, N, H, D)`, carried past the H of all tokens after them, in float32 or wider.
@@ -72,7 +72,7 @@ def path_attention(
         w_BTHD: directions of the Householder-like matrices, of length 1 or 0.
         beta_BTH: their strengths in [0, 2]; float32 is recommended.
         log_fgate_BTH: log forget gates ≤ 0, -inf for a token that sees nothing before itself; float32 is recommended.
-        past: what an earlier call returned for the tokens before these.
+        past: `Past` that an earlier call returned for the tokens before these.
         returns_past: whether to make `Past` for the tokens after these.
         has_resets: False promises that no gate is -inf, which the kernels do not take.
         scale: factor on `q·k`. Default 1/√D.

@@ -57,7 +57,7 @@ _LOG_PRUNING_TOLERANCE = -25.0
 
 
 class Backend(NamedTuple):
-    """What runs one op.
+    """Backend of one op.
 
     Attributes:
         name: the backend, as in `backends.BACKENDS`.
@@ -81,7 +81,7 @@ def choose_backends(
             decoding too, as in evaluation.
 
     Returns:
-        op: what runs it; layers on GPUs alone. Nothing is warned of: `backends.faults` has the warnings.
+        op: its backend; layers on GPUs alone. Nothing is warned of: `backends.faults` has the warnings.
     """
     by_op: dict[str, list[OpUse]] = {}
     for use in dict.fromkeys(uses):
@@ -161,7 +161,7 @@ class _Op(NamedTuple):
         tolerances: dtype: what is allowed.
         length: the length of the problem that stands for sequences of a length.
         serves: whether the kernels before PyTorch take a use, on the GPU of an index.
-        variants: what is tested too where any sequence may come: "padded" on the left, "decoding" the last token,
+        variants: further cases where any sequence may come: "padded" on the left, "decoding" the last token,
             "continued" from a state.
         by_heads: the first and the last group of heads stand for all of them in the reference: all scores of all heads
             in float64 would be gigabytes.
@@ -374,7 +374,7 @@ def _swiglu(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:
 
 
 def _residual_norm(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:
-    """Without a branch and with one, under the autocast of a run."""
+    """Two norms, without a branch and with one, under the autocast of a run."""
     x, branch, weight = inputs.values()
     with torch.autocast(x.device.type, branch.dtype, enabled=branch.dtype.itemsize == 2):
         y, x = residual_norm.add_rms_norm(x, None, weight, 1e-6)
@@ -382,7 +382,7 @@ def _residual_norm(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> An
 
 
 def _shift_norm(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:
-    """With a shift, and if there is a norm, without one before."""
+    """A shift with its norm if there is one, after a norm without a shift."""
     y, shift, *weight = inputs.values()
     options: dict[str, Any] = {"weight": weight[0], "eps": 1e-5} if weight else {}
     y = shift_norm.shift_norm(y, use.heads, **options) if weight else y

@@ -6,12 +6,11 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 
 Files, from the call down:
     checks, dispatch          refuse what does not fit; which calls the GPU kernels serve
-    reference, portable       the yardstick every backend is held to; any device
+    reference, portable       the definition, of attention and of pruning, that backends are held to; any device
     triton, layout            the operators and their launches; what launches share
     kernels, hopper, decay    attention and its gradients; the same for Hopper GPUs; what surrounds them, and what
                               pruning skips
-    pruning                   the same search in PyTorch: a yardstick, and for reports
-    decode, decode_triton, decode_kernels    from the newest tokens to a cache
+    decode, decode_triton     from the newest tokens to a cache; its kernels
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What surrounds the attention kernels: sums of log forget gates, what pruning skips, and the gradient of log f.
+"""Triton kernels around attention: sums of log forget gates, the tiles that pruning skips, the gradient of log f.
 
 With a *stretch* of 128 positions S and its end e_S, the decay from key j in S to any later position r is
 
@@ -8,9 +8,8 @@ where suffix_j is short and exact in float32, and the running sums C are kept in
 rounded. So biases of near pairs, the ones that carry weight, are accurate at any length.
 
 Pruning: a block of 128 queries leaves out a stretch of keys where the largest bias of any pair of the two, C at the
-    block's
-first query less C at the end of the stretch, is below a threshold. The stretches left out are the leftmost ones,
-because running sums never rise, so a binary search per block finds them, for all blocks at once. A second one per
+block's first query less C at the end of the stretch, is below a threshold. The stretches left out are the leftmost
+ones, because running sums never rise, so a binary search per block finds them, for all blocks at once. A second one per
 stretch, among what the first has found, finds the last block that keeps the stretch, so that all kernels leave out the
 same pairs.
 

@@ -97,12 +97,12 @@ def _launch(
 def in_layout_of_caller(
     out_BHTD: Tensor, log_normaliser_BHT: Tensor | None, head_first: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What the ops return: the output and, if wanted, the log-normalisers, with the axes that the caller uses."""
+    """Result of an op: the output and, if wanted, the log-normalisers, with the axes that the caller uses."""
     return returned(out_BHTD if head_first else out_BHTD.transpose(1, 2), log_normaliser_BHT, head_first)
 
 
 def returned(out: Tensor, log_normaliser_BHT: Tensor | None, head_first: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """The same, where the output has these axes already."""
+    """Result of an op whose output has the caller's axes already."""
     if log_normaliser_BHT is None:
         return out
     return out, log_normaliser_BHT if head_first else log_normaliser_BHT.transpose(1, 2)

@@ -101,8 +101,8 @@ def _load_acquire(pointer):
 
 @gluon.jit
 def _rounded(x, dtype: gl.constexpr):
-    """In 16 bits, two numbers at a time. Where the numbers are needed apart too, the compiler would convert one by one,
-    which takes as long as all exponentials."""
+    """Round to 16 bits, two numbers at a time. Where the numbers are needed apart too, the compiler would convert one
+    by one, which takes as long as all exponentials."""
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2

@@ -3,8 +3,9 @@
 FlashAttention-2 (Dao 2023) with one addition per score; `triton.py` says what is added and launches them, `decay.py`
 prepares it. Everything is in base 2 (scores, biases, log-normalisers), which saves a product per exponential.
 
-Tiles are M queries × N keys. Most are computed without a mask; the loops over tiles that the diagonal or `first_key`
-cuts are the same code with one.
+Tiles are M queries × N keys, as large as registers and shared memory allow: `triton.py` has the sizes that were
+fastest on an H200, for each kernel and head dimension, and smaller ones for other GPUs. Most are computed without a
+mask; the loops over tiles that the diagonal or `first_key` cuts are the same code with one.
 
 Tensors come as pointers, or as descriptors for the copy engine of Hopper and later GPUs (TMA). Three numbers locate a
 head: its pointer offset per sequence and per head and the stride of its rows, or for a descriptor its row offset per

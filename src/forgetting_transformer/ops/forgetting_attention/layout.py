@@ -1,4 +1,4 @@
-"""What launches share: sizes, where heads `(B, H, T, D)` lie in memory, and launches that are prepared once.
+"""Shared parts of launches: sizes, where heads `(B, H, T, D)` lie in memory, and launches that are prepared once.
 
 Launching takes the host as long as short sequences take the GPU. What depends on shapes, strides, dtypes and alignments
 alone is therefore computed at the first call with them and kept: sizes, grids, descriptors, and the compiled kernels.
@@ -56,12 +56,12 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, q: torch.Size, k: torch.Size) -> "Sizes":
-        """Of queries and keys of these shapes."""
+        """Sizes of queries and keys of these shapes."""
         return cls(q[0], q[1], q[1] // k[1], q[2], k[2])
 
     @classmethod
     def of_gates(cls, log_fgate: torch.Size, num_queries: int) -> "Sizes":
-        """Of gates of this shape `(B, H, N)`; each query head has its own."""
+        """Sizes of gates of this shape `(B, H, N)`; each query head has its own."""
         batch, heads, num_keys = log_fgate
         return cls(batch, heads, 1, num_queries, num_keys)
 
@@ -83,7 +83,7 @@ class Sizes(NamedTuple):
 
 
 class Decay(NamedTuple):
-    """What `stretch_kernel` and `running_kernel` compute; they say what each is."""
+    """Results of `stretch_kernel` and `running_kernel`, which say what each is."""
 
     suffix: Tensor  # (Z, S·128) float32
     running: Tensor  # (Z, S + 1) float64
@@ -106,7 +106,7 @@ def side_by_side(x: Tensor | None) -> Tensor | None:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU. Without one it is Triton's interpreter that asks, which is told 1."""
+    """Number of multiprocessors of a GPU; 1 under Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -137,7 +137,7 @@ def signature(x: Tensor) -> Signature:
 
 
 def alignments(*tensors: Tensor | None) -> tuple[bool | None, ...]:
-    """The same of tensors whose shapes and dtypes follow from others'; None for those that are not there."""
+    """Whether addresses are multiples of 16 bytes; None for None. Shapes and dtypes follow from other tensors."""
     return tuple([None if x is None else x.data_ptr() % 16 == 0 for x in tensors])
 
 
@@ -155,7 +155,7 @@ class Heads(NamedTuple):
         return self.stride[:3]
 
     def like(self) -> "Heads":
-        """Of what `empty_heads_like` returns."""
+        """Signature of the result of `empty_heads_like`."""
         return Heads(self.size, _heads_within_positions(self.size), self.dtype, True)
 
 
@@ -218,7 +218,7 @@ class Located:
 
 
 class Inputs:
-    """What the signatures of queries, keys and values decide; in the backward pass that of the output's gradient, too.
+    """Facts that follow from the signatures of queries, keys and values, in the backward pass also of the gradient.
 
     Attributes:
         heads: these three or four.
@@ -232,7 +232,7 @@ class Inputs:
         self._kept: dict[Any, Any] = {}
 
     def kept(self, make: "Callable[[Inputs], _Made]") -> _Made:
-        """What `make(self)` returned at the first call."""
+        """Result of the first `make(self)`."""
         found = self._kept.get(make)
         if found is None:
             found = self._kept[make] = make(self)

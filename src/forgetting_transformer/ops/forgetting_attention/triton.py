@@ -12,8 +12,7 @@ autograd looks on (`ops/eager.py`), `attend` calls the functions behind them ins
 `forward` and `backward`. Sizes and launches are prepared at the first call with tensors of a signature, and kept.
 
 Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head, Z = B·H, S stretches of
-    keys, Q
-blocks of queries.
+keys, Q blocks of queries.
 """
 
 import functools
@@ -83,7 +82,7 @@ _prepare_bounds = functools.lru_cache(maxsize=KEPT)(_Bounds)
 
 @on_device_of_first
 def find_bounds(q: Tensor, k: Tensor, first_key: Tensor | None, sm_scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What bounds the scores of blocks of 128 queries and stretches of 128 keys; arguments as `forward`'s.
+    """Bounds of the scores of blocks of 128 queries and stretches of 128 keys; arguments as `forward`'s.
 
     Returns:
         float32, base 2: the largest norm of a query times the scale `(Z, Q)`, the least score of a query with itself
@@ -154,7 +153,7 @@ def sum_decay(
         threshold: `(B, H)`, nats. Without bounds, pairs whose decay bias is below it may be left out. With them, pairs
             may be left out as long as the weights of all that a row leaves out add up to less than its exponential.
             None leaves out nothing.
-        query_norm, self_score, key_norm: what `find_bounds` returned, or None.
+        query_norm, self_score, key_norm: results of `find_bounds`, or None.
         first_key: as in `forward`.
 
     Returns:
@@ -249,7 +248,7 @@ def forward(
         q: `(B, H, M, D)`, D up to 256.
         k, v: `(B, G, N, D)`, N ≥ M, H a multiple of G.
         out: the output is written to it, `(B, H, M, D)`, strides as of `empty_heads_like`.
-        decay: what `sum_decay` returned.
+        decay: result of `sum_decay`.
         first_key: `(B, M)` int32, the first key each query sees, not falling along a sequence, up to N; None is 0.
             Queries that see nothing give 0 and a log-normaliser of -inf.
     """
@@ -470,7 +469,7 @@ def _autograd(ctx, d_out: Tensor | None, d_log_normaliser: Tensor | None) -> tup
 def _gradients(
     d_out: Tensor | None, d_log_normaliser: Tensor | None, saved: tuple[Any, ...], sm_scale: float, wants_gates: bool
 ) -> tuple[Tensor | None, ...]:
-    """Of q, k, v and log f. `saved`: what `_forward` took and returned."""
+    """Gradients of q, k, v and log f. `saved`: arguments and results of `_forward`."""
     if d_out is None and d_log_normaliser is None:
         return None, None, None, None
     q, k, v, log_fgate, *decay, first_key, out, log_normaliser = saved
@@ -541,7 +540,7 @@ def attend(
 
 
 def _attend(q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale, head_first) -> tuple[Tensor, Tensor, Decay]:
-    """What `attend` returns, and what is known of the gates."""
+    """Result of `attend`, and sums of the gates."""
     if head_first:
         found = out = empty_heads_like(q)
     else:
@@ -659,7 +658,7 @@ def _has_large_shared_memory(device_index: int) -> bool:
 
 
 def _on_hopper(kernel: str, inputs: _Inputs, *arguments: Any) -> Any:
-    """What the function of that name in `_hopper` returns; None where it has no kernel for these inputs."""
+    """Result of the function of that name in `_hopper`; None where it has no kernel for these inputs."""
     if kernel not in inputs.gluon or not backends.is_usable("attention", backends.GLUON):
         return None
     try:

@@ -86,7 +86,7 @@ def _count_slices(length: int, max_slice: int) -> int:
 
 
 def _kept_bytes(hidden_AE: Tensor, compiled: bool) -> int:
-    """What autograd keeps of a logit: compiled itself, else the logarithm of its softmax in float32."""
+    """Bytes that autograd keeps of a logit: compiled itself, else the logarithm of its softmax in float32."""
     if not compiled:
         return 4
     kind = hidden_AE.device.type

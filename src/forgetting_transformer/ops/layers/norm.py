@@ -47,7 +47,7 @@ def gated_rms_norm(
     Args:
         x: `(..., width)`.
         gate: `(..., width)`. None for `rms_norm(x)`.
-        weight, eps, num_groups: of `rms_norm`; eps is positive.
+        weight, eps, num_groups: arguments of `rms_norm`; eps is positive.
         gate_first: apply the gate before the norm, as Mamba-2 does.
         activation: a name in `ACTIVATIONS`.
 

@@ -3,6 +3,9 @@
 Only the inputs are kept for the backward pass. Gradients of weights are sums over positions: every program leaves its
 part, and the parts are added in a fixed order. So the same inputs give the same bits every time.
 
+A tile is one group of one or more whole rows, so that a mean needs no second look, with 8 or more numbers to a thread:
+loads of 16 bytes. In the backward pass the tiles of the next rows are loaded while these are computed.
+
 Axes: N rows, G groups of a row with C channels each, P programs along rows.
 """
 

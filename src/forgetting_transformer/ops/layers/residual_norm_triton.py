@@ -1,9 +1,10 @@
 """RMSNorm of a residual stream in Triton, with the addition before it and the gradient that goes around it.
 
-A program has whole rows in registers. In the backward pass it takes the gradient of the residual stream in with the
-gradient of the norm, so that each is read once and their sum is written once, and once more in the branch's dtype.
-Gradients of the weight are sums over rows: every program leaves its part, and the parts are added in a fixed order. So
-the same inputs give the same bits every time.
+A tile is a whole row, in registers, with 16 numbers to a thread forward and 8 backward: a mean needs no second look.
+Backward a program takes the gradient of the residual stream in with the gradient of the norm, so that each is
+read once and their sum is written once, and once more in the branch's dtype. Gradients of the weight are sums over
+rows: every program leaves its part, and the parts are added in a fixed order. So the same inputs give the same bits
+every time.
 """
 
 from typing import Any
@@ -127,7 +128,7 @@ def normalise(
         branch: as x, of any floating dtype; None to add nothing. The sum is then empty.
         weight: `(E,)`.
         eps: added to mean squares.
-        dtype: of y.
+        dtype: dtype of y.
     """
     y, total, scale = _results_like(x, branch, dtype)
     rows = _rows(x)
@@ -161,8 +162,8 @@ def normalise_backward(
         dy, d_total: gradients of y and of the sum; None where that has no use.
         total: the sum, or x where nothing was added.
         weight, scale: as of `normalise`.
-        dtype: of x.
-        branch_dtype: of branch; None without one. The gradient is then empty.
+        dtype: dtype of x.
+        branch_dtype: dtype of branch; None without one. The gradient is then empty.
     """
     dx, d_branch, d_weight = _gradients_like(total, weight, dtype, branch_dtype)
     dy, rows = _rows(dy), _rows(total)

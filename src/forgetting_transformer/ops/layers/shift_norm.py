@@ -33,7 +33,7 @@ def shift_norm(
         shift_BTH: logits of alpha. None for no shift.
         previous_BE: the token before the first. Default 0.
         begins_BT: True for the first token of each packed document, before which y counts as 0.
-        weight: of the norm, `(E,)`, or `(E / H,)` for all heads. None for no norm.
+        weight: weight of the norm, `(E,)`, or `(E / H,)` for all heads. None for no norm.
         eps: added to mean squares; positive where there is a norm.
 
     Returns:

@@ -5,6 +5,9 @@ position t + 1. So each thread walks a stretch of positions from its end to its 
 what the last one leaves to the one before it. Gradients of norm weights are sums over positions: every program leaves
 its part, and the parts are added in a fixed order. So the same inputs give the same bits every time.
 
+A tile is one head at several positions, with 16 numbers to a thread forward and 8 backward, which has more tensors in
+registers.
+
 Axes: `forgetting_transformer/ops/__init__.py`. P programs along time, of all sequences.
 """
 
@@ -119,7 +122,7 @@ def _gradient(z, d, weight, epsilon, WIDTH: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def _to_before(d, before, HAS_BEGINS: tl.constexpr):
-    """What gradients d leave to the rows before. A document leaves nothing to another, not even what is not finite."""
+    """Gradients that d leaves to the rows before. A document leaves nothing to another, not even what is not finite."""
     carry = before[:, None] * d
     if HAS_BEGINS:
         carry = tl.where((before == 0)[:, None], 0.0, carry)
@@ -259,7 +262,7 @@ def _whole(x: Tensor | None, otherwise: Tensor) -> Tensor:
 def _given(
     y: Tensor, shift: Tensor | None, previous: Tensor | None, begins: Tensor | None, weight: Tensor | None, heads: int
 ) -> tuple[Any, ...]:
-    """What both kernels take of the inputs."""
+    """Inputs as both kernels take them."""
     shift = y if shift is None else with_whole_channels(shift)
     begins = y if begins is None else begins.contiguous().view(torch.int8)
     weight_head = 0 if weight is None or weight.numel() * heads == y.shape[-1] else y.shape[-1] // heads
@@ -288,7 +291,7 @@ def shift_and_normalise(
         shift: `(B, T, H)`: the weight of the position before is its sigmoid. None for no shift.
         previous: `(B, E)`, the position before the first. None is 0.
         begins: `(B, T)`, bool: True at positions that have none before them. None for those of documents.
-        weight: of the norm, `(E,)`, or `(E / H,)` for all heads; None for no norm. Any floating dtype.
+        weight: weight of the norm, `(E,)`, or `(E / H,)` for all heads; None for no norm. Any floating dtype.
         heads: H.
         epsilon: added to mean squares.
 

@@ -199,7 +199,7 @@ def _linear_recurrence(
 def last_state(
     k_BTGK: Tensor, v_BTHV: Tensor, log_decay: Tensor, step_BTH: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What tokens add to the state of simple_gla or gla, and what they leave of the state before them.
+    """Return what tokens add to the state of simple_gla or gla, and what they leave of the state before them.
 
     One matrix product, with no walk: the state after the last token is a sum over tokens, each decayed by those after.
 
@@ -301,7 +301,7 @@ def _running_sums(x_BT: Tensor, chunk: int = 256) -> Tensor:
 
 
 def _without_first(x_BT: Tensor) -> Tensor:
-    """What stands at the next position, and 0 at the last."""
+    """Shift one position to the left, with 0 at the last."""
     return torch.cat((x_BT[:, 1:], torch.zeros_like(x_BT[:, :1])), dim=1)
 
 

@@ -244,7 +244,7 @@ def _scores_by_channel(q_BHncK: Tensor, k_BHncK: Tensor, between: list[tuple[Ten
 
     Args:
         q_BHncK, k_BHncK: queries and keys.
-        between: of `_decays_by_channel`.
+        between: result of `_decays_by_channel`.
     """
     both = torch.stack((q_BHncK, k_BHncK), dim=-2)  # (..., c, 2, K)
     # Of blocks of `size` tokens: (..., blocks, size, 2, size).

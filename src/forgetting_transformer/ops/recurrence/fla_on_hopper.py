@@ -1,4 +1,4 @@
-"""What FLA's kernels need on Hopper GPUs (H100, H200): chosen launch configurations, and a check of the gated backward.
+"""FLA's kernels on Hopper GPUs (H100, H200): chosen launch configurations, and a check of the gated backward pass.
 
 **Configurations.** FLA lets Triton time up to 48 configurations of each kernel in every new process without a warm
 cache: 372 kernels to compile for four of the five ops here, minutes before the first step. And what is fastest is
@@ -126,7 +126,7 @@ def gated_backward_is_right(op: str, key_dim: int, value_dim: int, dtype: torch.
 
     Args:
         op: "simple_gla" or "gated_delta_rule".
-        key_dim, value_dim, dtype: of the inputs it is wanted for.
+        key_dim, value_dim, dtype: those of the inputs.
     """
     chunk_o: Any = importlib.import_module("fla.ops.common.chunk_o")
     before = chunk_o.TRITON_ABOVE_3_7_1

@@ -31,7 +31,7 @@ def _indices(block, K0: tl.constexpr, I0: tl.constexpr, K1: tl.constexpr, I1: tl
 
 @triton.jit
 def _once(end_i, K1: tl.constexpr):
-    """The same ends, 0 in all but one of the lanes that hold the same channel."""
+    """Ends that are 0 in all but one of the lanes that hold the same channel."""
     return tl.where(tl.arange(0, K1)[None, None, :, None] == 0, end_i, 0)
 
 
@@ -193,7 +193,7 @@ def carry_kernel(
     A_ptr, spans_ptr, states_ptr, first_ptr, last_ptr, chunks, size, STATES: tl.constexpr, REVERSE: tl.constexpr,
     HAS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From what each chunk adds to the state, the state before each chunk, in place, and the state at the end.
+    """Turn what each chunk adds to the state into the state before each chunk, in place, and write the last state.
 
     REVERSE: the same of gradients, from the last chunk to the first.
 
@@ -244,7 +244,7 @@ def state_gradient_kernel(
     length, chunks, channels, STATES: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_STARTS: tl.constexpr,
     CHUNK: tl.constexpr, K0: tl.constexpr, I0: tl.constexpr, K1: tl.constexpr, I1: tl.constexpr,
 ):  # fmt: skip
-    """What the outputs of a chunk add to the gradient of the state before it.
+    """Compute what the outputs of a chunk add to the gradient of the state before it.
 
     Writes `gradients (B, n, I, K)`, `spans (B, n, I)` as `forward_kernel` does, and step sizes, `steps (B, T, I)`.
     """

@@ -47,7 +47,7 @@ class Tile(NamedTuple):
     """How a program's lanes share a block of channels.
 
     Attributes:
-        channels: of a block.
+        channels: channels of a block.
         state_lanes: lanes among which the states of a channel are divided.
     """
 

@@ -346,7 +346,7 @@ def _states(
     call: _Call, k: Tensor, v: Tensor, sums: Tensor, steps: Tensor, documents: Tensor | None, start: Tensor | None,
     scale: float, reverse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What `state_kernel` finds: states `(Z, n, K, V)` in k's dtype, and the last one `(B, H, K, V)`, float32."""
+    """Results of `state_kernel`: states `(Z, n, K, V)` in k's dtype, and the last one `(B, H, K, V)`, float32."""
     states = torch.empty(call.rows, call.chunks, call.keys, call.values, dtype=k.dtype, device=k.device)
     end = torch.empty(call.batch, call.heads, call.keys, call.values, dtype=torch.float32, device=k.device)
     tiles = call.tiles

@@ -189,7 +189,7 @@ def state_kernel(
 
 @triton.jit
 def _place(num_chunks, group, CHUNK: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr):
-    """Of a program per tile and block of heads: sequence, chunk, first token, tile, block, and what it shares."""
+    """Locate a program per tile and block of heads: sequence, chunk, first token, tile, block, and what it shares."""
     tile, chunk = tl.program_id(0) % (CHUNK // TILE), tl.program_id(0) // (CHUNK // TILE)
     sequence, n = (chunk // num_chunks).to(tl.int64), chunk % num_chunks
     block = tl.program_id(1)
@@ -291,7 +291,7 @@ def key_gradient_kernel(
     READS: tl.constexpr, HEADS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What reaches a tile of queries (READS), or of keys, through states: a sum over HEADS heads.
+    """Add up what reaches a tile of queries (READS), or of keys, through states: a sum over HEADS heads.
 
     READS: k are queries, v gradients of outputs, and states those before the chunk. Otherwise k are keys, v values, and
     states the gradients of those after it. Writes `part (blocks of heads, B, n·CHUNK, K)`, and per head `gate (Z,
