@@ -660,7 +660,7 @@ LIST = r"""
 == Continuing
 
 = continuing.defaults training/config/continuing.py
-- values = flatten(dataclasses.asdict(defaults_of(config_class(flat)))) | flat
+- values = {key: item.default for key, item in keys_of(config_class(flat)).items()} | flat
 + values = flat
 # A key that is younger than the run counts as a change.
 = continuing.fork_shape training/config/continuing.py

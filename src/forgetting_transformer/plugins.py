@@ -1,12 +1,11 @@
 """Registries: what a config names and where its code is. Plug-ins add to them without a change to this package.
 
     from forgetting_transformer import plugins
-    from forgetting_transformer.ranges import Range, within
     from forgetting_transformer.training.config import OptimizerConfig
 
     @dataclass
     class LionConfig(OptimizerConfig):  # has `name` and `lr`
-        beta: float = within(Range(0, 1), 0.9)
+        beta: Annotated[float, Field(ge=0, le=1)] = 0.9
 
     @plugins.OPTIMIZERS.register("lion", config=LionConfig)
     def build(model, undecayed, config): ...
@@ -15,10 +14,10 @@ A component of this package is listed by the module that registers it, which is 
 for: so `callbacks: [lm_eval]` reaches an evaluation though training imports none, and reading a config loads no
 PyTorch. A module that registers therefore imports PyTorch inside its functions.
 
-What a component's keys may be is said once, in the dataclass that it registers. `training.parsing.parse` merges it into
-the configuration: keys that it does not have are refused with the closest one, `within` and `one_of` (ranges.py) hold
-values to what they declare, and rules between keys stand in a method `check(self)` that raises ValueError. Its keys
-decide what the weights become, and a run does not continue with other ones, unless `free` lists them.
+What a component's keys may be is said once, in the dataclass that it registers. pydantic holds the section to it
+(training/config/parsing.py): unknown keys are refused with the closest one, values have the types, ranges and choices
+that it declares, and rules between keys stand in a `__post_init__` that raises ValueError. Its keys decide what the
+weights become, and a run does not continue with other ones, unless `free` lists them.
 
 - An optimizer, a schedule, a corpus: section `optimizer`, `schedule` or `datamodule`, chosen by its key `name`. The
   dataclass derives from OptimizerConfig, ScheduleConfig or DataModuleConfig in training/config/.

@@ -1,10 +1,9 @@
-"""What a key of a configuration may be, and how another value is refused: in one line with what would do."""
+"""Ranges of numbers, and how a value outside of one is refused: in one line with what would do."""
 
 import math
 import types
 import typing
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 #: Beyond this a float64 skips whole numbers, and counts in metrics and JSON would no longer be exact.
@@ -37,27 +36,6 @@ class Range:
         return f"{kind} {low}{high}" + (f", or {self.otherwise}" if self.otherwise else "")
 
 
-def within(allowed: Range, default: Any = "???") -> Any:
-    """A field of a dataclass: a number in this range. Without a default (OmegaConf's "???") it must be given."""
-    return field(default=default, metadata={"range": allowed})
-
-
-def one_of(default: Any, *others: Any, because: str = "") -> Any:
-    """A field of a dataclass: one of these values.
-
-    Args:
-        because: for the message, why what somebody may expect is not among them.
-    """
-    return field(default=default, metadata={"choices": (default, *others), "because": because and f". {because}"})
-
-
-def described(choices: Sequence[Any]) -> str:
-    """ "'a', 'b' or 'c'", or as YAML has them where not all are text: "auto, true or false"."""
-    text = all(isinstance(choice, str) for choice in choices)
-    *first, last = [repr(choice) if text else str(choice).lower() for choice in choices]
-    return f"{', '.join(first)} or {last}" if first else last
-
-
 #: Tokens of a run, a budget or an interval.
 TOKENS = Range(1, _EXACT)
 #: Things of which there may be many: sequences in a batch, ids of a vocabulary, seconds.
@@ -87,32 +65,18 @@ def refusal(value: Any, hint: Any, allowed: Range | None) -> str | None:
         hint: the type of the key: bool, int, float or str, or one of these or None. Of other types nothing is checked.
         allowed: for numbers; None allows every finite one.
     """
-    kinds = _kinds(hint)
+    kinds = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
     if not kinds <= {bool, int, float, str, type(None)} or type(value) in kinds - {int, float}:
         return None
     number = type(value) in kinds or (type(value) is int and float in kinds)
     if number and (value in allowed if allowed else math.isfinite(value)):
         return None
-    nothing = " or null" if type(None) in kinds and not (allowed and allowed.otherwise) else ""
-    return expected(hint, allowed) + nothing
-
-
-def expected(hint: Any, allowed: Range | None) -> str:
-    """What a value of this type must be, for "… must be …"."""
-    kinds = _kinds(hint)
     if kinds & {int, float}:
         whole = float not in kinds
-        return allowed.describe(whole) if allowed else f"a {'whole ' * whole}number"
-    if bool in kinds:
-        return "true or false"
-    if members := [kind for kind in kinds if typing.get_origin(kind) is list]:
-        shown = {str: "[a, b]", int: "[512, 1024]"}.get(typing.get_args(members[0])[0], "[0.9, 0.95]")
-        return f"a list, such as {shown}{' or null' * (type(None) in kinds)}"
-    return "text"
-
-
-def _kinds(hint: Any) -> set[type]:
-    return set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
+        expected = allowed.describe(whole) if allowed else f"a {'whole ' * whole}number"
+    else:
+        expected = "true or false" if bool in kinds else "text"
+    return expected + " or null" * (type(None) in kinds and not (allowed and allowed.otherwise))
 
 
 def divisors(number: int) -> list[int]:

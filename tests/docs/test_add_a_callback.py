@@ -83,7 +83,7 @@ def test_the_page_works_from_another_folder_and_its_state_survives_a_stop(lab):
 def test_a_usual_typo_is_answered_in_one_line(lab):
     for typo, said in {
         "callbacks.loss_jumps.factr=2": "did you mean 'callbacks.loss_jumps.factor'",
-        "callbacks.loss_jumps.factor=0.5": "callbacks.loss_jumps.factor=0.5 must be a number",
+        "callbacks.loss_jumps.factor=0.5": "callbacks.loss_jumps.factor=0.5 must be greater than 1",
     }.items():
         done = run(lab, "+" * ("factr" in typo) + typo)
         assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -89,7 +89,7 @@ def test_the_corpus_of_the_page_trains_and_resumes_exactly(lab):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("datamodule.skip_tokens=-1", r"datamodule\.skip_tokens=-1 must be a whole number"),
+        ("datamodule.skip_tokens=-1", r"datamodule\.skip_tokens=-1 must be greater than or equal to 0"),
         ("datamodule.dataset=tails", r"tails/train\.bin cannot be read .* check data_dir and datamodule\.dataset"),
         (
             "datamodule.skip_tokens=2880",

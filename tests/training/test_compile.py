@@ -102,9 +102,9 @@ def test_without_a_triton_that_works_auto_warns_and_true_is_refused(monkeypatch,
     assert not execution.choose(False, torch.device("cuda"), None, {}).compile
 
 
-@pytest.mark.parametrize("value", ["yes", "true", "Auto", 1, None, 0.5])
+@pytest.mark.parametrize("value", ["yes", "true", "Auto", None, 0.5])
 def test_anything_but_auto_true_and_false_is_refused_by_name(tiny, value):
-    with pytest.raises(ConfigError, match=rf"train\.compile={value!r} is unknown; use auto, true or false"):
+    with pytest.raises(ConfigError, match=rf"train\.compile={value} must be 'auto', True or False"):
         parse(OmegaConf.create(changed(tiny, train__compile=value)))
 
 

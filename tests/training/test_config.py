@@ -238,12 +238,12 @@ def demo(*overrides: str):
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ("", r"datamodule.parts={} must name the corpora in data_dir and give each a positive weight"),
-        ("{words: -1, tiny: 1}", r"datamodule.parts={words: -1, tiny: 1} must name the corpora"),
-        ("{words: 0}", r"datamodule.parts={words: 0} must name the corpora"),
+        ("", r"no value for datamodule.parts"),
+        ("{}", r"datamodule.parts={}: Dictionary should have at least 1 item"),
+        ("{words: -1, tiny: 1}", r"datamodule.parts.words=-1 must be greater than 0"),
         (
             "[words, tiny]",
-            r"datamodule.parts=\['words', 'tiny'\] must be a mapping, as in datamodule.parts={a: 1, b: 1}",
+            r"datamodule.parts=\['words', 'tiny'\] must be a mapping, as in {name: value}",
         ),
     ],
 )
@@ -278,7 +278,7 @@ def test_an_unknown_key_is_refused_with_the_closest_known_one():
 
 
 def test_a_wrong_type_and_a_missing_value_are_refused_by_name():
-    with pytest.raises(ConfigError, match=r"train.max_tokens=many must be a whole number from 1 to"):
+    with pytest.raises(ConfigError, match=r"train.max_tokens=many must be a whole number"):
         demo("train.max_tokens=many")
     with pytest.raises(ConfigError, match=r"no value for .*train.max_tokens.*experiment"):
         parse(composed())
@@ -287,9 +287,9 @@ def test_a_wrong_type_and_a_missing_value_are_refused_by_name():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("seed=", "seed= is empty (a variable that is not set?); give a whole number from -2**63 to 2**63 - 1"),
+        ("seed=", "seed= is empty (a variable that is not set?); give a whole number"),
         ("resume=", "resume= is empty (a variable that is not set?); give true or false"),
-        ("seed=x", "seed=x must be a whole number from -2**63 to 2**63 - 1"),
+        ("seed=x", "seed=x must be a whole number"),
         ("fabric=", "fabric= is a group of keys: set fabric.devices, fabric.accelerator, "),
         ("train=null", "train=None is a group of keys: set train.max_tokens, "),
         ("tag=${nope}", "tag=${nope}: Interpolation key 'nope' not found; give the value itself, "),
@@ -317,20 +317,20 @@ def test_a_value_that_is_none_is_refused_by_the_key_that_was_given_it(override, 
             r"grad_acc_tokens=1,000 does not split .* choose one of \[512, 1024, 2048, 4096\]",
         ),
         ("train.grad_acc_tokens=1536", 1, r"grad_acc_tokens=1,536"),
-        ("fabric.peak_flops=0", 1, "fabric.peak_flops=0.0 must be a number from 1 to 1e[+]21"),
-        ("log_interval=0", 1, "log_interval=0 must be a whole number from 1"),
+        ("fabric.peak_flops=0", 1, "fabric.peak_flops=0 must be greater than or equal to 1, or null"),
+        ("log_interval=0", 1, "log_interval=0 must be greater than or equal to 1"),
         ("fork_step=100", 1, "fork_dir=None and fork_step=100 belong together"),
         ("init_step=100", 1, "init_step=100 has no effect without init_from"),
-        ("init_allow=lm_head.weight", 1, r"init_allow=lm_head.weight must be a list, such as .a, b."),
-        ("fabric.precision=bf16-true", 1, "precision='bf16-true' is unknown; use 'bf16-mixed'"),
-        ("strategy.name=deepspeed", 1, "strategy.name='deepspeed' is unknown; use 'auto', 'ddp', 'fsdp' or 'hsdp'"),
-        ("wandb.mode=on", 1, "wandb.mode='on' is unknown|wandb.mode='True' is unknown"),
-        ("optimizer.betas=[0.9]", 1, r"optimizer.betas=\[0.9\] must be two numbers"),
-        ("optimizer.lr=-1", 1, "optimizer.lr=-1.0"),
-        ("datamodule.train_num_workers=-1", 1, "datamodule.train_num_workers=-1 must be a whole number from 0"),
-        ("datamodule.missing_chunks=ignore", 1, "missing_chunks='ignore' is unknown; use 'error' or 'skip'"),
-        ("datamodule.cache_gb=0", 1, "datamodule.cache_gb=0.0 must be a number more than 0"),
-        ("fabric.accelerator=cdua", 1, "fabric.accelerator='cdua' is unknown"),
+        ("init_allow=lm_head.weight", 1, r"init_allow=lm_head.weight must be a list, as in .a, b."),
+        ("fabric.precision=bf16-true", 1, "precision=bf16-true must be 'bf16-mixed' or '32-true'"),
+        ("strategy.name=deepspeed", 1, "strategy.name=deepspeed must be 'auto', 'ddp', 'fsdp' or 'hsdp'"),
+        ("wandb.mode=on", 1, "wandb.mode=on must be 'offline', 'online' or 'disabled'"),
+        ("optimizer.betas=[0.9]", 1, r"optimizer.betas=\[0.9\]: List should have at least 2 items"),
+        ("optimizer.lr=-1", 1, "optimizer.lr=-1 must be greater than or equal to 0"),
+        ("datamodule.train_num_workers=-1", 1, "datamodule.train_num_workers=-1 must be greater than or equal to 0"),
+        ("datamodule.missing_chunks=ignore", 1, "missing_chunks=ignore must be 'error' or 'skip'"),
+        ("datamodule.cache_gb=0", 1, "datamodule.cache_gb=0 must be greater than 0"),
+        ("fabric.accelerator=cdua", 1, "fabric.accelerator=cdua must be 'auto', 'cpu'"),
         ("fabric.devices=0", 1, "fabric.devices=0 must be a number of processes"),
         ("fabric.devices=two", 1, "fabric.devices='two' must be a number of processes"),
         ("optimizer.name=sgd", 1, "optimizer.name='sgd' is unknown"),
@@ -347,7 +347,7 @@ def test_a_fork_beyond_the_budget_is_refused():
 
 
 def test_muon_whose_gradients_have_no_weight_is_refused():
-    with pytest.raises(ConfigError, match=r"optimizer.momentum=1.0 must be a number in \[0, 1\)"):
+    with pytest.raises(ConfigError, match=r"optimizer.momentum=1 must be less than 1"):
         check(demo("optimizer=muon", "optimizer.momentum=1"), 1)
 
 

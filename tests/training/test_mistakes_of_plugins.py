@@ -165,7 +165,7 @@ def test_a_function_that_cannot_be_called_as_components_are_is_refused(tiny, mon
         components.make("mine", 1, 2, 3)
     monkeypatch.setattr(SCHEDULES, "_components", {"mine": component})
     with pytest.raises(ConfigError, match=r"schedule\.name='mine'"):
-        build_schedule(ScheduleConfig("mine", 1, 2), 1e-3)
+        build_schedule(ScheduleConfig(name="mine"), 1e-3)
 
 
 CALLBACK = """

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from forgetting_transformer.plugins import OPTIMIZERS
-from forgetting_transformer.training.config import Config, ConfigError, OptimizerConfig
+from forgetting_transformer.training.config import ConfigError, OptimizerConfig, TrainConfig
 from forgetting_transformer.training.faults.step_guard import StepGuard, decides_on_device
 from forgetting_transformer.training.optimization.building import build_optimizer, check_owns
 from forgetting_transformer.training.optimization.combined_optimizer import CombinedOptimizer
@@ -118,7 +118,7 @@ def test_muon_sharded_agrees_with_one_process(tiny, finished, strategy):
 
 def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
     model = small_model(**PRO)
-    undecayed = undecayed_parameters(model, Config().train)
+    undecayed = undecayed_parameters(model, TrainConfig(max_tokens=1, grad_acc_tokens=1))
     optimizer = muon(model, undecayed, MuonConfig(lr=0.5, adamw_lr_scale=0.25))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     first, *others = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
@@ -246,4 +246,4 @@ def test_what_is_no_optimizer_of_pytorchs_kind_is_refused_before_training(monkey
     with pytest.raises(
         ConfigError, match=r"optimizer.name='odd' made a Odd; it must be a torch.optim.Optimizer whose st"
     ):
-        build_optimizer(nn.Linear(2, 2), set(), OptimizerConfig("odd", 1.0))
+        build_optimizer(nn.Linear(2, 2), set(), OptimizerConfig(name="odd", lr=1.0))

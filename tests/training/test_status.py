@@ -43,7 +43,7 @@ def test_what_fails_before_the_first_step_replaces_the_end_of_the_start_before(d
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("fabric.precision=8-bit", "ConfigError: fabric.precision='8-bit' is unknown; use 'bf16-mixed' or '32-true'"),
+        ("fabric.precision=8-bit", "ConfigError: fabric.precision=8-bit must be 'bf16-mixed' or '32-true'"),
         ("schedule.name=sawtooth", "ConfigError: schedule.name='sawtooth' is unknown"),
     ],
 )

@@ -27,7 +27,7 @@ from forgetting_transformer.evaluation.forget_gates import (
     watching,
 )
 from forgetting_transformer.evaluation.in_training import EvaluationCallback
-from forgetting_transformer.ranges import TOKENS, within
+from forgetting_transformer.training.config import Tokens
 from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 @dataclass
 class GateStatisticsConfig:
     #: Training tokens between measurements; the last one follows config.final_eval.
-    interval: int = within(TOKENS)
+    interval: Tokens
 
 
 @plugins.CALLBACKS.register("gate_statistics", config=GateStatisticsConfig, free=[plugins.ALL])

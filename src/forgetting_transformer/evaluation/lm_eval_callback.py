@@ -17,7 +17,9 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer import plugins
@@ -29,8 +31,7 @@ from forgetting_transformer.evaluation.in_training import (
     share,
 )
 from forgetting_transformer.evaluation.models import EvaluationError
-from forgetting_transformer.ranges import COUNT, TOKENS, within
-from forgetting_transformer.training.config import ConfigError
+from forgetting_transformer.training.config import ConfigError, Count, Tokens
 from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
@@ -39,23 +40,19 @@ log = logging.getLogger(__name__)
 @dataclass
 class LmEvalConfig:
     #: lm_eval's names.
-    tasks: list[str]
+    tasks: Annotated[list[str], Field(min_length=1)]
     #: Training tokens between evaluations; the last one follows config.final_eval.
-    interval: int = within(TOKENS)
+    interval: Tokens
     #: Sequences in one forward pass of one rank.
-    batch_size: int = within(COUNT, 8)
+    batch_size: Count = 8
     #: Examples of each task; null: all.
-    limit: int | None = within(COUNT, None)
+    limit: Count | None = None
     #: Longest sequence; null: as in training.
-    max_length: int | None = within(COUNT, None)
+    max_length: Count | None = None
     #: Folder of your own task files. Task files can run Python: use no others.
     include_path: str | None = None
     #: Folder or hub id; null: the corpus's.
     tokenizer: str | None = None
-
-    def check(self) -> None:
-        if not self.tasks:
-            raise ValueError("callbacks.lm_eval.tasks=[] is empty; name a task, as in [arc_easy]")
 
 
 #: Examples of a task whose offered answers are counted.

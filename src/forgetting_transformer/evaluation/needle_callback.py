@@ -20,11 +20,12 @@ Axes: B prompts, T tokens of a prompt, K tokens of an answer, S = T + K - 1.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from forgetting_transformer import metric_names as names
@@ -38,8 +39,7 @@ from forgetting_transformer.evaluation.in_training import (
     share,
 )
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, precision_context
-from forgetting_transformer.ranges import COUNT, TOKENS, one_of, within
-from forgetting_transformer.training.config import ConfigError
+from forgetting_transformer.training.config import ConfigError, Count, Text, Tokens
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.metrics import prefixed
 
@@ -50,36 +50,27 @@ _SCORES = (names.ANSWER_LOSS, "tokens_right", names.ACCURACY)
 @dataclass
 class NeedleConfig:
     #: Training tokens between tests; the last one follows config.final_eval.
-    interval: int = within(TOKENS)
+    interval: Tokens
     #: Tokens of a prompt with its answer; null: as in training, and half of that if there is room.
-    lengths: list[int] | None = None
+    lengths: Annotated[list[Count], Field(min_length=1)] | None = None
     #: Where the needle is, 0 (beginning of the text) to 1 (end).
-    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    depths: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)] = field(
+        default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0]
+    )
     #: Stretches of text for each length and depth.
-    samples: int = within(COUNT, 4)
+    samples: Count = 4
     #: "easy" hides the question with its answer, "standard" the answer alone.
-    mode: str = one_of("easy", "standard")
+    mode: Literal["easy", "standard"] = "easy"
     #: What is hidden and asked; the question's answer begins with the statement.
-    question: str = "What is the best thing to do in San Francisco?"
-    statement: str = "The best thing to do in San Francisco is"
-    answer: str = "eat a sandwich and sit in Dolores Park on a sunny day"
+    question: Text = "What is the best thing to do in San Francisco?"
+    statement: Text = "The best thing to do in San Francisco is"
+    answer: Text = "eat a sandwich and sit in Dolores Park on a sunny day"
     #: Folder of texts to hide it in; null: held-out documents of the corpus.
     haystack: str | None = None
     #: Prompts in one forward pass of one rank.
-    batch_size: int = within(COUNT, 4)
+    batch_size: Count = 4
     #: Folder or hub id; null: the corpus's.
     tokenizer: str | None = None
-
-    def check(self) -> None:
-        if self.lengths is not None and (not self.lengths or min(self.lengths) < 1):
-            raise ValueError(
-                f"callbacks.needle.lengths={self.lengths} must be numbers of tokens, as in [512,1024], or null"
-            )
-        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
-            raise ValueError(f"callbacks.needle.depths={self.depths} must be from 0 to 1, as in [0,0.5,1]")
-        for key in ("question", "statement", "answer"):
-            if not getattr(self, key).strip():
-                raise ValueError(f"callbacks.needle.{key} is empty; give a text, or leave the key out")
 
 
 @plugins.CALLBACKS.register("needle", config=NeedleConfig, free=[plugins.ALL])

@@ -8,9 +8,10 @@ are continued, and `samples/<n>/document` is how they go on.
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer import plugins
@@ -23,7 +24,7 @@ from forgetting_transformer.evaluation.in_training import (
     share,
 )
 from forgetting_transformer.evaluation.models import precision_context
-from forgetting_transformer.ranges import COUNT, TOKENS, Range, within
+from forgetting_transformer.training.config import Count, Tokens, Whole
 from forgetting_transformer.training.interface import TrainerInterface
 
 #: Held-out documents that are continued, and tokens of each that are given.
@@ -33,23 +34,17 @@ _DOCUMENTS, _GIVEN = 3, 32
 @dataclass
 class SamplesConfig:
     #: Training tokens between samples; the last ones follow config.final_eval.
-    interval: int = within(TOKENS)
+    interval: Tokens
     #: Texts to continue; null: the beginnings of three held-out documents.
-    prompts: list[str] | None = None
+    prompts: Annotated[list[str], Field(min_length=1)] | None = None
     #: Tokens of a continuation; it ends at the end of a text before that.
-    max_new_tokens: int = within(COUNT, 64)
+    max_new_tokens: Count = 64
     #: 0: the likeliest token always. Above: logits are divided by it, and tokens drawn.
-    temperature: float = within(Range(0, 100), 0.0)
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     #: Of the drawing, the same every time.
-    seed: int = within(Range(0, 2**63 - 1), 0)
+    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
     #: Folder or hub id; null: the corpus's.
     tokenizer: str | None = None
-
-    def check(self) -> None:
-        if self.prompts is not None and not self.prompts:
-            raise ValueError(
-                "callbacks.samples.prompts=[] is empty; give texts, or null for the beginnings of held-out documents"
-            )
 
 
 @plugins.CALLBACKS.register("samples", config=SamplesConfig, free=[plugins.ALL])

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from forgetting_transformer import plugins
 from forgetting_transformer.metric_names import LOSS, VAL_EMA, name_of
-from forgetting_transformer.ranges import COUNT, TOKENS, Range, within
+from forgetting_transformer.ranges import TOKENS
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
+from forgetting_transformer.training.config import Count, Whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,11 +34,11 @@ log = logging.getLogger(__name__)
 @dataclass
 class EmaConfig:
     #: How much of the average an update leaves; 0.999 averages over about 1000 updates.
-    decay: float = within(Range(0, 0.999999), 0.999)
+    decay: Annotated[float, Field(ge=0, le=0.999999)] = 0.999
     #: Steps between updates.
-    every_steps: int = within(COUNT, 1)
+    every_steps: Count = 1
     #: Training tokens before the first update. Until then the average is the weights.
-    start_tokens: int = within(Range(0, TOKENS.high), 0)
+    start_tokens: Annotated[Whole, Field(ge=0, le=TOKENS.high)] = 0
     #: Also evaluate the average on the held-out documents, when the weights are evaluated: val_ema.jsonl.
     evaluate: bool = True
 

@@ -10,7 +10,7 @@ from forgetting_transformer.files import flatten
 from forgetting_transformer.plugins import ALL, Component
 from forgetting_transformer.redaction import redact_tree
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.config.parsing import components_of, config_class, defaults_of
+from forgetting_transformer.training.config.parsing import components_of, config_class, keys_of
 
 if TYPE_CHECKING:
     from forgetting_transformer.data import DataInfo
@@ -49,7 +49,7 @@ def free_keys(flat: Mapping[str, Any]) -> tuple[str, ...]:
 def decisive(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that decides the weights: flat, without free keys, with defaults for newer keys."""
     flat = flatten(config)
-    values = flatten(dataclasses.asdict(defaults_of(config_class(flat)))) | flat
+    values = {key: item.default for key, item in keys_of(config_class(flat)).items()} | flat
     free = free_keys(flat)
     return {
         key: value

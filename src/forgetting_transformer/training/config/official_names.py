@@ -5,13 +5,13 @@ their place, whether they come from the command line or from an experiment's fil
 official names.
 """
 
-import copy
 import difflib
 from collections.abc import Sequence
-from typing import Any
 
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
+
+from forgetting_transformer.training.config import ConfigError
 
 _DECAYING = ("warmup_cosine", "warmup_linear")
 _STABLE = ("warmup_stable_decay",)
@@ -103,35 +103,27 @@ def _is_official(key: str) -> bool:
     return (section == "model.config" and name in MODEL_FIELDS) or (section == "schedule" and name in SCHEDULE)
 
 
-def translate(composed: Any, typed: Sequence[str] = ()) -> Any:
-    """A composed configuration without official keys; those of its `schedule` have become this project's.
+def translate(config: DictConfig, typed: Sequence[str] = ()) -> None:
+    """Puts this project's keys in the place of the official ones of `schedule`.
 
     Args:
         typed: arguments of the command line. A key given there wins over its official name in an experiment's file.
 
     Raises:
-        ValueError: a key that its schedule does not have.
+        ConfigError: a key that its schedule does not have.
         OmegaConfBaseException: a value refers to what is not there.
     """
-    schedule = OmegaConf.select(composed, "schedule") if OmegaConf.is_dict(composed) else None
-    found = [name for name in SCHEDULE if name in schedule] if isinstance(schedule, DictConfig) else []
-    if not found:
-        return composed
-    composed = copy.deepcopy(composed)
-    OmegaConf.set_readonly(composed, False)
-    OmegaConf.set_struct(composed, False)
-    kind = composed.schedule.get("name")
-    for name in found:
+    schedule = config.get("schedule") or {}
+    for name in [name for name in SCHEDULE if name in schedule]:
         own, kinds = SCHEDULE[name]
-        if kind not in kinds:
-            raise ValueError(
-                f"schedule.{name}={composed.schedule[name]} has no meaning for schedule.name={kind}; it belongs to "
-                f"{' and '.join(kinds)}"
+        if schedule.get("name") not in kinds:
+            raise ConfigError(
+                f"schedule.{name}={schedule[name]} has no meaning for schedule.name={schedule.get('name')}; it belongs "
+                f"to {' and '.join(kinds)}"
             )
-        if not OmegaConf.is_missing(composed.schedule, name) and own not in _keys(typed):
-            OmegaConf.update(composed, own, composed.schedule[name])
-        del composed.schedule[name]
-    return composed
+        if not OmegaConf.is_missing(schedule, name) and own not in _keys(typed):
+            OmegaConf.update(config, own, schedule[name])
+        del schedule[name]
 
 
 def why_gone(key: str) -> str:

@@ -6,27 +6,28 @@ to the schedule's rate, times the group's "lr_scale" where it has one.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 from forgetting_transformer.plugins import OPTIMIZERS
-from forgetting_transformer.ranges import POSITIVE, Range, one_of, within
-from forgetting_transformer.training.config import ConfigError, OptimizerConfig
+from forgetting_transformer.training.config import OptimizerConfig, Positive, Whole
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 
-@dataclass
-class AdamWConfig(OptimizerConfig):
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = within(Range(0, 1, above=True), 1e-8)
-    #: Of the parameters that `undecayed_parameters` (parameter_groups.py) leaves.
-    weight_decay: float = within(Range(0, 1000), 0.1)
+#: The share of an average that a step keeps. At 1 gradients would have no weight.
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
-    def check(self) -> None:
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"optimizer.betas={self.betas} must be two numbers in [0, 1), such as [0.9, 0.95]")
+
+@dataclass(kw_only=True)
+class AdamWConfig(OptimizerConfig):
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.9, 0.95])
+    eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    #: Of the parameters that `undecayed_parameters` (parameter_groups.py) leaves.
+    weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.1
 
 
 @OPTIMIZERS.register("adamw", config=AdamWConfig)
@@ -44,25 +45,20 @@ def _adamw(groups: list[dict], config: AdamWConfig) -> "torch.optim.Optimizer":
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class MuonConfig(AdamWConfig):
     """Muon's keys, and AdamW's for the parameters that are no matrices of blocks. Both have `weight_decay`."""
 
     name: str = "muon"
-    momentum: float = within(Range(0, 1), 0.95)
+    momentum: Beta = 0.95
     nesterov: bool = True
     #: Newton-Schulz iterations that make an update orthogonal.
-    ns_steps: int = within(Range(1, 99), 5)
+    ns_steps: Annotated[Whole, Field(ge=1, le=99)] = 5
     #: "match_rms_adamw": updates as large as AdamW's, so that its learning rates and weight decay serve. "original": of
     #: Jordan et al. 2024, whose rates are ten times as high and more.
-    adjust_lr: str = one_of("match_rms_adamw", "original")
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     #: AdamW's learning rate relative to Muon's.
-    adamw_lr_scale: float = within(POSITIVE, 1.0)
-
-    def check(self) -> None:
-        super().check()
-        if self.momentum == 1:  # gradients would have no weight, and no matrix would learn
-            raise ConfigError("optimizer.momentum=1.0 must be a number in [0, 1), such as 0.95")
+    adamw_lr_scale: Positive = 1.0
 
 
 @OPTIMIZERS.register("muon", config=MuonConfig)
