@@ -332,7 +332,7 @@ def test_a_value_that_is_none_is_refused_by_the_key_that_was_given_it(override, 
         ("datamodule.cache_gb=0", 1, "datamodule.cache_gb=0 must be greater than 0"),
         ("fabric.accelerator=cdua", 1, "fabric.accelerator=cdua must be 'auto', 'cpu'"),
         ("fabric.devices=0", 1, "fabric.devices=0 must be a number of processes"),
-        ("fabric.devices=two", 1, "fabric.devices='two' must be a number of processes"),
+        ("fabric.devices=two", 1, "fabric.devices=two must be a number of processes"),
         ("optimizer.name=sgd", 1, "optimizer.name='sgd' is unknown"),
     ],
 )

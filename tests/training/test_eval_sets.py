@@ -187,8 +187,8 @@ def test_sets_may_change_and_a_resume_cuts_their_lines(config, finished, sets):
         ("", "must be of letters"),
         ("ü", "must be of letters"),
         ("x" * 41, "must be of letters"),
-        ("data_info", "is that of a file of every run"),
-        ("ema", r"val_ema\.jsonl is for the losses of callbacks=\[ema\]"),
+        ("data_info", "is that of a file of runs"),
+        ("ema", "is that of a file of runs"),
     ],
 )
 def test_odd_names_are_refused(tiny, name, message):
@@ -199,11 +199,9 @@ def test_odd_names_are_refused(tiny, name, message):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"code": ""}, r"eval_sets\.code='' is empty"),
-        ({"code": None}, r"eval_sets={'code': None} must be names with a folder each"),
-        ({"code": 3}, r"eval_sets={'code': 3} must be names"),
-        (["code"], r"eval_sets=\['code'\] must be names"),
-        ("code", r"eval_sets=code must be names"),
+        ({"code": ""}, r"eval_sets\.code= is empty"),
+        ({"code": None}, r"eval_sets\.code=None must be text"),
+        (["code"], r"eval_sets=\['code'\] must be a mapping"),
     ],
 )
 def test_values_that_are_no_paths_are_refused_by_name(tiny, value, message):

@@ -3,22 +3,16 @@
 import difflib
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from forgetting_transformer.training.config.official_names import (
-    MODEL_FIELDS,
-    OTHER_NAMES,
-    SCHEDULE,
-    SETS_OF_TEXTS,
-    closest_key,
-    why_gone,
-)
+from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.config.official_names import MODEL_FIELDS, SCHEDULE, closest_key
+from forgetting_transformer.training.config.parsing import keys_of
 
 #: Names of the authors' code that are understood, by section.
 _OFFICIAL = {"model.config": MODEL_FIELDS, "schedule": SCHEDULE}
@@ -52,61 +46,78 @@ def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
             f"cannot write to {Path(error.filename).absolute()} ({error.strerror}), where a sweep keeps its summary; "
             "choose another hydra.sweep.dir=FOLDER"
         )
-    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.rpartition("/")
-        if not option:
-            return f"{group}= is empty (a variable that is not set?); choices: {', '.join(error.options)}"
-        below = "" if closest(option, error.options) else _in_groups_below(config_dirs, group, option, only_close=True)
-        return f"there is no {group}={option}{below or _closest_choice(option, error.options)}"
     if isinstance(error, OverrideParseException):
-        key, equals, value = error.override.removeprefix("++").partition("=")
-        stop = _where_the_lexer_stopped(error)
-        in_key = stop is not None and stop < error.override.find("=")
-        if equals and not in_key and re.fullmatch(r"[\w@/.+~:-]+", key):
-            how = f"in two pairs of quotes: '{key}=\"…\"'"
-            if stop is not None:
-                sign = error.override[stop]
-                return f"{key}={value} cannot be read: Hydra stops at {sign}; give text that holds such signs {how}"
-            return f"{key}={value} cannot be read; give text that holds = , : \" ' or brackets {how}"
-        lines = [line.strip() for line in error.message.splitlines() if not line.startswith("Error parsing")]
-        reason = f"Hydra stops at {error.override[stop]}" if stop is not None else next(iter(lines), "")
-        return f"{error.override!r} is not of the form key=value ({reason})"
-    if isinstance(cause, OmegaConfBaseException) and cause.full_key == "eval_sets":
-        return f"eval_sets must be {SETS_OF_TEXTS}"
+        return _unreadable(error)
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key and "Cannot merge DictConfig" in str(cause):
+        return f"{cause.full_key} must be a mapping, as in '{cause.full_key}={{name: value}}'"
     if isinstance(cause, OmegaConfBaseException) and cause.full_key and "not in struct" in str(cause):
-        key = str(cause.full_key)
-        parent: Any = cause.parent_node
-        known = [str(known) for known in parent or ()]
-        if key == "callbacks" or (key.startswith("callbacks.") and key.count(".") == 1):
-            # Without any callback the section is not there, and Hydra's own message has what was typed.
-            typed = re.search(r"Could not override '([^']+)'", str(error))
-            key = typed[1] if typed else key
-            chosen = key.split(".")[1] if "." in key else "a,b"
-            return f"unknown config key {key!r}; choose the callback first, as in callbacks=[{chosen}]"
-        section, dot, name = key.rpartition(".")
-        title = f"keys of {section}" if dot and section != "model.config" else ""
-        close = why_gone(key) or closest(OTHER_NAMES.get(name, name), known, before=section + dot)
-        close = close or closest(name, sorted(_OFFICIAL.get(section, ())), before=section + dot)
-        close = close or _in_other_choices(config_dirs, section, name)
-        close = close or closest(name, known, title)
-        if not close and not dot:
-            close = closest_key(key, list(_keys_below(OmegaConf.to_container(cause.parent_node))))
-        if not close and section == "model.config":
-            close = f"; a field that the model's YAML does not list is added with +{key}=…"
-        return f"unknown config key {key!r}{close}"
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and config_dirs:
-        group, _, option = error.missing_cfg_file.rpartition("/")
-        if not group:
-            names = " or ".join(sorted(file.stem for folder in config_dirs for file in folder.glob("*.yaml")))
-            searched = " or ".join(map(str, config_dirs))
-            return f"--config-name={option}: there is no such file in {searched}; leave it out, or name {names}"
-        # Hydra lists no choices of a group of which several may be chosen.
-        if choices := sorted({file.stem for folder in config_dirs for file in (folder / group).glob("*.yaml")}):
-            return f"there is no {group}={option}{_closest_choice(option, choices)}"
-        if any((folder / group).is_dir() for folder in config_dirs):
-            return f"there is no {group}={option}{_in_groups_below(config_dirs, group, option)}"
+        return _unknown_key(str(cause.full_key), cause.parent_node or (), str(error), config_dirs)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        said = _unknown_choice(*error.missing_cfg_file.rpartition("/")[::2], error.options or (), config_dirs)
+        if said:
+            return said
     lines = [line.strip() for line in f"{error}\n{cause or ''}".splitlines()]
     return "; ".join(dict.fromkeys(line.rstrip(".;") for line in lines if line)) or type(error).__name__
+
+
+def _unreadable(error: OverrideParseException) -> str:
+    """An argument that is no key=value to Hydra's grammar."""
+    key, equals, value = error.override.removeprefix("++").partition("=")
+    stop = _where_the_lexer_stopped(error)
+    in_key = stop is not None and stop < error.override.find("=")
+    if equals and not in_key and re.fullmatch(r"[\w@/.+~:-]+", key):
+        how = f"in two pairs of quotes: '{key}=\"…\"'"
+        if stop is not None:
+            sign = error.override[stop]
+            return f"{key}={value} cannot be read: Hydra stops at {sign}; give text that holds such signs {how}"
+        return f"{key}={value} cannot be read; give text that holds = , : \" ' or brackets {how}"
+    lines = [line.strip() for line in error.message.splitlines() if not line.startswith("Error parsing")]
+    reason = f"Hydra stops at {error.override[stop]}" if stop is not None else next(iter(lines), "")
+    return f"{error.override!r} is not of the form key=value ({reason})"
+
+
+def _unknown_key(key: str, beside: Iterable[Any], said: str, config_dirs: Sequence[Path]) -> str:
+    """A key that no YAML lists.
+
+    Args:
+        beside: the keys of its section. said: Hydra's message.
+    """
+    if key == "callbacks" or (key.startswith("callbacks.") and key.count(".") == 1):
+        # Without any callback the section is not there, and Hydra's own message has what was typed.
+        typed = re.search(r"Could not override '([^']+)'", said)
+        key = typed[1] if typed else key
+        chosen = key.split(".")[1] if "." in key else "a,b"
+        return f"unknown config key {key!r}; choose the callback first, as in callbacks=[{chosen}]"
+    section, dot, name = key.rpartition(".")
+    names = [str(name) for name in beside]
+    known = [section + dot + name for name in (*names, *sorted(_OFFICIAL.get(section, ())))]
+    close = closest_key(key, [*known, *(k for k in keys_of(Config) if k != key)]) or _in_other_choices(
+        config_dirs, section, name
+    )
+    if not close and section == "model.config":
+        close = f"; a field that the model's YAML does not list is added with +{key}=…"
+    elif not close and section:
+        close = f"; keys of {section}: {', '.join(names)}"
+    return f"unknown config key {key!r}{close}"
+
+
+def _unknown_choice(group: str, option: str, listed: Sequence[str], config_dirs: Sequence[Path]) -> str | None:
+    """A choice that its group does not have.
+
+    Args:
+        listed: Hydra's choices. It lists none of a group of which several may be chosen.
+    """
+    if not group:
+        names = " or ".join(sorted(file.stem for folder in config_dirs for file in folder.glob("*.yaml")))
+        searched = " or ".join(map(str, config_dirs))
+        return f"--config-name={option}: there is no such file in {searched}; leave it out, or name {names}"
+    choices = listed or sorted({file.stem for folder in config_dirs for file in (folder / group).glob("*.yaml")})
+    if not option and choices:
+        return f"{group}= is empty (a variable that is not set?); choices: {', '.join(choices)}"
+    below = "" if closest(option, choices) else _in_groups_below(config_dirs, group, option, only_close=bool(choices))
+    if below or choices:
+        return f"there is no {group}={option}{below or _closest_choice(option, choices)}"
+    return None
 
 
 def _where_the_lexer_stopped(error: OverrideParseException) -> int | None:
@@ -120,15 +131,6 @@ def _where_the_lexer_stopped(error: OverrideParseException) -> int | None:
 def _closest_choice(option: str, choices: Sequence[str]) -> str:
     said = closest(option, choices, "choices")
     return f"{said}, or those of a plug-in, which is named first: plugins=[…]" if said.startswith("; choices") else said
-
-
-def _keys_below(sections: Any, before: str = "") -> Iterator[str]:
-    """Every key with its sections, as in "optimizer.lr"."""
-    for key, value in sections.items():
-        if isinstance(value, dict):
-            yield from _keys_below(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}"
 
 
 def _in_groups_below(config_dirs: Sequence[Path], group: str, option: str, only_close: bool = False) -> str:

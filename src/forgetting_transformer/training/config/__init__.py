@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from forgetting_transformer.metric_names import VAL_SET
+from forgetting_transformer.metric_names import VAL_EMA, VAL_SET
 from forgetting_transformer.ranges import COUNT, SIZE, TOKENS, divisors
 from forgetting_transformer.training.records.run_directory import KINDS
 
@@ -68,23 +68,19 @@ class FabricConfig:
     peak_flops: Annotated[float, Field(ge=1, le=1e21)] | None = None
 
     def __post_init__(self) -> None:
-        devices, accelerator = self.devices, self.accelerator
-        problem = f"fabric.devices={devices!r} must be a number of processes, a list of GPUs, or 'auto'"
-        if isinstance(devices, list):
-            numbered = all(type(n) is int and 0 <= n < _DEVICES for n in devices)
-            if not devices or not numbered or len({*devices}) < len(devices):
-                raise ConfigError(f"{problem}; GPUs are numbered from 0")
-            if accelerator == "cpu":
-                raise ConfigError(
-                    f"fabric.devices={devices} lists GPUs; with fabric.accelerator=cpu give a number of processes"
-                )
-        elif devices in (-1, "-1"):
-            if accelerator == "cpu":
-                raise ConfigError(
-                    f"fabric.devices={devices} means all GPUs; with fabric.accelerator=cpu give a number, or 'auto'"
-                )
-        elif devices != "auto" and not (re.fullmatch(r"[1-9]\d{0,5}", str(devices)) and int(devices) <= _DEVICES):
-            raise ConfigError(f"{problem}; a number is a whole number from 1 to {_DEVICES:,}")
+        devices = self.devices
+        listed = isinstance(devices, list) and all(type(n) is int and 0 <= n < _DEVICES for n in devices)
+        gpus = devices == -1 or (listed and 0 < len(devices) == len({*devices}))
+        counted = type(devices) is int and 1 <= devices <= _DEVICES
+        if not (devices == "auto" or gpus or counted):
+            raise ConfigError(
+                f"fabric.devices={devices} must be a number of processes from 1 to {_DEVICES:,}, 'auto', GPUs as in "
+                "[0, 1], or -1 for all of them"
+            )
+        if gpus and self.accelerator == "cpu":
+            raise ConfigError(
+                f"fabric.devices={devices} means GPUs; with fabric.accelerator=cpu give a number of processes or 'auto'"
+            )
 
 
 @dataclass(kw_only=True)
@@ -327,10 +323,8 @@ class Config:
                     f"eval_sets: the name {name!r} must be of letters, digits, _ and -, at most 40, and begin with a "
                     "letter or a digit: files are called by it"
                 )
-            if f"{VAL_SET}{name}" in KINDS:
-                raise ConfigError(f"eval_sets: the name {name!r} is that of a file of every run; choose another name")
-            if name == "ema":  # also without the callback now: another start of the run may have it
-                raise ConfigError("eval_sets: val_ema.jsonl is for the losses of callbacks=[ema]; choose another name")
+            if f"{VAL_SET}{name}" in (*KINDS, VAL_EMA):
+                raise ConfigError(f"eval_sets: the name {name!r} is that of a file of runs; choose another name")
 
 
 def check(config: Config, world_size: int) -> None:

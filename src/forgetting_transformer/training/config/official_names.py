@@ -70,8 +70,6 @@ OTHER_NAMES = {
     "d_model": "hidden_size",
     "num_workers": "train_num_workers",
 }
-#: What the key eval_sets must be.
-SETS_OF_TEXTS = "names with a folder each, as in 'eval_sets={code: python}'; {} for none"
 
 
 def admit(arguments: Sequence[str]) -> list[str]:
@@ -126,26 +124,21 @@ def translate(config: DictConfig, typed: Sequence[str] = ()) -> None:
         del schedule[name]
 
 
-def why_gone(key: str) -> str:
-    """ ": …; leave it out" for a key that only the authors' code has; else ""."""
-    return f": {GONE[key]}; leave it out" if key in GONE else ""
-
-
 def closest_key(key: str, known: Sequence[str]) -> str:
     """ "; did you mean 'optimizer.lr'?" for optimizer.learning_rate and for lr; "" where nothing is like it.
 
     Args:
         known: whole keys, with their sections.
     """
-    if why := why_gone(key):
-        return why
+    if key in GONE:
+        return f": {GONE[key]}; leave it out"
     if key == "experiment":
         return "; the file of an experiment must begin with the line '# @package _global_'"
     section, dot, name = key.rpartition(".")
-    wanted = OTHER_NAMES.get(name, name)
-    beside = [k for k in known if k.rpartition(".")[0] == section]
-    found = [k for k in known if k.rpartition(".")[2] == wanted]
-    found = [section + dot + wanted] if section + dot + wanted in known else found
-    found = found or difflib.get_close_matches(key, beside, n=1, cutoff=0.8)
-    found = found or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    name = OTHER_NAMES.get(name, name)
+    beside = {k.removeprefix(section + dot).partition(".")[0] for k in known if k.startswith(section + dot)}
+    if near := difflib.get_close_matches(name, beside, 1, cutoff=0.7):
+        return f"; did you mean {section + dot + near[0]!r}?"
+    anywhere = {k.rpartition(".")[2]: k for k in known}
+    near = difflib.get_close_matches(name, anywhere, 1, cutoff=0.8)
+    return f"; did you mean {anywhere[near[0]]!r}?" if near else ""

@@ -235,7 +235,8 @@ def _line(key: str, error: Any, keys: Mapping[str, Key]) -> str:
     null = ", or null" * (known is not None and types.NoneType in typing.get_args(known.type))
     expected = _EXPECTED.get(kind.partition("_")[0])
     if not value.strip():
-        return f"{key}= is empty (a variable that is not set?); give {expected or 'a value'}{null}"
+        wanted = "a path or a name" if kind == "string_pattern_mismatch" else expected or "a value"
+        return f"{key}= is empty (a variable that is not set?); give {wanted}{null}"
     better = f" must be {expected}" if expected else f": {error['msg']}".replace(": Input should be", " must be")
     return f"{key}={redact(value)}{better}{null}"
 
