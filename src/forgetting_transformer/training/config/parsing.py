@@ -182,7 +182,8 @@ def _adapter(kind: type) -> pydantic.TypeAdapter:
     try:
         return pydantic.TypeAdapter(kind)
     except pydantic.errors.PydanticUserError as error:
-        raise ConfigError(f"a component's dataclass has a type that no config holds: {error.message}") from error
+        reason = error.message.partition(". ")[0]
+        raise ConfigError(f"a component's dataclass has a type that no config holds: {reason}") from error
 
 
 def _validated(kind: type, values: dict[str, Any], written: Mapping[str, Any]) -> Any:
