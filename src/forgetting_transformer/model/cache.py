@@ -1,4 +1,4 @@
-"""What a decoder remembers between calls of generation.
+"""Memory of a decoder between calls of generation.
 
 `DecoderCache` holds one layer cache per block, made by the block's mixer. A layer cache is a Hugging Face
 `CacheLayerMixin`; generation moves its batch axis around (beam search, several samples per prompt) and shortens it
@@ -51,7 +51,7 @@ class Slot(NamedTuple):
             x.add_(1)
 
     def behind(self, count: int) -> "Slot":
-        """The same slot, counted from the token behind the first `count`."""
+        """This slot, counted from the token behind the first `count`."""
         if not count:
             return self
         return Slot(self.last - count, self.new - count, self.end_B - count, self.limit - count)
@@ -187,7 +187,7 @@ class DecoderCache(Cache):
 
 
 class LayerCache(CacheLayerMixin):
-    """What the layer caches share. A subclass says in `_map` which tensors it holds, batch axis first.
+    """Base of layer caches. A subclass says in `_map` which tensors it holds, batch axis first.
 
     Attributes:
         slot: where a token is to be written, counted from the first that is held, while one is written in place;
@@ -310,7 +310,7 @@ class AttentionCache(LayerCache):
         self.num_dropped = 0
         self.max_key_norm: Tensor | None = None
         self.shift_states: dict[str, Tensor] = {}
-        # Of a static cache: the first entries of its shift states that are of no token.
+        # Leading entries of a static cache's shift states that are of no token.
         self._num_missing = 0
         self._refresh()
 
@@ -371,7 +371,7 @@ class AttentionCache(LayerCache):
         if self.max_key_norm is not None:
             self.max_key_norm = self.max_key_norm.clone()
         if self.shift_states:
-            # Of one length, however few tokens are remembered.
+            # One length, however few tokens are remembered.
             missing = self.SHIFT_HISTORY - next(iter(self.shift_states.values())).shape[1]
             padded = {name: F.pad(y_BNE, (0, 0, missing, 0)).clone() for name, y_BNE in self.shift_states.items()}
             self.shift_states, self._num_missing = padded, missing

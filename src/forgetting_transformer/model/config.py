@@ -21,7 +21,7 @@ LOSSES = ("per_token", "causal_lm")
 
 
 class DecoderConfig(PreTrainedConfig):
-    """What every architecture's configuration has. Subclasses also provide `norm_eps`.
+    """Configuration that every architecture has. Subclasses also provide `norm_eps`.
 
     Fields:
         vocab_size: rows of the embedding and of the output layer.
@@ -66,7 +66,7 @@ class DecoderConfig(PreTrainedConfig):
 
     @classmethod
     def fields_in_use(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Those of given fields that decide what the model is; a run that continues must have the same."""
+        """Fields that decide what the model is; a run that continues must have the same."""
         return fields
 
     def mixer_config(self, layer_idx: int) -> "DecoderConfig":

@@ -11,7 +11,7 @@ _RATIO = Range(0, 1024, above=True)
 _EPSILON = Range(0, 1, above=True)
 #: Tokens. Far more than any text has makes gates that forget nothing.
 _DECAY_TIME = Range(0, 1e15, above=True)
-#: What the authors' code calls its kernels of DeltaNet and of HGRN2, which compute the same function.
+#: Names of the kernels of DeltaNet and HGRN2 in the authors' code. They compute the same function.
 KERNEL_MODES = ("chunk", "fused_chunk", "fused_recurrent")
 #: As YAML and the command line have them.
 _SPELLED = {None: "null", True: "true", False: "false"}
@@ -77,6 +77,6 @@ def check_fields(config_class: type[Any], fields: Mapping[str, Any]) -> None:
 
 
 def check_field(name: str, value: Any, hint: Any) -> None:
-    """The same for one field of type `hint`; in `name` what follows the last dot is looked up."""
+    """Check one field of type `hint`, whose range is that of the name behind the last dot."""
     if better := refusal(value, hint, RANGES.get(name.rpartition(".")[2])):
         raise ValueError(f"{name} is {value!r}; it must be {better}")

@@ -1,4 +1,4 @@
-"""What mixers share whose memory of the past is a few states of fixed size.
+"""Base of mixers whose memory of the past is a few states of fixed size.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """

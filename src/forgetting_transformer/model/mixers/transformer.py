@@ -138,7 +138,7 @@ def check_attention_options(
 
 
 class AttentionConfig(SwiGLUDecoderConfig):
-    """What configurations of models with attention in every block share. Fields of the MLP: see `SwiGLUDecoderConfig`.
+    """Fields of models with attention in every block. Fields of the MLP: see `SwiGLUDecoderConfig`.
 
     Accepted so that published config.json files load, without effect: elementwise_affine (norms always have weights),
     attention_bias (projections never have one), both for training with their defaults only; and fuse_norm,
