@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forgetting_transformer.model import attention
-from forgetting_transformer.model.cache import (
+from forgetting_transformer.model.generation.cache import (
     AttentionCache,
     DecoderCache,
     log_fgate_of,
 )
-from forgetting_transformer.model.growing import GrowingTensor
+from forgetting_transformer.model.generation.growing import GrowingTensor
 from forgetting_transformer.model.span import Span
 from tests.model.small_models import PRO, small_model
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from forgetting_transformer.model import DecoderConfig, DecoderForCausalLM
-from forgetting_transformer.model.cache import CACHE_NAME
+from forgetting_transformer.model.generation.cache import CACHE_NAME
 from tests.model.small_models import PRO, small_model
 
 

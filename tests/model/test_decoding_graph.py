@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.cache import CACHE_NAME, DecoderCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM
-from forgetting_transformer.model.decoding_graph import DecodingGraph
+from forgetting_transformer.model.generation.cache import CACHE_NAME, DecoderCache
+from forgetting_transformer.model.generation.graph import DecodingGraph
 from forgetting_transformer.model.span import Span
 from tests.model.small_models import GROUPED, PRO, WINDOWS, small
 

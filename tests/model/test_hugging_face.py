@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from forgetting_transformer.model import ForgettingAttentionLayer, registry
-from forgetting_transformer.model.cache import DecoderCache
+from forgetting_transformer.model.generation.cache import DecoderCache
 from tests.model.small_models import PRO, small, small_model
 
 ARCHITECTURES = registry.model_names()

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgetting_transformer.model.cache import AttentionCache, Held, log_fgate_of
+from forgetting_transformer.model.generation.cache import AttentionCache, Held, log_fgate_of
 from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.attention import causal_attention

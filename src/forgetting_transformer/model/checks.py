@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.cache import CACHE_NAME
+from forgetting_transformer.model.generation.cache import CACHE_NAME
 
 #: Difference that rounding explains, relative to the largest number compared. Built-in models stay below a tenth of it.
 TOLERANCE = 1e-4

@@ -19,9 +19,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from forgetting_transformer.model.arguments import check_shape, checked_cache, layers_to_show
 from forgetting_transformer.model.attention import AttentionMaps
 from forgetting_transformer.model.block import DecoderBlock
-from forgetting_transformer.model.cache import CACHE_NAME, DecoderCache, one_cache
 from forgetting_transformer.model.config import DecoderConfig
-from forgetting_transformer.model.generation import DecoderGenerationMixin
+from forgetting_transformer.model.generation.cache import CACHE_NAME, DecoderCache, one_cache
+from forgetting_transformer.model.generation.hooks import DecoderGenerationMixin
 from forgetting_transformer.model.layers import FinalRMSNorm
 from forgetting_transformer.model.loss import check_loss_arguments, ignore_after_padding
 from forgetting_transformer.model.span import span_of_call

@@ -6,7 +6,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 import torch
 from torch import Tensor
 
-from forgetting_transformer.model.cache import DecoderCache, LayerCache
+from forgetting_transformer.model.generation.cache import DecoderCache, LayerCache
 from forgetting_transformer.ops import context
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from forgetting_transformer.model.arguments import check_packing, check_position_ids, check_sharing
-from forgetting_transformer.model.cache import DecoderCache
+from forgetting_transformer.model.generation.cache import DecoderCache
 from forgetting_transformer.model.padding import find_seq_start, padding_mask, positions_in_documents
 from forgetting_transformer.ops import context
 

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forgetting_transformer.model.config import SwiGLUDecoderConfig
+from forgetting_transformer.model.config import KERNEL_MODES, SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
-from forgetting_transformer.model.field_ranges import KERNEL_MODES
 from forgetting_transformer.model.layers import GatedRMSNorm, ShortConvolution, init_xavier
 from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context

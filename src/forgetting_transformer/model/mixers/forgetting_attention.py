@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from forgetting_transformer.model.attention import AttentionMaps, Pruning, attend
-from forgetting_transformer.model.cache import AttentionCache, DecoderCache
+from forgetting_transformer.model.generation.cache import AttentionCache, DecoderCache
 from forgetting_transformer.model.layers import (
     GatedRMSNorm,
     GroupRMSNorm,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from forgetting_transformer.model.cache import LayerCache
+from forgetting_transformer.model.generation.cache import LayerCache
 from forgetting_transformer.model.padding import padding_mask
 from forgetting_transformer.ops import context
 

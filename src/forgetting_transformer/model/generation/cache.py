@@ -7,7 +7,7 @@ to spare (`growing.py`).
 
 A cache may be made static for a while: then nothing that it holds moves in memory or changes its shape, and while
 `DecodingGraph` computes a single token, it is written where a tensor on the device says (`Slot`). So a CUDA graph of
-one token serves many (`decoding_graph.py`).
+one token serves many (`graph.py`).
 
 Axes: `forgetting_transformer/ops/__init__.py`. A buffer has room for more positions than N.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from forgetting_transformer.model.growing import GrowingTensor
+from forgetting_transformer.model.generation.growing import GrowingTensor
 from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate
 
 #: How transformers names the cache in outputs and in the arguments of `generate`: "cache" since version 5.24.
@@ -75,7 +75,7 @@ class DecoderCache(Cache):
         seq_start_B: index of the first real token of each sequence `(B,)`, None without left padding. Kept here so that
             later calls need no attention mask.
         has_position_ids: whether the caller gave positions of the last tokens. Then the next ones need them too.
-        graph: runs single tokens as a CUDA graph (`decoding_graph.py`); None where none was asked for.
+        graph: runs single tokens as a CUDA graph (`graph.py`); None where none was asked for.
         slot: where its graph writes the next token; None while the cache is not static.
         is_writing: whether a token is being written there.
     """

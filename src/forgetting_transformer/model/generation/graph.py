@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
 
-from forgetting_transformer.model.cache import DecoderCache
+from forgetting_transformer.model.generation.cache import DecoderCache
 from forgetting_transformer.ops import context
 
 # One recording at a time, whatever the number of threads.
