@@ -4,7 +4,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,12 @@ class Span:
     def begins_BT(self) -> Tensor | None:
         """Where packed documents begin; None for other tokens."""
         return None if self.cu_seqlens is None or self.position_BT is None else self.position_BT == 0
+
+    def to(self, device: Any, **options: Any) -> "Span":
+        """A span whose tensors are on `device`: accelerate calls it for models on several devices."""
+        return replace(
+            self, **{name: x.to(device, **options) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        )
 
 
 def span_of_call(
