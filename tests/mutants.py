@@ -758,7 +758,7 @@ LIST = r"""
 
 == Caches
 
-= cache.dropped model/cache.py
+= cache.dropped model/generation/cache.py
 - self.num_dropped += surplus
 + self.num_dropped = surplus
 # A window's cache forgets how many tokens it has dropped before.
@@ -766,7 +766,7 @@ LIST = r"""
 - self.num_tokens += num_new_tokens
 + self.num_tokens = num_new_tokens
 # A recurrent cache counts the last tokens only.
-= cache.key_norm model/cache.py
+= cache.key_norm model/generation/cache.py
 - self.max_key_norm = torch.maximum(self.max_key_norm, norm)
 + self.max_key_norm = norm
 # The bound of scores forgets earlier keys.

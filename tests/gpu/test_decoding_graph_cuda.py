@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 
-from forgetting_transformer.model.cache import CACHE_NAME
-from forgetting_transformer.model.decoding_graph import DecodingGraph
+from forgetting_transformer.model.generation.cache import CACHE_NAME
+from forgetting_transformer.model.generation.graph import DecodingGraph
 from tests.model import test_decoding_graph as on_cpu
 from tests.model.small_models import PRO, small
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forgetting_transformer.model import attention
-from forgetting_transformer.model.cache import (
+from forgetting_transformer.model.generation.cache import (
     AttentionCache,
     DecoderCache,
     log_fgate_of,
 )
-from forgetting_transformer.model.growing import GrowingTensor
+from forgetting_transformer.model.generation.growing import GrowingTensor
 from forgetting_transformer.model.span import Span
 from tests.model.small_models import PRO, small_model
 
@@ -243,7 +243,11 @@ def random_ids(tokens: int) -> Tensor:
     return torch.randint(0, 61, (1, tokens), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("fields", [{"qk_norm": True}, {}], ids=["qk-norm", "norms of the cache"])
+@pytest.mark.parametrize(
+    "fields",
+    [{"qk_norm": True}, {}, {"num_heads": 4, "num_kv_heads": 2}],
+    ids=["qk-norm", "norms of the cache", "norms of shared keys"],
+)
 def test_what_decoding_may_skip_weighs_less_than_the_tolerance(fields, monkeypatch):
     """Gates near 0.2 and scores of up to ±10; the newest 30 tokens one by one and four at once."""
     calls, op = [], attention.forgetting_attention_decode
@@ -258,13 +262,14 @@ def test_what_decoding_may_skip_weighs_less_than_the_tolerance(fields, monkeypat
     for layer in layers:
         layer.fgate_proj.bias.fill_(-1.5)
     cache = model.new_cache()
-    assert all(layer_cache.keeps_key_norm == (not fields) for layer_cache in cache.layers)
+    assert all(layer_cache.keeps_key_norm == ("qk_norm" not in fields) for layer_cache in cache.layers)
     for piece in ids.split([120, *[1] * 26, 4], dim=1):
         model(input_ids=piece, past_key_values=cache)
     assert len(calls) == 27 * len(layers)
     may_skip = 0
     for q, k, c, threshold in calls:
         queries, keys = q.shape[2], k.shape[2]
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         bias = c[:, :, keys - queries :, None] - c[:, :, None]
         visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
         scores = (q @ k.mT / q.shape[-1] ** 0.5 + bias).masked_fill(~visible, -torch.inf)

@@ -5,13 +5,11 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from forgetting_transformer.model import DecoderConfig, DecoderForCausalLM
-from forgetting_transformer.model.cache import CACHE_NAME
+from forgetting_transformer.model.generation.cache import CACHE_NAME
 from tests.model.small_models import PRO, small_model
 
 
@@ -120,51 +118,6 @@ def test_hooks_of_a_checkpointed_block_run_once_per_pass(ids):
     block.register_forward_pre_hook(lambda *_: calls.append("hook"))
     gradients(model, ids)
     assert calls == ["hook"]
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_blocks_can_be_sharded_by_fsdp2(ids, tmp_path):
-    """As training does it: every block and the root, checkpointed, the loss reading the output layer's weights."""
-    options = {**PRO, "log_pruning_tolerance": -10.0}
-    want = gradients(small_model(**options).train(), ids)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        model = small_model(**options).train()
-        model.gradient_checkpointing_enable()
-        for block in model.model.layers:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        got = {name: grad.full_tensor() for name, grad in gradients(model, ids).items()}
-    finally:
-        torch.distributed.destroy_process_group()
-    for name in want:
-        torch.testing.assert_close(got[name], want[name])
-
-
-@pytest.mark.slow
-def test_a_training_step_compiles_into_one_graph(ids):
-    model = small_model(**PRO, use_rope=True, num_hidden_layers=1).train()
-    want = gradients(model, ids)
-    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
-    got = gradients(model, ids)
-    assert all(torch.equal(got[name], want[name]) for name in want)
-
-
-def test_left_padding_contributes_no_gradient(ids):
-    model = small_model(**PRO, use_rope=True)
-    labels, mask = ids.clone(), torch.ones_like(ids)
-    labels[:, :5], mask[:, :5] = -100, 0
-    got = gradients_of_sum(model, ids, labels, mask)
-    want = gradients_of_sum(model, ids[:, 5:], labels[:, 5:], None)
-    for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=1e-4)
-
-
-def gradients_of_sum(model, ids, labels, mask) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    model(input_ids=ids, labels=labels, attention_mask=mask).loss.sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 class RunningSum(nn.Module):

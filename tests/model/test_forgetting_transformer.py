@@ -18,7 +18,7 @@ from forgetting_transformer.model import (
 )
 from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
 from forgetting_transformer.model.mixers.transformer import AttentionLayer
-from tests.model.small_models import OPTION_COMBINATIONS, PRO, small_model
+from tests.model.small_models import GROUPED, OPTION_COMBINATIONS, PRO, small_model
 
 
 def test_usage_example_of_the_op():
@@ -224,7 +224,16 @@ def test_pruning_bound_holds_and_pruning_changes_nothing(qk_norm, shared):
     assert torch.equal(model(input_ids=ids).logits, exact(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("options", [{}, PRO, {**PRO, "fgate_type": "none", "use_rope": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        PRO,
+        {**PRO, "fgate_type": "none", "use_rope": True},
+        {**PRO, **GROUPED, "window_size": 7},
+        {**GROUPED, "window_size": 64},
+    ],
+)
 def test_flops_match_a_counter(options):
     batch, seq_len = 2, 64
     model = small_model(**options)
@@ -236,21 +245,11 @@ def test_flops_match_a_counter(options):
     is_attention = {op: "attention" in str(op) for op in counted}
     linear = sum(n for op, n in counted.items() if not is_attention[op])
     config = model.config
-    # Causal attention by itself: 2 products, 2 FLOPs each, E channels, (T+1)/2 keys per query; three times with
-    # backward.
-    attention_per_token = config.num_hidden_layers * 4 * config.hidden_size * (seq_len + 1) / 2
+    # Attention by itself: 2 products, 2 FLOPs each, E channels, the pairs that it needs; three times with backward.
+    pairs = sum(min(t, options.get("window_size", seq_len)) for t in range(1, seq_len + 1))
+    attention_per_token = config.num_hidden_layers * 4 * config.hidden_size * pairs / seq_len
     assert config.flops_per_token(seq_len) == linear / (batch * seq_len) + 3 * attention_per_token
     assert config.flops_per_token(seq_len, training=False) == config.flops_per_token(seq_len) / 3
-
-
-def test_flops_of_attention_are_the_causal_half_of_a_counter():
-    seq_len = 64
-    q, k, v = torch.randn(3, 1, 2, seq_len, 16)
-    with FlopCounterMode(display=False) as counter:
-        (q @ k.transpose(-1, -2)).softmax(-1) @ v
-    config = ForgettingTransformerConfig(hidden_size=32, num_heads=2, num_hidden_layers=1, fgate_type="none")
-    attention = config.mixer_flops_per_token(0, seq_len) - 2 * 4 * 32 * 32
-    assert attention * seq_len == counter.get_total_flops() * (seq_len + 1) / (2 * seq_len)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from forgetting_transformer.model import DecoderForCausalLM
-from forgetting_transformer.model.cache import AttentionCache
+from forgetting_transformer.model.generation.cache import AttentionCache
 from tests.model.small_models import GROUPED, PRO, WINDOWS, small, small_model
 
 

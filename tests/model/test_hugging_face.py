@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from forgetting_transformer.model import ForgettingAttentionLayer, registry
-from forgetting_transformer.model.cache import DecoderCache
+from forgetting_transformer.model.generation.cache import DecoderCache
+from forgetting_transformer.model.span import Span
 from tests.model.small_models import PRO, small, small_model
 
 ARCHITECTURES = registry.model_names()
@@ -329,6 +330,14 @@ def test_the_layer_alone_starts_as_in_a_model():
     assert not layer.fgate_proj.bias.any()
     wide = ForgettingAttentionLayer(hidden_size=256, num_heads=4, initializer_range=0.1)
     assert wide.q_proj.weight.std().item() == pytest.approx(0.1, rel=0.1)
+
+
+def test_what_layers_know_of_tokens_follows_a_model_that_lies_on_several_devices():
+    accelerate = pytest.importorskip("accelerate", reason="pip install -r requirements-dev.txt")
+    cache = small_model().new_cache().layers[0]
+    span = Span(torch.zeros(2, dtype=torch.long), position_BT=torch.zeros(1, 4), cache=cache)
+    moved = accelerate.utils.send_to_device(span, "meta")
+    assert moved.seq_start_B.is_meta and moved.position_BT.is_meta and moved.cache is cache
 
 
 def test_a_models_first_weights_do_not_depend_on_how_a_layer_alone_starts():

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from forgetting_transformer.model import TransformerConfig, TransformerForCausalLM, registry
+from forgetting_transformer.model import TransformerConfig, TransformerForCausalLM
 from forgetting_transformer.training.config import TrainConfig
 from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
 from tests.model.small_models import PRO, small, small_model
@@ -75,32 +74,6 @@ def test_initialisation():
             assert "norm" in name and (p == 1).all(), name
 
 
-def test_two_layers_of_a_window_see_two_windows_back(ids):
-    model = small("transformer", window_size=3)
-    logits = model(input_ids=ids).logits
-    changed = ids.clone()
-    changed[:, 2] = (ids[:, 2] + 1) % 61
-    is_reached = ~torch.isclose(model(input_ids=changed).logits, logits, atol=1e-6).all(-1).all(0)
-    assert is_reached.nonzero().flatten().tolist() == [2, 3, 4, 5, 6]
-
-
-def test_a_window_as_long_as_the_sequence_is_none(ids):
-    full, windowed = small("transformer"), small("transformer", window_size=12)
-    assert torch.equal(windowed(input_ids=ids).logits, full(input_ids=ids).logits)
-
-
-def test_grouped_heads_are_repeated_heads(ids):
-    """Query heads 0 and 1 read key and value head 0, heads 2 and 3 head 1."""
-    grouped, full = small("transformer", num_heads=4, num_kv_heads=2), small("transformer", num_heads=4)
-    weights = grouped.state_dict()
-    for name, x in weights.items():
-        if "k_proj" in name or "v_proj" in name:
-            assert x.shape == (16, 32)
-            weights[name] = x.unflatten(0, (2, 8)).repeat_interleave(2, dim=0).flatten(0, 1)
-    full.load_state_dict(weights)
-    torch.testing.assert_close(grouped(input_ids=ids).logits, full(input_ids=ids).logits)
-
-
 def test_without_rope_the_order_of_earlier_tokens_does_not_matter():
     ids = torch.tensor([[3, 7, 11, 5], [7, 3, 11, 5]])
     one_layer = {"num_hidden_layers": 1}
@@ -120,34 +93,6 @@ def test_transformer_pro_is_fox_pro_that_forgets_nothing(ids):
         got = without(input_ids=ids, attention_mask=attention_mask).logits
         want = never(input_ids=ids, attention_mask=attention_mask).logits
         torch.testing.assert_close(got[:, 4:], want[:, 4:], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param(
-            {},
-            marks=pytest.mark.rare(
-                "tests/model/test_every_architecture.py::test_a_training_step_compiles_into_one_graph"
-            ),
-        ),
-        {"num_heads": 4, "num_kv_heads": 1, "window_size": 5},
-    ],
-)
-def test_a_training_step_compiles_into_one_graph_and_reaches_every_weight(ids, fields):
-    model = small("transformer", **fields, num_hidden_layers=1).train()
-
-    def gradients() -> dict[str, Tensor]:
-        model.zero_grad()
-        model(input_ids=ids, labels=ids).loss.mean().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    want = gradients()
-    assert all(grad.isfinite().all() and grad.norm() > 0 for grad in want.values())
-    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
-    got = gradients()
-    assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 64, 100])
@@ -188,22 +133,3 @@ def test_defaults_are_the_published_ones():
     assert (config.rope_base, config.use_rope, config.window_size) == (5e5, True, None)
     assert config.mlp_width == 256 * math.ceil(2048 * 8 / 3 / 256)
     assert config.to_dict()["model_type"] == "transformer-project_fox"
-
-
-@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 1, "window_size": 5, "tie_word_embeddings": True}])
-def test_saving_and_loading_through_the_auto_classes(tmp_path, fields):
-    model = small("transformer", **fields)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded) is TransformerForCausalLM
-    assert loaded.state_dict().keys() == model.state_dict().keys()
-    assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
-    assert AutoConfig.from_pretrained(tmp_path).to_dict() == loaded.config.to_dict()
-    ids = torch.arange(9)[None]
-    with torch.no_grad():
-        hidden = AutoModel.from_pretrained(tmp_path)(input_ids=ids).last_hidden_state
-        torch.testing.assert_close(hidden, model.model(input_ids=ids).last_hidden_state)
-
-
-def test_the_registry_knows_it():
-    assert registry.get("transformer").lm_class is TransformerForCausalLM

@@ -222,7 +222,10 @@ FAULTS = {
         "cache": r"pieces of 68, 1, 1, 1, … .* by [\d.]+, first at token 68 \(tolerance 0.\d+\); the state that is "
         "kept must be the one after the last token",
     },
-    CountsOnlyPrompts: {"cache": "the cache of block 0 says that it holds 68 tokens after 69 were read; forward must"},
+    CountsOnlyPrompts: {
+        "cache": "the cache of block 0 says that it holds 68 tokens after 69 were read; forward must",
+        "padding": "the cache of block 0 says that it holds 68 tokens after 69 were read; forward must",
+    },
     ReadsPadding: {"padding": r"differ from those of it alone by [\d.]+, first at token 0 .*zero_padding"},
     NoCache: {"cache": "^TypeError: NoCache has no new_cache", "padding": "^TypeError: NoCache has no new_cache"},
     ReadsNothing: {"causality": "changes no later logits .*the mixer reads no earlier token"},

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgetting_transformer.model.cache import DecoderCache, one_cache
+from forgetting_transformer.model.generation.cache import DecoderCache, one_cache
 
 
 def has_rope(block: nn.Module) -> bool:

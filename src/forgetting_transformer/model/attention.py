@@ -1,4 +1,4 @@
-"""Attention from new tokens to all tokens before them: what the layers with attention share.
+"""Attention from new tokens to all tokens before them, for every layer with attention.
 
 `attend` chooses the op, and serves caches, static caches, left padding, packed documents, sequences that processes
 share, windows, grouped keys and pruning.
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgetting_transformer.model.cache import AttentionCache, Held, log_fgate_of
+from forgetting_transformer.model.generation.cache import AttentionCache, Held, log_fgate_of
 from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.attention import causal_attention
@@ -27,7 +27,7 @@ MAX_DECODED_TOKENS = 16
 
 
 class AttentionMaps(NamedTuple):
-    """What an attention layer shows of itself, `(B, H, T, N)` each, float32 or wider; N positions, past ones included.
+    """Maps of an attention layer, `(B, H, T, N)` each, float32 or wider; N positions, past ones included.
 
     Attributes:
         weights: how much of each key a query takes; the weights of a query add up to 1. 0 in padding.
@@ -41,7 +41,7 @@ class AttentionMaps(NamedTuple):
 
 @dataclass(frozen=True)
 class Pruning:
-    """What attention may leave out: keys whose softmax weights add up to less than ε in every row.
+    """Rule for what attention may leave out: keys whose softmax weights add up to less than ε in every row.
 
     If all scores lie in [-U, U], a pair whose bias is below -(2U + ln N) + ln ε has a softmax weight below ε/N, so all
     such pairs of a row together less than ε. Without U the op finds bounds in the vectors at hand.
@@ -61,7 +61,7 @@ class Pruning:
         return self.log_tolerance - (2 * self.score_bound_H + math.log(num_keys))
 
     def threshold_for(self, q_BHTD: Tensor, k_new_BGTD: Tensor, max_key_norm_BG: Tensor, num_keys: int) -> Tensor:
-        """The same `(B, H)` for these queries, from the largest norm of their keys and without reading any old key.
+        """Threshold `(B, H)` for these queries, from the largest norm of their keys; no old key is read.
 
         No score of query i is above U_i = |q_i|·max|k|/√D, and its own key has s_ii and no bias. So what has a bias
         below ln ε - ln N - (U_i - s_ii) has a weight below ε/N.
@@ -263,7 +263,7 @@ def _even_order(
 
 
 def _own_heads(threshold_H: Tensor | None, shared: SharedHeads) -> Tensor | None:
-    """Of one entry per head, those of the heads that this process has."""
+    """Entries of the heads that this process has."""
     if threshold_H is None or context.active() is None:
         return threshold_H
     if not shared.groups:

@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.cache import CACHE_NAME
+from forgetting_transformer.model.generation.cache import CACHE_NAME
 
-#: What rounding explains, relative to the largest number compared. Built-in models stay below a tenth of it.
+#: Difference that rounding explains, relative to the largest number compared. Built-in models stay below a tenth of it.
 TOLERANCE = 1e-4
 #: Standard deviation of what is added to every parameter.
 NOISE = 0.1
@@ -35,7 +35,7 @@ _OWN_FIELDS: dict[str, dict[str, Any]] = {
     "hgrn2": {"expand_ratio": 16},
     "samba": {"attn": {"num_heads": 2, "num_kv_heads": 2, "window_size": 32, "layers": None}},
 }
-#: What configs/model/hybrid.yaml calls mixers that are no architectures.
+#: Mixers of configs/model/hybrid.yaml that are no architectures.
 _MIXERS: dict[str, dict[str, Any]] = {
     "attention": {"architecture": "transformer", "num_heads": 2},
     "forgetting_attention": {"architecture": "forgetting_transformer", "num_heads": 2, "qk_norm": True},
@@ -107,7 +107,7 @@ def tiny_fields(name: str, fields: Mapping[str, Any] | None = None) -> dict[str,
     tiny |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | _tiny_mixer(name)
     if name == "hybrid":
         pattern = fields.setdefault("pattern", ["gated_delta_net", "forgetting_attention"])
-        # What is no list is refused by the configuration itself.
+        # The configuration itself refuses a pattern that is no list.
         tiny["num_hidden_layers"] = max(2, len(pattern)) if isinstance(pattern, list | tuple) else 2
         others = (other for other in registry.model_names() if other != "hybrid")
         mixers: dict[str, Any] = {other: {"architecture": other, **_tiny_mixer(other)} for other in others} | _MIXERS

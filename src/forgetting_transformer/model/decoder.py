@@ -19,9 +19,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from forgetting_transformer.model.arguments import check_shape, checked_cache, layers_to_show
 from forgetting_transformer.model.attention import AttentionMaps
 from forgetting_transformer.model.block import DecoderBlock
-from forgetting_transformer.model.cache import CACHE_NAME, DecoderCache, one_cache
 from forgetting_transformer.model.config import DecoderConfig
-from forgetting_transformer.model.generation import DecoderGenerationMixin
+from forgetting_transformer.model.generation.cache import CACHE_NAME, DecoderCache, one_cache
+from forgetting_transformer.model.generation.hooks import DecoderGenerationMixin
 from forgetting_transformer.model.layers import FinalRMSNorm
 from forgetting_transformer.model.loss import check_loss_arguments, ignore_after_padding
 from forgetting_transformer.model.span import span_of_call
@@ -33,7 +33,7 @@ from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
 
 @dataclass
 class DecoderOutput(BaseModelOutputWithPast):
-    """What a decoder returns.
+    """Output of a decoder.
 
     Attributes (beside transformers' own; one entry per block, None for a block that was not asked for):
         attentions: attention weights `(B, H, T, N)`, float32.
@@ -45,7 +45,7 @@ class DecoderOutput(BaseModelOutputWithPast):
 
 @dataclass
 class CausalDecoderOutput(CausalLMOutputWithPast):
-    """What a language model returns: `DecoderOutput`, with the loss and the logits."""
+    """Output of a language model: that of the decoder, with the loss and the logits."""
 
     decays: tuple[Tensor | None, ...] | None = None
 
@@ -109,17 +109,17 @@ class DecoderPreTrainedModel(PreTrainedModel):
         Args:
             length: of the shortest sequences; None: any.
         """
-        found = set()
+        reasons = set()
         for mixer in self._mixers():
             heads, name = getattr(mixer, "context_heads", None), type(mixer).__name__
             before = max(getattr(module, "tokens_before", 0) for module in mixer.modules())
             if heads is None:
-                found.add(f"{name} takes whole sequences only")
+                reasons.add(f"{name} takes whole sequences only")
             elif heads % size:
-                found.add(f"{name} has {heads} heads")
+                reasons.add(f"{name} has {heads} heads")
             elif size > 1 and length is not None and length // size < before:
-                found.add(f"{name} needs {before} tokens of the part before, and parts have {length // size}")
-        return sorted(found)
+                reasons.add(f"{name} needs {before} tokens of the part before, and parts have {length // size}")
+        return sorted(reasons)
 
 
 class DecoderModel(DecoderPreTrainedModel):

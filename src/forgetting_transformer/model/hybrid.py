@@ -67,7 +67,7 @@ class HybridConfig(SwiGLUDecoderConfig):
                 f"pattern has {len(pattern)} mixers and the model {self.num_hidden_layers} blocks, so some have none; "
                 "shorten it, or raise num_hidden_layers"
             )
-        # Those that no block has may stand in a YAML file for other patterns to choose from.
+        # A YAML file may have mixers that no block has, for other patterns to choose from.
         for name, fields in ((name, mixers[name]) for name in pattern if name in mixers):
             if not isinstance(fields, dict):
                 raise ValueError(f"mixers.{name} is {fields!r}; it must have architecture and that one's fields")
@@ -138,7 +138,7 @@ class HybridConfig(SwiGLUDecoderConfig):
         return self._mixer_config(self.pattern[layer_idx % len(self.pattern)])
 
     def _names(self, blocks: int) -> list[str]:
-        """Of the mixers of the first blocks."""
+        """Names of the mixers of the first blocks."""
         return [self.pattern[block % len(self.pattern)] for block in range(blocks)]
 
     def _number(self, layer_idx: int) -> int:

@@ -6,7 +6,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 import torch
 from torch import Tensor
 
-from forgetting_transformer.model.cache import DecoderCache, LayerCache
+from forgetting_transformer.model.generation.cache import DecoderCache, LayerCache
 from forgetting_transformer.ops import context
 
 
@@ -52,7 +52,7 @@ def own_documents(cu_seqlens: Tensor, hidden_BTE: Tensor) -> Tensor:
 
 
 def packed_positions(inputs: dict[str, Tensor]) -> Tensor | None:
-    """Of a model's arguments, the position `(B, T)` of each token in its document; None unless documents are packed."""
+    """Position `(B, T)` of each token in its document, by a model's arguments; None unless documents are packed."""
     if "cu_seqlens" not in inputs:
         return None
     shape = inputs["input_ids"].shape
@@ -73,7 +73,7 @@ def find_seq_start(
         attention_mask_BN: 1 for tokens, 0 for padding, past tokens included. None means that nothing has changed.
         new_BTE: the new positions; only their number is read.
         num_past: number of cached positions.
-        known_seq_start_B: what was found for the cached tokens.
+        known_seq_start_B: the index for the cached tokens.
         allow_right: take padding on the right as well. A causal model need not know of it, as long as
             no further tokens follow.
 

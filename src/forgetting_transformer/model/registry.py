@@ -14,9 +14,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from forgetting_transformer import plugins
-from forgetting_transformer.model.config import DecoderConfig
+from forgetting_transformer.model.config import DecoderConfig, check_fields
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
-from forgetting_transformer.model.field_ranges import check_fields
 
 
 class Architecture(NamedTuple):

@@ -4,7 +4,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from forgetting_transformer.model.arguments import check_packing, check_position_ids, check_sharing
-from forgetting_transformer.model.cache import DecoderCache
+from forgetting_transformer.model.generation.cache import DecoderCache
 from forgetting_transformer.model.padding import find_seq_start, padding_mask, positions_in_documents
 from forgetting_transformer.ops import context
 
@@ -50,6 +50,12 @@ class Span:
     def begins_BT(self) -> Tensor | None:
         """Where packed documents begin; None for other tokens."""
         return None if self.cu_seqlens is None or self.position_BT is None else self.position_BT == 0
+
+    def to(self, device: Any, **options: Any) -> "Span":
+        """A span whose tensors are on `device`: accelerate calls it for models on several devices."""
+        return replace(
+            self, **{name: x.to(device, **options) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        )
 
 
 def span_of_call(

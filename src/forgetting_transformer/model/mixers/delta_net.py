@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forgetting_transformer.model.config import SwiGLUDecoderConfig
+from forgetting_transformer.model.config import KERNEL_MODES, SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
-from forgetting_transformer.model.field_ranges import KERNEL_MODES
 from forgetting_transformer.model.layers import GatedRMSNorm, ShortConvolution, init_xavier
 from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
@@ -85,7 +84,7 @@ class DeltaNetAttention(RecurrentMixer):
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False) if use_beta else None
         self.g_proj = nn.Linear(hidden_size, value_size, bias=False) if use_gate else None
         if use_short_conv:
-            # What usually follows is done with the convolutions, at once.
+            # The convolutions do what usually follows, at once.
             unit_heads = num_heads if (qk_activation, qk_norm) == ("silu", "l2") else 0
             options: dict[str, Any] = {"bias": False, "silu": unit_heads > 0, "unit_heads": unit_heads}
             self.q_conv1d = ShortConvolution(key_size, conv_size, **options)
@@ -138,7 +137,7 @@ class DeltaNetAttention(RecurrentMixer):
 
 
 class DeltaRuleConfig(SwiGLUDecoderConfig):
-    """What DeltaNet, Gated DeltaNet and Kimi Delta Attention share. Fields of the MLP: see `SwiGLUDecoderConfig`.
+    """Fields of DeltaNet, Gated DeltaNet and Kimi Delta Attention. Fields of the MLP: see `SwiGLUDecoderConfig`.
 
     Fields:
         num_heads: heads of the mixer.

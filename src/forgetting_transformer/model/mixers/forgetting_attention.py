@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from forgetting_transformer.model.attention import AttentionMaps, Pruning, attend
-from forgetting_transformer.model.cache import AttentionCache, DecoderCache
+from forgetting_transformer.model.generation.cache import AttentionCache, DecoderCache
 from forgetting_transformer.model.layers import (
     GatedRMSNorm,
     GroupRMSNorm,
@@ -238,7 +238,7 @@ class ForgettingAttentionLayer(nn.Module):
         return linears
 
     def pruning(self) -> Pruning | None:
-        """What attention may leave out; None computes every pair."""
+        """Rule for what attention may leave out; None computes every pair."""
         if self.log_pruning_tolerance is None or self.fgate_type == "none":
             return None
         return Pruning(self.log_pruning_tolerance, None if self.q_norm is None else self.score_bound())

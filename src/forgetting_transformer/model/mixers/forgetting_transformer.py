@@ -44,7 +44,7 @@ class ForgettingTransformerConfig(AttentionConfig):
         return self.build_from_fields(ForgettingAttentionLayer, initializer_range=None, layer_idx=layer_idx)
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
-        """Those of the Transformer's layer, and of the gates and the shift: two per weight."""
+        """FLOPs of the Transformer's layer, and two per weight of gates and token shift."""
         width, key_heads = self.hidden_size, self.num_kv_heads or self.num_heads
         weights = width * width * self.use_output_gate
         weights += width * self.num_heads * (self.fgate_type == "full")

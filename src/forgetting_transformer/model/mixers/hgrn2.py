@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.config import SwiGLUDecoderConfig
+from forgetting_transformer.model.config import KERNEL_MODES, SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
-from forgetting_transformer.model.field_ranges import KERNEL_MODES
 from forgetting_transformer.model.layers import RMSNorm, exempt_from_decay, init_xavier
 from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context

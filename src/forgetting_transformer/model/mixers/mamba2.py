@@ -133,9 +133,9 @@ class Mamba2Mixer(StateSpaceMixer):
         dtype = torch.promote_types(dt_BTH.dtype, torch.float32)
         dt_BTH = F.softplus(dt_BTH.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.time_step_limit)
         log_decay_BTH = -self.A_log.to(dtype).exp() * dt_BTH
-        found = None
+        convolved = None
         if padding_BT is None and context.active() is None and is_plain(self.conv1d, ShortConvolution):
-            found = run_convolved(
+            convolved = run_convolved(
                 xBC_BTC,
                 self.conv1d.weight,
                 self.conv1d.bias,
@@ -149,12 +149,12 @@ class Mamba2Mixer(StateSpaceMixer):
                 key_dim=self.state_size,
                 scale=1.0,
             )
-        if found is None:
+        if convolved is None:
             xBC_BTC, conv_BCW = self.convolve(xBC_BTC, padding_BT, states.get("conv"), position_BT)
             own = None if cu_seqlens is None else own_documents(cu_seqlens, hidden_BTE)
             y_BTHV, state_BHKV = self._read_states(xBC_BTC, dt_BTH, log_decay_BTH, states.get("ssm"), position_BT, own)
         else:
-            y_BTHV, state_BHKV, conv_BCW = found
+            y_BTHV, state_BHKV, conv_BCW = convolved
         out_BTE = self._project(y_BTHV.flatten(-2), z_BTI)
         return out_BTE, {"conv": conv_BCW, "ssm": state_BHKV}
 

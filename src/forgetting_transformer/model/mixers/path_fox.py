@@ -67,7 +67,7 @@ class PathForgettingAttention(RecurrentMixer):
         *mixer_inputs: Any,
         **options: Any,
     ) -> tuple[Tensor, RecurrentCache | None]:
-        # What comes after is of use, and made, with a cache alone.
+        # States are made only where a cache keeps them.
         return super().forward(hidden_BTE, seq_start_B, cache, cache is not None, **options)  # type: ignore[arg-type]
 
     def mix(

@@ -1,4 +1,4 @@
-"""What mixers share whose memory of the past is a few states of fixed size.
+"""Base of mixers whose memory of the past is a few states of fixed size.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from forgetting_transformer.model.cache import LayerCache
+from forgetting_transformer.model.generation.cache import LayerCache
 from forgetting_transformer.model.padding import padding_mask
 from forgetting_transformer.ops import context
 

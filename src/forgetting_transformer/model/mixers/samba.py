@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.field_ranges import check_field
+from forgetting_transformer.model.config import check_field
 from forgetting_transformer.model.layers import (
     ShortConvolution,
     SwiGLU,

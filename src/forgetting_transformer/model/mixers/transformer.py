@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from forgetting_transformer.model.attention import AttentionMaps, attend
-from forgetting_transformer.model.cache import AttentionCache
 from forgetting_transformer.model.config import SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.generation.cache import AttentionCache
 from forgetting_transformer.model.layers import apply_linear, linear_together
 from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops.backends import OpUse
@@ -138,7 +138,7 @@ def check_attention_options(
 
 
 class AttentionConfig(SwiGLUDecoderConfig):
-    """What configurations of models with attention in every block share. Fields of the MLP: see `SwiGLUDecoderConfig`.
+    """Fields of models with attention in every block. Fields of the MLP: see `SwiGLUDecoderConfig`.
 
     Accepted so that published config.json files load, without effect: elementwise_affine (norms always have weights),
     attention_bias (projections never have one), both for training with their defaults only; and fuse_norm,

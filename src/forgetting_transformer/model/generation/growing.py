@@ -31,7 +31,7 @@ class GrowingTensor:
 
     @property
     def contents(self) -> Tensor:
-        """What is held `(B, G, N, …)`, a view. After positions were taken back, new ones overwrite them in it."""
+        """Positions that are held `(B, G, N, …)`, a view. New ones overwrite in it those that were taken back."""
         return self._buffer[:, :, self._start : self._stop]
 
     @property

@@ -1,4 +1,4 @@
-"""What a decoder remembers between calls of generation.
+"""Memory of a decoder between calls of generation.
 
 `DecoderCache` holds one layer cache per block, made by the block's mixer. A layer cache is a Hugging Face
 `CacheLayerMixin`; generation moves its batch axis around (beam search, several samples per prompt) and shortens it
@@ -7,7 +7,7 @@ to spare (`growing.py`).
 
 A cache may be made static for a while: then nothing that it holds moves in memory or changes its shape, and while
 `DecodingGraph` computes a single token, it is written where a tensor on the device says (`Slot`). So a CUDA graph of
-one token serves many (`decoding_graph.py`).
+one token serves many (`graph.py`).
 
 Axes: `forgetting_transformer/ops/__init__.py`. A buffer has room for more positions than N.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from forgetting_transformer.model.growing import GrowingTensor
+from forgetting_transformer.model.generation.growing import GrowingTensor
 from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate
 
 #: How transformers names the cache in outputs and in the arguments of `generate`: "cache" since version 5.24.
@@ -51,7 +51,7 @@ class Slot(NamedTuple):
             x.add_(1)
 
     def behind(self, count: int) -> "Slot":
-        """The same slot, counted from the token behind the first `count`."""
+        """This slot, counted from the token behind the first `count`."""
         if not count:
             return self
         return Slot(self.last - count, self.new - count, self.end_B - count, self.limit - count)
@@ -75,7 +75,7 @@ class DecoderCache(Cache):
         seq_start_B: index of the first real token of each sequence `(B,)`, None without left padding. Kept here so that
             later calls need no attention mask.
         has_position_ids: whether the caller gave positions of the last tokens. Then the next ones need them too.
-        graph: runs single tokens as a CUDA graph (`decoding_graph.py`); None where none was asked for.
+        graph: runs single tokens as a CUDA graph (`graph.py`); None where none was asked for.
         slot: where its graph writes the next token; None while the cache is not static.
         is_writing: whether a token is being written there.
     """
@@ -187,7 +187,7 @@ class DecoderCache(Cache):
 
 
 class LayerCache(CacheLayerMixin):
-    """What the layer caches share. A subclass says in `_map` which tensors it holds, batch axis first.
+    """Base of layer caches. A subclass says in `_map` which tensors it holds, batch axis first.
 
     Attributes:
         slot: where a token is to be written, counted from the first that is held, while one is written in place;
@@ -310,7 +310,7 @@ class AttentionCache(LayerCache):
         self.num_dropped = 0
         self.max_key_norm: Tensor | None = None
         self.shift_states: dict[str, Tensor] = {}
-        # Of a static cache: the first entries of its shift states that are of no token.
+        # Leading entries of a static cache's shift states that are of no token.
         self._num_missing = 0
         self._refresh()
 
@@ -371,7 +371,7 @@ class AttentionCache(LayerCache):
         if self.max_key_norm is not None:
             self.max_key_norm = self.max_key_norm.clone()
         if self.shift_states:
-            # Of one length, however few tokens are remembered.
+            # One length, however few tokens are remembered.
             missing = self.SHIFT_HISTORY - next(iter(self.shift_states.values())).shape[1]
             padded = {name: F.pad(y_BNE, (0, 0, missing, 0)).clone() for name, y_BNE in self.shift_states.items()}
             self.shift_states, self._num_missing = padded, missing

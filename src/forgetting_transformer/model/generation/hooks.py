@@ -13,8 +13,8 @@ from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from forgetting_transformer.model.arguments import check_shape
-from forgetting_transformer.model.cache import CACHE_NAME, DecoderCache, one_cache
-from forgetting_transformer.model.decoding_graph import DecodingGraph
+from forgetting_transformer.model.generation.cache import CACHE_NAME, DecoderCache, one_cache
+from forgetting_transformer.model.generation.graph import DecodingGraph
 
 
 class DecoderGenerationMixin(GenerationMixin):
@@ -28,7 +28,7 @@ class DecoderGenerationMixin(GenerationMixin):
         """Make an empty cache for this model.
 
         Args:
-            cuda_graph: run single tokens on a GPU as a CUDA graph (`decoding_graph.py`), under `torch.no_grad()`, for
+            cuda_graph: run single tokens on a GPU as a CUDA graph (`graph.py`), under `torch.no_grad()`, for
                 the same numbers but for the last bits. Models that have hooks, are compiled or lie on several devices
                 go without. Do not change the model's modules or adapters while the cache is in use. "auto": where all
                 mixers allow it, the model is on a GPU, and this is the main thread, because random numbers that another

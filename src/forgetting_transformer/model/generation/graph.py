@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
 
-from forgetting_transformer.model.cache import DecoderCache
+from forgetting_transformer.model.generation.cache import DecoderCache
 from forgetting_transformer.ops import context
 
 # One recording at a time, whatever the number of threads.
@@ -75,7 +75,7 @@ class DecodingGraph:
         self._model: weakref.ref[Any] | None = None
         self._input_ids: Tensor | None = None
         self._logits: Tensor | None = None
-        # Of all modules: the dictionaries of their parameters and buffers, and of their hooks.
+        # Dictionaries of parameters, buffers and hooks, of all modules.
         self._tensors: list[dict[str, Tensor | None]] = []
         self._hooks: list[dict[int, Any]] = []
 
@@ -133,7 +133,7 @@ class DecodingGraph:
         )
 
     def _conditions(self, model: Any, input_ids: Tensor) -> tuple[Any, ...] | None:
-        """What a graph has fixed, with the addresses of weights; None for another model, and where a hook has come."""
+        """Conditions that a graph has fixed, with the addresses of weights; None for another model, or with hooks."""
         if self._model is None or self._model() is not model or any(self._hooks):
             return None
         kind = input_ids.device.type
