@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.ops.kernels import poisoned_memory
 from tests.training.conftest import corpus, tiny  # noqa: F401  (fixtures)
 
 
@@ -14,15 +15,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def poisoned(monkeypatch):
+def poisoned():
     """Memory on the GPU that is handed out unwritten holds NaN, or a large negative index."""
-
-    def poison(make):
-        def make_poisoned(*args, **options):
-            x = make(*args, **options)
-            return x.fill_(torch.nan if x.is_floating_point() else -(2**30)) if x.is_cuda else x
-
-        return make_poisoned
-
-    for name in ("empty", "empty_like", "empty_strided"):
-        monkeypatch.setattr(torch, name, poison(getattr(torch, name)))
+    with poisoned_memory():
+        yield

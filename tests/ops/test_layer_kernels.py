@@ -1,9 +1,7 @@
-"""The Triton kernels of SwiGLU and of the residual stream's norms, in Triton's interpreter: values, gradients, graphs.
-
-Memory that is handed out unwritten holds NaN there (interpreter.py).
-"""
+"""The Triton kernels of SwiGLU and of the residual stream's norms: values, gradients, graphs, and for every GPU."""
 
 import os
+import random
 from typing import Any
 
 import pytest
@@ -11,157 +9,133 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
-from forgetting_transformer.ops.layers import norm, residual_norm, swiglu
+from forgetting_transformer.ops.layers import norm, residual_norm, swiglu, swiglu_triton
+from forgetting_transformer.ops.layers import residual_norm_triton as kernels
 from tests.ops.interpreter import interpret
+from tests.ops.kernels import compile_kernel, expect_float64, generations, on_every_device, results
 
 FILE = "tests/ops/test_layer_kernels.py"
+TOLERANCES = {
+    "cpu": {torch.float32: 2e-6, torch.float16: 1e-3},
+    "cuda": {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3},
+}
 
 
 def seeds(test: str) -> list:
-    return [0, 1, *(pytest.param(seed, marks=pytest.mark.rare(f"{FILE}::{test}")) for seed in range(2, 8))]
+    return [0, 1, *(pytest.param(seed, marks=pytest.mark.rare(f"{FILE}::{test}")) for seed in range(2, 10))]
 
 
-KERNELS = """
-import random
-from forgetting_transformer.ops import backends, selftest
-from forgetting_transformer.ops.layers import norm, residual_norm, shift_norm, swiglu, swiglu_triton
-from forgetting_transformer.ops.layers import shift_norm_triton
-from forgetting_transformer.ops.layers import residual_norm_triton as kernels
+def draw_shape(device, draw):
+    if device == "cpu":
+        return [draw.randint(1, 5) for _ in range(draw.randint(1, 2))]
+    return draw.choice([(1, 16384), (3, 1001), (1024, 2), (2, 2048)])
 
-def results(function, leaves, gradients):
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    out = function(*leaves)
-    outs = out if isinstance(out, tuple) else (out,)
-    d_outs = [d.to(x.dtype) for d, x in zip(gradients, outs)]
-    return [*(x.detach() for x in outs), *torch.autograd.grad(outs, leaves, d_outs)]
 
-def check(function, reference, leaves, gradients, tolerance=2e-6):
-    actual = results(function, leaves, gradients)
-    again = results(function, leaves, gradients)
-    expected = results(reference, [x.double() for x in leaves], gradients)
-    for a, b, e in zip(actual, again, expected):
-        assert a.shape == e.shape and torch.equal(a, b)
-        error = ((a.double() - e).norm() / e.norm()).item()
-        assert error < tolerance, error
-    return actual
-
-def random_shape():
-    return [random.randint(1, 5) for _ in range(random.randint(1, 2))]
-
-def strided(shape, dtype=torch.float32):
-    # As projections and views leave them: rows apart, the batch behind the positions, or a transposed matrix.
-    wide = torch.randn(*shape[:-1], shape[-1] + random.choice([0, 3])).to(dtype)[..., : shape[-1]]
-    how = random.choice(["as it is", "turned", "transposed"])
+def draw_strided(draw, shape, dtype=torch.float32):
+    """As projections and views leave them: rows apart, the batch behind the positions, or a transposed matrix."""
+    wide = torch.randn(*shape[:-1], shape[-1] + draw.choice([0, 3, 8])).to(dtype)[..., : shape[-1]]
+    how = draw.choice(["as it is", "turned", "transposed"])
     if how == "turned" and len(shape) == 3:
         return wide.transpose(0, 1).contiguous().transpose(0, 1)
     return wide.mT.contiguous().mT if how == "transposed" else wide
-"""
+
+
+def activate(h):
+    return swiglu_triton.gated(h)
+
+
+def activate_in_pytorch(h):
+    gate, up = h.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 @pytest.mark.parametrize("seed", seeds("test_swiglu_and_its_gradient_match_float64"))
-def test_swiglu_and_its_gradient_match_float64(seed):
-    interpret(
-        KERNELS
-        + f"""
-random.seed({seed})
-torch.manual_seed({seed})
-for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 1e-3)):
-    shape, width = random_shape(), random.choice([1, 16, 37, 1024, 1031])
-    h, d = strided((*shape, 2 * width), dtype), strided((*shape, width), dtype)
-    reference = lambda h: F.silu(h[..., :width]) * h[..., width:]
-    out, dh = check(torch.ops.forgetting_transformer.swiglu, reference, [h], [d], tolerance)
-    assert out.dtype == dh.dtype == dtype and out.is_contiguous()
-"""
-    )
+@on_every_device
+def test_swiglu_and_its_gradient_match_float64(device, seed):
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    for dtype, tolerance in TOLERANCES[device].items():
+        shape, width = draw_shape(device, draw), draw.choice([1, 16, 37, 1024, 1031])
+        h = draw_strided(draw, (*shape, 2 * width), dtype)
+        got = expect_float64(activate, activate_in_pytorch, {"h": h}, tolerance)
+        assert got["out 0"].dtype == got["d h"].dtype == dtype and got["out 0"].is_contiguous()
 
 
-def test_gradients_that_are_expanded_and_gates_that_are_large():
+@on_every_device
+def test_gradients_that_are_expanded_and_gates_that_are_large(device):
     """As `sum().backward()` gives them; exp overflows for the one and not for the other."""
-    interpret(
-        KERNELS
-        + """
-h = torch.tensor([[-1e4, 1e4, 0.0, -50.0, 3.0, 4.0, 5.0, 6.0]])
-expanded = torch.ones(()).expand(1, 4)
-check(torch.ops.forgetting_transformer.swiglu, lambda h: F.silu(h[:, :4]) * h[:, 4:], [h], [expanded])
-"""
-    )
+    h = torch.tensor([[-1e4, 1e4, 0.0, -50.0, 3.0, 4.0, 5.0, 6.0]])
+    expect_float64(lambda h: activate(h).sum(), lambda h: activate_in_pytorch(h).sum(), {"h": h}, 1e-5)
 
 
 @pytest.mark.parametrize("seed", seeds("test_norms_and_their_gradients_match_float64"))
 @pytest.mark.parametrize("how", ["branch", "stream", "alone"])
-def test_norms_and_their_gradients_match_float64(how, seed):
+@on_every_device
+def test_norms_and_their_gradients_match_float64(device, how, seed):
     """Several rows per program, whole programs and a last one with fewer rows."""
-    interpret(
-        KERNELS
-        + f"""
-random.seed({seed})
-torch.manual_seed({seed})
-kernels._PROGRAMS = random.randint(1, 4)
-shape, width = random_shape(), random.choice([1, 16, 37, 130])
-x, branch, weight = strided((*shape, width)), strided((*shape, width)), torch.randn(width)
-dy, d_total = strided((*shape, width)), strided((*shape, width))
-apply = kernels.ResidualNorm.apply
-if {how!r} == "branch":
-    function = lambda x, branch, weight: apply(x, branch, weight, 1e-2, torch.float32, True)
-    reference = lambda x, branch, weight: (norm.rms_norm(x + branch, weight, 1e-2), x + branch)
-    check(function, reference, [x, branch, weight], [dy, d_total])
-elif {how!r} == "stream":
-    function = lambda x, weight: apply(x, None, weight, 1e-2, torch.float32, True)
-    check(function, lambda x, weight: (norm.rms_norm(x, weight, 1e-2), x * 1), [x, weight], [dy, d_total])
-else:
-    function = lambda x, weight: apply(x, None, weight, 1e-2, torch.float32, False)
-    check(function, lambda x, weight: norm.rms_norm(x, weight, 1e-2), [x, weight], [dy])
-"""
-    )
+    draw, is_small = random.Random(seed), device == "cpu"
+    torch.manual_seed(seed)
+    if is_small:
+        kernels._PROGRAMS = draw.randint(1, 4)
+    shape, width = draw_shape(device, draw), draw.choice([1, 16, 37, 130] if is_small else [40, 777, 1536, 5000, 8192])
+    dtype, tolerance = draw.choice([*TOLERANCES[device].items()][: 1 if is_small else 3])
+    x, branch = draw_strided(draw, (*shape, width)), draw_strided(draw, (*shape, width), dtype)
+    inputs = {"x": x, "weight": torch.randn(width)} | ({"branch": branch} if how == "branch" else {})
+
+    def kernel(x, weight, branch=None):
+        return kernels.ResidualNorm.apply(x, branch, weight, 1e-2, dtype, how != "alone")
+
+    def reference(x, weight, branch=None):
+        total = x * 1 if branch is None else x + branch
+        y = norm.rms_norm(total, weight, 1e-2)
+        return y if how == "alone" else (y, total)
+
+    # Of one channel the gradient is hardly more than rounding.
+    expect_float64(kernel, reference, inputs, tolerance, d_x=1e-6)
 
 
-def test_dtypes_of_the_norm():
+@on_every_device
+def test_dtypes_of_the_norm(device):
     """The sum has PyTorch's dtype and is rounded before the norm; gradients have those of what they belong to."""
-    interpret(
-        KERNELS
-        + """
-x, branch, weight = torch.randn(5, 40), torch.randn(5, 40).half(), torch.randn(40)
-y, total, *gradients = results(
-    lambda *leaves: kernels.ResidualNorm.apply(*leaves, 1e-6, torch.float16, True), [x, branch, weight], [x, x]
-)
-assert [t.dtype for t in (y, total, *gradients)] == [
-    torch.float16, torch.float32, torch.float32, torch.float16, torch.float32
-]
-assert torch.equal(total, x + branch)
-assert torch.equal(gradients[1], gradients[0].half())
-y, total, _ = kernels.normalise(x.half(), branch, weight.half(), 1e-6, torch.float16)
-assert torch.equal(total, x.half() + branch)
-assert (y - norm.rms_norm(total, weight.half(), 1e-6)).abs().max() < 4e-3
-"""
-    )
+    x, branch, weight = torch.randn(5, 40), torch.randn(5, 40).half(), torch.randn(40)
+
+    def add_and_normalise(x, branch, weight):
+        return kernels.ResidualNorm.apply(x, branch, weight, 1e-6, torch.float16, True)
+
+    y, total, *gradients = results(add_and_normalise, {"x": x, "branch": branch, "weight": weight}).values()
+    assert [t.dtype for t in (y, total, *gradients)] == [
+        torch.float16, torch.float32, torch.float32, torch.float16, torch.float32
+    ]  # fmt: skip
+    assert torch.equal(total, x + branch)
+    assert torch.equal(gradients[1], gradients[0].half())
+    y, total, _ = kernels.normalise(x.half(), branch, weight.half(), 1e-6, torch.float16)
+    assert torch.equal(total, x.half() + branch)
+    assert (y - norm.rms_norm(total, weight.half(), 1e-6)).abs().max() < 4e-3
 
 
-def test_the_weight_of_a_norm_may_be_a_column_of_a_wider_tensor():
-    interpret(
-        KERNELS
-        + """
-x, weight = torch.randn(5, 32), torch.randn(32, 2)[:, 1]
-function = lambda x: kernels.ResidualNorm.apply(x, None, weight, 1e-6, torch.float32, False)
-check(function, lambda x: norm.rms_norm(x, weight.to(x.dtype), 1e-6), [x], [torch.randn(5, 32)])
-"""
-    )
+@on_every_device
+def test_the_weight_of_a_norm_may_be_a_column_of_a_wider_tensor(device):
+    def kernel(x, wide):
+        return kernels.ResidualNorm.apply(x, None, wide[:, 1], 1e-6, torch.float32, False)
+
+    inputs = {"x": torch.randn(5, 32), "wide": torch.randn(32, 2)}
+    expect_float64(kernel, lambda x, wide: norm.rms_norm(x, wide[:, 1], 1e-6), inputs, 1e-5)
 
 
-def test_no_rows_are_no_error():
-    interpret(
-        KERNELS
-        + """
-h = torch.zeros(0, 8, requires_grad=True)
-torch.ops.forgetting_transformer.swiglu(h).sum().backward()
-x, weight = torch.zeros(0, 8, requires_grad=True), torch.ones(8, requires_grad=True)
-kernels.ResidualNorm.apply(x, x * 1, weight, 1e-6, torch.float32, True)[0].sum().backward()
-assert weight.grad.eq(0).all()
-"""
-    )
+@on_every_device
+def test_no_rows_are_no_error(device):
+    h = torch.zeros(0, 8, requires_grad=True)
+    activate(h).sum().backward()
+    x, weight = torch.zeros(0, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    kernels.ResidualNorm.apply(x, x * 1, weight, 1e-6, torch.float32, True)[0].sum().backward()
+    assert weight.grad.eq(0).all()
 
 
 # Calls take the way that they take on a GPU, through what torch.compile reads there too.
 SERVED = """
+from forgetting_transformer.ops import backends, selftest
+from forgetting_transformer.ops.layers import residual_norm, shift_norm, shift_norm_triton, swiglu, swiglu_triton
+from forgetting_transformer.ops.layers import residual_norm_triton as kernels
 backends.MIN_KERNEL_TOKENS = 7
 
 def has_triton(op, module, device_index):
@@ -180,8 +154,7 @@ served = True
 
 def test_the_self_tests_pass_and_find_a_wrong_kernel():
     interpret(
-        KERNELS
-        + SERVED
+        SERVED
         + """
 def error(op, dtype):
     use = backends.OpUse(op, 3, 24, 24)
@@ -214,8 +187,7 @@ TRAIN = pytest.mark.rare(f"{FILE}::test_models_train_through_the_kernels")
 def test_models_train_through_the_kernels(name, how):
     """Blocks with and without an MLP give the loss and the gradients of PyTorch; compiled, in one graph each."""
     interpret(
-        KERNELS
-        + SERVED
+        SERVED
         + f"""
 from tests.model.small_models import PRO, small
 def run(how):
@@ -261,60 +233,33 @@ def test_gate_and_up_must_be_as_wide():
         swiglu.swiglu(torch.zeros(2, 5))
 
 
-# KiB of shared memory a program may have on every generation of GPU (test_forgetting_attention_compiles.py).
-GENERATIONS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-COMPILES = pytest.mark.rare(f"{FILE}::test_kernels_compile_for_every_generation")
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize(
-    "capability",
-    [pytest.param(c, marks=[] if c == 90 else [COMPILES]) for c in GENERATIONS],
-)
+@pytest.mark.parametrize("capability", generations(f"{FILE}::test_kernels_compile_for_every_generation"))
 def test_kernels_compile_for_every_generation(capability, tmp_path, monkeypatch):
     """In bfloat16 at the widths of the 760M models, 1,536 and 4,096 of the MLP; float32 and the widest rows."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from forgetting_transformer.ops.forgetting_attention.layout import FUSED
-    from forgetting_transformer.ops.layers import residual_norm_triton, swiglu_triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     rounded = {"h_ptr", "out_ptr", "d_out_ptr", "dh_ptr", "branch_ptr", "y_ptr", "dy_ptr", "d_branch_ptr"}
-    flags = {"HAS_BRANCH": True, "HAS_TOTAL": True}
+    flags, backward = {"HAS_BRANCH": True, "HAS_TOTAL": True}, kernels.residual_norm_backward_kernel
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (swiglu_triton.swiglu_forward_kernel, swiglu_triton._options(4096), "bf16"),
         (swiglu_triton.swiglu_backward_kernel, swiglu_triton._options(4096), "bf16"),
-        (residual_norm_triton.sum_kernel, {"PARTS": 512, "BLOCK": 32, "num_warps": 8, **FUSED}, "bf16"),
-        (
-            residual_norm_triton.residual_norm_forward_kernel,
-            flags | residual_norm_triton._options("forward", 1536),
-            "bf16",
-        ),
+        (kernels.sum_kernel, {"PARTS": 512, "BLOCK": 32, "num_warps": 8, **FUSED}, "bf16"),
+        (kernels.residual_norm_forward_kernel, flags | kernels._options("forward", 1536), "bf16"),
         *(
-            (
-                residual_norm_triton.residual_norm_backward_kernel,
-                flags | residual_norm_triton._options("backward", width),
-                dtype,
-            )
+            (backward, flags | kernels._options("backward", width), dtype)
             for width, dtype in ((1536, "bf16"), (2048, "fp32"), (4096, "fp32"), (8192, "fp32"))
         ),
     ]
     for kernel, given, dtype in cases:
-        constants = {name: value for name, value in given.items() if name in kernel.arg_names}
-        types, aligned = {}, {}
-        for i, argument in enumerate(kernel.arg_names):
-            if argument.endswith("_ptr"):
-                types[argument] = f"*{dtype}" if argument in rounded else "*fp32"
-            else:
-                types[argument] = "constexpr" if argument in constants else "fp32" if argument == "eps" else "i32"
-            if argument.endswith(("_ptr", "_row", "width")):
-                aligned[(i,)] = [["tt.divisibility", 16]]
-        launch = {name: value for name, value in given.items() if name not in {*constants, *flags}}
-        source = ASTSource(kernel, types, constants, aligned)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch)
-        assert compiled.metadata.shared <= GENERATIONS[capability] * 1024
+        types = dict.fromkeys(rounded, f"*{dtype}") | {"eps": "fp32"}
+        compiled = compile_kernel(
+            kernel, capability, given,
+            lambda x: types.get(x, "*fp32" if x.endswith("_ptr") else "i32"),  # noqa: B023
+            lambda x: x.endswith(("_ptr", "_row", "width")),
+            {name: value for name, value in given.items() if name not in {*kernel.arg_names, *flags}},
+        )  # fmt: skip
         # 16 bytes at a time, which masks and strides must not prevent.
         assert "v4.b32" in compiled.asm["ptx"]

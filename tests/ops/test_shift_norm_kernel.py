@@ -1,138 +1,120 @@
-"""The Triton kernels of token shift and norms of heads in Triton's interpreter, and compiled for every GPU."""
+"""The Triton kernels of token shift and norms of heads against PyTorch in float64, and compiled for every GPU."""
 
+import math
 import os
+import random
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 from forgetting_transformer.ops.layers import norm
+from forgetting_transformer.ops.layers import shift_norm_triton as launcher
 from forgetting_transformer.ops.layers.shift_norm import shift_norm
 from forgetting_transformer.ops.layers.token_shift import token_shift
-from tests.ops.interpreter import interpret
+from tests.ops.kernels import compile_kernel, expect_float64, generations, on_every_device
 
 FILE = "tests/ops/test_shift_norm_kernel.py"
 RARE_SHAPE = pytest.mark.rare(f"{FILE}::test_it_computes_what_pytorch_does_in_float64")
 RARE_OPERATOR = pytest.mark.rare(f"{FILE}::test_it_is_one_operator_to_torch_compile")
-RARE = pytest.mark.rare(f"{FILE}::test_it_compiles_for_every_generation_without_spilling")
-GENERATIONS = [90, *(pytest.param(capability, marks=RARE) for capability in (80, 86, 89, 100, 120))]
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
-CHECK = """
-import random
-from forgetting_transformer.ops.layers import shift_norm_triton as launcher
-from forgetting_transformer.ops.layers.shift_norm import shift_norm
 
-def results(function, leaves, d_out):
-    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in leaves]
-    # Slices of something wider, as of a projection that serves several.
-    wide = F.pad(leaves[0], (8, 3))
-    out = function(wide[..., 8:-3], *leaves[1:])
-    return [out.detach(), *torch.autograd.grad(out, [x for x in leaves if x is not None], d_out)]
-
-def check(batch, length, heads, head_dim, shift, norm, previous, begins, dtype=torch.float32, tolerance=1e-5):
+def expect_right(batch, length, heads, head_dim, shift, norm, previous, begins, dtype=torch.float32):
+    """For slices of something wider, as of a projection that serves several."""
     width = heads * head_dim
-    y, d_out = (torch.randn(batch, length, width).to(dtype) for _ in range(2))
-    leaves = [
-        y,
-        torch.randn(batch, length, heads).to(dtype) if shift else None,
-        torch.randn(batch, width).to(dtype) if previous else None,
-        {"own": torch.randn(width), "shared": torch.randn(head_dim), "none": None}[norm],
-    ]
-    begins = torch.rand(batch, length) < 0.3 if begins else None
-    def kernel(y, shift, previous, weight):
-        return launcher.shift_and_normalise(y, shift, previous, begins, weight, heads, 1e-2)
-    def reference(y, shift, previous, weight):
-        return shift_norm(
-            y, heads, shift_BTH=shift, previous_BE=previous, begins_BT=begins, weight=weight, eps=1e-2
-        )
-    got, again = results(kernel, leaves, d_out), results(kernel, leaves, d_out)
-    want = results(reference, [None if x is None else x.double() for x in leaves], d_out.double())
-    for a, b, e in zip(got, again, want, strict=True):
-        assert a.shape == e.shape and torch.equal(a, b)
-        error = ((a.double() - e).norm() / e.norm().clamp(min=1e-3)).item()
-        assert error < tolerance, f"{error:.1e} at {tuple(e.shape)}"
-"""
+    inputs = {
+        "wide": torch.randn(batch, length, width + 11).to(dtype),
+        "shift": torch.randn(batch, length, heads).to(dtype) if shift else None,
+        "previous": torch.randn(batch, width).to(dtype) if previous else None,
+        "weight": {"own": torch.randn(width), "shared": torch.randn(head_dim), "none": None}[norm],
+    }
+    begins_BT = torch.rand(batch, length) < 0.3 if begins else None
+
+    def kernel(wide, shift, previous, weight):
+        return launcher.shift_and_normalise(wide[..., 8:-3], shift, previous, begins_BT, weight, heads, 1e-2)
+
+    def reference(wide, shift, previous, weight):
+        options = {"shift_BTH": shift, "previous_BE": previous, "begins_BT": begins_BT, "weight": weight, "eps": 1e-2}
+        return shift_norm(wide[..., 8:-3], heads, **options)
+
+    expect_float64(kernel, reference, inputs, TOLERANCES[dtype])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shift, norm", [(True, "own"), (True, "none"), (False, "shared"), (True, "shared")])
-def test_it_computes_what_pytorch_does_in_float64(shift, norm):
-    """Stretches of 8 positions, so that some lie beyond the sequence, and most have a neighbour."""
-    interpret(
-        CHECK
-        + f"""
-launcher._STEPS, launcher._TILES = 2, {{"forward": 64, "backward": 64}}
-for length, previous, begins in ((1, True, False), (33, False, {shift}), (33, {shift}, False)):
-    check(2, length, 2, 16, {shift}, {norm!r}, previous and {shift}, begins)
-"""
-    )
+@on_every_device
+def test_it_computes_what_pytorch_does_in_float64(device, shift, norm):
+    """In the interpreter with stretches of 8 positions: some lie beyond the sequence, and most have a neighbour."""
+    if device == "cpu":
+        launcher._STEPS, launcher._TILES = 2, {"forward": 64, "backward": 64}
+    for length, previous, begins in ((1, shift, False), (33, False, shift), (33, shift, False)):
+        expect_right(2, length, 2, 16, shift, norm, previous, begins)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=RARE_SHAPE) for seed in range(1, 6))])
-def test_random_shapes(seed):
-    interpret(
-        CHECK
-        + f"""
-draw = random.Random({seed})
-for _ in range(2):
-    launcher._STEPS, launcher._MAX_PARTS = draw.choice([1, 2, 8]), draw.choice([1, 2, 256])
-    shift = draw.random() < 0.7
-    norm = draw.choice(["own", "shared"] + ["none"] * shift)
-    check(draw.randint(1, 2), draw.randint(1, 100), draw.randint(1, 3), draw.choice([8, 16, 24, 100]), shift, norm,
-          shift and draw.random() < 0.5, shift and draw.random() < 0.5)
-"""
-    )
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=RARE_SHAPE) for seed in range(1, 10))])
+@on_every_device
+def test_random_shapes(device, seed):
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(2):
+        shift = draw.random() < 0.7
+        norm = draw.choice(["own", "shared"] + ["none"] * shift)
+        options = shift, norm, shift and draw.random() < 0.5, shift and draw.random() < 0.5
+        if device == "cpu":
+            launcher._STEPS, launcher._MAX_PARTS = draw.choice([1, 2, 8]), draw.choice([1, 2, 256])
+            heads = draw.randint(1, 3), draw.choice([8, 16, 24, 100])
+            expect_right(draw.randint(1, 2), draw.randint(1, 100), *heads, *options)
+        else:
+            sequences = draw.choice([(1, 16384), (3, 1001), (2, 2048)])
+            heads = draw.choice([(24, 64), (12, 128), (5, 96), (3, 256), (7, 40)])
+            dtype = draw.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
+            expect_right(*sequences, *heads, *options, dtype)
 
 
 @pytest.mark.slow
-def test_sixteen_bits_round_the_results_alone():
-    interpret(CHECK + 'check(1, 70, 2, 16, True, "own", True, True, torch.float16, 1e-3)')
+@on_every_device
+def test_sixteen_bits_round_the_results_alone(device):
+    expect_right(1, 70, 2, 16, True, "own", True, True, torch.float16)
 
 
 @pytest.mark.slow
-def test_what_stands_before_a_document_does_not_matter():
+@on_every_device
+def test_what_stands_before_a_document_does_not_matter(device):
     """Not even where it is not finite; and what stands behind it gets no gradient from there."""
-    interpret(
-        CHECK
-        + """
-y, shift, weight = torch.randn(1, 40, 32), torch.randn(1, 40, 2), torch.randn(32)
-begins = torch.zeros(1, 40, dtype=torch.bool)
-begins[0, 17] = True
-y[0, 16] = math.inf
-leaf = y.requires_grad_()
-out = launcher.shift_and_normalise(leaf, shift, None, begins, weight, 2, 1e-6)
-assert out[:, 17:].isfinite().all()
-gradient, = torch.autograd.grad(out[:, 17:].sum(), leaf)
-assert gradient[:, 17:].isfinite().all() and gradient[:, 17:].any()
-# Backward the same: the last token of a document gets nothing from the first of the next, finite or not.
-y = torch.randn(1, 40, 32)
-y[0, 17] = math.inf
-leaf = y.requires_grad_()
-out = launcher.shift_and_normalise(leaf, shift, None, begins, weight, 2, 1e-6)
-gradient, = torch.autograd.grad(out.sum(), leaf)
-assert gradient[:, :17].isfinite().all() and gradient[:, :17].any()
-"""
-    )
+    shift, weight = torch.randn(1, 40, 2), torch.randn(32)
+    begins = torch.zeros(1, 40, dtype=torch.bool)
+    begins[0, 17] = True
+    y = torch.randn(1, 40, 32)
+    y[0, 16] = math.inf
+    leaf = y.requires_grad_()
+    out = launcher.shift_and_normalise(leaf, shift, None, begins, weight, 2, 1e-6)
+    assert out[:, 17:].isfinite().all()
+    (gradient,) = torch.autograd.grad(out[:, 17:].sum(), leaf)
+    assert gradient[:, 17:].isfinite().all() and gradient[:, 17:].any()
+    # Backward the same: the last token of a document gets nothing from the first of the next, finite or not.
+    y = torch.randn(1, 40, 32)
+    y[0, 17] = math.inf
+    leaf = y.requires_grad_()
+    out = launcher.shift_and_normalise(leaf, shift, None, begins, weight, 2, 1e-6)
+    (gradient,) = torch.autograd.grad(out.sum(), leaf)
+    assert gradient[:, :17].isfinite().all() and gradient[:, :17].any()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [0, *(pytest.param(case, marks=RARE_OPERATOR) for case in (1, 2))])
-def test_it_is_one_operator_to_torch_compile(case):
+@on_every_device
+def test_it_is_one_operator_to_torch_compile(device, case):
     """Its fakes have the shapes, strides and dtypes of its results, and its gradients are registered."""
-    interpret(
-        f"""
-from forgetting_transformer.ops.layers import shift_norm_triton
-y, shift = torch.randn(2, 9, 20)[..., 4:].requires_grad_(), torch.randn(2, 9, 2, requires_grad=True)
-previous, begins = torch.randn(2, 16, requires_grad=True), torch.rand(2, 9) < 0.3
-cases = (
-    (y, shift, previous, begins, torch.randn(16, requires_grad=True)),
-    (y, shift, None, None, None),
-    (y, None, None, None, torch.randn(8, requires_grad=True)),
-)
-torch.library.opcheck(torch.ops.forgetting_transformer.shift_norm, (*cases[{case}], 2, 1e-6))
-"""
+    y, shift = torch.randn(2, 9, 20)[..., 4:].requires_grad_(), torch.randn(2, 9, 2, requires_grad=True)
+    previous, begins = torch.randn(2, 16, requires_grad=True), torch.rand(2, 9) < 0.3
+    cases = (
+        (y, shift, previous, begins, torch.randn(16, requires_grad=True)),
+        (y, shift, None, None, None),
+        (y, None, None, None, torch.randn(8, requires_grad=True)),
     )
+    torch.library.opcheck(torch.ops.forgetting_transformer.shift_norm, (*cases[case], 2, 1e-6))
 
 
 def test_without_a_gpu_it_is_pytorch():
@@ -163,6 +145,9 @@ def test_what_does_not_fit_is_named(heads, options, message):
         shift_norm(torch.randn(2, 9, 24), heads, **options)
 
 
+RARE = pytest.mark.rare(f"{FILE}::test_it_compiles_for_every_generation_without_spilling")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
@@ -173,18 +158,12 @@ def test_what_does_not_fit_is_named(heads, options, message):
         pytest.param(128, False, True, False, marks=RARE),
     ],
 )
-@pytest.mark.parametrize("capability", GENERATIONS)
+@pytest.mark.parametrize("capability", generations(RARE.args[0]))
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_it_compiles_for_every_generation_without_spilling(
     name, capability, width, shift, normalised, begins, tmp_path, monkeypatch, capfd
 ):
     """Heads of the 760M models as slices of one product, whose rows lie 6,216 elements apart: 8 divides it, not 16."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from forgetting_transformer.ops.layers import shift_norm_triton as launcher
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
     y = torch.empty(1, 16, 6216, device="meta")[..., :1536]
@@ -192,19 +171,16 @@ def test_it_compiles_for_every_generation_without_spilling(
     constants = launcher._options(name, y, *given, 1536 // width)
     assert constants["UNIT"] == 8 and constants["WIDTH"] == width
     options = {key: constants.pop(key) for key in ("num_warps", *launcher.FUSED)}
-    kernel = getattr(launcher, f"shift_norm_{name}_kernel")
-    types, aligned = {}, {}
-    for i, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            types[argument] = "constexpr"
-        elif argument in ("weight_ptr", "part_ptr", "begins_ptr"):
-            types[argument] = "*i8" if argument == "begins_ptr" else "*fp32"
-        else:
-            types[argument] = "*bf16" if argument.endswith("_ptr") else "fp32" if argument == "epsilon" else "i32"
-        if argument.endswith("_ptr") or argument in ("length", "d_out_row", "d_out_batch"):
-            aligned[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, types, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+    def type_of(argument):
+        if argument.endswith("_ptr"):
+            return "*i8" if argument == "begins_ptr" else "*fp32" if argument in ("weight_ptr", "part_ptr") else "*bf16"
+        return "fp32" if argument == "epsilon" else "i32"
+
+    compiled = compile_kernel(
+        getattr(launcher, f"shift_norm_{name}_kernel"), capability, constants, type_of,
+        lambda x: x.endswith("_ptr") or x in ("length", "d_out_row", "d_out_batch"), options,
+    )  # fmt: skip
     assert "0 bytes spill stores" in capfd.readouterr().out
     assert compiled.metadata.shared <= 16 * 1024
     # 16 bytes at a time, which strides and masks must not prevent.

@@ -1,261 +1,278 @@
-"""The Triton kernels of linear attention whose heads share queries and keys, in Triton's interpreter, against the
-step-by-step reference in float64. Memory that is handed out unwritten holds NaN.
+"""The Triton kernels of linear attention whose heads share queries and keys, against the definition in float64.
+
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
+import itertools
+import os
 import random
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from tests.ops.interpreter import interpret
+from forgetting_transformer.ops import recurrence
+from forgetting_transformer.ops.layers.short_convolution import short_convolution
+from forgetting_transformer.ops.recurrence import Gates, convolved_ssd, grouped, reference, ssd, ssd_kernels
+from tests.ops.kernels import compile_kernel, expect_float64, generations, on_every_device
 
 pytestmark = pytest.mark.slow
 
-HELPERS = """
-from forgetting_transformer.ops.recurrence import grouped, reference, ssd
-from forgetting_transformer.ops.recurrence.reference import Gates
-
-NAMES = "out state dq dk dv dlog_decay dstep dskip dinitial".split()
+FILE = "tests/ops/test_ssd_kernel.py"
 DECAYS = {
     "random": lambda shape: F.logsigmoid(torch.randn(shape)),
     "none": torch.zeros,
     "strong": lambda shape: -30 * torch.rand(shape),
     "resets": lambda shape: torch.where(torch.rand(shape) < 0.1, -1e4, F.logsigmoid(torch.randn(shape) + 4)),
 }
+FLOAT32 = {"cpu": 2e-6, "cuda": 2e-5}
+TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
-def definition(q, k, v, log_decay, step, skip, initial_state, documents, scale):
-    q, k = (grouped.for_every_head(x, v.shape[2]) for x in (q, k))
-    if documents is not None:
-        log_decay = grouped.end_with_documents(log_decay, documents)
-    gates = Gates(log_decay=log_decay)
-    out, state = reference.linear_recurrence(q, k, v * step[..., None], gates, scale, initial_state)
-    return out if skip is None else out + skip[:, None] * v, state
 
-def inputs(batch, length, heads, groups, keys, values, decay="random", has_skip=True, has_state=True, breaks=0.0,
-           dtype=torch.float32, spread=False):
+def make_inputs(
+    batch, length, heads, groups, keys, values, decay="random", has_skip=True, has_state=True, dtype=torch.float32,
+    is_spread=False,
+):  # fmt: skip
     q, k = (torch.randn(batch, length, groups, keys).to(dtype) for _ in range(2))
     v = torch.randn(batch, length, heads, values).to(dtype)
-    if spread:  # slices of wider rows, as a layer passes them
+    if is_spread:  # slices of wider rows, as a layer passes them
         rows = torch.cat([x.flatten(2) for x in (v, k, q)], dim=-1)
         v, k, q = rows.split([heads * values, groups * keys, groups * keys], dim=-1)
         v = v.unflatten(-1, (heads, values))
         q, k = (x.unflatten(-1, (groups, keys)) for x in (q, k))
-    log_decay, step = DECAYS[decay]((batch, length, heads)), F.softplus(torch.randn(batch, length, heads))
-    skip = torch.randn(heads) if has_skip else None
-    state = torch.randn(batch, heads, keys, values) if has_state else None
-    documents = (torch.rand(batch, length) < breaks).int().cumsum(1).int() if breaks else None
-    return [q, k, v, log_decay, step, skip, state], documents
-
-def run(op, arguments, documents, scale, dtype=None):
-    leaves = [None if x is None else (x if dtype is None else x.to(dtype)).detach() for x in arguments]
-    leaves = [None if x is None else x.requires_grad_() for x in leaves]
-    out, state = op(*leaves, documents, scale)
-    generator = torch.Generator().manual_seed(1)
-    d_out = torch.randn(out.shape, generator=generator).half().to(out.dtype)
-    d_state = torch.randn(state.shape, generator=generator).half().to(state.dtype)
-    torch.autograd.backward((out, state), (d_out, d_state))
-    return [out.detach(), state.detach(), *(None if x is None else x.grad for x in leaves)]
-
-def check(arguments, documents, scale=1.0, tolerance=2e-6):
-    got = run(ssd.ssd, arguments, documents, scale)
-    want = run(definition, arguments, documents, scale, torch.float64)
-    for name, a, b in zip(NAMES, got, want, strict=True):
-        if b is None:
-            assert a is None, name
-            continue
-        assert a.shape == b.shape and a.isfinite().all(), name
-        error = ((a.double() - b).norm() / b.norm().clamp(min=0.1)).item()
-        assert error < tolerance, f"{name}: {error:.1e}"
-"""
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "log_decay": DECAYS[decay]((batch, length, heads)),
+        "step": F.softplus(torch.randn(batch, length, heads)),
+        "skip": torch.randn(heads) if has_skip else None,
+        "state": torch.randn(batch, heads, keys, values) if has_state else None,
+    }
 
 
-def expect(code: str) -> None:
-    interpret(HELPERS + code)
+def expect_right(inputs, breaks=0.0, scale=1.0):
+    """With documents that begin at a share of the tokens."""
+    q = inputs["q"]
+    documents = (torch.rand(q.shape[:2]) < breaks).int().cumsum(1).int() if breaks else None
+
+    def kernel(q, k, v, log_decay, step, skip, state):
+        return ssd.ssd(q, k, v, log_decay, step, skip, state, documents, scale)
+
+    def definition(q, k, v, log_decay, step, skip, state):
+        q, k = (grouped.for_every_head(x, v.shape[2]) for x in (q, k))
+        if documents is not None:
+            log_decay = grouped.end_with_documents(log_decay, documents)
+        gates = Gates(log_decay=log_decay)
+        out, state = reference.linear_recurrence(q, k, v * step[..., None], gates, scale, state)
+        return out if skip is None else out + skip[:, None] * v, state
+
+    expect_float64(kernel, definition, inputs, TOLERANCES.get(q.dtype, FLOAT32[q.device.type]))
 
 
 @pytest.mark.quick
-def test_one_chunk_and_a_part_with_everything():
-    expect("check(*inputs(1, 70, 2, 1, 16, 16, breaks=0.05), scale=0.7)")
+@on_every_device
+def test_one_chunk_and_a_part_with_everything(device):
+    expect_right(make_inputs(1, 70, 2, 1, 16, 16), breaks=0.05, scale=0.7)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("skip", ["torch.randn(2, 3)[:, 1]", "torch.randn(1).expand(2)"])
-def test_skip_may_be_a_column_of_a_wider_tensor_or_one_number_for_all(skip):
-    expect(
-        f"""
-arguments, _ = inputs(1, 20, 2, 1, 16, 16)
-arguments[5] = {skip}
-check(arguments, None)
-"""
-    )
+@pytest.mark.parametrize("is_column", [True, False])
+@on_every_device
+def test_skip_may_be_a_column_of_a_wider_tensor_or_one_number_for_all(device, is_column):
+    skip = torch.randn(2, 3)[:, 1] if is_column else torch.randn(1).expand(2)
+    expect_right(make_inputs(1, 20, 2, 1, 16, 16) | {"skip": skip})
 
 
-RAGGED = pytest.mark.rare("tests/ops/test_ssd_kernel.py::test_ragged_lengths")
+RAGGED = pytest.mark.rare(f"{FILE}::test_ragged_lengths")
 
 
 @pytest.mark.parametrize("length", [1, 130, *(pytest.param(length, marks=RAGGED) for length in (31, 64, 65, 200))])
-def test_ragged_lengths(length):
+@on_every_device
+def test_ragged_lengths(device, length):
     """A chunk has 64 tokens."""
-    expect(f"check(*inputs(2, {length}, 2, 1, 16, 16))")
+    expect_right(make_inputs(2, length, 2, 1, 16, 16))
 
 
 @pytest.mark.parametrize("decay", ["none", "strong", "resets"])
-def test_strong_and_absent_decay(decay):
-    expect(f"check(*inputs(1, 70, 3, 1, 16, 32, {decay!r}))")
+@on_every_device
+def test_strong_and_absent_decay(device, decay):
+    expect_right(make_inputs(1, 70, 3, 1, 16, 32, decay))
 
 
-@pytest.mark.parametrize(
-    "breaks",
-    [
-        0.3,
-        1.0,
-        pytest.param(
-            0.01,
-            marks=pytest.mark.rare(
-                "tests/ops/test_ssd_kernel.py::test_no_state_goes_on_from_one_document_into_the_next"
-            ),
-        ),
-    ],
-)
-def test_no_state_goes_on_from_one_document_into_the_next(breaks):
-    expect(f"check(*inputs(2, 70, 2, 1, 16, 16, breaks={breaks}))")
+@pytest.mark.parametrize("breaks", [0.3, 1.0])
+@on_every_device
+def test_no_state_goes_on_from_one_document_into_the_next(device, breaks):
+    expect_right(make_inputs(2, 70, 2, 1, 16, 16), breaks)
 
 
-@pytest.mark.parametrize(
-    "has_skip, has_state",
-    [
-        (True, False),
-        (False, True),
-        pytest.param(
-            False,
-            False,
-            marks=pytest.mark.rare("tests/ops/test_ssd_kernel.py::test_without_skip_or_initial_state"),
-        ),
-    ],
-)
-def test_without_skip_or_initial_state(has_skip, has_state):
-    expect(f"check(*inputs(1, 70, 4, 2, 16, 16, has_skip={has_skip}, has_state={has_state}))")
+@pytest.mark.parametrize("has_skip, has_state", [(True, False), (False, True)])
+@on_every_device
+def test_without_skip_or_initial_state(device, has_skip, has_state):
+    expect_right(make_inputs(1, 70, 4, 2, 16, 16, has_skip=has_skip, has_state=has_state))
 
 
-def test_slices_of_wider_rows():
-    expect("check(*inputs(2, 70, 4, 2, 32, 16, spread=True))")
+@on_every_device
+def test_slices_of_wider_rows(device):
+    expect_right(make_inputs(2, 70, 4, 2, 32, 16, is_spread=True))
 
 
-def test_more_heads_than_one_program_adds_up():
+@on_every_device
+def test_more_heads_than_one_program_adds_up(device):
     """18 heads of a group are three blocks of six."""
-    expect("check(*inputs(1, 40, 18, 1, 16, 16))")
+    expect_right(make_inputs(1, 40, 18, 1, 16, 16))
 
 
-def test_16_bit_inputs_have_chunks_of_128():
-    expect("check(*inputs(1, 140, 2, 1, 32, 16, breaks=0.02, dtype=torch.float16), tolerance=2e-3)")
-
-
-def test_16_bits_keep_their_digits_through_strong_decay():
-    expect("check(*inputs(1, 140, 2, 1, 16, 16, 'resets', dtype=torch.float16), tolerance=2e-3)")
+@pytest.mark.parametrize("decay", ["random", "resets"])
+@on_every_device
+def test_16_bit_inputs_have_chunks_of_128_and_keep_their_digits(device, decay):
+    expect_right(make_inputs(1, 140, 2, 1, 32, 16, decay, dtype=torch.float16), breaks=0.02)
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=RAGGED) for seed in range(2, 20))])
-def test_random_shapes(seed):
-    chosen = random.Random(seed)
-    groups = chosen.choice([1, 2, 3])
+@on_every_device
+def test_random_shapes(device, seed):
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    groups, is_small = draw.choice([1, 2, 3]), device == "cpu"
     sizes = (
-        chosen.choice([1, 2]),
-        chosen.randint(1, 140),
-        groups * chosen.choice([1, 2, 3]),
+        draw.choice([1, 2]),
+        draw.randint(1, 140) if is_small else draw.choice([2, 17, 63, 128, 130, 200, 300, 513, 1100]),
+        groups * draw.choice([1, 2, 3] if is_small else [2, 3, 8, 12]),
         groups,
-        chosen.choice([16, 32]),
-        chosen.choice([16, 32]),
+        *(draw.choice([16, 32] if is_small else [16, 32, 64, 128]) for _ in range(2)),
     )
-    options = {
-        "decay": chosen.choice(["random", "none", "strong", "resets"]),
-        "has_skip": chosen.random() < 0.5,
-        "has_state": chosen.random() < 0.5,
-        "breaks": chosen.choice([0.0, 0.0, 0.03]),
-        "spread": chosen.random() < 0.5,
-    }
-    expect(f"check(*inputs(*{sizes}, **{options}), scale={chosen.choice([1.0, 0.3])})")
+    dtypes = [torch.float32] if is_small else [torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
+    inputs = make_inputs(
+        *sizes, draw.choice([*DECAYS]), draw.random() < 0.5, draw.random() < 0.5, draw.choice(dtypes),
+        draw.random() < 0.5,
+    )  # fmt: skip
+    expect_right(inputs, draw.choice([0.0, 0.0, 0.03]), draw.choice([1.0, 0.3]))
 
 
-def test_a_gradient_of_the_final_state_alone():
-    expect("""
-arguments, documents = inputs(1, 70, 2, 1, 16, 16)
-def gradients(op, dtype):
-    leaves = [x.to(dtype).detach().requires_grad_() for x in arguments]
-    _, state = op(*leaves, None, 1.0)
-    return torch.autograd.grad(state.square().sum(), leaves, allow_unused=True, materialize_grads=True)
-for a, b in zip(gradients(ssd.ssd, torch.float32), gradients(definition, torch.float64), strict=True):
-    assert (a.double() - b).norm() <= 1e-5 * b.norm().clamp(min=0.1)
-""")
+@on_every_device
+def test_a_gradient_of_the_final_state_alone(device):
+    inputs = make_inputs(1, 70, 2, 1, 16, 16) | {"skip": None}
+    expect_float64(
+        lambda **x: ssd.ssd(*x.values(), None, 1.0)[1],
+        lambda q, k, v, log_decay, step, skip, state: recurrence.recurrence(
+            q, k, v, log_decay=log_decay, step=step, state=state, scale=1.0
+        )[1],
+        inputs,
+        2e-5,
+    )
 
 
-def test_the_operators_keep_what_pytorch_asks_of_them():
+@on_every_device
+def test_the_operators_keep_what_pytorch_asks_of_them(device):
     """Fake tensors have the shapes, dtypes and strides of real ones, and autograd is registered as torch.compile
     wants it."""
-    expect("""
-arguments, documents = inputs(1, 40, 2, 1, 16, 16, breaks=0.1)
-leaves = [x.requires_grad_() for x in arguments]
-tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-torch.library.opcheck(torch.ops.forgetting_transformer.ssd.default, (*leaves, documents, 1.0), test_utils=tests)
-""")
+    leaves = [x.requires_grad_() for x in make_inputs(1, 40, 2, 1, 16, 16).values()]
+    documents = (torch.rand(1, 40) < 0.1).int().cumsum(1).int()
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.forgetting_transformer.ssd.default, (*leaves, documents, 1.0), test_utils=tests)
 
 
-def test_convolution_and_state_space_as_one_operator():
+@on_every_device
+def test_convolution_and_state_space_as_one_operator(device):
     """Outputs, states and gradients of what the two ops give one after the other."""
-    expect("""
-from forgetting_transformer.ops import recurrence
-from forgetting_transformer.ops.recurrence import convolved_ssd
-from forgetting_transformer.ops.layers.short_convolution import short_convolution
+    batch, length, heads, groups, keys, values, taps = 1, 70, 4, 2, 16, 16, 4
+    channels = heads * values + 2 * groups * keys
+    inputs = {
+        "x": torch.randn(batch, length, channels + 7)[..., 3:-4],
+        "weight": torch.randn(channels, 1, taps),
+        "bias": torch.randn(channels),
+        "previous": torch.randn(batch, channels, taps - 1),
+        "log_decay": F.logsigmoid(torch.randn(batch, length, heads)),
+        "step": F.softplus(torch.randn(batch, length, heads)),
+        "skip": torch.randn(heads),
+        "state": torch.randn(batch, heads, keys, values),
+    }
 
-batch, length, heads, groups, keys, values, taps = 1, 70, 4, 2, 16, 16, 4
-channels = heads * values + 2 * groups * keys
-arguments = [
-    torch.randn(batch, length, channels + 7)[..., 3:-4], torch.randn(channels, 1, taps), torch.randn(channels),
-    torch.randn(batch, channels, taps - 1), F.logsigmoid(torch.randn(batch, length, heads)),
-    F.softplus(torch.randn(batch, length, heads)), torch.randn(heads), torch.randn(batch, heads, keys, values),
-]
-def apart(x, weight, bias, previous, log_decay, step, skip, state):
-    y, last = short_convolution(x, weight, bias, previous_BCW=previous, silu=True)
-    v, k, q = y.split([heads * values, groups * keys, groups * keys], dim=-1)
-    q, k = (x.unflatten(-1, (groups, keys)) for x in (q, k))
-    out, state = recurrence.recurrence(
-        q, k, v.unflatten(-1, (heads, values)), log_decay=log_decay, step=step, skip=skip, scale=0.7, state=state
-    )
-    return out, state, last
-def together(*tensors):
-    return convolved_ssd.convolved_ssd(*tensors, *documents, groups, keys, 0.7)
-documents = (None, None)
-def results(op, given, dtype):
-    leaves = [None if x is None else x.to(dtype).detach().requires_grad_() for x in given]
-    outs = op(*leaves)
-    generator = torch.Generator().manual_seed(1)
-    torch.autograd.backward(outs, [torch.randn(x.shape, generator=generator).to(x.dtype) for x in outs])
-    return [*outs, *(x.grad for x in leaves if x is not None)]
-for absent in ((), (2, 3), (6, 7)):
-    given = [None if i in absent else x for i, x in enumerate(arguments)]
-    got, want = results(together, given, torch.float32), results(apart, given, torch.float64)
-    for a, b in zip(got, want, strict=True):
-        assert (a.double() - b).norm() <= 2e-6 * b.norm()
-leaves = [x.detach().clone().requires_grad_() for x in arguments]
-tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-operator = torch.ops.forgetting_transformer.convolved_ssd.default
-torch.library.opcheck(operator, (*leaves, None, None, groups, keys, 0.7), test_utils=tests)
+    def apart(x, weight, bias, previous, log_decay, step, skip, state):
+        y, last = short_convolution(x, weight, bias, previous_BCW=previous, silu=True)
+        v, k, q = y.split([heads * values, groups * keys, groups * keys], dim=-1)
+        q, k = (x.unflatten(-1, (groups, keys)) for x in (q, k))
+        v = v.unflatten(-1, (heads, values))
+        gates = {"log_decay": log_decay, "step": step, "skip": skip}
+        return *recurrence.recurrence(q, k, v, **gates, scale=0.7, state=state), last
 
-# Packed documents: each row in parts, of which the first goes on from what came before it.
-bounds = [0, 3, 4, 33, 64, length]
-positions = torch.cat([torch.arange(b - a) for a, b in zip(bounds, bounds[1:])]).expand(batch, -1).contiguous()
-positions[:, :3] += 9
-documents = (positions.int(), (positions == 0).cumsum(1, dtype=torch.int32))
-def one_by_one(x, weight, bias, previous, log_decay, step, skip, state):
-    outs = []
-    for a, b in zip(bounds, bounds[1:]):
-        own = (previous, state) if a == 0 else (None, None)
-        out, last_state, _ = apart(
-            x[:, a:b], weight, bias, own[0], log_decay[:, a:b], step[:, a:b], skip, own[1]
-        )
-        outs.append(out)
-    return torch.cat(outs, dim=1), last_state, x[:, -(taps - 1):].transpose(1, 2)
-got, want = results(together, arguments, torch.float32), results(one_by_one, arguments, torch.float64)
-for a, b in zip(got, want, strict=True):
-    assert (a.double() - b).norm() <= 2e-6 * b.norm()
-""")
+    def together(documents, **given):
+        return convolved_ssd.convolved_ssd(*given.values(), *documents, groups, keys, 0.7)
+
+    for absent in ((), ("bias", "previous"), ("skip", "state")):
+        given = inputs | dict.fromkeys(absent)
+        expect_float64(lambda **x: together((None, None), **x), apart, given, FLOAT32[device])
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    leaves = [x.detach().clone().requires_grad_() for x in inputs.values()]
+    operator = torch.ops.forgetting_transformer.convolved_ssd.default
+    torch.library.opcheck(operator, (*leaves, None, None, groups, keys, 0.7), test_utils=tests)
+
+    # Packed documents: each row in parts, of which the first goes on from what came before it.
+    bounds = [0, 3, 4, 33, 64, length]
+    positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(bounds)]).expand(batch, -1).contiguous()
+    positions[:, :3] += 9
+    documents = (positions.int(), (positions == 0).cumsum(1, dtype=torch.int32))
+
+    def one_by_one(x, weight, bias, previous, log_decay, step, skip, state):
+        outs = []
+        for a, b in itertools.pairwise(bounds):
+            before, initial = (previous, state) if a == 0 else (None, None)
+            part = (x[:, a:b], weight, bias, before, log_decay[:, a:b], step[:, a:b], skip, initial)
+            out, last_state, _ = apart(*part)
+            outs.append(out)
+        return torch.cat(outs, dim=1), last_state, x[:, -(taps - 1) :].transpose(1, 2)
+
+    expect_float64(lambda **x: together(documents, **x), one_by_one, inputs, FLOAT32[device])
+
+
+def test_the_comparison_notices_a_factor():
+    inputs = {name: torch.randn(2, 3) for name in "ab"}
+    with pytest.raises(AssertionError, match="out 0: error"):
+        expect_float64(lambda a, b: 1.001 * a * b, lambda a, b: a * b, inputs, 1e-4)
+
+
+# Arguments by name; what is not listed is a float32 pointer or an integer.
+_OF_DTYPE = ("q_ptr", "k_ptr", "v_ptr", "d_out_ptr", "out_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "states_ptr")
+LARGEST = pytest.mark.rare(f"{FILE}::test_kernels_fit_the_shared_memory_of_every_generation")
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("name", ["decay", "score", "state", "output", "value_gradient", "key_gradient",
+                                  "score_gradient", "group_gradient", "decay_gradient"])  # fmt: skip
+@pytest.mark.parametrize(
+    "capability, dtype, has_documents, keys, values",
+    [
+        *(pytest.param(*x.values, "bf16", False, 128, 64, marks=x.marks) for x in generations(LARGEST.args[0])),
+        *(
+            pytest.param(86, *case, marks=LARGEST)
+            for case in (("bf16", True, 256, 64), ("bf16", False, 128, 128), ("fp32", True, 128, 64))
+        ),
+    ],
+)
+def test_kernels_fit_the_shared_memory_of_every_generation(
+    name, capability, dtype, has_documents, keys, values, tmp_path, monkeypatch
+):
+    """At the shape of Mamba-2's 760M model; the largest heads on GPUs with the least."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tiles = ssd.TILES[4 if dtype == "fp32" else 2]
+    block_k, block_v = (min(a, b) for a, b in zip(tiles.state_block, (keys, values), strict=True))
+    constants = {
+        "CHUNK": tiles.chunk, "TILE": tiles.tile, "KEYS": keys, "VALUES": values, "BLOCK_K": block_k,
+        "BLOCK_V": block_v, "HEADS": 8, "BLOCKS": 6, "HAS_SKIP": True, "HAS_START": True,
+        "HAS_DOCUMENTS": has_documents, "REVERSE": False, "READS": True, "PRECISION": "ieee",
+    }  # fmt: skip
+
+    def type_of(argument):
+        if argument in (*_OF_DTYPE, "d_states_ptr"):
+            return f"*{dtype}"
+        if not argument.endswith("_ptr"):
+            return "fp32" if argument in ("scale", "minimum") else "i32"
+        is_wide = argument == "sums_ptr" and dtype == "fp32"
+        return "*i32" if argument == "documents_ptr" else "*fp64" if is_wide else "*fp32"
+
+    options = {key: value for key, value in tiles.options(name).items() if key != "CHUNK"}
+    kernel = getattr(ssd_kernels, f"{name}_kernel")
+    compile_kernel(kernel, capability, constants, type_of, lambda x: x.endswith(("_ptr", "_0", "_1", "_2")), options)
