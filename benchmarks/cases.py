@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,10 @@ def parse(
     argv: Sequence[str] | None,
     on_gpu: Mapping[str, Any] | None = None,
     on_cpu: Mapping[str, Any] | None = None,
-    variants: Collection[str] = (),
 ) -> argparse.Namespace:
     """The options; those that were not given are `on_gpu` or `on_cpu`.
 
-    An experiment must be a file, the output_dir of a run or one of `variants`.
+    An experiment must be a file or the output_dir of a run.
     """
     args = made.parse_args(argv)
     if args.device is None:
@@ -96,7 +95,7 @@ def parse(
         if getattr(args, key) is None:
             setattr(args, key, value)
     for name in [getattr(args, "experiment", None), *getattr(args, "experiments", [])]:
-        if name is not None and name not in variants and not experiment_file(name).is_file() and not is_run(name):
+        if name is not None and not experiment_file(name).is_file() and not is_run(name):
             folder = CONFIGS / "experiment"
             known = sorted(str(f.relative_to(folder).with_suffix("")) for f in folder.glob("**/*.yaml"))
             made.error(f"there is no experiment {name!r}; choose from {', '.join(known)}")

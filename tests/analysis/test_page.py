@@ -126,7 +126,7 @@ def test_what_is_left_out_is_named(runs, tmp_path):
     (other / "results.json").write_text('{"accuracy": 0.5}')
     done = run_script(SCRIPT, runs[0], new, "--results", other, "--out", tmp_path / "page")
     assert done.returncode == 0, done.stderr
-    assert f"left out: {new} has no folder 'metrics'" in done.stderr
+    assert f"left out: {new} has no losses yet" in done.stderr
     assert f"left out: {other} holds no results of evaluations" in done.stderr
     assert ">new (fox_pro)</t" in (tmp_path / "page/report.html").read_text()
 

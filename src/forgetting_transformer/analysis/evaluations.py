@@ -184,33 +184,36 @@ def read_evaluations(folders: Iterable[Path]) -> list[Evaluation]:
 def read_named(texts: Sequence[str]) -> dict[str, list[Evaluation]]:
     """The evaluations of every `[NAME=]FOLDER` on a command line, by name, in that order.
 
-    A NAME that is given again is the same model with another seed.
-
     Raises:
-        AnalysisError: one is not there or damaged, or two folders without a NAME are called the same.
+        AnalysisError: one is not there or damaged, or `named_folders` refuses the names.
     """
     found: dict[str, list[Evaluation]] = {}
-    unnamed = set()
-    for text in texts:
-        given, path = split_name(text)
-        name = given or path.resolve().name
-        if name in unnamed or (given is None and name in found):
-            raise AnalysisError(f"two results are called {name!r}: give them names, NAME=FOLDER")
-        if given is None:
-            unnamed.add(name)
-        evaluation = read_evaluation(path)
-        if evaluation is None:
+    for name, folder in named_folders(texts):
+        if (evaluation := read_evaluation(folder)) is None:
             raise AnalysisError(
-                f"there are no results in {path}: run the evaluation that writes them first, to its end"
+                f"there are no results in {folder}: run the evaluation that writes them first, to its end"
             )
         found.setdefault(name, []).append(evaluation)
     return found
 
 
-def split_name(text: str) -> tuple[str | None, Path]:
-    """`[NAME=]PATH` of a command line; None without a NAME, and where there is a path that is called so."""
-    name, separator, path = text.partition("=")
-    return (name, Path(path)) if separator and not Path(text).exists() else (None, Path(text))
+def named_folders(texts: Sequence[str]) -> list[tuple[str, Path]]:
+    """Name and folder of every `[NAME=]FOLDER`. A NAME that is given again is the same model with another seed.
+
+    Raises:
+        AnalysisError: a folder without a NAME is called as another, which may be by chance.
+    """
+    found, unnamed = [], []
+    for text in texts:
+        name, separator, path = text.partition("=")
+        if not separator or Path(text).exists():
+            name, path = Path(text).resolve().name, text
+            unnamed.append(name)
+        found.append((name, Path(path)))
+    names = [name for name, _ in found]
+    if same := [name for name in unnamed if names.count(name) > 1]:
+        raise AnalysisError(f"two results are called {same[0]!r}: give them names, NAME=FOLDER")
+    return found
 
 
 def number_table(evaluation: Evaluation) -> Table:

@@ -16,7 +16,7 @@ import numpy as np
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError
-from forgetting_transformer.analysis.evaluations import split_name
+from forgetting_transformer.analysis.evaluations import named_folders
 from forgetting_transformer.analysis.statistics import clustered_error, mean_and_error
 from forgetting_transformer.analysis.tables import Table, with_error
 from forgetting_transformer.files import read_json
@@ -114,19 +114,13 @@ class Result:
     group_N: np.ndarray | None = None
 
 
-def read_result(path: Path, name: str | None = None) -> Result:
-    """Reads a result: its folder, its `results.npz`, or a folder above exactly one such file.
+def read_result(folder: Path, name: str) -> Result:
+    """Reads a result under a name.
 
     Raises:
-        AnalysisError: there is none, there are several, or it is damaged.
+        AnalysisError: there is none, or it is damaged.
     """
-    file = path
-    if path.is_dir():
-        files = sorted(path.rglob("results.npz"))
-        if len(files) != 1:
-            listed = ", ".join(str(f.parent) for f in files) or "none"
-            raise AnalysisError(f"{path}: expected one results.npz in or under it, found {listed}; name one of them")
-        file = files[0]
+    file = folder / "results.npz"
     try:
         with np.load(file, allow_pickle=False) as arrays:
             loss_T = np.asarray(arrays[LOSS_PER_TOKEN], dtype=np.float64)
@@ -135,24 +129,16 @@ def read_result(path: Path, name: str | None = None) -> Result:
         raise AnalysisError(f"{file}: cannot read the array {LOSS_PER_TOKEN!r} ({error})") from error
     summary_file = file.with_suffix(".json")
     summary = read_json(summary_file) if summary_file.is_file() else {}
-    shown = name or summary.get("model") or file.parent.name
-    return Result(shown, loss_T, summary, octaves_NO, group_N)
+    return Result(name, loss_T, summary, octaves_NO, group_N)
 
 
 def read_named(texts: Sequence[str]) -> list[Result]:
-    """Reads every `[NAME=]PATH` of a command line. Results with one NAME are seeds of one model.
+    """Reads every `[NAME=]FOLDER` of a command line. Results with one NAME are seeds of one model.
 
     Raises:
-        AnalysisError: one cannot be read, or two without a NAME are of models that are called the same.
+        AnalysisError: one cannot be read, or `named_folders` refuses the names.
     """
-    results: list[Result] = []
-    for text in texts:
-        name, path = split_name(text)
-        result = read_result(path, name)
-        if name is None and result.name in {other.name for other in results}:
-            raise AnalysisError(f"two results are called {result.name!r}: give them names, NAME=FOLDER")
-        results.append(result)
-    return results
+    return [read_result(folder, name) for name, folder in named_folders(texts)]
 
 
 def group_seeds(results: Sequence[Result]) -> dict[str, np.ndarray]:

@@ -7,20 +7,19 @@ a run is trained.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens, loss_on_sets
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, scores_over_training, training_metrics
-from forgetting_transformer.analysis.runs import Run, check_logged, read_position_losses, read_run, run_names
+from forgetting_transformer.analysis.runs import Run, read_position_losses, read_run, run_names
 from forgetting_transformer.analysis.scores_in_training import read_scores
 from forgetting_transformer.analysis.tables import format_tokens
 
 #: Values that are listed in conditions; of more, only their number is said.
 _LISTED = 4
-T = TypeVar("T")
 
 
 class RunFigure(NamedTuple):
@@ -78,7 +77,12 @@ def of_runs(runs: Sequence[Run], left_out: list[str]) -> Iterator[RunFigure]:
     Raises:
         ValueError: a file is damaged.
     """
-    logged = [run for run, _ in _read(check_logged, runs, left_out)]
+    logged = [run for run in runs if run.train.tokens.size or run.heldout.tokens.size]
+    left_out += [
+        f"{run.output_dir} has no losses yet: give a run's output_dir, and wait until the run has logged once"
+        for run in runs
+        if run not in logged
+    ]
     made_with = conditions(logged)
 
     def of_all(draw: Callable[..., Any], shown: Any = logged) -> Callable[[Path], object]:
@@ -98,10 +102,12 @@ def of_runs(runs: Sequence[Run], left_out: list[str]) -> Iterator[RunFigure]:
         draw = partial(scores_over_training, scored, conditions=conditions(scored))
         yield RunFigure("evaluations", "Evaluations during training", draw)
     for eval_set in ("", *sets):
-        members = [run.on(eval_set) for run in runs if not eval_set or eval_set in run.eval_sets]
+        members = [run.on(eval_set) for run in logged if not eval_set or eval_set in run.eval_sets]
         curves: dict[str, np.ndarray] = {}
         lengths: dict[str, int | None] = {}
-        for run, losses in _read(read_position_losses, members, left_out):
+        for run in members:
+            if not (losses := read_position_losses(run)):
+                left_out.append(f"{run.output_dir} has no loss at every position of {run.heldout_kind} yet")
             curves |= losses
             lengths |= dict.fromkeys(losses, run.setting("datamodule", "train_batch_len"))
         if curves:
@@ -128,17 +134,6 @@ def of_evaluation(output_dir: Path, kind: str, folder: Path) -> dict[str, Path]:
             figure.draw(folder / f"{wanted}.png")
             return {wanted: folder / f"{wanted}.png"}
     return {}
-
-
-def _read(read: Callable[[Run], T], runs: Sequence[Run], left_out: list[str]) -> list[tuple[Run, T]]:
-    """The runs that `read` finds something of, each with that."""
-    found = []
-    for run in runs:
-        try:
-            found.append((run, read(run)))
-        except FileNotFoundError as error:
-            left_out.append(str(error))
-    return found
 
 
 def _heldout_tokens(run: Run) -> str | None:

@@ -33,8 +33,6 @@ EMA_WEIGHTS = "EMA weights"
 # Evaluations are at whole steps, and a point of equal FLOPs need not be: so near, as a part of the tokens, is there.
 _SAME_PLACE = 1e-3
 _NOT_FINITE = re.compile(r"infinite or NaN|not finite")
-#: Kinds with loss at every position on the corpus's own texts, the preferred one first -> what they are of.
-_OWN_TEXTS = {names.VAL: "held-out", names.TRAIN_EVAL: "training batches"}
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -290,45 +288,27 @@ def read_run(output_dir: Path, name: str | None = None) -> Run:
     return Run(output_dir, output_dir.name if name is None else name)
 
 
-def check_logged(run: Run) -> None:
-    """
-    Raises:
-        FileNotFoundError: the folder is not a run's, or no loss has been logged yet.
-    """
-    _check_is_run(run.output_dir)
-    if run.train.tokens.size == 0 and run.heldout.tokens.size == 0:
-        raise FileNotFoundError(
-            f"{_jsonlines(run.output_dir)}: no 'train/loss' in train.jsonl and no 'val/loss' in val.jsonl yet. "
-            "They appear when the run has logged for the first time."
-        )
-
-
 def read_position_losses(run: Run) -> dict[str, np.ndarray]:
     """A run's newest loss at every position (seq_len,), by what it is of: "run3, held-out, after 5.12K tokens".
 
     It is of held-out documents, else of training batches; of another set, of that alone. Of the corpus's own documents
-    there is also that of the moving average of the weights, where the run evaluated one.
+    there is also that of the moving average of the weights, where the run evaluated one. {} before any validation.
 
     Raises:
-        FileNotFoundError: the folder is not a run's, or no such file has been written yet.
         ValueError: the newest file is not whole, or does not hold the array.
     """
-    _check_is_run(run.output_dir)
     folder = run.output_dir / "metrics" / "npz"
-    kinds = {run.heldout_kind: f"held-out ({run.eval_set})"} if run.eval_set else _OWN_TEXTS
-    newest = {kind: max((folder / kind).glob("step-*.npz"), default=None) for kind in (*kinds, names.VAL_EMA)}
-    found = [kind for kind in kinds if newest[kind]][:1]
-    if not found:
-        raise FileNotFoundError(
-            f"{folder}: no {' and no '.join(f'{kind}/step-*.npz' for kind in kinds)} yet. They appear after the run's "
-            "first validation."
-        )
-    averaged = {} if run.eval_set else {names.VAL_EMA: f"held-out, {EMA_WEIGHTS}"}
+    of = {names.VAL: "held-out", names.TRAIN_EVAL: "training batches", names.VAL_EMA: f"held-out, {EMA_WEIGHTS}"}
+    if run.eval_set:
+        of = {run.heldout_kind: f"held-out ({run.eval_set})"}
+    newest = {kind: max(folder.glob(f"{kind}/step-*.npz"), default=None) for kind in of}
+    if newest.get(names.VAL):
+        newest[names.TRAIN_EVAL] = None
     losses = {}
-    for kind, of in [(found[0], kinds[found[0]]), *averaged.items()]:
-        if file := newest[kind]:
+    for kind, file in newest.items():
+        if file is not None:
             tokens = format_tokens(float(f"{int(file.stem.removeprefix('step-')):.3g}"))
-            losses[f"{run.name}, {of}, after {tokens} tokens"] = _position_loss(file, kind)
+            losses[f"{run.name}, {of[kind]}, after {tokens} tokens"] = _position_loss(file, kind)
     return losses
 
 
@@ -388,10 +368,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _jsonlines(output_dir: Path) -> Path:
     return output_dir / "metrics" / "jsonlines"
-
-
-def _check_is_run(output_dir: Path) -> None:
-    if not (output_dir / "metrics").is_dir():
-        raise FileNotFoundError(
-            f"{output_dir} has no folder 'metrics': give a run's output_dir (and wait until the run has logged once)."
-        )

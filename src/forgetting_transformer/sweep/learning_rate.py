@@ -66,12 +66,6 @@ def check_overrides(overrides: Sequence[str]) -> None:
             )
 
 
-def run_name(head_dim: int | None, index: int, seed: int) -> str:
-    """The folder of a run inside the sweep's."""
-    prefix = "" if head_dim is None else f"head_dim{head_dim}_"
-    return f"{prefix}lr{grid_text(index)}_seed{seed}"
-
-
 @dataclass
 class GridSearch:
     """Which runs the search needs next, given the losses it has; knows nothing of how they are made.
@@ -100,42 +94,28 @@ class GridSearch:
         return min(self.indices, key=lambda index: (self._mean(index), index))
 
     def needed(self) -> list[tuple[int, int]]:
-        """The runs to make next, as (grid index, seed); none if the best rate, and those that are as good beside it,
-        have a worse one on either side, and it and its neighbours have all seeds.
+        """The runs to make next, as (grid index, seed); none if the best rate has a worse one on either side, and it
+        and its neighbours have all seeds.
 
         Raises:
             SweepError: there is no such rate within FARTHEST grid points of the guess.
         """
-        first, last = self._as_good_as_the_best() if self.losses else (self.start, self.start)
-        if max(abs(first - self.start), abs(last - self.start)) >= FARTHEST:
+        best = self.best if self.losses else self.start
+        if abs(best - self.start) >= FARTHEST:
+            diverged = f"every run diverged, down to a learning rate of {grid_text(best)}"
+            still = f"the loss does not rise yet at a learning rate of {grid_text(best)}"
             raise SweepError(
-                f"{self._why_there_is_no_best(first, last)}; the guess was {grid_text(self.start)}: check the runs, or "
-                "start elsewhere with --guess"
+                f"{still if math.isfinite(self._mean(best)) else diverged}; the guess was {grid_text(self.start)}: "
+                "check the runs, or start elsewhere with --guess"
             )
-        inside = range(first - 1, last + 2)
         for seeds in (self.seeds[:1], self.seeds):
-            if missing := [(i, seed) for i in inside for seed in seeds if (i, seed) not in self.losses]:
+            near = [(index, seed) for index in range(best - 1, best + 2) for seed in seeds]
+            if missing := [key for key in near if key not in self.losses]:
                 return missing
         return []
 
-    def _as_good_as_the_best(self) -> tuple[int, int]:
-        """The ends of the row of grid points around the best that have its mean loss. If all rates diverged, the
-        lowest alone, since a lower one may not."""
-        first = last = self.best
-        lowest = self._mean(first)
-        while math.isfinite(lowest) and last + 1 in self.indices and self._mean(last + 1) == lowest:
-            last += 1
-        return first, last
-
     def _mean(self, index: int) -> float:
         return sum(self.at(index)) / len(self.at(index))
-
-    def _why_there_is_no_best(self, first: int, last: int) -> str:
-        if not math.isfinite(self._mean(first)):
-            return f"every run diverged, down to a learning rate of {grid_text(first)}"
-        if first < last:
-            return f"the loss is the same at all learning rates from {grid_text(first)} to {grid_text(last)}"
-        return f"the loss still falls at a learning rate of {grid_text(first)}"
 
 
 class LearningRateSweep:
