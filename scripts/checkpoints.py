@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.make_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     ls = commands.add_parser("ls", help="list checkpoints; reads only their manifests")
     verify = commands.add_parser("verify", help="compare every file with its checksum")
