@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import at_least, count, step
+from forgetting_transformer.console import redact
 from forgetting_transformer.files import flatten
-from forgetting_transformer.redaction import redact
 from forgetting_transformer.training.checkpoint import folder as checkpoints
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError
 from forgetting_transformer.training.checkpoint.reading import load_tensors

@@ -1,7 +1,7 @@
 """The one exception of reading data."""
 
 from forgetting_transformer.command_line import CommandError
-from forgetting_transformer.redaction import redact
+from forgetting_transformer.console import redact
 
 
 class DataError(CommandError):
