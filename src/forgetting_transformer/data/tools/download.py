@@ -34,8 +34,8 @@ from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.order import documents_needed
 from forgetting_transformer.data.remote import RemoteError, RemoteFile, RemoteFolder, open_remote
+from forgetting_transformer.data.tools.progress import Progress
 from forgetting_transformer.files import explain, flush, locked, write_atomically
-from forgetting_transformer.progress import Progress
 
 #: The public mirror, at a revision that others have used. Its train.zarr holds about a tenth of the row-chunks.
 MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb2a32"
