@@ -36,7 +36,7 @@ def licence(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--hf_load_dir", type=command_line.path, required=True, help="output_dir of a training run")
     parser.add_argument("--hf_save_dir", type=command_line.path, required=True, help="folder to write; made if needed")
     parser.add_argument(

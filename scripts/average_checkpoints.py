@@ -8,7 +8,6 @@ RUN is the output_dir of a run, of which nothing is changed. The result is what 
 scripts/generate.py and init_from take it. A second call replaces it. Sums are in float64.
 """
 
-import argparse
 import logging
 import sys
 
@@ -17,7 +16,7 @@ from forgetting_transformer.command_line import count, step
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("run", type=command_line.path, metavar="RUN", help="output_dir of a training run")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--last", type=count, help="how many checkpoints, the newest valid ones")

@@ -24,7 +24,6 @@ The exit code is 1 if one failed. Begin with the first that did: later ones ofte
 computes what its paper says is for a test of your own.
 """
 
-import argparse
 import sys
 from typing import Any
 
@@ -55,7 +54,7 @@ def parse_fields(words: list[str]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--model", type=command_line.name, required=True, metavar="NAME", help="of the architecture")
     parser.add_argument("--traceback", action="store_true", help="show where in your code an error was raised")
     command_line.add_plugins(parser)

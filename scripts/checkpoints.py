@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import at_least, count, step
+from forgetting_transformer.console import redact
 from forgetting_transformer.files import flatten
-from forgetting_transformer.redaction import redact
 from forgetting_transformer.training.checkpoint import folder as checkpoints
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError
 from forgetting_transformer.training.checkpoint.reading import load_tensors
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.make_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     ls = commands.add_parser("ls", help="list checkpoints; reads only their manifests")
     verify = commands.add_parser("verify", help="compare every file with its checksum")

@@ -26,7 +26,7 @@ from forgetting_transformer.command_line import large
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument(
         "runs", nargs="*", type=command_line.path, metavar="RUN", help="output_dir of a run, or a folder of them"
     )

@@ -14,7 +14,6 @@ The run continues with the same numbers up to rounding, not bitwise (docs/coming
 An export needs no import: save_model.py --hf_load_dir=OFFICIAL_DIR.
 """
 
-import argparse
 import logging
 import sys
 import warnings
@@ -24,7 +23,7 @@ from forgetting_transformer.command_line import step
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("official_dir", type=command_line.path, help="output_dir of a run of the authors' code")
     parser.add_argument("output_dir", type=command_line.path, help="folder of the run to make")
     parser.add_argument("--step", type=step, help="training tokens of the checkpoint; without it the newest")

@@ -25,7 +25,7 @@ from forgetting_transformer.analysis import outputs, run_figures
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("run_dirs", nargs="+", type=command_line.path, metavar="RUN_DIR", help="output_dir of a run")
     parser.add_argument(
         "--out",

@@ -10,7 +10,6 @@ training tokens and against position, and their configurations side by side with
 lm-evaluation-harness, LongBench.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from forgetting_transformer import command_line
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("run_dirs", nargs="*", type=command_line.path, metavar="RUN_DIR", help="output_dir of a run")
     parser.add_argument(
         "--results", nargs="+", type=command_line.path, default=[], metavar="DIR", help="results of evaluations"
@@ -35,14 +34,10 @@ def main() -> None:
     if args.out.suffix == ".html":
         parser.error(f"--out={args.out}: give a folder, in which the page is report.html")
 
-    from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.analysis.page import write_report
 
-    try:
-        for reason in write_report(args.run_dirs, args.results, args.out):
-            print(f"left out: {reason}", file=sys.stderr)
-    except AnalysisError as error:
-        sys.exit(f"error: {error}")
+    for reason in write_report(args.run_dirs, args.results, args.out):
+        print(f"left out: {reason}", file=sys.stderr)
     print(args.out / "report.html")
 
 

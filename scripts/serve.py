@@ -80,7 +80,7 @@ def refuse_chats(app: Any) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument(
         "model", type=command_line.name, help="folder that save_model.py wrote, or the hub id of a released model"
     )

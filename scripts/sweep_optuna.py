@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("overrides", nargs="+", metavar="OVERRIDE", help="of train.py, with a value or a range")
     parser.add_argument("--trials", type=count, default=20, metavar="N", help="runs in all; default: %(default)s")
     return parser.parse_intermixed_args(argv)

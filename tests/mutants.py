@@ -554,14 +554,14 @@ LIST = r"""
 + first = sums.sequences + ranks.data_rank
 # Several processes evaluate the same sequences.
 = loss.reset evaluation/per_token_loss.py
-- self.flat.zero_()
+- loss_T.zero_()
 + pass
 # What was saved is added again at the next save.
-= needle.sentence evaluation/niah.py
+= needle.sentence evaluation/needle.py
 - place = reach + int(ends[-1]) + 1 if ends.size else place
 + place = reach + int(ends[-1]) if ends.size else place
 # The needle goes before the full stop.
-= needle.words evaluation/niah.py
+= needle.words evaluation/needle.py
 - got = _words(prediction)[: 2 * len(wanted)]
 + got = _words(prediction)[: len(wanted)]
 # An answer that comes a few words late loses its score.

@@ -23,7 +23,7 @@ from forgetting_transformer.ranges import Range
 
 
 def main() -> None:
-    parser = options.make_parser(__doc__)
+    parser = command_line.make_parser(__doc__)
     options.add_model(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", type=command_line.path, help="a text file")
@@ -60,7 +60,7 @@ def main() -> None:
     args = parser.parse_args()
 
     from forgetting_transformer.evaluation import forget_gates
-    from forgetting_transformer.evaluation.texts import read_tokens
+    from forgetting_transformer.evaluation.held_out import read_tokens
     from forgetting_transformer.evaluation.workers import run
 
     def evaluate(model, workers):

@@ -19,7 +19,7 @@ from forgetting_transformer.versions import how_to_install
 
 
 def main() -> None:
-    parser = options.make_parser(__doc__)
+    parser = command_line.make_parser(__doc__)
     options.add_model(parser)
     parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL")
     parser.add_argument("--tasks", help="lm_eval's names with commas between them; default the eleven of the paper")

@@ -13,11 +13,10 @@ OUT/table.tex and OUT/scores.png.
 import sys
 
 from forgetting_transformer import command_line
-from forgetting_transformer.evaluation import options
 
 
 def main() -> None:
-    parser = options.make_parser(__doc__)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument(
         "results", type=command_line.name, nargs="*", metavar="RESULT", help="[NAME=]FOLDER with results.json"
     )
@@ -30,21 +29,17 @@ def main() -> None:
     if not args.results and args.result_dir is None:
         parser.error("give RESULT folders, or --result_dir")
 
-    from forgetting_transformer.analysis import AnalysisError
+    from forgetting_transformer.analysis import known_models
     from forgetting_transformer.analysis.evaluations import read_named
     from forgetting_transformer.analysis.plots.scores import write_tables
     from forgetting_transformer.analysis.published import lm_eval_table, sample_counts
     from forgetting_transformer.analysis.question_scores import differences_table
-    from forgetting_transformer.evaluation import official
 
-    try:
-        found = official.results_in(args.result_dir, "results.json") if args.result_dir else []
-        models = read_named([*args.results, *found])
-        # Before anything is written: it refuses models that were asked other questions.
-        apart = differences_table(models, args.against) if args.against else None
-        write_tables(*lm_eval_table(models), args.out, "lm-evaluation-harness", sample_counts(models), apart)
-    except AnalysisError as error:
-        sys.exit(f"error: {error}")
+    found = known_models.results_in(args.result_dir, "results.json") if args.result_dir else []
+    models = read_named([*args.results, *found])
+    # Before anything is written: it refuses models that were asked other questions.
+    apart = differences_table(models, args.against) if args.against else None
+    write_tables(*lm_eval_table(models), args.out, "lm-evaluation-harness", sample_counts(models), apart)
 
 
 if __name__ == "__main__":

@@ -11,24 +11,20 @@ The paper's code keeps only the first line of every answer. LongBench does so on
 import sys
 
 from forgetting_transformer import command_line
-from forgetting_transformer.evaluation import options
 
 
 def main() -> None:
-    parser = options.make_parser(__doc__)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--model", type=command_line.name, required=True, help="as in pred.py")
     parser.add_argument("--e", action="store_true", help="LongBench-E")
     args = parser.parse_args()
 
-    from forgetting_transformer.analysis import AnalysisError, published, tables
+    from forgetting_transformer.analysis import published, tables
     from forgetting_transformer.analysis.evaluations import from_longbench
     from forgetting_transformer.evaluation import longbench
 
-    try:
-        folder = longbench.folder_of(args.model, args.e)
-        scores, missing = longbench.score_sets(folder, args.e)
-    except AnalysisError as error:
-        sys.exit(f"error: {error}")
+    folder = longbench.folder_of(args.model, args.e)
+    scores, missing = longbench.score_sets(folder, args.e)
     if missing:
         print(f"warning: {', '.join(missing)} not finished by pred.py and left out", file=sys.stderr)
     for file, found in scores.items():

@@ -14,11 +14,10 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
-from forgetting_transformer.evaluation import options
 
 
 def main() -> None:
-    parser = options.make_parser(__doc__)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument(
         "results",
         type=command_line.name,
@@ -32,21 +31,17 @@ def main() -> None:
     parser.add_argument("--out", type=command_line.path, metavar="DIR", help="folder to write to; made if needed")
     args = parser.parse_args()
 
-    from forgetting_transformer.analysis import AnalysisError
+    from forgetting_transformer.analysis import known_models
     from forgetting_transformer.analysis.evaluations import read_named
     from forgetting_transformer.analysis.plots.scores import write_tables
     from forgetting_transformer.analysis.published import longbench_table, sample_counts
     from forgetting_transformer.analysis.question_scores import differences_table
-    from forgetting_transformer.evaluation import official
 
-    try:
-        results = args.results or official.results_in(Path("pred"), "result.json")
-        models = read_named(results)
-        # Before anything is written: it refuses models that were asked other questions.
-        apart = differences_table(models, args.against) if args.against else None
-        write_tables(*longbench_table(models), args.out, "LongBench", sample_counts(models), apart)
-    except AnalysisError as error:
-        sys.exit(f"error: {error}")
+    results = args.results or known_models.results_in(Path("pred"), "result.json")
+    models = read_named(results)
+    # Before anything is written: it refuses models that were asked other questions.
+    apart = differences_table(models, args.against) if args.against else None
+    write_tables(*longbench_table(models), args.out, "LongBench", sample_counts(models), apart)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,10 @@ from pathlib import Path
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count
-from forgetting_transformer.evaluation import options
 
 
 def main() -> None:
-    parser = options.make_parser(__doc__)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--exp", type=command_line.name, required=True, help="as in pred.py")
     parser.add_argument("--model", type=command_line.name, required=True, help="as in pred.py")
     parser.add_argument("--api-key", help="key of the endpoint; default the environment variable OPENAI_API_KEY")
@@ -34,25 +33,21 @@ def main() -> None:
     parser.add_argument("--tries", type=count, default=5, help="requests for one rating; default %(default)s")
     args = parser.parse_args()
 
-    from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.evaluation.models import folder_name
-    from forgetting_transformer.evaluation.niah_steps import ConfigFile, Judge, rate_answers
+    from forgetting_transformer.evaluation.needle import ConfigFile, Judge, rate_answers
 
-    try:
-        config = ConfigFile(Path(__file__).with_name("config-eval.yaml"))
-        place = Path(folder_name("--exp", args.exp), folder_name("--model", args.model))
-        answers, results = (Path(config.need(key)) / place for key in ("pred_dir", "save_dir"))
-        judge = Judge(
-            args.judge_url,
-            args.judge_model or config.need("model.model_name"),
-            results / "ratings.jsonl",
-            args.api_key or os.environ.get("OPENAI_API_KEY") or None,
-            args.tries,
-        )
-        question, reference = config.need("prompt.retrieval_question"), config.need("prompt.needle").strip()
-        file, failed = rate_answers(answers, results, question, reference, judge)
-    except AnalysisError as error:
-        sys.exit(f"error: {error}")
+    config = ConfigFile(Path(__file__).with_name("config-eval.yaml"))
+    place = Path(folder_name("--exp", args.exp), folder_name("--model", args.model))
+    answers, results = (Path(config[key]) / place for key in ("pred_dir", "save_dir"))
+    judge = Judge(
+        args.judge_url,
+        args.judge_model or config["model.model_name"],
+        results / "ratings.jsonl",
+        args.api_key or os.environ.get("OPENAI_API_KEY") or None,
+        args.tries,
+    )
+    question, reference = config["prompt.retrieval_question"], config["prompt.needle"].strip()
+    file, failed = rate_answers(answers, results, question, reference, judge)
     print(file)
     if failed:
         sys.exit(f"{failed} answers have no rating; {judge.cache} says why. Run the same command again to ask for them")

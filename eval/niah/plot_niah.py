@@ -12,25 +12,20 @@ from pathlib import Path
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count
-from forgetting_transformer.evaluation import options
 
 
 def main() -> None:
-    parser = options.make_parser(__doc__)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument(
         "--figure_dir", type=command_line.path, required=True, help="folder to write to; made if needed"
     )
     parser.add_argument("--train_len", type=count, help="training length to mark; default: the one that pred.py found")
     args = parser.parse_args()
 
-    from forgetting_transformer.analysis import AnalysisError
-    from forgetting_transformer.evaluation import niah_steps
+    from forgetting_transformer.evaluation import needle
 
-    try:
-        for picture in niah_steps.draw_all(Path("results"), Path("pred"), args.figure_dir, args.train_len):
-            print(picture)
-    except AnalysisError as error:
-        sys.exit(f"error: {error}")
+    for picture in needle.draw_ratings(Path("results"), Path("pred"), args.figure_dir, args.train_len):
+        print(picture)
 
 
 if __name__ == "__main__":

@@ -18,22 +18,22 @@ from forgetting_transformer.evaluation import options
 
 
 def main() -> None:
-    parser = options.make_parser(__doc__)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--exp", type=command_line.name, required=True, help="folder of prompts, as in prompt.py")
     options.add_model(parser, name_required=True)
     parser.add_argument("--max_new_tokens", type=count, default=1024, help="tokens of an answer; default %(default)s")
     args = parser.parse_args()
 
-    from forgetting_transformer.evaluation import niah_steps
+    from forgetting_transformer.evaluation import needle
     from forgetting_transformer.evaluation.models import folder_name
     from forgetting_transformer.evaluation.workers import run
 
     def evaluate(model, workers):
-        config, exp = niah_steps.ConfigFile(Path(__file__).with_name("config-pred.yaml")), args.exp
-        prompts = Path(config.need("prompt_dir")) / folder_name("--exp", exp)
-        folder = Path(config.need("save_dir")) / exp / model.name
+        config, exp = needle.ConfigFile(Path(__file__).with_name("config-pred.yaml")), args.exp
+        prompts = Path(config["prompt_dir"]) / folder_name("--exp", exp)
+        folder = Path(config["save_dir"]) / exp / model.name
         limits = {"max_new_tokens": args.max_new_tokens, "precision": args.precision}
-        answered = niah_steps.answer_prompts(model, prompts, folder, workers, **limits)
+        answered = needle.answer_prompts(model, prompts, folder, workers, **limits)
         if workers.is_first:
             print(f"answers to {answered} prompts in {folder}")
 

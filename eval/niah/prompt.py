@@ -13,11 +13,10 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
-from forgetting_transformer.evaluation import options
 
 
 def main() -> None:
-    parser = options.make_parser(__doc__)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument(
         "--config",
         type=command_line.path,
@@ -30,15 +29,11 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
-    from forgetting_transformer.analysis import AnalysisError
-    from forgetting_transformer.evaluation import niah_steps
+    from forgetting_transformer.evaluation import needle
 
     beside = Path(__file__).with_name(args.config.name)
     file = beside if not args.config.exists() and beside.exists() else args.config
-    try:
-        folder, count = niah_steps.write_prompts(file, args.exp, args.tokenizer, args.haystack_dir)
-    except AnalysisError as error:
-        sys.exit(f"error: {error}")
+    folder, count = needle.write_prompts(file, args.exp, args.tokenizer, args.haystack_dir)
     print(f"{count} prompts in {folder}")
 
 

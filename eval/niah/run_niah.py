@@ -26,7 +26,7 @@ from forgetting_transformer.evaluation import options
 
 
 def parse_args() -> argparse.Namespace:
-    parser = options.make_parser(__doc__)
+    parser = command_line.make_parser(__doc__)
     options.add_model(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
@@ -76,18 +76,20 @@ def main() -> None:
 
     import numpy as np
 
-    from forgetting_transformer.evaluation import niah
+    from forgetting_transformer.evaluation import needle
     from forgetting_transformer.evaluation.workers import run
 
     def evaluate(model, workers):
         chosen = {key: getattr(args, key) for key in ("question", "statement", "answer")}
-        needle = niah.Needle(**{key: value for key, value in chosen.items() if value is not None})
-        essays, needed = Path(__file__).with_name(niah.ESSAYS), args.samples * args.max_length
-        haystack = niah.find_haystack(model, args.mode, args.haystack_dir, essays, args.data_path, args.dataset, needed)
+        hidden = needle.Needle(**{key: value for key, value in chosen.items() if value is not None})
+        essays, needed = Path(__file__).with_name(needle.ESSAYS), args.samples * args.max_length
+        haystack = needle.find_haystack(
+            model, args.mode, args.haystack_dir, essays, args.data_path, args.dataset, needed
+        )
         lengths = np.linspace(args.min_length, args.max_length, args.num_lengths)
         depths = np.linspace(0, 1, args.num_depths) if args.num_depths > 1 else [0.5]
         folder = args.save_dir / model.name / args.mode
-        records = niah.evaluate(
+        records = needle.evaluate(
             model,
             haystack,
             folder,
@@ -95,7 +97,7 @@ def main() -> None:
             lengths=[round(float(length)) for length in lengths],
             depths=[round(float(depth), 4) for depth in depths],
             samples=args.samples,
-            needle=needle,
+            needle=hidden,
             mode=args.mode,
             max_new_tokens=args.max_new_tokens,
             batch_size=args.local_batch_size,

@@ -20,15 +20,14 @@ main_loss_64k_line.png (and .pdf), whatever the length.
 import sys
 
 from forgetting_transformer import command_line
-from forgetting_transformer.analysis import outputs, position_loss
+from forgetting_transformer.analysis import known_models, outputs, position_loss
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
 from forgetting_transformer.command_line import count
-from forgetting_transformer.evaluation import official, options
 from forgetting_transformer.files import write_atomically
 
 
 def main() -> None:
-    parser = options.make_parser(__doc__)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument(
         "results", type=command_line.name, nargs="*", metavar="RESULT", help="[NAME=]FOLDER with results.npz"
     )
@@ -44,7 +43,7 @@ def main() -> None:
     out = args.out or args.figure_dir
     stem = "per_token_loss" if args.out else "main_loss_64k_line"
     try:
-        found = official.results_in(args.result_dir, "results.npz") if args.result_dir else []
+        found = known_models.results_in(args.result_dir, "results.npz") if args.result_dir else []
         results = position_loss.read_named([*args.results, *found])
         if len({(result.summary.get("data"), result.summary.get("eval_tokens")) for result in results}) > 1:
             print(

@@ -21,7 +21,7 @@ from forgetting_transformer.ranges import TOKENS
 
 
 def parse_args() -> argparse.Namespace:
-    parser = options.make_parser(__doc__)
+    parser = command_line.make_parser(__doc__)
     options.add_model(parser)
     parser.add_argument(
         "--data_path",

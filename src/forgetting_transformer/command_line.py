@@ -19,6 +19,15 @@ _INTERRUPTED = 130
 _READER_GONE = 141
 
 
+class CommandError(ValueError):
+    """A command cannot do what it was asked for; one line says why and what to do. `run` ends the command with it."""
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser that shows the docstring of its script as it is written."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def name(text: str) -> str:
     """A path, a URL or a name that must say something.
 
@@ -146,7 +155,7 @@ def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return _INTERRUPTED
-    except UnreadableError as error:
+    except (CommandError, UnreadableError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:

@@ -1,4 +1,8 @@
-"""How a process of train.py speaks and ends: in one line where one is enough, and once for all processes of a node.
+"""How a process of train.py speaks and ends: in one line where one is enough, once for all processes of a node, and
+without passwords.
+
+Passwords stay out of what is written and printed: config.yaml, checkpoints, logs, error messages, wandb. A URL such as
+https://reader:PASSWORD@host/data?token=TOKEN is used as it is given and shown as https://reader:***@host/data?token=***.
 
 Imports only the standard library, so that a typo is answered before PyTorch is loaded.
 """
@@ -9,16 +13,16 @@ import io
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from forgetting_transformer import signals
-from forgetting_transformer.redaction import RedactingFormatter, RedactingStream, redact
 
 DATE_FORMAT = "%m-%d %H:%M:%S"
 #: What every process of a node finds wrong, its first one says. The others wait so long for the launcher to end them
@@ -151,3 +155,60 @@ def leave_it_to_the_first() -> None:
 def _only_into_files() -> None:
     root = logging.getLogger()
     root.handlers = [h for h in root.handlers if isinstance(h, logging.FileHandler)] or [logging.NullHandler()]
+
+
+# Passwords
+# -------------------------------------------------------------------------------------------------------------
+
+REDACTED = "***"
+# Up to the last @ before the path, since passwords hold @ too.
+_USER = re.compile(r"(?<=://)[^/?#\s]*@")
+_QUERY = re.compile(r"([?&][\w.-]*(?:token|sig|secret|password|passwd|credential|key|auth)[\w.-]*=)[^&#\s'\"]+", re.I)
+
+
+def redact(text: str) -> str:
+    """`text` without the secrets of its URLs: passwords, user names without one (often tokens), keys in queries."""
+    if "://" not in text:
+        return text
+    return _QUERY.sub(rf"\g<1>{REDACTED}", _USER.sub(_without_password, text))
+
+
+def _without_password(match: re.Match[str]) -> str:
+    user, colon, _ = match[0][:-1].partition(":")
+    return f"{user}:{REDACTED}@" if colon else f"{REDACTED}@"
+
+
+def redact_tree(value: Any) -> Any:
+    """The same for every string in nested dictionaries and lists, such as a configuration."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {key: redact_tree(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact_tree(inner) for inner in value]
+    return value
+
+
+def is_redacted(url: str) -> bool:
+    """Whether this is a record of a URL, without its password, rather than the URL."""
+    return f"{REDACTED}@" in url or f"={REDACTED}" in url
+
+
+class RedactingFormatter(logging.Formatter):
+    """A formatter whose lines, tracebacks included, hold no password of a URL."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+class RedactingStream:
+    """A stream, such as standard output, to which no password of a URL is written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(redact(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -191,9 +191,9 @@ CALLBACKS: Registry[Callable[..., Any]] = Registry(
     "callbacks",
     {
         "ema": "forgetting_transformer.training.callbacks.ema",
-        "gate_statistics": "forgetting_transformer.evaluation.gate_statistics",
+        "gate_statistics": "forgetting_transformer.evaluation.forget_gates",
         "lm_eval": "forgetting_transformer.evaluation.lm_eval_callback",
-        "needle": "forgetting_transformer.evaluation.needle_callback",
+        "needle": "forgetting_transformer.evaluation.needle",
         "samples": "forgetting_transformer.evaluation.samples",
         "tensorboard": "forgetting_transformer.training.callbacks.tensorboard",
     },

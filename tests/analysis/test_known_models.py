@@ -2,7 +2,6 @@
 
 from forgetting_transformer.analysis import known_models
 from forgetting_transformer.analysis.plots.style import curve_styles
-from forgetting_transformer.evaluation import official
 
 
 def test_the_longest_label_in_a_name_decides():
@@ -18,12 +17,12 @@ def test_a_model_of_a_plug_in_has_a_style_by_its_name_or_of_its_choice(monkeypat
 
 
 def test_released_models_are_called_as_in_the_paper(tmp_path):
-    assert official.display_name("delta_net-760m-longcrawl64-48b") == "DeltaNet"
-    assert official.display_name("fox_pro") == "fox_pro"
+    assert known_models.display_name("delta_net-760m-longcrawl64-48b") == "DeltaNet"
+    assert known_models.display_name("fox_pro") == "fox_pro"
     for model in ("mine", "mamba2-760m-longcrawl64-48b", "fox-pro-760m-longcrawl64-48b"):
         (tmp_path / model).mkdir()
         (tmp_path / model / "results.json").touch()
-    assert official.results_in(tmp_path, "results.json") == [
+    assert known_models.results_in(tmp_path, "results.json") == [
         f"FoX (Pro)={tmp_path}/fox-pro-760m-longcrawl64-48b",
         f"Mamba-2={tmp_path}/mamba2-760m-longcrawl64-48b",
         f"{tmp_path}/mine",

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from forgetting_transformer.analysis.evaluations import from_needle
-from forgetting_transformer.evaluation import niah, niah_steps, texts
+from forgetting_transformer.evaluation import needle as niah
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
-from forgetting_transformer.evaluation.niah_steps import Judge
+from forgetting_transformer.evaluation.needle import Judge
 from forgetting_transformer.evaluation.workers import Workers
 from tests.evaluation.conftest import VOCABULARY, sentences
 from tests.evaluation.scripts import ROOT, run_script
@@ -94,9 +94,9 @@ def test_haystacks_are_folders_and_held_out_documents(model, essays, quickstart,
     assert found.is_end.tolist() == (found.tokens == STOP).tolist()
     (tmp_path / "none").mkdir()
     with pytest.raises(EvaluationError, match=r"none holds no text: put \.txt files there"):
-        texts.read_folder(tmp_path / "none")
+        niah.read_folder(tmp_path / "none")
     with pytest.raises(EvaluationError, match=r"there is no folder .*esays: give a folder"):
-        texts.read_folder(tmp_path / "esays")
+        niah.read_folder(tmp_path / "esays")
 
 
 @pytest.mark.parametrize(
@@ -217,12 +217,12 @@ def test_the_command_in_both_modes(quickstart, essays, tmp_path, monkeypatch, mo
 
 def test_the_configs_are_the_papers_and_a_wrong_one_names_the_key(tmp_path):
     for mode in ("easy", "standard"):
-        config = niah_steps.ConfigFile(ROOT / f"eval/niah/config-prompt-{mode}.yaml")
-        assert niah_steps.grid(config, "context", "min_len", "max_len") == [1000 + 3100 * n for n in range(11)]
-        depths = niah_steps.grid(config, "document_depth", "min_percent", "max_percent")
+        config = niah.ConfigFile(ROOT / f"eval/niah/config-prompt-{mode}.yaml")
+        assert niah.numbers_of(config, "context", "min_len", "max_len") == [1000 + 3100 * n for n in range(11)]
+        depths = niah.numbers_of(config, "document_depth", "min_percent", "max_percent")
         assert depths == list(range(0, 101, 10))
-        assert config.need("prompt.needle") == niah.Needle().text(mode)
-        assert config.need("prompt.retrieval_question") == niah.Needle().asked
+        assert config["prompt.needle"] == niah.Needle().text(mode)
+        assert config["prompt.retrieval_question"] == niah.Needle().asked
     for text, message in (
         ("prompt: [", r"line 1, column 10: not valid YAML"),
         ("prompt", r"is not a YAML mapping"),
@@ -231,11 +231,11 @@ def test_the_configs_are_the_papers_and_a_wrong_one_names_the_key(tmp_path):
     ):
         (tmp_path / "config.yaml").write_text(text)
         with pytest.raises(EvaluationError, match=message):
-            niah_steps.write_prompts(tmp_path / "config.yaml", "one")
+            niah.write_prompts(tmp_path / "config.yaml", "one")
 
 
 def test_prompts_and_answers_of_two_kinds_are_not_mixed(quickstart, model, essays, tmp_path, monkeypatch):
-    monkeypatch.setattr(niah_steps, "continue_greedily", lambda *_arguments: [" red. \n"])
+    monkeypatch.setattr(niah, "continue_greedily", lambda *_arguments: [" red. \n"])
 
     def write(*depths: int, exp: str = "one") -> Path:
         config = {
@@ -246,19 +246,19 @@ def test_prompts_and_answers_of_two_kinds_are_not_mixed(quickstart, model, essay
             "save_dir": str(tmp_path / "prompts"),
         }
         (tmp_path / "config.yaml").write_text(json.dumps(config))
-        return niah_steps.write_prompts(tmp_path / "config.yaml", exp)[0]
+        return niah.write_prompts(tmp_path / "config.yaml", exp)[0]
 
     prompts = write(0, 50)
     assert write(0, 50) == prompts  # the same again
     folder = tmp_path / "pred/one/hf"
-    assert niah_steps.answer_prompts(model, prompts, folder, ALONE) == 2
+    assert niah.answer_prompts(model, prompts, folder, ALONE) == 2
     assert (folder / "Huggingface_len_300_depth_5000.txt").read_text() == "red."
     changed = next(prompts.glob("*_prompts.json"))
     changed.write_text(changed.read_text().replace("what ?", "who ?"))
     with pytest.raises(EvaluationError, match=r"holds results with prompts=.*choose another --model name or --exp"):
-        niah_steps.answer_prompts(model, prompts, folder, ALONE)
+        niah.answer_prompts(model, prompts, folder, ALONE)
     with pytest.raises(EvaluationError, match=re.escape("(--exp; made so far: one); run prompt.py first")):
-        niah_steps.answer_prompts(model, prompts.with_name("on"), folder, ALONE)
+        niah.answer_prompts(model, prompts.with_name("on"), folder, ALONE)
     with pytest.raises(EvaluationError, match=r"--exp='../one' names a folder"):
         write(0, exp="../one")
     with pytest.raises(EvaluationError, match=r"holds results with depths=\[0, 50\].*choose another --exp"):
@@ -270,7 +270,7 @@ def test_prompts_and_answers_of_two_kinds_are_not_mixed(quickstart, model, essay
 
 @pytest.fixture
 def judge(endpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(niah_steps.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(niah.time, "sleep", lambda seconds: None)
 
     def rate(answer: str, **options) -> int | None:
         return Judge(endpoint.url, "grader", tmp_path / "cache.jsonl", **options).rate("q?", "a", answer)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from lightning.fabric.cli import _run as fabric_run
 
-from forgetting_transformer.evaluation import longbench, niah_steps
+from forgetting_transformer.evaluation import longbench, needle
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.files import write_json
 from tests.evaluation.conftest import DOC_LEN, DOCUMENTS, Quickstart, sentences
@@ -89,7 +89,7 @@ def test_needle_in_a_haystack(reader, quickstart, monkeypatch, endpoint):
         text = file.read_text().replace("interval: 11", "interval: 2").replace("min_len: 1000", "min_len: 300")
         text = text.replace("max_len: 32000", "max_len: 400")
         file.write_text(text.replace("zhixuan-lin/longcrawl64-json-gpt2-tokenizer", str(quickstart.hf)))
-    asked = short_answers(monkeypatch, niah_steps)
+    asked = short_answers(monkeypatch, needle)
     monkeypatch.setenv("OPENAI_BASE_URL", endpoint.url)
     lines = commands("niah")
     assert [line.split()[1] for line in lines] == [

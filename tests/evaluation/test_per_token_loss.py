@@ -235,7 +235,7 @@ def test_a_corpus_of_a_plug_in_has_the_losses_of_its_held_out_sequences(quicksta
         expected = model.model(input_ids=inputs, labels=labels).loss.mean().item()
     assert results["val/loss_avg_len_64"] == pytest.approx(expected, rel=1e-5)
     # Of another process, or after a stop: not from the first sequence on, and maybe without work in the last round.
-    batches = data.batches([range(2, 4), range(7, 9), range(9, 9)])
+    batches = [*data.read_batches([range(2, 4), range(7, 9), range(9, 9)])]
     assert [batches[n]["labels"].tolist() for n in range(2)] == [rows[2:4], rows[7:9]] and batches[2] is None
     assert held_out.open_data(model, str(plug_in.parent), "mine", corpus).length == TRAIN_LENGTH
 

@@ -155,6 +155,17 @@ def test_what_lm_eval_needs_is_missed_before_the_first_step(tiny, task):
     assert not (Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl").exists()
 
 
+def report_model(model, ids):
+    """Every head of a model on one text."""
+    from forgetting_transformer.evaluation import forget_gates
+
+    reports = []
+    with torch.no_grad():
+        layers = list(forget_gates.attention_layers(model))
+        forget_gates.visit(model, ids, layers, lambda inputs: reports.extend(forget_gates.report_heads(inputs, -20.0)))
+    return reports
+
+
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
     [
@@ -170,7 +181,6 @@ def test_what_lm_eval_needs_is_missed_before_the_first_step(tiny, task):
 )
 def test_gate_statistics_are_the_memory_lengths_of_the_finished_model(tiny, finished, strategy, world_size):
     from forgetting_transformer.data import LongCrawl64DataModule
-    from forgetting_transformer.evaluation.forget_gates import report_model
     from forgetting_transformer.evaluation.models import load_model
     from forgetting_transformer.training import parse
 
@@ -187,7 +197,7 @@ def test_gate_statistics_are_the_memory_lengths_of_the_finished_model(tiny, fini
     model, shape = load_model(tiny["output_dir"]).model, vars(parse(tiny).datamodule)
     data = LongCrawl64DataModule(tiny["data_dir"], **{key: value for key, value in shape.items() if key != "name"})
     texts = [text for rank in range(world_size) for text in next(iter(data.eval_loader(rank, world_size)))["input_ids"]]
-    reports = [report_model(model, text, -20.0) for text in texts]
+    reports = [report_model(model, text) for text in texts]
     for index, head in enumerate(reports[0]):
         mean = sum(report[index].memory for report in reports) / len(texts)
         assert found[-1][f"gates/layer_{head.layer}/head_{head.head}"] == pytest.approx(mean)
@@ -199,7 +209,6 @@ def test_gate_statistics_are_the_memory_lengths_of_the_finished_model(tiny, fini
 
 def test_gate_statistics_of_a_model_that_prunes_have_the_share_that_is_skipped(tiny, tmp_path):
     from forgetting_transformer.data import LongCrawl64DataModule
-    from forgetting_transformer.evaluation.forget_gates import report_model
     from forgetting_transformer.evaluation.models import load_model
     from forgetting_transformer.training import parse
 
@@ -218,7 +227,7 @@ def test_gate_statistics_of_a_model_that_prunes_have_the_share_that_is_skipped(t
     model, shape = load_model(tiny["output_dir"]).model, vars(parse(tiny).datamodule)
     data = LongCrawl64DataModule(tiny["data_dir"], **{key: value for key, value in shape.items() if key != "name"})
     texts = next(iter(data.eval_loader(0, 1)))["input_ids"]
-    heads = [head for text in texts for head in report_model(model, text, -20.0)]
+    heads = [head for text in texts for head in report_model(model, text)]
     share = lines(tiny["output_dir"], "gates")[-1]["gates/pruned"]
     assert len(texts) == 4 and share == pytest.approx(sum(head.pruned for head in heads) / len(heads)) and share > 0
 
@@ -329,8 +338,8 @@ def test_the_examples_of_lm_eval_are_recorded_in_each_line(tiny, task):
 def test_a_signal_breaks_the_needle_test_off_and_the_next_start_does_it_again(tiny, finished, task, world_size):
     patch = """
 import os, signal, time
-from forgetting_transformer.evaluation import needle_callback
-original, on_interval = needle_callback.NeedleTest._batches, needle_callback.NeedleTest.on_interval
+from forgetting_transformer.evaluation import needle
+original, on_interval = needle.NeedleTest._batches, needle.NeedleTest.on_interval
 def remember(self, trainer, kind):
     self.heard = lambda: trainer.sentinel.request is not None
     on_interval(self, trainer, kind)
@@ -340,7 +349,7 @@ def batches(self):
         while not self.heard():
             time.sleep(0.001)
     return original(self)
-needle_callback.NeedleTest._batches, needle_callback.NeedleTest.on_interval = batches, remember
+needle.NeedleTest._batches, needle.NeedleTest.on_interval = batches, remember
 """
     straight, config = finished(tiny, world_size), with_needle(tiny, task, batch_size=1)
     job = Job(config, world_size, patch=patch)

@@ -10,11 +10,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from forgetting_transformer import console
+from forgetting_transformer.console import redact, redact_tree
 from forgetting_transformer.data import DataError
 from forgetting_transformer.data.remote import open_remote
 from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache
 from forgetting_transformer.data.tools.download import download
-from forgetting_transformer.redaction import redact, redact_tree
 from forgetting_transformer.sweep.state import open_folder
 from forgetting_transformer.training import parse
 from tests.data.mirror import serve, write_layout

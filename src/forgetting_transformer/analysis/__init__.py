@@ -17,6 +17,8 @@ run_figures.py         the figures that there are of runs; page.py: one HTML pag
 It imports neither models, training nor evaluations: results can be read on a machine that cannot run what made them.
 """
 
+from forgetting_transformer.command_line import CommandError
 
-class AnalysisError(ValueError):
+
+class AnalysisError(CommandError):
     """Results cannot be read or shown as asked; the message names the file, what is wrong, and the fix."""

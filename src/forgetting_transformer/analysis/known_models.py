@@ -7,7 +7,10 @@ A plug-in may add its own when it is imported:
 A model that is not listed is called as its run or folder is, and its name decides on its style.
 """
 
+from pathlib import Path
 from typing import NamedTuple
+
+from forgetting_transformer.analysis import AnalysisError
 
 
 class KnownModel(NamedTuple):
@@ -17,6 +20,8 @@ class KnownModel(NamedTuple):
     style: int
 
 
+#: End of the names of the models that the paper's authors have released (zhixuan-lin/forgetting-transformer).
+_RELEASED = "-760m-longcrawl64-48b"
 #: By the `label` of configs/model, in the order of the paper's tables.
 MODELS = {
     "fox_pro": KnownModel("FoX (Pro)", 0),
@@ -43,3 +48,24 @@ def find(name: str) -> KnownModel | None:
     """The model whose label is in a name, as in "demo_fox_pro_seed1"; of several labels the longest."""
     inside = [label for label in MODELS if plain(label) in plain(name)]
     return MODELS[max(inside, key=len)] if inside else None
+
+
+def display_name(model: str) -> str:
+    """What tables call a released model, as in FoX (Pro) for fox-pro-760m-longcrawl64-48b; others keep their names."""
+    known = MODELS.get(model.removesuffix(_RELEASED).replace("-", "_"))
+    return known.name if known and model.endswith(_RELEASED) else model
+
+
+def results_in(folder: Path, file: str) -> list[str]:
+    """Every folder in `folder` that holds `file`, as `[NAME=]FOLDER`: the released models first, then others by name.
+
+    Raises:
+        AnalysisError: there is none.
+    """
+    found = {path.parent.name: path.parent for path in sorted(folder.glob(f"*/{file}"))}
+    if not found:
+        raise AnalysisError(f"{folder}: there is no MODEL/{file} in it; run the evaluation that writes it first")
+    shown = [known.name for known in MODELS.values()]
+    released = {display_name(name): path for name, path in found.items() if display_name(name) != name}
+    others = [str(path) for name, path in found.items() if display_name(name) == name]
+    return [*(f"{name}={released[name]}" for name in shown if name in released), *others]

@@ -1,9 +1,10 @@
 """The one exception of reading data."""
 
-from forgetting_transformer.redaction import redact
+from forgetting_transformer.command_line import CommandError
+from forgetting_transformer.console import redact
 
 
-class DataError(ValueError):
+class DataError(CommandError):
     """The data cannot be trained on. The message names the file or key and the fix, without passwords of URLs."""
 
     def __init__(self, message: object = "") -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from forgetting_transformer.console import redact
 from forgetting_transformer.data.array_files import (
     LARGEST_METADATA,
     ArrayFiles,
@@ -30,7 +31,6 @@ from forgetting_transformer.data.remote import is_url, open_remote
 from forgetting_transformer.data.remote_cache import CacheSettings
 from forgetting_transformer.data.vocabulary import TOKEN_DTYPES
 from forgetting_transformer.files import UnreadableError, parse_json
-from forgetting_transformer.redaction import redact
 
 __all__ = ["DataError", "MissingChunkError", "TokenArray", "read_manifest"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from forgetting_transformer.console import redact
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.redaction import redact
 
 #: LongCrawl64 is tokenised with GPT-2's BPE: 50,257 ids, of which the last begins and ends a text.
 GPT2_VOCAB_SIZE = 50257

@@ -6,10 +6,20 @@
 Both are T × T a head. They are computed in strips of rows and reduced to the picture's pixels at once, so that a text
 of 16k tokens needs no more memory than a strip and the picture.
 
+The callback `gate_statistics` measures while a FoX is trained how far back each head sees and what pruning skips:
+
+    python train.py … callbacks=[gate_statistics] callbacks.gate_statistics.interval=1000000000
+
+It writes gates.jsonl: `gates/layer_<l>/head_<h>`, the memory length of a head in tokens (`memory_lengths`), mean over
+the first held-out batch of every rank; `gates/shortest`, `gates/median` and `gates/longest` of all heads. For a model
+that prunes also `gates/pruned`, the share of tiles that pruning skips, mean over heads and the same texts. Heads of a
+Transformer (Pro) have no gates: their memory length is the whole context, and the log says so.
+
 Axes: `forgetting_transformer/ops/__init__.py`. P is the pixels of a picture's side.
 """
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,15 +30,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from forgetting_transformer import metric_names as names
+from forgetting_transformer import plugins
 from forgetting_transformer.analysis import evaluations
 from forgetting_transformer.analysis.plots import heatmaps
 from forgetting_transformer.analysis.tables import format_tokens
+from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.evaluation.generation import check_settings
+from forgetting_transformer.evaluation.in_training import EvaluationCallback
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, precision_context
 from forgetting_transformer.files import write_json
 from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer
 from forgetting_transformer.ops.forgetting_attention.reference import score_bounds, skipped_share
 from forgetting_transformer.ops.layers.rotary import rotate
+from forgetting_transformer.training.config import Tokens
+from forgetting_transformer.training.interface import TrainerInterface
+
+log = logging.getLogger(__name__)
 
 #: Entries of a strip of a T × T matrix that are held at once: 64 MiB in float32.
 _STRIP_ENTRIES = 2**24
@@ -257,19 +275,6 @@ def report_heads(inputs: AttentionInputs, tolerance: float) -> list[HeadReport]:
     return [HeadReport(inputs.layer, head, *row) for head, row in enumerate(rows)]
 
 
-def report_model(model: nn.Module, input_ids_T: Tensor, tolerance: float, precision: str = "auto") -> list[HeadReport]:
-    """`report_heads` of all layers of a model on one text."""
-    reports: list[HeadReport] = []
-    with precision_context(precision, input_ids_T.device):
-        visit(
-            model,
-            input_ids_T,
-            list(attention_layers(model)),
-            lambda inputs: reports.extend(report_heads(inputs, tolerance)),
-        )
-    return reports
-
-
 def evaluate(
     model: EvaluatedModel,
     tokens_T: np.ndarray,
@@ -354,3 +359,51 @@ def evaluate(
     evaluation = evaluations.from_gates(summary)
     evaluations.write_evaluation(evaluation, folder, evaluations.number_table(evaluation), draw_memory, write_more)
     return summary
+
+
+@dataclass
+class GateStatisticsConfig:
+    #: Training tokens between measurements; the last one follows config.final_eval.
+    interval: Tokens
+
+
+@plugins.CALLBACKS.register("gate_statistics", config=GateStatisticsConfig, free=[plugins.ALL])
+class GateStatistics(EvaluationCallback):
+    kinds = (names.GATES,)
+
+    def prepare(self, trainer: TrainerInterface) -> None:
+        self._layers = attention_layers(trainer.model.module)
+        if all(layer.fgate_type == "none" for layer in self._layers.values()):
+            log.warning("callbacks=[gate_statistics]: no head has a gate, so each memory length is the whole context")
+        trainer.data.eval_info()
+
+    @torch.no_grad()
+    def evaluate(self, trainer: TrainerInterface) -> dict[str, Any]:
+        fabric = trainer.fabric
+        with trainer.sentinel.reading("the corpus (datamodule.name)"):
+            batch = next(iter(trainer.data.eval_loader(fabric.global_rank, fabric.world_size)))
+        memory: dict[int, list[Tensor]] = {layer: [] for layer in self._layers}
+        pruned: dict[int, list[Tensor]] = {layer: [] for layer in self._layers}
+
+        def measure(inputs: AttentionInputs) -> None:
+            memory[inputs.layer].append(memory_lengths(inputs.log_fgate_HT)[0])
+            if inputs.tolerance is not None:
+                pruned[inputs.layer].append(pruned_share(inputs, inputs.tolerance))
+
+        def means(of: dict[int, list[Tensor]]) -> Tensor:
+            """`(L, H)` float64, over the sequences of all ranks."""
+            mean_LH = torch.stack([torch.stack(of_layer).mean(0) for of_layer in of.values()])
+            trainer.sum_over_ranks(mean_LH)
+            return mean_LH / fabric.world_size
+
+        # The whole model, in which shards of weights come together when they are needed.
+        with watching(self._layers, measure):
+            trainer.model(**model_inputs(fabric.to_device(batch)))
+        memory_LH = means(memory)
+        least, median, most = memory_LH.min().item(), memory_LH.median().item(), memory_LH.max().item()
+        found = {names.SHORTEST: least, names.MEDIAN: median, names.LONGEST: most}
+        for layer, row in zip(self._layers, memory_LH.tolist(), strict=True):
+            found |= {names.name_of(names.GATES, f"layer_{layer}", f"head_{h}"): value for h, value in enumerate(row)}
+        if all(pruned.values()):
+            found[names.name_of(names.GATES, "pruned")] = means(pruned).mean().item()
+        return found

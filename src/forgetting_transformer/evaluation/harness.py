@@ -31,7 +31,6 @@ from forgetting_transformer import files
 from forgetting_transformer.analysis import evaluations, outputs, question_scores, tables
 from forgetting_transformer.analysis.plots.scores import draw_scores
 from forgetting_transformer.analysis.published import TASKS, lm_eval_table, sample_counts
-from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, write_json
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
@@ -95,7 +94,7 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids, after the beginning-of-sequence token unless `add_special_tokens` is False."""
-        ids = texts.encode(self.evaluated, string)
+        ids = self.evaluated.encode(string).tolist()
         return ids if add_special_tokens is False else [self.prefix_token_id, *ids]
 
     def _loglikelihood_tokens(

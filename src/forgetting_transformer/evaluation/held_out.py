@@ -1,4 +1,4 @@
-"""Held-out sequences to evaluate on: rows of `heldout.zarr`, or what the corpus of a plug-in gives."""
+"""Held-out sequences to evaluate on: rows of `heldout.zarr`, or what the corpus of a plug-in gives; single texts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from forgetting_transformer.data.corpus import Batch, Corpus, check_batch, shifted
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
@@ -49,8 +48,9 @@ class HeldOutSequences:
         """For each sequence, the number of the held-out group of texts that it is from; None where that is unknown."""
         return None
 
-    def batches(self, batches: Sequence[range]) -> Dataset:
-        """Batch number of this process -> inputs and labels; None where the others have work and this one has not."""
+    def read_batches(self, batches: Sequence[range]) -> Iterator[dict[str, Tensor] | None]:
+        """Inputs and labels of sequences, which come in order; None where the other processes have work and this one
+        has not."""
         raise NotImplementedError
 
 
@@ -72,25 +72,13 @@ class HeldOut(HeldOutSequences):
         document, column = divmod(sequence, self.array.doc_len // self.length)
         return self.array.read(document, document + 1, column * self.length, (column + 1) * self.length, kept)
 
-    def batches(self, batches: Sequence[range]) -> Dataset:
-        return _ArrayBatches(self, batches)
-
-
-class _ArrayBatches(Dataset):
-    def __init__(self, data: HeldOut, batches: Sequence[range]) -> None:
-        self.data, self.batches = data, batches
+    def read_batches(self, batches: Sequence[range]) -> Iterator[dict[str, Tensor] | None]:
         # Documents that follow each other share chunks, and all their columns are read. One process reads.
-        array, longest = data.array, max(map(len, batches), default=1)
-        self.kept = DecodedChunks(slots_for(array.chunk_shape, max(1, longest), array.doc_len))
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, number: int) -> dict[str, Tensor] | None:
-        sequences = self.batches[number]
-        if not sequences:
-            return None
-        return shifted(np.concatenate([self.data.read(n, self.kept) for n in sequences]), self.data.bos_token_id)
+        longest = max(1, *map(len, batches)) if batches else 1
+        kept = DecodedChunks(slots_for(self.array.chunk_shape, longest, self.array.doc_len))
+        for sequences in batches:
+            rows = [self.read(n, kept) for n in sequences]
+            yield shifted(np.concatenate(rows), self.bos_token_id) if rows else None
 
 
 @dataclass(frozen=True)
@@ -103,30 +91,18 @@ class CorpusSequences(HeldOutSequences):
 
     source: Corpus
 
-    def batches(self, batches: Sequence[range]) -> Dataset:
-        """They must be asked for in their order, by one process."""
-        return _CorpusBatches(self, batches)
-
-
-class _CorpusBatches(Dataset):
-    def __init__(self, data: CorpusSequences, batches: Sequence[range]) -> None:
-        self.data, self.batches = data, batches
-        self._rows: Iterator[tuple[int, Batch]] = enumerate(data.source.eval_loader(0, 1))
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, number: int) -> dict[str, Tensor] | None:
-        wanted = self.batches[number]
-        rows: list[Batch] = []
-        while len(rows) < len(wanted):
-            n, row = next(self._rows, (-1, None))
-            if row is None:
-                raise DataError(f"{self.data.path} gave fewer held-out sequences than its eval_info() says")
-            if n in wanted:  # those before are of other processes, or of an earlier start
-                check_batch(row, f"the corpus {self.data.path}", 1, self.data.length, weighted=True)
-                rows.append(row)
-        return {key: torch.cat([row[key] for row in rows]) for key in ("input_ids", "labels")} if rows else None
+    def read_batches(self, batches: Sequence[range]) -> Iterator[dict[str, Tensor] | None]:
+        given: Iterator[tuple[int, Batch]] = enumerate(self.source.eval_loader(0, 1))
+        for wanted in batches:
+            rows: list[Batch] = []
+            while len(rows) < len(wanted):
+                n, row = next(given, (-1, None))
+                if row is None:
+                    raise DataError(f"{self.path} gave fewer held-out sequences than its eval_info() says")
+                if n in wanted:  # those before are of other processes, or of an earlier start
+                    check_batch(row, f"the corpus {self.path}", 1, self.length, weighted=True)
+                    rows.append(row)
+            yield {key: torch.cat([row[key] for row in rows]) for key in ("input_ids", "labels")} if rows else None
 
 
 def find_heldout(data_path: str | Path, dataset: str = "longcrawl64") -> Path:
@@ -295,3 +271,47 @@ def check_vocabulary(model: EvaluatedModel, data: HeldOutSequences) -> None:
         raise EvaluationError(
             f"the corpus {data.path} was made with another tokenizer than {model.source} reads: {error}"
         ) from error
+
+
+def read_tokens(
+    model: EvaluatedModel, text: Path | None, data_path: str, dataset: str, document: int, max_length: int
+) -> np.ndarray:
+    """One text as `(T,)` int64, T ≤ max_length, the beginning-of-sequence token first.
+
+    Args:
+        text: a file, in UTF-8; or
+        data_path, dataset, document: a held-out document of a corpus that was made with the model's tokenizer.
+
+    Raises:
+        EvaluationError: no such file or document, or an empty one.
+    """
+    if text is not None:
+        if not text.is_file():
+            raise EvaluationError(f"--text={text}: no such file")
+        ids = model.encode(text.read_text(encoding="utf-8", errors="replace"))
+    else:
+        data = _open_documents(model, data_path, dataset)
+        if document >= data.sequences:
+            raise EvaluationError(f"--document={document}: {data.array.path} has documents 0 to {data.sequences - 1}")
+        ids = data.read(document)[0].astype(np.int64)
+    if len(ids) == 0:
+        raise EvaluationError(f"--text={text} is empty")
+    model.check_ids(ids)
+    return np.concatenate([model.first, ids])[:max_length]
+
+
+def read_documents(model: EvaluatedModel, data_path: str, dataset: str, needed: int) -> np.ndarray:
+    """Held-out documents of a corpus that was made with the model's tokenizer, as many as make `needed` tokens."""
+    data = _open_documents(model, data_path, dataset)
+    documents = min(data.sequences, -(-needed // data.length))
+    ids = np.concatenate([data.read(n)[0] for n in range(documents)]).astype(np.int64)
+    model.check_ids(ids)
+    return ids
+
+
+def _open_documents(model: EvaluatedModel, data_path: str, dataset: str) -> HeldOut:
+    # A corpus that does not say what it was made with is taken to be the model's.
+    recorded = Vocabulary(model.model.config.get_text_config().vocab_size, model.bos_token_id or 0)
+    data = open_heldout(find_heldout(data_path, dataset), recorded=recorded)
+    check_vocabulary(model, data)
+    return data

@@ -42,7 +42,6 @@ from forgetting_transformer.analysis.evaluations import answer_text, check_folde
 from forgetting_transformer.analysis.plots.scores import draw_scores
 from forgetting_transformer.analysis.published import longbench_table, sample_counts
 from forgetting_transformer.analysis.statistics import mean_and_error
-from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import (
     append_record,
     check_settings,
@@ -320,16 +319,16 @@ def build_prompt(
     Args:
         as_in_paper: what is left is made text and encoded again, which may change a few tokens and T.
     """
-    first = texts.begin(model)
+    first = model.first
     prompt = SETS[name].prompt.format(context=example["context"], input=example["input"])
-    ids = np.array(texts.encode(model, prompt), dtype=np.int64)
+    ids = model.encode(prompt)
     room = max_length - len(first)
     if len(ids) > room and as_in_paper:
         half, tokenizer = max_length // 2, model.require_tokenizer()
         # Half of the length counts the beginning-of-sequence token, which text has not.
         ends = ids[: half - len(first)].tolist(), ids[len(ids) - half :].tolist()
         kept = "".join(tokenizer.decode(end, skip_special_tokens=True) for end in ends)
-        ids = np.array(texts.encode(model, kept), dtype=np.int64)
+        ids = model.encode(kept)
     elif len(ids) > room:
         half = room // 2
         ids = np.concatenate([ids[:half], ids[len(ids) - half :]])
@@ -557,5 +556,5 @@ def score_by_length(
 
 def _line_break(model: EvaluatedModel) -> list[int]:
     """The token that is a line break and nothing else, if the tokenizer has one."""
-    ids = texts.encode(model, "\n")
+    ids = model.encode("\n").tolist()
     return ids[-1:] if ids and model.tokenizer.decode(ids[-1:]) == "\n" else []

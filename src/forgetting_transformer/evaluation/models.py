@@ -13,10 +13,11 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ from forgetting_transformer.command_line import one_line
 from forgetting_transformer.files import utf8_path
 from forgetting_transformer.hub_connection import cached_model, only_cached
 from forgetting_transformer.model import DecoderForCausalLM
-from forgetting_transformer.model_tokenizer import check_vocabulary, load_tokenizer
+from forgetting_transformer.model_tokenizer import check_vocabulary, encode, load_tokenizer
 from forgetting_transformer.ops.finite import NotFiniteError, check_finite
 from forgetting_transformer.training import export
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest, steps_in
@@ -114,6 +115,28 @@ class EvaluatedModel:
                 return [tokens] if isinstance(tokens, int) else list(tokens)
         return []
 
+    @property
+    def first(self) -> np.ndarray:
+        """The beginning-of-sequence token, with which every sequence of training began; nothing where there is none."""
+        return np.array([] if self.bos_token_id is None else [self.bos_token_id], dtype=np.int64)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids `(T,)` of a text, int64: `model_tokenizer.encode`."""
+        return np.array(encode(self.require_tokenizer(), text), dtype=np.int64)
+
+    def check_ids(self, ids: np.ndarray) -> None:
+        """Refuses tokens that the model does not know.
+
+        Raises:
+            EvaluationError: naming the last of them.
+        """
+        vocab_size = self.model.config.get_text_config().vocab_size
+        if ids.size and int(ids.max()) >= vocab_size:
+            raise EvaluationError(
+                f"token {int(ids.max())} is not among the {vocab_size:,} of {self.source}: the text was tokenised for "
+                "another model"
+            )
+
     def require_tokenizer(self) -> Any:
         """The tokenizer, for an evaluation that reads text.
 
@@ -126,17 +149,6 @@ class EvaluatedModel:
                 "one with --tokenizer FOLDER_OR_HUB_ID, or export the run with `save_model.py --tokenizer …`"
             )
         return self.tokenizer
-
-
-class _Loaded(NamedTuple):
-    """Fields of `EvaluatedModel` by which it is found."""
-
-    model: Any
-    tokenizer: Any
-    train_length: int | None
-    train_tokens: int | None
-    no_tokenizer: str
-    seed: int | None
 
 
 def load_model(
@@ -182,12 +194,11 @@ def load_model(
         raise EvaluationError(f"there is no folder {source}; {hint}")
     else:
         loaded = _load_pretrained(source, tokenizer)
-    model = loaded.model.to(device).eval()
-    if is_own(model):
-        model.config.loss = "per_token"  # however it was trained: see `token_losses`
-    _check_kernels(model, precision, torch.device(device))
-    found = loaded._replace(model=model, train_length=train_length or loaded.train_length)
-    return EvaluatedModel(name=name, source=source, **found._asdict())
+    loaded.model.to(device).eval()
+    if is_own(loaded.model):
+        loaded.model.config.loss = "per_token"  # however it was trained: see `token_losses`
+    _check_kernels(loaded.model, precision, torch.device(device))
+    return replace(loaded, name=name, source=source, train_length=train_length or loaded.train_length)
 
 
 def _check_kernels(model: nn.Module, precision: str, device: torch.device) -> None:
@@ -266,7 +277,7 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> _Loaded:
+def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> EvaluatedModel:
     directory = RunDirectory(folder)
     try:
         with warnings.catch_warnings():
@@ -294,10 +305,10 @@ def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> _Loaded:
         problem = one_line(error)
     config = state["config"]
     length = config["datamodule"]["train_batch_len"]
-    return _Loaded(model, found, length, checkpoint.step, problem, config.get("seed"))
+    return EvaluatedModel(model, found, "", "", length, checkpoint.step, problem, config.get("seed"))
 
 
-def _load_pretrained(source: str, tokenizer: str | None) -> _Loaded:
+def _load_pretrained(source: str, tokenizer: str | None) -> EvaluatedModel:
     folder = Path(source).expanduser()
     if missing := plugins.missing(export.read_mark(folder).get("plugins"), f"{folder}: this model"):
         raise EvaluationError(missing)
@@ -349,7 +360,7 @@ def _load_pretrained(source: str, tokenizer: str | None) -> _Loaded:
     if length is None or length > _NO_LIMIT:
         length = getattr(config, "max_position_embeddings", None)
     tokens, seed = export.origin_of(folder)
-    return _Loaded(model, found, length, tokens, problem, seed)
+    return EvaluatedModel(model, found, "", "", length, tokens, problem, seed)
 
 
 def _check_weights(source: str, model: nn.Module, loading: dict[str, Any]) -> None:

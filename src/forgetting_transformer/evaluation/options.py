@@ -6,11 +6,6 @@ from forgetting_transformer import command_line
 from forgetting_transformer.command_line import at_least, count, step
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that shows the docstring of its script as it is written."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
 def add_model(parser: argparse.ArgumentParser, name_required: bool = False) -> None:
     """Adds which model is evaluated, and how; `workers.run` reads them."""
     parser.add_argument(

@@ -16,6 +16,7 @@ import datetime
 import itertools
 import json
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from forgetting_transformer.analysis.evaluations import (
@@ -59,7 +60,7 @@ from forgetting_transformer.evaluation.models import (
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.files import replacing, write_atomically, write_json
 from forgetting_transformer.training.parallel.ranks import Ranks
-from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length
+from forgetting_transformer.training.records.loss_by_position import by_length
 
 #: Shortest context length that results report, as in the paper.
 MIN_LENGTH = 512
@@ -140,11 +141,12 @@ def evaluate(
     known = workers.on_first(lambda: _read_state(state_file, identity) if resume else None)
     sums = known or Sums.empty(data.length)
     begun = sums.sequences
-    octaves = _octave_means(data.length).to(workers.device)
+    octaves_TO = _octave_means(data.length).to(workers.device)
     per_round = ranks.data_size * batch_size
-    # One tensor for all sums, so that the processes meet once per save.
+    # What this process adds between two saves.
     most = min(save_interval * per_round, data.sequences - sums.sequences)
-    part = _Part.zeros(data.length, most, octaves.shape[1], workers.device)
+    loss_T = torch.zeros(data.length, dtype=torch.float64, device=workers.device)
+    octaves_NO = torch.zeros(most, octaves_TO.shape[1], dtype=torch.float64, device=workers.device)
     rounds = math.ceil((data.sequences - sums.sequences) / per_round)
     first = sums.sequences + ranks.data_rank * batch_size
     batches = [
@@ -154,9 +156,8 @@ def evaluate(
     on_gpu = workers.device.type == "cuda"
     ahead = int(on_gpu and isinstance(data, HeldOut))  # a loader of a plug-in may have workers itself
     loader = DataLoader(
-        data.batches(batches),
+        _Batches(data, batches),
         batch_size=None,
-        shuffle=False,
         num_workers=ahead,
         collate_fn=partial(hand_over, fix="") if ahead else None,
         pin_memory=on_gpu,
@@ -169,19 +170,27 @@ def evaluate(
             parts = ranks.part_of(batch)
             input_ids, labels = (parts[key].to(workers.device, non_blocking=True) for key in ("input_ids", "labels"))
             with precision_context(precision, workers.device), ranks.share():
-                part.add(token_losses(model.model, input_ids, labels), octaves, mine.start - sums.sequences, own)
+                loss_BT = token_losses(model.model, input_ids, labels)
+                loss_T[own] += loss_BT.sum(0, dtype=torch.float64)
+                begin = mine.start - sums.sequences
+                octaves_NO[begin : begin + len(loss_BT)] = loss_BT.double() @ octaves_TO[own]
         bar.update(min(per_round, data.sequences - bar.n))
         if number % save_interval == 0 or number == rounds:
-            workers.sum(part.flat)
+            workers.sum(loss_T)
+            workers.sum(octaves_NO)
             done = min(number * per_round + begun, data.sequences) - sums.sequences
-            if not bool(torch.isfinite(part.flat).all()):
+            if not bool(loss_T.isfinite().all()):
                 raise EvaluationError(
                     f"{model.source}: a loss among sequences {sums.sequences:,} to {sums.sequences + done:,} is not "
                     "finite. The model has diverged, or --precision=bf16 is too coarse for it: try --precision=fp32"
                 )
-            part.move_to(sums, done)
+            sums.loss_T += loss_T.cpu().numpy()
+            sums.octaves_NO = np.concatenate([sums.octaves_NO, octaves_NO[:done].cpu().numpy()])
+            loss_T.zero_()
+            octaves_NO.zero_()
             if workers.is_first:
-                _write_state(state_file, sums, identity)
+                state_file.parent.mkdir(parents=True, exist_ok=True)
+                _savez(state_file, identity=json.dumps(identity), **vars(sums))
     bar.close()
     results = summarise(sums, model, identity) | {"corpus": data.corpus}
     if workers.is_first:
@@ -253,29 +262,14 @@ def check_extrapolates(model: EvaluatedModel, data: HeldOutSequences) -> None:
         )
 
 
-class _Part:
-    """What this process adds between two saves, as views into one float64 vector on the device."""
+class _Batches(IterableDataset):
+    """Batches for a loader, which may read them in a process of its own."""
 
-    def __init__(self, flat: Tensor, length: int, octaves: int) -> None:
-        self.flat = flat
-        sums, rows = flat.split([2 * length, flat.numel() - 2 * length])
-        self._sums = PositionSums(sums)
-        self._octaves_NO = rows.view(-1, octaves)
+    def __init__(self, data: HeldOutSequences, batches: Sequence[range]) -> None:
+        self.data, self.batches = data, batches
 
-    @classmethod
-    def zeros(cls, length: int, sequences: int, octaves: int, device: torch.device) -> "_Part":
-        flat = torch.zeros(2 * length + sequences * octaves, dtype=torch.float64, device=device)
-        return cls(flat, length, octaves)
-
-    def add(self, loss_BT: Tensor, octaves_TO: Tensor, first: int, positions: slice) -> None:
-        """Adds losses at these positions of sequences, the first of which is number `first` since the last save."""
-        self._sums.add(loss_BT, part=positions)
-        self._octaves_NO[first : first + len(loss_BT)] = loss_BT.double() @ octaves_TO[positions]
-
-    def move_to(self, sums: Sums, sequences: int) -> None:
-        sums.loss_T += self._sums.loss_T.cpu().numpy()
-        sums.octaves_NO = np.concatenate([sums.octaves_NO, self._octaves_NO[:sequences].cpu().numpy()])
-        self.flat.zero_()
+    def __iter__(self) -> Iterator[dict[str, Tensor] | None]:
+        return self.data.read_batches(self.batches)
 
 
 def _octave_means(length: int) -> Tensor:
@@ -310,11 +304,6 @@ def _read_state(file: Path, identity: dict[str, Any]) -> Sums | None:
             "with --no-resume"
         )
     return sums
-
-
-def _write_state(file: Path, sums: Sums, identity: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    _savez(file, identity=json.dumps(identity), **vars(sums))
 
 
 def _write_results(

@@ -15,11 +15,11 @@ from pydantic import Field
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer import plugins
-from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.in_training import (
     EvaluationCallback,
     beat,
     evaluated_model,
+    held_out_rows,
     precision,
     share,
 )
@@ -58,9 +58,9 @@ class Samples(EvaluationCallback):
         #: Of every text: the tokens to continue, and those that follow in the document.
         self._texts: list[tuple[list[int], list[int]]] = []
         for prompt in self.config.prompts or ():
-            self._texts.append((texts.encode(self._model, prompt), []))
+            self._texts.append((self._model.encode(prompt).tolist(), []))
         if not self._texts:
-            for ids in itertools.islice(texts.held_out_rows(trainer.data, self._model), _DOCUMENTS):
+            for ids in itertools.islice(held_out_rows(trainer, self._model), _DOCUMENTS):
                 document, given = ids.tolist(), min(_GIVEN, len(ids) // 2)
                 self._texts.append((document[:given], document[given : given + self.config.max_new_tokens]))
 
@@ -80,7 +80,7 @@ class Samples(EvaluationCallback):
     def _continue(self, trainer: TrainerInterface, prompt: list[int]) -> list[int]:
         model, drawn = self._model, self.config.temperature > 0
         sampling = {"temperature": self.config.temperature, "top_k": 0} if drawn else {}
-        input_ids = torch.tensor([[*texts.begin(model), *prompt]], device=model.device)
+        input_ids = torch.tensor([[*model.first.tolist(), *prompt]], device=model.device)
         with precision_context(precision(trainer), model.device):
             output_ids = model.model.generate(
                 input_ids,

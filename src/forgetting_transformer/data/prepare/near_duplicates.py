@@ -22,7 +22,7 @@ import numpy as np
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare import shards, sources
 from forgetting_transformer.data.prepare.settings import CorpusSettings
-from forgetting_transformer.progress import Progress
+from forgetting_transformer.data.tools.progress import Progress
 from forgetting_transformer.versions import how_to_install
 
 SKETCH = 128

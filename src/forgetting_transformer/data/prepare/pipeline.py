@@ -25,8 +25,8 @@ from forgetting_transformer.data.prepare import near_duplicates, packing, source
 from forgetting_transformer.data.prepare.output import MANIFEST, Place, read_manifest
 from forgetting_transformer.data.prepare.settings import LAYOUT_SETTINGS, CorpusSettings
 from forgetting_transformer.data.prepare.shards import open_pool
+from forgetting_transformer.data.tools.progress import Progress
 from forgetting_transformer.files import explain, write_atomically, write_json
-from forgetting_transformer.progress import Progress
 from forgetting_transformer.versions import installed_versions
 
 FORMAT_VERSION = 1

@@ -17,7 +17,7 @@ import numpy as np
 from forgetting_transformer.data.prepare import shards
 from forgetting_transformer.data.prepare.sources import Piece
 from forgetting_transformer.data.prepare.tokenizers import Encoder, TokenizerInfo
-from forgetting_transformer.progress import Progress
+from forgetting_transformer.data.tools.progress import Progress
 
 
 @dataclass(frozen=True)

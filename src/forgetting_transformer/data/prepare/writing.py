@@ -17,7 +17,7 @@ from forgetting_transformer.data import checksums
 from forgetting_transformer.data.prepare.packing import Layout
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.prepare.shards import ahead
-from forgetting_transformer.progress import Progress
+from forgetting_transformer.data.tools.progress import Progress
 
 # LongCrawl64's chunk, 8 MiB, is the largest chosen; a corpus of fewer rows gets chunks of fewer rows, so that a
 # reader decodes little more than it uses, but not so few that the array becomes a heap of tiny files.

@@ -1,1 +1,1 @@
-"""What is done to whole corpora by hand: fetching LongCrawl64, and verifying copies."""
+"""What is done to whole corpora by hand, fetching LongCrawl64 and verifying copies, and its progress on a terminal."""

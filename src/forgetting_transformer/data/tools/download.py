@@ -27,15 +27,15 @@ from typing import Any
 import numpy as np
 import zarr
 
+from forgetting_transformer.console import redact, redact_tree
 from forgetting_transformer.data.array_files import LARGEST_METADATA, ArrayFiles, open_array
 from forgetting_transformer.data.checksums import list_name, read_list
 from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.order import documents_needed
 from forgetting_transformer.data.remote import RemoteError, RemoteFile, RemoteFolder, open_remote
+from forgetting_transformer.data.tools.progress import Progress
 from forgetting_transformer.files import explain, flush, locked, write_atomically
-from forgetting_transformer.progress import Progress
-from forgetting_transformer.redaction import redact, redact_tree
 
 #: The public mirror, at a revision that others have used. Its train.zarr holds about a tenth of the row-chunks.
 MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb2a32"

@@ -12,8 +12,8 @@ from forgetting_transformer.data.array_files import ArrayFiles, open_array
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare.writing import read_back
 from forgetting_transformer.data.token_array import read_manifest
+from forgetting_transformer.data.tools.progress import Progress
 from forgetting_transformer.data.vocabulary import TOKEN_DTYPES
-from forgetting_transformer.progress import Progress
 
 #: Problems of one kind that are spelled out; the rest is counted.
 SHOWN = 5

@@ -3,8 +3,9 @@
 import logging
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from forgetting_transformer.metric_names import LOSS, VAL, VAL_SET, name_of
-from forgetting_transformer.progress import bar
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 from forgetting_transformer.training.callbacks.throughput import Throughput
 from forgetting_transformer.training.records.logs import ON_THE_BAR
@@ -30,7 +31,11 @@ class Progress(Callback):
 
     def __init__(self, total: int, done: int, enabled: bool, throughput: Throughput | None = None) -> None:
         self._total, self._enabled, self._throughput = total, enabled, throughput
-        self._bar = bar(desc="train", unit="tok", total=total, done=done, shown=enabled)
+        # Where stderr is no terminal, None disables it.
+        hidden = None if enabled else True
+        self._bar = tqdm(
+            desc="train", unit="tok", unit_scale=True, total=total, initial=done, dynamic_ncols=True, disable=hidden
+        )
 
     @property
     def live(self) -> bool:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from forgetting_transformer import files
 from forgetting_transformer.command_line import one_line
+from forgetting_transformer.console import redact_tree
 from forgetting_transformer.files import write_atomically
-from forgetting_transformer.redaction import redact_tree
 from forgetting_transformer.training.callbacks.base import Callback
 from forgetting_transformer.training.callbacks.figures import send_newest_figures
 from forgetting_transformer.training.config import Config

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgetting_transformer import plugins
+from forgetting_transformer.console import redact_tree
 from forgetting_transformer.files import flatten
 from forgetting_transformer.plugins import ALL, Component
-from forgetting_transformer.redaction import redact_tree
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.config.parsing import components_of, config_class, keys_of
 

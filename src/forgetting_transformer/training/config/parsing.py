@@ -17,6 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from forgetting_transformer import plugins
+from forgetting_transformer.console import redact
 from forgetting_transformer.files import flatten
 from forgetting_transformer.plugins import (
     CALLBACKS,
@@ -27,7 +28,6 @@ from forgetting_transformer.plugins import (
     Registry,
     UnknownComponentError,
 )
-from forgetting_transformer.redaction import redact
 from forgetting_transformer.training.config import (
     CallbacksConfig,
     Config,

@@ -18,8 +18,8 @@ import threading
 import time
 from pathlib import Path
 
+from forgetting_transformer.console import redact
 from forgetting_transformer.files import write_atomically
-from forgetting_transformer.redaction import redact
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 
 _NAME = "status.json"

@@ -2,41 +2,11 @@
 
 import sys
 import time
-from collections.abc import Iterable
 from types import TracebackType
 
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 10.0
-
-
-def bar(
-    items: Iterable | None = None,
-    *,
-    desc: str,
-    unit: str,
-    total: int | None = None,
-    done: int = 0,
-    shown: bool = True,
-) -> tqdm:
-    """A bar that counts `items`, or what its `update` is given. It does nothing where stderr is no terminal.
-
-    Args:
-        unit: "tok" and "B" are shown with a decimal prefix (k, M, G).
-        total: how many there will be, if that is known and `items` does not say it.
-        done: of these before this process started; they say nothing about the speed.
-        shown: False on all ranks but one.
-    """
-    return tqdm(
-        items,
-        desc=desc,
-        unit=unit,
-        unit_scale=unit in ("tok", "B"),
-        total=total,
-        initial=done,
-        dynamic_ncols=True,
-        disable=None if shown else True,  # None: unless stderr is a terminal
-    )
 
 
 class Progress:
@@ -54,7 +24,15 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         self.started = self.last_line = time.monotonic()
-        self.bar = bar(desc=self.title, unit=self.unit, total=self.total)
+        # Where stderr is no terminal, `disable=None` disables it.
+        self.bar = tqdm(
+            desc=self.title,
+            unit=self.unit,
+            unit_scale=self.unit == "B",
+            total=self.total,
+            dynamic_ncols=True,
+            disable=None,
+        )
         return self
 
     def advance(self, amount: int) -> None:

@@ -1,0 +1,961 @@
+"""Needle in a haystack: a sentence hidden in a long text, and a question that only this sentence answers.
+
+Standard mode hides the answer alone; easy mode hides the question with it, so that the model meets the very words it is
+asked with (Qin et al., 2024; Lin et al., "Forgetting Transformer", ICLR 2025, section 4.3).
+
+    needle    standard: {statement} {answer}.          easy: {question} Answer: {statement} {answer}.
+    query     Answer the following question: {question} Answer: {statement}
+
+Two kinds of prompts:
+
+- `Haystack` counts in tokens of the model under test. A prompt has exactly the length it is named after: the
+  beginning-of-sequence token, text, needle and query together.
+- `Essays` makes the paper's (modes paper and paper_easy; zhixuan-lin/forgetting-transformer, eval/niah). The essays are
+  joined without anything between them and cut to L tokens, of which the beginning-of-sequence token is one, then
+  shortened so that with the needle they have L - 200. The needle follows the last token "." before its depth. As text,
+  the quiz sentence and the question come after it. A prompt named after L therefore has about L - 200 tokens and those
+  of the quiz, which are 59 with GPT-2's vocabulary.
+
+The paper's essays are Paul Graham's, which have no free licence. Without a text, the haystack is the reference
+documentation that comes with Python.
+
+`evaluate` asks and scores with both kinds. `write_prompts`, `answer_prompts`, `rate_answers` and `draw_ratings` are the
+four steps of the paper's repository, each of which leaves files for the next (L in tokens, d the depth in percent):
+
+    prompts/EXP/Huggingface_len_{L}_depth_{100 d}_prompts.json   a prompt in chat format, its text in the second message
+    pred/EXP/MODEL/Huggingface_len_{L}_depth_{100 d}.txt         the answer to it; once it is whole, an empty .txt.done
+    results/EXP/MODEL/OpenAI_{JUDGE}_eval.json                   name of an answer -> {"prediction", "score": 1 to 10}
+    FIGURES/EXP/needle_{EXP}_{MODEL}.png, .pdf                   the heat-map
+
+The callback `needle` is a small test of the model that is being trained:
+
+    python train.py … callbacks=[needle] callbacks.needle.interval=1000000000
+
+Nothing is generated there: one forward pass over prompt and answer gives the loss of the answer, which moves long
+before a model can write it, and tells whether greedy decoding would give it word for word. Writes needle.jsonl, for
+every length L and depth D:
+
+    needle/length_<L>/loss              of the answer, nats per token, mean over depths and samples
+    needle/length_<L>/loss_without      the same with no needle in the text: what the model guesses without looking
+    needle/length_<L>/accuracy          share of prompts whose answer greedy decoding gives, token for token
+    needle/length_<L>/tokens_right      share of the answer's tokens that are the likeliest ones
+    needle/length_<L>/…_stderr          standard errors of these means over prompts
+    needle/length_<L>/depth_<D>/…       loss, accuracy and tokens_right at one depth, in percent of the text
+    needle/mode, depths, samples        the keys of the config; a line with others is a point of another curve
+
+Axes: B prompts, T tokens of a prompt, K tokens of an answer, S = T + K - 1.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import httpx
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+from tqdm import tqdm
+
+from forgetting_transformer import files, model_tokenizer, plugins
+from forgetting_transformer import metric_names as names
+from forgetting_transformer.analysis import evaluations, known_models
+from forgetting_transformer.analysis.plots.heatmaps import draw_needles
+from forgetting_transformer.evaluation.generation import (
+    append_record,
+    check_settings,
+    continue_greedily,
+    read_records,
+    write_json,
+    write_text,
+)
+from forgetting_transformer.evaluation.held_out import read_documents
+from forgetting_transformer.evaluation.in_training import (
+    EvaluationCallback,
+    beat,
+    evaluated_model,
+    held_out_rows,
+    precision,
+    share,
+)
+from forgetting_transformer.evaluation.models import (
+    EvaluatedModel,
+    EvaluationError,
+    fingerprint,
+    folder_name,
+    precision_context,
+    resolve,
+)
+from forgetting_transformer.evaluation.workers import Workers
+from forgetting_transformer.training.config import ConfigError, Count, Text, Tokens
+from forgetting_transformer.training.interface import TrainerInterface
+from forgetting_transformer.training.records.metrics import prefixed
+
+#: The paper's modes -> which needle is hidden.
+PAPER_MODES = {"paper": "standard", "paper_easy": "easy"}
+PAPER_NEW_TOKENS = 1024
+ESSAYS = "PaulGrahamEssays"
+_TEXT_SUFFIXES = (".txt", ".md", ".py")
+#: Heat-maps, each called as its score.
+_PICTURES = ("words.png", "exact.png")
+# How far back the needle may move from its depth to the end of a sentence, as a part of the text.
+_SENTENCE_REACH = 0.05
+_QUIZ = (
+    "\n\nThere is an important piece of information hidden inside the above document. Now that you've read the "
+    "document, I will quiz you about it. Answer the following question: "
+)
+_BUFFER = 200  # tokens that the paper sets aside for the question and the answer
+_NO_TEXT = "the haystack is empty: its files hold no text that the tokenizer can encode"
+
+
+@dataclass(frozen=True)
+class Needle:
+    """Needle and question. The defaults are the sentence of most needle tests.
+
+    Attributes:
+        question: what is asked.
+        statement: how the answer begins; the query ends with it.
+        answer: what the model should continue with.
+    """
+
+    question: str = "What is the best thing to do in San Francisco?"
+    statement: str = "The best thing to do in San Francisco is"
+    answer: str = "eat a sandwich and sit in Dolores Park on a sunny day"
+
+    def text(self, mode: str) -> str:
+        """The needle."""
+        asked = f"{self.question} Answer: " if mode == "easy" else ""
+        return f"\n{asked}{self.statement} {self.answer}.\n"
+
+    @property
+    def asked(self) -> str:
+        """The question, and how its answer begins."""
+        return f"{self.question} Answer: {self.statement}"
+
+    @property
+    def query(self) -> str:
+        return f"\n\nAnswer the following question: {self.asked}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One prompt of the grid.
+
+    Attributes:
+        length: tokens of the prompt.
+        depth: where the needle is, 0 (beginning of the text) to 1 (end).
+        sample: which stretch of the haystack is used.
+    """
+
+    length: int
+    depth: float
+    sample: int
+
+    @property
+    def file_name(self) -> str:
+        return f"length_{self.length}_depth_{100 * self.depth:.1f}_sample_{self.sample}.json"
+
+
+def grid(lengths: Sequence[int], depths: Sequence[float], samples: int) -> list[Cell]:
+    """All cells, short prompts first, so that results come early."""
+    return [Cell(length, depth, sample) for length in sorted(lengths) for depth in depths for sample in range(samples)]
+
+
+class Haystack:
+    """A long text as token ids.
+
+    Args:
+        ids: `(N,)`.
+
+    Raises:
+        EvaluationError: there are none.
+    """
+
+    def __init__(self, model: EvaluatedModel, ids: np.ndarray) -> None:
+        if len(ids) == 0:
+            raise EvaluationError(_NO_TEXT)
+        kinds, where = np.unique(ids, return_inverse=True)
+        pieces = model.require_tokenizer().batch_decode([[int(kind)] for kind in kinds])
+        ends = np.array([piece.rstrip(" ").endswith((".", "\n")) for piece in pieces])
+        self.model, self.tokens = model, ids.astype(np.int64)
+        #: `(N,)`, True for tokens that end a sentence or a line.
+        self.is_end = ends[where]
+        self.digest = _digest(self.tokens.tobytes())
+
+    def prompt(self, needle: Needle, mode: str | None, cell: Cell) -> np.ndarray:
+        """The prompt of a cell, `(cell.length,)` int64; with `mode` None nothing is hidden in the text.
+
+        The needle goes after the last end of a sentence before its depth, if there is one near. A text that is too
+        short begins again where it ends.
+
+        Raises:
+            EvaluationError: the length has no room for needle, query and some text.
+        """
+        hidden = "" if mode is None else needle.text(mode)
+        needle_ids, query_ids = (self.model.encode(text) for text in (hidden, needle.query))
+        room = cell.length - len(self.model.first) - len(needle_ids) - len(query_ids)
+        if room < 1:
+            raise EvaluationError(
+                f"a prompt of {cell.length} tokens has no room for text: needle and query alone have "
+                f"{cell.length - room}; choose longer --min_length"
+            )
+        where = np.arange(cell.sample * cell.length, cell.sample * cell.length + room) % len(self.tokens)
+        text, place = self.tokens[where], round(cell.depth * room)
+        if 0 < place < room:
+            reach = max(0, place - max(1, round(_SENTENCE_REACH * room)))
+            ends = np.flatnonzero(self.is_end[where][reach:place])
+            place = reach + int(ends[-1]) + 1 if ends.size else place
+        return np.concatenate([self.model.first, text[:place], needle_ids, text[place:], query_ids]).astype(np.int64)
+
+
+class Essays:
+    """A haystack of the paper's kind.
+
+    Args:
+        tokenizer: that lengths are counted with.
+        text: all essays.
+        bos_token_id: begins a prompt and counts as its first token; None for none.
+
+    Raises:
+        EvaluationError: there is no text.
+    """
+
+    def __init__(self, tokenizer: Any, text: str, bos_token_id: int | None) -> None:
+        self.tokenizer, self.text = tokenizer, text
+        self.first = [] if bos_token_id is None else [bos_token_id]
+        self.digest = _digest(text.encode())
+        self._ids = self._encode(text)
+        self._beginnings: dict[int, list[int]] = {}
+        if not self._ids:
+            raise EvaluationError(_NO_TEXT)
+
+    def context(self, needle: str, length: int, depth: float) -> str:
+        """The essays with the needle in them.
+
+        Args:
+            needle: the text to hide.
+            length: tokens that the prompt is named after.
+            depth: where it is hidden, in percent of the text.
+
+        Raises:
+            EvaluationError: the length has no room for any text.
+        """
+        needle_ids, tokens = self._encode(needle), self._beginning(length)
+        room = length - _BUFFER - len(needle_ids)
+        if room < 1:
+            raise EvaluationError(
+                f"a prompt of {length} tokens has no room for text: the needle has {len(needle_ids)}, and {_BUFFER} "
+                "are set aside for the question; choose longer --min_length"
+            )
+        tokens = tokens[:room]
+        if depth >= 100:
+            return self._decode([*tokens, *needle_ids])
+        place, stops = int(len(tokens) * (depth / 100)), set(self._encode("."))
+        while place > 0 and tokens[place - 1] not in stops:
+            place -= 1
+        return self._decode([*tokens[:place], *needle_ids, *tokens[place:]])
+
+    def prompt_text(self, needle: str, asked: str, length: int, depth: float) -> str:
+        """A whole prompt; `asked` ends it, and is what the model continues."""
+        return f"{self.context(needle, length, depth)}{_QUIZ}{asked}"
+
+    def prompt(self, needle: Needle, mode: str, cell: Cell) -> np.ndarray:
+        """The prompt of a cell as token ids `(T,)`, where T is near `cell.length`."""
+        hidden, depth = needle.text(PAPER_MODES[mode]), round(100 * cell.depth, 2)
+        ids = self._encode(self.prompt_text(hidden, needle.asked, cell.length, depth))
+        return np.array([*self.first, *ids], dtype=np.int64)
+
+    def _beginning(self, length: int) -> list[int]:
+        """Tokens of the essays, which begin again where they end, when they are cut to a length."""
+        kept = length - len(self.first)
+        if length not in self._beginnings:
+            if len(self._ids) < kept:
+                self._ids = self._encode(self.text * (kept // len(self._ids) + 2))
+            # Through text and back, as there: a cut inside of a character changes its last tokens.
+            self._beginnings[length] = self._encode(self._decode(self._ids[:kept]))
+        return self._beginnings[length]
+
+    def _encode(self, text: str) -> list[int]:
+        return model_tokenizer.encode(self.tokenizer, text)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def find_essays(chosen: Path | None, expected: Path) -> str:
+    """The text of a folder of essays: the chosen one, else the expected one. All `.txt` files, joined without anything
+    between them, in the order of their names. (The official script takes the file system's order.)
+
+    Where neither is named nor there, it is Python's documentation, and one line on stderr says so.
+
+    Raises:
+        EvaluationError: there is no text in the folder.
+    """
+    if chosen is not None or expected.is_dir():
+        return "".join(read_folder(chosen or expected, "*.txt"))
+    print(
+        f"warning: there is no folder {expected}, so the haystack is Python's documentation and scores are not the "
+        "paper's. github.com/zhixuan-lin/forgetting-transformer has the essays in "
+        f"eval/niah/{ESSAYS}: copy that folder here",
+        file=sys.stderr,
+    )
+    return free_text()
+
+
+def read_folder(folder: Path, pattern: str = "**/*") -> list[str]:
+    """The texts of a folder and the folders in it, in the order of their paths.
+
+    Args:
+        pattern: of their paths; "*.txt" takes no other kind, and none of the folders in it.
+
+    Raises:
+        EvaluationError: it is not there, or holds no text.
+    """
+    if not folder.is_dir():
+        raise EvaluationError(f"there is no folder {folder}: give a folder of texts")
+    files = sorted(path for path in folder.glob(pattern) if path.suffix in _TEXT_SUFFIXES and path.is_file())
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    if not any(text.strip() for text in texts):
+        raise EvaluationError(f"{folder} holds no text: put .txt files there")
+    return texts
+
+
+def free_text() -> str:
+    """Python's reference documentation, 465 kB of English in Python 3.11; other versions have other texts.
+
+    Raises:
+        EvaluationError: this Python comes without it.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise EvaluationError(
+            "this Python comes without its documentation (the module pydoc_data): give a "
+            "folder of texts with --haystack_dir"
+        ) from error
+    return "".join(topics[name] for name in sorted(topics))
+
+
+def find_haystack(
+    model: EvaluatedModel,
+    mode: str,
+    folder: Path | None,
+    essays: Path,
+    data_path: str | None,
+    dataset: str,
+    needed: int,
+) -> Haystack | Essays:
+    """The haystack of a command line: a folder of texts, held-out documents, or Python's documentation.
+
+    Args:
+        essays: where the paper's are, if they are there.
+        needed: tokens of text to take from a corpus.
+
+    Raises:
+        EvaluationError: there is no text. DataError: there is no corpus.
+    """
+    if mode in PAPER_MODES:
+        return Essays(model.require_tokenizer(), find_essays(folder, essays), model.bos_token_id)
+    if data_path is not None:
+        return Haystack(model, read_documents(model, data_path, dataset, needed))
+    text = free_text() if folder is None else "\n\n".join(read_folder(folder))
+    return Haystack(model, model.encode(text))
+
+
+def exact_match(prediction: str, answer: str) -> float:
+    """1 if the prediction begins with the answer, letter case, punctuation and spaces aside; else 0."""
+    wanted = _words(answer)
+    return float(_words(prediction)[: len(wanted)] == wanted)
+
+
+def word_match(prediction: str, answer: str) -> float:
+    """Share of the answer's words that the prediction has in the same order, 0 to 1: the longest common subsequence.
+
+    Only as many words of the prediction count as twice the answer has: more would find common words by chance.
+    """
+    wanted = _words(answer)
+    got = _words(prediction)[: 2 * len(wanted)]
+    longest = [0] * (len(got) + 1)  # of the answer's words so far and of each beginning of the prediction
+    for word in wanted:
+        before = longest.copy()
+        for i, other in enumerate(got):
+            longest[i + 1] = before[i] + 1 if word == other else max(before[i + 1], longest[i])
+    return longest[-1] / len(wanted)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+_SCORES = {"exact": exact_match, "words": word_match}
+
+
+def evaluate(
+    model: EvaluatedModel,
+    haystack: Haystack | Essays,
+    folder: Path,
+    workers: Workers,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    samples: int = 1,
+    needle: Needle,
+    mode: str,
+    max_new_tokens: int,
+    batch_size: int = 1,
+    precision: str = "auto",
+) -> list[dict[str, Any]]:
+    """Asks for every cell of the grid that has no file yet in `folder/predictions`, and scores all of them.
+
+    scores.json gets every prediction with its scores, and words.png and exact.png are their heat-maps.
+
+    Returns:
+        A record per cell: length, depth, sample, prediction, `exact` and `words` (0 to 1).
+    """
+    settings = {
+        "weights": fingerprint(model.model),
+        "mode": mode,
+        **vars(needle),
+        "max_new_tokens": max_new_tokens,
+        "precision": resolve(precision, workers.device),
+        "haystack": haystack.digest,
+    }
+
+    def check() -> None:
+        evaluations.check_folder(folder, "niah", *_PICTURES, "scores.json")
+        check_settings(folder, settings)
+
+    workers.on_first(check)
+    cells = grid(lengths, depths, samples)
+    mine = [cell for n, cell in enumerate(cells) if n // batch_size % workers.world_size == workers.rank]
+    todo = [cell for cell in mine if not (folder / "predictions" / cell.file_name).is_file()]
+    bar = tqdm(total=len(todo), desc=f"{model.name}, {mode}", unit="prompt", disable=not workers.shows_progress)
+    while todo:
+        # Prompts of one length only: nothing is padded.
+        built = [(cell, haystack.prompt(needle, mode, cell)) for cell in todo[:batch_size]]
+        batch = [cell for cell, prompt in built if len(prompt) == len(built[0][1])]
+        todo = [cell for cell in todo if cell not in batch]
+        prompts = np.stack([prompt for cell, prompt in built if cell in batch])
+        predictions = continue_greedily(model, prompts, max_new_tokens, precision)
+        for cell, prediction in zip(batch, predictions, strict=True):
+            write_json(folder / "predictions" / cell.file_name, {**vars(cell), "prediction": prediction})
+        bar.update(len(batch))
+    bar.close()
+    workers.wait()
+    records = []
+    for cell in cells:
+        record = evaluations.read_json(folder / "predictions" / cell.file_name)
+        scores = {name: match(record["prediction"], needle.answer) for name, match in _SCORES.items()}
+        records.append({**record, **scores})
+    if workers.is_first:
+        shape = {"lengths": lengths, "depths": depths, "train_length": model.train_length}
+        _write_results(folder, {"model": model.name, "mode": mode, **shape, "records": records})
+    return records
+
+
+def _write_results(folder: Path, scores: dict[str, Any]) -> None:
+    evaluation = evaluations.from_needle(scores)
+
+    def write_more(new: Path) -> None:
+        write_json(new / "scores.json", scores)
+        for name in _PICTURES:
+            draw_needles(evaluation, Path(name).stem, new / name)
+
+    def draw(path: Path) -> None:
+        draw_needles(evaluation, "words", path)
+
+    evaluations.write_evaluation(evaluation, folder, evaluations.number_table(evaluation), draw, write_more)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _repr(value: object) -> bytes:
+    return repr(value).encode("utf-8", "surrogatepass")
+
+
+# The paper's steps
+# -------------------------------------------------------------------------------------------------------------
+
+#: The tokenizer that the official configs name: GPT-2's vocabulary behind JSON's escapes.
+_HUB_TOKENIZER = "zhixuan-lin/longcrawl64-json-gpt2-tokenizer"
+_NAME = re.compile(r"Huggingface_len_(\d+)_depth_(\d+)")
+
+
+class ConfigFile(dict[str, Any]):
+    """A YAML file of the official format: its values by keys with dots; keys without a value are left out.
+
+    Raises:
+        EvaluationError: there is no such file, it is not a YAML mapping, or `config[key]` is not in it.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        try:
+            content = files.read_yaml(file)
+        except FileNotFoundError as error:
+            beside = sorted(path.name for path in file.absolute().parent.glob("*.yaml"))
+            raise EvaluationError(
+                f"there is no {file}; {file.absolute().parent} has {', '.join(beside) or 'no *.yaml'}"
+            ) from error
+        except files.UnreadableError as error:
+            raise EvaluationError(str(error)) from error
+        if not isinstance(content, dict):
+            raise EvaluationError(f"{file} is not a YAML mapping of keys to values")
+        super().__init__({key: value for key, value in files.flatten(content).items() if value is not None})
+
+    def __missing__(self, key: str) -> Any:
+        raise EvaluationError(f"{self.file} lacks the key {key}")
+
+
+def numbers_of(config: ConfigFile, section: str, least: str, most: str) -> list[int]:
+    """Lengths or depths: those that a config lists, or evenly spaced ones.
+
+    Raises:
+        EvaluationError: there is no such key, or no number.
+    """
+    chosen = config.get(f"{section}.manually_select_list")
+    try:
+        if chosen is None:
+            chosen = np.linspace(*(config[f"{section}.{key}"] for key in (least, most, "interval")))
+        return [round(float(value)) for value in chosen]
+    except TypeError as error:
+        raise EvaluationError(
+            f"{config.file}: {section} must give numbers: {least}, {most} and interval ({error})"
+        ) from error
+
+
+def load_prompt_tokenizer(source: str) -> Any:
+    """The tokenizer that prompts are counted with.
+
+    Raises:
+        EvaluationError: there is none.
+    """
+    try:
+        if source == _HUB_TOKENIZER and not Path(source).is_dir():
+            return model_tokenizer.longcrawl64_tokenizer()
+        return model_tokenizer.load_tokenizer(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise EvaluationError(
+            f"the tokenizer {source} cannot be loaded ({str(error).strip().splitlines()[0]}); "
+            "give a folder with --tokenizer"
+        ) from error
+
+
+def write_prompts(file: Path, exp: str, tokenizer: str | None = None, folder: Path | None = None) -> tuple[Path, int]:
+    """Writes a prompt for every length and depth of an official config, and returns their folder and how many they are.
+
+    Args:
+        tokenizer: folder or hub id; None takes the config's.
+        folder: of essays; None takes the config's if it is there, else Python's documentation, and says so on stderr.
+
+    Raises:
+        EvaluationError: the config lacks a key, there is no tokenizer or no text, a length has no room for the needle,
+            or the folder has prompts of another kind.
+    """
+    config = ConfigFile(file)
+    for key, supported in (("tokenizer.tokenizer_type", "Huggingface"), ("document_depth.interval_type", "linear")):
+        if config.get(key) not in (None, supported):
+            raise EvaluationError(f"{file}: {key}={config.get(key)!r}; only {supported} is supported")
+    needle, asked = config["prompt.needle"], config["prompt.retrieval_question"]
+    lengths = numbers_of(config, "context", "min_len", "max_len")
+    depths = numbers_of(config, "document_depth", "min_percent", "max_percent")
+    target = Path(config["save_dir"]) / folder_name("--exp", exp)
+    essays = Path(config["prompt.haystack_dir"])
+    if not essays.is_dir() and (file.parent / essays).is_dir():
+        essays = file.parent / essays
+    source = tokenizer or config["tokenizer.model_name"]
+    counted = load_prompt_tokenizer(source)
+    haystack = Essays(counted, find_essays(folder, essays), counted.bos_token_id)
+    cure = "choose another --exp, or delete the folder"
+    if any(target.glob("*_prompts.json")) and not (target / "settings.json").is_file():
+        raise EvaluationError(f"{target} holds prompts that do not say how they were made: {cure}")
+    settings = {
+        "needle": needle,
+        "question": asked,
+        "lengths": lengths,
+        "depths": depths,
+        "tokenizer": source,
+        "vocabulary": _digest(_repr(sorted(counted.get_vocab().items()))),
+        "haystack": haystack.digest,
+    }
+    check_settings(target, settings, cure)
+    for length, depth in itertools.product(lengths, depths):
+        prompt = haystack.prompt_text(needle, asked, length, depth)
+        messages = [{"role": "system", "content": ""}, {"role": "user", "content": prompt}]
+        write_json(target / f"Huggingface_len_{length}_depth_{100 * depth}_prompts.json", messages)
+    return target, len(lengths) * len(depths)
+
+
+def answer_prompts(
+    model: EvaluatedModel,
+    prompts: Path,
+    folder: Path,
+    workers: Workers,
+    *,
+    max_new_tokens: int = PAPER_NEW_TOKENS,
+    precision: str = "auto",
+) -> int:
+    """Answers the prompts of a folder that have no `.txt.done` yet, greedily; returns how many prompts there are.
+
+    Args:
+        folder: for the answers; `settings.json` in it says how they were made.
+
+    Raises:
+        EvaluationError: there are no prompts, or the folder holds answers of another model or to other prompts.
+    """
+    found = {match[0]: file for file in prompts.glob("*_prompts.json") if (match := _NAME.match(file.name))}
+    if not found:
+        made = ", ".join(sorted(path.name for path in prompts.parent.glob("*/"))) or "none"
+        raise EvaluationError(f"there are no prompts in {prompts} (--exp; made so far: {made}); run prompt.py first")
+    asked = sorted(found, key=_length_and_depth)
+    questions = {name: _question(found[name]) for name in asked}
+    settings = {
+        "weights": fingerprint(model.model),
+        "prompts": _digest(_repr(sorted(questions.items()))),
+        "max_new_tokens": max_new_tokens,
+        "precision": resolve(precision, workers.device),
+        "train_length": model.train_length,
+    }
+    cure = "delete the folder, or choose another --model name or --exp"
+    workers.on_first(lambda: check_settings(folder, settings, cure))
+    mine = [name for number, name in enumerate(asked) if number % workers.world_size == workers.rank]
+    todo = [name for name in mine if not _done(folder, name).is_file()]
+    for name in tqdm(todo, desc=model.name, unit="prompt", disable=not workers.shows_progress):
+        ids = np.concatenate([model.first, model.encode(questions[name])])
+        (answer,) = continue_greedily(model, ids[None], max_new_tokens, precision)
+        write_text(folder / f"{name}.txt", answer.strip())
+        _done(folder, name).touch()
+    workers.wait()
+    return len(asked)
+
+
+def _question(file: Path) -> str:
+    messages = evaluations.read_json(file)
+    try:
+        return messages[1]["content"]
+    except (LookupError, TypeError) as error:
+        raise EvaluationError(
+            f"{file} is not a prompt as prompt.py writes it; delete it and run prompt.py again"
+        ) from error
+
+
+def _done(folder: Path, name: str) -> Path:
+    return folder / f"{name}.txt.done"
+
+
+def _length_and_depth(name: str) -> tuple[int, int]:
+    match = _NAME.match(name)
+    if match is None:
+        raise EvaluationError(
+            f"{name}.txt is not named as pred.py names answers, Huggingface_len_L_depth_D.txt; move it elsewhere"
+        )
+    return int(match[1]), int(match[2])
+
+
+# Ratings
+# -------------------------------------------------------------------------------------------------------------
+
+_RATING = re.compile(r"\[\[\s*(\d{1,2})\s*\]\]")
+_SECONDS = 60.0  # for one answer
+_PROMPT = """You grade the answer of a small language model to a question. The model only continues text: whatever \
+follows its answer, such as repetitions or unrelated sentences, does not count against it.
+
+Question: {question}
+Reference answer: {reference}
+The model's answer: {answer}
+
+Compare the model's answer with the reference answer only. Give a whole number from 1 to 10: 10 if it says all that \
+the reference says, 1 if it says nothing of it, numbers between for parts of it. Write one sentence of explanation, \
+then the rating in double square brackets, such as [[4]]."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A language model behind an OpenAI-compatible endpoint that rates answers.
+
+    Every rating is kept in a file under a hash of what was asked, so that nothing is asked, or paid for, twice. A
+    request that fails is tried again, longer and longer apart; what still fails is kept too, and asked again next time.
+
+    Attributes:
+        base_url: such as https://api.openai.com/v1 or http://localhost:8000/v1; `/chat/completions` is added.
+        model: as the endpoint calls it.
+        cache: JSON-lines file of ratings and failures.
+        api_key: sent as a bearer token if there is one.
+        tries: requests for one rating.
+    """
+
+    base_url: str
+    model: str
+    cache: Path
+    api_key: str | None = None
+    tries: int = 5
+
+    def rate(self, question: str, reference: str, answer: str) -> int | None:
+        """1 to 10, or None where the endpoint gave no rating; the cache says why.
+
+        Raises:
+            EvaluationError: the endpoint refuses, or after all tries nothing answers at its address.
+        """
+        prompt = _PROMPT.format(question=question, reference=reference, answer=answer)
+        key = hashlib.sha256(f"{self.base_url}\n{self.model}\n{prompt}".encode()).hexdigest()
+        known = {record["key"]: record.get("rating") for record in read_records(self.cache) if "key" in record}
+        if known.get(key) is not None:
+            return known[key]
+        failure: Exception | None = None
+        for number in range(self.tries):
+            if number:
+                time.sleep(2.0**number)
+            try:
+                reply = self._ask(prompt)
+                ratings = [int(rating) for rating in _RATING.findall(reply)]
+                if not ratings or not 1 <= ratings[-1] <= 10:
+                    raise ValueError(f"no rating from 1 to 10 in double brackets in the reply {reply[:200]!r}")
+            except EvaluationError:
+                raise
+            except Exception as error:  # a network has many ways to fail, and none may cost the other ratings
+                failure = error
+            else:
+                append_record(self.cache, {"key": key, "rating": ratings[-1], "reply": reply})
+                return ratings[-1]
+        said = f"{type(failure).__name__}: {failure}"
+        append_record(self.cache, {"key": key, "rating": None, "error": said, "tries": self.tries})
+        if isinstance(failure, httpx.ConnectError):
+            # It would be the same, after the same waits, for every other answer.
+            raise EvaluationError(
+                f"{self.base_url} cannot be reached ({said}): check --judge_url. Ratings so far are kept"
+            )
+        return None
+
+    def _ask(self, prompt: str) -> str:
+        body = {"model": self.model, "temperature": 0, "messages": [{"role": "user", "content": prompt}]}
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        url = f"{self.base_url.rstrip('/')}/chat/completions"
+        response = httpx.post(url, json=body, headers=headers, timeout=_SECONDS)
+        if response.status_code in (401, 403, 404):
+            # Asking again would not help, and neither would asking for the other answers.
+            raise EvaluationError(
+                f"{url} answers {response.status_code} for the model {self.model!r}: check "
+                "--judge_url, --judge_model and the key"
+            )
+        response.raise_for_status()
+        return json.loads(response.text)["choices"][0]["message"]["content"] or ""
+
+
+def rate_answers(answers: Path, results: Path, question: str, reference: str, judge: Judge) -> tuple[Path, int]:
+    """Has every answer rated that is whole, and writes all ratings; returns their file and how many answers have none.
+
+    Raises:
+        EvaluationError: there are no answers, or the endpoint refuses.
+    """
+    found = sorted((file.stem for file in answers.glob("*.txt")), key=_length_and_depth)
+    whole = [name for name in found if _done(answers, name).is_file()]
+    if not whole:
+        raise EvaluationError(f"there are no answers in {answers}; run pred.py with the same --exp and --model first")
+    if len(whole) < len(found):
+        print(f"warning: {len(found) - len(whole)} unfinished answers in {answers} are left out", file=sys.stderr)
+    rated = {}
+    for name in tqdm(whole, desc="ratings", disable=not sys.stderr.isatty()):
+        prediction = (answers / f"{name}.txt").read_text(encoding="utf-8").strip()
+        rated[name] = {"prediction": prediction, "score": judge.rate(question, reference, prediction)}
+    file = results / f"OpenAI_{judge.model.replace('/', '_')}_eval.json"
+    write_json(file, rated)
+    return file, sum(entry["score"] is None for entry in rated.values())
+
+
+def draw_ratings(results: Path, answers: Path, figures: Path, train_length: int | None = None) -> Iterator[Path]:
+    """Draws the ratings of every experiment and model, and yields the pictures.
+
+    Args:
+        results, answers: the folders that `rate_answers` and `answer_prompts` wrote to, above those of an experiment.
+        train_length: where the answers' settings do not say it.
+
+    Raises:
+        EvaluationError: there are no ratings.
+    """
+    ratings = sorted(results.glob("*/*/*_eval.json"))
+    if not ratings:
+        raise EvaluationError(
+            f"there is no EXP/MODEL/*_eval.json in {results.absolute()}; run eval.py first, from the same folder"
+        )
+    for file in ratings:
+        exp, model = file.parent.parent.name, file.parent.name
+        judge = file.stem.removesuffix("_eval").removeprefix("OpenAI_")
+        settings = answers / exp / model / "settings.json"
+        trained = evaluations.read_json(settings).get("train_length") if settings.is_file() else None
+        records = []
+        for name, entry in evaluations.read_json(file).items():
+            length, depth = _length_and_depth(name)
+            records.append({"length": length, "depth": depth / 10_000, "judge": entry["score"]})
+        about = {"model": known_models.display_name(model), "mode": exp, "train_length": train_length or trained}
+        several = len(list(file.parent.glob("*_eval.json"))) > 1  # judges, each of which has a picture
+        stem = f"needle_{exp}_{model}" + (f"_{judge}" if several else "")
+        pictures = [figures / exp / f"{stem}.{suffix}" for suffix in ("png", "pdf")]
+        draw_needles(evaluations.from_needle({**about, "judge": judge, "records": records}), "judge", *pictures)
+        yield from pictures
+
+
+# In training
+# -------------------------------------------------------------------------------------------------------------
+
+#: Scores of a prompt: of its answer the mean loss, the share of tokens that are right, and whether all are.
+_ANSWER_SCORES = (names.ANSWER_LOSS, "tokens_right", names.ACCURACY)
+
+
+@dataclass
+class NeedleConfig:
+    #: Training tokens between tests; the last one follows config.final_eval.
+    interval: Tokens
+    #: Tokens of a prompt with its answer; null: as in training, and half of that if there is room.
+    lengths: Annotated[list[Count], Field(min_length=1)] | None = None
+    #: Where the needle is, 0 (beginning of the text) to 1 (end).
+    depths: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)] = field(
+        default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0]
+    )
+    #: Stretches of text for each length and depth.
+    samples: Count = 4
+    #: "easy" hides the question with its answer, "standard" the answer alone.
+    mode: Literal["easy", "standard"] = "easy"
+    #: What is hidden and asked; the question's answer begins with the statement.
+    question: Text = "What is the best thing to do in San Francisco?"
+    statement: Text = "The best thing to do in San Francisco is"
+    answer: Text = "eat a sandwich and sit in Dolores Park on a sunny day"
+    #: Folder of texts to hide it in; null: held-out documents of the corpus.
+    haystack: str | None = None
+    #: Prompts in one forward pass of one rank.
+    batch_size: Count = 4
+    #: Folder or hub id; null: the corpus's.
+    tokenizer: str | None = None
+
+
+@plugins.CALLBACKS.register("needle", config=NeedleConfig, free=[plugins.ALL])
+class NeedleTest(EvaluationCallback):
+    kinds = (names.NEEDLE,)
+
+    def prepare(self, trainer: TrainerInterface) -> None:
+        """Makes all prompts."""
+        config, length = self.config, trainer.config.datamodule.train_batch_len
+        self._model, self._workers = evaluated_model(trainer, "needle", config.tokenizer), share(trainer)
+        needle = Needle(config.question, config.statement, config.answer)
+        self._answer_K = self._model.encode(f" {needle.answer}")
+        around = (needle.text(config.mode), needle.query)
+        least = len(self._model.first) + len(self._answer_K) + 1
+        least += sum(len(self._model.encode(text)) for text in around)
+        half = [length // 2] if length // 2 >= least else []
+        self._lengths = sorted({*(config.lengths or [*half, length])})
+        self._depths = sorted({*config.depths})
+        if self._lengths[0] < least:
+            given = f"callbacks.needle.lengths={config.lengths or 'null'}"
+            raise ConfigError(
+                f"{given} has prompts of {self._lengths[0]} tokens, and needle, question and answer alone have "
+                f"{least - 1}; give lengths of {least} or more"
+            )
+        haystack = self._haystack(trainer, config.samples * self._lengths[-1])
+        #: Every prompt that is to be scored: its cell, whether there is a needle in it, and its tokens.
+        self._prompts: list[tuple[Cell, bool, np.ndarray]] = []
+        for at in self._lengths:
+            hidden = [(cell, True) for cell in grid([at], self._depths, config.samples)]
+            for cell, inside in [*hidden, *((cell, False) for cell in grid([at], [0], config.samples))]:
+                shorter = Cell(at - len(self._answer_K), cell.depth, cell.sample)
+                prompt = haystack.prompt(needle, config.mode if inside else None, shorter)
+                self._prompts.append((cell, inside, prompt))
+
+    def evaluate(self, trainer: TrainerInterface) -> dict[str, Any]:
+        scores_N3 = torch.zeros(len(self._prompts), 3, dtype=torch.float64, device=trainer.fabric.device)
+        for rows in self._batches():
+            beat(trainer)
+            if rows:
+                prompts_BT = np.stack([self._prompts[n][2] for n in rows])
+                losses_BK, right_BK = answer_losses(self._model, prompts_BT, self._answer_K, precision(trainer))
+                shares = right_BK.double().mean(1), right_BK.all(1).double()
+                scores_N3[rows] = torch.stack([losses_BK.mean(1), *shares], dim=1)
+        if self._workers.world_size > 1:
+            trainer.sum_over_ranks(scores_N3)
+        depths = " ".join(f"{100 * depth:g}" for depth in self._depths)
+        test = {names.MODE: self.config.mode, names.DEPTHS: depths, names.PROMPTS: self.config.samples}
+        return self._values(scores_N3.cpu().numpy()) | prefixed(names.NEEDLE, test)
+
+    def _haystack(self, trainer: TrainerInterface, needed: int) -> Haystack:
+        """At least `needed` tokens of text where there are as many."""
+        if (folder := self.config.haystack) is not None:
+            try:
+                text = "\n\n".join(read_folder(Path(folder).expanduser()))
+            except EvaluationError as error:
+                raise ConfigError(f"callbacks.needle.haystack={folder}: {error}") from error
+            return Haystack(self._model, self._model.encode(text))
+        found: list[np.ndarray] = []
+        for ids in held_out_rows(trainer, self._model):
+            found.append(ids)
+            if sum(map(len, found)) >= needed:
+                break
+        return Haystack(self._model, np.concatenate(found))
+
+    def _batches(self) -> list[list[int]]:
+        """The prompts of this rank, in batches of one length: of every rank as many batches, the last perhaps empty."""
+        rank, world_size, size = self._workers.rank, self._workers.world_size, self.config.batch_size
+        found = []
+        for length in self._lengths:
+            rows = [n for n, (cell, _, _) in enumerate(self._prompts) if cell.length == length]
+            mine, most = rows[rank::world_size], -(-len(rows) // world_size)
+            found += [mine[start : start + size] for start in range(0, most, size)]
+        return found
+
+    def _values(self, scores_N3: np.ndarray) -> dict[str, float]:
+        """What needle.jsonl says; see the module docstring."""
+        values: dict[str, float] = {}
+        for length in self._lengths:
+
+            def chosen(hidden: bool, *depths: float, length: int = length) -> np.ndarray:
+                cells = [(cell.length, inside, cell.depth) for cell, inside, _ in self._prompts]
+                return scores_N3[[(at, inside) == (length, hidden) and d in depths for at, inside, d in cells]]
+
+            at = names.name_of(names.NEEDLE, f"{names.LENGTH}{length}")
+            values |= _answer_means(at, _ANSWER_SCORES, chosen(True, *self._depths))
+            values |= _answer_means(at, (names.LOSS_WITHOUT_NEEDLE,), chosen(False, 0))
+            for depth in self._depths:
+                means = zip(_ANSWER_SCORES, chosen(True, depth).mean(0).tolist(), strict=True)
+                values |= {names.name_of(at, f"depth_{100 * depth:g}", name): value for name, value in means}
+        return values
+
+
+def answer_losses(
+    model: EvaluatedModel, prompts_BT: np.ndarray, answer_K: np.ndarray, precision: str
+) -> tuple[Tensor, Tensor]:
+    """How surprised a model is by the answer after each prompt, in one forward pass.
+
+    Args:
+        answer_K: token ids `(K,)` that should follow every prompt.
+
+    Returns:
+        `(B, K)`: the loss of every token of the answer in nats, float64, and whether it is the likeliest one. Greedy
+        decoding gives the answer where all are.
+    """
+    answers_BK = np.broadcast_to(answer_K, (len(prompts_BT), len(answer_K)))
+    inputs_BS = np.concatenate([prompts_BT, answers_BK[:, :-1]], axis=1)
+    target_BK = torch.from_numpy(answers_BK.copy()).to(model.device)
+    with precision_context(precision, model.device):
+        logits = model.model(
+            input_ids=torch.from_numpy(inputs_BS).to(model.device), use_cache=False, logits_to_keep=len(answer_K)
+        ).logits[:, -len(answer_K) :]
+    losses_BK = F.cross_entropy(logits.double().transpose(1, 2), target_BK, reduction="none")
+    return losses_BK, logits.argmax(-1) == target_BK
+
+
+def _answer_means(at: str, scores: Sequence[str], scores_N3: np.ndarray) -> dict[str, float]:
+    """Means over prompts, with their standard errors where there are several."""
+    found = {}
+    for name, scores_N in zip(scores, scores_N3.T, strict=False):
+        found[names.name_of(at, name)] = float(scores_N.mean())
+        if scores_N.size > 1:
+            error = scores_N.std(ddof=1) / np.sqrt(scores_N.size)
+            found[names.name_of(at, f"{name}{names.STANDARD_ERROR}")] = float(error)
+    return found
