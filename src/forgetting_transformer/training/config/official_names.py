@@ -137,7 +137,7 @@ def closest_key(key: str, known: Sequence[str]) -> str:
     section, dot, name = key.rpartition(".")
     name = OTHER_NAMES.get(name, name)
     beside = {k.removeprefix(section + dot).partition(".")[0] for k in known if k.startswith(section + dot)}
-    if near := difflib.get_close_matches(name, beside, 1, cutoff=0.7):
+    if near := difflib.get_close_matches(name, beside, 1):
         return f"; did you mean {section + dot + near[0]!r}?"
     anywhere = {k.rpartition(".")[2]: k for k in known}
     near = difflib.get_close_matches(name, anywhere, 1, cutoff=0.8)
