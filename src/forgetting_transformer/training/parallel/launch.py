@@ -113,7 +113,7 @@ def _check_gpus(config: Config) -> None:
     if accelerator in ("cuda", "gpu") and (problem := gpus.missing()):
         raise ConfigError(f"{asked}, but there is no GPU. {problem}; or train on the CPU with fabric.accelerator=cpu")
     devices = config.fabric.devices
-    if not torch.cuda.is_available() and (isinstance(devices, list) or devices in (-1, "-1")):
+    if not torch.cuda.is_available() and (isinstance(devices, list) or devices == -1):
         raise ConfigError(
             f"fabric.devices={devices} means GPUs. {gpus.missing()}; or give a number of processes, or 'auto'"
         )
@@ -130,7 +130,7 @@ def expected_world_size(config: Config) -> int:
     if os.environ.get("LT_CLI_USED") == "1" or "TORCHELASTIC_RUN_ID" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     devices = config.fabric.devices
-    if devices in ("auto", -1, "-1"):
+    if devices in ("auto", -1):
         use_cuda = config.fabric.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
         return torch.cuda.device_count() if use_cuda else 1
     return len(devices) if isinstance(devices, list) else int(devices)
