@@ -30,16 +30,6 @@ _REPLAYED = 3
 _AT_PEAK_SECONDS = 0.005
 
 
-def are_possible(compiled: bool, checkpointing: bool, world_size: int, ddp: bool, context: int) -> bool:
-    """Whether `train.cuda_graphs=true` would not be refused.
-
-    Args:
-        ddp: whether that is the strategy.
-        context: `strategy.context`.
-    """
-    return compiled and not checkpointing and (world_size == 1 or (ddp and context == 1))
-
-
 def flops_in_a_block(config: Config, world_size: int, flops_per_token: float, blocks: int) -> float:
     """Of a micro-batch, forward and backward, in each of so many blocks that share the FLOPs of a token."""
     data = config.datamodule
@@ -51,7 +41,7 @@ def choose(config: Config, device: torch.device, possible: bool, flops: float) -
     """Resolves `train.cuda_graphs`. Every bit is the same with graphs and without, so starts and ranks may differ.
 
     Args:
-        possible: by `are_possible`.
+        possible: whether `train.cuda_graphs=true` would not be refused.
         flops: of a micro-batch in one block, forward and backward.
     """
     if config.train.cuda_graphs != "auto":
@@ -66,8 +56,8 @@ def graphs_of(trainer: "TrainerInterface") -> "Graphs":
     """Those of a run whose model is set up, on or off."""
     config, fabric, model = trainer.config, trainer.fabric, trainer.model.module
     ddp = isinstance(fabric.strategy, DDPStrategy)
-    checkpointing = config.train.gradient_checkpointing
-    possible = are_possible(trainer.compiled, checkpointing, fabric.world_size, ddp, trainer.ranks.sharing)
+    alone = fabric.world_size == 1 or (ddp and trainer.ranks.sharing == 1)
+    possible = trainer.compiled and not config.train.gradient_checkpointing and alone
     flops = flops_in_a_block(config, fabric.world_size, trainer.flops_per_token, model.config.num_hidden_layers)
     wanted = choose(config, fabric.device, possible, flops)
     return Graphs(wanted, trainer.compiled, model.parameters(), reduced=ddp)
