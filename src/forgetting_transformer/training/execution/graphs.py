@@ -7,18 +7,13 @@ training are recorded. Evaluations and callbacks run the model as without graphs
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
-from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.execution.hardware import peak_of
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -50,17 +45,6 @@ def choose(config: Config, device: torch.device, possible: bool, flops: float) -
         return False
     peak = peak_of(config.fabric, device)
     return peak is not None and flops / peak <= _AT_PEAK_SECONDS
-
-
-def graphs_of(trainer: "TrainerInterface") -> "Graphs":
-    """Those of a run whose model is set up, on or off."""
-    config, fabric, model = trainer.config, trainer.fabric, trainer.model.module
-    ddp = isinstance(fabric.strategy, DDPStrategy)
-    alone = fabric.world_size == 1 or (ddp and trainer.ranks.sharing == 1)
-    possible = trainer.compiled and not config.train.gradient_checkpointing and alone
-    flops = flops_in_a_block(config, fabric.world_size, trainer.flops_per_token, model.config.num_hidden_layers)
-    wanted = choose(config, fabric.device, possible, flops)
-    return Graphs(wanted, trainer.compiled, model.parameters(), reduced=ddp)
 
 
 def check_device(wanted: bool | str, device: torch.device) -> None:
