@@ -122,6 +122,11 @@ class Checkpointer:
         if self.background:
             self._copy.reserve(share(tensors_of(model, optimizer)[0] | (large or {}), self.rank, self.world_size))
 
+    @property
+    def reserving(self) -> bool:
+        """Whether that is still under way."""
+        return self._copy.reserving
+
     def save(
         self,
         step: int,

@@ -58,6 +58,10 @@ class HostCopy:
             event.record()
         return {name: self._copies[name] for name in tensors}, event
 
+    @property
+    def reserving(self) -> bool:
+        return self._reserving is not None and self._reserving.is_alive()
+
     @torch.no_grad()
     def _reserve(self, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
