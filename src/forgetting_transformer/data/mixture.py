@@ -198,14 +198,8 @@ class MixtureDataModule:
         orders = [self._order(part) for part in self.parts]
         sequences = [self.interleaving.sequences_before(number, order.batches) for number, order in enumerate(orders)]
         batches = min(sequences) // self.batch_size
-        if not batches and not self.repeat:
-            raise DataError(
-                f"datamodule.parts: {self.names[sequences.index(min(sequences))]} ends before a batch of "
-                f"{self.batch_size} sequences of {self.batch_len} tokens is full; set datamodule.repeat=true to read "
-                "the data again, or lower datamodule.train_batch_size"
-            )
         # With `repeat`, parts begin again one by one, also within a batch.
-        return self._info("train", self.batch_len, self.batch_size, max(1, batches))
+        return self._info("train", self.batch_len, self.batch_size, max(1, batches) if self.repeat else batches)
 
     def eval_info(self) -> DataInfo:
         self._check_shares()

@@ -137,9 +137,12 @@ def open_data(
 def _check_budget(config: Config, directory: RunDirectory, info: DataInfo) -> None:
     data = config.datamodule
     if info.total_batches < 1:
+        again = (
+            "" if data.repeat else " (where parts of a mixture end: set datamodule.repeat=true to read the data again)"
+        )
         raise ConfigError(
             f"{info.path} has no batch of {data.train_batch_size} sequences of {data.train_batch_len:,} tokens; "
-            "lower datamodule.train_batch_size or datamodule.train_batch_len, or use a larger corpus"
+            f"lower datamodule.train_batch_size or datamodule.train_batch_len, or use a larger corpus{again}"
         )
     if config.train.max_tokens > info.total_tokens and not data.repeat:
         # A run that goes on needs the corpus it began with.
