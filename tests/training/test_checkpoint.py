@@ -136,14 +136,14 @@ def test_one_save_is_in_flight_at_a_time_and_its_error_is_told_once(tmp_path, mo
     assert checkpointer.finished(wait=True) is None
 
 
-def test_the_copy_is_reused_and_as_big_as_what_it_copies():
+def test_the_copy_is_reused():
     copy, tensors = HostCopy(), {"a": torch.arange(6.0), "b": torch.ones(2, 3)}
     copy.reserve(tensors)
     first, _ = copy.take(tensors)
     tensors["a"].zero_()
-    assert first["a"].tolist() == list(range(6)) and copy.bytes == 48
+    assert first["a"].tolist() == list(range(6))
     second, _ = copy.take(tensors)
-    assert second["a"].data_ptr() == first["a"].data_ptr() and not second["a"].any() and copy.bytes == 48
+    assert second["a"].data_ptr() == first["a"].data_ptr() and not second["a"].any()
 
 
 def test_memory_to_lock_has_pages_of_its_own_and_no_more_bytes_than_it_holds():

@@ -23,10 +23,10 @@ from tests.training.conftest import Job, changed, checkpoint_tensors, refused
 STAND_IN = """
 import contextlib
 from forgetting_transformer.ops import compiling
-from forgetting_transformer.training import setup
+from forgetting_transformer.training.execution import graphs
 from forgetting_transformer.training.trainer import Trainer
 
-setup.check_device = lambda wanted, device: None
+graphs.check_device = lambda wanted, device: None
 compiling.compiled = lambda function, recordable=False: function
 step, memory, trainers = Trainer.step, [], []
 

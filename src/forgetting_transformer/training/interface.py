@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.parallel.ranks import Ranks
     from forgetting_transformer.training.records.metrics import MetricsLog
     from forgetting_transformer.training.records.run_directory import RunDirectory
-    from forgetting_transformer.training.saving import Saver
-    from forgetting_transformer.training.start.resume import Origin
+    from forgetting_transformer.training.start.origin import Origin
 
 
 class TrainerInterface(Protocol):
@@ -46,7 +45,7 @@ class TrainerInterface(Protocol):
         origin: what this start goes on from.
         guard: leaves out bad steps. comparison: compares ranks; None where none is to be compared.
         startup, clock: seconds by stage of the start, and by activity of the run.
-        sentinel: hears signals, and notices what hangs. saver, checkpointer: write and read checkpoints.
+        sentinel: hears signals, and notices what hangs. checkpointer: writes and reads checkpoints.
         execution, graphs, backends: how the run computes: compiled or not, CUDA graphs, what runs each op.
         flops_per_token: of the model at the corpus's lengths. undecayed: parameters without weight decay.
         environment: versions, git state and machine of this process.
@@ -74,7 +73,6 @@ class TrainerInterface(Protocol):
     startup: Clock
     clock: Clock
     sentinel: Sentinel
-    saver: Saver
     checkpointer: Checkpointer
     execution: Execution
     graphs: Graphs

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from forgetting_transformer.training.checkpoint import Checkpointer, Saved
+from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.faults.corruption import weights_and_moments
 from forgetting_transformer.training.faults.shards import local
@@ -83,10 +83,11 @@ class Saver:
 
     def collect(self, trainer: "TrainerInterface", wait: bool = False, must_succeed: bool = False) -> None:
         """Tells callbacks of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
-        saved = self._finished(wait)
+        saved = self.checkpointer.finished(wait)
         if saved is None:
             return
         if saved.error is None:
+            self.saved_step = saved.step
             trainer.callbacks.call_all("on_save", saved)
         elif must_succeed:
             raise TrainingError(
@@ -94,16 +95,6 @@ class Saver:
             )
         else:
             log.error("%s; %s. Training goes on", saved.error, self.last_good_checkpoint)
-
-    def wait_for_save(self) -> None:
-        """Learns how the save in flight ended, without telling anybody."""
-        self._finished(wait=True)
-
-    def _finished(self, wait: bool) -> Saved | None:
-        saved = self.checkpointer.finished(wait)
-        if saved is not None and saved.error is None:
-            self.saved_step = saved.step
-        return saved
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from transformers.initialization import no_init_weights
 
@@ -27,7 +27,7 @@ from forgetting_transformer.plugins import CORPORA
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.config import Config, ConfigError, check
 from forgetting_transformer.training.eval_sets import check_same_texts, check_tokenizers, open_eval_sets
-from forgetting_transformer.training.execution.graphs import check_device
+from forgetting_transformer.training.execution import graphs
 from forgetting_transformer.training.execution.kernel_choice import choose_on_all_ranks
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.corruption import Comparison
@@ -78,7 +78,7 @@ def connect(config: Config, start: Start) -> Fabric:
     fabric = launch(config)
     start.peers.join(fabric.global_rank, fabric.world_size)
     check(config, fabric.world_size)
-    check_device(config.train.cuda_graphs, fabric.device)
+    graphs.check_device(config.train.cuda_graphs, fabric.device)
     return fabric
 
 
@@ -137,9 +137,12 @@ def open_data(
 def _check_budget(config: Config, directory: RunDirectory, info: DataInfo) -> None:
     data = config.datamodule
     if info.total_batches < 1:
+        again = (
+            "" if data.repeat else " (where parts of a mixture end: set datamodule.repeat=true to read the data again)"
+        )
         raise ConfigError(
             f"{info.path} has no batch of {data.train_batch_size} sequences of {data.train_batch_len:,} tokens; "
-            "lower datamodule.train_batch_size or datamodule.train_batch_len, or use a larger corpus"
+            f"lower datamodule.train_batch_size or datamodule.train_batch_len, or use a larger corpus{again}"
         )
     if config.train.max_tokens > info.total_tokens and not data.repeat:
         # A run that goes on needs the corpus it began with.
@@ -289,6 +292,17 @@ def model_and_optimizer(config: Config, fabric: Fabric, model: nn.Module, undeca
     optimizer: Any = fabric.setup_optimizers(build_optimizer(wrapped.module, undecayed, config.optimizer))
     check_owns(wrapped, optimizer, config.optimizer.name)
     return wrapped, optimizer
+
+
+def graphs_of(trainer: TrainerInterface) -> graphs.Graphs:
+    """Those of a run whose model is set up, on or off."""
+    config, fabric, model = trainer.config, trainer.fabric, trainer.model.module
+    ddp = isinstance(fabric.strategy, DDPStrategy)
+    alone = fabric.world_size == 1 or (ddp and trainer.ranks.sharing == 1)
+    possible = trainer.compiled and not config.train.gradient_checkpointing and alone
+    flops = graphs.flops_in_a_block(config, fabric.world_size, trainer.flops_per_token, model.config.num_hidden_layers)
+    wanted = graphs.choose(config, fabric.device, possible, flops)
+    return graphs.Graphs(wanted, trainer.compiled, model.parameters(), reduced=ddp)
 
 
 def comparison(fabric: Fabric, steps: int | None) -> Comparison | None:

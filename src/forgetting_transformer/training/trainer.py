@@ -31,7 +31,6 @@ from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import recorded
 from forgetting_transformer.training.execution import choice as execution
 from forgetting_transformer.training.execution.compilation import Compilation
-from forgetting_transformer.training.execution.graphs import graphs_of
 from forgetting_transformer.training.faults.corruption import weights_and_moments
 from forgetting_transformer.training.faults.failures import Start
 from forgetting_transformer.training.faults.feed import batches
@@ -105,7 +104,7 @@ class Trainer:
         self.execution = execution.choose(
             config.train.compile, fabric.device, self.origin.execution, self.backends, fabric.global_rank
         )
-        self.graphs = graphs_of(self)
+        self.graphs = setup.graphs_of(self)
         self.compilation.compile(self.model.module if self.compiled else None)
 
         self.begin("logs")

@@ -62,10 +62,6 @@ class HostCopy:
     def reserving(self) -> bool:
         return self._reserving is not None and self._reserving.is_alive()
 
-    @property
-    def bytes(self) -> int:
-        return sum(local(copy).nbytes for copy in self._copies.values())
-
     @torch.no_grad()
     def _reserve(self, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():

@@ -7,18 +7,13 @@ training are recorded. Evaluations and callbacks run the model as without graphs
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
-from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.execution.hardware import peak_of
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -28,16 +23,6 @@ _REPLAYED = 3
 #: Measured on H200s (docs/performance.md): up to 3.2 ms graphs are worth a lot. At 4.6 one GPU takes as long as its
 #: host, which has more to do with DDP. From 5.6 on graphs are worth nothing, with DDP neither.
 _AT_PEAK_SECONDS = 0.005
-
-
-def are_possible(compiled: bool, checkpointing: bool, world_size: int, ddp: bool, context: int) -> bool:
-    """Whether `train.cuda_graphs=true` would not be refused.
-
-    Args:
-        ddp: whether that is the strategy.
-        context: `strategy.context`.
-    """
-    return compiled and not checkpointing and (world_size == 1 or (ddp and context == 1))
 
 
 def flops_in_a_block(config: Config, world_size: int, flops_per_token: float, blocks: int) -> float:
@@ -51,7 +36,7 @@ def choose(config: Config, device: torch.device, possible: bool, flops: float) -
     """Resolves `train.cuda_graphs`. Every bit is the same with graphs and without, so starts and ranks may differ.
 
     Args:
-        possible: by `are_possible`.
+        possible: whether `train.cuda_graphs=true` would not be refused.
         flops: of a micro-batch in one block, forward and backward.
     """
     if config.train.cuda_graphs != "auto":
@@ -60,17 +45,6 @@ def choose(config: Config, device: torch.device, possible: bool, flops: float) -
         return False
     peak = peak_of(config.fabric, device)
     return peak is not None and flops / peak <= _AT_PEAK_SECONDS
-
-
-def graphs_of(trainer: "TrainerInterface") -> "Graphs":
-    """Those of a run whose model is set up, on or off."""
-    config, fabric, model = trainer.config, trainer.fabric, trainer.model.module
-    ddp = isinstance(fabric.strategy, DDPStrategy)
-    checkpointing = config.train.gradient_checkpointing
-    possible = are_possible(trainer.compiled, checkpointing, fabric.world_size, ddp, trainer.ranks.sharing)
-    flops = flops_in_a_block(config, fabric.world_size, trainer.flops_per_token, model.config.num_hidden_layers)
-    wanted = choose(config, fabric.device, possible, flops)
-    return Graphs(wanted, trainer.compiled, model.parameters(), reduced=ddp)
 
 
 def check_device(wanted: bool | str, device: torch.device) -> None:

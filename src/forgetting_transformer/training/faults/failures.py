@@ -126,7 +126,7 @@ class Start:
             return kind(f"cannot start: {what}{fix}")
         if blame is None:
             with contextlib.suppress(RuntimeError):  # of a GPU that failed; what was copied can still be written
-                trainer.saver.wait_for_save()
+                trainer.checkpointer.finished(wait=True)
         return kind(f"{what}; {trainer.last_good_checkpoint}{fix}")
 
 

@@ -1,61 +1,29 @@
 """What a start goes on from: a checkpoint of the run, another run's (a fork), or nothing."""
 
 import logging
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor
 
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.data.checksums import list_name
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.callbacks import Callback
 from forgetting_transformer.training.checkpoint import Checkpointer
-from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, steps_in
+from forgetting_transformer.training.checkpoint.folder import CheckpointError, steps_in
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import check_continues
 from forgetting_transformer.training.counters import Counters
-from forgetting_transformer.training.execution.choice import Execution, recorded
+from forgetting_transformer.training.execution.choice import recorded
 from forgetting_transformer.training.records.run_directory import RunDirectory
+from forgetting_transformer.training.start.origin import Origin
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Origin:
-    """What a start goes on from; by default from nothing.
-
-    Attributes:
-        text: for people.
-        checkpoint: of this run or, `forked`, of another.
-        counters: as they stand now.
-        execution: how the run computed so far; None where that is not to be kept.
-        weights_from: what `init_from` was when the run began.
-        data_checksums: hash of the list of checksums that the corpus must match from here on.
-        kinds: lines that callbacks of earlier starts have written. windows: state of callbacks and of the guard.
-        notes: warnings about the weights, on rank 0, for when there is a log.
-    """
-
-    text: str = "a new run"
-    checkpoint: Checkpoint | None = None
-    forked: bool = False
-    counters: Counters = field(default_factory=Counters)
-    execution: Execution | None = None
-    weights_from: dict[str, Any] | None = None
-    data_checksums: str | None = None
-    kinds: set[str] = field(default_factory=set)
-    windows: dict[str, Tensor] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def saved_step(self) -> int | None:
-        """Training tokens of the checkpoint of this run, if that is it."""
-        return None if self.checkpoint is None or self.forked else self.checkpoint.step
 
 
 def find_checkpoint(config: Config, checkpointer: Checkpointer, fabric: Fabric) -> Origin:
