@@ -747,6 +747,14 @@ LIST = r"""
 - q_BTHK, k_BTHK = norm(activation(q_BTHK)), norm(activation(k_BTHK))
 + q_BTHK, k_BTHK = activation(norm(q_BTHK)), activation(norm(k_BTHK))
 # Norm and activation are swapped.
+= attention.oldest model/attention.py
+- oldest_B = (slot.end_B - window).clamp(min=0)
++ oldest_B = (slot.end_B - window - 1).clamp(min=0)
+# A window shows one key more where the cache is static.
+= attention.dropped model/attention.py
+- seq_start_B = (seq_start_B - held.first).clamp(min=0)
++ seq_start_B = seq_start_B.clamp(min=0)
+# Padding is counted from tokens that a window's cache has dropped.
 = attention.position model/span.py
 - return 0 if self.cache is None else self.cache.get_seq_length()
 + return 0

@@ -282,7 +282,10 @@ def test_options_without_effect_are_accepted():
     assert config.to_dict()["model_type"] == "forgetting_transformer-project_fox"
 
 
-@pytest.mark.parametrize("options", [PRO, {**PRO, "tie_word_embeddings": True}, {"fgate_type": "bias_only"}])
+@pytest.mark.parametrize(
+    "options",
+    [{**PRO, **GROUPED, "window_size": 7}, {**PRO, "tie_word_embeddings": True}, {"fgate_type": "bias_only"}],
+)
 def test_saving_and_loading_through_the_auto_classes(tmp_path, options):
     model = small_model(**options)
     model.save_pretrained(tmp_path)

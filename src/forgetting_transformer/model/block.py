@@ -68,6 +68,12 @@ class DecoderBlock(GradientCheckpointingLayer):
         mixer = config.build_mixer(layer_idx)
         if not isinstance(mixer, nn.Module):
             raise TypeError(f"{type(config).__name__}.build_mixer returned {mixer!r}; it must return an nn.Module")
+        for name in ("use_rope", "gives_attentions"):
+            if getattr(mixer, name, False) and not getattr(mixer, "takes_span", False):
+                raise TypeError(
+                    f"{type(mixer).__name__} has {name}, which needs the span of the tokens: let its forward take "
+                    "(hidden_BTE, span) and set takes_span = True (docs/extend.md)"
+                )
         self.add_module(self.mixer_name, mixer)
         mlp = config.build_mlp(layer_idx)
         self.has_mlp = mlp is not None

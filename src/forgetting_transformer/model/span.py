@@ -4,7 +4,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,9 +53,9 @@ class Span:
 
     def to(self, device: Any, **options: Any) -> "Span":
         """A span whose tensors are on `device`: accelerate calls it for models on several devices."""
-        return replace(
-            self, **{name: x.to(device, **options) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        )
+        moved: dict[str, Any] = vars(self).copy()
+        moved |= {name: x.to(device, **options) for name, x in moved.items() if isinstance(x, Tensor)}
+        return Span(**moved)
 
 
 def span_of_call(
