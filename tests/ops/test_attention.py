@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from forgetting_transformer.ops import attention
+from forgetting_transformer.ops import attention, backends
 from forgetting_transformer.ops.attention import causal_attention
 from forgetting_transformer.ops.forgetting_attention import dispatch
 
@@ -243,7 +243,7 @@ def test_gpus_run_more_than_one_16_bit_query_through_the_kernels(t, dtype, on_gp
     ],
 )
 def test_kernels_are_taken_where_they_exist_and_fit(change, taken, monkeypatch):
-    monkeypatch.setattr(dispatch, "_has_kernel", lambda device_index: device_index == 0)
+    monkeypatch.setattr(backends, "has_triton", lambda op, module, device_index: device_index == 0)
     q = {"is_cuda": True, "device": torch.device("cuda", 0), "dtype": torch.bfloat16, "shape": (2, 4, 90, 64)}
     assert dispatch.takes_kernel(SimpleNamespace(**(q | change))) == taken
 
