@@ -1,4 +1,7 @@
-"""On CUDA: decoding against float64, the same bits twice, in one compiled graph, from a CUDA graph, in a model."""
+"""On CUDA: decoding through the public op against float64, the same bits twice, from graphs, in a model.
+
+`tests/ops/test_forgetting_attention_decode.py` has the kernels.
+"""
 
 import functools
 
@@ -65,41 +68,11 @@ def test_agrees_with_float64(heads, groups, queries, shift, dtype, tolerance, po
         assert_like_reference(inputs, tolerance, seq_start)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
-@pytest.mark.parametrize("head_dim", [1, 8, 16, 48, 80, 96, 128, 192, 256])
-def test_every_head_dimension_agrees_with_float64(head_dim, dtype, tolerance, poisoned, kernel_only):
-    for sizes in ({}, {"heads": 6, "groups": 2, "queries": 3}):
-        assert_like_reference(make_inputs(keys=1111, head_dim=head_dim, dtype=dtype, **sizes), tolerance)
-
-
 def test_resets_padding_and_long_sequences(poisoned, kernel_only):
     q, k, v, log_fgate = make_inputs(2, 70_000, heads=3, groups=3, dtype=torch.float32)
     log_fgate[:, :, ::1001] = -torch.inf
     k[1, :, :60_000] = v[1, :, :60_000] = torch.nan
     assert_like_reference((q, k, v, log_fgate), 1e-5, torch.tensor([0, 60_000], device="cuda"))
-
-
-def test_biases_of_near_pairs_are_exact_after_65536_tokens(kernel_only):
-    _, _, _, log_fgate = make_inputs(1, 65536, 1, 1, batch=1, shift=0.0)
-    q, k = torch.ones(1, 1, 1, 16, device="cuda"), torch.full((1, 1, 65536, 16), -1e4, device="cuda")
-    for distance in (1, 16, 63):
-        one_key = k.clone()
-        one_key[:, :, 65535 - distance] = 0.0
-        seq_start = torch.tensor([65536 - 128], device="cuda")
-        _, log_normaliser = attend(q, one_key, one_key, log_fgate, seq_start=seq_start)
-        assert abs(log_normaliser.item() - log_fgate[0, 0, 65536 - distance :].double().sum().item()) < 1e-4
-
-
-def test_pruning_skips_the_oldest_keys_and_changes_rows_by_less_than_its_tolerance(kernel_only):
-    q, k, v, log_fgate = make_inputs(1, 20_000, dtype=torch.float32, shift=0.0)
-    log_fgate[:, 3:] *= 1e-4  # heads that remember
-    v = F.normalize(v, dim=-1)
-    bound = q.shape[-1] ** -0.5 * q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1)
-    threshold = -10 - 2 * bound - torch.log(torch.tensor(20_000.0))
-    exact, pruned = attend(q, k, v, log_fgate)[0], attend(q, k, v, log_fgate, adaptive_threshold=threshold)[0]
-    assert (exact - pruned).norm(dim=-1).max() <= 2 * torch.tensor(-10.0).exp() + 1e-6
-    k[:, :3, :19_000] = torch.nan  # never read
-    assert torch.equal(attend(q, k, v, log_fgate, adaptive_threshold=threshold)[0], pruned)
 
 
 def test_two_runs_give_the_same_bits(kernel_only):

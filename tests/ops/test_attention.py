@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from forgetting_transformer.ops import attention
+from forgetting_transformer.ops import attention, backends
 from forgetting_transformer.ops.attention import causal_attention
 from forgetting_transformer.ops.forgetting_attention import dispatch
 
@@ -243,7 +243,7 @@ def test_gpus_run_more_than_one_16_bit_query_through_the_kernels(t, dtype, on_gp
     ],
 )
 def test_kernels_are_taken_where_they_exist_and_fit(change, taken, monkeypatch):
-    monkeypatch.setattr(dispatch, "_has_kernel", lambda device_index: device_index == 0)
+    monkeypatch.setattr(backends, "has_triton", lambda op, module, device_index: device_index == 0)
     q = {"is_cuda": True, "device": torch.device("cuda", 0), "dtype": torch.bfloat16, "shape": (2, 4, 90, 64)}
     assert dispatch.takes_kernel(SimpleNamespace(**(q | change))) == taken
 
@@ -255,22 +255,12 @@ K = torch.zeros(2, 9, 2, 8)
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ({"q": None}, TypeError, "q is a NoneType"),
-        ({"q": Q.long()}, TypeError, "q has dtype torch.int64"),
-        ({"q": Q[0]}, ValueError, "q has shape .* 4 axes"),
-        ({"q": Q[:, :0]}, ValueError, "at least one element"),
-        ({"q": Q.double()}, ValueError, "cast q, k and v to one dtype"),
         ({"q": Q[..., :4]}, ValueError, r"k has shape .*\(B, N, G, D\) = \(2, 9, 2, 4\)"),
-        ({"q": Q[:1]}, ValueError, r"k has shape .* = \(1, 9, 2, 8\)"),
         ({"q": Q[:, :, :3]}, ValueError, "k has 2 heads and q 3"),
         ({"q": Q.repeat(1, 2, 1, 1)}, ValueError, "q has 10 positions and k only 9"),
-        ({"v": K[:, :8]}, ValueError, "v has shape"),
-        ({"k": K.to("meta"), "v": K.to("meta")}, ValueError, "k is on meta and q on cpu"),
         ({"window_size": 0}, ValueError, "window_size is 0"),
         ({"sm_scale": 0.0}, ValueError, "sm_scale is 0.0"),
         ({"seq_start": 3}, TypeError, "seq_start is a int"),
-        ({"seq_start": torch.zeros(2)}, TypeError, "seq_start has dtype torch.float32"),
-        ({"seq_start": torch.tensor([1])}, ValueError, r"must be \(2,\)"),
         ({"seq_start": torch.tensor([0, 10])}, ValueError, r"must lie in \[0, 9\]"),
     ],
 )

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from forgetting_transformer import forgetting_attention
+from forgetting_transformer.ops.arguments import checked_scale
 from forgetting_transformer.ops.eager import runs_eagerly
-from forgetting_transformer.ops.forgetting_attention.checks import checked_scale
 from tests.ops.interpreter import interpret
 
 layout = pytest.importorskip("forgetting_transformer.ops.forgetting_attention.layout")

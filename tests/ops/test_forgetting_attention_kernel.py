@@ -18,18 +18,22 @@ pytest.importorskip("triton")
 
 def test_compiled_graphs_see_a_constant_where_the_kernel_is_looked_for(monkeypatch):
     """Importing a module cannot be traced; one graph would become three."""
-    from forgetting_transformer.ops.forgetting_attention import dispatch
+    from forgetting_transformer.ops import backends
+    from forgetting_transformer.ops.forgetting_attention.dispatch import _KERNELS
 
     calls = []
 
     @functools.cache
-    def load(device_index):
-        importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
+    def load(op, module, device_index):
+        importlib.import_module(module)
         calls.append(device_index)
         return True
 
-    monkeypatch.setattr(dispatch, "_load_kernel", load)
-    compiled = torch.compile(lambda x: x + 1 if dispatch._has_kernel(0) else x - 1, fullgraph=True, backend="eager")
+    def look(x):
+        return x + 1 if backends.has_triton("attention", _KERNELS, 0) else x - 1
+
+    monkeypatch.setattr(backends, "_loads_triton", load)
+    compiled = torch.compile(look, fullgraph=True, backend="eager")
     assert compiled(torch.zeros(2)).tolist() == [1.0, 1.0] and calls == [0]
 
 

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from forgetting_transformer.ops.forgetting_attention.checks import (
+from forgetting_transformer.ops.arguments import (
+    check_attention,
     check_cu_seqlens,
-    check_inputs,
     check_positions,
     check_window_size,
     checked_scale,
@@ -71,19 +71,19 @@ def causal_attention(
     Raises:
         TypeError, ValueError: arguments that do not fit together. The message names the argument.
     """
-    check_inputs(q_BTHD, k_BNGD, v_BNGD, None, head_first=False)
+    check_attention(q_BTHD, k_BNGD, v_BNGD, None, head_first=False)
     check_window_size(window_size)
     check_positions("seq_start", seq_start, 0, k_BNGD, head_first=False)
     check_cu_seqlens(cu_seqlens, q_BTHD, k_BNGD, head_first=False)
     sm_scale = checked_scale(sm_scale, q_BTHD.shape[-1])
     if q_BTHD.shape[1] > 1 and q_BTHD.dtype in (torch.float16, torch.bfloat16) and takes_kernel(q_BTHD):
         first_key_BT = first_visible_key(q_BTHD, k_BNGD, window=window_size, cu_seqlens=cu_seqlens, head_first=False)
-        found = attend_with_kernel(
+        result = attend_with_kernel(
             q_BTHD, k_BNGD, v_BNGD, None, head_first=False, sm_scale=sm_scale, seq_start_B=seq_start,
             first_key_BT=first_key_BT,
         )  # fmt: skip
-        if found is not None:
-            return found[0]
+        if result is not None:
+            return result[0]
     q_BHTD, k_BGND, v_BGND = (x.transpose(1, 2) for x in (q_BTHD, k_BNGD, v_BNGD))
     # Autocast would change the dtype, which is the caller's choice here.
     with torch.autocast(q_BHTD.device.type, enabled=False):

@@ -5,7 +5,7 @@ Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gat
 Axes: `forgetting_transformer/ops/__init__.py`.
 
 Files, from the call down:
-    checks, dispatch          refuse what does not fit; which calls the GPU kernels serve
+    dispatch                  which calls the GPU kernels serve
     reference, portable       the definition, of attention and of pruning, that backends are held to; any device
     triton, layout            the operators and their launches; what launches share
     kernels, hopper, decay    attention and its gradients; the same for Hopper GPUs; what surrounds them, and what
@@ -18,11 +18,11 @@ import math
 import torch
 from torch import Tensor
 
-from forgetting_transformer.ops.forgetting_attention.checks import (
+from forgetting_transformer.ops.arguments import (
     check_adaptive_threshold,
+    check_attention,
     check_cu_seqlens,
     check_gates,
-    check_inputs,
     check_positions,
     check_window_size,
     checked_scale,
@@ -103,7 +103,7 @@ def forgetting_attention(
         TypeError: an argument is not a tensor, or of an unsupported dtype.
         ValueError: shapes, dtypes, devices or ranges do not fit together. The message names the argument.
     """
-    check_inputs(q, k, v, log_fgate, head_first)
+    check_attention(q, k, v, log_fgate, head_first)
     check_positions("seq_start", seq_start, 0, k, head_first)
     check_cu_seqlens(cu_seqlens, q, k, head_first)
     check_gates(log_fgate, seq_start, head_first)
@@ -117,12 +117,12 @@ def forgetting_attention(
         is_bounded = isinstance(adaptive_threshold, str)  # "auto"
         threshold = log_tolerance if isinstance(adaptive_threshold, str) else adaptive_threshold
         first_key_BT = first_visible_key(q, k, window=window_size, cu_seqlens=cu_seqlens, head_first=head_first)
-        found = attend_with_kernel(
+        result = attend_with_kernel(
             q, k, v, log_fgate, head_first=head_first, sm_scale=sm_scale, seq_start_B=seq_start,
             first_key_BT=first_key_BT, threshold_BH=threshold_tensor(threshold, q, head_first), is_bounded=is_bounded,
         )  # fmt: skip
-        if found is not None:
-            out, log_normaliser_BHT = found
+        if result is not None:
+            out, log_normaliser_BHT = result
             return returned(out, log_normaliser_BHT if return_log_normaliser else None, head_first)
     if not head_first:
         q, k, v, log_fgate = (x.transpose(1, 2) for x in (q, k, v, log_fgate))

@@ -13,9 +13,9 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 import torch
 from torch import Tensor
 
-from forgetting_transformer.ops.forgetting_attention.checks import (
+from forgetting_transformer.ops.arguments import (
     check_adaptive_threshold,
-    check_inputs,
+    check_attention,
     check_positions,
     checked_scale,
 )
@@ -90,7 +90,7 @@ def forgetting_attention_decode(
         ValueError: shapes, dtypes, devices or ranges do not fit together. The message names the argument.
         RuntimeError: a gradient is asked for.
     """
-    check_inputs(q, k, v, cum_log_fgate, head_first, "cum_log_fgate")
+    check_attention(q, k, v, cum_log_fgate, head_first, "cum_log_fgate")
     if cum_log_fgate.dtype not in (torch.float64, torch.float32):
         raise TypeError(
             f"cum_log_fgate has dtype {cum_log_fgate.dtype}; it must be float64, or float32 where sequences are short"

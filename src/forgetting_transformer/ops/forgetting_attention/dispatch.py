@@ -6,7 +6,6 @@ here.
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-import functools
 import importlib
 
 import torch
@@ -17,12 +16,14 @@ from forgetting_transformer.ops.eager import runs_eagerly
 
 #: Largest head dimension of the Triton kernels.
 MAX_KERNEL_HEAD_DIM = 256
+# Importing it imports the launches of whole sequences too, and registers the operators of both.
+_KERNELS = "forgetting_transformer.ops.forgetting_attention.decode_triton"
 
 
 def takes_kernel(q: Tensor) -> bool:
     """Whether the Triton kernels can serve these queries: on a GPU, but no float64 and no very wide heads."""
     fits = q.is_cuda and q.dtype != torch.float64 and q.shape[3] <= MAX_KERNEL_HEAD_DIM
-    return fits and _has_kernel(q.device.index)
+    return fits and backends.has_triton("attention", _KERNELS, q.device.index)
 
 
 def attend_with_kernel(
@@ -136,30 +137,6 @@ def first_visible_key(
     return first_key_T.expand(q.shape[0], -1)
 
 
-def _has_kernel(device_index: int) -> bool:
-    """Whether the Triton backend can be used on this GPU; a constant to compiled graphs."""
-    return backends.is_usable("attention", backends.TRITON) and _load_kernel(device_index)
-
-
-# What `torch.compiler.assume_constant_result` sets. The decorator itself would import the compiler, and with it Triton,
-# seconds of start-up for everyone who does not compile.
-_has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _load_kernel(device_index: int) -> bool:
-    """Import the Triton backend, which registers its operators; False, with a warning, where that fails."""
-    if torch.cuda.get_device_capability(device_index) < (8, 0):
-        return False
-    try:
-        for module in ("triton", "decode_triton"):
-            importlib.import_module(f"forgetting_transformer.ops.forgetting_attention.{module}")
-    except Exception as error:  # a package that is broken fails in any way
-        backends.rule_out_import("attention", backends.TRITON, "triton", "Triton", error, "pip install triton")
-        return False
-    return True
-
-
 def attention_backend(use: backends.OpUse, dtype: torch.dtype, device: torch.device) -> str:
     """The backend that runs most of this use on tensors of whole tiles, one of `backends.BACKENDS["attention"]`."""
     if device.type != "cuda" or dtype == torch.float64 or use.key_dim > MAX_KERNEL_HEAD_DIM:
@@ -167,7 +144,7 @@ def attention_backend(use: backends.OpUse, dtype: torch.dtype, device: torch.dev
     if not use.is_gated and dtype == torch.float32:
         return backends.PYTORCH
     index = torch.cuda.current_device() if device.index is None else device.index
-    if not _has_kernel(index):
+    if not backends.has_triton("attention", _KERNELS, index):
         return backends.PYTORCH
     launcher = importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
     on_hopper = use.window is None and not use.packed and dtype.itemsize == 2 and launcher.has_gluon(index, use.key_dim)

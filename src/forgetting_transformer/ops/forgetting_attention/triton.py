@@ -542,13 +542,13 @@ def attend(
 def _attend(q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale, head_first) -> tuple[Tensor, Tensor, Decay]:
     """Result of `attend`, and sums of the gates."""
     if head_first:
-        found = out = empty_heads_like(q)
+        result = out = empty_heads_like(q)
     else:
-        found = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        q, k, v, log_fgate, out = [x.transpose(1, 2) for x in (q, k, v, log_fgate, found)]
+        result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        q, k, v, log_fgate, out = [x.transpose(1, 2) for x in (q, k, v, log_fgate, result)]
     bounds = find_bounds(q, k, first_key, sm_scale) if is_bounded else (None, None, None)
     decay = Decay(*sum_decay(log_fgate, q.shape[2], threshold, *bounds, first_key))
-    return found, forward(q, k, v, out, decay, first_key, sm_scale), decay
+    return result, forward(q, k, v, out, decay, first_key, sm_scale), decay
 
 
 def compile_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, sm_scale: float) -> None:

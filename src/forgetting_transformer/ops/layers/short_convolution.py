@@ -73,9 +73,9 @@ def short_convolution(
         x_BTC.dtype, weight_C1W.shape[-1], channels // max(1, unit_heads), unit_heads, x_BTC.device.index
     ):
         kernel = torch.ops.forgetting_transformer.short_convolution
-        found = backends.attempt("short_convolution", kernel, *given, _EPSILON)
-        if found is not None:
-            return found
+        result = backends.attempt("short_convolution", kernel, *given, _EPSILON)
+        if result is not None:
+            return result
     return _in_pytorch(*given)
 
 

@@ -162,9 +162,9 @@ def _simple_gla(
         and grouped.serves(heads, groups, key_dim, value_dim, q_BTGK.dtype, q_BTGK.device.index)
     ):
         with torch.autocast(q_BTGK.device.type, enabled=False):
-            found = grouped.run(q_BTGK, k_BTGK, v_BTHV, log_decay_BTH, step_BTH, skip_H, state_BHKV, document_BT, scale)
-        if found is not None:
-            return found
+            pair = grouped.run(q_BTGK, k_BTGK, v_BTHV, log_decay_BTH, step_BTH, skip_H, state_BHKV, document_BT, scale)
+        if pair is not None:
+            return pair
     if document_BT is not None:
         log_decay_BTH = grouped.end_with_documents(log_decay_BTH, document_BT)
     added_BTHV = v_BTHV if step_BTH is None else (v_BTHV * step_BTH[..., None]).to(v_BTHV.dtype)
@@ -344,9 +344,9 @@ def selective_scan(
     check_documents(cu_seqlens, "x", x_BTI, x_BTI.shape[0] * x_BTI.shape[1])
     with torch.autocast(x_BTI.device.type, enabled=False):
         if x_BTI.shape[1] > 1 and scan_takes_kernel(A_IK.shape[1], x_BTI.dtype, x_BTI.device):
-            found = _scan_with_kernel(x_BTI, dt_BTI, A_IK, B_BTK, C_BTK, initial_state_BIK, D_I, dt_bias_I, cu_seqlens)
-            if found is not None:
-                out, state = found
+            result = _scan_with_kernel(x_BTI, dt_BTI, A_IK, B_BTK, C_BTK, initial_state_BIK, D_I, dt_bias_I, cu_seqlens)
+            if result is not None:
+                out, state = result
                 return out, state if output_final_state else None
         if dt_bias_I is not None:
             dtype = torch.promote_types(dt_BTI.dtype, torch.float32)
@@ -391,8 +391,8 @@ def _scan_with_kernel(
         starts_BT = torch.cat((torch.zeros_like(starts_BT[:, :1]), starts_BT[:, 1:]), dim=1)
     state_BIK = None if initial_state_BIK is None else initial_state_BIK.float()
     arguments = (x_BTI, dt_BTI, A_IK.float(), B_BTK, C_BTK, D_I, dt_bias_I, starts_BT, state_BIK)
-    found = backends.attempt("selective_scan", torch.ops.forgetting_transformer.scan_forward, *arguments)
-    return None if found is None else found[:2]
+    result = backends.attempt("selective_scan", torch.ops.forgetting_transformer.scan_forward, *arguments)
+    return None if result is None else result[:2]
 
 
 def _scan_of_documents(
