@@ -132,7 +132,6 @@ def measure(args: argparse.Namespace, case: Case) -> dict[str, Any]:
         config = compose(case["experiment"], overrides(args, case["checkpointing"]))
         model = build(config, args.vocab_size)
         tokens_BT = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1))
-    config.train.check()
     check_device(config.train.cuda_graphs, device)
     optimizer = at_rest(model, config, device)
     tokens_BT = tokens_BT.to(device)

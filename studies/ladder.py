@@ -20,8 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forgetting_transformer import command_line
+from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.command_line import count, number, positive
 from forgetting_transformer.ranges import Range
+from forgetting_transformer.sweep import SweepError
+from forgetting_transformer.sweep.jobs import quote
+from forgetting_transformer.train.composer import Composer
+from forgetting_transformer.training import ConfigError
+from studies import ROOT
+from studies.engine import ladder
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -46,15 +53,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    # Only now, so that --help is quick.
-    from forgetting_transformer.analysis import AnalysisError
-    from forgetting_transformer.sweep import SweepError
-    from forgetting_transformer.sweep.jobs import quote
-    from forgetting_transformer.train.composer import Composer
-    from forgetting_transformer.training import ConfigError
-    from studies import ROOT
-    from studies.engine import ladder
-
     try:
         composer = Composer(ROOT / "configs", args.overrides)
         ladder.check_common(composer.task_overrides)

@@ -22,6 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from forgetting_transformer import command_line
+from forgetting_transformer.analysis import AnalysisError, outputs, position_loss
+from forgetting_transformer.files import write_json
+from studies.engine import results
+from studies.engine.figures import draw_figures
+from studies.engine.joining import join
+from studies.engine.plan import read_plan
+from studies.engine.scores import read_downstream
+from studies.engine.tables import TABLES, missing
 
 #: Position from which models are compared document by document.
 COMPARED_FROM = 256
@@ -51,14 +59,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    from forgetting_transformer.analysis import AnalysisError, outputs
-    from forgetting_transformer.data import DataError
-    from forgetting_transformer.evaluation.models import EvaluationError
-    from studies.engine.figures import draw_figures
-    from studies.engine.joining import join
-    from studies.engine.plan import read_plan
-    from studies.engine.results import read_study
-
     try:
         if args.command == "collect":
             collect(args.folder, args.study, args.out)
@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             show(study)
         else:
             with outputs.writing(args.report, COMMAND) as new:
-                draw_figures(read_study(args.report), new)
-    except (AnalysisError, EvaluationError, DataError, OSError) as error:
+                draw_figures(results.read_study(args.report), new)
+    except (AnalysisError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -81,42 +81,24 @@ def collect(folder: Path, yaml: Path, out: Path) -> None:
     Raises:
         AnalysisError: the YAML is no study's, the folder has no runs, or OUT has files of somebody else.
     """
-    from forgetting_transformer.analysis import outputs
-    from forgetting_transformer.data import DataError
-    from forgetting_transformer.evaluation.models import EvaluationError
-    from forgetting_transformer.files import write_json
-    from forgetting_transformer.training.config.continuing import decisive
-    from studies.engine import results
-    from studies.engine.plan import read_plan
-    from studies.engine.scores import read_downstream
-
     outputs.check(out, COMMAND, FILES)
     plan = read_plan(yaml)
-    study = results.Study(plan, results.collect(folder, plan, decisive))
+    study = results.Study(plan, results.collect(folder, plan))
     positions = results.read_positions(study, folder / "position_loss")
     study.content.update(read_downstream(folder / "downstream", study))
     write(study, positions, yaml, out)
     # Last, because it runs models, which takes long: everything else is there by then.
-    try:
-        with outputs.writing(out, COMMAND) as new:
-            runs = results.runs_in(folder, "runs", plan)
-            of_models = {
-                model: [folder / "runs" / run for run, of in study.evaluated_runs() if of == model] for model in runs
-            }
-            study.content["pruning_loss"] = pruning_loss(of_models, folder / "data" / "python_code")
-            write_json(new / "study.json", study.content)
-    except (EvaluationError, DataError) as error:
-        print(f"skipped: losses with and without pruning: {error}", file=sys.stderr)
+    runs: dict[str, list[Path]] = {}
+    for run, model in study.evaluated_runs():
+        runs.setdefault(model, []).append(folder / "runs" / run)
+    study.content["pruning_loss"] = pruning_loss(runs, folder / "data" / "python_code")
+    with outputs.writing(out, COMMAND) as new:
+        write_json(new / "study.json", study.content)
     show(study)
 
 
 def write(study: Any, positions: dict[str, Any], yaml: Path, out: Path) -> None:
     """Adds what a study says of loss at every position, and writes its numbers and figures."""
-    from forgetting_transformer.analysis import outputs, position_loss
-    from forgetting_transformer.files import write_json
-    from studies.engine import results
-    from studies.engine.figures import draw_figures
-
     study.content["comparison"] = position_loss.compare([*positions.values()], COMPARED_FROM) if positions else []
     study.content["changes"] = results.position_changes(study, positions)
     with outputs.writing(out, COMMAND) as new:
@@ -129,8 +111,6 @@ def write(study: Any, positions: dict[str, Any], yaml: Path, out: Path) -> None:
 
 def show(study: Any) -> None:
     """Prints all tables, and what the study lacks."""
-    from studies.engine.tables import TABLES, missing
-
     for title, table in TABLES.items():
         print(f"{title}:\n\n{table(study)}\n")
     for lacking in missing(study):
@@ -138,16 +118,15 @@ def show(study: Any) -> None:
 
 
 def pruning_loss(runs: dict[str, list[Path]], data_path: Path) -> dict[str, dict[str, list[float]]]:
-    """Held-out losses of models that prune.
+    """Held-out losses of models that prune; {} where the corpus cannot be read.
 
     Returns:
         Model -> "pruned" and "unpruned", the loss of each seed in nats.
-
-    Raises:
-        EvaluationError, DataError: the corpus cannot be read.
     """
+    # Only where models are run: PyTorch and transformers take seconds to import.
     import torch
 
+    from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation import forget_gates, held_out
     from forgetting_transformer.evaluation.models import (
         EvaluationError,
@@ -157,7 +136,11 @@ def pruning_loss(runs: dict[str, list[Path]], data_path: Path) -> dict[str, dict
         token_losses,
     )
 
-    data = held_out.open_heldout(held_out.find_heldout(str(data_path)))
+    try:
+        data = held_out.open_heldout(held_out.find_heldout(str(data_path)))
+    except (EvaluationError, DataError) as error:
+        print(f"skipped: losses with and without pruning: {error}", file=sys.stderr)
+        return {}
     # Evenly spaced, so that they come from documents all over the held-out part.
     chosen = range(0, data.sequences, max(1, data.sequences // TEXTS))[:TEXTS]
     texts = [torch.from_numpy(data.read(i)[0].astype("int64")).to(pick_device()) for i in chosen]

@@ -21,6 +21,10 @@ import sys
 from collections.abc import Sequence
 
 from forgetting_transformer import command_line
+from forgetting_transformer.sweep import SweepError
+from forgetting_transformer.training import ConfigError
+from studies.engine.plan import read_plan
+from studies.engine.stages import Stages
 
 STAGES = ("corpus", "train", "evaluate", "downstream", "collect")
 
@@ -34,8 +38,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="some of the models of the study; default all")
     parser.add_argument("--seeds", nargs="+", type=command_line.seed, metavar="N", help="default: those of the study")
     args = parser.parse_intermixed_args(argv)
-    from studies.engine.plan import read_plan
-
     try:
         plan = read_plan(args.study)
     except ValueError as error:
@@ -56,11 +58,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    # Only now, so that --help is quick.
-    from forgetting_transformer.sweep import SweepError
-    from forgetting_transformer.training import ConfigError
-    from studies.engine.stages import Stages
-
     worked = True
     try:
         stages = Stages(args.study, args.plan, args.folder, args.overrides)

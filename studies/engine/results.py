@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer.analysis import AnalysisError, position_loss, statistics
-from forgetting_transformer.analysis.comparisons import Decisive, differing_settings
+from forgetting_transformer.analysis.comparisons import differing_settings
 from forgetting_transformer.analysis.evaluations import read_json
 from forgetting_transformer.analysis.runs import Run, read_run
 from forgetting_transformer.analysis.tables import rate_text
-from forgetting_transformer.files import flatten
+from forgetting_transformer.training.config.continuing import decisive
 from studies.engine import noise
 from studies.engine.plan import StudyPlan, read_plan
 
@@ -144,12 +144,11 @@ def runs_in(folder: Path, kind: str, plan: StudyPlan) -> dict[str, list[Path]]:
     return runs
 
 
-def collect(folder: Path, plan: StudyPlan, decisive: Decisive = flatten) -> dict[str, Any]:
+def collect(folder: Path, plan: StudyPlan) -> dict[str, Any]:
     """All numbers of a study that need no model, for JSON; what is not there yet is left out.
 
     Args:
         folder: of the study.
-        decisive: what must be the same in the configs of a model's seeds, `training.continuing.decisive`.
 
     Raises:
         AnalysisError: there is no run in the folder, or runs of one model differ in more than their seed.
@@ -165,9 +164,9 @@ def collect(folder: Path, plan: StudyPlan, decisive: Decisive = flatten) -> dict
             rates = search.setdefault(run.output_dir.parent.name, {})
             rates[rate_text(run.config["optimizer"]["lr"])] = _finite(loss)
     found: dict[str, Any] = {
-        "models": {name: _describe(paths, decisive) for name, paths in runs.items()},
+        "models": {name: _describe(paths) for name, paths in runs.items()},
         "search": {name: search[name] for name in in_order(search, plan.models)},
-        "variants": _with_own(plan, {name: _describe(paths, decisive) for name, paths in variants.items()}),
+        "variants": _with_own(plan, {name: _describe(paths) for name, paths in variants.items()}),
         "pruning_speed": _pruning_speeds(folder / "speed", runs),
         "pruning_loss": {},
     }
@@ -214,7 +213,7 @@ def _without(found: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key != path}
 
 
-def _describe(paths: Sequence[Path], decisive: Decisive) -> dict[str, Any]:
+def _describe(paths: Sequence[Path]) -> dict[str, Any]:
     """Runs that differ in their seed: what they share, and of each its losses."""
     runs = [read_run(path) for path in paths]
     for other in runs[1:]:

@@ -20,7 +20,7 @@ from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.sweep import runner
 from forgetting_transformer.sweep.runner import visible_gpus
 from forgetting_transformer.train.composer import Composer
-from studies import ROOT, SEARCH_PATH
+from studies import ROOT, SEARCH_PATH, report
 from studies.engine.plan import StudyPlan
 from studies.engine.queue import Queue, unfinished
 
@@ -93,8 +93,6 @@ class Stages:
         return asked and all(done)
 
     def collect(self) -> bool:
-        from studies import report
-
         command = ["collect", str(self.folder), "--study", str(self.study), "--out", str(self.folder / "report")]
         return report.main([*command, *self.plugins]) == 0
 

@@ -307,7 +307,7 @@ def warnings(comparison: Comparison, baseline: str) -> list[str]:
     if later := [f"{name} (pass {number})" for name, number in passes.items() if number > 1]:
         found.append(
             f"{', '.join(later)}: these training losses are of a later pass of the reading order, which reads on in "
-            "documents whose beginnings are known; they jump where a pass begins. Held-out losses do not"
+            "documents whose beginnings are known; they jump where a pass begins, and held-out losses do not"
         )
     if any(len(point.losses) < 2 for point in points):
         found.append("a model with one seed has no interval: how much of a difference is noise is unknown")
