@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import count
 
 
 def main() -> None:
@@ -30,7 +29,6 @@ def main() -> None:
     parser.add_argument(
         "--judge_model", type=command_line.name, help="as the endpoint calls it; default config-eval.yaml's"
     )
-    parser.add_argument("--tries", type=count, default=5, help="requests for one rating; default %(default)s")
     args = parser.parse_args()
 
     from forgetting_transformer.evaluation.models import folder_name
@@ -44,7 +42,6 @@ def main() -> None:
         args.judge_model or config["model.model_name"],
         results / "ratings.jsonl",
         args.api_key or os.environ.get("OPENAI_API_KEY") or None,
-        args.tries,
     )
     question, reference = config["prompt.retrieval_question"], config["prompt.needle"].strip()
     file, failed = rate_answers(answers, results, question, reference, judge)

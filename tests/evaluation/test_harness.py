@@ -106,15 +106,6 @@ def instance(kind: str, *arguments: object) -> Instance:
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
 
 
-def ids_of(model, text: str) -> list[int]:
-    return model.tokenizer(text, add_special_tokens=False).input_ids
-
-
-def log_probs(model, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return model.model(input_ids=torch.tensor([ids])).logits[0].float().log_softmax(-1)
-
-
 def test_scores_and_texts_are_those_of_lm_evals_own_backend(quickstart, model, adapter):
     """The same requests of each type through lm_eval's model of transformers, where the tokenizer adds BOS too."""
     from lm_eval.models.huggingface import HFLM
@@ -146,24 +137,6 @@ def test_scores_and_texts_are_those_of_lm_evals_own_backend(quickstart, model, a
                 assert mine.split() == their.split()
             else:
                 assert mine == pytest.approx(their, rel=1e-4)
-
-
-@pytest.mark.parametrize("text", ["", "the cat sat on the red mat ."])
-def test_lm_evals_own_backend_scores_bos_of_whole_texts_and_reads_them_behind_two(quickstart, model, adapter, text):
-    """What the documentation says of the difference: here BOS is read once, and not scored."""
-    from lm_eval.models.huggingface import HFLM
-
-    def score(*ids: int) -> torch.Tensor:
-        """Log-probability of each but the first."""
-        return log_probs(model, list(ids[:-1])).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
-
-    theirs = HFLM(str(quickstart.hf), device="cpu", dtype="float32", batch_size=1, max_length=32)
-    request = [instance("loglikelihood_rolling", text)]
-    (mine,), (their,) = (each.loglikelihood_rolling(request, disable_tqdm=True) for each in (adapter, theirs))
-    ids, of_bos = ids_of(model, text), score(0, 0).item()
-    assert of_bos < -1, "as far from 0 as the test needs"
-    assert mine == pytest.approx(score(0, *ids).sum().item() if ids else 0.0, rel=1e-4)
-    assert their == pytest.approx(of_bos + score(0, 0, *ids)[1:].sum().item(), rel=1e-4)
 
 
 def test_what_the_adapter_does_not_do_is_refused_by_name(adapter):

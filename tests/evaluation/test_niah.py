@@ -272,8 +272,8 @@ def test_prompts_and_answers_of_two_kinds_are_not_mixed(quickstart, model, essay
 def judge(endpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(niah.time, "sleep", lambda seconds: None)
 
-    def rate(answer: str, **options) -> int | None:
-        return Judge(endpoint.url, "grader", tmp_path / "cache.jsonl", **options).rate("q?", "a", answer)
+    def rate(answer: str, api_key: str | None = None) -> int | None:
+        return Judge(endpoint.url, "grader", tmp_path / "cache.jsonl", api_key).rate("q?", "a", answer)
 
     return rate
 
@@ -292,14 +292,14 @@ def test_ratings_are_asked_for_once(endpoint, tmp_path, judge):
 def test_failures_are_tried_again_then_kept_and_asked_for_next_time(endpoint, tmp_path, judge):
     endpoint.replies = [(500, ""), (429, ""), (200, "no brackets"), (200, "too much: [[11]]"), (200, "[[3]]")]
     assert judge("b") == 3
-    endpoint.replies = [(500, "")] * 2
-    assert judge("other", tries=2) is None
+    endpoint.replies = [(500, "")] * 5
+    assert judge("other") is None
     kept = [json.loads(line) for line in (tmp_path / "cache.jsonl").read_text().splitlines()]
     assert [record["rating"] for record in kept] == [3, None] and "500" in kept[1]["error"]
     with (tmp_path / "cache.jsonl").open("a") as file:
         file.write('{"key": "cut sho')  # killed while it wrote
     assert judge("other") == judge("other") == 7
-    assert len(endpoint.requests) == 8
+    assert len(endpoint.requests) == 11
 
 
 def test_an_endpoint_that_refuses_or_is_not_there_is_given_up(endpoint, tmp_path, judge):
@@ -307,6 +307,6 @@ def test_an_endpoint_that_refuses_or_is_not_there_is_given_up(endpoint, tmp_path
     with pytest.raises(EvaluationError, match=r"answers 401 for the model 'grader': check --judge_url"):
         judge("b")
     assert len(endpoint.requests) == 1
-    nowhere = Judge("http://127.0.0.1:9/v1", "grader", tmp_path / "cache.jsonl", tries=2)
+    nowhere = Judge("http://127.0.0.1:9/v1", "grader", tmp_path / "cache.jsonl")
     with pytest.raises(EvaluationError, match=r"cannot be reached \(ConnectError: .*\): check --judge_url"):
         nowhere.rate("q?", "a", "b")

@@ -141,9 +141,10 @@ def test_a_mistake_in_the_steps_of_the_needle_is_one_line(reader, monkeypatch):
     answers.mkdir(parents=True)
     (answers / "Huggingface_len_300_depth_0.txt").write_text("red")
     (answers / "Huggingface_len_300_depth_0.txt.done").touch()
+    monkeypatch.setattr(needle.time, "sleep", lambda seconds: None)
     # Port 9, "discard", which nothing listens to.
     ends_with(
-        "python eval.py --exp b --model m --tries 1 --judge_url http://127.0.0.1:9/v1",
+        "python eval.py --exp b --model m --judge_url http://127.0.0.1:9/v1",
         "cannot be reached .*--judge_url",
     )
 

@@ -666,7 +666,7 @@ def _length_and_depth(name: str) -> tuple[int, int]:
 # -------------------------------------------------------------------------------------------------------------
 
 _RATING = re.compile(r"\[\[\s*(\d{1,2})\s*\]\]")
-_SECONDS = 60.0  # for one answer
+_SECONDS, _TRIES = 60.0, 5  # for one rating
 _PROMPT = """You grade the answer of a small language model to a question. The model only continues text: whatever \
 follows its answer, such as repetitions or unrelated sentences, does not count against it.
 
@@ -691,14 +691,12 @@ class Judge:
         model: as the endpoint calls it.
         cache: JSON-lines file of ratings and failures.
         api_key: sent as a bearer token if there is one.
-        tries: requests for one rating.
     """
 
     base_url: str
     model: str
     cache: Path
     api_key: str | None = None
-    tries: int = 5
 
     def rate(self, question: str, reference: str, answer: str) -> int | None:
         """1 to 10, or None where the endpoint gave no rating; the cache says why.
@@ -712,7 +710,7 @@ class Judge:
         if known.get(key) is not None:
             return known[key]
         failure: Exception | None = None
-        for number in range(self.tries):
+        for number in range(_TRIES):
             if number:
                 time.sleep(2.0**number)
             try:
@@ -728,7 +726,7 @@ class Judge:
                 append_record(self.cache, {"key": key, "rating": ratings[-1], "reply": reply})
                 return ratings[-1]
         said = f"{type(failure).__name__}: {failure}"
-        append_record(self.cache, {"key": key, "rating": None, "error": said, "tries": self.tries})
+        append_record(self.cache, {"key": key, "rating": None, "error": said, "tries": _TRIES})
         if isinstance(failure, httpx.ConnectError):
             # It would be the same, after the same waits, for every other answer.
             raise EvaluationError(
