@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh                       every contract, architecture, kernel and command
 #   bash scripts/test.sh tests/ops -k padding  some of it
-#   bash scripts/test.sh --fast                the part for the daily loop: what is not marked slow, or is marked quick
+#   bash scripts/test.sh --fast                the part for the daily loop: a minute, in one process, some cases of a test
 #   bash scripts/test.sh --all                 also what is marked rare, and fifty rounds of the kill loop instead of two
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,9 +15,10 @@ export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_O
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline
 ruff check .
 ruff format --check --quiet .
-mypy
-if [ "${1:-}" = --fast ]; then
-    shift
-    set -- -m "not slow or quick" "$@"
+workers=3
+if [[ " $* " == *" --fast "* ]]; then
+    workers=2 # each imports everything
+else
+    mypy
 fi
-exec python -m pytest -n "${TEST_WORKERS:-3}" --dist worksteal --durations 25 "$@"
+exec python -m pytest -n "${TEST_WORKERS:-$workers}" --dist worksteal --durations 25 "$@"

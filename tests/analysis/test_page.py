@@ -67,6 +67,7 @@ def results(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_one_page_holds_everything_and_nothing_but_text_from_texts(runs, tmp_path):
     left_out = write_report(runs, [results(tmp_path / "results")], tmp_path / "page")
     assert left_out == []
@@ -118,6 +119,7 @@ def test_a_page_replaces_its_own_alone(tmp_path):
     assert (tmp_path / "mine/report.html").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_named(runs, tmp_path):
     new, other = tmp_path / "new", tmp_path / "other"
     for folder in (new, other):

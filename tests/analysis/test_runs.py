@@ -99,6 +99,7 @@ def test_names_are_as_short_as_they_can_be(tmp_path: Path) -> None:
         run_names([tmp_path / "a", tmp_path / "b" / ".." / "a"])
 
 
+@pytest.mark.slow
 def test_the_figures_of_one_run(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = add_callbacks(make_run())
     write_lines(run_dir, "val_web", [{"step": STEPS[0], "val_web/loss": 4.0}])
@@ -110,6 +111,7 @@ def test_the_figures_of_one_run(make_run: MakeRun, capsys: pytest.CaptureFixture
     assert "run has no loss at every position of val_web yet" in output.err
 
 
+@pytest.mark.slow
 def test_several_runs_need_out(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [str(make_run("fox")), str(make_run("transformer"))]
     with pytest.raises(SystemExit):

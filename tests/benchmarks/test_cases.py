@@ -79,6 +79,7 @@ def test_only_changed_code_counts_as_a_change(cases, monkeypatch):
     assert changed("docs/performance.md", "src/forgetting_transformer/ops/norm.py") and changed("configs/config.yaml")
 
 
+@pytest.mark.slow
 def test_the_same_command_measures_what_is_missing_and_what_failed(cases, tmp_path, capsys):
     made = cases.parser("")
     argv = ["--device", "cpu", "--out", str(tmp_path / "results.json")]

@@ -54,6 +54,7 @@ def other_tokens(path: Path) -> None:
         zarr.open_array(path, mode="r+")[8:16, 24:48] = 77
 
 
+@pytest.mark.slow
 def test_contents_that_changed_are_refused_by_name(corpus):
     folder, key = corpus
     TokenArray(folder / "train.zarr", VOCAB).read(8, 16, 24, 48)
@@ -75,6 +76,7 @@ def test_one_flipped_bit_is_refused_although_it_decodes(tmp_path, verify):
         array.read(16, 24, 24, 48)
 
 
+@pytest.mark.slow
 def test_in_the_cache_of_a_remote_corpus_a_changed_file_is_fetched_again(corpus, tmp_path, monkeypatch):
     folder, key = corpus
     monkeypatch.setattr("forgetting_transformer.data.remote.FIRST_WAIT", 0.01)
@@ -113,6 +115,7 @@ def test_a_damaged_list_is_named_with_the_fix(corpus, line):
         TokenArray(folder / "train.zarr", VOCAB)
 
 
+@pytest.mark.slow
 def test_what_identifies_a_list_is_its_contents_and_not_their_order(corpus):
     folder, _ = corpus
     before = TokenArray(folder / "train.zarr", VOCAB).checksums

@@ -130,15 +130,12 @@ class Shell:
         Raises:
             CommandError: the command would be refused.
         """
-        words = list(words)
-        while words and (assigned := re.fullmatch(r"(\w+)=(.*)", words[0])):
-            self.variables[assigned[1]] = self._expand(assigned[2])
-            words = words[1:]
+        words = self.expand(words)
         if not words:
             return
         # "…" is what is left out, unless it is the value of an option.
         omitted = [i for i, word in enumerate(words) if word == MORE or (word == "…" and words[i - 1][:2] != "--")]
-        words = [self._fill_in(self._expand(word)) for i, word in enumerate(words) if i not in omitted]
+        words = [self._fill_in(word) for i, word in enumerate(words) if i not in omitted]
         if words[0] == "cd":
             self.folder = words[1]
         elif words[0] == "python" and (ROOT / self.folder / words[1]).is_file():
@@ -148,7 +145,15 @@ class Shell:
         except CommandError as error:
             raise CommandError(f"{shlex.join(words)}\n{error}") from None
 
-    def _expand(self, word: str) -> str:
+    def expand(self, words: Sequence[str]) -> list[str]:
+        """The words behind assignments, which are remembered, with the values of variables."""
+        words = list(words)
+        while words and (assigned := re.fullmatch(r"(\w+)=(.*)", words[0])):
+            self.variables[assigned[1]] = self._value(assigned[2])
+            words = words[1:]
+        return [self._value(word) for word in words]
+
+    def _value(self, word: str) -> str:
         return re.sub(r"\$(\w+)", lambda name: self.variables.get(name[1], name[0]), word)
 
     @staticmethod

@@ -1,9 +1,7 @@
 """The commands of README.md for a GPU node: they run against a small mirror, and their data suffice for their run."""
 
-import os
 import re
 import shlex
-import subprocess
 
 import pytest
 
@@ -11,10 +9,10 @@ from forgetting_transformer import training
 from forgetting_transformer.data.order import ReadingOrder, documents_needed
 from forgetting_transformer.data.tools.download import MIRROR, Selection, download
 from tests.data.mirror import DOC_LEN, serve, write_layout
-from tests.docs.commands import CONFIGS, ROOT, blocks, parsed
+from tests.docs.commands import CONFIGS, ROOT, Shell, blocks, parsed, shell_commands
+from tests.processes import run_command
 from tests.tiny import tiny_config
-from tests.training.conftest import changed, refused
-from tests.waiting import HANG
+from tests.training.conftest import FABRIC, changed, refused
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 (BLOCK,) = (block for block in blocks(README, "bash") if "download_longcrawl64" in block)
@@ -25,6 +23,13 @@ SMALL = """
     datamodule.train_batch_len=24 datamodule.train_batch_size=4 datamodule.train_num_workers=0
     train.max_tokens=1536 train.grad_acc_tokens=48 schedule.warmup_tokens=96 eval.min_val_length=8
     log_interval=96 train_eval_interval=384 checkpoint_interval=768
+"""
+#: A script in a process that has imported what reads HF_ENDPOINT.
+AT_THE_MIRROR = """
+import runpy, sys
+from huggingface_hub import constants
+constants.ENDPOINT, sys.argv = {!r}, {!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -39,25 +44,28 @@ def mirror(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_commands_for_gpus_run_as_a_script(mirror, tmp_path):
+def test_the_commands_for_gpus_run_as_written(mirror, tmp_path):
     for name in ("scripts", "train.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     assert BLOCK.count("--documents 40960") == 1 and BLOCK.endswith("    resume=true\n")
-    script = f"set -eu\npip() {{ :; }}\n{BLOCK.rstrip()} {' '.join(SMALL.split())}\n"
-    done = subprocess.run(
-        ["bash", "-c", script.replace("--documents 40960", "--documents 16")],
-        cwd=tmp_path,
-        env={**os.environ, "HF_ENDPOINT": mirror.url, "HF_HUB_OFFLINE": "0"},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"the source has: 28 documents of {DOC_LEN} tokens" in done.stdout
-    assert f"asked for: 16 documents of {DOC_LEN} tokens" in done.stdout
+    page = f"```bash\n{BLOCK.rstrip()} {' '.join(SMALL.split())}\n```\n".replace("40960", "16")
+    shell, printed, ran = Shell(), "", []
+    for words in filter(None, map(shell.expand, shell_commands(page))):
+        ran.append(words[0])
+        if words[0] != "pip":
+            script = (
+                [FABRIC[0], *words[1:]] if words[0] == "fabric" else ["-c", AT_THE_MIRROR.format(mirror.url, words)]
+            )
+            done = run_command(*script, folder=tmp_path)
+            assert done.returncode == 0, done.stderr
+            printed += done.stdout
+    download = "scripts/download_longcrawl64.py"
+    assert ran == ["pip", download, download, "scripts/verify_data.py", "fabric"]
+    assert f"the source has: 28 documents of {DOC_LEN} tokens" in printed
+    assert f"asked for: 16 documents of {DOC_LEN} tokens" in printed
     assert sum(name.startswith("train.zarr/") for name in mirror.fetched()) == 8
     run = tmp_path / "output/model/fox_pro_125m_2b"
-    assert (run / "checkpoints/step-000000000001536").is_dir(), done.stderr
+    assert (run / "checkpoints/step-000000000001536").is_dir()
 
 
 def compose(experiment: str):

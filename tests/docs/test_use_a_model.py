@@ -8,6 +8,7 @@ from tests.evaluation.conftest import VOCABULARY, sentences
 from tests.model.small_models import PRO, small_model
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_the_lines_of_the_page_train_and_show_attention(tmp_path, monkeypatch):
     pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install -r requirements-dev.txt")

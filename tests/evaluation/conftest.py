@@ -1,5 +1,6 @@
 """A small quickstart: a corpus of words with its tokenizer, a run trained on it for a few steps, and its export."""
 
+import functools
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +9,10 @@ import httpx
 import numpy as np
 import pytest
 import zarr
+from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 
+from forgetting_transformer import training
 from forgetting_transformer.training.export import export
 from tests.training.conftest import STEP, changed, tiny_config, train
 
@@ -42,8 +45,12 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
-    folder = tmp_path_factory.mktemp("quickstart")
+def quickstart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    return _quickstart(tmp_path_factory.getbasetemp() / "quickstart", request.config.getoption("--fast"))
+
+
+@functools.cache  # a module that imports the fixture has one of its own
+def _quickstart(folder: Path, in_this_process: bool) -> Quickstart:
     corpus = folder / "data" / "words"
     tokenizer = _tokenizer()
     for split, seed in (("train", 0), ("heldout", 1000)):
@@ -69,7 +76,10 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
         model__config__log_pruning_tolerance=-10.0,
     )
     assert config["datamodule"]["train_batch_len"] == TRAIN_LENGTH
-    train(config)
+    if in_this_process:
+        training.run(training.parse(OmegaConf.create(config)))
+    else:
+        train(config)
     export(folder / "run", folder / "hf")
     return Quickstart(folder / "data", folder / "run", folder / "hf")
 

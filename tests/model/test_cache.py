@@ -222,6 +222,7 @@ def test_one_token_goes_through_the_decoding_op_and_a_prompt_does_not(monkeypatc
     torch.testing.assert_close(torch.cat(logits, 1), full, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_same_tokens_give_the_same_bits_wherever_the_buffers_are():
     """Straight through, again, and after tokens were taken back; buffers are replaced at other tokens each time."""
     model, ids = small_model(qk_norm=True, use_rope=True), random_ids(150)

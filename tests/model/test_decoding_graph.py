@@ -360,6 +360,7 @@ def test_a_copy_of_a_cache_goes_its_own_way(graphs):
     torch.testing.assert_close(decode_on(model, ids[:, 4:5], twin), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_memory_is_given_back_with_the_last_reference():
     model, ids = small("forgetting_transformer"), random_ids(1, 40)
     gc.collect()
@@ -404,6 +405,7 @@ def test_layers_caches_that_are_used_by_themselves_grow(graphs):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_where_something_else_comes_soon_graphs_become_rare(graphs):
     """As in assisted generation, which takes tokens back again and again."""
     model, ids = small("forgetting_transformer"), random_ids(1, 12)
@@ -422,6 +424,7 @@ def test_where_something_else_comes_soon_graphs_become_rare(graphs):
     assert graphs == [15]
 
 
+@pytest.mark.slow
 def test_assisted_generation_goes_without(graphs):
     model, assistant, ids = small("transformer"), small("transformer", seed=1), random_ids(1, 8)
     assistant.generation_config.num_assistant_tokens = 10
@@ -433,6 +436,7 @@ def test_assisted_generation_goes_without(graphs):
     assert torch.equal(got, model.generate(ids, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["compiled", "subclass"])
 def test_models_that_a_graph_would_not_follow_go_without(how, graphs):
     class Marked(torch.nn.Parameter):

@@ -67,6 +67,7 @@ def test_usage_example_of_the_model():
     assert out.logits.size() == (batch_size, seq_len, vocab_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, len(OPTION_COMBINATIONS), 45))
 def test_every_combination_of_options_trains_and_is_causal(first):
     ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -320,6 +321,7 @@ def test_registry_finds_architectures_and_refuses_what_it_does_not_know():
         registry.register("forgetting_transformer", *registry.get("forgetting_transformer"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "separate", "together"),
     [

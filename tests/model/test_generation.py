@@ -208,6 +208,7 @@ def test_assisted_generation_takes_back_rejected_tokens(croppable_model, ids):
     assert torch.equal(out, want)
 
 
+@pytest.mark.slow
 def test_a_target_may_write_the_padding_token_while_a_draft_guesses(croppable_model, ids):
     model, prompt = croppable_model, ids[:1, :4]
     want = greedy_by_full_passes(model, prompt, 8)

@@ -124,6 +124,7 @@ def trained(model: torch.nn.Module, tmp_path, **options) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*(gradient_checkpointing|use_reentrant).*")
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -136,11 +137,13 @@ def test_trainer_trains(name, options, tmp_path):
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.slow
 def test_trainer_refuses_a_model_of_the_other_convention_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"Trainer .* model\.config\.loss = 'causal_lm'"):
         trained(small_model(), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["causal_lm", "per_token"])
 def test_smoothed_labels_are_shifted(loss, tmp_path):
     """Trainer takes the labels for itself then, and shifts them only for models that it knows by name."""
@@ -175,6 +178,7 @@ def test_every_adapter_of_lora_gets_a_gradient(name, ids):
     assert [n for n, p in parameters.items() if p.grad is None or not p.grad.any()] == []
 
 
+@pytest.mark.slow
 def test_lora_trains_is_saved_and_generates(ids, tmp_path):
     peft = pytest.importorskip("peft", reason="LoRA is peft's: pip install -r requirements-dev.txt")
     base = small_model(loss="causal_lm", initializer_range=0.02, **PRO)

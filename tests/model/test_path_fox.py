@@ -40,6 +40,7 @@ def one_key_per_step(mixer, hidden_BTE: Tensor) -> Tensor:
     return out.flatten(-2) @ weights["o_proj.weight"].T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"num_heads": 4, "w_rank": 3, "conv_size": 2}], ids=str)
 def test_the_mixer_is_the_attention_of_the_paper(fields):
     mixer = small("path_fox", **fields).model.layers[0].attn

@@ -18,6 +18,7 @@ def test_slices_are_views_of_the_whole():
         assert ours.data_ptr() == theirs.data_ptr() and ours.stride() == theirs.stride() and ours.equal(theirs)
 
 
+@pytest.mark.slow
 def test_the_operator_says_the_truth_about_its_output():
     parts = [torch.randn(2, 5, size)[:, ::2] for size in SIZES]
     torch.library.opcheck(torch.ops.forgetting_transformer.join_columns, (parts,))

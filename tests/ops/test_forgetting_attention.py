@@ -110,6 +110,7 @@ def test_portable_equals_reference(backend, m, n, d, gates):
     assert_close(run(BACKENDS[backend], single), want, FLOAT32_TOLERANCE[gates])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [1100, 60])
 def test_portable_equals_reference_over_several_default_blocks(m):
     inputs = [x.float() for x in make_inputs(m, 1100, 16)]
@@ -359,6 +360,7 @@ def test_log_normalisers_merge_attention_over_parts_of_the_keys():
     torch.testing.assert_close(merged, whole)
 
 
+@pytest.mark.slow
 def test_log_normalisers_of_padding_are_minus_infinity_and_others_have_gradients():
     inputs = [x.transpose(1, 2).requires_grad_() for x in make_inputs(9, 9, 8)]
     seq_start = torch.tensor([0, 4])

@@ -100,6 +100,7 @@ def test_decoding_equals_the_op_for_whole_sequences():
     torch.testing.assert_close(log_normaliser, whole_normaliser.float(), rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
+@pytest.mark.slow
 def test_compiles_into_one_graph_for_all_lengths():
     from torch._dynamo.testing import CompileCounter
 

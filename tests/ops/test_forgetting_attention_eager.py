@@ -245,6 +245,7 @@ def test_a_compiled_kernel_is_launched_by_its_handle(monkeypatch):
     assert [kind for kind, *_ in launched] == ["kernel", "kernel"]
 
 
+@pytest.mark.slow
 def test_descriptors_are_copies_that_keep_no_tensor():
     descriptors = layout.Descriptors(layout.TensorDescriptor, [256, 64], [64, 1], [128, 64])
     first, second = (torch.zeros(256, 64, dtype=torch.bfloat16) for _ in range(2))

@@ -710,6 +710,7 @@ def test_each_gated_op_is_compared_though_the_first_lifted_the_refusal(monkeypat
         cached.cache_clear()
 
 
+@pytest.mark.slow
 def test_the_scan_is_an_operator_that_torch_compile_can_take(monkeypatch):
     monkeypatch.setattr(scan, "_CPU_STATES", 2 * 6 * 9 * 16)  # segments of 16 positions
     inputs = {name: value.float() for name, value in make_inputs("selective_scan", 48).items()}
@@ -753,6 +754,7 @@ def test_the_package_that_flash_linear_attention_lacks_is_named(monkeypatch, mis
     assert said in message and cure in message.partition("To mend it, ")[2]
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_from_fla_or_triton_on_the_cpu():
     code = """
 import sys, torch
@@ -935,6 +937,7 @@ def test_the_last_state_of_no_sequence_is_empty():
     assert recurrence.last_state(k, k, log_decay)[0].shape == (0, 2, 4, 4)
 
 
+@pytest.mark.slow
 def test_the_last_state_has_second_derivatives():
     inputs = {name: x.requires_grad_() for name, x in make_inputs("simple_gla", 5).items()}
     assert torch.autograd.gradgradcheck(

@@ -31,11 +31,13 @@ at <!-- speed -->1<!-- end --> tokens/s and <!-- loss --><!-- end --> nats <!-- 
 """
 
 
+@pytest.mark.slow
 def test_pages_say_what_the_files_say(capsys):
     assert pages.main(["--check"]) == 0, capsys.readouterr().err
     assert sorted(pages.PAGES) == sorted(PAGES_WITH_MARKS)
 
 
+@pytest.mark.slow
 def test_a_number_that_is_typed_into_a_page_is_noticed(monkeypatch, capsys):
     read, rows = pages.read, json.loads((ROOT / "benchmarks/results/authors_760m.json").read_text())["rows"]
     right = f"{rows[0]['tokens_per_second']:,.0f}"

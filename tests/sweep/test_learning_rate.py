@@ -97,7 +97,6 @@ def test_the_best_rate_has_a_worse_one_on_either_side_or_there_is_none(loss, bes
         assert search.best == best and {best - 1, best + 1} <= set(search.indices)
 
 
-@pytest.mark.quick
 def test_the_script_finds_the_rate_and_started_again_makes_only_what_is_missing(search, faults, tmp_path):
     faults |= {"fail": "lr5e-3", "diverge": "lr1e-2"}
     code, out, err = search("--guess", "5e-3")

@@ -34,7 +34,6 @@ def make_job(folder: Path, name: str, *overrides: str) -> jobs.Job:
     return jobs.Job(name, ROOT / "train.py", (*DEMO, *overrides), config)
 
 
-@pytest.mark.quick
 def test_each_job_has_a_folder_a_row_and_a_value_whatever_becomes_of_the_others(
     faults, train_main, tmp_path, capsys, monkeypatch
 ):

@@ -255,6 +255,7 @@ def test_blocks_of_a_kind_share_one_graph_per_shape(captured, tiny, tmp_path, ca
     assert not captured["graph_break"] and not warnings(caplog)
 
 
+@pytest.mark.slow
 def test_buckets_of_ddp_do_not_divide_a_block(captured, tiny, tmp_path, monkeypatch):
     pieces = []
 
@@ -343,6 +344,7 @@ def test_what_is_left_uncompiled_is_a_warning(captured, tiny, caplog, monkeypatc
 # The real compiler
 
 
+@pytest.mark.slow
 def test_what_would_change_bits_is_chosen_by_rule(monkeypatch):
     """TorchInductor makes no choice by timing that changes the order of additions."""
     from torch._inductor import config, graph

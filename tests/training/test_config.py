@@ -191,6 +191,7 @@ def test_the_papers_models_have_the_papers_parameter_counts(name):
     assert total - embedding.numel() - head.numel() == PAPER[name].body
 
 
+@pytest.mark.slow
 def test_the_page_knows_the_sizes_of_the_models_beyond_the_paper():
     page = (Path(__file__).parents[2] / "docs/train.md").read_text("utf-8")
     rows = re.findall(r"^\| `(\w+)` \|[^|]*\| (\d+)M \|", page, re.MULTILINE)

@@ -95,6 +95,7 @@ def test_two_bytes_where_they_suffice(ids: int, dtype: str) -> None:
     assert token_dtype(ids).type(ids - 1) == ids - 1
 
 
+@pytest.mark.slow
 def test_the_arrays_hold_the_ids_of_the_texts(wide: Path, tmp_path: Path) -> None:
     text = " ".join(f"w{n}" for n in random.Random(7).sample(range(60_000, WORDS), 600))
     (tmp_path / "a.txt").write_text(text)
@@ -112,6 +113,7 @@ def test_the_arrays_hold_the_ids_of_the_texts(wide: Path, tmp_path: Path) -> Non
     assert manifest["tokenizer"]["roundtrip"]["lossy"] == 0
 
 
+@pytest.mark.slow
 def test_an_interrupted_corpus_is_the_same_byte_for_byte(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +161,7 @@ def remote(wide: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield mirror.url
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_url_gives_the_same_tokens(wide: Path, remote: str, tmp_path: Path, workers: int) -> None:
     """Workers share decoded chunks and hand tokens over, so both are of the array's type."""

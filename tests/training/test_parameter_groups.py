@@ -20,6 +20,7 @@ CONFIG = TrainConfig(max_tokens=1, grad_acc_tokens=1)
 PRO = {"qk_norm": True, "use_output_gate": True, "use_output_norm": True, "use_k_shift": True, "use_v_shift": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fields", "undecayed"), [(PRO | {"hidden_ratio": 3.5}, 186_432), ({}, 75_840)])
 def test_undecayed_totals_at_760m_are_the_papers(fields, undecayed):
     architecture = registry.get("forgetting_transformer")

@@ -109,6 +109,7 @@ def test_what_is_gathered_in_bf16_is_what_autocast_rounds(tiny, tmp_path, name):
         assert gradient is got[key] is None or torch.equal(got[key], gradient), key
 
 
+@pytest.mark.slow
 def test_projections_that_are_computed_together_are_too(tiny, tmp_path, monkeypatch):
     """Compiled models stack the weights of projections of one input."""
     monkeypatch.setattr(

@@ -82,7 +82,6 @@ sys.modules["wandb"] = types.SimpleNamespace(init=init, Settings=dict)
         assert len(losses(str(tmp_path / fault))) == 4
 
 
-@pytest.mark.quick
 def test_wandb_without_a_key_asks_nothing_of_a_terminal(tiny, tmp_path, monkeypatch, caplog):
     pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
@@ -109,7 +108,6 @@ def test_wandb_without_a_key_asks_nothing_of_a_terminal(tiny, tmp_path, monkeypa
     assert record.levelname == "WARNING" and "API key" in record.message and "\n" not in record.message
 
 
-@pytest.mark.quick
 def test_wandb_gets_no_folder_that_is_not_utf_8(tiny, tmp_path, monkeypatch, caplog, capfd):
     """It would print tracebacks of its own; with wandb.log_dir it records the run, whose config has that name."""
     pytest.importorskip("wandb")
