@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from forgetting_transformer import cumulative_log_fgate, forgetting_attention, forgetting_attention_decode
 from forgetting_transformer.model.mixers.transformer import TransformerConfig, TransformerForCausalLM
+from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops import attention
 from forgetting_transformer.ops.attention import causal_attention
 from tests.gpu.test_cuda import relative_error
@@ -109,7 +110,7 @@ def test_a_transformer_block_trains_compiled_with_the_kernel_inside(
     def gradients(block):
         block.zero_grad()
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            out = block(x)
+            out = block(x, Span())
         out.float().square().sum().backward()
         return [out.detach(), *(p.grad.clone() for p in block.parameters())]
 

@@ -13,6 +13,7 @@ from forgetting_transformer.model import (
     ForgettingTransformerConfig,
     ForgettingTransformerForCausalLM,
 )
+from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops.forgetting_attention import forgetting_attention_reference
 from forgetting_transformer.ops.forgetting_attention.dispatch import first_visible_key
 from tests.training.conftest import STEP, changed, train
@@ -160,8 +161,8 @@ def test_a_block_compiles_into_one_graph_with_the_kernel_inside(checkpointing):
         model.gradient_checkpointing_enable()
     block, x = model.model.layers[0], torch.randn(2, 256, 128, device="cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        expected = block(x)
-        actual = torch.compile(block, fullgraph=True, dynamic=False)(x)
+        expected = block(x, Span())
+        actual = torch.compile(block, fullgraph=True, dynamic=False)(x, Span())
     assert relative_error(actual, expected) < 1e-2
     actual.float().sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in block.parameters())

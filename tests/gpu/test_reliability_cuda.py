@@ -115,7 +115,7 @@ trainer.Trainer.step, trainer.Trainer.should_stop = strictly(step), strictly(vot
 @pytest.mark.parametrize(("strategy", "world_size"), [r for r in RUNS if r[0] != "fsdp"])
 def test_a_bad_gradient_on_one_rank_leaves_weights_and_moments_alone(on_gpus, strategy, world_size):
     config = single(on_gpus(strategy, world_size, checkpoint_interval=STEP, checkpoint_keep_last=20))
-    run(config, world_size, POISON.format(batches=[8], rank=world_size - 1, value="nan"))
+    run(config, world_size, POISON.format(values={8: "nan"}, rank=world_size - 1))
     before, after = (checkpoint_tensors(config["output_dir"], step * STEP) for step in (8, 9))
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert [line["bad_step/batch"] for line in bad_steps(config)] == [8]
