@@ -245,7 +245,7 @@ def test_a_corpus_of_a_plug_in_has_the_losses_of_its_held_out_sequences(quicksta
     [
         ([], 64, r"^--corpus half: no value for datamodule\.half: give it"),
         (["half=2"], 64, r"^--corpus half half=2: datamodule\.half=2 must be less than or equal to 1"),
-        (["halve=1"], 64, r"unknown config key 'datamodule\.halve'.*did you mean 'datamodule\.half'"),
+        (["halff=1"], 64, r"unknown config key 'datamodule\.halff'.*did you mean 'datamodule\.half'"),
         (["half=1"], 63, r"datamodule\.\w+_batch_len=63 must divide"),
         (["half=0"], 64, r"^--corpus half: its rows hold several texts that are kept apart"),
     ],

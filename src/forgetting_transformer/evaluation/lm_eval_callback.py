@@ -31,7 +31,7 @@ from forgetting_transformer.evaluation.in_training import (
     share,
 )
 from forgetting_transformer.evaluation.models import EvaluationError
-from forgetting_transformer.training.config import ConfigError, Count, Tokens
+from forgetting_transformer.training.config import ConfigError, Count, Text, Tokens
 from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
@@ -50,9 +50,9 @@ class LmEvalConfig:
     #: Longest sequence; null: as in training.
     max_length: Count | None = None
     #: Folder of your own task files. Task files can run Python: use no others.
-    include_path: str | None = None
+    include_path: Text | None = None
     #: Folder or hub id; null: the corpus's.
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
 
 
 #: Examples of a task whose offered answers are counted.

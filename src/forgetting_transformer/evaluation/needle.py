@@ -828,11 +828,11 @@ class NeedleConfig:
     statement: Text = "The best thing to do in San Francisco is"
     answer: Text = "eat a sandwich and sit in Dolores Park on a sunny day"
     #: Folder of texts to hide it in; null: held-out documents of the corpus.
-    haystack: str | None = None
+    haystack: Text | None = None
     #: Prompts in one forward pass of one rank.
     batch_size: Count = 4
     #: Folder or hub id; null: the corpus's.
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
 
 
 @plugins.CALLBACKS.register("needle", config=NeedleConfig, free=[plugins.ALL])

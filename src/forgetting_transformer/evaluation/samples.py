@@ -24,7 +24,7 @@ from forgetting_transformer.evaluation.in_training import (
     share,
 )
 from forgetting_transformer.evaluation.models import precision_context
-from forgetting_transformer.training.config import Count, Tokens, Whole
+from forgetting_transformer.training.config import Count, Text, Tokens, Whole
 from forgetting_transformer.training.interface import TrainerInterface
 
 #: Held-out documents that are continued, and tokens of each that are given.
@@ -44,7 +44,7 @@ class SamplesConfig:
     #: Of the drawing, the same every time.
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
     #: Folder or hub id; null: the corpus's.
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
 
 
 @plugins.CALLBACKS.register("samples", config=SamplesConfig, free=[plugins.ALL])

@@ -8,13 +8,15 @@ intervals, budgets and schedule lengths are in training tokens of the whole job.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, WrapValidator
 from pydantic_core import PydanticCustomError
 
+from forgetting_transformer.files import is_utf8
 from forgetting_transformer.metric_names import VAL_EMA, VAL_SET
 from forgetting_transformer.ranges import COUNT, SIZE, TOKENS, divisors
 from forgetting_transformer.training.records.run_directory import KINDS
@@ -43,8 +45,15 @@ TokenId = Annotated[Whole, Field(ge=0, le=COUNT.high)]
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 #: Zero is allowed: it trains nothing, which is a way to measure speed and to look at the data.
 LearningRate = Annotated[float, Field(ge=0, le=1000)]
+
+
+def _or_not_utf8(value: Any, check: Callable[[Any], Any]) -> Any:
+    """A file's name may be any bytes, and pydantic takes no text that is not UTF-8."""
+    return value if isinstance(value, str) and not is_utf8(value) else check(value)
+
+
 #: Text that is not empty, as a variable of the shell that is not set leaves it. To pathlib that is the current folder.
-Text = Annotated[str, Field(pattern=r"\S")]
+Text = Annotated[str, Field(pattern=r"\S"), WrapValidator(_or_not_utf8)]
 
 _Workers = Annotated[Whole, Field(ge=0, le=1024)]
 _DEVICES = 1024
