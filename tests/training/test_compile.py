@@ -104,7 +104,7 @@ def test_without_a_triton_that_works_auto_warns_and_true_is_refused(monkeypatch,
 
 @pytest.mark.parametrize("value", ["yes", "true", "Auto", None, 0.5])
 def test_anything_but_auto_true_and_false_is_refused_by_name(tiny, value):
-    with pytest.raises(ConfigError, match=rf"train\.compile={value} must be 'auto', True or False"):
+    with pytest.raises(ConfigError, match=rf"train\.compile={value} must be 'auto', true or false"):
         parse(OmegaConf.create(changed(tiny, train__compile=value)))
 
 

@@ -240,7 +240,7 @@ def demo(*overrides: str):
     ("parts", "message"),
     [
         ("", r"no value for datamodule.parts"),
-        ("{}", r"datamodule.parts={}: Dictionary should have at least 1 item"),
+        ("{}", r"datamodule.parts={} must not be empty"),
         ("{words: -1, tiny: 1}", r"datamodule.parts.words=-1 must be greater than 0"),
         (
             "[words, tiny]",
@@ -276,6 +276,22 @@ def test_an_unknown_key_is_refused_with_the_closest_known_one():
         demo("+train.max_token=5")
     with pytest.raises(ConfigError, match=r"unknown config key 'lr'"):
         demo("+lr=5")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.compile=1", "train.compile=1 must be true or false"),
+        ("preflight=0", "preflight=0 must be true or false"),
+        ("datamodule.train_num_workers=true", "datamodule.train_num_workers=True must be a"),
+        ("optimizer.lr=true", "optimizer.lr=True must be a number"),
+        ("optimizer.eps=false", "optimizer.eps=False must be a number"),
+        ("optimizer.betas=[]", "optimizer.betas=[] must not be empty"),
+    ],
+)
+def test_one_is_not_true_and_true_is_not_one(override, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        experiment("experiment/demo/fox_pro", override)
 
 
 def test_a_wrong_type_and_a_missing_value_are_refused_by_name():

@@ -32,6 +32,14 @@ def _is_number(value: Any) -> Any:
     return value
 
 
+def _no_number(value: Any) -> Any:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):  # 1 and 0 equal true and false
+        raise PydanticCustomError("bool_type", "must be true or false")
+    return value
+
+
+#: True, false, or what is best here.
+Switch = Annotated[Literal["auto", True, False], BeforeValidator(_no_number)]
 #: A whole number, which may be written as 1e9.
 Whole = Annotated[int, BeforeValidator(_is_number)]
 #: Tokens of a run, a budget or an interval.
@@ -112,11 +120,11 @@ class TrainConfig:
     block_inputs_on_host: bool = False
     #: torch.compile blocks and loss: fuses what lies between matrix products; the first step takes longer. true, false
     #: or "auto": on for CUDA, off elsewhere; a run that continues does as it did before.
-    compile: Literal["auto", True, False] = "auto"
+    compile: Switch = "auto"
     #: Record the compiled blocks as CUDA graphs and replay them: faster where the host is slower than the GPU, as with
     #: a small model; bitwise the same. One GPU, or several with DDP; without activation checkpointing. true, false or
     #: "auto": on where that is so and a micro-batch is small enough for the host to limit the speed (graphs.py).
-    cuda_graphs: Literal["auto", True, False] = "auto"
+    cuda_graphs: Switch = "auto"
     #: Whether biases, norm weights and convolution kernels are decayed.
     bias_weight_decay: bool = False
     normalization_weight_decay: bool = False
@@ -172,7 +180,7 @@ class StrategyConfig:
     shard_size: Annotated[Whole, Field(ge=1, le=_DEVICES * 1024)] | None = None
     #: fsdp and hsdp: gather weights once a step and keep them until its last backward pass, instead of gathering each
     #: block before and after its use. "auto": where they take at most a twentieth of a GPU's memory.
-    keep_gathered: Literal["auto", True, False] = "auto"
+    keep_gathered: Switch = "auto"
     #: So many ranks share each sequence, every one a part of it; the rest of the world is data parallel.
     context: Annotated[Whole, Field(ge=1, le=_DEVICES)] = 1
     #: Seconds without a step, or without a byte written of a checkpoint that is waited for, after which a rank is stuck
@@ -323,7 +331,7 @@ class Config:
     checkpoint_background: bool = True
     #: true: check data, disk and memory, time a few steps, say what the run will cost, measure which micro-batch is
     #: fastest, with activation checkpointing and without, and train nothing. "check": without the measurement.
-    preflight: Literal[False, True, "check"] = False
+    preflight: Annotated[Literal[False, True, "check"], BeforeValidator(_no_number)] = False
 
     def __post_init__(self) -> None:
         for name in self.eval_sets:

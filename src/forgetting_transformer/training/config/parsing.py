@@ -193,7 +193,12 @@ def _validated(kind: type, values: dict[str, Any], written: Mapping[str, Any]) -
         written: the config as it was written, flat, ${…} included.
     """
     keys = keys_of(kind)
-    wrong: dict[str, str] = {}
+    # Python counts true and false as 1 and 0, and pydantic follows it.
+    wrong = {
+        key: f"{key}={value} must be a number"
+        for key, value in flatten(values).items()
+        if isinstance(value, bool) and key in keys and {keys[key].type, *typing.get_args(keys[key].type)} & {int, float}
+    }
     missing = {key for key, value in flatten(values).items() if value == MISSING}
     result = None
     try:
@@ -238,6 +243,10 @@ def _line(key: str, error: Any, keys: Mapping[str, Key]) -> str:
     if not value.strip():
         wanted = "a path or a name" if kind == "string_pattern_mismatch" else expected or "a value"
         return f"{key}= is empty (a variable that is not set?); give {wanted}{null}"
+    if kind == "too_short":
+        return f"{key}={redact(value)} must not be empty{null}"
+    if kind == "literal_error":
+        expected = error["ctx"]["expected"].replace("True", "true").replace("False", "false")
     better = f" must be {expected}" if expected else f": {error['msg']}".replace(": Input should be", " must be")
     return f"{key}={redact(value)}{better}{null}"
 
