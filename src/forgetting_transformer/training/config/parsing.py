@@ -197,7 +197,7 @@ def _validated(kind: type, values: dict[str, Any], written: Mapping[str, Any]) -
     wrong = {
         key: f"{key}={value} must be a number"
         for key, value in flatten(values).items()
-        if isinstance(value, bool) and key in keys and {keys[key].type, *typing.get_args(keys[key].type)} & {int, float}
+        if isinstance(value, bool) and key in keys and _is_number(keys[key].type)
     }
     missing = {key for key, value in flatten(values).items() if value == MISSING}
     result = None
@@ -209,7 +209,7 @@ def _validated(kind: type, values: dict[str, Any], written: Mapping[str, Any]) -
             if error["type"] == "missing":
                 missing.add(key)
             elif key not in missing:
-                wrong[key] = _line(key, error, keys)
+                wrong.setdefault(key, _line(key, error, keys))
     wrong = _not_referring(wrong, written) or wrong
     if wrong:
         raise ConfigError("\n".join(wrong.values()))
@@ -221,6 +221,11 @@ def _validated(kind: type, values: dict[str, Any], written: Mapping[str, Any]) -
             + ("" if folders else ", or choose an experiment that sets it (+experiment/demo=fox_pro)")
         )
     return result
+
+
+def _is_number(hint: Any) -> bool:
+    """Whether a type is that of numbers, in a range or null too."""
+    return hint in (int, float) or any(_is_number(kind) for kind in typing.get_args(hint) if kind is not hint)
 
 
 def _not_referring(keys: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
