@@ -24,11 +24,11 @@ SMALL = """
     train.max_tokens=1536 train.grad_acc_tokens=48 schedule.warmup_tokens=96 eval.min_val_length=8
     log_interval=96 train_eval_interval=384 checkpoint_interval=768
 """
-#: A script in a process that has imported what reads HF_ENDPOINT.
+#: A script in a process that has imported what reads HF_ENDPOINT and HF_HUB_OFFLINE.
 AT_THE_MIRROR = """
 import runpy, sys
 from huggingface_hub import constants
-constants.ENDPOINT, sys.argv = {!r}, {!r}
+constants.ENDPOINT, constants.HF_HUB_OFFLINE, sys.argv = {!r}, False, {!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
