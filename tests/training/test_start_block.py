@@ -50,7 +50,7 @@ def test_a_run_says_what_it_is_before_its_first_step(tiny, tmp_path):
         new["corruption"]
         == "comparison of ranks off (each holds other shards); checkpoints compared with what is loaded"
     )
-    assert continued["corruption"].startswith("comparison of ranks off (there is one); checkpoints")
+    assert continued["corruption"].startswith("comparison of ranks off (one process); checkpoints")
     assert new["attention"] == new["gated_norm"] == "PyTorch" and new["compiled"] == "no"
     assert new["optimizer"] == "adamw, lr 0.01, betas 0.9, 0.95, eps 1e-08, weight decay 0.1"
     assert new["schedule"] == f"warmup_cosine, warm-up 512 tokens, ends at {20 * STEP:,} with lr 0"

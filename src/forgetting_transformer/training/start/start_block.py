@@ -108,7 +108,7 @@ def _corruption(trainer: TrainerInterface) -> str:
     if trainer.comparison is not None:
         ranks = f"ranks compared every {trainer.config.strategy.compare_steps:,} steps and before checkpoints"
     elif trainer.fabric.world_size == 1:
-        ranks = "comparison of ranks off (there is one)"
+        ranks = "comparison of ranks off (one process)"
     elif _strategy(trainer).startswith("fsdp"):
         ranks = "comparison of ranks off (each holds other shards)"
     else:
