@@ -8,7 +8,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from forgetting_transformer.data import DataError, LongCrawl64DataModule, TokenArray, remote
+from forgetting_transformer.data import DataError, LongCrawl64DataModule, remote
 from forgetting_transformer.data.remote import RemoteError, RemoteFolder
 from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache
 from tests.data import corpus_helpers
@@ -159,14 +159,6 @@ def test_what_will_not_pass_is_not_asked_again(mirror, fault, said):
     with pytest.raises(RemoteError, match=said) as error:
         RemoteFolder(mirror.url).read("0.0")
     assert "\n" not in str(error.value) and mirror.requests["GET", "0.0"] <= 11
-
-
-def test_a_damaged_file_in_the_cache_is_fetched_again(mirror, tmp_path):
-    settings = CacheSettings(tmp_path / "cache", 10**9)
-    array = TokenArray(f"{mirror.url}/longcrawl64/train.zarr", 50_257, cache=settings)
-    for file in array.files.folder.glob("[0-9]*"):
-        file.write_bytes(file.read_bytes()[:-4])
-    np.testing.assert_array_equal(array.read(0, 8, 0, 96), tokens_of_corpus()[:8])
 
 
 @pytest.mark.parametrize("name", ["../escaped", "/etc/escaped", "train.zarr/../../../escaped"])

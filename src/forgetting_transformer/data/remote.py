@@ -259,7 +259,8 @@ class RemoteFolder:
                 status = getattr(answer, "status_code", None) or getattr(answer, "status", None)
                 if isinstance(error, FileNotFoundError) or status == 404:
                     return None
-                said = f"the server answered {status}" if status else f"{type(error).__name__}: {error}"
+                kind = "" if type(error) is OSError else f"{type(error).__name__}: "
+                said = f"the server answered {status}" if status else f"{kind}{error}"
                 if isinstance(error, PermissionError | ValueError) or status not in (None, *PASSING):
                     login = "; a data set of the hub may need `hf auth login`, or HF_TOKEN" if self._repository else ""
                     raise RemoteError(f"cannot read {place}: {said}. Check the URL and the login{login}") from error
