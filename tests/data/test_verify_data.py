@@ -5,7 +5,7 @@ import pytest
 import zarr
 
 from tests.data.corpus_helpers import package_tree, prepare, rewrite, script
-from tests.data.mirror import tokens_of_corpus, write_layout
+from tests.data.mirror import write_layout
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_a_sound_array_gets_a_list_which_is_not_replaced(verify, array):
         "metadata         44 documents x 96 tokens, uint16, files of 8 x 24",
         "presence         24 of 24 files; 6 of 6 row-chunks whole",
         "whole documents  44 of 44 (4,224 tokens)",
-        f"contents         24 files decode to ids from 0 to {tokens_of_corpus().max():,} of 50,257",
+        "contents         24 files decode to ids below 50,257",
         "checksums        written to train.sha256, 24 files: readers compare each chunk with it",
     ):
         assert f"  {line}" in said.splitlines()
