@@ -15,7 +15,7 @@ class DataError(CommandError):
 
 
 def cannot_write(error: OSError, folder: Path) -> DataError:
-    """Of a command that continues: finished parts are kept."""
+    """Error of a command that continues where it stopped: a file below `folder` cannot be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     reason = "the disk is full" if full else (error.strerror or str(error))
     return DataError(

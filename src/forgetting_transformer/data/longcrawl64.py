@@ -63,7 +63,7 @@ class CorpusFolder:
 
     @property
     def folder(self) -> Path:
-        """The folder on this machine; of a URL the copy of its tokenizer."""
+        """Folder on this machine; for a URL the copy of its tokenizer."""
         return self.place if isinstance(self.place, Path) else fetch_tokenizer(self.place, self.cache)
 
     def array(self, split: str) -> TokenArray:
@@ -203,7 +203,7 @@ class LongCrawl64DataModule:
         return self._order().locate(batch)
 
     def places(self, batch: int, rank: int, world_size: int) -> Iterator[tuple[int, slice | np.ndarray, Location]]:
-        """What a rank reads of a global batch: a corpus's number, rows of the rank's share, and what fills them."""
+        """Parts of a rank's share of a global batch: a corpus's number, rows of the share, their place in the corpus."""
         yield 0, slice(None), self._order().locate(batch, rank, world_size)
 
     def rows_of_parts(self) -> list[int]:
@@ -238,7 +238,7 @@ class LongCrawl64DataModule:
         return self._info("train", self.train_batch_len, self.train_batch_size, self.batches())
 
     def train_lengths(self) -> dict[int, float]:
-        """Of packed documents those of the first batch: rows lie in no order."""
+        """Shares in the first batch where documents are packed, because rows lie in no order."""
         if not self.packed:
             return {self.train_batch_len: 1.0}
         first = Loader(TrainBatches(self, 0, 1, [None] * len(self.parts)), range(1), 0, self.vocabulary, packed=True)

@@ -130,7 +130,7 @@ class MixtureDataModule(LongCrawl64DataModule):
 
     @property
     def folder(self) -> Path:
-        """That of the first part with a tokenizer, if one has it."""
+        """Folder of the first part with a tokenizer, if one has it."""
         folders = [part.folder for part in self.parts]
         return next((folder for folder in folders if (folder / "tokenizer").is_dir()), folders[0])
 

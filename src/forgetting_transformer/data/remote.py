@@ -48,7 +48,7 @@ class RemoteError(DataError):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """What the source states about a file; None where it does not say."""
+    """Size and SHA-256 that the source states of a file; None where it does not say."""
 
     size: int | None = None
     sha256: str | None = None
@@ -135,7 +135,7 @@ class RemoteFolder:
         return {name: RemoteFile(details.get("size")) for name, details in names.items() if name}
 
     def find(self, folder: str, names: Iterable[str]) -> dict[str, RemoteFile]:
-        """What the source states about those of the files `names` below `folder` that it has."""
+        """Files `names` below `folder` that the source has, with what it states of each."""
         names = list(names)
         listed = self.files(folder)
         if listed is None:
@@ -165,7 +165,7 @@ class RemoteFolder:
         return self._persist(name, fetch)
 
     def _stat(self, name: str) -> RemoteFile | None:
-        """What a web server states about a file; fsspec would take every failure for a file that is not there."""
+        """Size that a web server states of a file; fsspec would take every failure for a file that is not there."""
         from fsspec.asyn import sync
 
         system, root = self._connection()
@@ -209,7 +209,7 @@ class RemoteFolder:
             raise RemoteError(f"cannot list {self.url}: HF_HUB_OFFLINE is set; unset it") from error
 
     def _connection(self) -> tuple[Any, str]:
-        """fsspec's file system and the folder in it, of this process: one inherited through fork shares sockets."""
+        """File system and folder in it, one for each process: one inherited through fork shares sockets."""
         with self._lock:
             if os.getpid() not in self._connections:
                 self._connections[os.getpid()] = self._connect()
@@ -243,7 +243,7 @@ class RemoteFolder:
             ) from error
 
     def _persist(self, name: str, action: Callable[[], T]) -> T | None:
-        """What `action` gives; None of a file that is not there.
+        """Result of `action`; None if there is no such file.
 
         Raises:
             RemoteError: it fails, and would again, or has too often.

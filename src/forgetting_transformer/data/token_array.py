@@ -253,7 +253,7 @@ class TokenArray:
         return {file: self.key(file) for file in product(range(rows), range(columns))}
 
     def whole_rows(self, there: Collection[str]) -> list[int]:
-        """Rows of files of which each is in `there`."""
+        """Rows whose files are all in `there`."""
         broken = {row for (row, _), key in self.keys().items() if key not in there}
         return sorted({row for row, _ in self.keys()} - broken)
 

@@ -58,7 +58,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 
 def _problem(manifest: Any) -> str | None:
-    """What is wrong with the parts of a manifest that training reads; None if nothing is."""
+    """Fault in the parts of a manifest that training reads; None if there is none."""
     arrays = manifest.get("arrays", {}) if isinstance(manifest, dict) else None
     if not isinstance(arrays, dict) or not all(isinstance(array, dict) for array in arrays.values()):
         return "it is not an object with an object for each array"

@@ -37,7 +37,7 @@ class Shard:
 
     Attributes:
         n_bytes: of their text.
-        digest: hash of what they are known again by, `identity()`.
+        digest: hash of the items' `identity()`.
     """
 
     items: list[Any]
@@ -143,7 +143,7 @@ def work_through(
 
 
 def ahead(begun: Iterable[T], workers: int) -> Iterator[T]:
-    """The same in the same order, with two per worker under way: what is taken of `begun` has begun."""
+    """Yields the items of `begun` in order, two per worker ahead of the caller; taking an item begins its work."""
     waiting: deque[T] = deque()
     for one in begun:
         waiting.append(one)

@@ -70,7 +70,7 @@ class Piece:
 
 @dataclass
 class Tally:
-    """What one pass over the input saw.
+    """Counts of one pass over the input.
 
     Attributes:
         texts, bytes: texts kept, and their UTF-8 bytes.

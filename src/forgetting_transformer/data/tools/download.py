@@ -47,7 +47,7 @@ File = tuple[int, int]
 
 @dataclass(frozen=True)
 class Selection:
-    """What to take of an array.
+    """Part of an array to take.
 
     Attributes:
         documents: at least so many (whole rows of chunks are taken, in order); None for all that the source has.
@@ -62,7 +62,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for.
+    """Files to have in the end.
 
     Attributes:
         array: the array that will be on disk: its metadata, without chunks yet.
