@@ -114,8 +114,6 @@ def test_held_out_tokens_are_shared_out_by_weight_and_counted_once(corpora):
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({}, r"datamodule\.parts=\{\}: name the corpora"),
-        ({"code": 0.0, "web": 1.0}, r"datamodule\.parts=\{code: 0\.0\}: .* positive"),
         ({"code": 0.12345, "web": 0.87655}, r"20,000 sequences; use weights of fewer digits"),
         ({"code": 1, "wbe": 1}, r"no token array at .*/wbe/train\.zarr"),
     ],

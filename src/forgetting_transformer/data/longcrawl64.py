@@ -203,7 +203,7 @@ class LongCrawl64DataModule:
         return self._order().locate(batch)
 
     def places(self, batch: int, rank: int, world_size: int) -> Iterator[tuple[int, slice | np.ndarray, Location]]:
-        """Parts of a rank's share of a global batch: a corpus's number, rows of the share, their place in the corpus."""
+        """Parts of a rank's share of a batch: the number of a corpus, rows of the share, their place in the corpus."""
         yield 0, slice(None), self._order().locate(batch, rank, world_size)
 
     def rows_of_parts(self) -> list[int]:
