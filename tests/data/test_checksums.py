@@ -37,6 +37,7 @@ def other_tokens(path: Path) -> None:
     rewrite(path, slice(8, 16), slice(24, 48), 77)
 
 
+@pytest.mark.slow
 def test_contents_that_changed_are_refused_by_name(corpus):
     folder, key = corpus
     TokenArray(folder / "train.zarr", VOCAB).read(8, 16, 24, 48)
@@ -57,6 +58,7 @@ def test_one_flipped_bit_is_refused_although_it_decodes(tmp_path):
         array.read(16, 24, 24, 48)
 
 
+@pytest.mark.slow
 def test_in_the_cache_of_a_remote_corpus_a_changed_file_is_fetched_again(corpus, tmp_path, monkeypatch):
     folder, key = corpus
     monkeypatch.setattr("forgetting_transformer.data.remote.FIRST_WAIT", 0.01)

@@ -349,6 +349,7 @@ def test_a_sweep_in_the_papers_order_decodes_every_chunk_once(
     assert decoded.value == chunks
 
 
+@pytest.mark.slow
 def test_every_rank_and_an_evaluation_decode_every_chunk_once(corpus, decoded):
     data = module(corpus, train_num_workers=1, eval_num_workers=1)
     data.array("heldout")

@@ -49,6 +49,7 @@ def module(data_dir, cache, **changes) -> LongCrawl64DataModule:
     return corpus_helpers.module(data_dir, cache_dir=str(cache), **changes)
 
 
+@pytest.mark.slow
 def test_the_same_tokens_and_the_same_fingerprint_as_from_a_local_copy(data_dir, mirror, tmp_path):
     local, remote = module(mirror.root, tmp_path / "unused"), module(data_dir, tmp_path / "cache")
     assert remote.train_info().fingerprint == local.train_info().fingerprint
@@ -82,6 +83,7 @@ def test_the_cache_stays_within_its_limit_and_files_of_others_neither_count_nor_
     assert all(file.read_bytes() == b"years of work" * 1000 for file in others)
 
 
+@pytest.mark.slow
 def test_each_chunk_that_is_needed_is_fetched_once_by_all_ranks_and_threads(mirror, tmp_path, monkeypatch):
     monkeypatch.setattr("forgetting_transformer.data.token_array.SAMPLED_TOKENS", 24)  # of rows looked at on opening
     mirror.faults = {"longcrawl64/train.zarr/0.0": ["slow"]}
@@ -95,6 +97,7 @@ def test_each_chunk_that_is_needed_is_fetched_once_by_all_ranks_and_threads(mirr
     assert mirror.requests["GET", "longcrawl64/heldout.zarr/0.0"] == 1
 
 
+@pytest.mark.slow
 def test_a_cache_too_small_is_known_before_anything_is_read(mirror, tmp_path):
     for evaluates in (False, True):
         with pytest.raises(DataError, match=r"cache_gb=1e-06 is less than .* needs of .*train\.zarr; raise it"):
@@ -170,6 +173,7 @@ def test_names_cannot_lead_out_of_the_cache(mirror, tmp_path, name):
         RemoteFolder(mirror.url).read(name)
 
 
+@pytest.mark.slow
 def test_a_prepared_corpus_comes_with_its_manifest_and_tokenizer(mirror, tmp_path):
     prepare(mirror.root / "bytes", package_tree(tmp_path / "in"))
     for data_dir in (mirror.url, f"hf://datasets/{REPOSITORY}@{REVISION}"):
