@@ -10,9 +10,9 @@ from forgetting_transformer.ranges import Range
 
 with command_line.interruptible():
     from forgetting_transformer.data.errors import DataError
-    from forgetting_transformer.data.token_array import MISSING_CHUNKS, read_manifest
+    from forgetting_transformer.data.token_array import MISSING_CHUNKS
     from forgetting_transformer.data.tools.verify import verify
-    from forgetting_transformer.data.vocabulary import GPT2_VOCAB_SIZE
+    from forgetting_transformer.data.vocabulary import GPT2_VOCAB_SIZE, read_manifest
 
 EPILOG = """\
 examples:
@@ -23,9 +23,9 @@ examples:
 what is checked:
   metadata        a Zarr array (documents, doc_len) of uint16 or uint32, with codecs that are safe to run
   presence        a file for every chunk; which row-chunks have them all
-  decodable       every file (or --share of them, evenly spread) decodes to a chunk of the right shape
-  token range     ids are below the vocabulary's size
-  all-zero rows   no document is all zeros within a chunk: that is what Zarr makes of chunks that are not there
+  contents        every file (or --share of them, evenly spread) decodes to a chunk of the right shape; ids are below
+                  the vocabulary's size; no document is all zeros within a file: that is what Zarr makes of chunks that
+                  are not there
   checksums       files are as train.sha256, heldout.sha256 say. An array that has no such list and is sound gets one:
                   from then on training compares every chunk with it
   content hash    all tokens are as manifest.json says (scripts/prepare_data.py writes it)

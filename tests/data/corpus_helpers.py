@@ -1,36 +1,21 @@
-"""Small corpora on disk, and what their finished arrays hold."""
+"""Small corpora on disk, what their finished arrays hold, and the loaders over them."""
 
+import importlib.util
 import json
 import random
 import re
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import zarr
 
+from forgetting_transformer.data import LongCrawl64DataModule, TokenArray
 from forgetting_transformer.data.prepare import CorpusSettings, prepare_corpus
-from forgetting_transformer.data.token_array import TokenArray
 
 WORDS = [
-    "sigma",
-    "lambda",
-    "forget",
-    "gate",
-    "of",
-    "the",
-    "a",
-    "value",
-    "key",
-    "query",
-    "hidden",
-    "state",
-    "×",
-    "über",
-    "naïve",
-    "例",
-    "token",
-    "loss",
-    "mean",
+    *("sigma", "lambda", "forget", "gate", "of", "the", "a", "value", "key", "query", "hidden", "state", "×"),
+    *("über", "naïve", "例", "token", "loss", "mean"),
 ]
 
 
@@ -93,3 +78,44 @@ def all_files(folder: Path) -> dict[str, bytes]:
 
 def array_of(path: Path) -> zarr.Array:
     return zarr.open_array(path, mode="r")
+
+
+def write_array(path: Path, tokens: np.ndarray, **options) -> None:
+    with zarr.config.set({"array.write_empty_chunks": True}):
+        zarr.create_array(path, data=tokens, **options)
+
+
+def rewrite(path: Path, rows: object, columns: object, value: int) -> None:
+    """Other tokens in files that are as whole as those they replace."""
+    with zarr.config.set({"array.write_empty_chunks": True}):
+        zarr.open_array(path, mode="r+")[rows, columns] = value
+
+
+#: Options of a corpus of GPT-2's ids that is read in the training process.
+OPTIONS = {
+    "train_batch_len": 48,
+    "train_batch_size": 4,
+    "train_num_workers": 0,
+    "eval_batch_len": 48,
+    "eval_local_batch_size": 2,
+    "eval_num_workers": 0,
+    "vocab_size": 50_257,
+    "bos_token_id": 50_256,
+}
+
+
+def module(data_dir: object, **changes) -> LongCrawl64DataModule:
+    return LongCrawl64DataModule(str(data_dir), **OPTIONS | changes)
+
+
+def labels(data: LongCrawl64DataModule, first: int, last: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
+    """Labels of the batches [first, last), one below the other."""
+    return np.concatenate([batch["labels"].numpy() for batch in data.train_loader(first, last, rank, world_size)])
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found

@@ -24,13 +24,16 @@ class Mirror:
 
     Attributes:
         faults: file name -> what its next requests get, first to last: "cut" (half the bytes, then the connection
-            breaks), "flip" (one byte differs), "slow" (0.2 s), "silent" (until the end), "hang up", or a status code.
+            breaks), "flip" (one byte differs), "slow" (0.2 s), "silent" (until the end), "hang up", "circle" (a
+            redirection to itself), or a status code.
+        headers: of the answers with such a status code.
         requests: how often each (method, path below root) was asked for.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.faults: dict[str, list[str | int]] = {}
+        self.headers: dict[str, str] = {}
         self.requests: Counter[tuple[str, str]] = Counter()
         self.lock = threading.Lock()
         self.ended = threading.Event()
@@ -80,7 +83,9 @@ def serve(
             fault = mirror.next_fault(name)
             file = mirror.root / name
             if isinstance(fault, int):
-                return self.send(fault, b"", body)
+                return self.send(fault, b"", body, **mirror.headers)
+            if fault == "circle":
+                return self.send(302, b"", body, Location=self.path)
             if fault == "hang up":
                 self.close_connection = True
                 return self.connection.close()
@@ -95,9 +100,10 @@ def serve(
                 data = bytes([data[0] ^ 1]) + data[1:]
             self.send(200, data, body, cut=fault == "cut")
 
-        def send(self, status: int, data: bytes, body: bool, cut: bool = False) -> None:
+        def send(self, status: int, data: bytes, body: bool, cut: bool = False, **headers: str) -> None:
             self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
+            for name, value in {"Content-Length": str(len(data)), **headers}.items():
+                self.send_header(name, value)
             self.end_headers()
             if body:
                 self.wfile.write(data[: len(data) // 2] if cut else data)

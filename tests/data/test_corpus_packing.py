@@ -1,9 +1,7 @@
 """Packing: which groups of texts are held out, and which tokens make which row."""
 
 import numpy as np
-import pytest
 
-from forgetting_transformer.data import DataError
 from forgetting_transformer.data.prepare import CorpusSettings
 from forgetting_transformer.data.prepare.packing import choose_groups, find_groups, make_split
 from forgetting_transformer.data.prepare.stream import TextTable, _n_shared
@@ -20,7 +18,7 @@ def settings(**changed: object) -> CorpusSettings:
     return CorpusSettings(**{"inputs": ("a",), "tokenizer": "bytes", "doc_len": 10, **changed})
 
 
-def test_groups_are_the_largest_folders_that_are_small_enough() -> None:
+def test_groups_are_the_largest_folders_that_are_small_enough():
     texts = {"in/a/x/1": 3, "in/a/x/2": 3, "in/a/y/1": 3, "in/b/1": 5, "in/b/2": 5, "in/c": 90, "in/d/1": 1}
     # At most 10 tokens: a (9) and b (10) and d whole, c alone although it is larger.
     assert find_groups(table(texts), 10).tolist() == [0, 3, 5, 6]
@@ -30,13 +28,13 @@ def test_groups_are_the_largest_folders_that_are_small_enough() -> None:
     assert find_groups(table(texts), 1000).tolist() == [0]
 
 
-def test_groups_end_where_a_folder_ends_even_if_the_next_has_a_child_of_the_same_name() -> None:
+def test_groups_end_where_a_folder_ends_even_if_the_next_has_a_child_of_the_same_name():
     texts = {"in/a/x/1": 4, "in/b/x/1": 4, "other/b/x/1": 4}
     assert find_groups(table(texts), 4).tolist() == [0, 1, 2]
     assert find_groups(table(texts), 8).tolist() == [0, 2]
 
 
-def test_held_out_groups_come_near_the_target() -> None:
+def test_held_out_groups_come_near_the_target():
     sizes = np.random.default_rng(0).integers(1, 100, size=5_000)
     for seed in range(20):
         chosen, missing = choose_groups(sizes, 2_000, seed)
@@ -45,10 +43,11 @@ def test_held_out_groups_come_near_the_target() -> None:
     assert len({choose_groups(sizes, 2_000, seed)[0].tobytes() for seed in range(20)}) == 20
 
 
-def test_every_token_is_in_exactly_one_row_or_dropped() -> None:
+def test_every_token_is_in_exactly_one_row_or_dropped():
     lengths = np.random.default_rng(1).integers(1, 60, size=400).tolist()
     texts = table({f"in/{i // 20:02}/{i:03}": length for i, length in enumerate(lengths)})
     split = make_split(texts, settings(heldout_fraction=0.2))
+    assert make_split(texts, settings(heldout_docs=7)).heldout.n_documents == 7
     tokens = np.arange(sum(lengths))  # each token is its own position
     train, heldout = (
         np.array([[*np.concatenate([tokens[a:b] for a, b in row])] for row in part.stretches(0, part.n_documents)])
@@ -63,32 +62,12 @@ def test_every_token_is_in_exactly_one_row_or_dropped() -> None:
     assert (np.diff(train, axis=1) > 0).all(), "tokens of a row are in path order"
 
 
-def test_heldout_docs_is_exact_and_heldout_fraction_about() -> None:
-    texts = table({f"in/{i}": 37 for i in range(300)})
-    for wanted in (1, 7, 100):
-        assert make_split(texts, settings(heldout_docs=wanted)).heldout.n_documents == wanted
-    assert 100 <= make_split(texts, settings(heldout_fraction=0.1)).heldout.n_documents <= 115
-
-
-def test_order_of_rows_is_a_permutation_and_fixed_for_ever() -> None:
+def test_order_of_rows_is_a_permutation_and_fixed_for_ever():
     order = make_split(table({f"in/{i}": 10 for i in range(12)}), settings(heldout_docs=2, seed=3)).train.order
-    assert sorted(order.tolist()) == list(range(10))
     assert order.tolist() == [0, 4, 9, 7, 1, 5, 6, 3, 8, 2]
 
 
-@pytest.mark.parametrize(
-    ("n_tokens", "changed", "message"),
-    [
-        (19, {}, r"the input holds 19 tokens, too few for a row of --doc_len 10 in each of train and heldout"),
-        (50, {"heldout_docs": 5}, r"--heldout_docs 5 leaves nothing to train on: the input fills 5 rows"),
-    ],
-)
-def test_too_little_text_says_what_to_change(n_tokens: int, changed: dict, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        make_split(table({"in/a": n_tokens}), settings(**changed))
-
-
-def test_each_held_out_row_names_the_group_that_holds_its_middle() -> None:
+def test_each_held_out_row_names_the_group_that_holds_its_middle():
     texts = {f"in/{folder}/{i}": 7 for folder in "abcdefghij" for i in range(8)}
     split = make_split(table(texts), settings(heldout_docs=20))
     group_of_token = np.repeat(np.arange(len(split.heldout.starts)), split.heldout.stops - split.heldout.starts)

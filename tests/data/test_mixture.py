@@ -9,7 +9,7 @@ import pytest
 
 from forgetting_transformer.data import DataError
 from forgetting_transformer.data.mixture import Interleaving, MixtureDataModule
-from tests.data.test_reading import VOCAB, write_array
+from tests.data.corpus_helpers import OPTIONS, write_array
 
 #: Rows of each corpus; the first token of a document says which corpus and document it is of, the others count on.
 SIZES = {"code": 30, "prose": 12, "web": 20}
@@ -27,17 +27,8 @@ def corpora(tmp_path):
 
 
 def mixture(data_dir, parts, **changes) -> MixtureDataModule:
-    settings = {
-        "train_batch_len": 16,
-        "train_batch_size": 6,
-        "train_num_workers": 0,
-        "eval_batch_len": 16,
-        "eval_local_batch_size": 4,
-        "eval_num_workers": 0,
-        "vocab_size": VOCAB,
-        "bos_token_id": 0,
-    }
-    return MixtureDataModule(str(data_dir), parts=parts, **{**settings, **changes})
+    sizes = {"train_batch_len": 16, "train_batch_size": 6, "eval_batch_len": 16, "eval_local_batch_size": 4}
+    return MixtureDataModule(str(data_dir), parts=parts, **OPTIONS | sizes | changes)
 
 
 def labels(data: MixtureDataModule, first: int, last: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
@@ -70,7 +61,7 @@ def test_sequences_are_those_of_the_corpora_in_their_order_and_places_say_where(
         assert sum(place.sequence(row).startswith("code") for row in range(6)) == 4
         assert place.describe([1])["documents_not_finite"] == [place.sequence(1)]
     for name, sequences in found.items():
-        part = data.parts[data.names.index(name)].array("train")
+        part = data.array("train", data.names.index(name))
         for n, tokens in enumerate(sequences):
             column, document = divmod(n, SIZES[name])
             assert np.array_equal(tokens, part.read(document, document + 1, column * 16, column * 16 + 16)[0])
@@ -123,8 +114,6 @@ def test_held_out_tokens_are_shared_out_by_weight_and_counted_once(corpora):
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({}, r"datamodule\.parts=\{\}: name the corpora"),
-        ({"code": 0.0, "web": 1.0}, r"datamodule\.parts=\{code: 0\.0\}: .* positive"),
         ({"code": 0.12345, "web": 0.87655}, r"20,000 sequences; use weights of fewer digits"),
         ({"code": 1, "wbe": 1}, r"no token array at .*/wbe/train\.zarr"),
     ],

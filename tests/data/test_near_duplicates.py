@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from forgetting_transformer.data import DataError
 from forgetting_transformer.data.prepare import near_duplicates, shards
 from forgetting_transformer.data.prepare.output import Place
 from forgetting_transformer.data.prepare.sources import NEAR_DUPLICATE
@@ -49,15 +48,6 @@ def test_near_duplicates_are_left_out_and_counted_apart_from_exact_ones(tree, tm
     assert prepare(tree, tmp_path / "more", dedup=0.5, dedup_words=1)["dropped"][NEAR_DUPLICATE] == 4
 
 
-def test_estimates_are_the_similarities_of_the_sets():
-    words = words_of(0, 2000)
-    other = words[:1500] + words_of(1, 500)
-    one, two = near_duplicates.sketch_texts([" ".join(words), " ".join(other)], 5)[0]["sketches"]
-    sets = [{tuple(w[i : i + 5]) for i in range(1996)} for w in (words, other)]
-    exact = len(sets[0] & sets[1]) / len(sets[0] | sets[1])
-    assert (one == two).mean() == pytest.approx(exact, abs=3 * (exact * (1 - exact) / near_duplicates.SKETCH) ** 0.5)
-
-
 def test_a_killed_search_keeps_its_sketches_and_comes_to_the_same_result(tree, tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SHARD_BYTES", 4000)
     sketch, calls = near_duplicates.sketch_texts, []
@@ -80,19 +70,6 @@ def test_a_killed_search_keeps_its_sketches_and_comes_to_the_same_result(tree, t
     calls.clear()
     assert prepare(tree, tmp_path / "out")["arrays"] == straight["arrays"]
     assert committed > 0 and len(calls) == total - committed
-
-
-def test_an_input_that_changes_after_the_search_is_refused(tree, tmp_path, monkeypatch):
-    find = near_duplicates.find
-
-    def changes(*arguments):
-        found = find(*arguments)
-        (tree / "a" / "06.txt").write_text("something else")
-        return found
-
-    monkeypatch.setattr(near_duplicates, "find", changes)
-    with pytest.raises(DataError, match=r"near-duplicates were looked for in it.*Delete"):
-        prepare(tree, tmp_path / "out")
 
 
 def test_max_bytes_counts_what_stays(tree, tmp_path):

@@ -1,52 +1,46 @@
 """Reading order, token arrays and loaders: the same tokens at the same step, and never an invented one."""
 
 import errno
-import itertools
 import json
 import multiprocessing
 import os
+import re
+import select
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import zarr
 
-from forgetting_transformer.data import DataError, LongCrawl64DataModule, ReadingOrder, TokenArray, worker
+from forgetting_transformer.data import DataError, ReadingOrder, TokenArray, worker
+from forgetting_transformer.data.decoded_chunks import slots_for
+from tests.data.corpus_helpers import labels, module, rewrite, write_array
+from tests.data.mirror import CHUNK, DOC_LEN, DOCUMENTS, tokens_of_corpus, write_layout
+from tests.processes import Command, run_command
+from tests.waiting import HANG
 
-DOCUMENTS, DOC_LEN, VOCAB = 50, 96, 1000
-
-
-def tokens_of_array(documents: int = DOCUMENTS, doc_len: int = DOC_LEN) -> np.ndarray:
-    """Every token says where it stands, so that a misplaced one shows."""
-    return (np.arange(documents * doc_len).reshape(documents, doc_len) % (VOCAB - 1) + 1).astype(np.uint16)
-
-
-def write_array(path, tokens: np.ndarray, **options) -> None:
-    with zarr.config.set({"array.write_empty_chunks": True}):
-        array = zarr.create_array(path, shape=tokens.shape, dtype=tokens.dtype, **options)
-        array[:] = tokens
+VOCAB = 50_257
+#: Row-chunks 1 and 3 are not whole; of 44 documents 28 are left.
+HOLES = ("1.0", "1.1", "1.2", "1.3", "3.3")
+LEFT = [*range(8), *range(16, 24), *range(32, 44)]
 
 
 @pytest.fixture
 def corpus(tmp_path):
     for split in ("train", "heldout"):
-        write_array(tmp_path / "longcrawl64" / f"{split}.zarr", tokens_of_array(), chunks=(8, 24), zarr_format=2)
+        write_layout(tmp_path / f"longcrawl64/{split}.zarr")
     return tmp_path
 
 
-def module(data_dir, **changes) -> LongCrawl64DataModule:
-    settings = {
-        "train_batch_len": 32,
-        "train_batch_size": 4,
-        "train_num_workers": 0,
-        "eval_batch_len": 32,
-        "eval_local_batch_size": 4,
-        "eval_num_workers": 0,
-        "vocab_size": VOCAB,
-        "bos_token_id": 0,
-    }
-    return LongCrawl64DataModule(str(data_dir), **{**settings, **changes})
+@pytest.fixture
+def sparse(tmp_path):
+    for split in ("train", "heldout"):
+        write_layout(tmp_path / f"longcrawl64/{split}.zarr", HOLES)
+    return tmp_path
+
+
+# The order ----------------------------------------------------------------------------------------------------
 
 
 def test_the_order_of_the_paper_at_its_own_size():
@@ -61,32 +55,25 @@ def test_the_order_of_the_paper_at_its_own_size():
 @pytest.mark.parametrize("documents", [4, 7, 50])
 @pytest.mark.parametrize("seq_len", [1, 32, 96])
 def test_an_epoch_reads_every_slice_of_the_kept_documents_once(documents, seq_len):
-    order = ReadingOrder(documents, DOC_LEN, seq_len, batch_size=4)
+    order = ReadingOrder(documents, 96, seq_len, batch_size=4)
     seen = [
         (document, where.begin_token)
         for batch in range(order.batches)
         for where in [order.locate(batch)]
         for document in range(where.first_document, where.last_document)
     ]
-    kept = documents // 4 * 4
-    assert sorted(seen) == [(d, t) for d in range(kept) for t in range(0, DOC_LEN, seq_len)]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ranks_together_read_the_global_batch_in_order(world_size):
-    order = ReadingOrder(DOCUMENTS, DOC_LEN, 32, batch_size=4)
-    whole = order.locate(17)
-    parts = [order.locate(17, rank, world_size) for rank in range(world_size)]
-    assert parts[0].first_document == whole.first_document and parts[-1].last_document == whole.last_document
-    assert all(a.last_document == b.first_document for a, b in itertools.pairwise(parts))
+    assert sorted(seen) == [(d, t) for d in range(documents // 4 * 4) for t in range(0, 96, seq_len)]
 
 
 def test_past_the_end_is_an_error_unless_repeating():
-    order = ReadingOrder(DOCUMENTS, DOC_LEN, 32, batch_size=4)
+    order = ReadingOrder(50, 96, 32, batch_size=4)
     with pytest.raises(IndexError, match=r"past the last of 36 batches.*repeat=true"):
         order.locate(order.batches)
-    again = ReadingOrder(DOCUMENTS, DOC_LEN, 32, batch_size=4, repeat=True)
+    again = ReadingOrder(50, 96, 32, batch_size=4, repeat=True)
     assert again.locate(order.batches + 5) == order.locate(5)
+
+
+# Arrays -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -100,48 +87,45 @@ def test_past_the_end_is_an_error_unless_repeating():
     ids=["v2", "v3", "v3 sharded", "ragged chunks"],
 )
 def test_reads_what_was_written_in_every_layout(tmp_path, options):
-    write_array(tmp_path / "train.zarr", tokens_of_array(), **options)
+    write_array(tmp_path / "train.zarr", tokens_of_corpus(), **options)
     array = TokenArray(tmp_path / "train.zarr", VOCAB)
     assert (array.documents, array.doc_len) == (DOCUMENTS, DOC_LEN)
-    np.testing.assert_array_equal(array.read(3, 21, 20, 70), tokens_of_array()[3:21, 20:70])
-    np.testing.assert_array_equal(array.read(49, 50, 0, 96), tokens_of_array()[49:, :])
+    np.testing.assert_array_equal(array.read(3, 21, 20, 70), tokens_of_corpus()[3:21, 20:70])
+    np.testing.assert_array_equal(array.read(43, 44, 0, 96), tokens_of_corpus()[43:, :])
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_missing_chunk_is_an_error_that_names_the_file_never_zeros(tmp_path, sharded):
+def test_a_missing_chunk_is_an_error_that_names_the_file_never_zeros(tmp_path, sharded, monkeypatch):
     options = {"chunks": (4, 12), "shards": (16, 48)} if sharded else {"chunks": (8, 24)}
-    write_array(tmp_path / "train.zarr", tokens_of_array(), zarr_format=3, **options)
-    array = TokenArray(tmp_path / "train.zarr", VOCAB)
-    (tmp_path / "train.zarr" / "c" / "1" / "1").unlink()
+    path = tmp_path / "train.zarr"
+    write_array(path, tokens_of_corpus(), zarr_format=3, **options)
+    array = TokenArray(path, VOCAB)
+    (path / "c/1/1").unlink()
     with pytest.raises(DataError, match=r"missing chunk .*train\.zarr/c/1/1"):
         array.read(0, 32, 0, 96)
     array.read(0, 8, 0, 24)  # elsewhere the array is still good
+    # The store itself refuses: there is no moment between looking and reading.
+    monkeypatch.setattr(array.files, "fetch", lambda key: (path / key).unlink(missing_ok=True))
+    with pytest.raises(DataError, match=r"missing chunk .*train\.zarr/c/0/0"):
+        array.read(0, 8, 0, 24)
 
 
-def test_zeros_inside_a_shard_are_refused(tmp_path):
+def test_zeros_and_ids_out_of_range_are_refused_with_their_place(tmp_path):
     """An empty chunk inside a shard leaves no missing file; Zarr reads it as zeros."""
-    tokens = tokens_of_array()
+    tokens = tokens_of_corpus()
     tokens[5, 24:48] = 0
     write_array(tmp_path / "train.zarr", tokens, chunks=(4, 12), shards=(16, 48), zarr_format=3)
-    array = TokenArray(tmp_path / "train.zarr", VOCAB)
     with pytest.raises(DataError, match="document 5 is all zeros from position 24"):
-        array.read(4, 8, 24, 48)
-
-
-def test_ids_out_of_range_are_refused_with_their_place(tmp_path):
-    tokens = tokens_of_array()
-    tokens[0, 7] = 4000
-    write_array(tmp_path / "train.zarr", tokens, chunks=(8, 24), zarr_format=2)
-    with pytest.raises(DataError, match=r"token id 4000 in document 0 at position 7.*vocab_size=1000"):
+        TokenArray(tmp_path / "train.zarr", VOCAB).read(4, 8, 24, 48)
+    rewrite(tmp_path / "train.zarr", 0, 7, 60_000)
+    with pytest.raises(DataError, match=r"token id 60000 in document 0 at position 7.*vocab_size=50257"):
         TokenArray(tmp_path / "train.zarr", VOCAB)
 
 
 def test_another_corpus_is_named_where_the_one_asked_for_is_not(tmp_path):
     for name in ("words", "python_code"):
         (tmp_path / name / "train.zarr").mkdir(parents=True)
-    with pytest.raises(
-        DataError, match=r"no token array at .*\. .* holds python_code, words: .* datamodule\.dataset=words$"
-    ):
+    with pytest.raises(DataError, match=r"no token array at .*holds python_code, words: .*datamodule\.dataset=words$"):
         TokenArray(tmp_path / "word" / "train.zarr", VOCAB)
     with pytest.raises(DataError, match=r"words is a corpus itself: choose it with datamodule\.dataset=\.$"):
         TokenArray(tmp_path / "words" / "longcrawl64" / "train.zarr", VOCAB)
@@ -149,26 +133,137 @@ def test_another_corpus_is_named_where_the_one_asked_for_is_not(tmp_path):
         TokenArray(tmp_path / "longcrawl64" / "heldout.zarr", VOCAB)
 
 
+def test_a_damaged_chunk_is_named_with_the_fix(corpus):
+    array = TokenArray(corpus / "longcrawl64/train.zarr", VOCAB)
+    file = corpus / "longcrawl64/train.zarr/3.2"
+    file.write_bytes(file.read_bytes()[:-4])  # numcodecs decodes it to what it finds in memory
+    with pytest.raises(DataError, match=r"train\.zarr/3\.2 cannot be decoded .*delete it and fetch"):
+        array.read(24, 32, 48, 72)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"filters": [{"id": "pickle", "protocol": 5}]}, "pickle"),
+        ({"filters": [{"id": "base64"}]}, "stored with the codec base64; accepted are blosc"),
+        ({"chunks": [100_000, 100_000]}, "1024 MiB in a chunk are read"),
+        ({"shape": [10**18, DOC_LEN]}, r"states shape \(1000000000000000000, 96\)"),
+        ({"shape": [44, 0]}, "rows of nothing"),
+    ],
+)
+def test_metadata_from_a_stranger_runs_no_code_and_fills_no_memory(corpus, change, message):
+    metadata = corpus / "longcrawl64/train.zarr/.zarray"
+    metadata.write_text(json.dumps(json.loads(metadata.read_text()) | change))
+    with pytest.raises(DataError, match=message) as error:
+        TokenArray(metadata.parent, VOCAB)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[]", "it is not an object"),
+        ("[" * 100_000, "line 1: not valid JSON"),
+        ('{"vocab_size": "64"}', "vocab_size='64' must be a whole number from 1"),
+        ('{"eos_token_id": -1}', "eos_token_id=-1 must be"),
+        ('{"arrays": {"train": 5}}', "it is not an object with an object for each array"),
+    ],
+)
+def test_a_damaged_manifest_is_refused_by_what_is_wrong(corpus, text, named):
+    (corpus / "longcrawl64/manifest.json").write_text(text)
+    with pytest.raises(DataError, match=f"manifest.json.*{named}"):
+        module(corpus)
+
+
+# A partial copy -----------------------------------------------------------------------------------------------
+
+
+def test_skipping_leaves_the_documents_that_are_whole_in_their_order(sparse):
+    with pytest.raises(DataError, match=r"missing chunk .*train\.zarr/1\.0.*fetch the chunk.*missing_chunks=skip"):
+        module(sparse).train_info()
+    data = module(sparse, missing_chunks="skip")
+    info = data.train_info()
+    assert (info.documents, info.total_batches, info.total_tokens) == (28, 14, 28 * DOC_LEN)
+    whole = tokens_of_corpus()[LEFT]
+    np.testing.assert_array_equal(labels(data, 0, 14), np.concatenate([whole[:, :48], whole[:, 48:]]))
+    assert sum(batch["weight"].sum() for batch in data.eval_loader(0, 1)) == 2 * 28
+    array = data.array("train")
+    for first, last in ((0, 28), (7, 9), (8, 17), (15, 21), (27, 28)):
+        np.testing.assert_array_equal(array.read(first, last, 20, 70), whole[first:last, 20:70])
+    assert [array.stored_row(document) for document in range(28)] == LEFT
+    rewrite(array.path, 34, 5, 60_000)
+    with pytest.raises(DataError, match=r"id 60000 in document 18 \(row 34 on disk\) at position 5"):
+        array.read(16, 20, 0, 24)
+
+
+def test_the_fingerprint_follows_the_contents_and_says_which_documents_are_there(corpus, tmp_path_factory):
+    whole = module(corpus).train_info().fingerprint
+    assert whole == "cb75879b89f03aa7", "checkpoints must still find their data"
+    assert module(corpus, missing_chunks="skip").train_info().fingerprint == whole, "nothing is missing"
+    other = tmp_path_factory.mktemp("other")
+    # As many documents each time, all of which look alike where samples are taken, but others.
+    found = {whole}
+    for holes in (("1.0", "3.0"), ("2.0", "3.0")):
+        shutil.rmtree(other / "longcrawl64", ignore_errors=True)
+        write_layout(other / "longcrawl64/train.zarr")
+        rewrite(other / "longcrawl64/train.zarr", slice(None), slice(None), 1)
+        for key in holes:
+            (other / "longcrawl64/train.zarr" / key).unlink()
+        found.add(module(other, missing_chunks="skip").train_info().fingerprint)
+    shutil.rmtree(other / "longcrawl64")
+    write_array(other / "longcrawl64/train.zarr", tokens_of_corpus()[::-1].copy(), chunks=CHUNK)
+    assert len(found | {module(other).train_info().fingerprint}) == 4
+
+
+# Loaders ------------------------------------------------------------------------------------------------------
+
+
 def test_labels_are_the_slice_and_inputs_the_tokens_before_with_bos_first(corpus):
-    data = module(corpus)
-    batches = list(data.train_loader(13, 15, rank=0, world_size=1))  # the second column begins at batch 12
-    expected = tokens_of_array()[4:8, 32:64].astype(np.int64)
-    np.testing.assert_array_equal(batches[0]["labels"].numpy(), expected)
-    assert batches[0]["input_ids"].dtype == torch.int64
-    assert (batches[0]["input_ids"][:, 0] == 0).all()
-    np.testing.assert_array_equal(batches[0]["input_ids"][:, 1:].numpy(), expected[:, :-1])
+    [batch] = module(corpus).train_loader(12, 13, rank=0, world_size=1)  # the second column begins at batch 11
+    expected = tokens_of_corpus()[4:8, 48:].astype(np.int64)
+    np.testing.assert_array_equal(batch["labels"].numpy(), expected)
+    assert batch["input_ids"].dtype == torch.int64 and (batch["input_ids"][:, 0] == 50_256).all()
+    np.testing.assert_array_equal(batch["input_ids"][:, 1:].numpy(), expected[:, :-1])
 
 
 def test_workers_and_ranks_do_not_change_the_tokens(corpus):
-    whole = [b["labels"] for b in module(corpus).train_loader(3, 9, 0, 1)]
-    prefetched = [b["labels"] for b in module(corpus, train_num_workers=2).train_loader(3, 9, 0, 1)]
-    shared = [
-        torch.cat([a["labels"], b["labels"]])
-        for a, b in zip(*(module(corpus).train_loader(3, 9, rank, 2) for rank in range(2)), strict=True)
-    ]
-    assert len(whole) == 6
-    for a, b, c in zip(whole, prefetched, shared, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
+    whole = labels(module(corpus), 3, 9)
+    np.testing.assert_array_equal(labels(module(corpus, train_num_workers=2), 3, 9), whole)
+    ranks = [labels(module(corpus), 3, 9, rank, 2).reshape(6, 2, 48) for rank in range(2)]
+    np.testing.assert_array_equal(np.concatenate(ranks, axis=1).reshape(24, 48), whole)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("documents", [1, 10, 44])
+def test_evaluation_counts_every_held_out_slice_once_whatever_the_world_size(corpus, world_size, documents):
+    seen, lengths = [], set()
+    for rank in range(world_size):
+        batches = list(module(corpus, eval_tokens=documents * DOC_LEN).eval_loader(rank, world_size))
+        lengths.add(len(batches))
+        seen += [row for b in batches for row, w in zip(b["labels"].tolist(), b["weight"], strict=True) if w == 1]
+    assert len(lengths) == 1, "every rank must take part in every forward pass"
+    assert sorted(seen) == sorted(tokens_of_corpus()[:documents].reshape(-1, 48).tolist())
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_held_out_batch_has_no_more_rows_than_there_are(corpus, world_size):
+    data = module(corpus, eval_tokens=7 * DOC_LEN, eval_local_batch_size=1000)
+    [*batches] = [batch for rank in range(world_size) for batch in data.eval_loader(rank, world_size)]
+    assert [batch["labels"].shape for batch in batches] == [(-(-14 // world_size), 48)] * world_size
+    assert sum(batch["weight"].sum() for batch in batches) == 14
+
+
+def test_lengths_and_sizes_that_do_not_fit_are_refused_with_the_fix(corpus):
+    for changes, message in (
+        ({"train_batch_len": 33}, r"train_batch_len=33 must divide .* 96 tokens.*nearest .* 24, 32, 48"),
+        ({"eval_batch_len": 64}, "eval_batch_len=64 must divide"),
+        ({"train_batch_size": 45}, "train_batch_size=45 is more than the 44 documents"),
+        ({"eval_tokens": 95}, "eval_tokens=95 must be between one document"),
+        ({"bos_token_id": VOCAB}, "bos_token_id=50257 is not in"),
+    ):
+        with pytest.raises(DataError, match=message):
+            (data := module(corpus, **changes)).train_info()
+            data.eval_info()
 
 
 @pytest.mark.parametrize(
@@ -184,84 +279,129 @@ def test_workers_and_ranks_do_not_change_the_tokens(corpus):
         ),
     ],
 )
-def test_a_batch_that_cannot_be_handed_over_is_an_error_with_the_resource(monkeypatch, refusal, said):
+def test_a_batch_that_cannot_be_handed_over_is_an_error_with_the_resource(corpus, monkeypatch, refusal, said):
     """PyTorch, which would do it later in a thread, prints a traceback and drops the batch."""
 
-    def refuse(_: torch.Tensor) -> None:
+    def refuse(_: object) -> None:
         raise RuntimeError(refusal)
 
-    monkeypatch.setattr(torch.Tensor, "share_memory_", refuse)
-    with pytest.raises(DataError, match=said):
+    with monkeypatch.context() as patch, pytest.raises(DataError, match=said):
+        patch.setattr(torch.Tensor, "share_memory_", refuse)
         worker.hand_over({"labels": torch.zeros(2)})
 
-
-def test_locks_that_find_no_room_are_an_error_with_the_resource(corpus, monkeypatch):
-    def refuse(_: object) -> None:
+    def full(_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as sem_open: it names no file
 
-    monkeypatch.setattr(multiprocessing.context.BaseContext, "Lock", refuse)
+    monkeypatch.setattr(multiprocessing.context.BaseContext, "Lock", full)
     with pytest.raises(DataError, match=r"^/dev/shm \(.*`--shm-size`"):
         list(module(corpus, train_num_workers=1).train_loader(0, 6, 0, 1))
-    list(module(corpus, train_num_workers=0).train_loader(0, 6, 0, 1))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("documents", [1, 10, 50])
-def test_evaluation_counts_every_held_out_slice_once_whatever_the_world_size(corpus, world_size, documents):
-    seen, lengths = [], set()
-    for rank in range(world_size):
-        batches = list(module(corpus, eval_tokens=documents * DOC_LEN).eval_loader(rank, world_size))
-        lengths.add(len(batches))
-        seen += [row for b in batches for row, w in zip(b["labels"].tolist(), b["weight"], strict=True) if w == 1]
-    assert len(lengths) == 1, "every rank must take part in every forward pass"
-    expected = tokens_of_array()[:documents].reshape(-1, 32).tolist()
-    assert sorted(seen) == sorted(expected)
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_a_held_out_batch_has_no_more_rows_than_there_are(corpus, world_size):
-    data = module(corpus, eval_tokens=7 * DOC_LEN, eval_local_batch_size=1000)
-    [*batches] = [batch for rank in range(world_size) for batch in data.eval_loader(rank, world_size)]
-    rows = -(-21 // world_size)
-    assert [batch["labels"].shape for batch in batches] == [(rows, 32)] * world_size
-    assert sum(batch["weight"].sum() for batch in batches) == 21
-
-
-def test_lengths_and_sizes_that_do_not_fit_are_refused_with_the_fix(corpus):
-    with pytest.raises(DataError, match=r"train_batch_len=33 must divide .* 96 tokens.*nearest .* 24, 32, 48"):
-        module(corpus, train_batch_len=33).train_info()
-    with pytest.raises(DataError, match="eval_batch_len=64 must divide"):
-        module(corpus, eval_batch_len=64).eval_info()
-    with pytest.raises(DataError, match="train_batch_size=51 is more than the 50 documents"):
-        module(corpus, train_batch_size=51).train_info()
-    with pytest.raises(DataError, match="eval_tokens=95 must be between one document"):
-        module(corpus, eval_tokens=95).eval_info()
-    with pytest.raises(DataError, match="bos_token_id=1000 is not in"):
-        module(corpus, bos_token_id=1000)
-
-
-def test_the_fingerprint_follows_the_contents_and_not_the_place(corpus, tmp_path_factory):
-    first = module(corpus).train_info().fingerprint
-    copy = tmp_path_factory.mktemp("copy")
-    shutil.copytree(corpus / "longcrawl64", copy / "longcrawl64")
-    assert module(copy).train_info().fingerprint == first
-    shutil.rmtree(copy / "longcrawl64" / "train.zarr")
-    write_array(copy / "longcrawl64" / "train.zarr", tokens_of_array()[::-1].copy(), chunks=(8, 24))
-    assert module(copy).train_info().fingerprint != first
+# Each chunk is decoded once, by one process of a rank, which ends with it -----------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("documents", "seq_len", "expected"),
     [
-        ({"filters": [{"id": "pickle", "protocol": 5}]}, "pickle"),
-        ({"filters": [{"id": "base64"}]}, "stored with the codec base64; accepted are blosc"),
-        ({"chunks": [100_000, 100_000]}, "more than 1024 MiB each"),
+        (32, 16_384, 2 * 8),  # a batch of the paper, which may lie across two rows of chunks
+        (2050, 2048, 3),
+        (32, 512, 2),
+        (32, 3000, 2 * 3),  # not aligned with chunks: 3,000 tokens can touch three of them
     ],
 )
-def test_metadata_from_a_stranger_cannot_name_a_codec_that_runs_code_or_a_chunk_that_fills_the_memory(
-    corpus, change, message
+def test_room_for_the_chunks_that_a_batch_touches(documents, seq_len, expected):
+    assert slots_for((2048, 2048), documents, seq_len) == expected
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """A count of decoded chunks, of all processes."""
+    count, decode = multiprocessing.get_context("fork").Value("q", 0), TokenArray.decode
+
+    def counted(array, chunk):
+        with count.get_lock():
+            count.value += 1
+        return decode(array, chunk)
+
+    monkeypatch.setattr(TokenArray, "decode", counted)
+    return count
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("batch_size", "seq_len", "documents", "chunks"),
+    [
+        (4, 48, 44, 24),
+        (5, 24, 40, 20),  # batches straddle rows of chunks
+        (5, 32, 40, 3 * 2 * 5),  # each of three columns of 32 tokens touches two chunks of 24
+    ],
+)
+def test_a_sweep_in_the_papers_order_decodes_every_chunk_once(
+    corpus, decoded, workers, batch_size, seq_len, documents, chunks
 ):
-    metadata = corpus / "longcrawl64" / "train.zarr" / ".zarray"
-    metadata.write_text(json.dumps(json.loads(metadata.read_text()) | change))
-    with pytest.raises(DataError, match=message):
-        TokenArray(metadata.parent, VOCAB)
+    data = module(corpus, train_num_workers=workers, train_batch_size=batch_size, train_batch_len=seq_len)
+    batches = data.train_info().total_batches
+    decoded.value = 0  # opening the array looks at some rows
+    found = labels(data, 0, batches)
+    whole = tokens_of_corpus()[:documents]
+    expected = np.concatenate([whole[:, begin : begin + seq_len] for begin in range(0, 96, seq_len)])
+    np.testing.assert_array_equal(found, expected)
+    assert decoded.value == chunks
+
+
+@pytest.mark.slow
+def test_every_rank_and_an_evaluation_decode_every_chunk_once(corpus, decoded):
+    data = module(corpus, train_num_workers=1, eval_num_workers=1)
+    data.array("heldout")
+    for loader in (*(data.train_loader(0, 22, rank, 2) for rank in range(2)), data.eval_loader(0, 1)):
+        decoded.value = 0
+        assert len(list(loader)) == len(loader)
+        assert decoded.value == 24
+
+
+START = "import multiprocessing, os\nfrom tests.data.corpus_helpers import module\n"
+
+
+def test_a_worker_that_misses_a_chunk_or_is_killed_ends_the_reading(corpus):
+    file = corpus / "longcrawl64/train.zarr/2.1"
+    program = f"""
+loader = module({str(corpus)!r}, train_num_workers=1, train_batch_len=24).train_loader(0, 44, 0, 1)
+os.rename({str(file)!r}, {str(corpus / "moved")!r})  # later than the look at some rows that opening takes
+try:
+    list(loader)
+except ValueError as error:
+    print(error, flush=True)
+os.rename({str(corpus / "moved")!r}, {str(file)!r})
+loader = iter(module({str(corpus)!r}, train_num_workers=1, repeat=True).train_loader(0, 10**6, 0, 1))
+next(loader)
+multiprocessing.active_children()[0].kill()
+for batch in loader:
+    pass
+"""
+    done = run_command("-c", START + program)
+    assert re.search(r"^missing chunk .*train\.zarr/2\.1: it holds documents 16 and on", done.stdout)
+    assert done.returncode == 1 and "DataLoader worker" in done.stderr
+
+
+def test_workers_do_not_outlive_a_killed_rank(tmp_path):
+    """Nor one with a batch half handed over, which is larger than a pipe holds."""
+    write_array(tmp_path / "longcrawl64/train.zarr", np.full((64, 16384), 7, dtype=np.uint16), chunks=(64, 2048))
+    program = f"""
+batches = iter(module({str(tmp_path)!r}, repeat=True, train_batch_len=16384, train_batch_size=32, train_num_workers=1,
+                      eval_batch_len=16384).train_loader(0, 10**6, 0, 1))
+next(batches)
+print("killed", flush=True)
+os.kill(os.getpid(), 9)
+"""
+    assert said_by(program, tmp_path) == "killed\n"
+
+
+def said_by(program: str, folder: Path) -> str:
+    """Output of a process and of those that it started, until the last of them is gone."""
+    os.mkfifo(folder / "said")
+    Command("-c", START + program, output=folder / "said")
+    with (folder / "said").open() as pipe:
+        assert select.select([pipe], [], [], HANG)[0], "nothing was written"
+        said = pipe.readline()
+        assert select.select([pipe], [], [], HANG)[0], "a process lives on"
+        return said + pipe.read()

@@ -10,6 +10,7 @@ import zarr
 from forgetting_transformer.data import DataError, LongCrawl64DataModule
 from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
 from forgetting_transformer.evaluation import held_out
+from tests.data import corpus_helpers
 from tests.data.corpus_helpers import package_tree, prepare
 from tests.data.mirror import serve
 
@@ -20,8 +21,8 @@ def write(path: Path, doc_len: int = 64) -> None:
 
 
 def module(data_dir: Path | str, dataset: str, **options) -> LongCrawl64DataModule:
-    settings = {"train_batch_len": 32, "train_batch_size": 4, "eval_batch_len": 32, "eval_local_batch_size": 2}
-    return LongCrawl64DataModule(str(data_dir), dataset=dataset, **settings, **options)
+    sizes = {"train_batch_len": 32, "eval_batch_len": 32, "vocab_size": None, "bos_token_id": None}
+    return corpus_helpers.module(data_dir, dataset=dataset, **sizes | options)
 
 
 @pytest.mark.parametrize("dataset", ["mine", "longcrawl64"])

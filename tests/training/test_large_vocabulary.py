@@ -109,8 +109,6 @@ def test_the_arrays_hold_the_ids_of_the_texts(wide: Path, tmp_path: Path) -> Non
     for row in stored.tolist():
         begin = expected.index(row[0])
         assert [*expected, 0][begin : begin + 100] == row
-    assert manifest["arrays"]["train"]["max_token_id"] >= 69_000
-    assert manifest["tokenizer"]["roundtrip"]["lossy"] == 0
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from forgetting_transformer import console
 from forgetting_transformer.console import redact, redact_tree
 from forgetting_transformer.data import DataError
-from forgetting_transformer.data.remote import open_remote
+from forgetting_transformer.data.remote import RemoteFolder
 from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache
 from forgetting_transformer.data.tools.download import download
 from forgetting_transformer.sweep.state import open_folder
@@ -89,8 +89,8 @@ os.dup2(printed, 1), os.dup2(printed, 2)
 def test_a_cache_keeps_no_password(tmp_path):
     write_layout(tmp_path / "array")
     with serve(tmp_path / "array", password=SECRET) as mirror:
-        remote = open_remote(mirror.url.replace("://", f"://reader:{SECRET}@"))
-        assert RemoteCache(remote, CacheSettings(tmp_path / "cache")).fetch(".zarray", 10**6).is_file()
+        remote = RemoteFolder(mirror.url.replace("://", f"://reader:{SECRET}@"))
+        assert RemoteCache(remote, CacheSettings(tmp_path / "cache")).fetch(".zarray").is_file()
     assert SECRET not in everything_written(tmp_path / "cache")
 
 
@@ -108,7 +108,7 @@ def test_a_download_notes_and_prints_no_password_and_goes_on(tmp_path, caplog):
 
 def test_a_recorded_url_is_refused_with_the_fix():
     with pytest.raises(DataError, match=r"https://reader:\*\*\*@host/a is a record .*data_dir=.* with its password"):
-        open_remote("https://reader:***@host/a")
+        RemoteFolder("https://reader:***@host/a")
 
 
 def test_log_lines_tracebacks_and_last_words_are_redacted(monkeypatch, capsys):

@@ -13,13 +13,12 @@ from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import LocalStore, WrapperStore
 
-from forgetting_transformer.data.checksums import LARGEST_LIST, Checksums, list_name, parse_list, read_list
+from forgetting_transformer.data.checksums import Checksums, list_name, parse_list, read_list
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.remote import join, open_remote
+from forgetting_transformer.data.remote import RemoteFolder, join
 from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache
 
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
-LARGEST_METADATA = 16 << 20
 #: A chunk that decodes to more is no chunk of tokens; metadata from elsewhere could ask for any amount of memory.
 LARGEST_CHUNK = 1 << 30
 #: What an array may state about itself. Each file and each length is gone through somewhere, so damaged metadata that
@@ -42,18 +41,12 @@ class ArrayFiles:
         self.folder = folder
         #: What the contents of files must be, where that is known.
         self.checksums: Checksums | None = None
-        #: Bytes that a file of chunks may have.
-        self.largest_file = LARGEST_METADATA
         #: Whether each file of chunks is one Blosc frame.
         self.holds_blosc = False
 
     def place(self, key: str) -> str:
         """Where a file is, or would be, in the words of an error message."""
         return str(self.folder / key)
-
-    def expect(self, file_bytes: int) -> None:
-        """States how many bytes a file of chunks holds when it is decoded; compressed ones may be a little longer."""
-        self.largest_file = file_bytes + file_bytes // 8 + LARGEST_METADATA
 
     def has_array(self) -> bool:
         return self.folder.is_dir()
@@ -101,7 +94,7 @@ class RemoteArrayFiles(ArrayFiles):
     """The files of an array at a URL, kept in a cache on disk; `folder` is the array's place in the cache."""
 
     def __init__(self, url: str, settings: CacheSettings) -> None:
-        remote = open_remote(url)
+        remote = RemoteFolder(url)
         self.url = remote.url  # without a password, for messages
         self.cache = RemoteCache(remote, settings)
         super().__init__(self.cache.folder)
@@ -111,13 +104,13 @@ class RemoteArrayFiles(ArrayFiles):
 
     def read_checksums(self) -> None:
         folder, _, array = self.cache.remote.address.rpartition("/")
-        remote, name = open_remote(folder), list_name(array)
-        text = remote.read(name, LARGEST_LIST)
+        remote, name = RemoteFolder(folder), list_name(array)
+        text = remote.read(name)
         self.checksums = None if text is None else parse_list(text, array, join(remote.url, name))
 
     def has_array(self) -> bool:
         # Metadata may change while chunks do not (an array that grows), so every start fetches it again.
-        found = [self.cache.fetch(name, LARGEST_METADATA, fresh=True) for name in ("zarr.json", ".zarray")]
+        found = [self.cache.fetch(name, fresh=True) for name in ("zarr.json", ".zarray")]
         return any(found)
 
     def names(self, expected: Iterable[str]) -> set[str]:
@@ -125,13 +118,13 @@ class RemoteArrayFiles(ArrayFiles):
 
     def fetch(self, key: str) -> None:
         if key not in METADATA:
-            self.cache.fetch(key, self.largest_file)
+            self.cache.fetch(key)
 
     def fetch_all(self, keys: list[str]) -> None:
-        self.cache.fetch_all(keys, self.largest_file)
+        self.cache.fetch_all(keys)
 
     def fetch_again(self, key: str) -> bool:
-        return self.cache.fetch(key, self.largest_file, fresh=True) is not None
+        return self.cache.fetch(key, fresh=True) is not None
 
 
 class _Store(WrapperStore[LocalStore]):
@@ -171,17 +164,15 @@ def open_array(files: ArrayFiles) -> zarr.Array:
         raise
     except Exception as error:  # zarr raises many kinds for a folder that is not an array
         raise DataError(f"{place} is not a readable Zarr array: {' '.join(str(error).split())}") from error
-    unsafe = sorted(_codecs(array.metadata.to_dict()) - SAFE_CODECS)
+    stated: dict[str, Any] = array.metadata.to_dict()  # `compressor` and `filters` in v2, `codecs` in v3
+    used = _codecs(stated.get("compressor"), *(stated.get("filters") or ()), *(stated.get("codecs") or ()))
+    unsafe = sorted(used - SAFE_CODECS)
     if unsafe:
         raise DataError(
             f"{place} is stored with the codec {', '.join(unsafe)}; accepted are {', '.join(sorted(SAFE_CODECS))}"
         )
     _check_shape(place, array)
-    file_bytes = math.prod(array.shards or array.chunks) * array.dtype.itemsize
-    if math.prod(array.chunks) * array.dtype.itemsize > LARGEST_CHUNK:
-        raise DataError(f"{place} has chunks of {array.chunks}, more than {LARGEST_CHUNK >> 20} MiB each")
-    files.expect(file_bytes)
-    files.holds_blosc = array.shards is None and [_name(codec) for codec in array.compressors] == ["blosc"]
+    files.holds_blosc = array.shards is None and [_codecs(codec) for codec in array.compressors] == [{"blosc"}]
     return array
 
 
@@ -202,32 +193,22 @@ def _check_shape(place: str, array: zarr.Array) -> None:
             f"{place} states shape {array.shape} in chunks of {sizes}: rows of nothing; make or fetch it again"
         )
     files = math.prod(-(-length // size) for length, size in zip(array.shape, sizes, strict=True))
-    if files > LARGEST_FILE_COUNT or any(length > LONGEST_DOCUMENT for length in array.shape[1:]):
+    chunk_bytes = math.prod(array.chunks) * array.dtype.itemsize
+    if files > LARGEST_FILE_COUNT or max(array.shape[1:], default=0) > LONGEST_DOCUMENT or chunk_bytes > LARGEST_CHUNK:
         raise DataError(
-            f"{place} states shape {array.shape} in {files:,} files of {sizes}; up to {LARGEST_FILE_COUNT:,} files and "
-            f"{LONGEST_DOCUMENT:,} tokens in a row are read: its metadata is damaged, fetch it again"
+            f"{place} states shape {array.shape} in {files:,} files and chunks of {array.chunks}; up to "
+            f"{LARGEST_FILE_COUNT:,} files, {LONGEST_DOCUMENT:,} tokens in a row and {LARGEST_CHUNK >> 20} MiB in a "
+            "chunk are read: its metadata is damaged, fetch it again"
         )
 
 
-def _codecs(metadata: dict[str, Any]) -> set[str]:
-    """Names of all codecs in an array's metadata: `compressor` and `filters` in v2, nested `codecs` in v3."""
+def _codecs(*parts: Any) -> set[str]:
+    """Names of these codecs and of those inside them, as zarr or numcodecs has them or as metadata states them."""
     found: set[str] = set()
-    parts = [metadata.get("compressor"), *(metadata.get("filters") or ()), *(metadata.get("codecs") or ())]
-    while parts:
-        part = parts.pop()
-        if part is not None:
-            found.add(_name(part))
-            inside = _as_dict(part).get("configuration") or {}
-            parts += [*(inside.get("codecs") or ()), *(inside.get("index_codecs") or ())]
+    for part in filter(None, parts):
+        fields = part.get_config() if hasattr(part, "get_config") else part
+        fields = fields if isinstance(fields, dict) else fields.to_dict()
+        found.add(str(fields.get("id") or fields.get("name")).removeprefix("numcodecs."))
+        inside = fields.get("configuration") or {}
+        found |= _codecs(*(inside.get("codecs") or ()), *(inside.get("index_codecs") or ()))
     return found
-
-
-def _name(codec: Any) -> str:
-    fields = _as_dict(codec)
-    return str(fields.get("id") or fields.get("name")).removeprefix("numcodecs.")
-
-
-def _as_dict(codec: Any) -> dict[str, Any]:
-    if codec is None or isinstance(codec, dict):
-        return codec or {}
-    return codec.get_config() if hasattr(codec, "get_config") else codec.to_dict()

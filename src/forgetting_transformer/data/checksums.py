@@ -24,8 +24,6 @@ from forgetting_transformer.files import write_atomically
 
 log = logging.getLogger(__name__)
 
-#: LongCrawl64's train.zarr, the largest array known, has 103,296 files and a list of 9 MB.
-LARGEST_LIST = 1 << 28
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 

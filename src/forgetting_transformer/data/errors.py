@@ -1,11 +1,24 @@
-"""The one exception of reading data."""
+"""The one exception of data: of reading, fetching and preparing it."""
+
+import errno
+from pathlib import Path
 
 from forgetting_transformer.command_line import CommandError
 from forgetting_transformer.console import redact
 
 
 class DataError(CommandError):
-    """The data cannot be trained on. The message names the file or key and the fix, without passwords of URLs."""
+    """Something the user can fix. The message names the file or key and the fix, without passwords of URLs."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(redact(str(message)))
+
+
+def cannot_write(error: OSError, folder: Path) -> DataError:
+    """Error of a command that continues where it stopped: a file below `folder` cannot be written."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    reason = "the disk is full" if full else (error.strerror or str(error))
+    return DataError(
+        f"cannot write {error.filename or folder}: {reason}. {'Free some space' if full else 'Fix it'} and run the "
+        "same command again: it continues where it stopped."
+    )

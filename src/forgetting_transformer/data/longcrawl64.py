@@ -24,13 +24,89 @@ from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.order import Location, ReadingOrder
 from forgetting_transformer.data.remote import is_url, join
 from forgetting_transformer.data.remote_cache import CacheSettings, default_folder, fetch_tokenizer
-from forgetting_transformer.data.token_array import TokenArray, read_manifest
-from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
+from forgetting_transformer.data.token_array import TokenArray
+from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, read_manifest, vocabulary_of
 from forgetting_transformer.data.worker import hand_over, sharing_memory, start_worker
 from forgetting_transformer.ranges import divisors
 
 #: Batches that are prepared ahead.
 PREFETCHED_BATCHES = 8
+
+
+class CorpusFolder:
+    """One corpus: its arrays, its vocabulary and its tokenizer.
+
+    A run that only evaluates needs no train.zarr (and the reverse), so each array is opened when first asked for.
+    """
+
+    def __init__(
+        self,
+        data_dir: str,
+        missing_chunks: str,
+        cache: CacheSettings,
+        stated: StatedVocabulary,
+        recorded: Vocabulary | None,
+        name: str,
+    ) -> None:
+        self.place: str | Path = join(data_dir, name) if is_url(data_dir) else Path(data_dir) / name
+        self.missing_chunks, self.cache, self.name = missing_chunks, cache, name
+        self.manifest = read_manifest(self.place)
+        self._stated, self._recorded = stated, recorded
+        self._arrays: dict[str, TokenArray] = {}
+        #: None until an array is open, where it depends on the length of the documents.
+        self._vocabulary: Vocabulary | None = None
+        if None not in (
+            self.manifest.get("vocab_size", stated.size),
+            self.manifest.get("bos_token_id", stated.bos_token_id),
+        ):
+            self._vocabulary_size("train", 0)
+
+    @property
+    def folder(self) -> Path:
+        """Folder on this machine; for a URL the copy of its tokenizer."""
+        return self.place if isinstance(self.place, Path) else fetch_tokenizer(self.place, self.cache)
+
+    def array(self, split: str) -> TokenArray:
+        """The array of "train" or "heldout", opened (and looked at) once.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        if split not in self._arrays:
+            name = f"{split}.zarr"
+            path = join(self.place, name) if isinstance(self.place, str) else self.place / name
+            size = partial(self._vocabulary_size, split)
+            self._arrays[split] = TokenArray(path, size, self.missing_chunks, self.cache)
+        return self._arrays[split]
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        if self._vocabulary is None:
+            self.array("train")
+        assert self._vocabulary is not None  # opening the array sets it
+        return self._vocabulary
+
+    def _vocabulary_size(self, split: str, doc_len: int) -> int:
+        """For the array of `split`, once the length of its documents is known."""
+        found = vocabulary_of(self.place, split, doc_len, self.manifest, self._stated, self._recorded)
+        self._vocabulary = found
+        return found.size
+
+    def slots(self, split: str, batch_size: int, seq_len: int) -> int:
+        """Chunks that a batch touches.
+
+        Raises:
+            DataError: the cache of a remote corpus has no room for so many.
+        """
+        array = self.array(split)
+        slots = slots_for(array.chunk_shape, batch_size, seq_len)
+        needed = slots * math.prod(array.chunk_shape) * array.dtype.itemsize
+        if is_url(array.path) and self.cache.limit_bytes < needed:
+            raise DataError(
+                f"datamodule.cache_gb={self.cache.limit_bytes / 1e9:g} is less than the {needed / 1e9:.3g} GB that "
+                f"a batch needs of {array.path}; raise it"
+            )
+        return slots
 
 
 class LongCrawl64DataModule:
@@ -57,8 +133,8 @@ class LongCrawl64DataModule:
             there, in order, as if there were no others.
         cache_dir: where files of a URL are kept, on a disk of this machine; None is ~/.cache/forgetting_transformer.
             Ranks and runs may share it.
-        cache_gb: gigabytes (10^9 bytes) that the chunks in it may take; those used longest ago make room. Other
-            people's files there do not count.
+        cache_gb: gigabytes (10^9 bytes) that they may take; those used longest ago make room. Other people's files
+            there do not count.
         recorded: the vocabulary that a run has used so far, for a corpus that does not say which it has.
 
     Raises:
@@ -87,160 +163,56 @@ class LongCrawl64DataModule:
         cache_gb: float = 20.0,
         recorded: Vocabulary | None = None,
     ) -> None:
-        self.place: str | Path = join(data_dir, dataset) if is_url(data_dir) else Path(data_dir) / dataset
-        self.packed, self.missing_chunks = packed, missing_chunks
-        self.cache = CacheSettings(Path(cache_dir) if cache_dir else default_folder(), int(cache_gb * 1e9))
-        self._manifest = read_manifest(self.place)
-        stated = {"vocab_size": vocab_size, "bos_token_id": bos_token_id}
-        self._stated, self._recorded = StatedVocabulary(vocab_size, bos_token_id, eos_token_id), recorded
-        self.unigram_entropy_nats: float | None = self._manifest.get("unigram_entropy_nats")
+        self.packed, self.repeat = packed, repeat
         self.train_batch_len, self.train_batch_size = train_batch_len, train_batch_size
-        self.train_num_workers, self.repeat = train_num_workers, repeat
         self.eval_tokens, self.eval_batch_len = eval_tokens, eval_batch_len
-        self.eval_local_batch_size, self.eval_num_workers = eval_local_batch_size, eval_num_workers
-        self._arrays: dict[str, TokenArray] = {}
-        #: None until an array is open, where it depends on the length of the documents.
-        self._vocabulary: Vocabulary | None = None
-        if {"vocab_size", "bos_token_id"} <= {
-            *self._manifest,
-            *(key for key, value in stated.items() if value is not None),
-        }:
-            self._vocabulary_size("train", 0)
+        self.eval_local_batch_size = eval_local_batch_size
+        self.train_num_workers, self.eval_num_workers = train_num_workers, eval_num_workers
+        cache = CacheSettings(Path(cache_dir) if cache_dir else default_folder(), int(cache_gb * 1e9))
+        stated = StatedVocabulary(vocab_size, bos_token_id, eos_token_id)
+        self._open = partial(CorpusFolder, data_dir, missing_chunks, cache, stated, recorded)
+        #: The corpora that batches come from: one, and several in a mixture.
+        self.parts = [self._open(dataset)]
 
     @property
     def folder(self) -> Path:
-        """The corpus's folder on this machine; of a URL the copy of its tokenizer and manifest."""
-        if isinstance(self.place, Path):
-            return self.place
-        return fetch_tokenizer(self.place, self.cache)
-
-    def open_train(self) -> tuple[TokenArray, ReadingOrder]:
-        array = self.array("train")
-        if array.documents < self.train_batch_size:
-            raise DataError(
-                f"datamodule.train_batch_size={self.train_batch_size} is more than the {array.documents:,} documents "
-                f"of {array.path}; use a smaller batch or a corpus with more (shorter) documents"
-            )
-        order = ReadingOrder(array.documents, array.doc_len, self.train_batch_len, self.train_batch_size, self.repeat)
-        return array, order
-
-    def train_info(self) -> DataInfo:
-        array, order = self.open_train()
-        return self._info(array, order.seq_len, order.batch_size, order.batches)
-
-    def locate(self, batch: int) -> Location:
-        return self.open_train()[1].locate(batch)
-
-    def train_lengths(self) -> dict[int, float]:
-        """Of packed documents those of the first batch: rows lie in no order."""
-        if not self.packed:
-            return {self.train_batch_len: 1.0}
-        array, order = self.open_train()
-        first = Loader(TrainBatches(array, order, 0, 1, None), range(1), 0, self.vocabulary, packed=True)
-        return lengths_of(next(iter(first))["cu_seqlens"])
-
-    def train_loader(self, first_batch: int, last_batch: int, rank: int, world_size: int) -> DataLoader:
-        """Yields this rank's share of global batches [first_batch, last_batch), in order.
-
-        Each item is a dict of `input_ids` and `labels`, both (train_batch_size // world_size, train_batch_len) int64.
-        """
-        array, order = self.open_train()
-        dataset = TrainBatches(array, order, rank, world_size, DecodedChunks(self._train_slots(array, order)))
-        batches = range(first_batch, last_batch)
-        return Loader(dataset, batches, self.train_num_workers, self.vocabulary, self.packed)
-
-    def eval_info(self) -> DataInfo:
-        array = self.array("heldout")
-        documents, sequences = self.eval_size()
-        batches = -(-sequences // self.eval_local_batch_size)
-        info = self._info(array, self.eval_batch_len, self.eval_local_batch_size, batches)
-        return DataInfo(**{**info.__dict__, "total_tokens": documents * array.doc_len})
-
-    def eval_loader(self, rank: int, world_size: int) -> DataLoader:
-        """Yields this rank's share of the held-out sequences.
-
-        Each item is a dict of `input_ids`, `labels`, both (B, eval_batch_len) int64, and `weight` (B,) float64: 1 for a
-        sequence to count, 0 for one that only fills the batch. B is eval_local_batch_size, or a rank's share of all
-        sequences where this is less. Every rank yields the same number of batches, because a sharded model needs all
-        ranks in every forward pass.
-        """
-        dataset = EvalBatches([self.held_out(world_size)], self.eval_local_batch_size, rank, world_size)
-        return Loader(dataset, range(len(dataset)), self.eval_num_workers, self.vocabulary, self.packed)
-
-    def held_out(self, world_size: int) -> "HeldOut":
-        """The held-out sequences, and room for the chunks of those in flight."""
-        array = self.array("heldout")
-        kept = DecodedChunks(self.held_out_slots(world_size))
-        return HeldOut(array, self.eval_size()[1], self.eval_batch_len, kept)
-
-    # A run that only evaluates needs no train.zarr (and the reverse), so each array is opened when first asked for.
-    def array(self, split: str) -> TokenArray:
-        """The array of "train" or "heldout", opened (and looked at) once.
-
-        Raises:
-            DataError: it cannot be read, or sequences of the length asked for do not fill its documents.
-        """
-        array = self._open(f"{split}.zarr")
-        if split == "train":
-            check_length("datamodule.train_batch_len", self.train_batch_len, array)
-        else:
-            check_length("datamodule.eval_batch_len", self.eval_batch_len, array)
-        return array
-
-    def _open(self, name: str) -> TokenArray:
-        if name not in self._arrays:
-            path = join(self.place, name) if isinstance(self.place, str) else self.place / name
-            size = partial(self._vocabulary_size, Path(name).stem)
-            self._arrays[name] = TokenArray(path, size, self.missing_chunks, self.cache)
-        return self._arrays[name]
-
-    def _vocabulary_size(self, split: str, doc_len: int) -> int:
-        """For the array of `split`, once the length of its documents is known."""
-        found = vocabulary_of(self.place, split, doc_len, self._manifest, self._stated, self._recorded)
-        self._vocabulary = found
-        return found.size
+        return self.parts[0].folder
 
     @property
     def vocabulary(self) -> Vocabulary:
-        if self._vocabulary is None:
-            self._open("train.zarr")
-        assert self._vocabulary is not None  # opening the array sets it
-        return self._vocabulary
+        return self.parts[0].vocabulary
 
-    def check_cache(self, world_size: int, evaluates: bool) -> None:
-        """Looks whether the cache of a remote corpus has room for the batches in flight.
+    def array(self, split: str, part: int = 0) -> TokenArray:
+        """An array of a part, which sequences of the length asked for fill.
 
         Raises:
-            DataError: it has not.
+            DataError: they do not, or it cannot be read.
         """
-        self._train_slots(*self.open_train())
-        if evaluates:
-            self.held_out_slots(world_size)
+        array = self.parts[part].array(split)
+        key = "train_batch_len" if split == "train" else "eval_batch_len"
+        check_length(f"datamodule.{key}", getattr(self, key), array)
+        return array
 
-    def _train_slots(self, array: TokenArray, order: ReadingOrder) -> int:
-        return self.slots(array, order.batch_size, order.seq_len)
+    # What is read when: a mixture answers these differently --------------------------------------------------------
 
-    def held_out_slots(self, world_size: int) -> int:
-        return self.slots(self.array("heldout"), self.eval_local_batch_size * world_size, self.eval_batch_len)
+    def batches(self) -> int:
+        """Global batches until a corpus has been read once."""
+        return self._order().batches
 
-    def slots(self, array: TokenArray, batch_size: int, seq_len: int) -> int:
-        """Chunks that a batch touches.
+    def locate(self, batch: int) -> Any:
+        return self._order().locate(batch)
 
-        Raises:
-            DataError: the cache of a remote corpus has no room for so many.
-        """
-        slots = slots_for(array.chunk_shape, batch_size, seq_len)
-        needed = slots * math.prod(array.chunk_shape) * array.dtype.itemsize
-        if is_url(array.path) and self.cache.limit_bytes < needed:
-            raise DataError(
-                f"datamodule.cache_gb={self.cache.limit_bytes / 1e9:g} is less than the {needed / 1e9:.3g} GB that "
-                f"a batch needs of {array.path}; raise it"
-            )
-        return slots
+    def places(self, batch: int, rank: int, world_size: int) -> Iterator[tuple[int, slice | np.ndarray, Location]]:
+        """Parts of a rank's share of a batch: the number of a corpus, rows of the share, their place in the corpus."""
+        yield 0, slice(None), self._order().locate(batch, rank, world_size)
 
-    def eval_size(self) -> tuple[int, int]:
-        """Held-out documents to evaluate on, and the sequences in them."""
-        array = self.array("heldout")
+    def rows_of_parts(self) -> list[int]:
+        """The most sequences that a batch takes from each corpus."""
+        return [self.train_batch_size]
+
+    def eval_size(self, part: int = 0) -> tuple[int, int]:
+        """Held-out documents of a part to evaluate on, and the sequences in them."""
+        array = self.array("heldout", part)
         available = array.documents * array.doc_len
         wanted = available if self.eval_tokens is None else self.eval_tokens
         documents = wanted // array.doc_len
@@ -251,7 +223,77 @@ class LongCrawl64DataModule:
             )
         return documents, documents * (array.doc_len // self.eval_batch_len)
 
-    def _info(self, array: TokenArray, seq_len: int, batch_size: int, batches: int) -> DataInfo:
+    def _order(self) -> ReadingOrder:
+        array = self.array("train")
+        if array.documents < self.train_batch_size:
+            raise DataError(
+                f"datamodule.train_batch_size={self.train_batch_size} is more than the {array.documents:,} documents "
+                f"of {array.path}; use a smaller batch or a corpus with more (shorter) documents"
+            )
+        return ReadingOrder(array.documents, array.doc_len, self.train_batch_len, self.train_batch_size, self.repeat)
+
+    # The same for both ---------------------------------------------------------------------------------------------
+
+    def train_info(self) -> DataInfo:
+        return self._info("train", self.train_batch_len, self.train_batch_size, self.batches())
+
+    def train_lengths(self) -> dict[int, float]:
+        """Shares in the first batch where documents are packed, because rows lie in no order."""
+        if not self.packed:
+            return {self.train_batch_len: 1.0}
+        first = Loader(TrainBatches(self, 0, 1, [None] * len(self.parts)), range(1), 0, self.vocabulary, packed=True)
+        return lengths_of(next(iter(first))["cu_seqlens"])
+
+    def train_loader(self, first_batch: int, last_batch: int, rank: int, world_size: int) -> DataLoader:
+        """Yields this rank's share of global batches [first_batch, last_batch), in order.
+
+        Each item is a dict of `input_ids` and `labels`, both (train_batch_size // world_size, train_batch_len) int64.
+        """
+        dataset = TrainBatches(self, rank, world_size, [DecodedChunks(slots) for slots in self._train_slots()])
+        batches = range(first_batch, last_batch)
+        return Loader(dataset, batches, self.train_num_workers, self.vocabulary, self.packed)
+
+    def eval_info(self) -> DataInfo:
+        sequences = sum(self.eval_size(part)[1] for part in range(len(self.parts)))
+        batches = -(-sequences // self.eval_local_batch_size)
+        info = self._info("heldout", self.eval_batch_len, self.eval_local_batch_size, batches)
+        return DataInfo(**{**vars(info), "total_tokens": sequences * self.eval_batch_len})
+
+    def eval_loader(self, rank: int, world_size: int) -> DataLoader:
+        """Yields this rank's share of the held-out sequences.
+
+        Each item is a dict of `input_ids`, `labels`, both (B, eval_batch_len) int64, and `weight` (B,) float64: 1 for a
+        sequence to count, 0 for one that only fills the batch. B is eval_local_batch_size, or a rank's share of all
+        sequences where this is less. Every rank yields the same number of batches, because a sharded model needs all
+        ranks in every forward pass.
+        """
+        parts = [
+            HeldOut(self.array("heldout", part), self.eval_size(part)[1], self.eval_batch_len, DecodedChunks(slots))
+            for part, slots in enumerate(self.held_out_slots(world_size))
+        ]
+        dataset = EvalBatches(parts, self.eval_local_batch_size, rank, world_size)
+        return Loader(dataset, range(len(dataset)), self.eval_num_workers, self.vocabulary, self.packed)
+
+    def check_cache(self, world_size: int, evaluates: bool) -> None:
+        """Looks whether the cache of a remote corpus has room for the batches in flight.
+
+        Raises:
+            DataError: it has not.
+        """
+        self._train_slots()
+        if evaluates:
+            self.held_out_slots(world_size)
+
+    def _train_slots(self) -> list[int]:
+        rows = zip(self.parts, self.rows_of_parts(), strict=True)
+        return [part.slots("train", count, self.train_batch_len) for part, count in rows]
+
+    def held_out_slots(self, world_size: int) -> list[int]:
+        rows = self.eval_local_batch_size * world_size
+        return [part.slots("heldout", rows, self.eval_batch_len) for part in self.parts]
+
+    def _info(self, split: str, seq_len: int, batch_size: int, batches: int) -> DataInfo:
+        array = self.array(split)
         return DataInfo(
             path=str(array.path),
             vocab_size=self.vocabulary.size,
@@ -264,7 +306,7 @@ class LongCrawl64DataModule:
             total_batches=batches,
             total_tokens=batches * batch_size * seq_len,
             fingerprint=array.fingerprint,
-            unigram_entropy_nats=self.unigram_entropy_nats,
+            unigram_entropy_nats=self.parts[0].manifest.get("unigram_entropy_nats"),
             checksums=array.checksums,
         )
 
@@ -280,20 +322,23 @@ def check_length(key: str, seq_len: int, array: TokenArray) -> None:
 
 
 class TrainBatches(Dataset):
-    """Map-style: global batch index -> this rank's share of it."""
+    """Map-style: global batch index -> this rank's share of it. `kept` are the decoded chunks of each corpus."""
 
     def __init__(
-        self, array: TokenArray, order: ReadingOrder, rank: int, world_size: int, kept: DecodedChunks | None
+        self, data: LongCrawl64DataModule, rank: int, world_size: int, kept: Sequence[DecodedChunks | None]
     ) -> None:
-        self.array, self.order, self.rank, self.world_size = array, order, rank, world_size
-        self.kept = kept
+        self.data, self.rank, self.world_size, self.kept = data, rank, world_size, kept
+        self.arrays = [data.array("train", part) for part in range(len(data.parts))]
 
     def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
-        where = self.order.locate(batch, self.rank, self.world_size)
-        labels = self.array.read(
-            where.first_document, where.last_document, where.begin_token, where.end_token, self.kept
-        )
-        return {"labels": torch.from_numpy(labels)}
+        dtype = np.result_type(*(array.dtype for array in self.arrays))
+        rows = self.data.train_batch_size // self.world_size
+        labels_BT = np.empty((rows, self.data.train_batch_len), dtype=dtype)
+        for part, at, place in self.data.places(batch, self.rank, self.world_size):
+            labels_BT[at] = self.arrays[part].read(
+                place.first_document, place.last_document, place.begin_token, place.end_token, self.kept[part]
+            )
+        return {"labels": torch.from_numpy(labels_BT)}
 
 
 class HeldOut(NamedTuple):
@@ -384,5 +429,5 @@ def received(items: Iterator[Any]) -> Iterator[Any]:
                 "DataLoader worker (pid unknown) exited unexpectedly, while it handed over a batch"
             ) from error
         except DataError as error:
-            raise DataError(str(error).rpartition(f"{DataError.__name__}: ")[2].strip()) from error
+            raise DataError(str(error).rpartition(f"{type(error).__name__}: ")[2].strip()) from error
         yield item

@@ -2,19 +2,16 @@
 
 Chunks are needed for a while and then not again until the next epoch, so those used longest ago make room.
 
-    <cache_dir>/.forgetting_transformer.lock      held while room is made
-    <cache_dir>/<hash of the URL>/CACHEDIR.TAG    the mark: the folder of this name is the cache's (bford.info/cachedir)
-                                  url.txt         of what it holds files
-                                  0.0, c/0/0, …   chunks; metadata and tokenizers beside them
-                                  .parts, .locks  files under way
+    <cache_dir>/remote_files/<hash of the URL>/   0.0, c/0/0, …: chunks, metadata and tokenizers
+    <cache_dir>/remote_files/.locks/              one process fetches a file, the others wait
 
-`cache_dir` may be a folder with other things in it. Only chunks in folders with the mark count against the limit and
-are deleted. A copy of such a folder has another name than its mark says, and is left alone.
+`cache_dir` may be a folder with other things in it: only files in such folders count against the limit and are deleted.
 """
 
 import hashlib
 import os
 import re
+import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,27 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.remote import RemoteFolder, join, open_remote
+from forgetting_transformer.data.remote import RemoteFolder, join
 from forgetting_transformer.files import TEMPORARY, explain, locked, replacing
 
 #: Files fetched at a time by one process.
 CONNECTIONS = 8
 #: Lock files; two names that share one wait for each other, no more.
 LOCKS = 64
-#: What marks a folder as the cache's own. Backups leave folders with such a file out; other programs write one too, so
-#: the other lines count.
-MARK = "CACHEDIR.TAG"
-_MARK_TEXT = (
-    "Signature: 8a477f597d28d172789f06886806bc55\n"
-    "# Files of forgetting_transformer, fetched from the address in url.txt. It deletes those used longest ago.\n"
-    "# The name of this folder: "
-)
-#: Files of chunks: 0.0, 0/0, c/0/0.
-_CHUNK = re.compile(r"(c[./])?\d+([./]\d+)*")
 #: A half-written file older than this was left by a kill.
 ABANDONED_SECONDS = 3600.0
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-LARGEST_TOKENIZER_FILE = 64 << 20
 
 
 def default_folder() -> Path:
@@ -56,7 +42,7 @@ class CacheSettings:
 
     Attributes:
         folder: on a disk of this machine; runs and ranks may share it.
-        limit_bytes: of all chunks in it, whichever array they are of. Files of others in `folder` do not count.
+        limit_bytes: of all files in it that came from elsewhere, whichever array they are of.
     """
 
     folder: Path = field(default_factory=default_folder)
@@ -71,34 +57,22 @@ class RemoteCache:
 
     def __init__(self, remote: RemoteFolder, settings: CacheSettings) -> None:
         self.remote, self.settings = remote, settings
+        self.root = settings.folder / "remote_files"
         # By the URL without its password, which may change and must not be kept.
-        self.folder = settings.folder / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
-        self.locks, self.parts = self.folder / ".locks", self.folder / ".parts"
+        self.folder = self.root / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
+        self.locks = self.root / ".locks"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            # Looked at in this order: another process may just be marking it.
-            if any(self.folder.iterdir()) and not _is_ours(self.folder):
-                raise DataError(f"{self.folder} holds files that this cache did not write; set datamodule.cache_dir")
-            # Whole or not at all, so that no other process takes a file without contents for somebody else's.
-            with replacing(self.folder / MARK, durable=False, beside=settings.folder) as stream:
-                stream.write(f"{_MARK_TEXT}{self.folder.name}\n".encode())
-            for folder in (self.locks, self.parts):
-                folder.mkdir(exist_ok=True)
-            (self.folder / "url.txt").write_text(remote.url)
-            for part in self.parts.iterdir():
-                with suppress(FileNotFoundError):  # another process may have finished it
-                    if TEMPORARY.fullmatch(part.name) and time.time() - part.stat().st_mtime > ABANDONED_SECONDS:
-                        part.unlink()
+            for folder in (self.folder, self.locks):
+                folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(
                 f"cannot keep remote chunks in {settings.folder}: {explain(error)}; set datamodule.cache_dir"
             ) from error
 
-    def fetch(self, name: str, at_most: int, fresh: bool = False) -> Path | None:
+    def fetch(self, name: str, fresh: bool = False) -> Path | None:
         """The local copy of a file, fetched if it is not here, or None if the source has no such file.
 
         Args:
-            at_most: bytes it may have.
             fresh: fetch it anyway, because it may have changed (metadata) or is damaged.
         """
         path = self._path(name)
@@ -107,18 +81,18 @@ class RemoteCache:
         with locked(self.locks / str(hashlib.sha256(str(path).encode()).digest()[0] % LOCKS)):
             # Another process may have fetched it while this one waited.
             if fresh or not self._touch(path):
-                data = self.remote.read(name, at_most)
+                data = self.remote.read(name)
                 if data is None:
                     return None
                 self._write(path, data)
         return path
 
-    def fetch_all(self, names: list[str], at_most: int) -> None:
+    def fetch_all(self, names: list[str]) -> None:
         """Fetches several files at a time; those that the source does not have are an error where they are read."""
         missing = [name for name in names if not self._path(name).exists()]
         if len(missing) > 1:
             with ThreadPoolExecutor(CONNECTIONS) as pool:
-                list(pool.map(lambda name: self.fetch(name, at_most), missing))
+                list(pool.map(self.fetch, missing))
 
     def _path(self, name: str) -> Path:
         return self.folder / join("", name).lstrip("/")  # join refuses names that lead out of the folder
@@ -135,9 +109,9 @@ class RemoteCache:
     def _write(self, path: Path, data: bytes) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path, durable=False, beside=self.parts) as stream:
+            with replacing(path, durable=False) as stream:
                 stream.write(data)
-            with locked(self.settings.folder / ".forgetting_transformer.lock"):
+            with locked(self.locks / "room"):
                 self._make_room(keep=path)
         except OSError as error:
             raise DataError(
@@ -146,13 +120,14 @@ class RemoteCache:
             ) from error
 
     def _make_room(self, keep: Path) -> None:
-        """Deletes the chunks used longest ago until the rest is within the limit."""
+        """Deletes the files used longest ago until the rest is within the limit."""
         files = []
-        for folder in filter(_is_ours, self.settings.folder.iterdir()):
-            for file in folder.rglob("*"):
+        for folder in self.root.iterdir():
+            for file in folder.rglob("*") if re.fullmatch("[0-9a-f]{16}", folder.name) else ():
                 with suppress(FileNotFoundError):  # another process of this machine may have replaced it
-                    if _CHUNK.fullmatch(file.relative_to(folder).as_posix()) and file.is_file():
-                        status = file.stat()
+                    status = file.stat()
+                    under_way = TEMPORARY.fullmatch(file.name) and time.time() - status.st_mtime < ABANDONED_SECONDS
+                    if stat.S_ISREG(status.st_mode) and not under_way:
                         files.append((status.st_mtime, status.st_size, file))
         excess = sum(size for _, size, _ in files) - self.settings.limit_bytes
         for _, size, file in sorted(files):
@@ -163,21 +138,12 @@ class RemoteCache:
                 excess -= size
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether a folder is named as its mark says. A copy that somebody made under another name is not."""
-    try:
-        return (folder / MARK).read_text(encoding="utf-8") == f"{_MARK_TEXT}{folder.name}\n"
-    except (OSError, ValueError):
-        return False
-
-
 def fetch_tokenizer(url: str, settings: CacheSettings) -> Path:
     """A local folder with `tokenizer/` as it is below `url`, if it has one."""
-    cache = RemoteCache(open_remote(url), settings)
+    cache = RemoteCache(RemoteFolder(url), settings)
     listed = cache.remote.files("tokenizer")
     # A source that cannot be listed is asked for the files that scripts/prepare_data.py writes.
-    names = TOKENIZER_FILES if listed is None else listed
-    for name in names:
+    for name in TOKENIZER_FILES if listed is None else listed:
         if re.fullmatch(r"\w[\w.-]*", name):  # plain names only: a listing comes from elsewhere
-            cache.fetch(f"tokenizer/{name}", LARGEST_TOKENIZER_FILE, fresh=True)
+            cache.fetch(f"tokenizer/{name}", fresh=True)
     return cache.folder

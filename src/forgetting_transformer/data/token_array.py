@@ -5,10 +5,9 @@ then train on documents of zeros. Here a chunk is read from its file, or the fil
 be sparse on purpose (`missing_chunks="skip"`): then only the documents of which every chunk is there count.
 """
 
-import contextlib
 import difflib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -16,23 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from forgetting_transformer.console import redact
-from forgetting_transformer.data.array_files import (
-    LARGEST_METADATA,
-    ArrayFiles,
-    MissingChunkError,
-    RemoteArrayFiles,
-    open_array,
-)
+from forgetting_transformer.data.array_files import ArrayFiles, MissingChunkError, RemoteArrayFiles, open_array
 from forgetting_transformer.data.checksums import ChecksumError
 from forgetting_transformer.data.decoded_chunks import Chunk, DecodedChunks
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.manifest import manifest_problem
-from forgetting_transformer.data.remote import is_url, open_remote
+from forgetting_transformer.data.remote import is_url
 from forgetting_transformer.data.remote_cache import CacheSettings
-from forgetting_transformer.data.vocabulary import TOKEN_DTYPES
-from forgetting_transformer.files import UnreadableError, parse_json
-
-__all__ = ["DataError", "MissingChunkError", "TokenArray", "read_manifest"]
+from forgetting_transformer.data.vocabulary import TOKEN_DTYPES, read_manifest
 
 #: Rows looked at when an array is opened, spread evenly over it: enough to catch a wrong tokenizer or a wrong file.
 SAMPLED_ROWS = 16
@@ -55,6 +44,7 @@ class TokenArray:
         missing_chunks: "error", or "skip": documents of which a chunk is missing do not count, and the others are
             renumbered in order.
         cache: where the files of a URL are kept, and how many; None is the default of CacheSettings.
+        sampled: whether some rows are looked at now.
 
     Attributes:
         documents, doc_len: the shape of what can be read.
@@ -73,6 +63,7 @@ class TokenArray:
         vocab_size: int | Callable[[int], int],
         missing_chunks: str = "error",
         cache: CacheSettings | None = None,
+        sampled: bool = True,
     ) -> None:
         if missing_chunks not in MISSING_CHUNKS:
             raise DataError(f"missing_chunks={missing_chunks!r} is unknown; use 'error' or 'skip'")
@@ -101,7 +92,10 @@ class TokenArray:
         #: Rows of files of which every file is there, or None for all.
         self.present_rows = self._present_rows() if missing_chunks == "skip" else None
         self.documents = self.stored_documents if self.present_rows is None else int(self._firsts[-1])
-        self._check_sample()
+        if self.documents == 0:
+            raise DataError(f"{self.path} holds no documents")
+        if sampled:
+            _ = self._sample
 
     def read(self, first: int, last: int, begin: int, end: int, kept: DecodedChunks | None = None) -> np.ndarray:
         """Tokens [begin, end) of documents [first, last), shape (last - first, end - begin), dtype `self.dtype`.
@@ -163,6 +157,18 @@ class TokenArray:
                     ) from error
                 again = True
 
+    def decode_file(self, file: tuple[int, int]) -> None:
+        """Decodes all chunks of a file, by its row and column.
+
+        Raises:
+            DataError: as `decode`.
+        """
+        (row, column), (height, width), (rows, columns) = file, self.file_shape, self.chunk_shape
+        last_row, last_column = min((row + 1) * height, self.stored_documents), min((column + 1) * width, self.doc_len)
+        downward = range(row * height // rows, -(-last_row // rows))
+        for chunk in product(downward, range(column * width // columns, -(-last_column // columns))):
+            self.decode(chunk)
+
     @cached_property
     def fingerprint(self) -> str:
         """A short hash that identifies the contents: two copies of a corpus agree, another corpus does not.
@@ -191,11 +197,15 @@ class TokenArray:
         block = int(np.searchsorted(self._firsts, document, side="right")) - 1
         return int(self.present_rows[block]) * self.file_shape[0] + document - int(self._firsts[block])
 
+    def key(self, file: tuple[int, int]) -> str:
+        """The name of a file of chunks by its row and column."""
+        return self._array.metadata.encode_chunk_key(file)
+
     def _file_names(self, chunks: list[Chunk]) -> list[str]:
         """The files of these chunks, each once."""
         down, across = (self.file_shape[0] // self.chunk_shape[0], self.file_shape[1] // self.chunk_shape[1])
         files = dict.fromkeys((row // down, column // across) for row, column in chunks)
-        return [self._array.metadata.encode_chunk_key(file) for file in files]
+        return [self.key(file) for file in files]
 
     def _pieces(
         self, first: int, last: int, begin: int, end: int
@@ -224,24 +234,33 @@ class TokenArray:
 
     def _present_rows(self) -> np.ndarray | None:
         """Rows of files that are complete, None if all are."""
-        rows = range(-(-self.stored_documents // self.file_shape[0]))
-        columns = range(-(-self.doc_len // self.file_shape[1]))
-        keys = {file: self._array.metadata.encode_chunk_key(file) for file in product(rows, columns)}
-        there = self.files.names(keys.values())
-        present = np.array(
-            [row for row in rows if all(keys[row, column] in there for column in columns)], dtype=np.int64
-        )
-        if not present.size:
+        keys = self.keys()
+        whole = self.whole_rows(self.files.names(keys.values()))
+        if not whole:
             raise DataError(
-                f"{self.path} has no row of chunks with all {len(columns)} files, so missing_chunks=skip leaves no "
-                "document. scripts/verify_data.py shows what is there"
+                f"{self.path} has no row of chunks with all its files, so missing_chunks=skip leaves no document. "
+                "scripts/verify_data.py shows what is there"
             )
-        if present.size == len(rows):
+        if len(whole) == len({row for row, _ in keys}):
             return None
-        sizes = np.minimum((present + 1) * self.file_shape[0], self.stored_documents) - present * self.file_shape[0]
         #: The first document of each present row of files, and the number of all documents at the end.
-        self._firsts = np.concatenate([[0], np.cumsum(sizes)])
-        return present
+        self._firsts = np.cumsum([0, *(self.documents_in([row]) for row in whole)])
+        return np.array(whole)
+
+    def keys(self) -> dict[tuple[int, int], str]:
+        """The names of all files of chunks, by row and column."""
+        rows, columns = (-(-self.stored_documents // self.file_shape[0]), -(-self.doc_len // self.file_shape[1]))
+        return {file: self.key(file) for file in product(range(rows), range(columns))}
+
+    def whole_rows(self, there: Collection[str]) -> list[int]:
+        """Rows whose files are all in `there`."""
+        broken = {row for (row, _), key in self.keys().items() if key not in there}
+        return sorted({row for row, _ in self.keys()} - broken)
+
+    def documents_in(self, rows: Iterable[int]) -> int:
+        """Documents in rows of files."""
+        height = self.file_shape[0]
+        return sum(min((row + 1) * height, self.stored_documents) - row * height for row in rows)
 
     @cached_property
     def _sample(self) -> np.ndarray:
@@ -250,11 +269,6 @@ class TokenArray:
         chunks = [chunk for row in rows for chunk, _, _ in self._pieces(row, row + 1, 0, end)]
         self.files.fetch_all(self._file_names(chunks))
         return np.concatenate([self.read(row, row + 1, 0, end) for row in rows])
-
-    def _check_sample(self) -> None:
-        if self.documents == 0:
-            raise DataError(f"{self.path} holds no documents")
-        _ = self._sample
 
     def _check_tokens(self, tokens: np.ndarray, first: int, begin: int) -> None:
         if int(tokens.max()) >= self.vocab_size:
@@ -277,45 +291,22 @@ class TokenArray:
         return f"document {document:,}" + (f" (row {row:,} on disk)" if row != document else "")
 
 
-def read_manifest(folder: str | Path) -> dict:
-    """The manifest that scripts/prepare_data.py leaves beside its arrays; {} where there is none (LongCrawl64)."""
-    place = f"{folder}/manifest.json"
-    if isinstance(folder, str) and is_url(folder):
-        text = open_remote(folder).read("manifest.json", LARGEST_METADATA)
-    else:
-        text = Path(place).read_bytes() if Path(place).is_file() else None
-    if text is None:
-        return {}
-    place = redact(place)
-    try:
-        manifest = parse_json(text, place)
-    except UnreadableError as error:
-        raise DataError(f"{error}; bring back a copy of it, or run scripts/prepare_data.py again") from error
-    if problem := manifest_problem(manifest):
-        raise DataError(f"{place}: {problem}; it is damaged: bring back a copy, or run scripts/prepare_data.py again")
-    return manifest
-
-
 def _nothing_at(path: str | Path) -> str:
     """That there is no array, and what is there in its place."""
-    parts = Path(path).parts
-    dataset, name = parts[-2:] if len(parts) > 1 else ("<dataset>", str(path))
-    others: list[str] = []
-    if isinstance(path, Path) and len(parts) > 1:  # listing a URL would be a request for every folder
-        data_dir = path.parent.parent
-        with contextlib.suppress(OSError):
-            others = sorted(folder.parent.name for folder in data_dir.glob(f"*/{name}"))
-        if not others and (data_dir / name).is_dir():
+    name, dataset, data_dir = Path(path).name, Path(path).parent.name or "<dataset>", Path(path).parent.parent
+    if isinstance(path, Path):  # listing a URL would be a request for every folder
+        others = sorted(folder.parent.name for folder in data_dir.glob(f"*/{name}"))
+        if others:
+            nearest = difflib.get_close_matches(dataset, others, n=1, cutoff=0.0)
+            shown = ", ".join(others[:_MOST_LISTED]) + (", …" if len(others) > _MOST_LISTED else "")
+            return (
+                f"no token array at {path}. {data_dir} holds {shown}: choose one, as in data_dir={data_dir} "
+                f"datamodule.dataset={nearest[0]}"
+            )
+        if (data_dir / name).is_dir():
             return f"no token array at {path}. {data_dir} is a corpus itself: choose it with datamodule.dataset=."
-    if others and isinstance(path, Path):
-        nearest = difflib.get_close_matches(dataset, others, n=1, cutoff=0.0)
-        return (
-            f"no token array at {path}. {path.parent.parent} holds {', '.join(others[:_MOST_LISTED])}"
-            f"{', …' if len(others) > _MOST_LISTED else ''}: choose one, as in data_dir={path.parent.parent} "
-            f"datamodule.dataset={nearest[0]}"
-        )
     return (
         f"no token array at {path}. Set data_dir to the folder that holds {dataset}/{name} "
-        f"(datamodule.dataset={dataset}), or make "
-        "one with scripts/prepare_data.py, or fetch LongCrawl64 with scripts/download_longcrawl64.py"
+        f"(datamodule.dataset={dataset}), or make one with scripts/prepare_data.py, or fetch LongCrawl64 with "
+        "scripts/download_longcrawl64.py"
     )

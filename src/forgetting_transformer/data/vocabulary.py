@@ -1,10 +1,11 @@
-"""How many token ids a corpus has, and which of them begin and end a text.
+"""What the files beside its arrays say of a corpus: its manifest, how many token ids it has, and what they stand for.
 
 The arrays do not say. A model with the vocabulary of another tokenizer trains all the same, only worse: so nothing is
 assumed of an array that nobody describes.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,6 +14,9 @@ import numpy as np
 
 from forgetting_transformer.console import redact
 from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.remote import RemoteFolder, is_url
+from forgetting_transformer.files import UnreadableError, parse_json, read_json
+from forgetting_transformer.ranges import COUNT, Range, refusal
 
 #: LongCrawl64 is tokenised with GPT-2's BPE: 50,257 ids, of which the last begins and ends a text.
 GPT2_VOCAB_SIZE = 50257
@@ -20,6 +24,48 @@ GPT2_BOS_TOKEN_ID = 50256
 LONGCRAWL64_DOC_LEN = 65536
 #: What arrays of token ids may hold: two bytes where they suffice, as in LongCrawl64, else four.
 TOKEN_DTYPES = (np.dtype(np.uint16), np.dtype(np.uint32))
+_ID = Range(0, COUNT.high)
+#: What a manifest says that training reads.
+_MANIFEST = {
+    "vocab_size": (int, COUNT),
+    "bos_token_id": (int, _ID),
+    "eos_token_id": (int, _ID),
+    "doc_len": (int, COUNT),
+    "unigram_entropy_nats": (float | None, Range(0, 64)),
+}
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+    """The manifest that scripts/prepare_data.py leaves beside its arrays; {} where there is none (LongCrawl64).
+
+    Raises:
+        DataError: it is damaged.
+    """
+    file = Path(folder) / "manifest.json"
+    if is_url(folder):
+        text = RemoteFolder(str(folder)).read(file.name)
+    else:
+        text = file.read_bytes() if file.is_file() else None
+    if text is None:
+        return {}
+    try:
+        manifest = parse_json(text, f"{folder}/{file.name}")
+    except UnreadableError as error:
+        raise DataError(f"{error}; bring back a copy of it, or run scripts/prepare_data.py again") from error
+    if problem := _problem(manifest):
+        raise DataError(f"{folder}/{file.name}: {problem}; bring back a copy, or run scripts/prepare_data.py again")
+    return manifest
+
+
+def _problem(manifest: Any) -> str | None:
+    """Fault in the parts of a manifest that training reads; None if there is none."""
+    arrays = manifest.get("arrays", {}) if isinstance(manifest, dict) else None
+    if not isinstance(arrays, dict) or not all(isinstance(array, dict) for array in arrays.values()):
+        return "it is not an object with an object for each array"
+    for key, (kind, allowed) in _MANIFEST.items():
+        if key in manifest and (better := refusal(manifest[key], kind, allowed)):
+            return f"{key}={manifest[key]!r} must be {better}"
+    return None
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -112,3 +158,50 @@ def _downloaded_length(folder: Path, split: str) -> int | None:
         return json.loads((folder / f"{split}.download.json").read_text(encoding="utf-8"))["tokens"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
+
+
+def other_token(texts: Mapping[int, str], model: Mapping[int, str], of_model: str) -> str | None:
+    """Which id of texts a model takes for another token: "id 5 is 'b' there and 'a' in OF_MODEL"; None where none is.
+
+    Args:
+        texts, model: id -> token. The model may know more ids than the texts have.
+    """
+    different = next((id for id in sorted(texts) if model.get(id) != texts[id]), None)
+    if different is None:
+        return None
+    return f"id {different} is {texts[different]!r} there and {model.get(different)!r} in {of_model}"
+
+
+def other_tokens(folder: Path, reference: Path) -> str | None:
+    """`other_token` of two corpora; None also where one of them does not say which tokens it has.
+
+    Raises:
+        DataError: a tokenizer.json is damaged.
+    """
+    own = tokens_of(reference)
+    other = tokens_of(folder) if own is not None else None
+    return None if own is None or other is None else other_token(other, own, f"{reference}/tokenizer")
+
+
+def tokens_of(folder: Path) -> dict[int, str] | None:
+    """Id -> token of the tokenizer in `folder/tokenizer`; None where there is none in the form of prepare_data.py.
+
+    Raises:
+        DataError: its tokenizer.json is damaged.
+    """
+    file = folder / "tokenizer" / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        content = read_json(file)
+        vocabulary = content["model"]["vocab"]
+        # Of a Unigram model it is a list of tokens with their scores.
+        named = (
+            {token: id for token, id in vocabulary.items()}
+            if isinstance(vocabulary, dict)
+            else {token: id for id, (token, _) in enumerate(vocabulary)}
+        )
+        named |= {added["content"]: added["id"] for added in content.get("added_tokens") or ()}
+        return {int(id): token for token, id in named.items()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"{file} is not a tokenizer ({error}); bring back a copy of it, or delete it") from error

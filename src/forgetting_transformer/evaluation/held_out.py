@@ -14,9 +14,15 @@ from forgetting_transformer.data.corpus import Batch, Corpus, check_batch, shift
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.longcrawl64 import check_length
-from forgetting_transformer.data.token_array import TokenArray, read_manifest
-from forgetting_transformer.data.tokens import other_token, tokens_of
-from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
+from forgetting_transformer.data.token_array import TokenArray
+from forgetting_transformer.data.vocabulary import (
+    StatedVocabulary,
+    Vocabulary,
+    other_token,
+    read_manifest,
+    tokens_of,
+    vocabulary_of,
+)
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,

@@ -15,8 +15,7 @@ from forgetting_transformer.data import DataError, DataInfo, LongCrawl64DataModu
 from forgetting_transformer.data.corpus import Corpus
 from forgetting_transformer.data.remote import is_url, join
 from forgetting_transformer.data.token_array import NoArrayError
-from forgetting_transformer.data.tokens import other_tokens
-from forgetting_transformer.data.vocabulary import Vocabulary
+from forgetting_transformer.data.vocabulary import Vocabulary, other_tokens
 from forgetting_transformer.metric_names import FINGERPRINT, VAL_SET, name_of
 from forgetting_transformer.plugins import CORPORA
 from forgetting_transformer.training.config import Config, ConfigError

@@ -48,7 +48,7 @@ def sketch_texts(bodies: list[str | Path], words: int) -> shards.Result:
             while batch := list(itertools.islice(runs, _BATCH)):
                 sketch.update_batch(batch)
         row[:] = sketch.hashvalues
-    return {"sketches": sketches}, {}
+    return {"sketches": sketches}
 
 
 def _runs(text: str, n: int) -> set[str]:
@@ -99,7 +99,7 @@ def find(
     kept, kept_bytes = hashlib.blake2b(digest_size=16), 0
     texts = sources.distinct_texts(settings, out, sources.Tally())
 
-    def wanted() -> Iterator[shards.Shard[sources.Text]]:
+    def wanted() -> Iterator[shards.Shard]:
         """Shards until the texts that stay reach `max_bytes`."""
         return itertools.takewhile(lambda _: kept_bytes < limit, shards.make_shards(texts))
 

@@ -43,14 +43,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return found
 
 
-def holds_corpus(folder: Path) -> bool:
-    """Whether a manifest says that this program made what is in this folder."""
-    try:
-        return bool(read_manifest(folder / MANIFEST))
-    except (OSError, DataError):
-        return False
-
-
 @dataclass(frozen=True)
 class Place:
     """OUT and the folder beside it in which its corpus is built."""
@@ -85,10 +77,8 @@ class Place:
     def check_movable(self) -> None:
         """
         Raises:
-            DataError: what is in OUT cannot be moved away, or not without files of others.
+            DataError: what is in OUT cannot be moved away without files of others.
         """
-        if os.path.ismount(self.out):
-            raise DataError(f"{self.out} is a mount point, which cannot be renamed. Give a folder in it as --out.")
         if self.finished() is not None:
             self._refuse(set(os.listdir(self.out)).difference(PARTS, [MANIFEST]), "beside a corpus")
 

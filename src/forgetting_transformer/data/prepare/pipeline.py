@@ -5,7 +5,6 @@ stage whose file is missing.
 """
 
 import dataclasses
-import errno
 import json
 import math
 import os
@@ -20,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.errors import DataError, cannot_write
 from forgetting_transformer.data.prepare import near_duplicates, packing, sources, stream, tokenizers, writing
 from forgetting_transformer.data.prepare.output import MANIFEST, Place, read_manifest
 from forgetting_transformer.data.prepare.settings import LAYOUT_SETTINGS, CorpusSettings
 from forgetting_transformer.data.prepare.shards import open_pool
 from forgetting_transformer.data.tools.progress import Progress
-from forgetting_transformer.files import explain, write_atomically, write_json
+from forgetting_transformer.files import write_atomically, write_json
 from forgetting_transformer.versions import installed_versions
 
 FORMAT_VERSION = 1
@@ -65,11 +64,7 @@ def prepare_corpus(
             "it continues where it stopped."
         ) from error
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise DataError(
-            f"cannot write {error.filename or place.work}: {'the disk is full' if full else explain(error)}. "
-            f"{'Free some space' if full else 'Fix it'} and run the same command again: it continues where it stopped."
-        ) from error
+        raise cannot_write(error, place.work) from error
 
 
 def _prepare(settings: CorpusSettings, place: Place, workers: int, force: bool, say: Say) -> dict[str, Any]:
@@ -80,8 +75,6 @@ def _prepare(settings: CorpusSettings, place: Place, workers: int, force: bool, 
         settings.refuse_if_different(finished["settings"], place.out)
         if not published:
             say(f"{place.out} already holds this corpus; its inputs were not read again (--force builds it again).")
-            if place.begun.exists():
-                say(f"{place.work} holds an unfinished one that is to replace it: --force goes on with it.")
             return finished
     if not (published and same):  # else this command was all but done
         place.check_movable()
@@ -136,7 +129,7 @@ def _build(settings: CorpusSettings, place: Place, workers: int) -> dict[str, An
         "eos_token_id": info.eos_token_id,
         "unigram_entropy_nats": entropy,
         "bytes_per_token": counted["bytes"] / counted.pop("stream_tokens"),
-        "tokenizer": {"kind": info.kind, "name": settings.tokenizer, "roundtrip": counted.pop("roundtrip")},
+        "tokenizer": {"kind": info.kind, "name": settings.tokenizer},
         "arrays": arrays,
         "settings": settings.as_json(),
         **counted,
@@ -197,7 +190,7 @@ def _pieces(
         DataError: there is none, or another than before.
     """
     yield from sources.read_pieces(settings, place.out, tally, near)
-    if not tally.total("texts"):
+    if not tally.texts:
         dropped = ", ".join(f"{count:,} × {reason}" for reason, count in sorted(tally.dropped.items()))
         raise DataError(
             f"found no text in {settings.dataset or ', '.join(settings.inputs)}. Left out: {dropped or 'nothing'}. "
@@ -241,15 +234,12 @@ def _make_stream(
         texts = stream.write_stream(pieces, log, place.new / "tokenizer", info, pool, workers, progress)
     np.savez(place.work / "texts.npz", tokens=texts.tokens, shared=texts.shared)
     counted = {
-        "texts": tally.total("texts"),
-        "bytes": tally.total("bytes"),
+        "texts": tally.texts,
+        "bytes": tally.bytes,
         "stream_tokens": int(texts.tokens.sum()),
-        "sources": {name: dict(counts) for name, counts in tally.per_input.items()},
         "input_hash": f"blake2b:{stream.combined_digest(log)}",
         "stopped_early": tally.stopped_early,
         "dropped": dict(sorted(tally.dropped.items())),
-        # Beginnings of shards that were decoded again, and how many of them came out different.
-        "roundtrip": {"checked": len(log.shards), "lossy": sum(not shard["reversible"] for shard in log.shards)},
     }
     write_json(complete, counted)
     return counted
@@ -275,17 +265,14 @@ def _make_arrays(
         for name in ARRAYS:
             path = place.new / f"{name}.zarr"
             content_hash, counts = writing.read_back(path, info.vocab_size, progress)
-            chunks = writing.list_checksums(path, workers)
+            writing.list_checksums(path, workers)
             share = counts[counts > 0] / counts.sum()
             # In nats per token: the loss of a model that knows only frequencies.
             entropy[name] = float(-(share * np.log(share)).sum())
             arrays[name] = {
                 "documents": getattr(split, name).n_documents,
                 "tokens": int(counts.sum()),
-                "max_token_id": int(np.flatnonzero(counts)[-1]),
                 "content_hash": content_hash,
-                "chunk_docs": chunks[0],
-                "chunk_tokens": chunks[1],
             }
     return arrays, entropy["train"]
 
@@ -293,7 +280,7 @@ def _make_arrays(
 def summary_lines(manifest: dict[str, Any]) -> list[str]:
     """What was made and what was left out, for people."""
     train, heldout = manifest["arrays"]["train"], manifest["arrays"]["heldout"]
-    entropy, roundtrip = manifest["unigram_entropy_nats"], manifest["tokenizer"]["roundtrip"]
+    entropy = manifest["unigram_entropy_nats"]
     lines = [
         f"{manifest['texts']:,} texts, {manifest['bytes']:,} bytes in {manifest['seconds']:.0f} s",
         f"train.zarr    {train['documents']:,} documents × {manifest['doc_len']:,} = {train['tokens']:,} tokens",
@@ -309,11 +296,6 @@ def summary_lines(manifest: dict[str, Any]) -> list[str]:
     lines += [f"dropped       {count:,} × {reason}" for reason, count in dropped.items() if count]
     if manifest["stopped_early"]:
         lines.append(f"stopped at --max_bytes {manifest['settings']['max_bytes']:,}; the rest was not read")
-    if roundtrip["lossy"]:
-        lines.append(
-            f"WARNING: the tokenizer is lossy: {roundtrip['lossy']:,} of {roundtrip['checked']:,} "
-            "samples decode to another text"
-        )
     if manifest["split"]["a_text_is_on_both_sides"]:
         lines.append(
             "WARNING: the texts are too large to hold out whole: the end of one text is in heldout.zarr, "

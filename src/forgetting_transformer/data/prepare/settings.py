@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +94,6 @@ class CorpusSettings:
             raise DataError(f"--chunk_tokens {self.chunk_tokens:,} is longer than a row (--doc_len {self.doc_len:,}).")
         if self.tokenizer.startswith("train:"):
             self.trained_vocab_size()
-        elif (meant := re.fullmatch(r"train[-=_ ]?(\d+)", self.tokenizer)) and not Path(self.tokenizer).exists():
-            raise DataError(f"--tokenizer {self.tokenizer}: did you mean train:{meant[1]}?")
 
     def trained_vocab_size(self) -> int:
         """N of `train:N`."""

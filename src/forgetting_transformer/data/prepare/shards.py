@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,34 +26,27 @@ from forgetting_transformer.files import write_atomically
 #: Bytes of text in a shard, about.
 SHARD_BYTES = 2 << 20
 
+#: Rows for the data files, by name.
+Result = dict[str, np.ndarray]
 T = TypeVar("T")
 
 
-class Item(Protocol):
-    @property
-    def n_bytes(self) -> int: ...
-
-    def identity(self) -> bytes:
-        """What a shard is known again by."""
-        ...
-
-
-ItemT = TypeVar("ItemT", bound=Item)
-#: Data files by name, and other facts for the log.
-Result = tuple[dict[str, np.ndarray], dict[str, Any]]
-
-
 @dataclass(frozen=True)
-class Shard(Generic[ItemT]):
-    """Consecutive items that are worked on together, with their bytes of text and the hash of their identities."""
+class Shard:
+    """Consecutive items that are worked on together: texts, or pieces of them.
 
-    items: list[ItemT]
+    Attributes:
+        n_bytes: of their text.
+        digest: hash of the items' `identity()`.
+    """
+
+    items: list[Any]
     n_bytes: int
     digest: str
 
 
-def make_shards(items: Iterable[ItemT]) -> Iterator[Shard[ItemT]]:
-    batch: list[ItemT] = []
+def make_shards(items: Iterable[Any]) -> Iterator[Shard]:
+    batch: list[Any] = []
     n_bytes, hasher = 0, hashlib.blake2b(digest_size=16)
     for item in items:
         batch.append(item)
@@ -96,13 +89,13 @@ class ShardLog:
         for name, path in self.paths.items():
             os.truncate(path, self._end(n_shards, name) * self.dtypes[name].itemsize)
 
-    def append(self, digest: str, data: dict[str, np.ndarray], facts: dict[str, Any]) -> None:
+    def append(self, digest: str, data: Result) -> None:
         """Commits one shard: the data is on the disk before the line that says so."""
         ends = {}
         for name, rows in data.items():
             _append(self.paths[name], rows.tobytes())
             ends[name] = self._end(len(self.shards), name) + len(rows)
-        shard = {"digest": digest, "ends": ends, **facts}
+        shard = {"digest": digest, "ends": ends}
         _append(self.log, (json.dumps(shard) + "\n").encode())
         self.shards.append(shard)
 
@@ -122,8 +115,8 @@ class ShardLog:
 
 
 def work_through(
-    shards: Iterable[Shard[ItemT]], log: ShardLog, start: Callable[[Shard[ItemT]], "Future[Result]"], workers: int
-) -> Iterator[tuple[int, Shard[ItemT]]]:
+    shards: Iterable[Shard], log: ShardLog, start: Callable[[Shard], "Future[Result]"], workers: int
+) -> Iterator[tuple[int, Shard]]:
     """Yields each shard with its number, in order, once its results are in the log.
 
     A caller that takes all of them has a log of these shards alone.
@@ -132,7 +125,7 @@ def work_through(
         start: begins the work on a shard that is not in the log.
     """
 
-    def begun() -> Iterator[tuple[Shard[ItemT], "Future[Result] | None"]]:
+    def begun() -> Iterator[tuple[Shard, "Future[Result] | None"]]:
         for number, shard in enumerate(shards):
             if number < len(log.shards) and log.shards[number]["digest"] == shard.digest:
                 yield shard, None
@@ -144,13 +137,13 @@ def work_through(
     number = -1
     for number, (shard, future) in enumerate(ahead(begun(), workers)):
         if future is not None:
-            log.append(shard.digest, *future.result())
+            log.append(shard.digest, future.result())
         yield number, shard
     log.keep(number + 1)  # the input may have become shorter since the kill
 
 
 def ahead(begun: Iterable[T], workers: int) -> Iterator[T]:
-    """The same in the same order, with two per worker under way: what is taken of `begun` has begun."""
+    """Yields the items of `begun` in order, two per worker ahead of the caller; taking an item begins its work."""
     waiting: deque[T] = deque()
     for one in begun:
         waiting.append(one)

@@ -70,25 +70,20 @@ class Piece:
 
 @dataclass
 class Tally:
-    """What one pass over the input saw.
+    """Counts of one pass over the input.
 
     Attributes:
-        per_input: for each input: files opened, texts kept, UTF-8 bytes kept.
+        texts, bytes: texts kept, and their UTF-8 bytes.
         dropped: reason -> number of files, folders or texts left out.
         stopped_early: True if `max_bytes` ended the pass.
         kept: hash of the digests of the texts kept, in order.
     """
 
-    per_input: dict[str, Counter[str]] = field(default_factory=dict)
+    texts: int = 0
+    bytes: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     stopped_early: bool = False
     kept: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
-
-    def count(self, name: str, what: str, amount: int = 1) -> None:
-        self.per_input.setdefault(name, Counter(files=0, texts=0, bytes=0))[what] += amount
-
-    def total(self, what: str) -> int:
-        return sum(counts[what] for counts in self.per_input.values())
 
 
 def distinct_texts(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[Text]:
@@ -114,12 +109,12 @@ def read_pieces(
         if text.digest in near_duplicates:
             tally.dropped[NEAR_DUPLICATE] += 1
             continue
-        tally.count(text.path[0], "texts")
+        tally.texts += 1
         tally.kept.update(text.digest)
         for piece, is_last in cut(text.body):
             n_bytes = len(piece.encode())
-            tally.count(text.path[0], "bytes", n_bytes)
-            full = settings.max_bytes is not None and tally.total("bytes") >= settings.max_bytes
+            tally.bytes += n_bytes
+            full = settings.max_bytes is not None and tally.bytes >= settings.max_bytes
             yield Piece(text.path, piece, n_bytes, is_last or full)
             if full:
                 tally.stopped_early = True
@@ -175,7 +170,7 @@ def _walk(
     folder = os.path.join(root, *parts)
     with reading(folder), os.scandir(folder) as listing:
         entries = sorted(listing, key=lambda entry: entry.name)
-    if any(entry.name == output.MANIFEST for entry in entries) and output.holds_corpus(Path(folder)):
+    if {"manifest.json", "train.zarr"} <= {entry.name for entry in entries}:
         tally.dropped[MADE_HERE] += 1
         return
     for entry in entries:
@@ -219,7 +214,6 @@ def _read_texts(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[T
         yield from _records(_dataset_rows(settings), (settings.dataset,), tally)
         return
     for path, file in _find_files(settings, out, tally):
-        tally.count(path[0], "files")
         if file.name.endswith(".parquet"):
             yield from _records(_parquet_rows(file, settings.text_field), path, tally)
         elif file.name.endswith(RECORD_SUFFIXES):

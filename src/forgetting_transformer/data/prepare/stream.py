@@ -39,10 +39,7 @@ def load_encoder(folder: Path, info: TokenizerInfo) -> Encoder:
 
 
 def encode_shard(texts: list[str], ends: list[bool], folder: Path, info: TokenizerInfo) -> shards.Result:
-    """Ids of all pieces of a shard with an end-of-text id where a text ends, and how many of each; in a worker process.
-
-    Also whether decoding gave the first piece back.
-    """
+    """Ids of the pieces of a shard, an end-of-text id where a text ends, and how many of each; in a worker process."""
     encoder = load_encoder(folder, info)
     end_of_text = np.array([info.eos_token_id], dtype=info.dtype)
     parts: list[np.ndarray] = []
@@ -51,8 +48,7 @@ def encode_shard(texts: list[str], ends: list[bool], folder: Path, info: Tokeniz
         ids = encoder.encode(text)
         parts += [ids, end_of_text] if ends_text else [ids]
         lengths[i] = len(ids) + ends_text
-    data = {"tokens": np.concatenate(parts), "lengths": lengths}
-    return data, {"reversible": encoder.is_reversible_on(texts[0])}
+    return {"tokens": np.concatenate(parts), "lengths": lengths}
 
 
 def open_stream(folder: Path, info: TokenizerInfo) -> shards.ShardLog:

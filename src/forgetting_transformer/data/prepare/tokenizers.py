@@ -22,7 +22,6 @@ from forgetting_transformer.files import utf8_path
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 32 << 20
-ROUNDTRIP_CHARS = 20_000
 
 
 @dataclass(frozen=True)
@@ -211,8 +210,3 @@ class Encoder:
         # The batch call for one text: it leaves out the character offsets, which cost a third of the time.
         [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=self.dtype)
-
-    def is_reversible_on(self, text: str) -> bool:
-        """Whether decoding gives the beginning of `text` back exactly."""
-        beginning = text[:ROUNDTRIP_CHARS]
-        return self.tokenizer.decode(self.encode(beginning).tolist(), skip_special_tokens=False) == beginning

@@ -111,8 +111,7 @@ def read_back(path: Path, vocab_size: int, progress: Progress) -> tuple[str, np.
     return f"blake2b:{hasher.hexdigest()}", counts
 
 
-def list_checksums(path: Path, workers: int) -> tuple[int, int]:
-    """Lists the checksums of the array's files beside it; readers compare every chunk with them. Returns its chunks."""
+def list_checksums(path: Path, workers: int) -> None:
+    """Lists the checksums of the array's files beside it; readers compare every chunk with them."""
     array = zarr.open_array(path, mode="r")
     checksums.write_list(path, _keys(array, range(-(-array.shape[0] // array.chunks[0]))), workers)
-    return array.chunks[0], array.chunks[1]

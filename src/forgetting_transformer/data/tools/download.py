@@ -10,7 +10,6 @@ was once complete. After a kill the same command fetches what is not yet in the 
 """
 
 import contextlib
-import errno
 import hashlib
 import itertools
 import json
@@ -24,18 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import zarr
-
 from forgetting_transformer.console import redact, redact_tree
-from forgetting_transformer.data.array_files import LARGEST_METADATA, ArrayFiles, open_array
 from forgetting_transformer.data.checksums import list_name, read_list
 from forgetting_transformer.data.corpus import DataInfo
-from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.errors import DataError, cannot_write
 from forgetting_transformer.data.order import documents_needed
-from forgetting_transformer.data.remote import RemoteError, RemoteFile, RemoteFolder, open_remote
+from forgetting_transformer.data.remote import RemoteError, RemoteFile, RemoteFolder
+from forgetting_transformer.data.token_array import TokenArray
 from forgetting_transformer.data.tools.progress import Progress
-from forgetting_transformer.files import explain, flush, locked, write_atomically
+from forgetting_transformer.files import flush, locked, write_atomically
 
 #: The public mirror, at a revision that others have used. Its train.zarr holds about a tenth of the row-chunks.
 MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb2a32"
@@ -51,7 +47,7 @@ File = tuple[int, int]
 
 @dataclass(frozen=True)
 class Selection:
-    """What to take of an array.
+    """Part of an array to take.
 
     Attributes:
         documents: at least so many (whole rows of chunks are taken, in order); None for all that the source has.
@@ -66,47 +62,37 @@ class Selection:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for.
+    """Files to have in the end.
 
     Attributes:
         array: the array that will be on disk: its metadata, without chunks yet.
-        rows: rows of files to have in the end, of `rows_in_all`.
+        rows: rows of files to have in the end.
         rows_offered: those that are complete at the source.
         files: the files of `rows`, with what the source states about each.
     """
 
-    array: zarr.Array
+    array: TokenArray
     rows: list[int]
     rows_offered: list[int]
-    rows_in_all: int
     files: dict[File, RemoteFile]
 
     @property
     def documents(self) -> int:
-        return _documents_in(self.array, self.rows)
+        return self.array.documents_in(self.rows)
 
     def amount(self, rows: list[int]) -> str:
         """The documents and tokens in rows, in words."""
-        documents, doc_len = _documents_in(self.array, rows), self.array.shape[1]
+        documents, doc_len, height = self.array.documents_in(rows), self.array.doc_len, self.array.file_shape[0]
         return (
             f"{documents:,} documents of {doc_len:,} tokens, {documents * doc_len / 1e9:,.2f} billion tokens "
-            f"({len(rows):,} of {self.rows_in_all:,} row-chunks)"
+            f"({len(rows):,} of {-(-self.array.documents // height):,} row-chunks)"
         )
 
     def nbytes(self, file: File) -> int:
         """Bytes of a file as the source states them, else as many as it holds when decoded."""
+        height, width = self.array.file_shape
         stated = self.files[file].size
-        return stated if stated is not None else int(np.prod(_file_shape(self.array))) * self.array.dtype.itemsize
-
-
-def _file_shape(array: zarr.Array) -> tuple[int, int]:
-    height, width = array.shards or array.chunks
-    return height, width
-
-
-def _documents_in(array: zarr.Array, rows: list[int]) -> int:
-    height = _file_shape(array)[0]
-    return sum(min((row + 1) * height, array.shape[0]) - row * height for row in rows)
+        return height * width * self.array.dtype.itemsize if stated is None else stated
 
 
 def download(
@@ -122,7 +108,7 @@ def download(
     """Fetches `<split>.zarr` from `source` into `out`, or continues to.
 
     Args:
-        source: a URL that data.remote.open_remote knows; the array is at `<source>/<split>.zarr`.
+        source: a URL that data.remote.RemoteFolder knows; the array is at `<source>/<split>.zarr`.
         workers: files fetched at a time; each is held in memory (8 MiB for LongCrawl64).
         dry_run: say what would be fetched, and fetch only the metadata.
         say: called with each message for the user.
@@ -136,17 +122,12 @@ def download(
     try:
         out.mkdir(parents=True, exist_ok=True)
         with locked(out / ".download.lock", wait=False):
-            return _Download(open_remote(source, **connection), split, out, workers, say).run(
-                selection or Selection(), dry_run
-            )
+            one = _Download(RemoteFolder(source, **connection), split, out, workers, say)
+            return one.run(selection or Selection(), dry_run)
     except BlockingIOError as error:
         raise DataError(f"another run is downloading into {out}; wait for it, or choose another --out") from error
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise DataError(
-            f"cannot write to {out}: {'the disk is full' if full else explain(error)}. "
-            f"{'Make room' if full else 'Mend this'} and start the same command again: it continues"
-        ) from error
+        raise cannot_write(error, out) from error
 
 
 class _Download:
@@ -162,12 +143,22 @@ class _Download:
         self.work.mkdir(parents=True)
         try:
             plan = self._plan(selection)
-            verified = self._verified()
-            left = [file for file in plan.files if not self._is_there(plan, file, verified)]
-            self._describe(plan, left)
+            left = self._left(plan)
+            total, to_fetch = (sum(map(plan.nbytes, files)) for files in (plan.files, left))
+            self.say(
+                f"{self.name} from {self.remote.url}\n"
+                f"  the source has: {plan.amount(plan.rows_offered)}\n"
+                f"  asked for: {plan.amount(plan.rows)}\n"
+                f"  {len(plan.files):,} files, {total / 1e9:,.2f} GB; to fetch {len(left):,}, {to_fetch / 1e9:,.2f} GB"
+            )
             if not dry_run:
-                self._require_space(sum(plan.nbytes(file) for file in left))
-                self._begin(plan, verified)
+                free = shutil.disk_usage(self.out).free
+                if to_fetch + SPACE_MARGIN > free:
+                    raise DataError(
+                        f"{to_fetch / 1e9:,.2f} GB are to be fetched and {self.out} has {free / 1e9:,.2f} GB free; "
+                        "make room, ask for fewer documents or fewer tokens of each, or choose another --out"
+                    )
+                self._begin(plan)
                 self._fetch_all(plan, left)
                 self._finish(plan)
             return plan
@@ -176,44 +167,33 @@ class _Download:
             with contextlib.suppress(OSError):
                 self.work.parent.rmdir()
 
-    # What to fetch ----------------------------------------------------------------------------------------------
-
     def _plan(self, selection: Selection) -> Plan:
         self._fetch_metadata(selection.tokens)
-        array = open_array(ArrayFiles(self.work))
-        if array.ndim != 2 or array.dtype != np.uint16:
-            raise DataError(
-                f"{self.remote.url}/{self.name} has shape {array.shape} and dtype {array.dtype}; expected "
-                "(documents, doc_len) of uint16"
-            )
-        height, width = _file_shape(array)
-        in_all, columns = range(-(-array.shape[0] // height)), range(-(-array.shape[1] // width))
-        keys = {file: array.metadata.encode_chunk_key(file) for file in itertools.product(in_all, columns)}
+        array = TokenArray(self.work, vocab_size=1 << 32, sampled=False)
+        keys = array.keys()
         stated = self.remote.find(self.name, keys.values())
-        offered = [row for row in in_all if all(keys[row, column] in stated for column in columns)]
+        offered = array.whole_rows(stated)
         wanted, rows = selection.documents, offered
         if selection.share is not None:
-            wanted = round(selection.share * _documents_in(array, offered))
+            wanted = round(selection.share * array.documents_in(offered))
         if wanted is not None:
             # As many as hold the documents asked for; the last row of the array may hold fewer than the others.
-            held = itertools.accumulate(_documents_in(array, [row]) for row in offered)
+            held = itertools.accumulate(array.documents_in([row]) for row in offered)
             rows = offered[: next((n for n, documents in enumerate(held, 1) if documents >= wanted), 0)]
         if not rows:
             raise DataError(
-                f"{self.remote.url} has {_documents_in(array, offered):,} documents of {self.name} with all "
-                f"{len(columns)} chunks asked for, fewer than "
+                f"{self.remote.url} has {array.documents_in(offered):,} documents of {self.name} with all chunks "
+                "asked for, fewer than "
                 f"{'one row of chunks' if wanted is None else f'the {wanted:,} asked for'}; ask for fewer documents, "
                 "or for fewer tokens of each, or name another source"
             )
-        files = {file: stated[keys[file]] for file in itertools.product(rows, columns)}
-        return Plan(array, rows, offered, len(in_all), files)
+        return Plan(array, rows, offered, {file: stated[key] for file, key in keys.items() if file[0] in set(rows)})
 
     def _fetch_metadata(self, tokens: int | None) -> None:
         """The array's metadata goes to the work folder, of documents cut to `tokens`."""
-        for name in (".zarray", "zarr.json"):
-            if (text := self.remote.read(f"{self.name}/{name}", LARGEST_METADATA)) is not None:
-                break
-        else:
+        found = ((name, self.remote.read(f"{self.name}/{name}")) for name in (".zarray", "zarr.json"))
+        name, text = next(((name, text) for name, text in found if text is not None), ("", b""))
+        if not name:
             raise DataError(f"no array at {self.remote.url}/{self.name}: neither .zarray nor zarr.json is there")
         try:
             fields = json.loads(text)
@@ -229,43 +209,28 @@ class _Download:
                     f"--tokens={tokens} must be a multiple of {width:,}, the tokens in a chunk, up to {doc_len:,}, the "
                     "tokens of a document"
                 )
-            fields["shape"] = [n_documents, tokens]
-            text = json.dumps(fields, indent=4).encode()
+            text = json.dumps(fields | {"shape": [n_documents, tokens]}, indent=4).encode()
         (self.work / name).write_bytes(text)
+
+    def _left(self, plan: Plan) -> list[File]:
+        """The files that are not in place, verified and as large as the source states."""
+        verified = self._verified()
+
+        def is_there(file: File) -> bool:
+            path = self.target / plan.array.key(file)
+            there = plan.array.key(file) in verified and path.exists()
+            return there and plan.files[file].size in (None, path.stat().st_size)
+
+        return [file for file in plan.files if not is_there(file)]
 
     def _verified(self) -> dict[str, str]:
         """SHA-256 of every file that was verified."""
         listed = read_list(self.target)
         return {} if listed is None else listed.sums
 
-    def _is_there(self, plan: Plan, file: File, verified: dict[str, str]) -> bool:
-        """Whether a file is in place and was verified, and has the size that the source states."""
-        key = plan.array.metadata.encode_chunk_key(file)
-        path = self.target / key
-        return key in verified and path.exists() and plan.files[file].size in (None, path.stat().st_size)
-
-    def _describe(self, plan: Plan, left: list[File]) -> None:
-        total, to_fetch = (sum(map(plan.nbytes, files)) / 1e9 for files in (plan.files, left))
-        self.say(
-            f"{self.name} from {self.remote.url}\n"
-            f"  the source has: {plan.amount(plan.rows_offered)}\n"
-            f"  asked for: {plan.amount(plan.rows)}\n"
-            f"  {len(plan.files):,} files, {total:,.2f} GB; to fetch {len(left):,}, {to_fetch:,.2f} GB"
-        )
-
-    def _require_space(self, needed: int) -> None:
-        free = shutil.disk_usage(self.out).free
-        if needed + SPACE_MARGIN > free:
-            raise DataError(
-                f"{needed / 1e9:,.2f} GB are to be fetched and {self.out} has {free / 1e9:,.2f} GB free; make room, "
-                "ask for fewer documents or fewer tokens of each, or choose another --out"
-            )
-
-    # Fetching ---------------------------------------------------------------------------------------------------
-
-    def _begin(self, plan: Plan, verified: dict[str, str]) -> None:
+    def _begin(self, plan: Plan) -> None:
         """Notes where the files come from; refuses to mix those of two sources or two lengths, or with others."""
-        now = {"source": self.remote.url, "tokens": int(plan.array.shape[1])}
+        now = {"source": self.remote.url, "tokens": plan.array.doc_len}
         if self.note.exists():
             before = redact_tree(json.loads(self.note.read_text()))
             different = [key for key in now if before.get(key) != now[key]]
@@ -279,7 +244,7 @@ class _Download:
             raise DataError(f"{self.target} was not made by this program; choose another --out, or move it away")
         write_atomically(self.note, json.dumps(now, indent=1))
         self.target.mkdir(exist_ok=True)
-        self._write_sums(verified)  # so that nothing is appended to a line that a kill cut short
+        self._write_sums()  # so that nothing is appended to a line that a kill cut short
 
     def _fetch_all(self, plan: Plan, files: list[File]) -> None:
         failures: list[str] = []
@@ -290,12 +255,11 @@ class _Download:
                 for future in as_completed(running):
                     try:
                         future.result()
+                        progress.advance(plan.nbytes(running[future]))
                     except DataError as error:
                         failures.append(str(error))
                         if len(failures) > FAILURES_ALLOWED:
                             break
-                    else:
-                        progress.advance(plan.nbytes(running[future]))
         finally:
             pool.shutdown(cancel_futures=True)
         if failures:
@@ -307,10 +271,9 @@ class _Download:
 
     def _fetch(self, plan: Plan, file: File) -> None:
         """One file: from the source, verified, into its place."""
-        (row, column), (height, width) = file, _file_shape(plan.array)
-        key = plan.array.metadata.encode_chunk_key(file)
-        place, decoded = f"{self.remote.url}/{self.name}/{key}", height * width * plan.array.dtype.itemsize
-        data = self.remote.read(f"{self.name}/{key}", decoded + decoded // 8 + LARGEST_METADATA, plan.files[file])
+        key = plan.array.key(file)
+        place = f"{self.remote.url}/{self.name}/{key}"
+        data = self.remote.read(f"{self.name}/{key}", plan.files[file])
         if data is None:
             raise RemoteError(f"{place} is not there, although the source said so")
         part, final = self.work / key, self.target / key
@@ -318,26 +281,24 @@ class _Download:
             folder.mkdir(parents=True, exist_ok=True)
         part.write_bytes(data)
         try:
-            np.asarray(plan.array[row * height : (row + 1) * height, column * width : (column + 1) * width])
-        except Exception as error:  # each codec has its own
+            plan.array.decode_file(file)
+        except DataError as error:
             raise DataError(f"{place} came whole and cannot be decoded: {error}") from error
         flush(part)
         os.replace(part, final)
         with self.lock, self.sums.open("a") as sums:
-            sums.write(self._line(key, hashlib.sha256(data).hexdigest()))
+            sums.write(f"{hashlib.sha256(data).hexdigest()}  {self.name}/{key}\n")
 
-    def _line(self, key: str, digest: str) -> str:
-        return f"{digest}  {self.name}/{key}\n"
-
-    def _write_sums(self, verified: dict[str, str]) -> None:
-        write_atomically(self.sums, "".join(self._line(key, digest) for key, digest in sorted(verified.items())))
+    def _write_sums(self) -> None:
+        verified = sorted(self._verified().items())
+        write_atomically(self.sums, "".join(f"{digest}  {self.name}/{key}\n" for key, digest in verified))
 
     def _finish(self, plan: Plan) -> None:
         for name in (".zarray", "zarr.json"):
             if (self.work / name).exists():
                 write_atomically(self.target / name, (self.work / name).read_bytes())
-        self._write_sums(self._verified())
-        holes = len(plan.rows) < plan.rows_in_all
+        self._write_sums()
+        holes = len(plan.rows) * plan.array.file_shape[0] < plan.array.documents
         self.say(
             f"{self.target} is complete and verified"
             + ("; it is sparse, so train on it with datamodule.missing_chunks=skip" if holes else "")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data import DataError, DataInfo
-from forgetting_transformer.data.tokens import other_token, tokens_of
+from forgetting_transformer.data.vocabulary import other_token, tokens_of
 from forgetting_transformer.files import read_json, utf8_path
 from forgetting_transformer.hub_connection import cached_model, only_cached
 from forgetting_transformer.model import registry
