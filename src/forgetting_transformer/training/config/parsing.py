@@ -248,7 +248,7 @@ def _line(key: str, error: Any, keys: Mapping[str, Key]) -> str:
     if not value.strip():
         wanted = "a path or a name" if kind == "string_pattern_mismatch" else expected or "a value"
         return f"{key}= is empty (a variable that is not set?); give {wanted}{null}"
-    if kind == "too_short":
+    if kind == "too_short" and not error["input"]:
         return f"{key}={redact(value)} must not be empty{null}"
     if kind == "literal_error":
         expected = error["ctx"]["expected"].replace("True", "true").replace("False", "false")
