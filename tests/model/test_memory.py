@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from forgetting_transformer.model import decoder
+from forgetting_transformer.model import block as blocks
 from tests.model.small_models import PRO, small
 
 
@@ -31,7 +31,7 @@ def test_block_inputs_wait_on_the_host_and_change_nothing(architecture, fields, 
         def __init__(self, pin_memory: bool) -> None:
             super().__init__(lambda x: moved.append(tuple(x.shape)) or x.clone(), lambda x: x)
 
-    monkeypatch.setattr(decoder, "save_on_cpu", Recorded)
+    monkeypatch.setattr(blocks, "save_on_cpu", Recorded)
     model.keep_block_inputs_on_host()
     actual = step(model, ids)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
