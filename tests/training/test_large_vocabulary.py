@@ -141,7 +141,7 @@ def test_a_sound_array_is_called_sound_and_an_id_too_high_is_named(wide: Path, t
     array[3, 5] = WORDS
     (tmp_path / "copy/train.sha256").unlink()
     (problem,) = verify(tmp_path / "copy/train.zarr", WORDS).problems
-    assert "0.0 holds id 70000, not below vocab_size=70000" in problem
+    assert "token id 70000 in document 3 at position 5 is not below vocab_size=70000" in problem
     with pytest.raises(DataError, match=r"train\.zarr: token id 70000 in document 3 at position 5 is not below"):
         labels(module(tmp_path, "copy"), 20)
 
