@@ -110,7 +110,7 @@ ALL_CASES = [
     *((name, True, True) for name in PACKED),
 ]
 #: Four processes leave out most that are not checkpointed, since layers know nothing of it, and what the rest contains.
-CONTAINED = ("fox_llama", "fox_pruned", "fox_pro_shared_norms", "hgrn2_bounded")
+CONTAINED = ("fox_llama", "fox_pruned")
 CASES = [
     (name, packed, checkpointing)
     for name, packed, checkpointing in ALL_CASES
