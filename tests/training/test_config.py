@@ -281,11 +281,12 @@ def test_an_unknown_key_is_refused_with_the_closest_known_one():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.compile=1", "train.compile=1 must be true or false"),
-        ("preflight=0", "preflight=0 must be true or false"),
+        ("train.compile=1", "train.compile=1 must be 'auto', true or false"),
+        ("preflight=0", "preflight=0 must be 'check', true or false"),
         ("datamodule.train_num_workers=true", "datamodule.train_num_workers=True must be a"),
         ("optimizer.lr=true", "optimizer.lr=True must be a number"),
         ("optimizer.eps=false", "optimizer.eps=False must be a number"),
+        ("train.spike_factor=true", "train.spike_factor=True must be a number"),
         ("optimizer.betas=[]", "optimizer.betas=[] must not be empty"),
     ],
 )

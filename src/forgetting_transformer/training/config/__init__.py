@@ -32,14 +32,19 @@ def _is_number(value: Any) -> Any:
     return value
 
 
-def _no_number(value: Any) -> Any:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):  # 1 and 0 equal true and false
-        raise PydanticCustomError("bool_type", "must be true or false")
-    return value
+def _switch(word: str) -> BeforeValidator:
+    """Refuses 1 and 0 beside true, false and a word, which pydantic takes for true and false."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            raise PydanticCustomError("literal_error", "", {"expected": f"'{word}', true or false"})
+        return value
+
+    return BeforeValidator(check)
 
 
 #: True, false, or what is best here.
-Switch = Annotated[Literal["auto", True, False], BeforeValidator(_no_number)]
+Switch = Annotated[Literal["auto", True, False], _switch("auto")]
 #: A whole number, which may be written as 1e9.
 Whole = Annotated[int, BeforeValidator(_is_number)]
 #: Tokens of a run, a budget or an interval.
@@ -331,7 +336,7 @@ class Config:
     checkpoint_background: bool = True
     #: true: check data, disk and memory, time a few steps, say what the run will cost, measure which micro-batch is
     #: fastest, with activation checkpointing and without, and train nothing. "check": without the measurement.
-    preflight: Annotated[Literal[False, True, "check"], BeforeValidator(_no_number)] = False
+    preflight: Annotated[Literal["check", True, False], _switch("check")] = False
 
     def __post_init__(self) -> None:
         for name in self.eval_sets:

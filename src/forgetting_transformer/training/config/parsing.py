@@ -195,9 +195,9 @@ def _validated(kind: type, values: dict[str, Any], written: Mapping[str, Any]) -
     keys = keys_of(kind)
     # Python counts true and false as 1 and 0, and pydantic follows it.
     wrong = {
-        key: f"{key}={value} must be a number"
+        key: f"{key}={value} must be {number}"
         for key, value in flatten(values).items()
-        if isinstance(value, bool) and key in keys and _is_number(keys[key].type)
+        if isinstance(value, bool) and key in keys and (number := _number(keys[key].type))
     }
     missing = {key for key, value in flatten(values).items() if value == MISSING}
     result = None
@@ -223,9 +223,11 @@ def _validated(kind: type, values: dict[str, Any], written: Mapping[str, Any]) -
     return result
 
 
-def _is_number(hint: Any) -> bool:
-    """Whether a type is that of numbers, in a range or null too."""
-    return hint in (int, float) or any(_is_number(kind) for kind in typing.get_args(hint) if kind is not hint)
+def _number(hint: Any) -> str:
+    """Kind of number that a type asks for, in a range or null too; empty for other types."""
+    if hint in (int, float):
+        return _EXPECTED[hint.__name__]
+    return next(filter(None, map(_number, typing.get_args(hint))), "")
 
 
 def _not_referring(keys: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
