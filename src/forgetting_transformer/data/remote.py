@@ -39,6 +39,8 @@ LONGEST_WAITING = 1000.0
 PROBES = 64
 #: HTTP answers that mean "later".
 PASSING = {408, 425, 429, 500, 502, 503, 504}
+#: HTTP file systems by process, never let go: where a forked process collects its parent's, closing waits a second.
+_HTTP: dict[tuple[Any, ...], Any] = {}
 _HUB = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?(?:/(?P<folder>.*))?")
 
 
@@ -232,7 +234,12 @@ class RemoteFolder:
 
                 timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_SECONDS, sock_read=SILENCE_SECONDS)
                 client = {"timeout": timeout, "trust_env": True}
-                return fsspec.filesystem("http", client_kwargs=client, headers=headers, skip_instance_cache=True), base
+                key = os.getpid(), SILENCE_SECONDS, tuple(headers.items())
+                if key not in _HTTP:
+                    _HTTP[key] = fsspec.filesystem(
+                        "http", client_kwargs=client, headers=headers, skip_instance_cache=True
+                    )
+                return _HTTP[key], base
             return fsspec.core.url_to_fs(base)
         except ImportError as error:
             cure = f"{how_to_install('remote')} brings S3 and GCS"
