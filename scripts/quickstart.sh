@@ -31,3 +31,4 @@ python scripts/plot_run.py "$folder/run"
 step "4/4  Export to $folder/hf and generation"
 python save_model.py --hf_load_dir "$folder/run" --hf_save_dir "$folder/hf"
 python scripts/generate.py "$folder/hf" --prompt $'import os\n\n\ndef read_lines(path):\n    ' --max_new_tokens 96 --temperature 0.7
+printf '\nEverything is in %s. Next: docs/train.md\n' "$folder"
