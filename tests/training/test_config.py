@@ -240,7 +240,7 @@ def demo(*overrides: str):
     ("parts", "message"),
     [
         ("", r"no value for datamodule.parts"),
-        ("{}", r"datamodule.parts={} must not be empty"),
+        ("{}", r"datamodule.parts={} is empty; give at least one value"),
         ("{words: -1, tiny: 1}", r"datamodule.parts.words=-1 must be greater than 0"),
         (
             "[words, tiny]",
@@ -287,7 +287,7 @@ def test_an_unknown_key_is_refused_with_the_closest_known_one():
         ("optimizer.lr=true", "optimizer.lr=True must be a number"),
         ("optimizer.eps=false", "optimizer.eps=False must be a number"),
         ("train.spike_factor=true", "train.spike_factor=True must be a number"),
-        ("optimizer.betas=[]", "optimizer.betas=[] must not be empty"),
+        ("optimizer.betas=[]", "optimizer.betas=[] is empty; give at least one value"),
     ],
 )
 def test_one_is_not_true_and_true_is_not_one(override, message):

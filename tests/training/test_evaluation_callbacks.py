@@ -142,7 +142,7 @@ def test_what_lm_eval_needs_is_missed_before_the_first_step(tiny, task):
         ({"tasks": ["wordz"]}, "tasks=wordz: lm_eval does not know them; for wordz did you mean 'words'? `lm_eval ls"),
         ({"tasks": ["arc_eazy"]}, "for arc_eazy did you mean 'arc_easy'?"),
         ({"tokenizer": None}, "callbacks.lm_eval.tokenizer=None: "),
-        ({"tasks": []}, r"callbacks.lm_eval.tasks=[]: List should have at least 1 item"),
+        ({"tasks": []}, r"callbacks.lm_eval.tasks=[] is empty; give at least one value"),
         ({"limit": 0}, "callbacks.lm_eval.limit=0 must be"),
     )
     configs = [with_lm_eval(tiny, task, **keys) for keys, _ in cases]
@@ -372,10 +372,10 @@ def test_what_the_needle_test_cannot_do_is_refused_before_the_first_step(tiny, t
             {"lengths": None},
             "callbacks.needle.lengths=null has prompts of 32 tokens, and needle, ",
         ),
-        ({"lengths": []}, "callbacks.needle.lengths=[]: List should have at least 1 item"),
+        ({"lengths": []}, "callbacks.needle.lengths=[] is empty; give at least one value"),
         ({"depths": [0, 50]}, "callbacks.needle.depths.1=50 must be less than or equal to 1"),
         ({"mode": "eazy"}, "callbacks.needle.mode=eazy must be 'easy' or 'standard'"),
-        ({"answer": " "}, "callbacks.needle.answer= is empty"),
+        ({"answer": " "}, "callbacks.needle.answer=' ' is empty"),
         ({"interval": 0}, "callbacks.needle.interval=0 must be"),
         ({"tokenizer": None}, "callbacks.needle.tokenizer=None: "),
         ({"haystack": str(task / "nowhere")}, f"callbacks.needle.haystack={task / 'nowhere'}: there is no folder"),
@@ -425,4 +425,4 @@ def test_samples_are_what_the_finished_model_writes_and_change_no_weight(
     }
     assert len(line["samples/0/prompt"].split()) == 16 and len(line["samples/0/document"].split()) == 6
     said = refused(changed(again, callbacks__samples=keys | {"prompts": []}))
-    assert "callbacks.samples.prompts=[]: List should have at least 1 item" in said
+    assert "callbacks.samples.prompts=[] is empty; give at least one value" in said

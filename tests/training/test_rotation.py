@@ -70,12 +70,12 @@ def test_a_checkpoint_that_goes_at_any_moment_of_reading_makes_room_for_the_next
     for moment in range(1, 100):
         shutil.copytree(run, tmp_path / f"{moment}")
         folder, opened = rotate_at(moment, tmp_path / f"{moment}")
-        model, _, length, step, *_ = _load_run(folder, None, None)
-        assert length == 32 and all(torch.isfinite(p).all() for p in model.parameters())
-        assert step in (8 * STEP, 12 * STEP)
+        loaded = _load_run(folder, None, None)
+        assert loaded.train_length == 32 and all(torch.isfinite(p).all() for p in loaded.model.parameters())
+        assert loaded.train_tokens in (8 * STEP, 12 * STEP)
         if len(opened) < moment:
             break
-        moments += step == 12 * STEP
+        moments += loaded.train_tokens == 12 * STEP
         shutil.rmtree(folder)
     assert moments > 5, "most moments were too early for step 8 to be read"
 

@@ -249,9 +249,10 @@ def _line(key: str, error: Any, keys: Mapping[str, Key]) -> str:
     expected = _EXPECTED.get(kind.partition("_")[0])
     if not value.strip():
         wanted = "a path or a name" if kind == "string_pattern_mismatch" else expected or "a value"
-        return f"{key}= is empty (a variable that is not set?); give {wanted}{null}"
+        given = repr(value) if value else ""
+        return f"{key}={given} is empty (a variable that is not set?); give {wanted}{null}"
     if kind == "too_short" and not error["input"]:
-        return f"{key}={redact(value)} must not be empty{null}"
+        return f"{key}={redact(value)} is empty; give at least one value{null}"
     if kind == "literal_error":
         expected = error["ctx"]["expected"].replace("True", "true").replace("False", "false")
     better = f" must be {expected}" if expected else f": {error['msg']}".replace(": Input should be", " must be")
