@@ -66,7 +66,7 @@ class Corpus(Protocol):
     """A corpus at one batch shape. A class that derives from it need not define `train_lengths` and `check_cache`.
 
     The tokens of a global batch are a function of its number alone, and ranks slice it last. So a run that is continued
-    reads what it would have read, and the number of processes may change. There is no position to save.
+    reads what it would have read, and the number of processes may change. The only position is the number of steps.
     """
 
     #: Whether batches have `cu_seqlens`.

@@ -68,7 +68,13 @@ def _unwatched(name: str, last_write: float) -> Iterator[Callable[[], None]]:
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended, on every rank alike. Seconds: that training waited for the copy, and that writing took."""
+    """How a save ended, on every rank alike.
+
+    Attributes:
+        step: training tokens done, as in the name of a checkpoint's folder.
+        copy_seconds, write_seconds: that training waited for the copy, and that writing took.
+        error: why there is no checkpoint; None if there is one.
+    """
 
     step: int
     copy_seconds: float
