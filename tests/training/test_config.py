@@ -241,6 +241,7 @@ def demo(*overrides: str):
     [
         ("", r"no value for datamodule.parts"),
         ("{}", r"datamodule.parts={} is empty; give at least one value"),
+        ("{web: true}", r"datamodule.parts.web=True must be a number"),
         ("{words: -1, tiny: 1}", r"datamodule.parts.words=-1 must be greater than 0"),
         (
             "[words, tiny]",
@@ -283,10 +284,11 @@ def test_an_unknown_key_is_refused_with_the_closest_known_one():
     [
         ("train.compile=1", "train.compile=1 must be 'auto', true or false"),
         ("preflight=0", "preflight=0 must be 'check', true or false"),
-        ("datamodule.train_num_workers=true", "datamodule.train_num_workers=True must be a"),
+        ("datamodule.train_num_workers=true", "datamodule.train_num_workers=True must be a whole number"),
         ("optimizer.lr=true", "optimizer.lr=True must be a number"),
         ("optimizer.eps=false", "optimizer.eps=False must be a number"),
-        ("train.spike_factor=true", "train.spike_factor=True must be a number"),
+        ("train.spike_factor=true", "train.spike_factor=True must be a number, or null"),
+        ("train.profile_steps=[true,3]", "train.profile_steps.0=True must be a whole number"),
         ("optimizer.betas=[]", "optimizer.betas=[] is empty; give at least one value"),
     ],
 )

@@ -24,7 +24,7 @@ from forgetting_transformer.evaluation.in_training import (
     share,
 )
 from forgetting_transformer.evaluation.models import precision_context
-from forgetting_transformer.training.config import Count, Text, Tokens, Whole
+from forgetting_transformer.training.config import Count, Text, Tokens
 from forgetting_transformer.training.interface import TrainerInterface
 
 #: Held-out documents that are continued, and tokens of each that are given.
@@ -42,7 +42,7 @@ class SamplesConfig:
     #: 0: the likeliest token always. Above: logits are divided by it, and tokens drawn.
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     #: Of the drawing, the same every time.
-    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     #: Folder or hub id; null: the corpus's.
     tokenizer: Text | None = None
 

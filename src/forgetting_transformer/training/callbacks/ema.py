@@ -20,7 +20,7 @@ from forgetting_transformer import plugins
 from forgetting_transformer.metric_names import LOSS, VAL_EMA, name_of
 from forgetting_transformer.ranges import TOKENS
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
-from forgetting_transformer.training.config import Count, Whole
+from forgetting_transformer.training.config import Count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ class EmaConfig:
     #: Steps between updates.
     every_steps: Count = 1
     #: Training tokens before the first update. Until then the average is the weights.
-    start_tokens: Annotated[Whole, Field(ge=0, le=TOKENS.high)] = 0
+    start_tokens: Annotated[int, Field(ge=0, le=TOKENS.high)] = 0
     #: Also evaluate the average on the held-out documents, when the weights are evaluated: val_ema.jsonl.
     evaluate: bool = True
 

@@ -26,12 +26,6 @@ class ConfigError(ValueError):
     """The configuration cannot be run; the message names the key, the value and the fix."""
 
 
-def _is_number(value: Any) -> Any:
-    if isinstance(value, bool):  # which Python counts as 0 and 1
-        raise PydanticCustomError("int_type", "must be a number")
-    return value
-
-
 def _switch(word: str) -> BeforeValidator:
     """Refuses 1 and 0 beside true, false and a word, which pydantic takes for true and false."""
 
@@ -45,15 +39,13 @@ def _switch(word: str) -> BeforeValidator:
 
 #: True, false, or what is best here.
 Switch = Annotated[Literal["auto", True, False], _switch("auto")]
-#: A whole number, which may be written as 1e9.
-Whole = Annotated[int, BeforeValidator(_is_number)]
-#: Tokens of a run, a budget or an interval.
-Tokens = Annotated[Whole, Field(ge=1, le=TOKENS.high)]
+#: Tokens of a run, a budget or an interval. Whole numbers may be written as 1e9.
+Tokens = Annotated[int, Field(ge=1, le=TOKENS.high)]
 #: Things of which there may be many: sequences in a batch, ids of a vocabulary, seconds.
-Count = Annotated[Whole, Field(ge=1, le=COUNT.high)]
+Count = Annotated[int, Field(ge=1, le=COUNT.high)]
 #: Widths and numbers of parts of a model.
-Size = Annotated[Whole, Field(ge=1, le=SIZE.high)]
-TokenId = Annotated[Whole, Field(ge=0, le=COUNT.high)]
+Size = Annotated[int, Field(ge=1, le=SIZE.high)]
+TokenId = Annotated[int, Field(ge=0, le=COUNT.high)]
 #: Ratios, scales and small constants that make no sense at zero.
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 #: Zero is allowed: it trains nothing, which is a way to measure speed and to look at the data.
@@ -68,7 +60,7 @@ def _or_not_utf8(value: Any, check: Callable[[Any], Any]) -> Any:
 #: Text that is not empty, as a variable of the shell that is not set leaves it. To pathlib that is the current folder.
 Text = Annotated[str, Field(pattern=r"\S"), WrapValidator(_or_not_utf8)]
 
-_Workers = Annotated[Whole, Field(ge=0, le=1024)]
+_Workers = Annotated[int, Field(ge=0, le=1024)]
 _DEVICES = 1024
 #: Of one of `eval_sets`.
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
@@ -182,18 +174,18 @@ class StrategyConfig:
     #: processes) or "hsdp" (sharded within a node, replicated between nodes).
     name: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
     #: hsdp: processes that share one copy of the model. null: those of a node.
-    shard_size: Annotated[Whole, Field(ge=1, le=_DEVICES * 1024)] | None = None
+    shard_size: Annotated[int, Field(ge=1, le=_DEVICES * 1024)] | None = None
     #: fsdp and hsdp: gather weights once a step and keep them until its last backward pass, instead of gathering each
     #: block before and after its use. "auto": where they take at most a twentieth of a GPU's memory.
     keep_gathered: Switch = "auto"
     #: So many ranks share each sequence, every one a part of it; the rest of the world is data parallel.
-    context: Annotated[Whole, Field(ge=1, le=_DEVICES)] = 1
+    context: Annotated[int, Field(ge=1, le=_DEVICES)] = 1
     #: Seconds without a step, or without a byte written of a checkpoint that is waited for, after which a rank is stuck
     #: and ends itself; so long it waits for the others in a collective operation. The start has half an hour more.
-    timeout_seconds: Annotated[Whole, Field(ge=1, le=10**8)] = 1800
+    timeout_seconds: Annotated[int, Field(ge=1, le=10**8)] = 1800
     #: ddp and hsdp: steps between comparisons of weights and moments over the ranks that hold the same unless memory or
     #: a GPU failed; they are compared before every checkpoint too. null: never.
-    compare_steps: Annotated[Whole, Field(ge=1, le=10**8)] | None = 100
+    compare_steps: Annotated[int, Field(ge=1, le=10**8)] | None = 100
 
 
 @dataclass(kw_only=True)
@@ -210,7 +202,7 @@ class ScheduleConfig:
     #: A name in plugins.SCHEDULES; those of this package are in training/optimization/schedule.py.
     name: str
     #: Tokens of linear warm-up from init_lr to optimizer.lr.
-    warmup_tokens: Annotated[Whole, Field(ge=0, le=TOKENS.high)] = 0
+    warmup_tokens: Annotated[int, Field(ge=0, le=TOKENS.high)] = 0
     #: warmup_cosine and warmup_linear: tokens at which end_lr is reached, warm-up included.
     #: warmup_stable_decay: tokens of the whole run; the decay ends there.
     total_tokens: Tokens | None = None
@@ -297,7 +289,7 @@ class Config:
     exp: str = "debug"
     tag: str = "debug"
     #: Seeds the initial weights and the random numbers of every step.
-    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     #: Everything the run writes goes here; see docs/operations.md.
     output_dir: Text
     #: Text that holds the corpus folder `datamodule.dataset`.

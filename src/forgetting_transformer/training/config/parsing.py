@@ -9,8 +9,8 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import pydantic.dataclasses
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -92,11 +92,12 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
     values["model"].pop("sizes", None)  # by scale; fields of model.config refer to them
     if said := plugins.missing(values.get("plugins")):
         raise ConfigError(said)
-    components = components_of(flatten(values))
+    flat = flatten(values)
+    components = components_of(flat)
     for found in components.values():
         if isinstance(found, UnknownComponentError):
             raise ConfigError(str(found))
-    config = typing.cast(Config, _validated(config_class(flatten(values)), values, flatten(written)))
+    config = typing.cast(Config, _validated(config_class(flat), values, flatten(written)))
     used = {found.plugin for found in components.values() if isinstance(found, Component)}
     used.add(plugins.MODELS.plugin_of(config.model.name))
     config.plugins += sorted(used - {*config.plugins, ""})
@@ -193,12 +194,7 @@ def _validated(kind: type, values: dict[str, Any], written: Mapping[str, Any]) -
         written: the config as it was written, flat, ${…} included.
     """
     keys = keys_of(kind)
-    # Python counts true and false as 1 and 0, and pydantic follows it.
-    wrong = {
-        key: f"{key}={value} must be {number}"
-        for key, value in flatten(values).items()
-        if isinstance(value, bool) and key in keys and (number := _number(keys[key].type))
-    }
+    wrong = dict(_truths("", values, kind))
     missing = {key for key, value in flatten(values).items() if value == MISSING}
     result = None
     try:
@@ -223,11 +219,35 @@ def _validated(kind: type, values: dict[str, Any], written: Mapping[str, Any]) -
     return result
 
 
-def _number(hint: Any) -> str:
-    """Kind of number that a type asks for, in a range or null too; empty for other types."""
-    if hint in (int, float):
-        return _EXPECTED[hint.__name__]
-    return next(filter(None, map(_number, typing.get_args(hint))), "")
+def _truths(key: str, value: Any, hint: Any) -> Iterator[tuple[str, str]]:
+    """Keys that are true or false where a type asks for a number, and their lines.
+
+    Python counts them as 1 and 0, and pydantic follows it.
+    """
+    kinds = [*_alternatives(hint)]
+    if isinstance(value, bool):
+        numbers = [_EXPECTED[kind.__name__] for kind in kinds if kind in (int, float)]
+        if numbers and bool not in kinds:
+            yield key, f"{key}={value} must be {numbers[-1]}{', or null' * (types.NoneType in kinds)}"
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in items:
+        below = f"{key}.{name}".removeprefix(".")
+        for kind in kinds:
+            if dataclasses.is_dataclass(kind):
+                yield from _truths(below, item, typing.get_type_hints(kind, include_extras=True).get(str(name), Any))
+            elif typing.get_origin(kind) in (list, dict):
+                yield from _truths(below, item, typing.get_args(kind)[-1])
+
+
+def _alternatives(hint: Any) -> Iterator[Any]:
+    """The types that a union allows, without what `Annotated` says of them."""
+    if typing.get_origin(hint) is Annotated:
+        yield from _alternatives(typing.get_args(hint)[0])
+    elif typing.get_origin(hint) in (typing.Union, types.UnionType):
+        for kind in typing.get_args(hint):
+            yield from _alternatives(kind)
+    else:
+        yield hint
 
 
 def _not_referring(keys: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:

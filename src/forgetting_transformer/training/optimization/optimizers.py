@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from forgetting_transformer.plugins import OPTIMIZERS
-from forgetting_transformer.training.config import OptimizerConfig, Positive, Whole
+from forgetting_transformer.training.config import OptimizerConfig, Positive
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ class MuonConfig(AdamWConfig):
     momentum: Beta = 0.95
     nesterov: bool = True
     #: Newton-Schulz iterations that make an update orthogonal.
-    ns_steps: Annotated[Whole, Field(ge=1, le=99)] = 5
+    ns_steps: Annotated[int, Field(ge=1, le=99)] = 5
     #: "match_rms_adamw": updates as large as AdamW's, so that its learning rates and weight decay serve. "original": of
     #: Jordan et al. 2024, whose rates are ten times as high and more.
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
