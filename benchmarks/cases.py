@@ -69,7 +69,9 @@ def parser(description: str | None, time_limit: float = 900) -> argparse.Argumen
         default=time_limit,
         help="seconds that a row may take (default %(default)s)",
     )
-    made.add_argument("--out", type=command_line.path, help="JSON file that gets each row; the same command goes on")
+    made.add_argument(
+        "--out", type=command_line.path, help="JSON file to which each row is added; the same command continues it"
+    )
     made.add_argument("--replace", action="store_true", help="measure again what --out already has")
     made.add_argument("--dry_run", action="store_true", help="print the cases, and measure none")
     made.add_argument("--worker", nargs=2, metavar=("CASE", "FILE"), help=argparse.SUPPRESS)

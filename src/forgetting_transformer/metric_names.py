@@ -1,7 +1,7 @@
 """Names of the numbers that a run logs, in its files under `metrics/`, in wandb and in TensorBoard.
 
 A name is `<kind>/<name>`, so that no two kinds share one. The writer of a number and its readers take the name from
-here. docs/operations.md says what each kind holds.
+here. docs/operations.md lists the contents of each kind.
 """
 
 # Kinds of lines: metrics/jsonlines/<kind>.jsonl.

@@ -51,7 +51,7 @@ def find(name: str) -> KnownModel | None:
 
 
 def display_name(model: str) -> str:
-    """What tables call a released model, as in FoX (Pro) for fox-pro-760m-longcrawl64-48b; others keep their names."""
+    """Name of a model in tables: FoX (Pro) for the released fox-pro-760m-longcrawl64-48b; others keep their names."""
     known = MODELS.get(model.removesuffix(_RELEASED).replace("-", "_"))
     return known.name if known and model.endswith(_RELEASED) else model
 

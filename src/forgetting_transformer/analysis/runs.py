@@ -161,7 +161,7 @@ class Run:
 
     @property
     def device(self) -> str | None:
-        """What its newest start computed on: the name of a GPU, or "CPU (x86_64)"; None before the first."""
+        """Device of the newest start: the name of a GPU, or "CPU (x86_64)"; None before the first start."""
         machine = self.starts[-1].get("machine", {}) if self.starts else {}
         device = machine.get("device")
         # Of a CPU, a start records the architecture only, which is a part of its platform's name too.

@@ -1,4 +1,4 @@
-"""What the files beside its arrays say of a corpus: its manifest, how many token ids it has, and what they stand for.
+"""Manifest and vocabulary of a corpus: how many token ids it has, and the token of each.
 
 The arrays do not say. A model with the vocabulary of another tokenizer trains all the same, only worse: so nothing is
 assumed of an array that nobody describes.
@@ -106,8 +106,8 @@ def vocabulary_of(
 ) -> Vocabulary:
     """The vocabulary of the corpus at `place`.
 
-    It is what is stated, else what its manifest says, else GPT-2's for LongCrawl64, else what a
-    run recorded when it began. EOS is BOS where only BOS is stated or in the manifest.
+    It is what is stated, else what its manifest says, else GPT-2's for LongCrawl64, else what a run recorded when it
+    began. EOS is BOS where only BOS is stated or in the manifest.
 
     LongCrawl64 is a folder of that name with documents of 65,536 tokens, or of as many as
     scripts/download_longcrawl64.py cut them to, which its note says.
@@ -133,8 +133,7 @@ def vocabulary_of(
         raise DataError(
             f"{redact(str(place))} has no manifest.json that states its vocabulary and is not LongCrawl64 with "
             f"documents of 65,536 tokens, so it does not say which tokenizer made it: set {' and '.join(missing)}, or "
-            f"bring back the manifest "
-            "that scripts/prepare_data.py wrote (docs/data.md)"
+            "bring back the manifest that scripts/prepare_data.py wrote (docs/data.md)"
         )
     found = Vocabulary(size, bos, bos if eos is None else eos)
     for key in ("bos_token_id", "eos_token_id"):

@@ -908,7 +908,7 @@ class NeedleTest(EvaluationCallback):
         return found
 
     def _values(self, scores_N3: np.ndarray) -> dict[str, float]:
-        """What needle.jsonl says; see the module docstring."""
+        """Values of a line of needle.jsonl; the module docstring explains them."""
         values: dict[str, float] = {}
         for length in self._lengths:
 

@@ -263,7 +263,7 @@ def check_extrapolates(model: EvaluatedModel, data: HeldOutSequences) -> None:
 
 
 class _Batches(IterableDataset):
-    """Batches for a loader, which may read them in a process of its own."""
+    """Batches of a loader, which may read them in its own process."""
 
     def __init__(self, data: HeldOutSequences, batches: Sequence[range]) -> None:
         self.data, self.batches = data, batches

@@ -113,23 +113,22 @@ def attend(
     if seq_start_B is not None and held.first:
         seq_start_B = (seq_start_B - held.first).clamp(min=0)
     num_new, num_keys = q_BHTD.shape[2], held.keys.shape[2]
+    options: dict[str, Any] = {"seq_start": seq_start_B, "cu_seqlens": span.cu_seqlens, "window_size": window}
     if cache is not None and (cache.slot is not None or _decodes(num_new, num_keys, q_BHTD, held, window)):
         out_BTHD = _decode(q_BHTD, k_BGTD, held, seq_start_B, cache, window, pruning).transpose(1, 2)
     elif log_fgate_BHT is None:
         length_first = (x.transpose(1, 2) for x in (q_BHTD, held.keys, held.values))
-        options: dict[str, Any] = {"seq_start": seq_start_B, "cu_seqlens": span.cu_seqlens, "window_size": window}
         out_BTHD = causal_attention(*length_first, **options)
     else:
         if num_new < num_keys:
             assert held.cum_log_fgate is not None
             log_fgate_BHT = log_fgate_of(held.cum_log_fgate)
-        options = {"head_first": True, "seq_start": seq_start_B, "cu_seqlens": span.cu_seqlens, "window_size": window}
         if pruning is not None and pruning.score_bound_H is None:
             options |= {"adaptive_threshold": "auto", "log_tolerance": pruning.log_tolerance}
         elif pruning is not None:
             threshold_H = pruning.threshold(_visible(num_keys, window))
             options["adaptive_threshold"] = _own_heads(threshold_H, shared)
-        out_BHTD: Any = forgetting_attention(q_BHTD, held.keys, held.values, log_fgate_BHT, **options)
+        out_BHTD: Any = forgetting_attention(q_BHTD, held.keys, held.values, log_fgate_BHT, head_first=True, **options)
         out_BTHD = out_BHTD.transpose(1, 2)
     maps = _maps(q_BHTD, log_fgate_BHT, held, seq_start_B, window) if span.output_attentions else None
     return _join_heads(out_BTHD, len(q_BTHD), shared), maps

@@ -26,8 +26,7 @@ class Span:
         padding_BT: where the new tokens are left padding; None without.
         position_BT: rotary positions `(B, T)` or `(1, T)`; None: the number of tokens before each.
         cu_seqlens: of packed documents, as `DecoderModel.forward` passes it, in which position_BT then counts; for
-            B = 1 and without a cache. Where
-            processes share sequences (`ops/context.py`), of whole ones, and for any B.
+            B = 1 and without a cache. Where processes share sequences (`ops/context.py`), of whole ones, and for any B.
         cache: what the layer's `new_cache` returned, holding the tokens before these. The layer extends it in place.
         output_attentions: whether the layer is to return its `AttentionMaps`.
     """

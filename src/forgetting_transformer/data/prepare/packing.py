@@ -55,7 +55,7 @@ class Layout:
 
     @cached_property
     def _ends(self) -> np.ndarray:
-        """Of the spans, in the array's own stream."""
+        """Ends of the spans in the stream of the array."""
         return np.cumsum(self.stops - self.starts)
 
     def spans_of_rows(self) -> np.ndarray:

@@ -184,7 +184,7 @@ def _pieces(
     """All text that stays.
 
     Args:
-        first: whether this may be the first reading of the input, which says what the others must find.
+        first: whether this may be the first reading of the input; later readings must find the same texts.
 
     Raises:
         DataError: there is none, or another than before.
@@ -278,7 +278,7 @@ def _make_arrays(
 
 
 def summary_lines(manifest: dict[str, Any]) -> list[str]:
-    """What was made and what was left out, for people."""
+    """Lines of a report on what was made and what was left out."""
     train, heldout = manifest["arrays"]["train"], manifest["arrays"]["heldout"]
     entropy = manifest["unigram_entropy_nats"]
     lines = [

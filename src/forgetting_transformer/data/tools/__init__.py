@@ -1,1 +1,1 @@
-"""What is done to whole corpora by hand, fetching LongCrawl64 and verifying copies, and its progress on a terminal."""
+"""Tools for whole corpora: fetching LongCrawl64, verifying copies, and progress on a terminal."""
