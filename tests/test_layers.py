@@ -63,3 +63,20 @@ def test_an_import_that_points_up_is_found(tmp_path, monkeypatch):
     for text, expected in texts.items():
         monkeypatch.setattr(Path, "read_text", lambda path, encoding=None, text=text: text)
         assert {part for part, _ in imported(file)} >= expected, text
+
+
+#: Packages that only an extra other than `train` brings, and the files that are imported where one is used.
+OF_EXTRAS = {"datasets", "datasketch", "httpx", "lm_eval", "optuna", "pyarrow", "rouge", "tensorboard", "wandb"}
+USED_ALONE = {"evaluation/harness.py", "sweep/free_search.py"}
+
+
+def test_packages_of_extras_are_imported_where_they_are_used():
+    """Training with `callbacks=[needle]`, say, needs no package that only its script's judge needs."""
+    wrong = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if {module.partition(".")[0] for module in modules} & OF_EXTRAS:
+                wrong.append(str(file.relative_to(PACKAGE)))
+    assert {*wrong} <= USED_ALONE, wrong

@@ -57,7 +57,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import httpx
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -725,6 +724,8 @@ class Judge:
             else:
                 append_record(self.cache, {"key": key, "rating": ratings[-1], "reply": reply})
                 return ratings[-1]
+        import httpx
+
         said = f"{type(failure).__name__}: {failure}"
         append_record(self.cache, {"key": key, "rating": None, "error": said, "tries": _TRIES})
         if isinstance(failure, httpx.ConnectError):
@@ -735,6 +736,8 @@ class Judge:
         return None
 
     def _ask(self, prompt: str) -> str:
+        import httpx
+
         body = {"model": self.model, "temperature": 0, "messages": [{"role": "user", "content": prompt}]}
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         url = f"{self.base_url.rstrip('/')}/chat/completions"
