@@ -1,18 +1,18 @@
-"""Small mistakes in src and which tests notice them: what a smaller suite loses shows in the mistakes it misses.
+"""Small mistakes in src and which test files notice them: what a smaller suite loses shows in the mistakes it misses.
 
-A mutant is one edit of one file (LIST, at the end). `record` notes with coverage which test runs which line of src and
-studies, the processes that it starts included. `run` makes each mutant in a copy of the tree and runs the tests that
-reach the edited line, then those that reach its file, short ones first, in parts of a minute or so, until one fails. A
-failure counts only if the same test then passes without the edit. `report` is a table.
+A mutant is one edit of one file (LIST, at the end). `record` runs each test file by itself under coverage and notes
+the lines of src and studies that it executes, also in the processes that it starts. `run` makes each mutant in a copy
+of the tree and runs the files that reach the edited line, then those that reach its module, short ones first, until a
+test fails. A failure counts only if the same test then passes without the edit. `report` prints a table.
 
-    pip install pytest-cov "coverage>=7.10"
+    pip install "coverage>=7.10"
     python tests/mutants.py check
-    python tests/mutants.py record --map MAP -- -n 16 PYTEST_ARGUMENTS
-    python tests/mutants.py run --map MAP --layer default --jobs 16 --results RESULTS.jsonl -- PYTEST_OPTIONS
+    python tests/mutants.py record --map MAP.jsonl -- PYTEST_OPTIONS
+    python tests/mutants.py run --map MAP.jsonl --layer default --results RESULTS.jsonl -- PYTEST_OPTIONS
     python tests/mutants.py report --results RESULTS.jsonl
 
-A layer is a name for the tests of its maps: another layer tries what the first has left. `run` continues where it
-stopped; `--rest` tries all other tests at last.
+A layer names the options that its tests are run with: another layer tries what the first has left. `record` and `run`
+continue where they stopped, and begin nothing new after `--seconds`.
 """
 
 import argparse
@@ -30,22 +30,31 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Recorded seconds of the tests that a mutant is tried with: of all, of the first part and of each further part.
-MOST, FIRST, PART = 1200, 20, 80
-#: Seconds that one test may hang.
-HANG = 120
+#: Recorded seconds of the files that a mutant is tried with in one layer.
+MOST = 1200
+#: Seconds after which a test file counts as hanging.
+HANG = 600
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
 _NOT_COPIED = shutil.ignore_patterns(
     ".git", "__pycache__", ".*_cache", ".venv", ".whl", ".mutants", "output", "outputs", "multirun"
 )
 _COMMIT = "git init -q && git add -A && git -c user.name=m -c user.email=m@localhost commit -q -m copy"
+_COVERAGE = """
+[run]
+core = {core}
+source = src, studies
+parallel = true
+data_file = {folder}/data
+patch = fork, _exit
+disable_warnings = no-data-collected, couldnt-parse, trace-changed, module-not-python, module-not-imported,
+    module-not-measured, already-imported, include-ignored
+"""
 
 
 class Mutant(NamedTuple):
@@ -105,207 +114,149 @@ def check(options: argparse.Namespace) -> None:
     sys.exit(bool(problems))
 
 
-# Which test runs which line.
-
-#: Options of coverage. A process that a test starts or forks takes the test from a file of its worker.
-COVERAGE = """
-[run]
-core = ctrace
-source = src, studies
-parallel = true
-patch = fork, _exit
-disable_warnings = no-data-collected, couldnt-parse, trace-changed, module-not-python, module-not-imported,
-    module-not-measured, already-imported, include-ignored, dynamic-conflict
-"""
-#: Run by Python at the start of every process.
-START = """
-import os
-from coverage import Coverage, process_startup
-
-def test():
-    try:
-        with open(os.environ.get("MUTANTS_TEST", note)) as stream:
-            return stream.read()
-    except OSError:
-        return ""
-
-def after_fork():
-    if current := Coverage.current():
-        current.config.context = test()
-
-note = os.environ.get("MUTANTS_TEST", "")
-os.register_at_fork(after_in_child=after_fork)  # before coverage's own, which begins anew with this context
-process_startup()
-if note and (current := Coverage.current()):
-    current.switch_context(test())
-"""
+# Which test file executes which line.
 
 
 def record(options: argparse.Namespace) -> None:
-    file = options.map.resolve()
-    for old in file.parent.glob(f"{file.name}.*"):
-        old.unlink()
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        (Path(folder) / "sitecustomize.py").write_text(START, encoding="utf-8")
-        rules = Path(folder) / "coveragerc"
-        rules.write_text(COVERAGE, encoding="utf-8")
-        paths = [folder, str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-        own = {"PYTHONPATH": os.pathsep.join(paths), "COVERAGE_FILE": str(file), "MUTANTS_FOLDER": folder}
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "tests.mutants",
-            "--cov",
-            "--cov-context=test",
-            "--cov-report=",
-        ]
-        command += [f"--cov-config={rules}", f"--junitxml={file}.xml", *options.arguments]
-        code = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT | own).returncode
-        time.sleep(3)  # until servers have ended that tests had started
-        if late := [str(path) for path in file.parent.glob(f"{file.name}.*pid*")]:
-            combine = ["combine", "-q", "--append", f"--rcfile={rules}", f"--data-file={file}"]
-            subprocess.run([sys.executable, "-m", "coverage", *combine, *late], cwd=ROOT)
-    sys.exit(code)
+    done = {entry["tests"] for entry in _entries(options.map)}
+    files = [str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py")]
+    files = [file for file in sorted(files) if file not in done and not file.startswith("tests/gpu/")]
+
+    def one(tests: str, tree: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix="coverage-") as folder:
+            core = "sysmon" if sys.version_info >= (3, 12) else "ctrace"
+            (Path(folder) / "rc").write_text(_COVERAGE.format(core=core, folder=folder), encoding="utf-8")
+            (Path(folder) / "sitecustomize.py").write_text("import coverage\ncoverage.process_startup()\n")
+            start = time.monotonic()
+            added = {"COVERAGE_PROCESS_START": f"{folder}/rc"}
+            code, failed = _pytest([tests, *options.arguments], tree, options.jobs, added, [folder])
+            entry = {"tests": tests, "code": code, "failed": failed, "seconds": round(time.monotonic() - start, 1)}
+            _append(options.map, entry | {"lines": _executed(Path(folder), tree)})
+        print(f"{tests}: code {code}, {entry['seconds']} s", *failed, flush=True)
+
+    _in_copies(options, [(lambda tree, tests=file: one(tests, tree)) for file in files])
 
 
-def pytest_configure(config: Any) -> None:
-    folder = os.environ.get("MUTANTS_FOLDER")
-    if folder and (hasattr(config, "workerinput") or not config.getoption("numprocesses", None)):
-        os.environ["COVERAGE_PROCESS_START"] = f"{folder}/coveragerc"
-        os.environ["MUTANTS_TEST"] = f"{folder}/{os.getpid()}"
+def _executed(folder: Path, tree: Path) -> dict[str, list[int]]:
+    """Executed lines by file, from the data of every process."""
+    from coverage import CoverageData
+
+    lines: dict[str, set[int]] = {}
+    for file in folder.glob("data.*"):
+        data = CoverageData(basename=str(file))
+        with contextlib.suppress(Exception):  # a process was killed while it wrote
+            data.read()
+            for name in data.measured_files():
+                lines.setdefault(os.path.relpath(name, tree), set()).update(data.lines(name) or [])
+    return {name: sorted(found) for name, found in lines.items()}
 
 
-def pytest_runtest_logstart(nodeid: str) -> None:
-    if note := os.environ.get("MUTANTS_TEST"):
-        Path(note).write_text(nodeid, encoding="utf-8")
+def covering(mutant: Mutant, entries: list[dict[str, Any]]) -> list[str]:
+    """Test files that execute the statement of a mutant, then those that execute a function of its module.
 
-
-# Which tests a mutant is tried with.
-
-
-class Map:
-    """Tests that passed, by the lines of src that they run, and the seconds that they take."""
-
-    def __init__(self, files: list[Path]) -> None:
-        from coverage import CoverageData
-
-        self._data, self._seconds, failed = [], {}, set()
-        for file in files:
-            self._data.append(CoverageData(basename=str(file)))
-            self._data[-1].read()
-            for case in ElementTree.parse(f"{file}.xml").iter("testcase"):
-                key = (case.get("classname"), case.get("name"))
-                self._seconds[key] = float(case.get("time") or 0)
-                if case.find("failure") is not None or case.find("error") is not None:
-                    failed.add(key)
-        tests = {_test_of(context) for data in self._data for context in data.measured_contexts()}
-        self.tests = {test for test in tests if test and _key(test) not in failed}
-
-    def reaching(self, file: Path, lines: range | None = None) -> list[str]:
-        """Tests that run one of the lines, or any line, of a file; short ones first."""
-        found = {
-            _test_of(label)
-            for data in self._data
-            for line, labels in data.contexts_by_lineno(str(file)).items()
-            if lines is None or line in lines
-            for label in labels
-        }
-        return self.by_seconds(found & self.tests)
-
-    def by_seconds(self, tests: Iterable[str]) -> list[str]:
-        return sorted(tests, key=lambda test: (self.seconds(test), test))
-
-    def seconds(self, test: str) -> float:
-        return self._seconds.get(_key(test), 1.0)
-
-
-def _key(test: str) -> tuple[str, str]:
-    """The class and the name of a test in a JUnit file."""
-    head, bracket, parameters = test.partition("[")
-    file, *inner = head.split("::")
-    module = ".".join([file.removesuffix(".py").replace("/", "."), *inner[:-1]])
-    return module, f"{inner[-1]}{bracket}{parameters}"
-
-
-def _test_of(context: str) -> str:
-    """ "tests/a.py::test_b" of itself, or with "|run" of pytest-cov."""
-    match = re.match(r"(tests/.+?\.py::.+?)(?:\|(?:setup|run|teardown))?$", context)
-    return match[1] if match else ""
-
-
-def covering(mutant: Mutant, known: Map) -> list[str]:
-    """Tests that run the statement of a mutant, then those that run anything of its file.
-
-    Lines of a Triton kernel may run untraced: if no test has run its file, tests of the files that import it follow.
+    Lines of a Triton kernel are not traced: files that reach its module or one that imports it count.
     """
     file, source = mutant.place, mutant.place.read_text(encoding="utf-8")
     line = source[: source.index(mutant.old)].count("\n") + 1
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
-    statement = max(
-        (node for node in nodes if node.lineno <= line <= (node.end_lineno or line)), key=lambda n: n.lineno
-    )
+    tree = ast.parse(source)
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    around = [node for node in statements if node.lineno <= line <= (node.end_lineno or line)]
+    statement = max(around, key=lambda node: node.lineno)
     # A header ends where its body begins.
-    last = min([statement.end_lineno or line, *(node.lineno - 1 for node in nodes if node.lineno > line)])
-    found = [*known.reaching(file, range(statement.lineno, last + 1)), *known.reaching(file)]
-    if not found:
-        module = file.relative_to(ROOT).with_suffix("").as_posix().removeprefix("src/").replace("/", ".")
-        users = [f for f in (ROOT / "src").rglob("*.py") if f"from {module} import" in f.read_text(encoding="utf-8")]
-        found = known.by_seconds({test for user in users for test in known.reaching(user)})
-    return list(dict.fromkeys(found))
+    last = min([statement.end_lineno or line, *(node.lineno - 1 for node in statements if node.lineno > line)])
+    edited = set(range(statement.lineno, last + 1))
+    module = file.relative_to(ROOT).with_suffix("").as_posix().removeprefix("src/").replace("/", ".")
+    users = [file, *(f for f in (ROOT / "src").rglob("*.py") if f"from {module} import" in f.read_text("utf-8"))]
+    bodies = {str(user.relative_to(ROOT)): _lines_in_functions(user) for user in users}
+    own, ranks = str(file.relative_to(ROOT)), {}
+    for entry in entries:
+        executed = {name: bodies[name].intersection(entry["lines"].get(name, [])) for name in bodies}
+        at_line = edited & set(entry["lines"].get(own, []))
+        if at_line or any(executed.values()):
+            ranks[entry["tests"]] = (not at_line, not executed[own], entry["seconds"])
+    files, total = [], 0.0
+    for tests in sorted(ranks, key=ranks.__getitem__):
+        total += ranks[tests][2]
+        if total <= MOST or not files:
+            files.append(tests)
+    return files
 
 
-# Mutants in parts, all first parts before the second ones.
+def _lines_in_functions(file: Path) -> set[int]:
+    """Lines that are not executed by importing the file."""
+    functions = [n for n in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(n, ast.FunctionDef)]
+    return {line for n in functions for line in range(n.body[0].lineno, (n.end_lineno or n.lineno) + 1)}
 
 
-def parts_of(tests: list[str], known: Map) -> list[list[str]]:
-    """Tests of up to MOST seconds in parts of about FIRST and PART seconds."""
-    parts: list[list[str]] = [[]]
-    total = within = 0.0
-    for test in tests:
-        total, within = total + known.seconds(test), within + known.seconds(test)
-        if total > MOST:
-            break
-        parts[-1].append(test)
-        if within > (FIRST if len(parts) == 1 else PART):
-            parts.append([])
-            within = 0.0
-    return parts if parts[-1] or len(parts) == 1 else parts[:-1]
+# Mutants: the first file of each before the second of any.
 
 
 def run(options: argparse.Namespace) -> None:
-    known, entries = Map(options.map), _entries(options.results)
-    found = {entry["mutant"] for entry in entries if entry["by"]}
-    done = {(entry["mutant"], entry["part"]) for entry in entries if entry["layer"] == options.layer}
+    recorded, results = _entries(options.map), _entries(options.results)
+    found = {entry["mutant"] for entry in results if entry["by"]}
+    done = {(entry["mutant"], entry["tests"]) for entry in results if entry["layer"] == options.layer}
+    red = {test for entry in recorded for test in entry["failed"]}
     mutants = chosen(options.only)
     random.Random(0).shuffle(mutants)  # those of a run that stopped are a fair sample
-    tasks: list[tuple[int, Mutant, list[str], int]] = []
-    for mutant in mutants:
-        tests = covering(mutant, known)
-        if options.rest:
-            tests += known.by_seconds(known.tests - {*tests})
-        parts = parts_of(tests, known)
-        tasks += [(part, mutant, tests, len(parts)) for part, tests in enumerate(parts)]
-    tasks = [task for task in sorted(tasks, key=lambda t: t[0]) if (task[1].name, task[0]) not in done]
-    lock, began = threading.Lock(), time.monotonic()
+    tasks = [
+        (rank, mutant, tests)
+        for mutant in mutants
+        for rank, tests in enumerate(covering(mutant, recorded))
+        if (mutant.name, tests) not in done
+    ]
 
-    def one(task: tuple[int, Mutant, list[str], int]) -> None:
-        part, mutant, tests, parts = task
-        if mutant.name in found or time.monotonic() - began > options.seconds:
+    def one(mutant: Mutant, tests: str, tree: Path) -> None:
+        if mutant.name in found:
             return
-        tree, start = trees.get(), time.monotonic()
+        start, by = time.monotonic(), None
+        edited = tree / mutant.place.relative_to(ROOT)
+        original = edited.read_text(encoding="utf-8")
+        command = [tests, "-x", *(f"--deselect={test}" for test in red), *options.arguments]
+        _write(edited, original.replace(mutant.old, mutant.new))
         try:
-            by, broken = _try(mutant, tests, tree, options)
+            code, failed = _pytest(command, tree, options.jobs)
         finally:
-            trees.put(tree)
-        entry = {"mutant": mutant.name, "layer": options.layer, "part": part, "parts": parts, "tests": len(tests)}
-        entry |= {"by": by, "broken": broken, "seconds": round(time.monotonic() - start)}
-        with lock, options.results.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(entry) + "\n")
+            _write(edited, original)
+        if code not in (0, 5):  # 5: every test was deselected
+            again = failed[0] if failed else tests
+            by = again if _pytest([again, *options.arguments], tree, options.jobs)[0] == 0 else None
+        entry = {"mutant": mutant.name, "layer": options.layer, "tests": tests, "by": by}
+        _append(options.results, entry | {"seconds": round(time.monotonic() - start)})
         if by:
             found.add(mutant.name)
-        print(f"{mutant.name} {part + 1}/{parts}: {by or f'not found by {len(tests)} tests'}", flush=True)
+        print(f"{mutant.name}: {by or f'not by {tests}'}", flush=True)
+
+    tasks.sort(key=lambda task: task[0])
+    _in_copies(options, [(lambda tree, m=mutant, t=tests: one(m, t, tree)) for _, mutant, tests in tasks])
+    reached = {name for name, _ in done} | {mutant.name for _, mutant, _ in tasks}
+    print(f"{len(found)} of {len(mutants)} found; {len(mutants) - len(reached)} reached by no test file")
+
+
+_lock = threading.Lock()
+
+
+def _append(file: Path, entry: dict[str, Any]) -> None:
+    with _lock, file.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(entry) + "\n")
+
+
+def _entries(file: Path) -> list[dict[str, Any]]:
+    """Lines of a file, without one that is being written."""
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def _in_copies(options: argparse.Namespace, tasks: list[Callable[[Path], None]]) -> None:
+    """Runs each task in one of `jobs` copies of the tree."""
+    began = time.monotonic()
+
+    def one(task: Callable[[Path], None]) -> None:
+        if time.monotonic() - began < options.seconds:
+            tree = trees.get()
+            try:
+                task(tree)
+            finally:
+                trees.put(tree)
 
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
         trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
@@ -322,23 +273,6 @@ def _copy(tree: Path) -> Path:
     return tree
 
 
-def _try(mutant: Mutant, tests: list[str], tree: Path, options: argparse.Namespace) -> tuple[str | None, list[str]]:
-    """The test that finds the mutant, if one does, and tests that fail without it too."""
-    file, broken = tree / mutant.place.relative_to(ROOT), []
-    original = file.read_text(encoding="utf-8")
-    while tests:
-        _write(file, original.replace(mutant.old, mutant.new))
-        failed = _first_failure(tests, tree, options)
-        _write(file, original)
-        if failed is None:
-            break
-        if _first_failure([failed], tree, options) is None:
-            return failed, broken
-        broken.append(failed)
-        tests = tests[tests.index(failed) + 1 :]
-    return None, broken
-
-
 def _write(file: Path, text: str) -> None:
     """Writes with a new time, so that what Python compiled of another text is not taken for this one's."""
     later = file.stat().st_mtime + 2
@@ -346,68 +280,48 @@ def _write(file: Path, text: str) -> None:
     os.utime(file, (later, later))
 
 
-def _first_failure(tests: list[str], tree: Path, options: argparse.Namespace) -> str | None:
-    """The first of these tests that fails, crashes or hangs; the first of all if they cannot be collected."""
-    command = [sys.executable, "-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    command += ["-o", f"faulthandler_timeout={HANG}", "-o", "faulthandler_exit_on_timeout=true"]
-    # What tests share lies beside their base folder: no run finds what another with the mutant has left there.
+def _pytest(
+    arguments: list[str], tree: Path, jobs: int, added: dict[str, str] | None = None, paths: Iterable[str] = ()
+) -> tuple[int, list[str]]:
+    """Exit code of pytest in a tree, -1 if it hangs, and the tests that failed or at which it ended."""
+    command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    # What tests share lies beside their base folder: no run meets what another with the mutant has left there.
     shared = tree.parent / "shared"
     shutil.rmtree(shared, ignore_errors=True)
     shared.mkdir()
-    command += [f"--basetemp={shared / 'run'}", *options.arguments, *tests]
-    # Tests that run beside each other take their ports by the number of their xdist worker.
-    own = {"PYTEST_XDIST_WORKER": f"gw{tree.parent.name}", "PYTEST_XDIST_WORKER_COUNT": str(options.jobs)}
+    command += [f"--basetemp={shared / 'run'}", *arguments]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    paths = [path.replace(str(ROOT), str(tree)) for path in clean.get("PYTHONPATH", "").split(os.pathsep) if path]
-    path = os.pathsep.join([str(tree / "src"), *paths])
+    known = [path.replace(str(ROOT), str(tree)) for path in clean.get("PYTHONPATH", "").split(os.pathsep) if path]
+    # Tests that run beside each other take their ports by the number of their xdist worker.
+    own = {"PYTEST_XDIST_WORKER": f"gw{tree.parent.name}", "PYTEST_XDIST_WORKER_COUNT": str(jobs)}
+    own["PYTHONPATH"] = os.pathsep.join([*paths, str(tree / "src"), *known])
     process = subprocess.Popen(
-        command, cwd=tree, env=clean | ENVIRONMENT | own | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
+        command, cwd=tree, env=clean | ENVIRONMENT | own | (added or {}), stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
-    output, _ = process.communicate()
+    output, code = "", -1
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        output, _ = process.communicate(timeout=HANG)
+        code = process.returncode
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode in (0, 5):  # 5: there was no test
-        return None
-    # A test that crashes or hangs leaves a line without an outcome.
-    begun = [line for line in output.splitlines() if line.startswith("tests/") and "::" in line]
-    for test in tests:
-        lines = [line for line in begun if line == test or line.startswith(f"{test} ")]
-        if lines and not re.search(r" (PASSED|SKIPPED|XFAIL|XPASS)", lines[0]):
-            return test
-    return tests[0]
+    failed = re.findall(r"^(?:FAILED|ERROR) (tests/\S+?::.+?)(?: - .*)?$", output, re.MULTILINE)
+    return code, list(dict.fromkeys(failed))
 
 
 def report(options: argparse.Namespace) -> None:
     results = _entries(options.results)
     layers = list(dict.fromkeys(entry["layer"] for entry in results))
-    print(f"| area | mutant | {' | '.join(f'found by {layer}' for layer in layers)} | seconds | mistake |")
-    print("|---" * (len(layers) + 4) + "|")
-    survivors = []
+    print(f"| area | mutant | {' | '.join(f'found by {layer}' for layer in layers)} | mistake |")
+    print("|---" * (len(layers) + 3) + "|")
+    by = {(entry["mutant"], entry["layer"]): entry["by"] for entry in results if entry["by"]}
+    tried = [(entry["mutant"], entry["layer"]) for entry in results]
     for mutant in chosen(options.only):
-        own = [entry for entry in results if entry["mutant"] == mutant.name]
-        told = [_told([entry for entry in own if entry["layer"] == layer]) for layer in layers]
-        seconds = sum(entry["seconds"] for entry in own)
-        print(f"| {mutant.area} | {mutant.name} | {' | '.join(told)} | {seconds} | {mutant.why} |")
-        survivors += [] if any(entry["by"] for entry in own) else [mutant.name]
+        told = [by.get((mutant.name, layer), f"not by {tried.count((mutant.name, layer))} files") for layer in layers]
+        print(f"| {mutant.area} | {mutant.name} | {' | '.join(told)} | {mutant.why} |")
     for layer in layers:
-        print(f"found by {layer}: {sum(entry['layer'] == layer and bool(entry['by']) for entry in results)}")
-    print(f"not found: {len(survivors)}:", *survivors)
-    if broken := sorted({test for entry in results for test in entry["broken"]}):
-        print("failed without a mutant too, so they found nothing:", *broken, sep="\n  ")
-
-
-def _told(parts: list[dict[str, Any]]) -> str:
-    """Cell of the table: what the parts of a layer say of a mutant."""
-    by = [part["by"] for part in parts if part["by"]]
-    unfinished = ", unfinished" if parts and len(parts) < parts[0]["parts"] else ""
-    return by[0] if by else f"not by {sum(part['tests'] for part in parts)} tests{unfinished}" if parts else ""
-
-
-def _entries(file: Path) -> list[dict[str, Any]]:
-    """Lines of a file, without one that is being written."""
-    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
+        print(f"found by {layer}: {sum(name == layer for _, name in by)}")
+    print("not found:", *(m.name for m in chosen(options.only) if m.name not in {name for name, _ in by}))
 
 
 def main() -> None:
@@ -416,19 +330,17 @@ def main() -> None:
     for command in (check, record, run, report):
         one = commands.add_parser(command.__name__)
         one.set_defaults(command=command)
-        one.add_argument("--only", nargs="+", default=[], metavar="MUTANT")
+        if command is not record:
+            one.add_argument("--only", nargs="+", default=[], metavar="MUTANT")
         if command in (run, report):
             one.add_argument("--results", type=Path, required=True)
-        if command is record:
-            one.add_argument("--map", type=Path, required=True, help="file to write, with MAP.xml beside it")
         if command in (record, run):
+            one.add_argument("--map", type=Path, required=True, help="JSON lines, one for each test file")
+            one.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+            one.add_argument("--seconds", type=float, default=float("inf"), help="after these nothing new is begun")
             one.add_argument("arguments", nargs="*", help="arguments of pytest, after --")
         if command is run:
-            one.add_argument("--map", type=Path, required=True, nargs="+", help="coverage, with MAP.xml beside it")
             one.add_argument("--layer", required=True)
-            one.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-            one.add_argument("--seconds", type=float, default=float("inf"), help="after these no part is begun")
-            one.add_argument("--rest", action="store_true", help="last, also tests that do not reach the mutant")
     options = parser.parse_args()
     options.command(options)
 
