@@ -84,7 +84,7 @@ def test_rotary_tables_are_one_operation_for_a_compiler():
         called = [str(node.target) for node in graph.graph.nodes if node.op.startswith("call")]
         assert sum("rotary_tables" in name for name in called) == 1
         assert not any(name in ("cos", "sin") for name in called)
-    torch.library.opcheck(torch.ops.forgetting_transformer.rotary_tables.default, (position.float(), 8, 100.0))
+    torch.library.opcheck(torch.ops.forgetting_transformer.rotary_tables.default, (position.float(), 8, 100.0, [2.0]))
 
 
 def test_rotary_refuses_odd_heads():

@@ -9,6 +9,7 @@ from torch import nn
 
 from forgetting_transformer.model import registry
 from forgetting_transformer.training.config import TrainConfig
+from forgetting_transformer.training.optimization.optimizers import AdamWConfig
 from forgetting_transformer.training.optimization.parameter_groups import (
     group_parameters,
     trainable,
@@ -41,7 +42,7 @@ def test_what_is_decayed_and_what_is_not():
     assert names == {"linear.bias", "norm.weight", "conv.bias", "gate.bias_of_gate"}
     everything = replace(CONFIG, bias_weight_decay=True, normalization_weight_decay=True, conv_weight_decay=False)
     assert undecayed_parameters(model, everything) == {"conv.weight", "gate.bias_of_gate"}
-    decayed, not_decayed = group_parameters(trainable(model), names, 0.1)
+    decayed, not_decayed = group_parameters(trainable(model), names, AdamWConfig(lr=1.0, weight_decay=0.1))
     assert (decayed["weight_decay"], not_decayed["weight_decay"]) == (0.1, 0.0)
     assert len(decayed["params"]) == 2 and len(not_decayed["params"]) == 4
 

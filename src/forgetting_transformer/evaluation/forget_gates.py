@@ -42,7 +42,6 @@ from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationE
 from forgetting_transformer.files import write_json
 from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer
 from forgetting_transformer.ops.forgetting_attention.reference import score_bounds, skipped_share
-from forgetting_transformer.ops.layers.rotary import rotate
 from forgetting_transformer.training.config import Tokens
 from forgetting_transformer.training.interface import TrainerInterface
 
@@ -164,7 +163,7 @@ def _attention_inputs(
     per_head = (*hidden_BTE.shape[:2], -1, mixer.head_dim)
     q_BTHD, k_BTHD = (x.float().reshape(per_head) for x in (q, k))
     if mixer.use_rope:
-        q_BTHD, k_BTHD = (rotate(x, 0, mixer.rope_base) for x in (q_BTHD, k_BTHD))
+        q_BTHD, k_BTHD = (mixer.rotate(x) for x in (q_BTHD, k_BTHD))
     log_fgate_BTH = mixer.log_forget_gate(hidden_BTE)
     bound_H = None if mixer.q_norm is None else mixer.score_bound()
     for q_THD, k_THD, log_fgate_TH in zip(q_BTHD, k_BTHD, log_fgate_BTH, strict=True):

@@ -64,6 +64,8 @@ RANGES = {
     "norm_eps": _EPSILON,
     "layer_norm_epsilon": _EPSILON,
     "rope_base": Range(0, 1e15, above=True),
+    "rope_factor": POSITIVE,
+    "qk_norm_eps": _EPSILON,
     "decay_time_min": _DECAY_TIME,
     "decay_time_max": _DECAY_TIME,
     "time_step_scale": POSITIVE,

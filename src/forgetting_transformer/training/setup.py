@@ -35,6 +35,7 @@ from forgetting_transformer.training.faults.failures import Start
 from forgetting_transformer.training.faults.sentinel import Sentinel
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.optimization.building import build_optimizer, check_owns
+from forgetting_transformer.training.optimization.parameter_groups import train_only
 from forgetting_transformer.training.parallel import gpus
 from forgetting_transformer.training.parallel.launch import launch
 from forgetting_transformer.training.parallel.ranks import Ranks
@@ -244,6 +245,7 @@ def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.M
         model = registry.get(config.model.name).lm_class(fields)
     # Left out above together with the weights.
     model.tie_weights(recompute_mapping=False)
+    train_only(model, config.train.only)
     if initialise:
         initialisation.initialise(model, config.seed)
     if config.train.gradient_checkpointing:
@@ -264,7 +266,9 @@ def outline(config: Config, data: DataInfo) -> nn.Module:
     """
     fields = model_config(config, data)
     with torch.device("meta"):
-        return registry.get(config.model.name).lm_class(fields)
+        model = registry.get(config.model.name).lm_class(fields)
+    train_only(model, config.train.only)
+    return model
 
 
 def _initial_weights(trainer: TrainerInterface, model: nn.Module) -> Any:

@@ -7,7 +7,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -33,8 +33,6 @@ from forgetting_transformer.ops.layers.norm import ACTIVATIONS
 from forgetting_transformer.ops.layers.rotary import rotate
 
 FGATE_TYPES = ("full", "bias_only", "fixed", "none")
-# Fixed in the released models, whatever their norm_eps.
-QK_NORM_EPS = 1e-5
 
 
 class ForgettingAttentionLayer(nn.Module):
@@ -47,13 +45,16 @@ class ForgettingAttentionLayer(nn.Module):
         out     = W_o (act(W_g x) · RMSNorm(o))   gate and norm per query head, each optional
 
     Args:
-        hidden_size: E, a multiple of num_heads.
+        hidden_size: E, a multiple of num_heads unless head_dim is given.
         num_heads: H, of queries, gates and outputs.
         num_kv_heads: G, a divisor of H: grouped-query attention. Keys, values, their shift and their norm have G heads,
             and query head h reads head h // (H / G). Default H.
+        head_dim: D. Default E / H.
         window_size: number of keys a query sees, itself included. None is all of them.
         use_rope: rotary position embedding. FoX does without.
         rope_base: its base.
+        rope_factor: what divides its frequencies, for contexts so many times as long.
+        rope_llama3: [low, high, length]: which of them, as in Llama 3.1 (`rotate`). None divides all.
         use_output_gate: multiply the output by `act(W_g x)`.
         ogate_act: "sigmoid" or "silu".
         fgate_type: "full", gates depend on the token; "bias_only", one learned gate per head; "fixed", one constant
@@ -64,6 +65,7 @@ class ForgettingAttentionLayer(nn.Module):
         use_output_norm: per-head RMSNorm before the output gate.
         norm_eps: its epsilon.
         qk_norm: per-head RMSNorm of queries and keys.
+        qk_norm_eps: its epsilon; in the released models 1e-5, whatever their norm_eps.
         qk_norm_share_param_across_head: one weight vector `(D,)` for all heads, as in the released Pro checkpoints,
             instead of one for each.
         use_k_shift, use_v_shift: data-dependent token shift of keys, values.
@@ -88,8 +90,11 @@ class ForgettingAttentionLayer(nn.Module):
         window_size: int | None = None,
         max_position_embeddings: int | None = None,
         *,
+        head_dim: int | None = None,
         use_rope: bool = False,
         rope_base: float = 500_000.0,
+        rope_factor: float = 1.0,
+        rope_llama3: Sequence[float] | None = None,
         use_output_gate: bool = False,
         ogate_act: str = "sigmoid",
         fgate_type: str = "full",
@@ -99,6 +104,7 @@ class ForgettingAttentionLayer(nn.Module):
         use_output_norm: bool = False,
         norm_eps: float = 1e-6,
         qk_norm: bool = False,
+        qk_norm_eps: float = 1e-5,
         qk_norm_share_param_across_head: bool = False,
         use_k_shift: bool = False,
         use_v_shift: bool = False,
@@ -109,17 +115,18 @@ class ForgettingAttentionLayer(nn.Module):
         super().__init__()
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.window_size, self.use_rope, self.rope_base = window_size, use_rope, rope_base
+        self.rope_factor, self.rope_llama3 = rope_factor, rope_llama3
         self.ogate_act, self.fgate_type, self.fgate_bias_init = ogate_act, fgate_type, fgate_bias_init
         self.decay_time_min, self.decay_time_max = decay_time_min, decay_time_max
         self.log_pruning_tolerance, self.layer_idx = log_pruning_tolerance, layer_idx
-        check_options(self)
-        self.head_dim, self.key_heads = hidden_size // num_heads, num_kv_heads or num_heads
-        kv_width = self.key_heads * self.head_dim
+        check_options(self, head_dim)
+        self.head_dim, self.key_heads = head_dim or hidden_size // num_heads, num_kv_heads or num_heads
+        width, kv_width = num_heads * self.head_dim, self.key_heads * self.head_dim
 
-        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.q_proj = nn.Linear(hidden_size, width, bias=False)
         self.k_proj = _projection(hidden_size, kv_width, self.key_heads, use_k_shift)
         self.v_proj = _projection(hidden_size, kv_width, self.key_heads, use_v_shift)
-        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.o_proj = nn.Linear(width, hidden_size, bias=False)
         if fgate_type == "full":
             self.fgate_proj = nn.Linear(hidden_size, num_heads, bias=True)
         elif fgate_type == "bias_only":
@@ -127,18 +134,16 @@ class ForgettingAttentionLayer(nn.Module):
             exempt_from_decay(self.fgate_bias)
         elif fgate_type == "fixed":
             self.register_buffer("fgate_bias", self._initial_fgate_bias())
-        self.ogate_proj = nn.Linear(hidden_size, hidden_size, bias=False) if use_output_gate else None
+        self.ogate_proj = nn.Linear(hidden_size, width, bias=False) if use_output_gate else None
         self.output_norm: GatedRMSNorm | None = None
         if use_output_norm:
-            self.output_norm = GatedRMSNorm(
-                num_heads, hidden_size, norm_eps, has_gate=use_output_gate, activation=ogate_act
-            )
+            self.output_norm = GatedRMSNorm(num_heads, width, norm_eps, has_gate=use_output_gate, activation=ogate_act)
         self.q_norm: GroupRMSNorm | None = None
         self.k_norm: GroupRMSNorm | None = None
         if qk_norm:
             shared = qk_norm_share_param_across_head
-            self.q_norm = GroupRMSNorm(num_heads, hidden_size, QK_NORM_EPS, shared=shared)
-            self.k_norm = GroupRMSNorm(self.key_heads, kv_width, QK_NORM_EPS, shared=shared)
+            self.q_norm = GroupRMSNorm(num_heads, width, qk_norm_eps, shared=shared)
+            self.k_norm = GroupRMSNorm(self.key_heads, kv_width, qk_norm_eps, shared=shared)
         if initializer_range is not None:
             for module in self.modules():
                 if isinstance(module, nn.Linear):
@@ -175,7 +180,7 @@ class ForgettingAttentionLayer(nn.Module):
         v_BTE = self._project(self.v_proj, "value", None, x_BTE, span, together)
         q_BTHD, k_BTGD, v_BTGD = (x.unflatten(-1, (-1, self.head_dim)) for x in (q_BTE, k_BTE, v_BTE))
         if self.use_rope:
-            q_BTHD, k_BTGD = (rotate(x, span.position, self.rope_base) for x in (q_BTHD, k_BTGD))
+            q_BTHD, k_BTGD = (self.rotate(x, span.position) for x in (q_BTHD, k_BTGD))
 
         # log f = logsigmoid(W_f x + b_f)
         log_fgate_BTH = None if self.fgate_type == "none" else self.log_forget_gate(x_BTE, together)
@@ -194,6 +199,11 @@ class ForgettingAttentionLayer(nn.Module):
             out_BTE = ACTIVATIONS[self.ogate_act](gate_BTE) * out_BTE
         cache: Any = span.cache
         return self.o_proj(out_BTE), maps, cache
+
+    def rotate(self, x_BTHD: Tensor, position: int | Tensor = 0) -> Tensor:
+        """Turn queries or keys by their positions, as `ops.layers.rotary.rotate`."""
+        scaling = () if self.rope_factor == 1 else (self.rope_factor, *(self.rope_llama3 or ()))
+        return rotate(x_BTHD, position, self.rope_base, scaling)
 
     def log_forget_gate(
         self, hidden_BTE: Tensor, together: Mapping[nn.Module, Tensor] = MappingProxyType({})
@@ -304,11 +314,14 @@ def decay_time_bias(num_heads: int, decay_time_min: float, decay_time_max: float
     return -torch.log(torch.expm1(torch.exp(-log_time_H))).float()
 
 
-def check_options(options: Any) -> None:
+def check_options(options: Any, head_dim: int | None) -> None:
     """Refuse options of a layer, or fields of a configuration, that do not fit together."""
-    check_attention_options(
-        options.hidden_size, options.num_heads, options.num_kv_heads, options.window_size, options.use_rope
-    )
+    width = options.hidden_size if head_dim is None else options.num_heads * head_dim
+    check_attention_options(width, options.num_heads, options.num_kv_heads, options.window_size, options.use_rope)
+    if options.rope_llama3 is not None and len(options.rope_llama3) != 3:
+        raise ValueError(
+            f"rope_llama3 is {options.rope_llama3}; it must be [low, high, length], as in [1, 4, 8192], or None"
+        )
     if options.ogate_act not in ACTIVATIONS:
         raise ValueError(f"ogate_act is {options.ogate_act!r}; it must be one of {', '.join(ACTIVATIONS)}")
     if options.fgate_type not in FGATE_TYPES:

@@ -22,7 +22,10 @@ class ForgettingTransformerConfig(AttentionConfig):
 
     model_type = "forgetting_transformer-project_fox"
 
+    head_dim: int | None = None
     use_rope: bool = False
+    rope_factor: float = 1.0
+    rope_llama3: list[float] | None = None
     use_output_gate: bool = False
     ogate_act: str = "sigmoid"
     fgate_type: str = "full"
@@ -31,13 +34,14 @@ class ForgettingTransformerConfig(AttentionConfig):
     decay_time_max: float | None = None
     use_output_norm: bool = False
     qk_norm: bool = False
+    qk_norm_eps: float = 1e-5
     qk_norm_share_param_across_head: bool = False
     use_k_shift: bool = False
     use_v_shift: bool = False
     log_pruning_tolerance: float | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        check_options(self)
+        check_options(self, self.head_dim)
         super().__post_init__(**kwargs)
 
     def build_mixer(self, layer_idx: int) -> ForgettingAttentionLayer:
@@ -45,12 +49,13 @@ class ForgettingTransformerConfig(AttentionConfig):
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
         """FLOPs of the Transformer's layer, and two per weight of gates and token shift."""
-        width, key_heads = self.hidden_size, self.num_kv_heads or self.num_heads
-        weights = width * width * self.use_output_gate
-        weights += width * self.num_heads * (self.fgate_type == "full")
-        weights += width * key_heads * (self.use_k_shift + self.use_v_shift)
+        hidden, key_heads = self.hidden_size, self.num_kv_heads or self.num_heads
+        width = hidden if self.head_dim is None else self.num_heads * self.head_dim
+        weights = hidden * width * self.use_output_gate
+        weights += hidden * self.num_heads * (self.fgate_type == "full")
+        weights += hidden * key_heads * (self.use_k_shift + self.use_v_shift)
         return 2 * weights + AttentionLayer.flops_per_token(
-            width, self.num_heads, self.num_kv_heads, self.window_size, seq_len
+            hidden, self.num_heads, self.num_kv_heads, self.window_size, seq_len, width
         )
 
 

@@ -105,12 +105,22 @@ class AttentionLayer(nn.Module):
 
     @staticmethod
     def flops_per_token(
-        hidden_size: int, num_heads: int, num_kv_heads: int | None, window_size: int | None, seq_len: int
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None,
+        window_size: int | None,
+        seq_len: int,
+        width: int | None = None,
     ) -> float:
-        """Forward FLOPs: two per weight; for every key that a query sees 2·E for q·k and 2·E for the weighted sum."""
-        kv_width = hidden_size // num_heads * (num_kv_heads or num_heads)
-        weights = 2 * hidden_size * (hidden_size + kv_width)  # q and o, k and v
-        return 2 * weights + 4 * hidden_size * mean_visible_keys(seq_len, window_size)
+        """Forward FLOPs: two per weight; for every key that a query sees 2·W for q·k and 2·W for the weighted sum.
+
+        Args:
+            width: W, of all heads together. Default hidden_size.
+        """
+        width = width or hidden_size
+        kv_width = width // num_heads * (num_kv_heads or num_heads)
+        weights = 2 * hidden_size * (width + kv_width)  # q and o, k and v
+        return 2 * weights + 4 * width * mean_visible_keys(seq_len, window_size)
 
 
 def mean_visible_keys(seq_len: int, window_size: int | None) -> float:

@@ -104,6 +104,8 @@ class TrainConfig:
     #: Tokens that one rank puts through the model at a time; a rank's share of the batch is split into such pieces. Of
     #: whole sequences: with strategy.context, what the ranks that share them put through it together.
     grad_acc_tokens: Tokens
+    #: Parameters that are trained, by name or pattern, as in ["*.fgate_proj.*"]; the others stay as they are. []: all.
+    only: list[str] = field(default_factory=list)
     #: Gradients are scaled down to this global L2 norm. inf: never.
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     #: An update whose loss or gradient is not finite is left out; after this many in a row the run stops, saved.
@@ -195,6 +197,9 @@ class OptimizerConfig:
     name: str = "adamw"
     #: Peak learning rate. 0 trains nothing.
     lr: LearningRate
+    #: Factor of the learning rate of the parameters in `lr_scale_for`, by name or pattern, as in ["*.fgate_proj.*"].
+    lr_scale: Positive = 1.0
+    lr_scale_for: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)

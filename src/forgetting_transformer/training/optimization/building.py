@@ -7,6 +7,7 @@ from torch import nn
 
 from forgetting_transformer.plugins import OPTIMIZERS
 from forgetting_transformer.training.config import ConfigError, OptimizerConfig
+from forgetting_transformer.training.optimization.parameter_groups import named_by, trainable
 
 
 def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -14,6 +15,7 @@ def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConf
     Raises:
         ConfigError: what was built is no optimizer of PyTorch's kind, which would show only when the run is continued.
     """
+    named_by("optimizer.lr_scale_for", config.lr_scale_for, trainable(model))
     optimizer = OPTIMIZERS.make(config.name, model, undecayed, config)
     if (
         not isinstance(optimizer, torch.optim.Optimizer)
@@ -22,6 +24,11 @@ def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConf
         raise ConfigError(
             f"optimizer.name={config.name!r} made a {type(optimizer).__name__}; it must be a torch.optim.Optimizer "
             "whose step takes closure=None"
+        )
+    if config.lr_scale_for and not any("lr_scale" in group for group in optimizer.param_groups):
+        raise ConfigError(
+            f"optimizer.lr_scale_for={config.lr_scale_for} has no effect with optimizer.name={config.name!r}, which "
+            "does not make its groups with group_parameters; leave it out"
         )
     return optimizer
 

@@ -35,7 +35,7 @@ def adamw(model: "nn.Module", undecayed: set[str], config: AdamWConfig) -> "torc
     """AdamW with PyTorch's fused kernel, which leaves out a step on the device (faults/step_guard.py)."""
     from forgetting_transformer.training.optimization.parameter_groups import group_parameters, trainable
 
-    return _adamw(group_parameters(trainable(model), undecayed, config.weight_decay), config)
+    return _adamw(group_parameters(trainable(model), undecayed, config), config)
 
 
 def _adamw(groups: list[dict], config: AdamWConfig) -> "torch.optim.Optimizer":
@@ -75,10 +75,13 @@ def muon(model: "nn.Module", undecayed: set[str], config: MuonConfig) -> "torch.
 
     matrices = block_matrices(model, undecayed)
     others = {name: parameter for name, parameter in trainable(model).items() if name not in matrices}
-    groups = group_parameters(others, undecayed, config.weight_decay)
+    of_adamw = [
+        group | {"lr_scale": config.adamw_lr_scale * group.get("lr_scale", 1.0)}
+        for group in group_parameters(others, undecayed, config)
+    ]
     return CombinedOptimizer(
         torch.optim.Muon(
-            matrices.values(),
+            group_parameters(matrices, undecayed, config),
             lr=config.lr,
             weight_decay=config.weight_decay,
             momentum=config.momentum,
@@ -86,5 +89,5 @@ def muon(model: "nn.Module", undecayed: set[str], config: MuonConfig) -> "torch.
             ns_steps=config.ns_steps,
             adjust_lr_fn=config.adjust_lr,
         ),
-        _adamw([group | {"lr_scale": config.adamw_lr_scale} for group in groups], config),
+        _adamw(of_adamw, config),
     )

@@ -1,9 +1,43 @@
-"""Which parameters are decayed, and which are matrices of blocks."""
+"""Which parameters are trained, decayed, and matrices of blocks."""
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
 from forgetting_transformer.model.block import DecoderBlock
-from forgetting_transformer.training.config import TrainConfig
+from forgetting_transformer.training.config import ConfigError, TrainConfig
+
+
+def named_by(key: str, patterns: Sequence[str], names: Iterable[str], of: str = "parameter of the model") -> set[str]:
+    """The names that patterns cover, as in `["*.fgate_proj.*"]`.
+
+    Args:
+        key: of the config, for the message.
+        of: what has these names.
+
+    Raises:
+        ConfigError: a pattern covers none.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        covered = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+        if not covered:
+            near = difflib.get_close_matches(pattern, names, 1)
+            hint = f"did you mean {near[0]}?" if near else "model.txt of a run lists names"
+            raise ConfigError(f"{key}={pattern} names no {of}; {hint}")
+        found |= covered
+    return found
+
+
+def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freezes all parameters but those that `train.only` names; without patterns none."""
+    if patterns:
+        trained = named_by("train.only", patterns, dict(model.named_parameters()))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)
 
 
 def undecayed_parameters(model: nn.Module, config: TrainConfig) -> set[str]:
@@ -38,13 +72,22 @@ def block_matrices(model: nn.Module, undecayed: set[str]) -> dict[str, nn.Parame
     }
 
 
-def group_parameters(named: dict[str, nn.Parameter], undecayed: set[str], weight_decay: float) -> list[dict]:
-    """Parameter groups with weight decay, and without. Every parameter is in exactly one."""
-    groups = [
-        {"params": [p for name, p in named.items() if name not in undecayed], "weight_decay": weight_decay},
-        {"params": [p for name, p in named.items() if name in undecayed], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def group_parameters(named: dict[str, nn.Parameter], undecayed: set[str], config: Any) -> list[dict]:
+    """Parameter groups with weight decay and without, each with `optimizer.lr_scale` and without.
+
+    Every parameter is in exactly one.
+
+    Args:
+        config: a section `optimizer` with `weight_decay`.
+    """
+    scaled = {name for name in named if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.lr_scale_for)}
+    groups = []
+    for names, scale in ((named.keys() - scaled, {}), (scaled, {"lr_scale": config.lr_scale})):
+        for decay, decayed in ((config.weight_decay, True), (0.0, False)):
+            chosen = [p for name, p in named.items() if name in names and (name not in undecayed) == decayed]
+            if chosen:
+                groups.append({"params": chosen, "weight_decay": decay, **scale})
+    return groups
 
 
 def _decays(module: nn.Module, name: str, config: TrainConfig) -> bool:

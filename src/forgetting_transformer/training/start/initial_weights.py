@@ -5,8 +5,6 @@ the others receive them from it. Configurations are read as JSON and weights fro
 nothing that a source names is run.
 """
 
-import difflib
-import fnmatch
 import logging
 import re
 from collections.abc import Mapping
@@ -34,6 +32,7 @@ from forgetting_transformer.training.checkpoint.reading import read_weights
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.export import official_checkpoint
 from forgetting_transformer.training.export.folder import MARK
+from forgetting_transformer.training.optimization.parameter_groups import named_by
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -250,7 +249,10 @@ def _match(
     }
     if other_vocabulary:
         reasons |= {name: reasons.get(name, "of other tokens") for name in {embeddings, head} & own.keys()}
-    if refused := sorted(reasons.keys() - _allowed(config.init_allow, {*own, *shapes})):
+    if refused := sorted(
+        reasons.keys()
+        - named_by("init_allow", config.init_allow, {*own, *shapes}, "tensor of the model or of init_from")
+    ):
         listed = _some([f"{name} is {reasons[name]}" for name in refused], "; ")
         why = f"it has another vocabulary than the corpus ({other_vocabulary}); " if other_vocabulary else ""
         fix = "a corpus of its tokenizer" if why and len(refused) <= 2 else "the model that it was trained as"
@@ -287,23 +289,6 @@ def _heads(mixer: Any) -> list[Any]:
     attention = getattr(mixer, "attn", None)  # of Samba
     heads = attention if isinstance(attention, Mapping) else {}
     return [heads.get(key, getattr(mixer, key, None)) for key in _HEADS]
-
-
-def _allowed(patterns: list[str], names: set[str]) -> set[str]:
-    """The names that `init_allow` covers.
-
-    Raises:
-        ConfigError: a pattern covers none.
-    """
-    allowed: set[str] = set()
-    for pattern in patterns:
-        covered = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
-        if not covered:
-            near = difflib.get_close_matches(pattern, names, 1)
-            hint = f"did you mean {near[0]}?" if near else "model.txt of a run lists names"
-            raise ConfigError(f"init_allow={pattern} names no tensor of the model or of init_from; {hint}")
-        allowed |= covered
-    return allowed
 
 
 def _some(names: list[str], separator: str = ", ") -> str:

@@ -1,0 +1,317 @@
+"""A FoX (LLaMA) with the weights of a pretrained Transformer: rotary positions stay, forget gates are added.
+
+Only config.json and safetensors of the source are read. Gates start at one memory length whatever the token is: their
+weights are 0, and the bias b of a head gives f = sigmoid(b), which lets a weight decay to 1/e after that many tokens.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig, MistralConfig, Qwen3Config
+
+from forgetting_transformer.command_line import one_line
+from forgetting_transformer.files import explain, write_json
+from forgetting_transformer.hub_connection import cached_model, only_cached
+from forgetting_transformer.model import registry
+from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
+from forgetting_transformer.model.mixers.transformer import TransformerConfig
+from forgetting_transformer.training.export.card import CARD
+from forgetting_transformer.training.export.folder import ExportError, check_target
+
+#: The default memory length, in contexts of the original.
+CONTEXTS = 16
+#: sigmoid of it is 1 in float32, and its derivative 0.
+_OPEN = 128.0
+#: Bytes of weights in a file of the result, about. As many again are needed to write it.
+_SHARD = 1 << 30
+_TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*_map.json", "*.model", "chat_template*", "added_tokens.json")
+_READ = ("config.json", "generation_config.json", "*.safetensors", *_TOKENIZER)
+#: Fields of sources that FoX has not, with the value that asks for nothing.
+_NEUTRAL: dict[str, Any] = {
+    "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, "use_sliding_window": False,
+    "quantization_config": None,
+}  # fmt: skip
+#: Llama's names of a block's tensors, by ours.
+_LLAMA = {
+    "attn_norm.weight": ["input_layernorm.weight"],
+    "mlp_norm.weight": ["post_attention_layernorm.weight"],
+    "mlp.gate_proj.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    "mlp.down_proj.weight": ["mlp.down_proj.weight"],
+    **{f"attn.{name}.weight": [f"self_attn.{name}.weight"] for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
+    **{f"attn.{name}.weight": [f"self_attn.{name}.weight"] for name in ("q_norm", "k_norm")},
+}
+
+
+def add_forget_gates(source: str, out: Path, memory_length: Sequence[float] = ()) -> str:
+    """Writes `out` and returns a line that says what was written.
+
+    Args:
+        source: folder or hub id.
+        out: folder; new or empty.
+        memory_length: tokens, of all heads; or of the first and the last head of each layer, with those between spread
+            logarithmically. `math.inf` computes what the source computes, and cannot learn. Default: `CONTEXTS`
+            contexts of the source.
+
+    Raises:
+        ExportError: the source cannot be read, or has what FoX has not; or `out` cannot be written.
+    """
+    check_target(out, "OUT")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ExportError(f"OUT={out} is there already; choose another folder")
+    try:
+        folder = _found(source)
+        fields = json.loads((folder / "config.json").read_text("utf-8"))
+        model_fields, named = _fields(fields)
+        length = memory_length or (CONTEXTS * float(model_fields["max_position_embeddings"] or 2048),)
+        bias_H = _bias(length, model_fields["num_heads"])
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent, ignore_cleanup_errors=True) as staged:
+            new = Path(staged)
+            parameters = _write(folder, new, model_fields, named, bias_H)
+            tokenizer = _copy(folder, new)
+            (new / CARD).write_text(_card(source, length, parameters, tokenizer), "utf-8")
+            new.chmod(0o755)
+            os.replace(new, out)
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        reason = explain(error) if isinstance(error, OSError) else one_line(error)
+        raise ExportError(f"SOURCE={source} cannot become OUT={out}: {reason}") from error
+    without = "" if tokenizer else ", without a tokenizer, which the source has not"
+    return f"{out} is {source} with forget gates, {parameters:,} parameters, memory length {_said(length)}{without}"
+
+
+def _found(source: str) -> Path:
+    folder = Path(source).expanduser()
+    if not folder.exists():
+        try:
+            folder = cached_model(source) if only_cached() else Path(snapshot_download(source, allow_patterns=[*_READ]))
+        except Exception as error:  # of the client, or of what carries its requests
+            raise ExportError(
+                f"SOURCE={source} is no folder, and no model of the hub that can be had ({one_line(error)}); without a "
+                f"network run `hf download {source} --local-dir FOLDER` elsewhere and give that folder"
+            ) from error
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise ExportError(
+            f"SOURCE={source} has no config.json with *.safetensors, and nothing else is read; give a folder of "
+            "save_pretrained"
+        )
+    return folder
+
+
+def _fields(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Fields of the FoX configuration, and the source's names of a block's tensors.
+
+    Raises:
+        ExportError: naming the field that FoX cannot have.
+    """
+    known: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "LlamaForCausalLM": lambda read: _of_llama(LlamaConfig.from_dict(read)),
+        "MistralForCausalLM": lambda read: _of_llama(MistralConfig.from_dict(read)),
+        "Qwen3ForCausalLM": lambda read: _of_llama(Qwen3Config.from_dict(read)) | {
+            "qk_norm": True, "qk_norm_share_param_across_head": True, "qk_norm_eps": read.get("rms_norm_eps", 1e-6),
+        },
+        "TransformerForCausalLM": lambda read: _of_ours(TransformerConfig.from_dict(read)),
+    }  # fmt: skip
+    kind = (fields.get("architectures") or [fields.get("model_type")])[0]
+    if kind not in known:
+        raise ExportError(f"architectures is {kind} in config.json; it must be {', '.join(known)}")
+    for name, neutral in _NEUTRAL.items():
+        if fields.get(name, neutral) not in (neutral, None):
+            raise ExportError(f"{name} is {fields[name]} in config.json, which FoX has not; it must be {neutral}")
+    named = {ours: [ours] for ours in _LLAMA} if kind == "TransformerForCausalLM" else _LLAMA
+    made = known[kind](fields)
+    return made | {"use_rope": True, "log_pruning_tolerance": -10.0, "fgate_type": "full"}, named
+
+
+def _of_llama(config: Any) -> dict[str, Any]:
+    rope, heads = config.rope_parameters, config.num_attention_heads
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "linear", "llama3"):
+        raise ExportError(f"rope_type is {kind} in config.json; it must be default, linear or llama3")
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise ExportError(f"partial_rotary_factor is {rope['partial_rotary_factor']} in config.json; it must be 1")
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        raise ExportError(f"layer_types is {config.layer_types} in config.json; all must be full_attention")
+    scaled: dict[str, Any] = {} if kind == "default" else {"rope_factor": float(rope["factor"])}
+    if kind == "llama3":
+        bands = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        scaled["rope_llama3"] = [float(rope[name]) for name in bands]
+    same = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "initializer_range")
+    ids = ("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "max_position_embeddings")
+    head_dim = getattr(config, "head_dim", None)
+    return {
+        **{name: getattr(config, name) for name in (*same, *ids)},
+        "num_heads": heads,
+        "num_kv_heads": None if config.num_key_value_heads == heads else config.num_key_value_heads,
+        "head_dim": None if head_dim in (None, config.hidden_size / heads) else head_dim,
+        "hidden_act": config.hidden_act,  # checked by FoX's configuration
+        "norm_eps": config.rms_norm_eps,
+        "window_size": getattr(config, "sliding_window", None) if config.model_type == "mistral" else None,
+        "rope_base": float(rope["rope_theta"]),
+        **scaled,
+        "dtype": config.dtype,
+    }
+
+
+def _of_ours(config: TransformerConfig) -> dict[str, Any]:
+    if not config.use_rope:
+        raise ExportError("use_rope is false in config.json; it must be true")
+    fields = {name: getattr(config, name) for name in registry.fields_of(TransformerConfig)}
+    return {**fields, "intermediate_size": config.mlp_width, "dtype": config.dtype}
+
+
+def _bias(memory_length: Sequence[float], num_heads: int) -> Tensor:
+    """Biases of gates `(H,)`, float32.
+
+    Raises:
+        ExportError: lengths that cannot be.
+    """
+    first, last = memory_length[0], memory_length[-1]
+    if len(memory_length) > 2 or not 0 < first <= last or (math.isinf(last) and first != last):
+        raise ExportError(
+            f"--memory_length={' '.join(f'{x:g}' for x in memory_length)} must be inf, a number of tokens, or two that "
+            "rise, as in 4096 1e6"
+        )
+    return torch.full((num_heads,), _OPEN) if math.isinf(last) else decay_time_bias(num_heads, first, last)
+
+
+def _write(folder: Path, new: Path, fields: dict[str, Any], named: dict[str, list[str]], bias_H: Tensor) -> int:
+    """Writes configuration and weights, and returns the number of parameters.
+
+    Raises:
+        ExportError: FoX refuses a field, or has other tensors.
+    """
+    dtype = fields.pop("dtype")
+    try:
+        config = registry.build_config("forgetting_transformer", **fields)
+    except (TypeError, ValueError) as error:
+        raise ExportError(f"config.json: {one_line(error)}") from error
+    lm_class = registry.get("forgetting_transformer").lm_class
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in lm_class(config).named_parameters()}
+    files = _files(folder)
+    plan = {name: _sources(name, named, files) for name in shapes}
+    used = {source for sources in plan.values() for source in sources}
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if extra := sorted(name for name in files.keys() - used - tied if not name.endswith("rotary_emb.inv_freq")):
+        raise ExportError(f"the source has {extra[0]}, for which FoX has no place; biases and adapters are not taken")
+
+    where: dict[str, str] = {}
+    written: list[Path] = []
+    for part in _parts(plan, files, shapes, bias_H):
+        written.append(new / f"part-{len(written)}")
+        where |= dict.fromkeys(part, written[-1].name)
+        save_file(part, written[-1], metadata={"format": "pt"})
+    names = [f"model-{n:05}-of-{len(written):05}.safetensors" for n in range(1, len(written) + 1)]
+    names = names if len(written) > 1 else ["model.safetensors"]
+    for part_file, name in zip(written, names, strict=True):
+        part_file.rename(new / name)
+        (new / name).chmod(0o644)
+    if len(written) > 1:
+        final = dict(zip((file.name for file in written), names, strict=True))
+        size = sum((new / name).stat().st_size for name in names)
+        weights = {name: final[part_name] for name, part_name in where.items()}
+        write_json(new / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weights})
+    config.architectures, config.dtype = [lm_class.__name__], dtype
+    config.save_pretrained(new)
+    decided = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")  # by the corpus
+    model = {name: value for name, value in fields.items() if name not in decided and value is not None}
+    (new / "configs" / "model").mkdir(parents=True)
+    text = yaml.safe_dump({"name": "forgetting_transformer", "label": "with_gates", "config": model}, sort_keys=False)
+    (new / "configs" / "model" / "with_gates.yaml").write_text(text, "utf-8")
+    return sum(shape.numel() for shape in shapes.values())
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """File of each of the source's tensors."""
+    found: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            found |= dict.fromkeys(tensors.keys(), file)
+    return found
+
+
+def _sources(name: str, named: dict[str, list[str]], files: dict[str, Path]) -> list[str]:
+    """The source's tensors that make ours of this name; none for those of gates.
+
+    Raises:
+        ExportError: the source lacks one.
+    """
+    block = re.fullmatch(r"(model\.layers\.\d+\.)(.+)", name)
+    if block and ".fgate_proj." in name:
+        return []
+    whole = name if named is not _LLAMA else name.replace("model.embeddings.", "model.embed_tokens.")
+    sources = [f"{block[1]}{theirs}" for theirs in named[block[2]]] if block else [whole]
+    for source in sources:
+        if source not in files:
+            raise ExportError(f"the source has no {source}, from which {name} is made; download it again")
+    return sources
+
+
+def _parts(
+    plan: dict[str, list[str]], files: dict[str, Path], shapes: dict[str, torch.Size], bias_H: Tensor
+) -> Iterator[dict[str, Tensor]]:
+    """The tensors of one file after the other."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, sources in plan.items():
+        if not sources:
+            part[name] = bias_H.clone() if name.endswith("bias") else torch.zeros(shapes[name])
+        else:
+            part[name] = torch.cat([_read(files[source], source) for source in sources])
+        if part[name].shape != shapes[name]:
+            raise ExportError(
+                f"{sources[0]} has shape {tuple(part[name].shape)} and config.json makes it {tuple(shapes[name])}"
+            )
+        size += part[name].nbytes
+        if size >= _SHARD:
+            yield part
+            part, size = {}, 0
+    if part:
+        yield part
+
+
+def _read(file: Path, name: str) -> Tensor:
+    """A tensor of a file. The file is mapped no longer than that takes, so that its pages are not held."""
+    with safe_open(file, "pt") as tensors:
+        return tensors.get_tensor(name).clone()
+
+
+def _copy(folder: Path, new: Path) -> bool:
+    """Copies the tokenizer and the settings of generation; whether there is a tokenizer."""
+    files = {file for pattern in _TOKENIZER for file in folder.glob(pattern) if file.is_file()}
+    for file in {*files, *folder.glob("generation_config.json")}:
+        shutil.copyfile(file, new / file.name)
+    return any(file.name in ("tokenizer.json", "tokenizer_config.json") for file in files)
+
+
+def _said(memory_length: Sequence[float]) -> str:
+    return " to ".join(f"{length:,.0f}" for length in memory_length) + " tokens"
+
+
+def _card(source: str, memory_length: Sequence[float], parameters: int, has_tokenizer: bool) -> str:
+    shown = Path(source).name if Path(source).exists() else source
+    lines = [
+        f"# {shown} with forget gates",
+        f"{shown} as a Forgetting Transformer with {parameters:,} parameters: the same weights, and a forget gate for "
+        f"every head. Gates start at a memory length of {_said(memory_length)} and were not trained.",
+        "It needs the Python package `forgetting-transformer`, from a clone of its repository:",
+        "```python\nimport forgetting_transformer.model  # registers the model classes\n"
+        "from transformers import AutoModelForCausalLM\n\n"
+        'model = AutoModelForCausalLM.from_pretrained(".")  # the folder of this file\n```',
+        *([] if has_tokenizer else ["There is no tokenizer here: the model takes token ids."]),
+        "The licence of the original holds for these weights too.",
+    ]
+    return "---\nlibrary_name: transformers\ntags: [forgetting-transformer]\n---\n\n" + "\n\n".join(lines) + "\n"
