@@ -5,8 +5,8 @@
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo --push_to_hub my-account/demo --private
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo-ema --weights ema
 
-README.md is the model card: corpus, tokens, losses with a figure, settings, versions, how to load the model. You choose
-the licence: --license apache-2.0. A card that you have edited is kept as it is.
+README.md is the model card: corpus, tokens, losses, settings, versions, how to load the model. You choose the licence:
+--license apache-2.0. A card that you have edited is kept as it is.
 
 exported_from.json names the checkpoint and the files that the export wrote. A later export of the same run replaces
 these files, and one of another run with --replace. A folder with other files, or with files that were edited since, is

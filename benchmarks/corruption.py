@@ -44,7 +44,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     steps = Steps(args)
 
     def digest() -> None:
-        digests([(tensor, 0) for tensor in weights_and_moments(steps.model, steps.optimizer).values()])
+        digests(weights_and_moments(steps.model, steps.optimizer).values())
 
     for _ in range(3):
         steps.timed(steps.take, digest)

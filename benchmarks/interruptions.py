@@ -267,10 +267,14 @@ def lines(output: Path, name: str) -> list[dict[str, Any]]:
 
 def result(output: Path) -> dict[str, Any]:
     """Losses of all steps of a run that is done, and a digest of its weights and moments in the end."""
-    newest = max(output.glob("checkpoints/step-*/trainer.json"))
-    digests = json.dumps(json.loads(newest.read_text(encoding="utf-8"))["digests"], sort_keys=True)
-    weights = hashlib.blake2b(digests.encode(), digest_size=8).hexdigest()
-    return {"losses": [line["train/loss"] for line in lines(output, "train")], "weights": weights}
+    import torch
+
+    from forgetting_transformer.training.checkpoint.safe_reader import read_tensors
+
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in sorted(read_tensors(max(output.glob("checkpoints/step-*")) / "state").items()):
+        digest.update(name.encode() + tensor.view(-1).view(torch.uint8).numpy().tobytes())
+    return {"losses": [line["train/loss"] for line in lines(output, "train")], "weights": digest.hexdigest()}
 
 
 def largest_difference(ours: Iterable[float], theirs: Iterable[float]) -> float:

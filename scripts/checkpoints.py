@@ -91,7 +91,7 @@ def diff(args: argparse.Namespace) -> int:
     states = [state for state, _ in pair]
     for key in sorted(states[0].keys() | states[1].keys()):
         before, after = (state.get(key, "(absent)") for state in states)
-        if before != after and not key.startswith(("environment.git.patch", "digests.")):
+        if before != after and not key.startswith("environment.git.patch"):
             print(redact(f"{key}: {before} -> {after}"))
     first, second = (tensors for _, tensors in pair)
     for name in sorted(first.keys() ^ second.keys()):

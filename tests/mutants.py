@@ -564,7 +564,7 @@ LIST = r"""
 - before_manifest()
 + pass
 # A checkpoint is finished before the metrics up to it are on the disk.
-= checkpoint.fresh_moments training/checkpoint/loading.py
+= checkpoint.fresh_moments training/checkpoint/reading.py
 - optimizer.state.clear()
 + pass
 # A fork with another optimizer begins with a count of one step.

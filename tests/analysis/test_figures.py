@@ -23,7 +23,6 @@ from tests.analysis.conftest import (
     legend,
     title_and_note,
     write_lines,
-    write_losses_by_position,
 )
 
 
@@ -221,19 +220,6 @@ def test_scores_over_training(make_run: MakeRun, drawn: list[Figure], tmp_path: 
     training.scores_over_training(runs, tmp_path / "two.png")
     titles = [axes.get_title() for axes in drawn[1].axes if axes.get_title()]
     assert sum(title.startswith("needle, 512") for title in titles) == 2 and titles.count("arc_easy") == 1
-
-
-@pytest.mark.slow
-def test_an_evaluation_has_its_figure_while_the_run_is_trained(make_run: MakeRun, tmp_path: Path) -> None:
-    run = add_callbacks(make_run())
-    write_lines(run, "val_web", [{"step": STEPS[0], "val_web/loss": 4.0}])
-    write_losses_by_position(run, "val_web", STEPS[0], np.linspace(5, 4, 64))
-    drawn_of = {"val": "loss_position", "val_web": "loss_position_web", "needle": "evaluations", "gates": "evaluations"}
-    for kind, name in drawn_of.items():
-        assert run_figures.of_evaluation(run, kind, tmp_path) == {name: tmp_path / f"{name}.png"}
-        assert is_picture(tmp_path / f"{name}.png")
-    assert run_figures.of_evaluation(run, "samples", tmp_path) == {}
-    assert not (run / "plots").exists()
 
 
 def test_scores_task_by_task(drawn: list[Figure], tmp_path: Path) -> None:

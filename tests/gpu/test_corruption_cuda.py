@@ -12,7 +12,7 @@ from forgetting_transformer.training.checkpoint.folder import newest_valid
 from forgetting_transformer.training.faults.corruption import digests
 from tests.gpu.test_reliability_cuda import on_gpus, run  # noqa: F401 (a fixture)
 from tests.training.conftest import STEP, Job, changed, rank_log
-from tests.training.test_corruption import FLIP, IN_THE_COPY, MOMENT, WEIGHT
+from tests.training.test_corruption import FLIP, MOMENT, WEIGHT
 from tests.training.test_resume import assert_same_run, losses
 from tests.waiting import wait_until
 
@@ -25,14 +25,11 @@ def checkpoints(config: dict) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_digests_are_those_of_a_cpu(dtype):
-    """Other pieces, other kernels, another order of additions: the same integers."""
+    """Other kernels, another order of additions: the same integers."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(3000, 4001), (1,), (), (77,), (260, 1024), (0, 3), (12, 5, 7)]
     tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    starts = [7, 0, 2**33, 1, 5, 0, 9]
-    expected = digests(list(zip(tensors, starts, strict=True)))
-    found = digests([(tensor.cuda(), start) for tensor, start in zip(tensors, starts, strict=True)])
-    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(digests([tensor.cuda() for tensor in tensors]).cpu(), digests(tensors))
 
 
 @two_gpus
@@ -45,19 +42,6 @@ def test_a_gpu_that_differs_stops_the_run(on_gpus, tensor):  # noqa: F811
     assert "ranks 0, 1 differ in" in reason and "after step 10" in reason
     assert f"the last good checkpoint is at {8 * STEP:,} tokens" in reason
     assert newest_valid(checkpoints(config)).step == 8 * STEP
-
-
-@two_gpus
-@pytest.mark.parametrize("elsewhere", [("fsdp", 2), ("auto", 1), ("ddp", 2)])
-def test_shards_that_are_not_what_training_held_are_refused_on_any_world_size(on_gpus, elsewhere):  # noqa: F811
-    config = on_gpus("fsdp", 2, skip_eval=True)
-    run(changed(config, train__max_tokens=4 * STEP), 2)
-    run(changed(config, train__max_tokens=8 * STEP), 2, IN_THE_COPY)
-    strategy, world_size = elsewhere
-    there = changed(config, strategy__name=strategy, fabric__devices=world_size)
-    job = run(there, world_size, codes=[1] * world_size)
-    assert f"is not what training held after {8 * STEP:,} tokens" in job.errors()
-    assert f"the last good checkpoint before it is at {4 * STEP:,} tokens" in job.errors()
 
 
 @two_gpus

@@ -1,7 +1,9 @@
 """A checkpoint is whole or absent, whenever its writer dies, and no code runs when it is read."""
 
 import enum
+import errno
 import json
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -14,13 +16,24 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from forgetting_transformer.training.checkpoint import Checkpointer
-from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
+from forgetting_transformer.training.checkpoint import folder as folder_module
+from forgetting_transformer.training.checkpoint.folder import (
+    CheckpointError,
+    inspect,
+    newest_valid,
+    read_manifest,
+    read_newest,
+    remove,
+)
 from forgetting_transformer.training.checkpoint.host_copy import HostCopy, own_pages
+from forgetting_transformer.training.checkpoint.reading import read_weights
 from forgetting_transformer.training.checkpoint.safe_reader import UnsafeCheckpointError, read_tensors
-from forgetting_transformer.training.checkpoint.state import share
-from tests.training.conftest import STEP, changed, refused, train
+from forgetting_transformer.training.checkpoint.writing import share
+from tests.training.conftest import STEP, Job, changed, refused, train
+from tests.training.test_resume import lines
 from tests.waiting import HANG
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -144,17 +157,11 @@ def test_the_copy_is_reused():
     assert first["a"].tolist() == list(range(6))
     second, _ = copy.take(tensors)
     assert second["a"].data_ptr() == first["a"].data_ptr() and not second["a"].any()
-
-
-def test_memory_to_lock_has_pages_of_its_own_and_no_more_bytes_than_it_holds():
-    """What lets it be locked tensor by tensor, and written without another copy."""
-    import mmap
-
-    for like in (torch.zeros(()), torch.zeros(3, 5), torch.zeros(5000, dtype=torch.float64)):
-        copy = own_pages(like)
-        assert copy.shape == like.shape and copy.dtype == like.dtype and copy.data_ptr() % mmap.PAGESIZE == 0
-        assert copy.untyped_storage().nbytes() == like.nbytes
-        assert torch.equal(copy.copy_(like + 1), like + 1)
+    # Memory that is locked tensor by tensor has pages of its own, and no more bytes than it holds.
+    for like in (torch.zeros(()), torch.zeros(5000, dtype=torch.float64)):
+        pages = own_pages(like)
+        assert pages.data_ptr() % mmap.PAGESIZE == 0 and pages.untyped_storage().nbytes() == like.nbytes
+        assert torch.equal(pages.copy_(like + 1), like + 1)
 
 
 def test_ranks_share_the_writing_of_what_all_of_them_hold():
@@ -216,34 +223,27 @@ def test_a_strangers_checkpoint_runs_no_code(tmp_path):
     path = newest_valid(tmp_path / "run").path
     shutil.copytree(path, tmp_path / "copy")
 
-    _forge(path, lambda metadata: _Attack(marker))
-    model, optimizer = trained(0)
-    with pytest.raises(CheckpointError, match=r"refers to (posix|os).mkdir"):
-        Checkpointer(tmp_path / "run", 1, 0, 1).load(newest_valid(tmp_path / "run"), model, optimizer)
-
     def escape(metadata):
         for info in metadata.storage_data.values():
             info.relative_path = "../../secret"
         return metadata
 
-    shutil.rmtree(path)
-    shutil.copytree(tmp_path / "copy", path)
-    _forge(path, escape)
-    with pytest.raises(UnsafeCheckpointError, match=r"'../../secret', outside its folder"):
-        read_tensors(path / "state")
-
     def pretend(metadata):
-        from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-
         for name in metadata.state_dict_metadata:
             metadata.state_dict_metadata[name] = BytesStorageMetadata()
         return metadata
 
-    shutil.rmtree(path)
-    shutil.copytree(tmp_path / "copy", path)
-    _forge(path, pretend)
-    with pytest.raises(CheckpointError):
-        Checkpointer(tmp_path / "run", 1, 0, 1).load(newest_valid(tmp_path / "run"), model, optimizer)
+    attacks = {
+        r"refers to (posix|os).mkdir": lambda metadata: _Attack(marker),
+        r"'../../secret', outside its folder": escape,
+        "belongs to another model": pretend,
+    }
+    for said, attack in attacks.items():
+        shutil.rmtree(path)
+        shutil.copytree(tmp_path / "copy", path)
+        _forge(path, attack)
+        with pytest.raises(CheckpointError, match=said):
+            Checkpointer(tmp_path / "run", 1, 0, 1).load(newest_valid(tmp_path / "run"), *trained(0))
     assert not marker.exists()
 
 
@@ -313,12 +313,151 @@ def test_pruning_everything_or_under_a_running_run_is_refused(tmp_path, capsys):
         directory.release()
 
 
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_only_names_that_a_run_writes_are_cleared_away(tmp_path):
+    save(tmp_path, 1)
+    for name in ("step-abc", "step-5", ".tmp-step-mine", "notes", f"step-{9:015d}", f".deleted-{5}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("years of work")
+    before = snapshot(tmp_path)
+    for name in (f".tmp-step-{7:015d}", f".deleted-step-{3:015d}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer.json").write_text("{}")
+    Checkpointer(tmp_path, 1, 0, 1).clean()
+    assert snapshot(tmp_path) == before
+    assert not list(tmp_path.glob(".tmp-step-0*")) and not list(tmp_path.glob(".deleted-step-0*"))
+
+
+def test_a_damaged_checkpoint_in_the_way_of_a_new_one_is_kept_beside_it(tmp_path):
+    expected = save(tmp_path, 1)
+    (path,) = tmp_path.iterdir()
+    for number in range(2):
+        (path / "manifest.json").unlink()
+        (path / "state/kept").write_text(str(number))
+        save(tmp_path, 1)
+        assert inspect(path).step == 1
+        assert_holds(path, expected)
+    kept = sorted(tmp_path.glob("damaged-*"))
+    assert [p.name for p in kept] == [f"damaged-{path.name}", f"damaged-{path.name}.1"]
+    assert [(p / "state/kept").read_text() for p in kept] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda manifest: [[]], "its manifest.json is damaged"),
+        (lambda manifest: None, "its manifest.json is damaged"),
+        (lambda manifest: manifest | {"files": {}}, "does not list state/.metadata"),
+        (
+            lambda manifest: manifest | {"files": {k: v for k, v in manifest["files"].items() if "__0_0" not in k}},
+            "does not list state/__0_0.distcp, so nothing holds that to its contents",
+        ),
+    ],
+    ids=["a list", "null", "no files", "one file less"],
+)
+def test_a_checkpoint_whose_manifest_holds_nothing_to_its_contents_is_passed_over(tmp_path, change, reason):
+    save(tmp_path, 1)
+    file = tmp_path / f"step-{1:015d}/manifest.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    with pytest.raises(CheckpointError, match=reason):
+        inspect(file.parent)
+    assert newest_valid(tmp_path) is None
+    read_manifest(file.parent)  # for listings: what cannot be read is none, and no traceback
+
+
+def test_too_many_open_files_are_no_damage(tmp_path, monkeypatch):
+    """An older checkpoint would be taken, or none."""
+    save(tmp_path, 1)
+
+    def refuse(file: Path) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", str(file))
+
+    monkeypatch.setattr(folder_module, "checksum", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        newest_valid(tmp_path)
+
+
+@pytest.mark.parametrize("record", ["", "[]", '{"step": Infinity}'])
+def test_a_damaged_record_still_says_that_there_was_a_checkpoint(tmp_path, record):
+    (tmp_path / "last_checkpoint.json").write_text(record)
+    checkpointer = Checkpointer(tmp_path / "checkpoints", 1, 0, 1, record=tmp_path / "last_checkpoint.json")
+    with pytest.raises(CheckpointError, match=r"a checkpoint was finished, and .*checkpoints holds none"):
+        checkpointer.newest()
+
+
 @pytest.mark.slow
-def test_fork_of_a_strangers_run_is_checked_too(tiny, tmp_path):
-    train(changed(tiny, output_dir=str(tmp_path / "source"), train__max_tokens=8 * STEP))
-    path = newest_valid(tmp_path / "source/checkpoints").path
-    _forge(path, lambda metadata: _Attack(tmp_path / "code was run"))
-    assert "which no checkpoint of tensors needs" in refused(
-        changed(tiny, fork_dir=str(tmp_path / "source"), fork_step=8 * STEP)
-    )
-    assert not (tmp_path / "code was run").exists()
+def test_a_run_goes_on_only_from_what_it_saved(tiny):
+    """Killed before its first save, a run starts at 0; without its checkpoints, or their manifests, it is refused."""
+    patch = """
+import os
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == 3:
+        os._exit(9)
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    root = Path(tiny["output_dir"])
+    assert Job(tiny, patch=patch).wait() == [9]
+    assert not (root / "last_checkpoint.json").exists()
+    train(changed(tiny, train__max_tokens=8 * STEP))
+    logged = lines(tiny["output_dir"], "train")
+    assert len(logged) == 8
+    (root / "checkpoints").rename(root.parent / "elsewhere")
+    message = refused(tiny)
+    assert f"a checkpoint was finished at {8 * STEP:,} tokens" in message and "Bring the folder back" in message
+    # A copy that left out *.json must not be taken for saves that never ended.
+    ignored = shutil.ignore_patterns("*.json")
+    shutil.copytree(root.parent / "elsewhere", root / "checkpoints", ignore=ignored, dirs_exist_ok=True)
+    before = snapshot(root / "checkpoints")
+    assert "none of the checkpoints in" in refused(tiny)
+    assert snapshot(root / "checkpoints") == before and lines(tiny["output_dir"], "train") == logged
+    shutil.rmtree(root / "checkpoints")
+    (root.parent / "elsewhere").rename(root / "checkpoints")
+    train(tiny)
+    assert len(lines(tiny["output_dir"], "train")) == 20
+
+
+#: What happens just before a file of a checkpoint is opened, by the hook below.
+before_open = None
+
+
+def _look(event: str, arguments: tuple) -> None:
+    if event == "open" and before_open is not None and "/checkpoints/step-" in str(arguments[0]):
+        before_open()
+
+
+def test_a_checkpoint_that_its_run_deletes_while_it_is_read_makes_room_for_the_next(tmp_path):
+    """At any moment of reading steps 1 and 2, both are deleted and step 3 is there."""
+    global before_open
+    sys.addaudithook(_look)
+    for step in (1, 2, 3):
+        save(tmp_path / f"of-{step}", step)
+    moments = 0
+    for moment in range(1, 100):
+        place = tmp_path / f"{moment}/checkpoints"
+        for step in (1, 2):
+            shutil.copytree(tmp_path / f"of-{step}", place, dirs_exist_ok=True)
+        opened: list[int] = []
+
+        def rotate(place=place, moment=moment, opened=opened) -> None:
+            global before_open
+            opened.append(moment)
+            if len(opened) == moment:
+                before_open = None
+                shutil.copytree(tmp_path / "of-3", place, dirs_exist_ok=True)
+                for step in (2, 1):
+                    remove(place / f"step-{step:015d}")
+
+        before_open = rotate
+        found, tensors = read_newest(place, lambda checkpoint: (checkpoint.step, read_weights(checkpoint)))
+        before_open = None
+        assert found in (2, 3) and set(tensors) == {"weight", "bias"}
+        if len(opened) < moment:
+            break
+        moments += found == 3
+    assert moments > 5, "most moments were too early for step 2 to be read"

@@ -22,7 +22,7 @@ from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
 from forgetting_transformer.training.export import MARK, ExportError, build_from_checkpoint, export, tokenizer_of_run
 from forgetting_transformer.training.export.averaging import average
-from forgetting_transformer.training.export.card import CARD, FIGURE
+from forgetting_transformer.training.export.card import CARD
 from forgetting_transformer.training.export.contents import save_tokenizer
 from forgetting_transformer.training.records.run_directory import RunDirectory
 from tests.data.corpus_helpers import prepare, write_tree
@@ -90,18 +90,13 @@ def test_any_step_can_be_exported_and_a_missing_one_is_refused(tiny, tmp_path, f
 
 
 def test_a_folder_that_is_not_there_or_is_no_run_is_named(tmp_path):
-    (tmp_path / "my-run").mkdir()
-    for name, said in (
-        ("my-rnu", f"there is no such folder; did you mean '{tmp_path}/my-run'?"),
-        ("nothing", "there is no such folder; give the output_dir of a training run"),
-        ("my-run", "it holds no checkpoints; give the output_dir of a training run"),
-    ):
-        with pytest.raises(CheckpointError) as refused:
+    (tmp_path / "empty").mkdir()
+    for name, said in (("nothing", "there is no such folder"), ("empty", "it holds no checkpoints")):
+        with pytest.raises(CheckpointError, match=f"^--hf_load_dir={tmp_path / name}: {said}; give the output_dir"):
             export(tmp_path / name, tmp_path / "hf")
-        assert str(refused.value) == f"--hf_load_dir={tmp_path / name}: {said}"
-    (tmp_path / "my-run/checkpoints").mkdir()
-    with pytest.raises(CheckpointError, match=r"no valid checkpoint in .*/my-run/checkpoints; it holds nothing"):
-        export(tmp_path / "my-run", tmp_path / "hf")
+    (tmp_path / "empty/checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match=r"no valid checkpoint in .*/empty/checkpoints; it holds nothing"):
+        export(tmp_path / "empty", tmp_path / "hf")
 
 
 def test_the_run_keeps_its_corpus_tokenizer_and_the_export_gets_it(tiny, tmp_path):
@@ -295,9 +290,6 @@ def test_a_run_writes_without_an_export_and_draws_the_same_for_the_same_seed(tin
         (["x", "--top_p", "0.9"], "--top_p=0.9 has no effect without --temperature"),
         (["x", "--temperature", "nan"], "--temperature: 'nan' is not a number from 0.001 to 1,000,000,000, or 0"),
         (["x", "--max_new_tokens", "0"], "--max_new_tokens: '0' is not a whole number from 1 to 2**31 - 1"),
-        (["x", "--seed", "-1"], "--seed: '-1' is not a whole number from 0 to 2**64 - 1"),
-        (["x", "--device", "abc"], "--device=abc: no such device here; use cpu"),
-        (["x", "--device", "meta"], "--device=meta: no such device here; use cpu"),
         (["x", "--device", "cuda:99"], "--device=cuda:99: no such device here; use cpu"),
     ],
 )
@@ -314,9 +306,7 @@ def test_what_generate_cannot_do_is_one_line(monkeypatch, capsys, arguments, mes
     "strangers",
     [
         {"model-00001-of-00002.safetensors": "x", "model.safetensors.index.json": "{}"},
-        {"config.json": "[]"},
         {"pytorch_model.bin": "x"},
-        {"tokenizer.json": "mine"},
         {MARK: "a file of somebody else"},
     ],
     ids=lambda strangers: min(strangers),
@@ -408,7 +398,6 @@ def test_the_card_of_an_export_loads_it_and_names_no_place(tiny, tmp_path, finis
     card = (folder / CARD).read_text(encoding="utf-8")
     done = run_command("-c", card.split("```python\n")[1].split("```")[0], folder=folder)
     assert done.returncode == 0 and done.stdout.startswith("w1 w1"), done.stderr
-    assert f"]({FIGURE})" in card and (folder / FIGURE).read_bytes().startswith(b"\x89PNG")
     val = json.loads((run / "metrics/jsonlines/val.jsonl").read_text().splitlines()[-1])
     assert f"| held-out | {val['val/loss']:.4f} |" in card
     for file in folder.iterdir():
@@ -421,17 +410,15 @@ def test_a_card_that_no_export_wrote_or_that_was_edited_is_kept(tiny, tmp_path, 
     folder.mkdir()
     (folder / CARD).write_text("mine")
     assert f"{CARD} there is not as an export wrote it and is kept" in export(run, folder, tokenizer=tokenizer)
-    assert (folder / CARD).read_text() == "mine" and not (folder / FIGURE).exists()
+    assert (folder / CARD).read_text() == "mine"
     (folder / CARD).unlink()
     assert "kept" not in export(run, folder, step=8 * STEP, tokenizer=tokenizer)
-    assert f"trained on {8 * STEP:,} tokens" in (folder / CARD).read_text()
-    export(run, folder, tokenizer=tokenizer)
-    text, figure = (folder / CARD).read_text(), (folder / FIGURE).read_bytes()
-    assert f"trained on {20 * STEP:,} tokens" in text
+    text = (folder / CARD).read_text()
+    assert f"trained on {8 * STEP:,} tokens" in text
     (folder / CARD).write_text(text + "My words.")
     for _ in range(2):
-        assert "is kept" in export(run, folder, step=8 * STEP, tokenizer=tokenizer)
-        assert (folder / CARD).read_text() == text + "My words." and (folder / FIGURE).read_bytes() == figure
+        assert "is kept" in export(run, folder, tokenizer=tokenizer)
+        assert (folder / CARD).read_text() == text + "My words."
 
 
 def test_metrics_that_cannot_be_read_cost_the_card_and_not_the_export(tiny, tmp_path, finished, tokenizer, caplog):

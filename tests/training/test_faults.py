@@ -48,7 +48,6 @@ import os, signal, sys, time, torch
 from forgetting_transformer.data import longcrawl64
 from forgetting_transformer.training import checkpoint, setup, trainer
 from forgetting_transformer.training.records import metrics
-from forgetting_transformer.training.callbacks.held_out import HeldOut
 from forgetting_transformer.training.faults import sentinel
 original = {owner}.{method}
 def patched({arguments}, **options):
@@ -78,8 +77,6 @@ import os, signal, threading, time
 import torch.distributed.checkpoint.filesystem as filesystem
 from forgetting_transformer.training import checkpoint
 from forgetting_transformer.training.checkpoint import writing
-from forgetting_transformer.training.faults import sentinel
-sentinel.WRITER_PATIENCE_SECONDS = 1
 write_item, save, wait = filesystem._write_item, writing.Writer.write, checkpoint.Checkpointer._wait
 now, hangs = None, threading.Event()
 def write(self, step, *arguments):
@@ -97,10 +94,6 @@ def waiting(self):
     return wait(self)
 filesystem._write_item, writing.Writer.write, checkpoint.Checkpointer._wait = item, write, waiting
 """
-
-
-def hung_writer(limit: str) -> str:
-    return IN_WRITER.format(what="hangs.set(); time.sleep(36000)", waits=True, limit=limit)
 
 
 @dataclass
@@ -139,9 +132,6 @@ FAULTS = {
         "preempted",
         "stopped by SIGTERM; no batch of datamodule.name='longcrawl64' came for ",
     ),
-    "a signal while a writer hangs": Fault(
-        hung_writer(STOP), [75], "preempted", "nothing was written of the checkpoint at 1,024 tokens for "
-    ),
     "a second signal": Fault(
         in_step(STOP + HEARD + "\ntime.sleep(1.1)\n" + STOP + HANG),
         [128 + signal.SIGTERM],
@@ -156,12 +146,6 @@ FAULTS = {
     ),
     "a rank killed in the start": Fault(
         in_start("os.kill(os.getpid(), 9)", rank=1), [1, -signal.SIGKILL], "failed", "cannot start: rank 1 was killed"
-    ),
-    "a rank that fails in the start": Fault(
-        in_start("raise ValueError('no such thing')", rank=1),
-        [1, 1],
-        "failed",
-        "cannot start: rank 1 has failed: ValueError: no such thing",
     ),
     "a killed rank, and another inside of a call that never returns": Fault(
         # As for NCCL. A launcher asks it to stop.
@@ -204,7 +188,7 @@ FAULTS = {
         {"datamodule__train_num_workers": 1},
     ),
     "a writer that hangs": Fault(
-        hung_writer("self.watch.__self__.timeout = 1"),
+        IN_WRITER.format(what="hangs.set(); time.sleep(36000)", waits=True, limit="self.watch.__self__.timeout = 1"),
         [1],
         "failed",
         "nothing was written of the checkpoint at 1,024 tokens for .*the last good checkpoint is at 512 tokens",
@@ -244,32 +228,10 @@ FAULTS = {
         r"out of memory in training for 2.50 GiB more. Start the same command again with train.grad_acc_tokens=32 "
         r"\(now 64\) or train.gradient_checkpointing=true or strategy=fsdp on several GPUs; the last good checkpoint",
     ),
-    "a callback that fails": Fault(
-        patch_of(
-            "HeldOut",
-            "on_interval",
-            "self, trainer, kind",
-            "kind == 'eval' and trainer.counters.batch_count > 8",
-            "next(trainer.model.parameters()).data.zero_()\nraise ZeroDivisionError('boom')",
-        ),
-        [1],
-        "failed",
-        "ZeroDivisionError: boom",
-    ),
-    "a clock that is set back": Fault(
-        "import time; real = time.time; time.time = lambda: real() - 86400", [0], "done", "^$"
-    ),
 }
 
 
-#: Another moment of a fault that has its own row above.
-AGAIN = pytest.mark.rare("tests/training/test_faults.py::test_a_fault_is_named_and_the_same_command_goes_on_bitwise")
-OTHER_MOMENTS = ("a signal while a writer hangs", "a rank that fails in the start", "a clock that is set back")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[AGAIN] if name in OTHER_MOMENTS else []) for name in FAULTS]
-)
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_and_the_same_command_goes_on_bitwise(tiny, finished, name):
     fault = FAULTS[name]
     world_size = len(fault.codes)
@@ -298,25 +260,15 @@ def test_a_second_start_in_the_same_folder_is_refused_with_the_name_of_the_first
     train(changed(slow, train__max_tokens=lines(tiny["output_dir"], "train")[-1]["step"] + 8 * STEP))
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGUSR1,
-        pytest.param(
-            signal.SIGTERM,
-            marks=pytest.mark.rare("tests/training/test_faults.py::test_a_launcher_passes_signals_on_and_ends_with_75"),
-        ),
-    ],
-)
-def test_a_launcher_passes_signals_on_and_ends_with_75(tiny, tmp_path, number):
+def test_a_launcher_passes_signals_on_and_ends_with_75(tiny, tmp_path):
     """SIGUSR1 among them, of which `fabric run` by itself would die and tell its ranks nothing."""
     folder = tmp_path / "run"
     launcher = start(tiny, folder, "scripts/launch.py", "--accelerator", "cpu", "--devices", "1")
     wait_for_training(folder, launcher)
-    launcher.send_signal(number)
+    launcher.send_signal(signal.SIGUSR1)
     assert launcher.wait() == 75
     found = status({"output_dir": folder})
-    assert found["status"] == "preempted" and found["reason"] == number.name
+    assert found["status"] == "preempted" and found["reason"] == "SIGUSR1"
     assert (folder / f"checkpoints/step-{found['step']:015d}/manifest.json").is_file()
     said = (folder / "printed").read_text()
     assert "Traceback" not in said and said.splitlines()[-1].endswith(str(folder)), said

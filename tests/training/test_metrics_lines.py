@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,54 +104,14 @@ def test_a_kind_that_no_resume_would_cut_is_not_written(tmp_path):
     assert not list(directory.jsonlines.iterdir()) and not directory.npz.exists()
 
 
-def test_a_copy_of_a_run_leaves_the_originals_wandb_run_alone(tmp_path, tiny, monkeypatch):
-    """Also where both write below one wandb.log_dir, and to one account. A folder that is moved stays the same run."""
-
-    def init(id: str, dir: str, **_: object) -> SimpleNamespace:
-        started.append(id)
-        (Path(dir) / f"wandb/offline-run-{len(started)}-{id}").mkdir(parents=True)
-        return SimpleNamespace(step=0, log=lambda values, step: logged.append((id, step)), finish=lambda: None)
-
-    started, logged = [], []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
-    tiny["wandb"] = {"mode": "offline", "log_dir": str(tmp_path / "logs")}
-
-    def start(name: str) -> str:
-        config = parse(OmegaConf.create(tiny | {"output_dir": str(tmp_path / name)}))
-        metrics = MetricsLog(RunDirectory(config.output_dir), resume_step=128)
-        Wandb().open(metrics, config, {})
-        metrics.report_once("train", 128, {"train/loss": 1.0})
-        metrics.close()
-        return started[-1]
-
-    first = start("run")
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    logged.clear()
-    copy = start("copy")
-    assert copy != first and logged == [(copy, 128)], "it has the rows that the copied metrics hold"
-    assert [folder.name for folder in (tmp_path / "logs/wandb").glob(f"*{first}")] == [f"offline-run-1-{first}"]
-    assert start("copy") == copy and start("run") == first
-    (tmp_path / "run").rename(tmp_path / "moved")
-    assert start("moved") == first
-    (tmp_path / "link").symlink_to(tmp_path / "moved")
-    assert start("link") == first
-    (tmp_path / "copy/metrics/wandb/folder.json").write_text("[")
-    assert start("copy") != copy
-
-
-def test_wandb_gets_texts_as_tables_and_figures_as_images(tiny, tmp_path, monkeypatch):
+def test_wandb_gets_texts_as_tables(tiny, tmp_path, monkeypatch):
     rows: list[tuple[int, dict]] = []
     run = SimpleNamespace(step=0, log=lambda values, step: rows.append((step, values)), finish=lambda: None)
-    table, image = (lambda columns, data: (columns, data)), (lambda file: f"image of {Path(file).name}")
-    wandb = SimpleNamespace(init=lambda **_: run, Settings=dict, Table=table, Image=image)
+    wandb = SimpleNamespace(init=lambda **_: run, Settings=dict, Table=lambda columns, data: (columns, data))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     metrics = MetricsLog(RunDirectory(tmp_path / "run"), 0, ("samples",))
     sink = Wandb()
     sink.open(metrics, parse(OmegaConf.create(tiny | {"wandb": {"mode": "offline"}})), {})
     texts = {"samples/0/prompt": "a", "samples/0/text": "b", "samples/1/prompt": "c", "samples/1/text": "d"}
     metrics.report("samples", 128, {"samples/temperature": 0.5, **texts})
-    sink.image(128, "figures/evaluations", tmp_path / "evaluations.png")
-    assert rows == [
-        (128, {"samples/temperature": 0.5, "samples": (["prompt", "text"], [["a", "b"], ["c", "d"]])}),
-        (128, {"figures/evaluations": "image of evaluations.png"}),
-    ]
+    assert rows == [(128, {"samples/temperature": 0.5, "samples": (["prompt", "text"], [["a", "b"], ["c", "d"]])})]

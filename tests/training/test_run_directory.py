@@ -14,7 +14,7 @@ from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.records.run_directory import OWN_NAMES, RunDirectory, RunDirectoryError
 from tests.data.mirror import serve
 from tests.training.conftest import STEP, changed, refused, train
-from tests.training.test_nothing_lost import snapshot
+from tests.training.test_checkpoint import snapshot
 
 STRANGERS = (".git/HEAD", "thesis.tex", "data/train.csv", "src/model.py", "previous-work/a")
 

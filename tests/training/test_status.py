@@ -26,36 +26,19 @@ def done(tiny) -> dict:
     return tiny
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"datamodule__dataset": "absent"}, "NoArrayError: no token array at"),
-        ({"model__config": {"hidden_sizes": 3}}, "ConfigError: model.config: "),
-        ({"optimizer__lr": 1.0}, "was trained with other settings"),
-    ],
-)
-def test_what_fails_before_the_first_step_replaces_the_end_of_the_start_before(done, change, reason):
-    refused(changed(done, **change))
+def test_what_fails_before_the_first_step_replaces_the_end_of_the_start_before(done):
+    refused(changed(done, optimizer__lr=1.0))
     found = read(done["output_dir"])
-    assert (found["status"], found["step"]) == ("failed", 4 * STEP) and reason in found["reason"]
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ("fabric.precision=8-bit", "ConfigError: fabric.precision=8-bit must be 'bf16-mixed' or '32-true'"),
-        ("schedule.name=sawtooth", "ConfigError: schedule.name='sawtooth' is unknown"),
-    ],
-)
-def test_what_the_command_refuses_replaces_it_too(done, change, reason):
+    assert (found["status"], found["step"]) == ("failed", 4 * STEP) and "with other settings" in found["reason"]
+    # What the command refuses does, too.
     folders = (f"output_dir={done['output_dir']}", f"data_dir={done['data_dir']}")
-    assert run_command("train.py", "+experiment/demo=fox_pro", *folders, change).returncode == 1
+    assert run_command("train.py", "+experiment/demo=fox_pro", *folders, "schedule.name=sawtooth").returncode == 1
     found = read(done["output_dir"])
-    assert (found["status"], found["step"]) == ("failed", 4 * STEP) and reason in found["reason"]
+    assert (found["status"], found["step"]) == ("failed", 4 * STEP)
+    assert "ConfigError: schedule.name='sawtooth' is unknown" in found["reason"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_while_it_is_built_a_run_is_starting(done, world_size):
+def test_while_it_is_built_a_run_is_starting(done):
     patch = """
 import shutil
 from forgetting_transformer.training import setup
@@ -65,8 +48,8 @@ def build_model(config, data, **options):
     return original(config, data, **options)
 setup.build_model = build_model
 """
-    job = Job(changed(done, train__max_tokens=5 * STEP), world_size, patch=patch)
-    assert job.wait() == [0] * world_size, job.errors()
+    job = Job(changed(done, train__max_tokens=5 * STEP), patch=patch)
+    assert job.wait() == [0], job.errors()
     found = json.loads((Path(done["output_dir"]) / "while-building.json").read_text())
     assert (found["status"], found["step"]) == ("starting", 4 * STEP)
 
@@ -90,13 +73,6 @@ def test_a_run_that_is_moved_aside_keeps_its_status(done):
     assert (read(done["output_dir"])["status"], read(done["output_dir"])["step"]) == ("done", 2 * STEP)
 
 
-def test_a_gpu_that_is_not_there_is_one_line_and_known_to_the_status(tiny):
-    job = Job(changed(tiny, fabric__accelerator="cuda"), patch="import torch; torch.cuda.is_available = lambda: False")
-    assert job.wait() == [1]
-    assert "ConfigError: fabric.accelerator=cuda, but there is no GPU. " in read(tiny["output_dir"])["reason"]
-    assert "\n" not in read(tiny["output_dir"])["reason"]
-
-
 def test_a_full_disk_does_not_keep_the_status_from_being_right(tmp_path, monkeypatch):
     """Nothing new can be written, and what ends the run must be told all the same."""
     status.write_status(tmp_path, "running", 128)
@@ -116,7 +92,7 @@ def test_a_full_disk_does_not_keep_the_status_from_being_right(tmp_path, monkeyp
     assert read(tmp_path)["step"] == 1024 and [p.name for p in tmp_path.iterdir()] == ["status.json"]
 
 
-@pytest.mark.parametrize("text", [b"\xff\xfe\x00", b"", b"[" * 100_000, b"null"])
+@pytest.mark.parametrize("text", [b"\xff\xfe\x00", b"null"])
 def test_a_damaged_status_stops_no_start_and_is_moved_aside_as_it_was(tmp_path, text):
     (tmp_path / "starts.jsonl").write_text("{}\n")
     (tmp_path / "status.json").write_bytes(text)

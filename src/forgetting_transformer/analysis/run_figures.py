@@ -117,25 +117,6 @@ def of_runs(runs: Sequence[Run], left_out: list[str]) -> Iterator[RunFigure]:
             yield RunFigure(name, title, partial(loss_against_position, curves, **more))
 
 
-def of_evaluation(output_dir: Path, kind: str, folder: Path) -> dict[str, Path]:
-    """Draws the figure that shows what an evaluation has just found, and returns the file by name; {} without one.
-
-    Args:
-        kind: of the lines that the evaluation wrote, such as "val" or "lm_eval".
-        folder: to write into.
-    """
-    wanted = f"loss_position_{kind.removeprefix(names.VAL_SET)}"
-    if kind in (names.VAL, names.VAL_EMA):
-        wanted = "loss_position"
-    elif kind in (names.LM_EVAL, names.NEEDLE, names.GATES):
-        wanted = "evaluations"
-    for figure in of_runs(read_runs([output_dir]), []):
-        if figure.name == wanted:
-            figure.draw(folder / f"{wanted}.png")
-            return {wanted: folder / f"{wanted}.png"}
-    return {}
-
-
 def _heldout_tokens(run: Run) -> str | None:
     return _rounded(run.last(run.heldout_kind).get(names.name_of(run.heldout_kind, names.TOKENS_EVALUATED)))
 

@@ -93,7 +93,7 @@ class Callback:
         """After the last step and the last checkpoint of this start; not after an error."""
 
     def state(self) -> dict[str, Tensor]:
-        """Small tensors of fixed shapes for the checkpoint, equal on all ranks that the callback runs on."""
+        """Small tensors for the checkpoint, equal on all ranks that the callback runs on."""
         return {}
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -132,8 +132,6 @@ class Callbacks:
                 raise TrainingError(
                     f"callbacks.{callback.name}: kinds has {kind!r}, which every run writes itself; use another name"
                 )
-        #: Of what states hold, from the first checkpoint on: the next ones reuse its memory.
-        self._shapes: dict[str, torch.Size] = {}
         #: The one whose hook is running.
         self.running: Callback | None = None
 
@@ -172,7 +170,6 @@ class Callbacks:
         """`on_start` of all, and a first look at their state, which would else be refused with the first checkpoint."""
         self.call_all("on_start")
         self.state()
-        self._shapes.clear()  # the first steps may give states their shapes
 
     def call(self, callback: Callback, hook: str, *arguments: Any) -> None:
         """One hook of one callback, after which random numbers and train mode are what they were."""
@@ -234,11 +231,6 @@ class Callbacks:
                     kind = type(value).__name__
                     raise TrainingError(
                         f"{whose}[{key!r}] is of type {kind}, not a tensor; wrap it, as in torch.tensor(…)"
-                    )
-                if (first := self._shapes.setdefault(f"{callback.name}.{key}", value.shape)) != value.shape:
-                    raise TrainingError(
-                        f"{whose}[{key!r}] had the shape {tuple(first)} in the checkpoint before and has "
-                        f"{tuple(value.shape)} now; the shape must stay the same"
                     )
                 found[f"{callback.name}.{key}"] = value
         return found

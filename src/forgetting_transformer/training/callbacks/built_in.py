@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from forgetting_transformer.plugins import CALLBACKS
 from forgetting_transformer.training.callbacks.base import LARGE, Callback, Callbacks
-from forgetting_transformer.training.callbacks.figures import Figures
 from forgetting_transformer.training.callbacks.goodput import CheckpointTimes, Goodput
 from forgetting_transformer.training.callbacks.held_out import HeldOut
 from forgetting_transformer.training.callbacks.profile import Profile
@@ -36,7 +35,6 @@ def built_in(trainer: "TrainerInterface") -> list[Callback]:
         *(HeldOut(data, name) for name, data in trainer.eval_sets.items()),
         CheckpointTimes(),
         *([Profile(*config.train.profile_steps)] if config.train.profile_steps else []),
-        Figures(),
         # Last: it shows what the others have found.
         Progress(config.train.max_tokens, counters.token_count, trainer.fabric.is_global_zero, throughput),
     ]

@@ -1,12 +1,8 @@
 """A trace of a few steps, for `train.profile_steps`: what the host and the GPU do, and when."""
 
-import gzip
 import logging
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgetting_transformer.files import write_atomically
 from forgetting_transformer.training.callbacks.base import Callback, Step
 
 if TYPE_CHECKING:
@@ -41,16 +37,10 @@ class Profile(Callback):
 
         def write(profile: Any) -> None:
             try:
-                with tempfile.TemporaryDirectory() as temporary:
-                    plain = Path(temporary) / "trace.json"
-                    profile.export_chrome_trace(str(plain))
-                    packed = gzip.compress(plain.read_bytes())
-                write_atomically(file, packed, durable=False)
+                profile.export_chrome_trace(str(file))
+                log.info("train.profile_steps: wrote %s; https://ui.perfetto.dev shows it", file)
             except OSError as error:  # a full disk must not cost the run
                 log.warning("train.profile_steps: no trace, because %s cannot be written (%s)", file, error)
-            else:
-                size = file.stat().st_size / 1e6
-                log.info("train.profile_steps: wrote %s (%.1f MB); https://ui.perfetto.dev shows it", file, size)
 
         # The tracer itself starts one step earlier, so that its own start is not in the trace.
         warmup = min(1, self._first - 1)

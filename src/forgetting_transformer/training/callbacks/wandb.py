@@ -15,7 +15,6 @@ from forgetting_transformer.command_line import one_line
 from forgetting_transformer.console import redact_tree
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.training.callbacks.base import Callback
-from forgetting_transformer.training.callbacks.figures import send_newest_figures
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.records.metrics import MetricsLog, with_tables
 from forgetting_transformer.training.records.run_directory import RunDirectory
@@ -39,8 +38,6 @@ class Wandb(Callback):
     def on_start(self, trainer: "TrainerInterface") -> None:
         if trainer.metrics is not None:
             self.open(trainer.metrics, trainer.config, trainer.resolved)
-            if self in trainer.metrics.sinks:
-                send_newest_figures(trainer, self)
 
     def open(self, metrics: MetricsLog, config: Config, resolved: dict[str, Any]) -> None:
         """Begins or continues the run in wandb, and has the rows from `metrics` from then on.
@@ -101,15 +98,6 @@ class Wandb(Callback):
             log.warning("wandb stopped taking metrics (%s); they are in the JSON-lines files", one_line(error))
             self._run = None
 
-    def image(self, step: int, name: str, file: Path) -> None:
-        try:
-            if self._run is not None and step >= self._run.step:
-                import wandb
-
-                self._run.log({name: wandb.Image(str(file))}, step=step)
-        except Exception as error:
-            log.warning("wandb did not take the figure %s (%s)", name, one_line(error))
-
     def close(self) -> None:
         try:
             if self._run is not None:
@@ -126,22 +114,11 @@ def _table(rows: list[dict[str, str]]) -> Any:
 
 
 def _wandb_run_id(directory: RunDirectory) -> str:
-    """The id of this folder's run in wandb. A copy of a folder gets a new one: the other may go on under its own."""
-    file, home = directory.wandb_run_id, directory.wandb_run_id.with_name("folder.json")
-    here = {"output_dir": str(directory.root), "inode": directory.root.stat().st_ino}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        recorded = json.loads(home.read_text(encoding="utf-8"))
-        # One that was moved keeps its inode, and so does one that a link leads to.
-        known = any(recorded[key] == value for key, value in here.items())
-    except (OSError, ValueError, LookupError, TypeError):
-        known, recorded = False, {}
-    if not file.is_file() or not known:
-        if file.is_file():
-            log.info("this folder is a copy: it becomes a separate run in wandb, with all of its metrics")
+    """The id of this folder's run in wandb, the same at every start."""
+    file = directory.wandb_run_id
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, secrets.token_hex(4))
-    if recorded != here:
-        write_atomically(home, json.dumps(here))
     return file.read_text(encoding="utf-8").strip()
 
 

@@ -20,12 +20,11 @@ A thread, and not torch.distributed.checkpoint.async_save, because checksums, ma
 same writing, and because a strategy that holds the whole model on every rank would copy all of it on every rank.
 """
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -45,10 +44,8 @@ from forgetting_transformer.training.checkpoint.folder import (
     why_not_from_the_start,
 )
 from forgetting_transformer.training.checkpoint.host_copy import HostCopy
-from forgetting_transformer.training.checkpoint.loading import load_large, load_training
-from forgetting_transformer.training.checkpoint.state import share, tensors_of
-from forgetting_transformer.training.checkpoint.writing import Writer
-from forgetting_transformer.training.faults.corruption import digests_of_whole
+from forgetting_transformer.training.checkpoint.reading import load_large, load_training
+from forgetting_transformer.training.checkpoint.writing import Writer, share, tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +53,8 @@ log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
 
 
-#: What watches a wait for a writer: takes a name for people and the seconds that the save before took, and yields what
-#: is called whenever bytes were written.
-Watch = Callable[[str, float], AbstractContextManager[Callable[[], None]]]
-
-
-@contextlib.contextmanager
-def _unwatched(name: str, last_write: float) -> Iterator[Callable[[], None]]:
-    yield lambda: None
+#: What watches a wait for a writer: takes a name for people, and yields what is called whenever bytes were written.
+Watch = Callable[[str], AbstractContextManager[Callable[[], None]]]
 
 
 @dataclass(frozen=True)
@@ -107,7 +98,7 @@ class Checkpointer:
     ) -> None:
         self.folder, self.rank, self.world_size = folder, rank, world_size
         self.record = record
-        #: The run began from another's checkpoint: resume=false, which begins with nothing, cannot start it over.
+        #: The run began from another's checkpoint.
         self.forked = False
         self.background = background
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
@@ -115,10 +106,10 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         #: Around every wait for the writer.
-        self.watch: Watch = _unwatched
+        self.watch: Watch = lambda name: nullcontext(lambda: None)
         #: Tokens of the checkpoint that this process finished last, whether `finished` has told or not.
         self.last_good: int | None = None
-        self._step, self._last_write = 0, 0.0
+        self._step = 0
         self._writer = Writer(folder, keep_last, rank, self._group, record)
 
     def reserve(
@@ -162,7 +153,6 @@ class Checkpointer:
         started = time.perf_counter()
         tensors = tensors_of(model, optimizer)[0] | (large or {})
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        trainer_state = {**trainer_state, "digests": digests_of_whole(tensors)}
         mine = share(tensors, self.rank, self.world_size)
         mine |= {f"windows.{name}": tensor for name, tensor in windows.items()}
         copied = None
@@ -206,15 +196,13 @@ class Checkpointer:
                 return None
             self._thread = None
         saved, self._saved = self._saved, None
-        if saved is not None:
-            self._last_write = saved.write_seconds
         return saved
 
     def _wait(self) -> None:
         """Until the save in flight, if there is one, has ended."""
         if self._thread is None or not self._thread.is_alive():
             return
-        with self.watch(f"the checkpoint at {self._step:,} tokens", self._last_write) as moves:
+        with self.watch(f"the checkpoint at {self._step:,} tokens") as moves:
             before = -1
             while self._thread.is_alive():
                 self._thread.join(timeout=_LOOK_SECONDS)
@@ -240,15 +228,13 @@ class Checkpointer:
         """
         answer: list[Any] = [None, None]
         if self.rank == 0:
-            answer[0] = newest_valid(self.folder, step)
-            if answer[0] is None and step is None:
-                answer[1] = why_not_from_the_start(self.folder, self.record, self.forked)
-            elif answer[0] is not None and step is None and (recorded_step(self.record) or 0) > answer[0].step:
-                log.warning(
-                    "a checkpoint was finished at %s tokens; the newest that can be used is at %s",
-                    f"{recorded_step(self.record):,}",
-                    f"{answer[0].step:,}",
-                )
+            found = answer[0] = newest_valid(self.folder, step)
+            recorded = recorded_step(self.record)
+            if found is None and step is None:
+                answer[1] = why_not_from_the_start(self.folder, recorded)
+            elif found is not None and step is None and (recorded or 0) > found.step:
+                said = "a checkpoint was finished at %s tokens; the newest that can be used is at %s"
+                log.warning(said, f"{recorded:,}", f"{found.step:,}")
         if self._group is not None:
             dist.broadcast_object_list(answer, src=0, group=self._group)
         if answer[1] is not None:
@@ -259,7 +245,7 @@ class Checkpointer:
         """Fills model and optimizer. Learning rate, decay and betas stay as the config set them.
 
         Raises:
-            CheckpointError: its tensors are not those of this model, or not what was saved.
+            CheckpointError: its tensors are not those of this model, or cannot be read.
         """
         load_training(checkpoint, model, optimizer, self._group, new_moments=self.forked)
 
@@ -270,6 +256,6 @@ class Checkpointer:
             prefix: of the names of all that are not weights or moments.
 
         Raises:
-            CheckpointError: it has some of them only, or they cannot be read or are not what was saved.
+            CheckpointError: it has some of them only, or they cannot be read.
         """
         load_large(checkpoint, tensors, prefix, self._group, says=self.rank == 0)

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 from torch.distributed.checkpoint.api import CheckpointException
 
-from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
-
 log = logging.getLogger(__name__)
 
 FORMAT = 1
@@ -27,8 +25,6 @@ LEFTOVER = re.compile(rf"({re.escape(TEMPORARY)}|{re.escape(DELETED)}){NAME.patt
 #: What every checkpoint consists of, besides its shards.
 _ALWAYS = ("state/.metadata", "trainer.json", "windows.npz")
 _CHUNK = 1 << 24
-#: Checkpoints that a reader tries while their run deletes one after another.
-ROTATIONS = 20
 T = TypeVar("T")
 
 
@@ -60,8 +56,9 @@ def newest_valid(folder: Path, step: int | None = None) -> Checkpoint | None:
         try:
             return inspect(path)
         except CheckpointError as error:
-            if path.exists():  # else its run has deleted it meanwhile
-                log.warning("passing over checkpoint %s: %s", path, error)
+            if not path.exists():  # its run has deleted it meanwhile, and written a newer one
+                return newest_valid(folder, step)
+            log.warning("passing over checkpoint %s: %s", path, error)
     return None
 
 
@@ -74,13 +71,7 @@ def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None 
     Raises:
         CheckpointError: what `read` raised, of a checkpoint that is still there.
     """
-    for _ in range(ROTATIONS):
-        before = steps_in(folder)
-        checkpoint = newest_valid(folder, step)
-        if checkpoint is None:
-            if steps_in(folder) == before:
-                return None
-            continue
+    while (checkpoint := newest_valid(folder, step)) is not None:
         try:
             return read(checkpoint)
         except (CheckpointError, OSError) as error:
@@ -89,11 +80,7 @@ def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None 
                     raise
                 raise CheckpointError(f"{checkpoint.path} cannot be read: {reason_of(error)}") from error
             log.info("%s was deleted while it was read; taking the next", checkpoint.path)
-    raise CheckpointError(
-        f"each of {ROTATIONS} checkpoints in {folder} was deleted by its run while it was read; raise "
-        f"checkpoint_keep_last or "
-        "checkpoint_interval there, or export a step that stays (checkpoint_keep_interval)"
-    )
+    return None
 
 
 def inspect(path: Path) -> Checkpoint:
@@ -215,33 +202,18 @@ def reason_of(error: BaseException) -> str:
     return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
-def why_not_from_the_start(folder: Path, record: Path | None, forked: bool) -> str | None:
+def why_not_from_the_start(folder: Path, recorded: int | None) -> str | None:
     """What speaks against training from the first token where no checkpoint can be used; None for a new run.
 
     Args:
-        record: the run's `last_checkpoint.json`. forked: it began from another's checkpoint, so that resume=false,
-            which begins with nothing, cannot start it over.
+        recorded: as of `recorded_step`.
     """
-    over = "start over with resume=false, which moves what is left of the run aside"
-    if forked or not _can_be_moved_aside(folder.parent):
-        over = "choose another output_dir"
     if steps := steps_in(folder):
         names = ", ".join(name_of(step) for step in steps)
-        return (
-            f"none of the checkpoints in {folder} can be used ({names}; the log says why). Bring back a copy of one, "
-            f"or {over}"
-        )
-    step = recorded_step(record)
-    if step is None:
+        said = f"none of the checkpoints in {folder} can be used ({names}; the log says why). Bring back a copy of one"
+    elif recorded is not None:
+        when = f" at {recorded:,} tokens" if recorded else ""
+        said = f"a checkpoint was finished{when}, and {folder} holds none. Bring the folder back"
+    else:
         return None
-    when = f" at {step:,} tokens" if step else ""
-    return f"a checkpoint was finished{when}, and {folder} holds none. Bring the folder back, or {over}"
-
-
-def _can_be_moved_aside(folder: Path) -> bool:
-    """Whether resume=false is allowed in this output_dir: only where a run is recognised."""
-    try:
-        RunDirectory(folder).check_ours(resume=False)
-    except RunDirectoryError:
-        return False
-    return True
+    return f"{said}, or choose another output_dir"

@@ -65,7 +65,7 @@ class HostCopy:
     @torch.no_grad()
     def _reserve(self, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            if name not in self._copies:
+            if name not in self._copies or self._copies[name].shape != tensor.shape:
                 # Of a sharded tensor: this rank's shard, still marked as a shard of the whole.
                 copy = torch.empty_like(tensor, device="cpu")
                 if local(tensor).is_cuda and local(copy).nbytes:

@@ -1,25 +1,99 @@
-"""Tensors of a checkpoint that any strategy wrote, read and held to the digests of what was saved."""
+"""Reading a checkpoint that any strategy wrote: into a run, on all ranks, or whole on the CPU of one process."""
 
+import logging
 import pickle
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 
 from forgetting_transformer.ops.finite import NotFiniteError, check_finite
-from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, checksum, reason_of, steps_in
-from forgetting_transformer.training.checkpoint.safe_reader import TensorReader, UnsafeCheckpointError, read_tensors
-from forgetting_transformer.training.faults.corruption import differing
+from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, reason_of
+from forgetting_transformer.training.checkpoint.safe_reader import (
+    TensorPlanner,
+    TensorReader,
+    UnsafeCheckpointError,
+    read_tensors,
+)
+from forgetting_transformer.training.checkpoint.writing import tensors_of
+
+log = logging.getLogger(__name__)
+
+_UNREADABLE = (CheckpointException, OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError)
+
+
+def load_training(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: dist.ProcessGroup | None,
+    new_moments: bool,
+) -> None:
+    """`Checkpointer.load`.
+
+    Args:
+        group: gloo group of all ranks; None for one.
+        new_moments: those of an optimizer that the checkpoint does not know begin at zero, as in a fork.
+    """
+    settings = [{k: v for k, v in param_group.items() if k != "params"} for param_group in optimizer.param_groups]
+    tensors, optimizer_state = tensors_of(model, optimizer)
+    stored = _check_names(checkpoint, tensors)
+    lacking = sorted(name for name in tensors if name.startswith("optimizer.") and name not in stored)
+    if lacking:
+        if not new_moments:
+            raise CheckpointError(f"{checkpoint.path} was written with another optimizer: it has no {lacking[0]}")
+        if group is None or dist.get_rank() == 0:
+            log.warning("%s was written with another optimizer: moments begin at zero", checkpoint.path)
+        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    _fill(checkpoint, tensors, group)
+    set_model_state_dict(model, _part_of("model.", tensors))
+    if lacking:
+        optimizer.state.clear()  # of the step that asking for it made
+    else:
+        for name, tensor in _part_of("optimizer.", tensors).items():
+            before = optimizer_state[name]
+            optimizer_state[name] = tensor if isinstance(before, Tensor) else type(before)(tensor.item())
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+    for param_group, setting in zip(optimizer.param_groups, settings, strict=True):
+        param_group.update(setting)
+
+
+def load_large(
+    checkpoint: Checkpoint, tensors: dict[str, Tensor], prefix: str, group: dist.ProcessGroup | None, says: bool
+) -> None:
+    """`Checkpointer.load_large`.
+
+    Args:
+        says: whether this rank logs which states begin or end here.
+    """
+
+    def owners(names: Iterable[str]) -> set[str]:
+        return {prefix + name.removeprefix(prefix).partition(".")[0] for name in names}
+
+    stored = {name for name in stored_names(checkpoint) if name.startswith(prefix)}
+    before, now = owners(stored), owners(tensors)
+    for one in sorted(now - before) if says else ():
+        log.info("%s has no state of %s, which begins here", checkpoint.path, one)
+    for one in sorted(before - now) if says else ():
+        log.warning("%s has the state of %s, which this start does not choose: it ends here", checkpoint.path, one)
+    known = {name: tensor for name, tensor in tensors.items() if owners([name]) <= before}
+    if lacking := sorted(known.keys() - stored):
+        raise CheckpointError(f"{checkpoint.path} was written with another model: it has no {lacking[0]}")
+    if known:
+        _fill(checkpoint, known, group)
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Fills a plain model on one process with the weights of a checkpoint that any strategy wrote."""
+    """Fills a plain model on one process."""
     own = model.state_dict()
-    check_names(checkpoint, {f"model.{name}": tensor for name, tensor in own.items()})
-    tensors = load_tensors(checkpoint, [f"model.{name}" for name in own])
-    model.load_state_dict(part_of("model.", tensors))
-    check_digests(checkpoint, [differing(digests_of(checkpoint), tensors)])
+    _check_names(checkpoint, {f"model.{name}": tensor for name, tensor in own.items()})
+    model.load_state_dict(read_weights(checkpoint, own))
     check_weights(model, checkpoint.path)
 
 
@@ -42,53 +116,67 @@ def read_weights(checkpoint: Checkpoint, names: Iterable[str] | None = None, par
         part: prefix of their names in the checkpoint; "callbacks.ema." for what the callback ema keeps of them.
 
     Raises:
-        CheckpointError: they are not there, cannot be read, or are not what was saved.
+        CheckpointError: they are not there, or cannot be read.
     """
     stored = stored_names(checkpoint)
     wanted = [name for name in stored if name.startswith(part)] if names is None else [f"{part}{n}" for n in names]
     if lacking := sorted({*wanted} - stored):
         raise CheckpointError(f"{checkpoint.path} belongs to another model: it has no {lacking[0].removeprefix(part)}")
-    tensors = load_tensors(checkpoint, wanted)
-    check_digests(checkpoint, [differing(digests_of(checkpoint), tensors)])
-    return part_of(part, tensors)
+    return _part_of(part, load_tensors(checkpoint, wanted))
 
 
 def load_tensors(checkpoint: Checkpoint, names: list[str] | None = None) -> dict[str, Tensor]:
     """Tensors of a checkpoint on the CPU, on one process; all of them without `names`.
 
     Raises:
-        CheckpointError: naming the shard that cannot be read, if that is it.
+        CheckpointError: they cannot be read.
     """
     try:
         return read_tensors(checkpoint.path / "state", names)
-    except (CheckpointException, OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-        raise unreadable(checkpoint, error) from error
+    except _UNREADABLE as error:
+        raise _unreadable(checkpoint, error) from error
 
 
-def unreadable(checkpoint: Checkpoint, error: BaseException) -> CheckpointError:
-    """Why tensors could not be read, with the shard where one is to blame."""
+def stored_names(checkpoint: Checkpoint) -> set[str]:
+    """The names of all tensors in the checkpoint.
+
+    Raises:
+        CheckpointError: its list of them cannot be read.
+    """
+    try:
+        return set(TensorReader(checkpoint.path / "state").tensors())
+    except _UNREADABLE as error:
+        raise _unreadable(checkpoint, error) from error
+
+
+def _fill(checkpoint: Checkpoint, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Fills tensors in place, on all ranks."""
+    reader = TensorReader(checkpoint.path / "state")
+    try:
+        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=group, no_dist=group is None)
+    except _UNREADABLE as error:
+        raise _unreadable(checkpoint, error) from error
+
+
+def _unreadable(checkpoint: Checkpoint, error: BaseException) -> CheckpointError:
     if isinstance(error, CheckpointException):
         # A BaseException that maps ranks to (exception, traceback).
         error = next(iter(error.failures.values()))[0]
-    if isinstance(error, UnsafeCheckpointError):
+    if isinstance(error, UnsafeCheckpointError | EOFError | pickle.UnpicklingError):
         return CheckpointError(f"{checkpoint.path} was not loaded: {error}")
-    for file in sorted((checkpoint.path / "state").glob("*")):
-        try:
-            checksum(file)
-        except OSError as broken:
-            return CheckpointError(
-                f"{file} cannot be read: {broken.strerror}; bring back a copy, or take another checkpoint"
-            )
     if isinstance(error, OSError):
-        return CheckpointError(f"{error.filename or checkpoint.path} cannot be read: {error.strerror}")
+        place = error.filename or checkpoint.path
+        return CheckpointError(
+            f"{place} cannot be read: {error.strerror}; bring back a copy, or take another checkpoint"
+        )
     return CheckpointError(f"{checkpoint.path} does not fit this model: {reason_of(error)}")
 
 
-def part_of(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _part_of(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def check_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> set[str]:
+def _check_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> set[str]:
     """The names of all tensors in the checkpoint.
 
     Raises:
@@ -103,44 +191,3 @@ def check_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> set[str]:
             f"unexpected {sorted(present - wanted)[:3]}"
         )
     return stored
-
-
-def stored_names(checkpoint: Checkpoint) -> set[str]:
-    """The names of all tensors in the checkpoint.
-
-    Raises:
-        CheckpointError: its list of them cannot be read.
-    """
-    try:
-        return set(TensorReader(checkpoint.path / "state").tensors())
-    except (UnsafeCheckpointError, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{checkpoint.path} was not loaded: {error}") from error
-
-
-def digests_of(checkpoint: Checkpoint) -> dict[str, str]:
-    """Digests of what was to be saved, by tensor."""
-    return checkpoint.trainer_state()["digests"]
-
-
-def check_digests(checkpoint: Checkpoint, wrong: list[list[str]]) -> None:
-    """
-    Args:
-        wrong: for each rank the tensors that are not, now that they are loaded, what was to be saved.
-
-    Raises:
-        CheckpointError: there are such tensors.
-    """
-    ranks = [rank for rank, names in enumerate(wrong) if names]
-    if not ranks:
-        return
-    names = wrong[ranks[0]]
-    more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
-    where = "" if len(wrong) == 1 or len(ranks) == len(wrong) else f" on rank {', '.join(map(str, ranks))}"
-    older = [step for step in steps_in(checkpoint.path.parent) if step < checkpoint.step]
-    back = f"the last good checkpoint before it is at {older[-1]:,} tokens" if older else "there is no older checkpoint"
-    raise CheckpointError(
-        f"{checkpoint.path}: {names[0]}{more}{where} is not what training held after {checkpoint.step:,} tokens, "
-        "though the files are as they were written: memory or a GPU failed, at the save or now. Start again on "
-        "another machine; if it stays so, move this checkpoint away and the same command goes "
-        f"on from the one before ({back})"
-    )

@@ -1,4 +1,4 @@
-"""The card of an exported model: README.md with a figure, made of what its run left in its folder.
+"""The card of an exported model: README.md, made of what its run left in its folder.
 
 A card is read by strangers. It shows the settings of a short list, of a path or URL only the last part, and whatever a
 run was called as text, never as markup.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from huggingface_hub import ModelCardData
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run
@@ -22,11 +22,9 @@ from forgetting_transformer.files import write_atomically
 
 log = logging.getLogger(__name__)
 
-CARD, FIGURE = "README.md", "training_loss.png"
+CARD = "README.md"
 #: Versions that a card names, of those that a start records.
-_VERSIONS = (
-    "python", "torch", "triton", "lightning", "transformers", "flash-linear-attention", "forgetting-transformer",
-)  # fmt: skip
+_VERSIONS = ("python", "torch", "triton", "transformers", "forgetting-transformer")
 #: Words that are a path or a URL. The names of a run and of a model on a hub may have a slash in them.
 _PLACE = re.compile(r"\S*://\S+|(?<!\S)(?:~|\.{1,2})?[/\\]\S+|(?<!\S)[A-Za-z]:[\\/]\S*")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -57,40 +55,30 @@ class Exported:
     origin: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write(run_folder: Path, exported: Exported, folder: Path, licence: str | None, with_figure: bool = True) -> None:
-    """Writes card and figure into `folder`. An export is whole without them: metrics that cannot be read cost both.
+def write(run_folder: Path, exported: Exported, folder: Path, licence: str | None) -> None:
+    """Writes the card into `folder`. An export is whole without it: metrics that cannot be read cost the card.
 
     Args:
         licence: as the hub calls it, such as "apache-2.0"; None where nobody has chosen one.
     """
-    # Both load matplotlib, which reading an export does not need.
-    from forgetting_transformer.analysis.plots.losses import loss_against_tokens
-    from forgetting_transformer.analysis.run_figures import conditions
-
     try:
-        run = _run_until(run_folder, exported)
-        drawn = with_figure and run.has_loss
-        if drawn:
-            loss_against_tokens([run], folder / FIGURE, conditions([run]))
-        write_atomically(folder / CARD, _card(run, exported, drawn, licence))
+        write_atomically(folder / CARD, _card(Run(run_folder, "", until=exported.step), exported, licence))
     except ValueError as error:
         log.warning("no model card was written: %s", one_line(error))
 
 
-def _card(run: Run, exported: Exported, drawn: bool, licence: str | None) -> str:
-    label = _text(_at(run.config, "model", "label") or _at(run.config, "model", "name"))
-    corpus = _at(run.config, "datamodule", "dataset")
-    head = {
-        **({"license": licence} if licence else {}),
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["forgetting-transformer"],
-    }
+def _card(run: Run, exported: Exported, licence: str | None) -> str:
+    config = public(exported.config)
+    label = _at(config, "model", "label") or _at(config, "model", "name") or exported.model_type
+    corpus = _at(config, "datamodule", "dataset")
+    head = ModelCardData(
+        license=licence, library_name="transformers", pipeline_tag="text-generation", tags=["forgetting-transformer"]
+    )
     parts = [
-        f"# {_text(run.name)}",
-        f"A language model with {exported.parameters:,} parameters ({label}), trained on {exported.step:,} tokens"
-        + (f" of {_text(corpus)}. " if corpus else ". ")
-        + "It is a base model: it continues text and has not learnt to follow instructions.",
+        f"# {_text(config.get('tag') or label)}",
+        f"A language model with {exported.parameters:,} parameters ({_text(label)}), trained on {exported.step:,} "
+        + f"tokens{f' of {_text(corpus)}' if corpus else ''}. It is a base model: it continues text and has not learnt "
+        "to follow instructions. Nothing but the losses below was measured for this card.",
         "## How to load it",
         "Install the Python package `forgetting-transformer`, which has the model classes, from a clone of its "
         "repository (no package index has it), and run",
@@ -98,21 +86,19 @@ def _card(run: Run, exported: Exported, drawn: bool, licence: str | None) -> str
         *([] if exported.has_tokenizer else ["There is no tokenizer here: the model takes token ids."]),
         "## Losses",
         *_losses(run, exported),
-        *([f"![Training and held-out loss against training tokens]({FIGURE})"] if drawn else []),
         "## Training",
-        "\n".join(["| | |", "|---|---|", *(f"| {name} | {_text(row)} |" for name, row in _training(run, exported))]),
-        "## Limits",
-        "Nothing but the losses above was measured for this card. The model may repeat what stands in its corpus, "
-        "errors and offensive text included.",
+        "\n".join(
+            ["| | |", "|---|---|", *(f"| {name} | {_text(row)} |" for name, row in _rows(run, exported, config))]
+        ),
         "## Licence",
-        f"The publisher of this model has chosen the licence `{_plain(licence)}`."
+        f"The publisher of this model has chosen the licence `{licence}`."
         if licence
         else "**No licence has been chosen.** It is for the publisher of this model to choose one, with regard to the "
         "corpus and the tokenizer: export again with `save_model.py --license …`. Until then nobody else may assume a "
         "right to use the model.",
     ]
     text = "\n\n".join(part.rstrip("\n") for part in parts)
-    return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{text}\n"
+    return f"---\n{head.to_yaml()}\n---\n\n{text}\n"
 
 
 def snippet(exported: Exported) -> str:
@@ -151,18 +137,6 @@ def public(value: Any) -> Any:
     return _PLACE.sub(lambda found: re.split(r"[/\\]", re.split(r"[?#]", found[0])[0].rstrip("/\\"))[-1], value)
 
 
-def _run_until(run_folder: Path, exported: Exported) -> Run:
-    """The run as it was at the checkpoint."""
-    config = public(exported.config)
-    name = _plain(config.get("tag") or _at(config, "model", "label") or exported.model_type)
-    run = Run(run_folder, name, until=exported.step)
-    starts = run.starts
-    # Instead of what the files say of later starts, which had no part in the checkpoint, and of places.
-    vars(run)["config"] = config
-    vars(run)["starts"] = [start for start in starts if start.get("step", 0) < exported.step] or starts[:1]
-    return run
-
-
 def _losses(run: Run, exported: Exported) -> list[str]:
     rows = []
     tokens = run.last(names.VAL).get(names.name_of(names.VAL, names.TOKENS_EVALUATED))
@@ -188,20 +162,18 @@ def _losses(run: Run, exported: Exported) -> list[str]:
     return ["\n".join(lines), *([f"These are losses of the run. The weights here are {weights}."] if weights else [])]
 
 
-def _training(run: Run, exported: Exported) -> list[tuple[str, str]]:
+def _rows(run: Run, exported: Exported, config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Rows of the table; what is not known is left out."""
-    config, data, starts = run.config, run.info("train_data"), run.starts
     length, batch = _at(config, "datamodule", "train_batch_len"), _at(config, "datamodule", "train_batch_size")
-    warmup = _at(config, "schedule", "warmup_tokens")
+    # Later starts had no part in the checkpoint.
+    starts = [start for start in run.starts if start.get("step", 0) < exported.step] or run.starts[:1]
     machines = [(start.get("world_size", 1), (start.get("machine") or {}).get("device")) for start in starts]
-    hardware = [f"{count} × {device}" for count, device in machines if device]
     newest = starts[-1] if starts else {}
     versions, git = newest.get("versions") or {}, newest.get("git") or {}
     rows = {
         "architecture": f"{_at(config, 'model', 'label') or _at(config, 'model', 'name')} ({exported.model_type})",
-        "parameters": f"{exported.parameters:,}",
         "corpus": _at(config, "datamodule", "dataset"),
-        "fingerprint of the corpus": data.get("fingerprint"),
+        "fingerprint of the corpus": run.info("train_data").get("fingerprint"),
         "training tokens": f"{exported.step:,}",
         "batch": f"{batch:,} sequences of {length:,} tokens" if batch and length else None,
         "started from": _began_with(exported),
@@ -209,10 +181,9 @@ def _training(run: Run, exported: Exported) -> list[tuple[str, str]]:
         "optimizer": _at(config, "optimizer", "name"),
         "peak learning rate": _at(config, "optimizer", "lr"),
         "schedule": _at(config, "schedule", "name"),
-        "warm-up": f"{warmup:,} tokens" if isinstance(warmup, int) else None,
         "seed": config.get("seed"),
-        "precision": _at(exported.config, "fabric", "precision"),
-        "hardware": "; ".join(dict.fromkeys(hardware)),
+        "precision": _at(config, "fabric", "precision"),
+        "hardware": "; ".join(dict.fromkeys(f"{count} × {device}" for count, device in machines if device)),
         "versions": ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if name in versions),
         "code": f"commit {git['commit'][:12]}{', with uncommitted changes' * bool(git.get('patch'))}"
         if git.get("commit")
@@ -236,11 +207,7 @@ def _at(config: Mapping[str, Any], section: str, key: str) -> Any:
     return value.get(key) if isinstance(value, Mapping) else None
 
 
-def _plain(value: Any) -> str:
-    """One line without control characters, such as a heading or a tag may be."""
-    return " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())[:200] or "model"
-
-
 def _text(value: Any) -> str:
-    """A value as Markdown shows it: one line, in which nothing is markup."""
-    return re.sub(r"([\\`*_{}\[\]|~$#])", r"\\\1", html.escape(_plain(value), quote=False))
+    """A value as Markdown shows it: one line without control characters, in which nothing is markup."""
+    plain = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())[:200]
+    return re.sub(r"([\\`*_{}\[\]|~$#])", r"\\\1", html.escape(plain, quote=False))

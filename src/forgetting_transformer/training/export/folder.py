@@ -1,6 +1,5 @@
 """From a training checkpoint, of any strategy and at any step, to a Hugging Face folder."""
 
-import difflib
 import hashlib
 import json
 import os
@@ -64,7 +63,9 @@ def export(
     """
     check_target(save_folder)
     directory = RunDirectory(run_folder)
-    _check_run(run_folder, directory)
+    if not directory.checkpoints.is_dir():
+        said = "it holds no checkpoints" if directory.root.is_dir() else "there is no such folder"
+        raise CheckpointError(f"--hf_load_dir={run_folder}: {said}; give the output_dir of a training run")
     found: tuple[Checkpoint, dict[str, Any], PreTrainedModel] | None
     if official_checkpoint.is_official(directory) and weights is None:
         found = official_checkpoint.load_model(directory, step)
@@ -81,22 +82,6 @@ def export(
     return write(
         directory, *found, save_folder, tokenizer, what, about, model_id=model_id, licence=licence, replace=replace
     )
-
-
-def _check_run(run_folder: Path, directory: RunDirectory) -> None:
-    """
-    Raises:
-        CheckpointError: there is no such folder, or no run in it.
-    """
-    fix = "give the output_dir of a training run"
-    if not directory.root.is_dir():
-        parent = directory.root.parent
-        beside = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
-        close = difflib.get_close_matches(directory.root.name, beside, n=1)
-        hint = f"did you mean {str(run_folder.parent / close[0])!r}?" if close else fix
-        raise CheckpointError(f"--hf_load_dir={run_folder}: there is no such folder; {hint}")
-    if not directory.checkpoints.is_dir():
-        raise CheckpointError(f"--hf_load_dir={run_folder}: it holds no checkpoints; {fix}")
 
 
 def check_target(save_folder: Path, flag: str = "--hf_save_dir") -> None:
@@ -164,12 +149,7 @@ def write(
             if found_tokenizer is not None:
                 save_tokenizer(found_tokenizer, new, length, bos)
             own, before = _check_ours(save_folder, _STANDARD | _files_in(new).keys(), flag), read_mark(save_folder)
-            if before and before.get("run") != origin["run"] and not replace:
-                raise ExportError(
-                    f"{save_folder} holds the export of another run ({before.get('tag')}, seed "
-                    f"{before.get('seed')}, {before['checkpoint']:,} tokens); choose another {flag}, or replace it "
-                    "with --replace"
-                )
+            check_same_run(before, origin, str(save_folder), f"choose another {flag}", replace)
             pad = getattr(found_tokenizer, "pad_token_id", None)
             model.generation_config = GenerationConfig(
                 bos_token_id=bos,
@@ -179,17 +159,14 @@ def write(
             model.save_pretrained(new)
             for file in new.glob("model*.safetensors"):  # safetensors lets nobody else read them
                 shutil.copymode(new / "config.json", file)
-            free = {
-                name
-                for name in (card.CARD, card.FIGURE)
-                if not os.path.lexists(save_folder / name) or own.get(name) == sha256_of(save_folder / name)
-            }
-            if card.CARD in free:
+            there = save_folder / card.CARD
+            kept_card = os.path.lexists(there) and own.get(card.CARD) != sha256_of(there)
+            if not kept_card:
                 exported = card.Exported(
                     checkpoint.step, config, model.config.model_type, model.num_parameters(),
                     found_tokenizer is not None, tuple(needed), model_id or ".", origin,
                 )  # fmt: skip
-                card.write(directory.root, exported, new, licence, with_figure=card.FIGURE in free)
+                card.write(directory.root, exported, new, licence)
             files = {name: sha256_of(file) for name, file in _files_in(new).items()}
             for name in _model_files(save_folder) - files.keys():
                 (save_folder / name).unlink()  # a part of the export before
@@ -208,7 +185,7 @@ def write(
     line = f"{what} is now {save_folder}"
     if before and {key: value for key, value in before.items() if key != "files"} != origin:
         line += f", in place of the one at {before['checkpoint']:,} tokens of {before.get('tag')}"
-    if card.CARD not in free:
+    if kept_card:
         line += f"; {card.CARD} there is not as an export wrote it and is kept"
     if needed:
         line += f"; loading it needs `import {', '.join(needed)}`, or --plugins {' '.join(needed)}"
@@ -255,6 +232,21 @@ def read_mark(folder: Path) -> dict[str, Any]:
         return found if isinstance(found["checkpoint"], int) and isinstance(found["files"], dict) else {}
     except (OSError, ValueError, TypeError, LookupError):
         return {}
+
+
+def check_same_run(before: dict[str, Any], new: dict[str, Any], where: str, fix: str, replace: bool) -> None:
+    """
+    Args:
+        before, new: marks of the export that is there, empty without one, and of the next one.
+
+    Raises:
+        ExportError: they are of two runs, and nobody asked to replace one by the other.
+    """
+    if before and before.get("run") != new["run"] and not replace:
+        raise ExportError(
+            f"{where} holds the export of another run ({before.get('tag')}, seed {before.get('seed')}, "
+            f"{before['checkpoint']:,} tokens); {fix}, or replace it with --replace"
+        )
 
 
 def origin_of(folder: Path) -> tuple[int | None, int | None]:

@@ -119,7 +119,7 @@ class Start:
             what, fix = out_of_memory(error, self.config, during, world_size, graphs), ""
         elif (said := device_error(error)) is not None:
             device = "a GPU" if trainer is None else trainer.fabric.device
-            kind, what, fix = DeviceError, f"{device} of {platform.node()} failed: {said}", f". {AFTER_DEVICE_ERROR}"
+            kind, what = DeviceError, f"{device} of {platform.node()} failed: {said}"
         else:
             return error
         if trainer is None:
@@ -130,11 +130,6 @@ class Start:
         return kind(f"{what}; {trainer.last_good_checkpoint}{fix}")
 
 
-#: What helps where a GPU has failed.
-AFTER_DEVICE_ERROR = (
-    "Start the same command again. If it fails again, see with `dmesg | grep -i xid` what the driver noticed, and "
-    "learn where with CUDA_LAUNCH_BLOCKING=1"
-)
 _DEVICE_ERROR = re.compile(r"(?:CUDA error|Triton Error \[CUDA\]): (.+)")
 #: Of these the program is to blame, or the memory that there is, and they would come again.
 _OF_THE_PROGRAM = re.compile("device-side assert|invalid|no kernel image|out of (memory|resource)|ALLOC_FAILED")
@@ -147,13 +142,9 @@ def device_error(error: BaseException) -> str | None:
 
 
 def out_of_memory(
-    error: torch.OutOfMemoryError,
-    config: Config,
-    during: str = "the start",
-    world_size: int = 1,
-    graphs: bool = False,
+    error: torch.OutOfMemoryError, config: Config, during: str = "the start", world_size: int = 1, graphs: bool = False
 ) -> str:
-    """One line: how much memory was in use, and the keys that lower it, with the values to try.
+    """One line: the keys that lower the memory in use, with the values to try.
 
     Args:
         during: "evaluation", or what else the run was doing.
@@ -161,40 +152,24 @@ def out_of_memory(
         graphs: whether blocks are recorded as CUDA graphs.
     """
     data, train = config.datamodule, config.train
-    ways = []
-    if graphs:
-        ways.append("train.cuda_graphs=false")
-    # With `auto` they are off where they cannot be.
-    without_graphs = " train.cuda_graphs=false" if train.cuda_graphs is True else ""
+    ways = ["train.cuda_graphs=false"] if graphs else []
     if during == "evaluation":
         if data.eval_local_batch_size > 1:
             ways.append(f"datamodule.eval_local_batch_size={data.eval_local_batch_size // 2}")
         ways.append(f"a smaller datamodule.eval_batch_len than {data.eval_batch_len:,}")
     else:
-        groups = max(1, world_size // config.strategy.context)
-        local = data.train_batch_size // groups * data.train_batch_len
+        local = data.train_batch_size // max(1, world_size // config.strategy.context) * data.train_batch_len
         now = min(train.grad_acc_tokens, local)
         smaller = [n * data.train_batch_len for n in divisors(now // data.train_batch_len)][:-1]
         if smaller:
             ways.append(f"train.grad_acc_tokens={smaller[-1]} (now {now})")
         if not train.gradient_checkpointing:
+            # With `auto` graphs are off where they cannot be.
+            without_graphs = " train.cuda_graphs=false" if train.cuda_graphs is True else ""
             ways.append(f"train.gradient_checkpointing=true{without_graphs}")
         elif not smaller and not train.block_inputs_on_host:
             ways.append("train.block_inputs_on_host=true")
-        if not smaller and world_size % (twice := 2 * config.strategy.context) == 0:
-            ways.append(f"strategy.context={twice}, if that divides the heads,")
-    sharded = config.strategy.name in ("fsdp", "hsdp")
-    if sharded and world_size > 1 and config.strategy.keep_gathered is not False and torch.cuda.is_available():
-        ways.append("strategy.keep_gathered=false")
-    if config.strategy.name != "fsdp":
-        ways.append("strategy=fsdp" if world_size > 1 else f"strategy=fsdp{without_graphs} on several GPUs")
-    else:
-        ways.append("more GPUs")
-    used = ""
-    if torch.cuda.is_available():
-        device = torch.cuda.current_device()
-        total = torch.cuda.get_device_properties(device).total_memory
-        used = f", of {total / 1e9:.1f} GB tensors took up to {torch.cuda.max_memory_allocated(device) / 1e9:.1f}"
+    ways.append("more GPUs" if config.strategy.name == "fsdp" else "strategy=fsdp on several GPUs")
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
     needed = f" for {asked[1]} more" if asked else ""
-    return f"out of memory in {during}{needed}{used}. Start the same command again with {' or '.join(ways)}"
+    return f"out of memory in {during}{needed}. Start the same command again with {' or '.join(ways)}"

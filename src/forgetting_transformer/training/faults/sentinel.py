@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -55,16 +55,11 @@ AT_ONCE_SECONDS = 5.0
 
 
 class _Wait(NamedTuple):
-    """What is waited for besides a step.
+    """What is waited for besides a step: the beginning of "… for 5 s", and for how many seconds after a signal."""
 
-    Attributes:
-        missing: the beginning of "… for 5 s".
-        after_signal: seconds for which it is waited for after a signal.
-    """
-
-    of: Literal["data", "writer", "end"]
     missing: str
     after_signal: float
+    hint: Callable[[], str] = str
 
 
 class Sentinel:
@@ -96,7 +91,6 @@ class Sentinel:
         for end in (self._reader, self._writer):
             end.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name="sentinel", daemon=True)
-        self._main = threading.main_thread().ident
         self._closing = False
 
     def __enter__(self) -> "Sentinel":
@@ -141,22 +135,16 @@ class Sentinel:
     def closing(self) -> None:
         """Training is over, and its end is written; what is left, such as handing rows to wandb, may take `timeout`."""
         self._last_beat, self._stage = time.monotonic(), None
-        self._wait = _Wait("end", "training was over and the process did not end", READER_PATIENCE_SECONDS)
+        self._wait = _Wait("training was over and the process did not end", READER_PATIENCE_SECONDS)
 
     def reading(self, what: str) -> contextlib.AbstractContextManager[Any]:
         """Around a wait for a batch of `what`."""
-        return self._waiting(_Wait("data", f"no batch of {what} came", READER_PATIENCE_SECONDS))
+        wait = _Wait(f"no batch of {what} came", READER_PATIENCE_SECONDS, shared_memory_hint)
+        return self._waiting(wait)
 
-    def waiting_for(
-        self, checkpoint: str, last_write: float = 0.0
-    ) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        """Around a wait for the writer of `checkpoint`; yields what to call whenever bytes of it were written.
-
-        Args:
-            last_write: seconds that the save before this one took, of which it may take twice as many to flush.
-        """
-        patience = max(WRITER_PATIENCE_SECONDS, 2 * last_write)
-        return self._waiting(_Wait("writer", f"nothing was written of {checkpoint}", patience))
+    def waiting_for(self, checkpoint: str) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """Around a wait for the writer of `checkpoint`; yields what to call whenever bytes of it were written."""
+        return self._waiting(_Wait(f"nothing was written of {checkpoint}", WRITER_PATIENCE_SECONDS))
 
     @contextlib.contextmanager
     def _waiting(self, wait: _Wait) -> Iterator[Callable[[], None]]:
@@ -185,7 +173,7 @@ class Sentinel:
             if self.request and min(silence, now - self._heard_at) > after_signal:
                 self._leave(signals.PREEMPTED_EXIT_CODE, f"{STOPPED}{self.request}; {missing} for {silence:.0f} s")
             elif silence > limit:
-                hint = shared_memory_hint() if self._wait is not None and self._wait.of == "data" else ""
+                hint = self._wait.hint() if self._wait is not None else ""
                 self._leave(1, f"{missing} for {silence:.0f} s (strategy.timeout_seconds); {self._where()}{hint}")
 
     def _patience(self) -> tuple[str, float, float]:
@@ -211,22 +199,18 @@ class Sentinel:
 
     def _where(self) -> str:
         """Whether this rank stands still or waits for another, as far as can be seen."""
-        stacks = self._stacks()
-        writers = [frame for name, frame in stacks if name == "checkpoint"]
-        waits_for_writer = writers and self._wait is not None and self._wait.of == "writer"
-        frame = writers[0] if waits_for_writer else stacks[0][1]
-        files = {f.f_code.co_filename for f, _ in traceback.walk_stack(frame)}
+        threads = [frame for name, frame in self._stacks() if name in ("MainThread", "checkpoint")]
+        files = {f.f_code.co_filename for frame in threads for f, _ in traceback.walk_stack(frame)}
         if any(file.endswith(("distributed_c10d.py", "faults/stop.py")) for file in files):
             return f"{WAITS}, whose log says where it stands"
         # In a backward pass, or when it asks the device, a rank that waits for another looks like one that hangs.
         return f"this rank stands still{f', {MAY_WAIT}' if dist.is_initialized() else ''}"
 
-    def _stacks(self) -> list[tuple[str, FrameType]]:
-        """Name and frame of every other thread, the main one first."""
-        frames = sys._current_frames()
-        threads = sorted(threading.enumerate(), key=lambda thread: thread.ident != self._main)
-        own = threading.get_ident()
-        return [(t.name, frames[t.ident]) for t in threads if t.ident in frames and t.ident != own]
+    @staticmethod
+    def _stacks() -> list[tuple[str, FrameType]]:
+        """Name and frame of every other thread."""
+        frames, own = sys._current_frames(), threading.get_ident()
+        return [(t.name, frames[t.ident]) for t in threading.enumerate() if t.ident in frames and t.ident != own]
 
     def _leave(self, code: int, reason: str) -> None:
         """Ends the process. Log, status and terminal may hang where the run hangs: none of them can keep it."""

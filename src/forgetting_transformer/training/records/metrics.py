@@ -30,9 +30,6 @@ class Sink(Protocol):
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Takes one line; `with_tables` says which of its values are shown together."""
 
-    def image(self, step: int, name: str, file: Path) -> None:
-        """Takes a picture, a PNG file that may be gone afterwards."""
-
     def close(self) -> None: ...
 
 
@@ -92,13 +89,12 @@ class MetricsLog:
         for sink in self.sinks:
             sink.log(step, values)
 
-    def rows(self, first: int = 0) -> list[tuple[int, dict[str, Any]]]:
-        """What all lines from step `first` on say, step by step, under names that no two kinds share."""
+    def rows(self) -> list[tuple[int, dict[str, Any]]]:
+        """What all lines say, step by step, under names that no two kinds share."""
         rows: dict[int, dict[str, Any]] = {}
         for file in self.files():
             for entry in read_lines(file):
-                if entry["step"] >= first:
-                    rows.setdefault(entry["step"], {}).update({k: v for k, v in entry.items() if k != "step"})
+                rows.setdefault(entry["step"], {}).update({k: v for k, v in entry.items() if k != "step"})
         return sorted(rows.items())
 
     def has(self, kind: str, step: int) -> bool:

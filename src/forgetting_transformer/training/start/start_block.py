@@ -106,14 +106,12 @@ def _strategy(trainer: TrainerInterface) -> str:
 def _corruption(trainer: TrainerInterface) -> str:
     """What finds weights and moments that memory or a GPU has changed (faults/corruption.py)."""
     if trainer.comparison is not None:
-        ranks = f"ranks compared every {trainer.config.strategy.compare_steps:,} steps and before checkpoints"
-    elif trainer.fabric.world_size == 1:
-        ranks = "comparison of ranks off (one process)"
-    elif _strategy(trainer).startswith("fsdp"):
-        ranks = "comparison of ranks off (each holds other shards)"
-    else:
-        ranks = "comparison of ranks off (strategy.compare_steps=null)"
-    return f"{ranks}; checkpoints compared with what is loaded"
+        return f"ranks compared every {trainer.config.strategy.compare_steps:,} steps and before checkpoints"
+    if trainer.fabric.world_size == 1:
+        return "comparison of ranks off (one process)"
+    if _strategy(trainer).startswith("fsdp"):
+        return "comparison of ranks off (each holds other shards)"
+    return "comparison of ranks off (strategy.compare_steps=null)"
 
 
 def _optimizer(trainer: TrainerInterface) -> str:
