@@ -655,10 +655,10 @@ LIST = r"""
 - step_LE[1:].cumsum(0)
 + step_LE[:-1].cumsum(0)
 # Lower bounds are those of the layer below.
-= delta_net.order model/mixers/delta_net.py
-- q_BTHK, k_BTHK = norm(activation(q_BTHK)), norm(activation(k_BTHK))
-+ q_BTHK, k_BTHK = activation(norm(q_BTHK)), activation(norm(k_BTHK))
-# Norm and activation are swapped.
+= delta_net.beta model/mixers/delta_net.py
+- beta=context.to_heads(self.b_proj(hidden_BTE).float().sigmoid())
++ beta=context.to_heads(self.b_proj(hidden_BTE).float())
+# What is replaced of the old value exceeds it.
 = attention.oldest model/attention.py
 - oldest_B = (slot.end_B - window).clamp(min=0)
 + oldest_B = (slot.end_B - window - 1).clamp(min=0)

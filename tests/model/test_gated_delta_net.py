@@ -90,7 +90,7 @@ def test_options_that_do_not_fit_are_refused(fields, key):
 def test_the_documentation_shows_the_code_as_it_is():
     page = section((ROOT / "docs/extend.md").read_text(), "The parts of a mixer")
     model = ROOT / "src/forgetting_transformer/model"
-    sources = [model / "mixers/gated_delta_net.py", model / "__init__.py", ROOT / "configs/model/gated_delta_net.yaml"]
+    sources = [model / f"mixers/{name}.py" for name in ("delta_net", "gated_delta_net")]
     code = {line.strip() for source in sources for line in source.read_text().splitlines()}
     shown = blocks(page, "python")
     assert len(shown) > 5

@@ -113,9 +113,7 @@ VARIANTS = {
     "transformer window 1": ("transformer", {"window_size": 1}),
     "samba without attention": ("samba", {"attn": None}),
     "mamba2 without convolution bias": ("mamba2", {"use_conv_bias": False}),
-    "delta_net without convolutions": ("delta_net", {"use_short_conv": False}),
     "delta_net wide, gated": ("delta_net", {"expand_k": 0.5, "expand_v": 2, "use_gate": True}),
-    "delta_net elu, sum": ("delta_net", {"qk_activation": "elu", "qk_norm": "sum", "use_beta": False}),
 }
 
 

@@ -415,3 +415,18 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         # An adapter stands in its place, whose weight is not all that it computes with.
         logits_BTV = self.lm_head(hidden_BTE).float()
         return F.cross_entropy(logits_BTV.transpose(1, 2), labels_BT, reduction="none")
+
+
+def model_classes(
+    config_class: type[DecoderConfig],
+    model_base: type[DecoderModel] = DecoderModel,
+    lm_base: type[DecoderForCausalLM] = DecoderForCausalLM,
+) -> tuple[type[DecoderModel], type[DecoderForCausalLM]]:
+    """Model and language model of a configuration, named and pickled as if they were written beside it.
+
+    `model_classes(MyConfig)` are `MyModel`, which is `model_base`, and `MyForCausalLM`, which is `lm_base`.
+    """
+    name, module = config_class.__name__.removesuffix("Config"), config_class.__module__
+    model_class = type(f"{name}Model", (model_base,), {"__module__": module, "config_class": config_class})
+    lm_class = type(f"{name}ForCausalLM", (lm_base,), {"__module__": module, "model_class": model_class})
+    return model_class, lm_class

@@ -14,7 +14,7 @@ from torch import nn
 
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.config import DecoderConfig, SwiGLUDecoderConfig
-from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.decoder import DecoderModel, model_classes
 
 #: Fields that the blocks of a hybrid have in common. A mixer's own configuration takes these from the hybrid's.
 _SHARED = ("hidden_size", "num_hidden_layers", "initializer_range", "vocab_size", "pad_token_id")
@@ -156,13 +156,4 @@ class HybridConfig(SwiGLUDecoderConfig):
         return self.mixer_config(layer_idx).mixer_flops_per_token(self._number(layer_idx), seq_len)
 
 
-class HybridModel(DecoderModel):
-    """A hybrid without its output layer."""
-
-    config_class = HybridConfig
-
-
-class HybridForCausalLM(DecoderForCausalLM):
-    """A hybrid as a language model."""
-
-    model_class: ClassVar = HybridModel
+HybridModel, HybridForCausalLM = model_classes(HybridConfig)

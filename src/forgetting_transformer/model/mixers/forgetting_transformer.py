@@ -5,9 +5,9 @@ Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gat
 `fgate_type="none"` and `use_rope=True`. Its layer: `forgetting_attention.py`.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
-from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.decoder import model_classes
 from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer, check_options
 from forgetting_transformer.model.mixers.transformer import AttentionConfig, AttentionLayer
 
@@ -59,13 +59,4 @@ class ForgettingTransformerConfig(AttentionConfig):
         )
 
 
-class ForgettingTransformerModel(DecoderModel):
-    """FoX without its output layer."""
-
-    config_class = ForgettingTransformerConfig
-
-
-class ForgettingTransformerForCausalLM(DecoderForCausalLM):
-    """FoX as a language model."""
-
-    model_class: ClassVar = ForgettingTransformerModel
+ForgettingTransformerModel, ForgettingTransformerForCausalLM = model_classes(ForgettingTransformerConfig)

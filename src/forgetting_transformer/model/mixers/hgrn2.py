@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from forgetting_transformer.model.config import KERNEL_MODES, SwiGLUDecoderConfig
-from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.decoder import DecoderModel, model_classes
 from forgetting_transformer.model.layers import RMSNorm, exempt_from_decay, init_xavier
 from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
@@ -156,10 +156,8 @@ class HGRN2Config(SwiGLUDecoderConfig):
         return 2 * 4 * self.hidden_size**2 + gla_flops_per_token(self.heads, self.head_dim, self.head_dim)
 
 
-class HGRN2Model(DecoderModel):
-    """HGRN2 without its output layer."""
-
-    config_class = HGRN2Config
+class BoundedDecoder(DecoderModel):
+    """A decoder whose blocks share the lower bounds of their forget gates."""
 
     def add_shared_parameters(self) -> None:
         if self.config.use_lower_bound:
@@ -184,7 +182,4 @@ class HGRN2Model(DecoderModel):
         return [(), *((bound_E,) for bound_E in step_LE[1:].cumsum(0))]
 
 
-class HGRN2ForCausalLM(DecoderForCausalLM):
-    """HGRN2 as a language model."""
-
-    model_class: ClassVar = HGRN2Model
+HGRN2Model, HGRN2ForCausalLM = model_classes(HGRN2Config, BoundedDecoder)

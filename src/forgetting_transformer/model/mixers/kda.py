@@ -4,47 +4,30 @@ Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture
 has three blocks with this mixer to one with attention (`model=hybrid`). The low-rank projections are called as in the
 released checkpoints.
 
-Axes: `forgetting_transformer/ops/__init__.py`. C is H·K or H·V.
+Axes: `forgetting_transformer/ops/__init__.py`. C is H·K.
 """
 
-from typing import Any, ClassVar
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import initialization as init
 
-from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
-from forgetting_transformer.model.layers import GatedRMSNorm, ShortConvolution, exempt_from_decay, initial_dt_bias
-from forgetting_transformer.model.mixers.delta_net import DeltaRuleConfig
-from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
-from forgetting_transformer.ops import context
-from forgetting_transformer.ops.backends import OpUse
-from forgetting_transformer.ops.recurrence import kda_flops_per_token, recurrence
+from forgetting_transformer.model.decoder import model_classes
+from forgetting_transformer.model.mixers.delta_net import DeltaRuleConfig, DeltaRuleMixer
+from forgetting_transformer.ops.recurrence import kda_flops_per_token
 
 
-class KimiDeltaAttention(RecurrentMixer):
-    """The delta rule with a decay per key channel, between projections.
+class KimiDeltaAttention(DeltaRuleMixer):
+    """`DeltaRuleMixer` with a forget gate per key channel and token, and the output gate `sigmoid(W_gb W_ga x)`.
 
-        q, k, v = silu(conv(W x))                causal convolution of every channel by itself
-        q, k    = q / |q|, k / |k|               per head
-        β       = sigmoid(W_b x)                 per head and token: how much of the old value is replaced
-        log a   = -exp(A_log) · softplus(W_fb W_fa x + dt_bias)    per key channel and token: the forget gates
-        S_t     = (I - β_t k_t k_tᵀ) diag(a_t) S_{t-1} + β_t k_t v_tᵀ      K × V per head
-        out     = W_o (RMSNorm(S_tᵀ q_t / √K) · sigmoid(W_gb W_ga x))      norm per head, one weight vector for all
+        log a = -exp(A_log) · softplus(W_fb W_fa x + dt_bias)
 
     A_log is one number per head, dt_bias one per key channel. The gates' projections have rank V.
-
-    Args:
-        hidden_size: E.
-        num_heads: H.
-        key_size: H·K.
-        value_size: H·V.
-        conv_size: taps of the convolutions.
-        norm_eps: epsilon of the RMSNorm.
     """
 
-    static_cache = True
+    op = "kda"
+    f_a_proj: nn.Linear
+    f_b_proj: nn.Linear
+    g_a_proj: nn.Linear
+    g_b_proj: nn.Linear
 
     def __init__(
         self,
@@ -52,67 +35,25 @@ class KimiDeltaAttention(RecurrentMixer):
         num_heads: int,
         key_size: int,
         value_size: int,
-        *,
         conv_size: int = 4,
         norm_eps: float = 1e-6,
     ) -> None:
-        super().__init__()
-        self.num_heads, self.key_dim, self.value_dim = num_heads, key_size // num_heads, value_size // num_heads
-        self.q_proj = nn.Linear(hidden_size, key_size, bias=False)
-        self.k_proj = nn.Linear(hidden_size, key_size, bias=False)
-        self.v_proj = nn.Linear(hidden_size, value_size, bias=False)
-        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
-        self.f_a_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-        self.f_b_proj = nn.Linear(self.value_dim, key_size, bias=False)
-        self.g_a_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-        self.g_b_proj = nn.Linear(self.value_dim, value_size, bias=False)
-        self.q_conv1d = ShortConvolution(key_size, conv_size, bias=False, silu=True, unit_heads=num_heads)
-        self.k_conv1d = ShortConvolution(key_size, conv_size, bias=False, silu=True, unit_heads=num_heads)
-        self.v_conv1d = ShortConvolution(value_size, conv_size, bias=False, silu=True)
-        self.A_log = nn.Parameter(self._initial_A_log())
-        self.dt_bias = nn.Parameter(self._initial_dt_bias())
-        exempt_from_decay(self.A_log, self.dt_bias)
-        self.o_norm = GatedRMSNorm(1, self.value_dim, norm_eps, activation="sigmoid")
-        self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
+        rank = value_size // num_heads
+        gates = {
+            "f_a_proj": (hidden_size, rank),
+            "f_b_proj": (rank, key_size),
+            "g_a_proj": (hidden_size, rank),
+            "g_b_proj": (rank, value_size),
+        }
+        sizes = (hidden_size, num_heads, key_size, value_size, conv_size)
+        super().__init__(*sizes, norm_eps, gates=gates, step_sizes=key_size, activation="sigmoid")
 
-    def init_own_weights(self) -> None:
-        init.copy_(self.A_log, self._initial_A_log())
-        init.copy_(self.dt_bias, self._initial_dt_bias())
-
-    def _initial_A_log(self) -> Tensor:
-        return torch.empty(self.num_heads).uniform_(1, 16).log()
-
-    def _initial_dt_bias(self) -> Tensor:
-        return initial_dt_bias(self.num_heads * self.key_dim, dt_min=1e-3, dt_max=0.1, dt_floor=1e-4)
-
-    @property
-    def context_heads(self) -> int:
-        return self.num_heads
-
-    def op_use(self) -> OpUse:
-        return OpUse("kda", self.num_heads, self.key_dim, self.value_dim)
-
-    def mix(
-        self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        hidden_BTE = zero_padding(hidden_BTE, padding_BT)
-        q_BTC, q_conv_BCW = self.q_conv1d(self.q_proj(hidden_BTE), states.get("q_conv"))
-        k_BTC, k_conv_BCW = self.k_conv1d(self.k_proj(hidden_BTE), states.get("k_conv"))
-        v_BTC, v_conv_BCW = self.v_conv1d(self.v_proj(hidden_BTE), states.get("v_conv"))
+    def log_decay(self, hidden_BTE: Tensor) -> Tensor:
         step_BTC = F.softplus(self.f_b_proj(self.f_a_proj(hidden_BTE)).float() + self.dt_bias.float())
+        return -self.A_log.float().exp()[:, None] * self.split_heads(step_BTC)
 
-        q_BTHK, k_BTHK, v_BTHV, step_BTHK = map(self.split_heads, (q_BTC, k_BTC, v_BTC, step_BTC))
-        out_BTHV, state_BHKV = recurrence(
-            *map(context.to_heads, (q_BTHK, k_BTHK, v_BTHV)),
-            beta=context.to_heads(self.b_proj(hidden_BTE).float().sigmoid()),
-            log_decay=context.to_heads(-self.A_log.float().exp()[:, None] * step_BTHK),
-            state=states.get("recurrent"),
-        )
-        out_BTHV = context.to_sequence(out_BTHV, len(hidden_BTE))
-        gate_BTC = self.g_b_proj(self.g_a_proj(hidden_BTE))
-        out_BTHV = self.o_norm(out_BTHV, self.split_heads(gate_BTC))
-        new_states = {"recurrent": state_BHKV, "q_conv": q_conv_BCW, "k_conv": k_conv_BCW, "v_conv": v_conv_BCW}
-        return self.o_proj(out_BTHV.flatten(-2)), new_states
+    def output_gate(self, hidden_BTE: Tensor) -> Tensor:
+        return self.g_b_proj(self.g_a_proj(hidden_BTE))
 
 
 class KDAConfig(DeltaRuleConfig):
@@ -120,27 +61,13 @@ class KDAConfig(DeltaRuleConfig):
 
     model_type = "kda-project_fox"
 
-    num_heads: int = 16
-
     def build_mixer(self, layer_idx: int) -> KimiDeltaAttention:
         return self.build_from_fields(KimiDeltaAttention)
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
-        """Linear layers: 2 · weights. Convolutions: 2 · taps of all channels. The recurrence in chunks."""
-        key_dim, value_dim = self.key_size // self.num_heads, self.value_size // self.num_heads
-        weights = self.hidden_size * (2 * self.key_size + 2 * self.value_size + self.num_heads)  # q, k; v, o; β
-        weights += value_dim * (2 * self.hidden_size + self.key_size + self.value_size)  # forget gates, output gate
-        weights += (2 * self.key_size + self.value_size) * self.conv_size
-        return 2 * weights + kda_flops_per_token(self.num_heads, key_dim, value_dim)
+        _, _, rank = self.head_sizes
+        gate_weights = rank * (2 * self.hidden_size + self.key_size + self.value_size)
+        return self.delta_rule_flops(gate_weights, kda_flops_per_token(*self.head_sizes))
 
 
-class KDAModel(DecoderModel):
-    """A decoder with Kimi Delta Attention without its output layer."""
-
-    config_class = KDAConfig
-
-
-class KDAForCausalLM(DecoderForCausalLM):
-    """A decoder with Kimi Delta Attention as a language model."""
-
-    model_class: ClassVar = KDAModel
+KDAModel, KDAForCausalLM = model_classes(KDAConfig)

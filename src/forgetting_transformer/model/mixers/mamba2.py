@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
+from forgetting_transformer.model.decoder import model_classes
 from forgetting_transformer.model.layers import (
     GatedRMSNorm,
     ShortConvolution,
@@ -260,13 +261,4 @@ class Mamba2Config(StateSpaceConfig):
         return 0
 
 
-class Mamba2Model(StateSpaceModel):
-    """Mamba-2 without its output layer."""
-
-    config_class = Mamba2Config
-
-
-class Mamba2ForCausalLM(StateSpaceForCausalLM):
-    """Mamba-2 as a language model."""
-
-    model_class: ClassVar = Mamba2Model
+Mamba2Model, Mamba2ForCausalLM = model_classes(Mamba2Config, StateSpaceModel, StateSpaceForCausalLM)

@@ -6,14 +6,14 @@ Source: Yang et al., "PaTH Attention: Position Encoding via Accumulating Househo
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forgetting_transformer.model.config import SwiGLUDecoderConfig
-from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.decoder import model_classes
 from forgetting_transformer.model.layers import ShortConvolution
 from forgetting_transformer.model.mixers.recurrent import RecurrentCache, RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
@@ -121,13 +121,4 @@ class PathFoxConfig(SwiGLUDecoderConfig):
         return 2 * weights + path_attention_flops_per_token(self.num_heads, head_dim, seq_len)
 
 
-class PathFoxModel(DecoderModel):
-    """PaTH-FoX without its output layer."""
-
-    config_class = PathFoxConfig
-
-
-class PathFoxForCausalLM(DecoderForCausalLM):
-    """PaTH-FoX as a language model."""
-
-    model_class: ClassVar = PathFoxModel
+PathFoxModel, PathFoxForCausalLM = model_classes(PathFoxConfig)

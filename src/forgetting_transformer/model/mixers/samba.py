@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from forgetting_transformer.model.config import check_field
+from forgetting_transformer.model.decoder import model_classes
 from forgetting_transformer.model.layers import (
     ShortConvolution,
     SwiGLU,
@@ -323,13 +324,4 @@ class SambaConfig(StateSpaceConfig):
         return SwiGLU.flops_per_token(self.hidden_size, self.mlp_width(layer_idx))
 
 
-class SambaModel(StateSpaceModel):
-    """Samba without its output layer."""
-
-    config_class = SambaConfig
-
-
-class SambaForCausalLM(StateSpaceForCausalLM):
-    """Samba as a language model."""
-
-    model_class: ClassVar = SambaModel
+SambaModel, SambaForCausalLM = model_classes(SambaConfig, StateSpaceModel, StateSpaceForCausalLM)

@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from forgetting_transformer.model.attention import AttentionMaps, attend
 from forgetting_transformer.model.config import SwiGLUDecoderConfig
-from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.decoder import model_classes
 from forgetting_transformer.model.generation.cache import AttentionCache
 from forgetting_transformer.model.layers import apply_linear, linear_together
 from forgetting_transformer.model.span import Span
@@ -187,13 +187,4 @@ class TransformerConfig(AttentionConfig):
         )
 
 
-class TransformerModel(DecoderModel):
-    """The Transformer without its output layer."""
-
-    config_class = TransformerConfig
-
-
-class TransformerForCausalLM(DecoderForCausalLM):
-    """The Transformer as a language model."""
-
-    model_class: ClassVar = TransformerModel
+TransformerModel, TransformerForCausalLM = model_classes(TransformerConfig)
