@@ -1,4 +1,4 @@
-"""On CUDA: every architecture trains fully compiled, and resumes, with empty caches or eager, are bitwise the same.
+"""On CUDA: every architecture trains fully compiled, and resumes with empty caches, and CUDA graphs, change no bit.
 
 Models and batches are large enough for TorchInductor to have choices between launch configurations of reductions.
 """
@@ -13,7 +13,8 @@ import torch
 import zarr
 
 from forgetting_transformer.model import registry
-from tests.training.conftest import Job, changed, checkpoint_tensors, tiny_config, train
+from tests.campaign.runs import untimed
+from tests.training.conftest import Job, changed, checkpoint_tensors, rank_log, tiny_config
 from tests.training.test_compile import assert_same_bits
 from tests.training.test_resume import lines, losses
 
@@ -38,7 +39,6 @@ FIELDS = {
         },
     },
 }
-RECURRENT = ("hgrn2", "mamba2", "samba", "delta_net", "gated_delta_net", "kda")
 #: (strategy, processes) that this machine can run.
 RUNS = [("auto", 1)] if torch.cuda.device_count() < 2 else [("auto", 1), ("ddp", 2), ("fsdp", 2)]
 CACHES = """
@@ -95,48 +95,51 @@ def large_config(output_dir: Path, corpus: Path, name: str, strategy: str = "aut
     return config
 
 
+def start(config: dict, world_size: int, caches: Path, patch: str = "") -> Job:
+    return Job(config, world_size, patch=CACHES.format(folder=str(caches)) + patch, accelerator="cuda")
+
+
+def log_of(job: Job, config: dict, code: int = 0) -> str:
+    """The log of rank 0, which trained to its end with everything compiled."""
+    assert {*job.wait()} == {code}, job.errors()
+    log = rank_log(config, 0)
+    assert "compiling, " in log and "the first step is done" in log
+    assert "runs uncompiled" not in log and "not bitwise from here" not in log
+    return log
+
+
 def run(config: dict, world_size: int, caches: Path, patch: str = "", code: int = 0) -> str:
-    """Trains to the end with these caches; returns rank 0's log."""
-    job = Job(config, world_size, patch=CACHES.format(folder=str(caches)) + patch, accelerator="cuda")
-    assert job.wait() == [code] * world_size, job.errors()
-    assert any(caches.rglob("*.py")), "nothing was compiled"
-    return (Path(config["output_dir"]) / "logs/rank-0.log").read_text()
+    return log_of(start(config, world_size, caches, patch), config, code)
 
 
 @pytest.mark.parametrize(
     ("name", "strategy", "world_size"),
-    [("forgetting_transformer", *how) for how in RUNS] + [(name, "auto", 1) for name in RECURRENT],
+    [*(("forgetting_transformer", *how) for how in RUNS), ("gated_delta_net", "auto", 1), ("samba", "auto", 1)],
 )
 def test_a_resume_with_empty_caches_is_bitwise_the_straight_run(long_corpus, tmp_path, name, strategy, world_size):
     config = large_config(tmp_path / "stopped", long_corpus, name, strategy, world_size)
+    config["train"]["gradient_checkpointing"] = strategy == "fsdp"
     straight = changed(config, output_dir=str(tmp_path / "straight"))
-    logs = [run(straight, world_size, tmp_path / "first")]
-    logs.append(run(changed(config, train__max_tokens=4 * STEP), world_size, tmp_path / "second"))
-    logs.append(run(config, world_size, tmp_path / "third"))
-    assert_same_bits(straight["output_dir"], config["output_dir"], 8 * STEP)
-    for log in logs:
-        assert "not bitwise from here" not in log and "runs uncompiled" not in log
-
-
-@pytest.mark.parametrize("name", RECURRENT)
-def test_an_eager_resume_of_a_recurrent_model_is_bitwise_the_straight_run(long_corpus, tmp_path, name):
-    config = changed(large_config(tmp_path / "stopped", long_corpus, name), train__compile=False)
-    straight = changed(config, output_dir=str(tmp_path / "straight"))
-    for part in (straight, changed(config, train__max_tokens=4 * STEP), config):
-        train(part, accelerator="cuda")
+    halved = changed(config, train__max_tokens=4 * STEP)
+    jobs = [(start(x, world_size, tmp_path / f"caches {i}"), x) for i, x in enumerate((straight, halved))]
+    for job, trained in jobs:
+        log_of(job, trained)
+    run(config, world_size, tmp_path / "caches 2")
     assert_same_bits(straight["output_dir"], config["output_dir"], 8 * STEP)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", registry.model_names())
-def test_auto_compiles_every_architecture_and_leaves_nothing_out(long_corpus, tmp_path, name, checkpointing):
-    config = large_config(tmp_path / "run", long_corpus, name)
-    config["train"] |= {"max_tokens": 2 * STEP, "gradient_checkpointing": checkpointing}
-    log = run(changed(config, skip_eval=False, eval_interval=2 * STEP), 1, tmp_path / "caches")
-    assert "compiling, " in log and "the first step is done" in log
-    assert "runs uncompiled" not in log
-    state = json.loads((tmp_path / f"run/checkpoints/step-{2 * STEP:015d}/trainer.json").read_text())
+def test_auto_compiles_every_architecture_and_cuda_graphs_change_no_bit(long_corpus, tmp_path, name):
+    """The run without graphs evaluates too."""
+    config = large_config(tmp_path / "graphs", long_corpus, name)
+    config["train"] |= {"max_tokens": 4 * STEP, "grad_acc_tokens": STEP // 2}
+    plain = changed(config, output_dir=str(tmp_path / "plain"), train__cuda_graphs=False)
+    run(changed(plain, skip_eval=False, eval_interval=4 * STEP), 1, tmp_path / "caches")
+    state = json.loads((tmp_path / f"plain/checkpoints/step-{4 * STEP:015d}/trainer.json").read_text())
     assert state["execution"]["compile"] is True and state["execution"]["device"] == "cuda"
+    if name != "path_fox":  # its gradients are sums by atomics
+        run(changed(config, train__cuda_graphs=True), 1, tmp_path / "caches")
+        assert_same_bits(plain["output_dir"], config["output_dir"], 4 * STEP)
 
 
 def assert_identical(a: str, b: str, step: int) -> None:
@@ -146,67 +149,44 @@ def assert_identical(a: str, b: str, step: int) -> None:
     assert not [name for name, x in first.items() if x.numpy().tobytes() != second[name].numpy().tobytes()]
     assert losses(a) == losses(b)
     for kind in ("norm", "val", "val_ema"):
-        ours, theirs = ([_without_times(line) for line in lines(folder, kind)] for folder in (a, b))
+        ours, theirs = (
+            [{key: line[key] for key in untimed(line)} for line in lines(folder, kind)] for folder in (a, b)
+        )
         assert ours == theirs and ours
 
 
-def _without_times(line: dict) -> dict:
-    return {key: value for key, value in line.items() if "time" not in key and "per_second" not in key}
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "micro_batches", "corpus"),
-    [("adamw", 4, "longcrawl64"), ("adamw", 2, "packed"), ("muon", 1, "longcrawl64")],
-)
-def test_cuda_graphs_change_no_bit_and_survive_a_kill(long_corpus, tmp_path, optimizer, micro_batches, corpus):
-    """With evaluations in between, also of a moving average; the run without graphs was not interrupted."""
+def test_cuda_graphs_change_no_bit_and_survive_a_kill(long_corpus, tmp_path):
+    """With packed documents and evaluations in between, also of a moving average; the run without was not killed."""
     config = large_config(tmp_path / "graphs", long_corpus, "forgetting_transformer")
     config |= {"skip_eval": False, "eval_interval": 3 * STEP, "callbacks": {"ema": {}}}
-    config["train"] |= {"grad_acc_tokens": STEP // micro_batches, "cuda_graphs": True, "max_grad_norm": 0.1}
-    config["optimizer"] |= {"name": optimizer}
-    config["datamodule"] |= {"name": corpus, "bos_token_id": 3}
+    config["train"] |= {"grad_acc_tokens": STEP // 2, "cuda_graphs": True, "max_grad_norm": 0.1}
+    config["datamodule"] |= {"name": "packed", "bos_token_id": 3}
     plain = changed(config, output_dir=str(tmp_path / "plain"), train__cuda_graphs=False)
     run(plain, 1, tmp_path / "caches")
     run(config, 1, tmp_path / "caches", KILLED_IN_THE_SIXTH_STEP, code=-9)
     log = run(config, 1, tmp_path / "caches")
     assert_identical(plain["output_dir"], config["output_dir"], 8 * STEP)
-    assert "yes, with CUDA graphs" in log and f"step-{4 * STEP:015d}" in log
-    assert "cannot be recorded" not in log and "not bitwise from here" not in log and "runs uncompiled" not in log
+    assert "yes, with CUDA graphs" in log and f"step-{4 * STEP:015d}" in log and "cannot be recorded" not in log
     (size,) = re.findall(
         r"CUDA graphs: blocks are recorded; their memory, ([\d.]+) GB", log[log.rindex("about to train") :]
     )
     assert float(size) > 0.05
 
 
-# The gradients of PaTH-FoX are sums by atomics.
-@pytest.mark.parametrize("name", [name for name in registry.model_names() if name != "path_fox"])
-def test_cuda_graphs_change_no_bit_of_any_architecture(long_corpus, tmp_path, name):
-    config = large_config(tmp_path / "graphs", long_corpus, name)
-    config["train"] |= {"max_tokens": 4 * STEP, "grad_acc_tokens": STEP // 2, "cuda_graphs": True}
-    plain = changed(config, output_dir=str(tmp_path / "plain"), train__cuda_graphs=False)
-    for one in (plain, config):
-        run(one, 1, tmp_path / "caches")
-    assert_same_bits(plain["output_dir"], config["output_dir"], 4 * STEP)
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_cuda_graphs_change_no_bit_of_ddp(long_corpus, tmp_path, micro_batches):
+def test_cuda_graphs_change_no_bit_of_ddp(long_corpus, tmp_path):
     config = large_config(tmp_path / "graphs", long_corpus, "forgetting_transformer", "ddp", 2)
-    config["train"] |= {"max_tokens": 6 * STEP, "grad_acc_tokens": STEP // 2 // micro_batches, "cuda_graphs": True}
+    config["train"] |= {"max_tokens": 6 * STEP, "grad_acc_tokens": STEP // 4, "cuda_graphs": True}
     plain = changed(config, output_dir=str(tmp_path / "plain"), train__cuda_graphs=False)
     run(plain, 2, tmp_path / "caches")
     assert "cannot be recorded" not in run(config, 2, tmp_path / "caches")
     assert_same_bits(plain["output_dir"], config["output_dir"], 6 * STEP)
 
 
-@pytest.mark.parametrize(
-    "peak_flops, said", [(1e15, "compiled       yes, with CUDA graphs"), (1e9, "compiled       yes\n")]
-)
-def test_a_command_that_says_nothing_of_graphs_has_them_where_they_help(long_corpus, tmp_path, peak_flops, said):
+def test_a_command_that_says_nothing_of_graphs_has_them_where_they_help(long_corpus, tmp_path):
     """The GPU's own peak is not used: here the machine that runs the test may have any."""
-    config = large_config(tmp_path / "run", long_corpus, "forgetting_transformer")
-    config["train"] |= {"max_tokens": STEP}
-    config["fabric"] |= {"peak_flops": peak_flops}
-    log = run(config, 1, tmp_path / "caches")
-    assert re.sub(" +", " ", said) in re.sub(" +", " ", log)
+    for peak_flops, said in ((1e15, "compiled yes, with CUDA graphs"), (1e9, "compiled yes\n")):
+        config = large_config(tmp_path / f"{peak_flops:.0e}", long_corpus, "forgetting_transformer")
+        config["train"] |= {"max_tokens": STEP}
+        config["fabric"] |= {"peak_flops": peak_flops}
+        assert said in re.sub(" +", " ", run(config, 1, tmp_path / "caches"))

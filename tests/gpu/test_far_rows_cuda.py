@@ -1,14 +1,17 @@
 """On CUDA: half a million tokens of wide rows, more than 2³¹ elements, give bitwise what copies of the parts give."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from forgetting_transformer import forgetting_attention
 from forgetting_transformer.model.decoder import DecoderBlock
+from forgetting_transformer.ops.layers import residual_norm_triton
 from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
-from forgetting_transformer.ops.layers.residual_norm import add_rms_norm
 from forgetting_transformer.ops.layers.swiglu import swiglu
+from tests.gpu.test_hopper_cuda import random_leaves
 from tests.model.small_models import small
 
 LENGTH, WIDTH = 2**19, 6208  # as the joint projection of a layer of 1,536 channels
@@ -17,8 +20,8 @@ LENGTH, WIDTH = 2**19, 6208  # as the joint projection of a layer of 1,536 chann
 @pytest.fixture(autouse=True)
 def room():
     torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < 60 << 30:
-        pytest.skip("needs 60 GB of memory on the GPU")
+    if torch.cuda.mem_get_info()[0] < 70 << 30:
+        pytest.skip("needs 70 GB of memory on the GPU")
     torch.manual_seed(0)
     yield
     torch.cuda.empty_cache()
@@ -31,20 +34,32 @@ def gradients(function, leaves):
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
 
-@pytest.mark.parametrize("threshold", [None, -30.0])
-def test_attention_of_slices_of_one_projection(threshold):
+def test_attention_of_slices_of_one_projection():
     wide = torch.empty(1, LENGTH, WIDTH, dtype=torch.bfloat16, device="cuda")
     parts = [wide[:, :, start : start + 64].unflatten(2, (1, 64)) for start in (0, 1536, WIDTH - 64)]
     for part in parts:
         part.normal_()
     log_fgate = F.logsigmoid(torch.randn(1, LENGTH, 1, device="cuda") + 6)
 
-    def attend(q, k, v, gate):
-        return forgetting_attention(q, k, v, gate, adaptive_threshold=threshold)
+    for threshold in (None, -30.0):
+        attend = functools.partial(forgetting_attention, adaptive_threshold=threshold)
+        found = gradients(attend, [*parts, log_fgate])
+        expected = gradients(attend, [*(part.contiguous() for part in parts), log_fgate])
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
-    found = gradients(attend, [*parts, log_fgate])
-    expected = gradients(attend, [*(part.contiguous() for part in parts), log_fgate])
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_last_sequence_of_a_large_batch_has_the_gradients_that_it_has_alone(head_dim):
+    length, heads = 256, 64
+    batch = 2**31 // (length * heads * head_dim) + 2
+    leaves, d_out = random_leaves(batch, length, heads, head_dim)
+
+    def backward(leaves, d_out):
+        return torch.autograd.grad(forgetting_attention(*leaves), leaves, d_out)
+
+    found = [x[-1:].clone() for x in backward(leaves, d_out)]
+    alone = [x[-1:].detach().clone().requires_grad_() for x in leaves]
+    assert all(torch.equal(a, b) for a, b in zip(found, backward(alone, d_out[-1:].clone()), strict=True))
 
 
 def test_layers_give_the_last_rows_what_they_give_them_alone():
@@ -55,9 +70,14 @@ def test_layers_give_the_last_rows_what_they_give_them_alone():
     )
     del h
     x, weight = torch.randn(1, LENGTH, 4608, device="cuda"), torch.ones(4608, device="cuda")
-    y, total = add_rms_norm(x, x, weight, 1e-6)
-    expected = add_rms_norm(x[:, -4096:].clone(), x[:, -4096:].clone(), weight, 1e-6)
-    assert torch.equal(y[:, -4096:], expected[0]) and torch.equal(total[:, -4096:], expected[1])
+    y, total, scale = residual_norm_triton.normalise(x, x, weight, 1e-6, torch.bfloat16)
+    expected = residual_norm_triton.normalise(x[:, -4096:].clone(), x[:, -4096:].clone(), weight, 1e-6, torch.bfloat16)
+    for a, b in zip((y, total, scale), expected, strict=True):
+        assert torch.equal(a[:, -4096:], b)
+    del x
+    dx, *_ = residual_norm_triton.normalise_backward(y, None, total, weight, scale, torch.float32, None)
+    last = y[:, -4096:].clone(), None, expected[1], weight, expected[2], torch.float32, None
+    assert torch.equal(dx[:, -4096:], residual_norm_triton.normalise_backward(*last)[0])
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -7,6 +7,7 @@ Axes: B batch, T positions, H heads, K key channels, V value channels; selective
 import random
 import sys
 import warnings
+from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
@@ -26,11 +27,11 @@ HEAD_DIMS = {
     "gated_delta_rule": (128, 128),
     "kda": (128, 128),
 }
+PUBLISHED = dict(HEAD_DIMS)
 BY_CHANNEL = ("gla", "kda")  # a decay for every key channel
-OPS_AND_DECAYS = [
-    (op, decay) for op in HEAD_DIMS for decay in (["none"] if op == "delta_rule" else ["random", "none", "strong"])
-]
 HEADS = 3
+
+with_fla = pytest.mark.skipif(find_spec("fla") is None, reason="flash-linear-attention is not installed")
 
 
 def make_inputs(
@@ -132,95 +133,79 @@ def decay_floors(op: str, decay: str, want: dict[str, Tensor], inputs: dict[str,
     return {"dlog_decay": max(rounding, sums)}
 
 
-@pytest.mark.parametrize("length", [63, 64, 130, 300])
-@pytest.mark.parametrize("op, decay", OPS_AND_DECAYS)
-def test_fla_and_its_gradients_agree_with_float64(op, decay, length):
-    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
-    inputs = make_inputs(op, length, decay)
-    assert recurrence._select_backend(op, inputs["q"], inputs["v"]) is fla
-    want = expected(inputs)
-    floors = {"dlog_decay": rounding_of_gate_gradients(want, inputs)} if decay == "strong" else {}
-    got = run(public(op), inputs)
-    assert got["out"].dtype == torch.bfloat16 and got["state"].dtype == torch.float32
-    assert_close(got, want, 1.5e-2, **floors)
-
-
-@pytest.mark.parametrize("seed", range(20))
+@with_fla
 @pytest.mark.parametrize("op", HEAD_DIMS)
-def test_random_cases_agree_with_float64(op, seed, monkeypatch):
-    """What a GPU runs, whoever serves it, against PyTorch in float64, and the same bits a second time."""
-    draw = random.Random(seed)
-    monkeypatch.setitem(HEAD_DIMS, op, draw.choice([HEAD_DIMS[op], HEAD_DIMS[op], (64, 64), (96, 192)]))
-    length, heads = draw.choice([2, 17, 63, 64, 130, 257, 600, 1100]), draw.randint(1, 5)
-    decay = "none" if op == "delta_rule" else draw.choice(["random", "random", "none", "strong"])
-    inputs = make_inputs(op, length, decay, heads=heads)
-    want = run(lambda x: by_name(chunked, x), {name: x.double() for name, x in inputs.items()})
-    got = run(public(op), inputs)
-    assert_close(got, want, 1.5e-2, **decay_floors(op, decay, want, inputs))
-    again = run(public(op), inputs)
-    assert all(torch.equal(got[name], again[name]) for name in got)
-
-
-@pytest.mark.parametrize(
-    "key_dim, value_dim, length", [(16, 32, 130), (64, 64, 5000), (96, 192, 1000), (48, 96, 300), (256, 256, 300)]
-)
-@pytest.mark.parametrize("op", HEAD_DIMS)
-def test_other_head_dimensions_are_right_at_length(op, key_dim, value_dim, length, monkeypatch):
-    """Configurations chosen at the published sizes fit smaller and larger heads, and long sequences."""
-    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
-    monkeypatch.setitem(HEAD_DIMS, op, (key_dim, value_dim))
-    inputs = make_inputs(op, length)
-    wide = {name: x.float() for name, x in inputs.items()}
-    want = run(lambda x: by_name(chunked, x), wide)
-    assert_close(run(public(op), inputs), {name: x.double() for name, x in want.items()}, 1.5e-2)
-
-
-@pytest.mark.parametrize("op", HEAD_DIMS)
-def test_nothing_is_tuned_on_hopper(op, monkeypatch):
-    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("configurations are chosen for Hopper GPUs only")
+def test_fla_and_its_gradients_agree_with_float64(op):
+    """At the published sizes; nothing is tuned on Hopper GPUs, whose configurations are chosen."""
     from triton.runtime.autotuner import Autotuner
 
-    monkeypatch.setattr(Autotuner, "_bench", lambda *_, **__: pytest.fail("a kernel was tuned"))
-    run(public(op), make_inputs(op, 200))
+    if torch.cuda.get_device_capability() == (9, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Autotuner, "_bench", lambda *_, **__: pytest.fail("a kernel was tuned"))
+            run(public(op), make_inputs(op, 200))
+    for decay in ("none",) if op == "delta_rule" else ("random", "none", "strong"):
+        for length in (63, 64, 300):
+            inputs = make_inputs(op, length, decay)
+            assert recurrence._select_backend(op, inputs["q"], inputs["v"]) is fla
+            want = expected(inputs)
+            floors = {"dlog_decay": rounding_of_gate_gradients(want, inputs)} if decay == "strong" else {}
+            got = run(public(op), inputs)
+            assert got["out"].dtype == torch.bfloat16 and got["state"].dtype == torch.float32
+            assert_close(got, want, 1.5e-2, **floors)
 
 
 @pytest.mark.parametrize("op", HEAD_DIMS)
-def test_fla_goes_on_from_a_state(op):
-    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
-    inputs = make_inputs(op, 200)
-    want_out, want_state = public(op)(inputs)
-    state, outs = inputs["initial_state"], []
-    for start, stop in [(0, 130), (130, 131), (131, 200)]:
-        part = {name: x[:, start:stop] for name, x in inputs.items()} | {"initial_state": state}
-        out, state = public(op)(part)
-        outs.append(out)
-    got = {"out": torch.cat(outs, dim=1), "state": state}
-    assert_close(got, {"out": want_out.double(), "state": want_state.double()}, 1.5e-2)
+def test_random_cases_agree_with_float64(op, monkeypatch):
+    """What a GPU runs, whoever serves it, against PyTorch in float64, and the same bits a second time."""
+    for seed in range(8):
+        draw = random.Random(seed)
+        monkeypatch.setitem(HEAD_DIMS, op, draw.choice([PUBLISHED[op], PUBLISHED[op], (64, 64), (96, 192)]))
+        length, heads = draw.choice([2, 17, 63, 64, 130, 257, 600, 1100]), draw.randint(1, 5)
+        decay = "none" if op == "delta_rule" else draw.choice(["random", "random", "none", "strong"])
+        inputs = make_inputs(op, length, decay, heads=heads)
+        want = run(lambda x: by_name(chunked, x), {name: x.double() for name, x in inputs.items()})
+        got = run(public(op), inputs)
+        assert_close(got, want, 1.5e-2, **decay_floors(op, decay, want, inputs))
+        again = run(public(op), inputs)
+        assert all(torch.equal(got[name], again[name]) for name in got)
 
 
+@with_fla
 @pytest.mark.parametrize("op", HEAD_DIMS)
-def test_an_expanded_view_is_a_fine_argument(op):
+def test_other_head_dimensions_are_right_at_length(op, monkeypatch):
+    """Configurations chosen at the published sizes fit smaller and larger heads, and long sequences."""
+    for *dims, length in ((16, 32, 130), (64, 64, 5000), (96, 192, 1000), (48, 96, 300), (256, 256, 300)):
+        monkeypatch.setitem(HEAD_DIMS, op, tuple(dims))
+        inputs = make_inputs(op, length)
+        want = run(lambda x: by_name(chunked, x), {name: x.float() for name, x in inputs.items()})
+        assert_close(run(public(op), inputs), {name: x.double() for name, x in want.items()}, 1.5e-2)
+
+
+@with_fla
+def test_fla_goes_on_from_a_state_and_takes_expanded_views():
     """Mamba-2 has one query and key for all heads."""
-    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
-    inputs = make_inputs(op, 130)
-    expanded = inputs | {name: inputs[name][:, :, :1].expand(-1, -1, HEADS, -1) for name in "qk"}
-    copied = {name: x.contiguous() for name, x in expanded.items()}
-    for got, want in zip(public(op)(expanded), public(op)(copied), strict=True):
-        assert torch.equal(got, want)
+    for op in HEAD_DIMS:
+        inputs = make_inputs(op, 200)
+        want_out, want_state = public(op)(inputs)
+        state, outs = inputs["initial_state"], []
+        for start, stop in [(0, 130), (130, 131), (131, 200)]:
+            part = {name: x[:, start:stop] for name, x in inputs.items()} | {"initial_state": state}
+            out, state = public(op)(part)
+            outs.append(out)
+        got = {"out": torch.cat(outs, dim=1), "state": state}
+        assert_close(got, {"out": want_out.double(), "state": want_state.double()}, 1.5e-2)
+        expanded = inputs | {name: inputs[name][:, :, :1].expand(-1, -1, HEADS, -1) for name in "qk"}
+        copied = {name: x.contiguous() for name, x in expanded.items()}
+        for x, y in zip(public(op)(expanded), public(op)(copied), strict=True):
+            assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("length", [1, 63, 130, 1100])
 @pytest.mark.parametrize("op", [*HEAD_DIMS, "selective_scan"])
-def test_float32_is_float32(op, length):
+def test_float32_is_float32_and_pytorch_serves_16_bits_too(op, monkeypatch):
     """Float32 inputs never run in TF32, with FLA or without."""
-    inputs = make_inputs(op, length, dtype=torch.float32)
-    assert_close(run(public(op), inputs), expected(inputs), 2e-5)
-
-
-@pytest.mark.parametrize("op", [*HEAD_DIMS, "selective_scan"])
-def test_pytorch_serves_16_bits_too(op, monkeypatch):
+    for length in (1, 63, 1100):
+        inputs = make_inputs(op, length, dtype=torch.float32)
+        assert_close(run(public(op), inputs), expected(inputs), 2e-5)
     monkeypatch.setattr(fla, "supports", lambda *_: False)
     monkeypatch.setattr(recurrence, "scan_takes_kernel", lambda *_: False)
     inputs = make_inputs(op, 300)
@@ -246,55 +231,55 @@ def test_without_fla_it_trains_and_warns_once(monkeypatch):
         fla._is_installed.cache_clear()
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_kimi_delta_attention(seed, poisoned):
-    """FLA's kernels against the definition in float64, and the same bits a second time."""
-    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
-    draw = random.Random(seed)
-    batch, length, heads = draw.choice([1, 2, 3]), draw.choice([2, 15, 63, 64, 65, 200, 515, 1000]), 2
-    key_dim, value_dim = draw.choice([(128, 128), (128, 128), (64, 64), (96, 192)])
-    dtype = draw.choice([torch.bfloat16, torch.bfloat16, torch.float16])
-    decay, has_state, strongest = draw.choice(["slow", "random", "strong"]), draw.random() < 0.6, draw.choice([1, 2])
-    generator = torch.Generator("cuda").manual_seed(seed)
+@with_fla
+@pytest.mark.parametrize("key_dim, value_dim", [(128, 128), (64, 64), (96, 192)])
+def test_kimi_delta_attention(key_dim, value_dim, poisoned):
+    """FLA's kernels against the definition in float64, with β up to 2, and the same bits a second time."""
+    for seed in range(4):
+        draw = random.Random(seed)
+        batch, length, heads = draw.choice([1, 2, 3]), draw.choice([2, 15, 63, 64, 65, 200, 515, 1000]), 2
+        dtype = draw.choice([torch.bfloat16, torch.bfloat16, torch.float16])
+        decay, has_state = ("slow", "random", "strong", "slow")[seed], draw.random() < 0.6
+        generator = torch.Generator("cuda").manual_seed(seed)
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cuda")
+        def normal(*shape: int, generator=generator) -> Tensor:
+            return torch.randn(shape, generator=generator, device="cuda")
 
-    logit = normal(batch, length, heads, key_dim)
-    decays = {"slow": F.logsigmoid(logit + 5), "random": F.logsigmoid(logit), "strong": -30 * logit.sigmoid()}
-    inputs = {
-        "q": F.normalize(normal(batch, length, heads, key_dim), dim=-1).to(dtype),
-        "k": F.normalize(normal(batch, length, heads, key_dim), dim=-1).to(dtype),
-        "v": normal(batch, length, heads, value_dim).to(dtype),
-        "beta": strongest * normal(batch, length, heads).sigmoid(),
-        "log_decay": decays[decay],
-        "state": normal(batch, heads, key_dim, value_dim) if has_state else None,
-    }
-    inputs = {name: x for name, x in inputs.items() if x is not None}
+        logit = normal(batch, length, heads, key_dim)
+        decays = {"slow": F.logsigmoid(logit + 5), "random": F.logsigmoid(logit), "strong": -30 * logit.sigmoid()}
+        inputs = {
+            "q": F.normalize(normal(batch, length, heads, key_dim), dim=-1).to(dtype),
+            "k": F.normalize(normal(batch, length, heads, key_dim), dim=-1).to(dtype),
+            "v": normal(batch, length, heads, value_dim).to(dtype),
+            "beta": draw.choice([1, 2]) * normal(batch, length, heads).sigmoid(),
+            "log_decay": decays[decay],
+            **({"state": normal(batch, heads, key_dim, value_dim)} if has_state else {}),
+        }
 
-    def walk(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return recurrence.recurrence(*list(given.values())[:3], **{n: x for n, x in given.items() if n not in "qkv"})
+        def walk(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            q, k, v, *_ = given.values()
+            return recurrence.recurrence(q, k, v, **{name: x for name, x in given.items() if name not in "qkv"})
 
-    def define(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        q, k, v, beta, log_decay, *state = given.values()
-        gates = Gates(beta, log_decay)
-        return reference.linear_recurrence(q, k, v, gates, key_dim**-0.5, state[0] if state else None)
+        def define(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            q, k, v, beta, log_decay, *state = given.values()
+            gates = Gates(beta, log_decay)
+            return reference.linear_recurrence(q, k, v, gates, key_dim**-0.5, state[0] if state else None)
 
-    assert recurrence._select_backend("kda", inputs["q"], inputs["v"]) is fla
-    want = run(define, {name: x.double() for name, x in inputs.items()})
-    got = run(walk, inputs)
-    floors = {"dlog_decay": rounding_of_gate_gradients(want, inputs)} if decay == "strong" else {}
-    assert_close(got, want, 1.5e-2, **floors)
-    again = run(walk, inputs)
-    assert all(torch.equal(got[name], again[name]) for name in got)
+        assert recurrence._select_backend("kda", inputs["q"], inputs["v"]) is fla
+        want = run(define, {name: x.double() for name, x in inputs.items()})
+        got = run(walk, inputs)
+        floors = {"dlog_decay": rounding_of_gate_gradients(want, inputs)} if decay == "strong" else {}
+        assert_close(got, want, 1.5e-2, **floors)
+        again = run(walk, inputs)
+        assert all(torch.equal(got[name], again[name]) for name in got)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_kernels_are_taken(dtype):
-    """Of convolutions, norms and scans, whose numbers `tests/ops` compares on a GPU too."""
-    assert short_convolution.kernel_serves(dtype, 4, 128, 3, 0)
-    assert norm.gated_norm_takes_kernel(dtype, 1536, 0)
-    assert recurrence.scan_takes_kernel(16, dtype, torch.device("cuda", 0))
+def test_kernels_are_taken():
+    """Convolutions, norms and scans, whose numbers `tests/ops` compares on a GPU too."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert short_convolution.kernel_serves(dtype, 4, 128, 3, 0)
+        assert norm.gated_norm_takes_kernel(dtype, 1536, 0)
+        assert recurrence.scan_takes_kernel(16, dtype, torch.device("cuda", 0))
 
 
 def test_a_gated_norm_of_more_rows_than_a_grid_has_in_its_second_axis(poisoned):

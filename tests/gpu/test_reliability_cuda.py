@@ -24,9 +24,9 @@ from tests.training.test_bad_steps import POISON, bad_steps, single
 from tests.training.test_resume import assert_same_run, losses
 from tests.waiting import HANG
 
-GPUS = min(2, torch.cuda.device_count())
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 #: (strategy, processes) that this machine can run.
-RUNS = [("auto", 1)] if GPUS < 2 else [("auto", 1), ("ddp", 2), ("fsdp", 2)]
+RUNS = [("auto", 1)] if torch.cuda.device_count() < 2 else [("auto", 1), ("ddp", 2), ("fsdp", 2)]
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def on_gpus(tiny):
         fabric = {"precision": "32-true", "accelerator": "cuda", "devices": world_size}
         # Compiling would take most of the time; tests/gpu/test_compile_cuda.py is about that.
         tiny["train"] |= {"grad_acc_tokens": 32, "compile": False}
-        return changed(tiny, strategy__name=strategy, fabric=fabric, **changes)
+        return changed(changed(tiny, strategy__name=strategy, fabric=fabric), **changes)
 
     return configure
 
@@ -49,8 +49,8 @@ def run(config: dict, world_size: int, patch: str | None = None, codes: list[int
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), RUNS)
-def test_a_signal_on_the_last_rank_stops_all_after_one_step(on_gpus, tmp_path, strategy, world_size):
-    config = on_gpus(strategy, world_size)
+def test_a_signal_on_the_last_rank_stops_all_and_the_run_goes_on_bitwise(on_gpus, tmp_path, strategy, world_size):
+    config = on_gpus(strategy, world_size, fabric__precision="32-true" if strategy == "ddp" else "bf16-mixed")
     straight = changed(config, output_dir=str(tmp_path / "straight"))
     run(straight, world_size)
     run(config, world_size, SIGNAL_IN_STEP_SIX.format(name="SIGTERM", rank=world_size - 1))
@@ -61,9 +61,9 @@ def test_a_signal_on_the_last_rank_stops_all_after_one_step(on_gpus, tmp_path, s
     assert_same_run(straight["output_dir"], config["output_dir"])
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), RUNS)
-def test_what_is_saved_in_the_background_is_what_is_saved_in_the_foreground(on_gpus, tmp_path, strategy, world_size):
+def test_what_is_saved_in_the_background_is_what_is_saved_in_the_foreground(on_gpus, tmp_path):
     """A checkpoint at every step, while the next steps change what was copied."""
+    strategy, world_size = RUNS[-1]
     config = on_gpus(strategy, world_size, checkpoint_interval=STEP, checkpoint_keep_last=20)
     waiting = changed(config, output_dir=str(tmp_path / "waiting"), checkpoint_background=False)
     run(config, world_size)
@@ -91,8 +91,7 @@ def test_locked_memory_is_filled_in_the_order_of_the_stream():
     copy.close()
 
 
-@pytest.mark.parametrize("spike_factor", [None, 3.0])
-def test_a_step_and_its_vote_wait_for_nothing(on_gpus, spike_factor):
+def test_a_step_and_its_vote_wait_for_nothing(on_gpus):
     """PyTorch raises at any call that would make the host wait for the GPU."""
     patch = """
 import torch
@@ -108,12 +107,12 @@ def strictly(function):
     return call
 trainer.Trainer.step, trainer.Trainer.should_stop = strictly(step), strictly(vote)
 """
-    config = on_gpus("auto", 1, train__spike_factor=spike_factor, checkpoint_interval=100 * STEP)
+    config = on_gpus("auto", 1, train__spike_factor=3.0, checkpoint_interval=100 * STEP)
     run(config, 1, patch)
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), [r for r in RUNS if r[0] != "fsdp"])
-def test_a_bad_gradient_on_one_rank_leaves_weights_and_moments_alone(on_gpus, strategy, world_size):
+def test_a_bad_gradient_on_one_rank_leaves_weights_and_moments_alone(on_gpus):
+    strategy, world_size = RUNS[:2][-1]
     config = single(on_gpus(strategy, world_size, checkpoint_interval=STEP, checkpoint_keep_last=20))
     run(config, world_size, POISON.format(values={8: "nan"}, rank=world_size - 1))
     before, after = (checkpoint_tensors(config["output_dir"], step * STEP) for step in (8, 9))
@@ -123,10 +122,8 @@ def test_a_bad_gradient_on_one_rank_leaves_weights_and_moments_alone(on_gpus, st
     assert all(torch.isfinite(tensor).all() for tensor in last.values())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_rank_that_hangs_ends_the_run_and_says_where(on_gpus, strategy):
-    if GPUS < 2:
-        pytest.skip("needs 2 GPUs")
+@two_gpus
+def test_a_rank_that_hangs_ends_the_run_and_says_where(on_gpus):
     patch = """
 import time
 from forgetting_transformer.training import trainer
@@ -139,7 +136,7 @@ def step(self, batch):
     return original(self, batch)
 trainer.Trainer.step = step
 """
-    config = on_gpus(strategy, 2, strategy__timeout_seconds=20)
+    config = on_gpus("fsdp", 2, strategy__timeout_seconds=20)
     job = Job(config, 2, patch=patch, accelerator="cuda")
     codes = job.wait()
     assert all(codes), codes
@@ -147,11 +144,9 @@ trainer.Trainer.step = step
     assert status(config)["status"] == "failed"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_rank_that_is_killed_is_named(on_gpus, strategy):
+@two_gpus
+def test_a_rank_that_is_killed_is_named(on_gpus):
     """Rank 0 waits for it in a CUDA call. There is no launcher, which would ask it to stop."""
-    if GPUS < 2:
-        pytest.skip("needs 2 GPUs")
     patch = """
 import os
 from forgetting_transformer.training import trainer
@@ -162,16 +157,15 @@ def step(self, batch):
     return original(self, batch)
 trainer.Trainer.step = step
 """
-    config = on_gpus(strategy, 2, strategy__timeout_seconds=20)
+    config = on_gpus("ddp", 2, strategy__timeout_seconds=20)
     job = Job(config, 2, patch=patch, accelerator="cuda")
     assert job.wait() == [1, -signal.SIGKILL]
     assert status(config)["status"] == "failed"
     assert "rank 1 was killed or has crashed" in status(config)["reason"]
 
 
+@two_gpus
 def test_two_one_and_two_gpus_with_other_micro_batches(on_gpus, tmp_path):
-    if GPUS < 2:
-        pytest.skip("needs 2 GPUs")
     straight = on_gpus("auto", 1, output_dir=str(tmp_path / "straight"))
     run(straight, 1)
     moved = str(tmp_path / "moved")
@@ -187,9 +181,8 @@ def test_two_one_and_two_gpus_with_other_micro_batches(on_gpus, tmp_path):
         assert (ours[name] - tensor).norm() <= 1e-3 * tensor.norm() + 1e-7, name
 
 
+@two_gpus
 def test_the_launcher_stops_two_gpus_in_order(on_gpus, tmp_path):
-    if GPUS < 2:
-        pytest.skip("needs 2 GPUs")
     folder = tmp_path / "run"
     launch = [sys.executable, "scripts/launch.py", "--accelerator", "cuda", "--devices", "2", "strategy=fsdp"]
     launcher = start(on_gpus("fsdp", 2), folder, *launch)

@@ -4,31 +4,34 @@ import collections
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
 from forgetting_transformer.ops import backends, selftest
 from forgetting_transformer.ops.backends import FLA, GLUON, PYTORCH, TRITON, OpUse
+from tests.model.small_models import PRO, small
 from tests.waiting import HANG
 
 FOX = OpUse("attention", heads=4, key_dim=64, value_dim=64, is_gated=True, pruning="threshold")
 GPU = torch.device("cuda", 0)
 
 
-@pytest.fixture(autouse=True)
-def no_faults(monkeypatch):
-    monkeypatch.setattr(backends, "_faults", {})
-
-
 def choose(*uses, dtype=torch.bfloat16, lengths=(2048,)):
     return selftest.choose_backends(uses, dtype, GPU, lengths)
 
 
-@pytest.mark.parametrize("lengths", [(16384,), (4096, 1000), (384,), None])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "head_dim, lengths, dtype",
+    [
+        (64, (16384,), torch.bfloat16),
+        (64, None, torch.bfloat16),
+        (128, (4096, 1000), torch.bfloat16),
+        (128, None, torch.bfloat16),
+        (64, (384,), torch.float16),
+        (64, (384,), torch.float32),
+    ],
+)
 def test_every_kernel_of_attention_passes(head_dim, lengths, dtype):
     gated = FOX._replace(key_dim=head_dim, value_dim=head_dim)
     for use in (
@@ -38,42 +41,42 @@ def test_every_kernel_of_attention_passes(head_dim, lengths, dtype):
         gated._replace(window=700, pruning=None),
         gated._replace(is_gated=False, pruning=None),
         gated._replace(is_gated=False, pruning=None, window=700, key_heads=1),
+        gated._replace(packed=True),
     ):
         found = choose(use, dtype=dtype, lengths=lengths)["attention"]
         assert not backends.faults()
         if dtype == torch.float32:
             assert found.name == (TRITON if use.is_gated else PYTORCH)
         elif torch.cuda.get_device_capability() == (9, 0):
-            assert found.name == (TRITON if use.window else GLUON)
+            assert found.name == (TRITON if use.window or use.packed else GLUON)
         assert found.name == PYTORCH or "self-test within" in found.text
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        OpUse("simple_gla", 24, 128, 64),
-        OpUse("gla", 12, 128, 128),
-        OpUse("delta_rule", 12, 128, 128),
-        OpUse("gated_delta_rule", 12, 128, 128),
-        OpUse("kda", 12, 128, 128),
-    ],
-    ids=lambda use: use.op,
-)
-def test_every_kernel_of_a_recurrence_passes(use):
+def test_every_kernel_of_a_recurrence_passes():
     pytest.importorskip("fla")
-    found = choose(use)[use.op]
-    assert not backends.faults() and found.name == FLA and "self-test within" in found.text
+    uses = [OpUse(op, 12, 128, 128) for op in ("gla", "delta_rule", "gated_delta_rule", "kda")]
+    for use in (OpUse("simple_gla", 24, 128, 64), *uses):
+        found = choose(use)[use.op]
+        assert not backends.faults() and found.name == FLA and "self-test within" in found.text
+    found = choose(OpUse("simple_gla", 24, 128, 64, key_heads=1), lengths=(4096,))["simple_gla"]
+    assert not backends.faults() and found.name == TRITON
 
 
-def test_a_warm_self_test_takes_little_time_and_memory():
-    """Not a bound on time, which other processes share; the number is printed for benchmarks."""
-    choose(FOX)
-    torch.cuda.synchronize()
+@pytest.mark.parametrize("dtype", selftest.ELEMENTWISE_TOLERANCES)
+def test_every_kernel_of_a_layer_passes(dtype):
+    model = small("forgetting_transformer", **PRO)
+    found = choose(*model.op_uses(), dtype=dtype)
+    for op in ("swiglu", "residual_norm", "shift_norm"):
+        assert found[op].name == TRITON and "from 1,024 tokens on" in found[op].text
+    assert not backends.faults()
+
+
+def test_a_self_test_takes_little_memory_and_no_random_numbers():
+    before = torch.cuda.get_rng_state()
     torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
     choose(FOX)
-    print(f"warm self-test: {time.perf_counter() - began:.3f} s")
     assert torch.cuda.max_memory_allocated() < 4 << 30
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_the_backward_pass_compiled_early_is_the_one_that_runs(tmp_path):
@@ -91,12 +94,6 @@ print(selftest.choose_backends([use], torch.bfloat16, torch.device("cuda", 0), [
     compiled = collections.Counter(path.stem for path in tmp_path.rglob("*.cubin"))
     assert {"forward_kernel", "backward_kernel", "finish_kernel", "delta_kernel"} <= compiled.keys()
     assert set(compiled.values()) == {1}, compiled
-
-
-def test_no_random_numbers_of_the_gpu_are_used():
-    before = torch.cuda.get_rng_state()
-    choose(FOX)
-    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_a_wrong_gluon_kernel_is_found_and_triton_runs(monkeypatch):

@@ -3,12 +3,11 @@
 Axes: B batch, T positions, H heads, G groups of heads, K key channels, V value channels.
 """
 
-import pytest
 import torch
 from torch import Tensor
 
 from forgetting_transformer.model.mixers.mamba2 import Mamba2Mixer
-from forgetting_transformer.ops import backends, recurrence, selftest
+from forgetting_transformer.ops import backends, recurrence
 from forgetting_transformer.ops.recurrence import grouped
 from tests.ops.kernels import expect_float64
 from tests.ops.test_ssd_kernel import DECAYS, make_inputs
@@ -21,13 +20,13 @@ def mix(q, k, v, log_decay, step, skip, state):
     return recurrence.recurrence(**dict(zip(INPUTS, given, strict=True)), scale=1.0)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-def test_the_shape_of_the_760m_model(decay, poisoned):
+def test_the_shape_of_the_760m_model(poisoned):
     """What a model calls; `tests/ops/test_ssd_kernel.py` has other shapes."""
-    with torch.device("cuda"):
-        inputs = make_inputs(1, 700, 48, 1, 128, 64, decay, dtype=torch.bfloat16)
     assert grouped.serves(48, 1, 128, 64, torch.bfloat16, 0)
-    expect_float64(mix, mix, inputs, 1e-2)
+    for decay in DECAYS:
+        with torch.device("cuda"):
+            inputs = make_inputs(1, 700, 48, 1, 128, 64, decay, dtype=torch.bfloat16)
+        expect_float64(mix, mix, inputs, 1e-2)
     assert not backends.faults()
 
 
@@ -42,12 +41,6 @@ def test_a_sequence_may_be_cut_anywhere():
         parts.append(out)
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0.05, atol=0.05)
     torch.testing.assert_close(state, whole_state, rtol=0.02, atol=0.02)
-
-
-def test_the_self_test_finds_the_kernels_right():
-    use = backends.OpUse("simple_gla", 24, 128, 64, key_heads=1)
-    found = selftest.choose_backends([use], torch.bfloat16, torch.device("cuda"), [4096])["simple_gla"]
-    assert found.name == backends.TRITON and not backends.faults()
 
 
 def layer_results(mixer: Mamba2Mixer, hidden_BTE: Tensor) -> list[Tensor]:
