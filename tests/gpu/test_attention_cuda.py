@@ -1,4 +1,4 @@
-"""On CUDA: causal attention, and a Transformer block, against float64; the same bits twice; one compiled graph.
+"""On CUDA: causal attention against float64; the same bits twice; one compiled graph.
 
 Axes: B batch, T queries, N keys, H query heads, G key and value heads, D channels of a head.
 """
@@ -6,11 +6,8 @@ Axes: B batch, T queries, N keys, H query heads, G key and value heads, D channe
 import pytest
 import torch
 
-from forgetting_transformer.model.mixers.transformer import TransformerConfig, TransformerForCausalLM
-from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops import attention
 from forgetting_transformer.ops.attention import causal_attention
-from tests.gpu.test_cuda import relative_error
 from tests.ops.test_attention import assert_close, make_inputs, reference, run
 
 
@@ -88,30 +85,3 @@ def test_compiles_into_one_graph(t):
     compiled = torch.compile(lambda *x: causal_attention(*x, **options), fullgraph=True, dynamic=False)
     eager = run(causal_attention, inputs, **options)
     assert_close(run(compiled, inputs), {name: x.double() for name, x in eager.items()}, 8e-3)
-
-
-@pytest.mark.parametrize("checkpointing, window_size", [(False, None), (True, 100)])
-def test_a_transformer_block_trains_compiled_with_the_kernel_inside(
-    checkpointing, window_size, kernel_calls, monkeypatch
-):
-    torch.manual_seed(0)
-    config = TransformerConfig(
-        vocab_size=64, hidden_size=128, num_hidden_layers=1, num_heads=2, num_kv_heads=1, window_size=window_size
-    )
-    model = TransformerForCausalLM(config).cuda().train()
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-    block, x = model.model.layers[0], torch.randn(2, 256, 128, device="cuda")
-
-    def gradients(block):
-        block.zero_grad()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            out = block(x, Span())
-        out.float().square().sum().backward()
-        return [out.detach(), *(p.grad.clone() for p in block.parameters())]
-
-    expected = gradients(block)
-    assert kernel_calls
-    monkeypatch.undo()
-    for a, e in zip(gradients(torch.compile(block, fullgraph=True, dynamic=False)), expected, strict=True):
-        assert relative_error(a, e) < 3e-2

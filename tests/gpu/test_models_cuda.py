@@ -1,0 +1,161 @@
+"""On CUDA: layers and models against float64 and the official ones; packed documents; compiled blocks."""
+
+import copy
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from forgetting_transformer.data.corpus import cu_seqlens_of
+from forgetting_transformer.model import (
+    ForgettingAttentionLayer,
+    ForgettingTransformerConfig,
+    ForgettingTransformerForCausalLM,
+)
+from forgetting_transformer.model.span import Span
+from forgetting_transformer.ops.forgetting_attention import forgetting_attention
+from tests.gpu.test_cuda import relative_error
+from tests.model.small_models import PRO, small
+from tests.model.test_grouped_keys_and_windows import by_equations
+
+GOLDEN = Path(__file__).parents[1] / "data/golden/fox_pro_sharedqk.pt"
+KINDS = {
+    "FoX (Pro), pruned": ("forgetting_transformer", {**PRO, "log_pruning_tolerance": -10.0}),
+    "Transformer": ("transformer", {}),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_gradients_are_those_of_documents_in_rows_of_their_own(kind, compiled):
+    """Two rows of 384 tokens; the documents of each once more, one by one, in float32 and PyTorch."""
+    name, fields = KINDS[kind]
+    fields = fields | {"hidden_size": 128, "num_heads": 2, "initializer_range": 0.02}
+    model, alone = small(name, **fields).cuda().train(), small(name, **fields).train()
+    generator = torch.Generator().manual_seed(0)
+    input_ids, labels = (torch.randint(1, 61, (2, 384), generator=generator) for _ in range(2))
+    input_ids[0, [100, 101, 260]] = 0
+    input_ids[1, 7] = 0
+    rows = cu_seqlens_of(input_ids, 0)
+    cu_seqlens = (rows + torch.tensor([[0], [384]], dtype=torch.int32)).flatten()
+    if compiled:
+        model.compile_parts()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(input_ids=input_ids.cuda(), labels=labels.cuda(), cu_seqlens=cu_seqlens.cuda()).loss
+    loss.mean().backward()
+    lengths = cu_seqlens.diff()
+    lengths = lengths[lengths > 0].tolist()
+    assert lengths == [100, 1, 159, 124, 7, 377]
+    parts = zip(input_ids.view(-1).split(lengths), labels.view(-1).split(lengths), strict=True)
+    expected = torch.cat([alone(input_ids=inputs[None], labels=targets[None]).loss[0] for inputs, targets in parts])
+    expected.mean().backward()
+    torch.testing.assert_close(loss.view(-1).cpu().float(), expected, rtol=0, atol=3e-2)
+    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        error = (ours.grad.cpu().float() - theirs.grad).norm() / theirs.grad.norm()
+        assert error < 5e-2, f"{name} is off by {error:.1e}"
+
+
+def test_compiled_attention_sees_the_keys_of_each_sequence():
+    """1,500 first visible keys per sequence: TorchInductor pads rows of such a length."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(3, 1500, 2, 64, device="cuda", generator=generator, dtype=torch.bfloat16) for _ in range(3))
+    log_fgate = torch.nn.functional.logsigmoid(torch.randn(3, 1500, 2, device="cuda", generator=generator) + 4)
+    for given in ({"window_size": 100}, {"seq_start": torch.tensor([0, 700, 3], device="cuda")}):
+        attend = functools.partial(forgetting_attention, **given)
+        out = torch.compile(attend, dynamic=False)(q, k, v, log_fgate)
+        torch.testing.assert_close(out, attend(q, k, v, log_fgate), rtol=0, atol=2e-2)
+
+
+OPTIONS = {
+    "grouped": {"num_kv_heads": 2, "qk_norm": True},
+    "window": {"window_size": 129, "qk_norm": True, "use_k_shift": True, "use_v_shift": True},
+    "both, pruned": {"num_kv_heads": 1, "window_size": 70, "qk_norm": True, "log_pruning_tolerance": -10.0},
+    "both, pruned by norms": {"num_kv_heads": 2, "window_size": 70, "log_pruning_tolerance": -10.0},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_grouped_keys_and_windows_are_the_equations_in_float64(options, dtype):
+    torch.manual_seed(0)
+    exact = ForgettingAttentionLayer(256, 4, **options, initializer_range=0.1).to(dtype).double()
+    layer = copy.deepcopy(exact).to("cuda", dtype)
+    x, weight = (torch.randn(2, 300, 256).to(dtype) for _ in range(2))
+    results = []
+    for function, inputs in ((lambda x: layer(x)[0], x.cuda()), (lambda x: by_equations(exact, x), x.double())):
+        inputs.requires_grad_()
+        out = function(inputs)
+        (out * weight.to(out)).sum().backward()
+        results.append([out.detach(), inputs.grad])
+    results[0] += [p.grad for p in layer.parameters()]
+    results[1] += [p.grad for p in exact.parameters()]
+    for got, want in zip(*results, strict=True):
+        error = (got.cpu().double() - want).norm() / want.norm()
+        assert error < (3e-2 if dtype == torch.bfloat16 else 2e-3), error
+
+
+BLOCKS = {
+    "forgetting_transformer": {"qk_norm": True, "use_k_shift": True, "log_pruning_tolerance": -10.0},
+    "transformer": {"num_kv_heads": 1, "window_size": 100},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_trains_compiled_with_the_kernel_inside(name):
+    """One graph; checkpointed, so that the forward pass runs again in the backward pass."""
+    sizes = {"hidden_size": 128, "num_heads": 2, "num_hidden_layers": 1, "initializer_range": 0.02}
+    model = small(name, **sizes, **BLOCKS[name]).cuda().train()
+    model.gradient_checkpointing_enable()
+    block, x = model.model.layers[0], torch.randn(2, 256, 128, device="cuda")
+
+    def gradients(block):
+        block.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = block(x, Span())
+        out.float().square().sum().backward()
+        return [out.detach(), *(p.grad.clone() for p in block.parameters())]
+
+    expected = gradients(block)
+    for a, e in zip(gradients(torch.compile(block, fullgraph=True, dynamic=False)), expected, strict=True):
+        assert relative_error(a, e) < 3e-2
+
+
+@pytest.mark.parametrize("dtype, autocast", [(torch.bfloat16, False), (torch.float32, True), (torch.float32, False)])
+def test_layer_and_model_run_in_every_precision(dtype, autocast):
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        layer = ForgettingAttentionLayer(
+            hidden_size=256, num_heads=4, use_output_gate=True, use_output_norm=True, qk_norm=True, use_k_shift=True,
+            use_v_shift=True,
+        ).to("cuda", dtype)  # fmt: skip
+        x = torch.randn(2, 512, 256, device="cuda", dtype=dtype, requires_grad=True)
+        out, *_ = layer(x)
+        assert out.shape == x.shape
+        out.sum().backward()
+        assert torch.isfinite(x.grad).all()
+        model = ForgettingTransformerForCausalLM(
+            ForgettingTransformerConfig(vocab_size=512, hidden_size=256, num_hidden_layers=2, num_heads=4, qk_norm=True)
+        ).to("cuda", dtype)
+        labels = torch.randint(0, 512, (2, 300), device="cuda")
+        output = model(input_ids=labels.roll(1, 1), labels=labels)
+        assert output.loss.shape == (2, 300) and output.loss.dtype == torch.float32 and output.logits is None
+        output.loss.mean().backward()
+        generated = model.eval().generate(labels[:, :10], max_new_tokens=5, do_sample=False)
+        assert generated.shape[1] <= 15
+
+
+@pytest.mark.parametrize(("autocast", "tolerance"), [(False, 1e-4), (True, 2e-2)])
+def test_the_official_outputs_are_reproduced(autocast, tolerance):
+    golden = torch.load(GOLDEN, weights_only=True)
+    model = ForgettingTransformerForCausalLM(ForgettingTransformerConfig(**golden["config"])).cuda().eval()
+    model.load_state_dict(golden["state_dict"])
+    input_ids, labels = golden["input_ids"].cuda(), golden["labels"].cuda()
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        logits = model(input_ids=input_ids).logits
+        loss = model(input_ids=input_ids, labels=labels).loss
+    loss.mean().backward()
+    assert relative_error(logits, golden["logits"].cuda()) < tolerance
+    assert relative_error(loss, golden["loss"].cuda()) < tolerance
+    for name, parameter in model.named_parameters():
+        error = relative_error(parameter.grad, golden["grads"][name].cuda())
+        assert error < (tolerance if not autocast else 5e-2), f"{name}: {error:.2e}"
