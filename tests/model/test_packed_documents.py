@@ -128,7 +128,7 @@ def graphs_alone(monkeypatch):
     ("name", "fields"), [("forgetting_transformer", PRO), pytest.param("mamba2", {}, marks=COMPILED)]
 )
 def test_compiled_blocks_keep_documents_apart(graphs_alone, name, fields):
-    """Graphs of both passes, run as they are; tests/gpu/test_packed_cuda.py generates code for them."""
+    """Graphs of both passes, run as they are; tests/gpu/test_models_cuda.py generates code for them."""
     model = small(name, **fields, num_hidden_layers=1)
     input_ids, labels = tokens()
     expected = model(input_ids=input_ids, labels=labels, cu_seqlens=CU_SEQLENS).loss
