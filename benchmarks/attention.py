@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measures forgetting attention on a GPU against attention without a gate, and with pruning against without.
+"""Measures forgetting attention on a GPU against attention without a gate, with pruning against without, and layouts.
 
     python benchmarks/attention.py                         # the cases of docs/performance.md, about a minute
     python benchmarks/attention.py --shapes 1,16384,24,64 --baselines cudnn flash fla
@@ -16,8 +16,12 @@ the heads, from 4 to 10^6 tokens. `one`: nothing is forgotten, so nothing can be
 the `weights` of QK-norm, one for each head, or from the norms in each `tile`. `skipped` is the share of skipped blocks
 of 128 × 128 pairs. `search` is the share of time that bounds, sums of gates and the choice of blocks take.
 
-Forgetting attention has two more columns, of both passes together: `graph`, replayed from a CUDA graph, and `queued`,
-24 calls that the host launches one after the other, by its clock.
+The third table has what leaves the fastest kernels: packed documents, windows, padding on the left, a length that is no
+multiple of 128, and query heads that share keys. `ratio` is the time of a tile of 128 × 128 pairs that a query sees
+something of, relative to that time of the full kernel, which is measured in turn; forward, backward and both.
+
+In the first table forgetting attention has two more columns, of both passes together: `graph`, replayed from a CUDA
+graph, and `queued`, 24 calls that the host launches one after the other, by its clock.
 
 Times are medians of --repeats runs measured with device events, forward and backward apart. Pruned attention ends
 before Python has launched the next kernel, so runs of the second table are replayed from CUDA graphs.
@@ -42,6 +46,14 @@ from forgetting_transformer.command_line import count
 
 SHAPES = [[1, 16384, 24, 64], [1, 16384, 12, 128], [1, 65536, 24, 64], [8, 2048, 24, 64]]
 PRUNE_SHAPES = [SHAPES[0], SHAPES[-1]]
+#: Layout: what differs from whole sequences of full attention.
+LAYOUTS = {
+    **{f"documents of {length:,}": {"document": length} for length in (1024, 4096, 16384)},
+    **{f"window of {window:,}": {"window": window} for window in (512, 2048)},
+    "16,300 tokens": {"length": 16300},
+    "left padding of 1,000": {"padding": 1000},
+    "four query heads for a key head": {"group": 4},
+}
 GATES = ("half", "spread", "one")
 OURS = "forgetting attention"
 #: Names of rows for each choice of --baselines.
@@ -62,6 +74,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--shapes", nargs="*", type=shape_of("BTHD"), default=SHAPES, metavar="B,T,H,D")
     made.add_argument("--baselines", nargs="*", default=["cudnn", "flash"], choices=BASELINES)
     made.add_argument("--prune_shapes", nargs="*", type=shape_of("BTHD"), default=PRUNE_SHAPES, metavar="B,T,H,D")
+    made.add_argument("--layout_shapes", nargs="*", type=shape_of("BTHD"), default=SHAPES[:2], metavar="B,T,H,D")
     made.add_argument("--repeats", type=count, default=10)
     return parse(made, argv)
 
@@ -91,7 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for gates in GATES
         for bounds in ("weights", "tile")
     ]
-    measures = {"kernels": measure_kernel, "pruning": measure_pruning}
+    cases += [
+        {"table": "layouts", "shape": shape, "layout": layout} for shape in args.layout_shapes for layout in LAYOUTS
+    ]
+    measures = {"kernels": measure_kernel, "pruning": measure_pruning, "layouts": measure_layout}
     return run(__file__, args, argv, cases, lambda case: measures[case["table"]](case, args.repeats), gpu_only=True)
 
 
@@ -251,6 +267,52 @@ def measure_pruning(case: Case, repeats: int) -> dict[str, Any]:
         "skipped": skipped_share(log_fgate_BHN, length, *rule).mean().item(),
         "search": search / sum(pruned),
     }
+
+
+def measure_layout(case: Case, repeats: int) -> dict[str, Any]:
+    import torch
+    import torch.nn.functional as F
+
+    from forgetting_transformer import forgetting_attention
+
+    batch, full_length, heads, head_dim = case["shape"]
+    given = LAYOUTS[case["layout"]]
+    length, group = given.get("length", full_length), given.get("group", 1)
+    first, options = torch.zeros(length, dtype=torch.long), {}
+    if document := given.get("document"):
+        first = torch.arange(length) // document * document
+        options["cu_seqlens"] = torch.arange(0, length + 1, document, dtype=torch.int32, device="cuda")
+    if window := given.get("window"):
+        first, options["window_size"] = (torch.arange(length) - window + 1).clamp(min=0), window
+    if padding := given.get("padding"):
+        first = torch.where(torch.arange(length) < padding, length, padding)
+        options["seq_start"] = torch.full((batch,), padding, device="cuda")
+    torch.manual_seed(0)
+
+    def inputs(length: int, group: int) -> list[Any]:
+        q = torch.randn(batch, length, heads, head_dim, dtype=torch.bfloat16, device="cuda")
+        k, v = torch.randn(2, batch, length, heads // group, head_dim, dtype=torch.bfloat16, device="cuda")
+        return [q, k, v, F.logsigmoid(torch.randn(batch, length, heads, device="cuda") + 4)]
+
+    attend = functools.partial(forgetting_attention, **options)
+    whole, other = inputs(full_length, 1), inputs(length, group)
+    # In turn, so that a clock that changes its speed changes both.
+    pairs = [
+        (time_both_ways(forgetting_attention, whole, repeats), time_both_ways(attend, other, repeats)) for _ in range(3)
+    ]
+    full_ms, ms = (tuple(map(statistics.median, zip(*times, strict=True))) for times in zip(*pairs, strict=True))
+    full_tiles, tiles = tiles_of(torch.zeros(full_length, dtype=torch.long)), tiles_of(first)
+    ratios = [b / tiles / (a / full_tiles) for a, b in zip((*full_ms, sum(full_ms)), (*ms, sum(ms)), strict=True)]
+    return {"full_ms": full_ms, "ms": ms, "tiles": tiles, "full_tiles": full_tiles, "ratio": ratios}
+
+
+def tiles_of(first: Any) -> int:
+    """Tiles of 128 × 128 pairs that a query sees something of, from the first key that each query sees."""
+    tiles = 0
+    for start in range(0, len(first), 128):
+        keys, end = first[start : start + 128].min().item(), min(start + 128, len(first))
+        tiles += max(0, -(-end // 128) - keys // 128)
+    return tiles
 
 
 def time_search(q: Any, k: Any, log_fgate: Any, threshold: Any, is_bounded: bool, repeats: int) -> float:

@@ -11,6 +11,7 @@ for one step: first without compiled code in any cache, then with the caches of 
 first_line_seconds   from the command to the first line with a loss
 launcher_seconds     of these, the time before the process of rank 0 began: `fabric run` imports PyTorch too
 stages               from there on, as the run logs them (docs/operations.md)
+imports_seconds      what `import torch, transformers, lightning, hydra` takes alone, its files read once before
 
 Everything is written to a temporary folder, which needs space for two checkpoints. A run that does not fit into memory
 is a result.
@@ -60,10 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace, folder: Path, experiment: str, caches: str) -> dict[str, Any]:
     """A start with empty caches, or one that finds what the start before has left."""
+    alone = imports_seconds()
     folder /= experiment.replace("/", "_")
     if caches == "warm" and not (folder / "empty").exists():
         start(args, experiment, folder / "empty")
-    return start(args, experiment, folder / caches)
+    return {"imports_seconds": alone, **start(args, experiment, folder / caches)}
+
+
+def imports_seconds() -> float:
+    for _ in range(2):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import torch, transformers, lightning, hydra"], check=True)
+    return time.perf_counter() - began
 
 
 def start(args: argparse.Namespace, experiment: str, output: Path) -> dict[str, Any]:

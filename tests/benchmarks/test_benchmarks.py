@@ -16,7 +16,7 @@ from tests.evaluation.conftest import quickstart  # noqa: F401 (a fixture)
 
 #: Benchmark -> options, and how many cases they are.
 CASES = {
-    "attention": ([], 24),
+    "attention": ([], 40),
     "authors": ([], 8),
     "checkpoint": ([], 1),
     "corruption": ([], 1),
