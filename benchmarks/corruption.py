@@ -13,21 +13,24 @@ digests of the ranks, a few kilobytes.
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import parse, parser, run, run_main
-from checkpoint import Steps, add_step
+from cases import compose, parse, parser, run, run_main
 
 from forgetting_transformer.command_line import count
+from training import at_rest, build
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     made = parser(__doc__)
-    add_step(made)
+    made.add_argument("--experiment", metavar="NAME", default="longcrawl64/forgetting_transformer/pro_760m_48b")
+    made.add_argument("--seq-len", type=count, default=4096)
+    made.add_argument("--vocab-size", type=count, default=50257)
     made.add_argument("--steps", type=count, default=20, help="timed, with and without digests after each")
     return parse(made, argv)
 
@@ -35,6 +38,38 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     return run(__file__, args, argv, [{"experiment": args.experiment}], lambda _: measure(args))
+
+
+class Steps:
+    """A model, its optimizer and whole steps of one sequence of random tokens."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+
+        self.device, self.config = torch.device(args.device), compose(args.experiment, [])
+        self.model = build(self.config, args.vocab_size)
+        self.optimizer = at_rest(self.model, self.config, self.device)
+        self.tokens_BT = torch.randint(args.vocab_size, (1, args.seq_len), device=self.device)
+
+    def take(self) -> None:
+        import torch
+
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.fabric.precision == "bf16-mixed"):
+            loss = self.model(input_ids=self.tokens_BT, labels=self.tokens_BT.roll(-1, dims=1)).loss.mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def timed(self, *actions: Callable[[], object]) -> float:
+        """Seconds of the actions until the device is done."""
+        import torch
+
+        began = time.perf_counter()
+        for action in actions:
+            action()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - began
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

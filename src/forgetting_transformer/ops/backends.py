@@ -38,7 +38,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "recurrences": (FLA, PYTORCH),  # all of them, where the package itself is what is wrong
 }
 TITLES = {GLUON: "Gluon for Hopper", TRITON: "Triton", FLA: "flash-linear-attention", PYTORCH: "PyTorch"}
-# What the next backend costs, measured on an H200 (benchmarks/attention.py, recurrence.py), and what to do about it.
+# What the next backend costs, measured on an H200, and what to do about it.
 _COSTS = {
     GLUON: "attention takes 1.1 to 1.2 times as long",
     TRITON: "attention takes 14 to 40 times as long, and its gradients are not bitwise reproducible",

@@ -3,7 +3,7 @@
 **Configurations.** FLA lets Triton time up to 48 configurations of each kernel in every new process without a warm
 cache: 372 kernels to compile for four of the five ops here, minutes before the first step. And what is fastest is
 settled by a race, so that two starts of one run may sum in different orders and differ in the last bits. The
-configurations below won on an H200 at the published head dimensions (benchmarks/recurrence.py), but for those of
+configurations below won on an H200 at the published head dimensions, but for those of
 Kimi Delta Attention and of PaTH attention (`path_attention_fla.py`), which were never timed. With one configuration
 left, Triton times nothing.
 
