@@ -63,7 +63,7 @@ def compare(args: argparse.Namespace) -> list[Path]:
     """Prints the tables, writes them with the figures, and returns the files."""
     # Only now, so that --help is quick.
     from forgetting_transformer.analysis import AnalysisError, comparisons, outputs
-    from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
+    from forgetting_transformer.analysis.plots.losses import loss_of_models
     from forgetting_transformer.analysis.run_figures import conditions
     from forgetting_transformer.files import write_atomically
     from forgetting_transformer.training.config.continuing import decisive
@@ -97,7 +97,7 @@ def compare(args: argparse.Namespace) -> list[Path]:
         write_atomically(new / "compare.md", f"{text}\n", durable=False)
         for file, (on_set, *amounts) in figures.items():
             made_with = conditions([run for model in on_set for run in model.runs])
-            loss_against_tokens_and_flops(on_set, new / file, *amounts, made_with)
+            loss_of_models(on_set, new / file, *amounts, made_with)
     return [args.out / file for file in ("compare.md", *figures)]
 
 

@@ -7,7 +7,7 @@
 Each scale of configs/scale is made smaller: its width, blocks and heads are divided by --shrink, its training tokens by
 --shrink_tokens (default: the cube of --shrink, as the weights of the blocks). At each size, the search of sweep_lr.py
 runs in output_dir/SCALE, the smallest size first; the next search starts from the best rate so far. output_dir gets
-evaluation.json, table.md and figure.png: loss against learning rate, the best rate against parameters, loss against
+ladder.json, table.md and figure.png: loss against learning rate, the best rate against parameters, loss against
 compute, with power laws, their 95 % intervals, and the extrapolation to the sizes that are not shrunk.
 
 OVERRIDE is any override of train.py but those that the ladder sets. The same command continues it; you may add scales

@@ -2,14 +2,11 @@
 """Turns the folder of a study into a few small files, tables and figures.
 
     python -m studies.report collect output/study --study study.yaml --out output/study/report
-    python -m studies.report join one/report two/report --study study.yaml --out joined
     python -m studies.report figures output/study/report
 
-collect writes OUT/study.json (all numbers of the tables), OUT/study.yaml (the plan of the study), OUT/positions.npz
-(loss at every position), octaves.png (loss by octaves of positions) and differences.png (held-out losses against the
-baseline). It also works on an unfinished study and names what it skips.
-
-join makes one report of several: other models, variants or seeds, on one corpus, whose runs are no longer there.
+collect writes OUT/study.json (all numbers of the tables), OUT/study.yaml (the plan of the study), octaves.png (loss by
+octaves of positions) and differences.png (held-out losses against the baseline). It also works on an unfinished study
+and names what it skips.
 
 figures draws them again from study.json. studies/pages.py fills the pages in studies/.
 """
@@ -26,7 +23,6 @@ from forgetting_transformer.analysis import AnalysisError, outputs, position_los
 from forgetting_transformer.files import write_json
 from studies.engine import results
 from studies.engine.figures import draw_figures
-from studies.engine.joining import join
 from studies.engine.plan import read_plan
 from studies.engine.scores import read_downstream
 from studies.engine.tables import TABLES, missing
@@ -37,7 +33,7 @@ COMPARED_FROM = 256
 TEXTS = 8
 #: What collect writes.
 COMMAND = "studies/report.py"
-FILES = ("study.json", "positions.npz", "octaves.png", "differences.png")
+FILES = ("study.json", "octaves.png", "differences.png")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -48,10 +44,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     collect.add_argument("folder", type=command_line.path, help="FOLDER of studies/run.py")
     collect.add_argument("--study", type=command_line.path, required=True, metavar="YAML", help="of the study")
     collect.add_argument("--out", type=command_line.path, required=True, metavar="DIR")
-    join = commands.add_parser("join", help="reports of parts of a study whose runs are gone, into one")
-    join.add_argument("reports", type=command_line.path, nargs="+", metavar="REPORT", help="OUT of collect, or of join")
-    join.add_argument("--study", type=command_line.path, required=True, metavar="YAML", help="of the joined study")
-    join.add_argument("--out", type=command_line.path, required=True, metavar="DIR")
     figures = commands.add_parser("figures", help="again, from the numbers")
     figures.add_argument("report", type=command_line.path, help="OUT of collect")
     return parser.parse_args(argv)
@@ -62,10 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "collect":
             collect(args.folder, args.study, args.out)
-        elif args.command == "join":
-            study, positions = join(args.reports, read_plan(args.study))
-            write(study, positions, args.study, args.out)
-            show(study)
         else:
             with outputs.writing(args.report, COMMAND) as new:
                 draw_figures(results.read_study(args.report), new)
@@ -86,7 +74,13 @@ def collect(folder: Path, yaml: Path, out: Path) -> None:
     study = results.Study(plan, results.collect(folder, plan))
     positions = results.read_positions(study, folder / "position_loss")
     study.content.update(read_downstream(folder / "downstream", study))
-    write(study, positions, yaml, out)
+    study.content["comparison"] = position_loss.compare([*positions.values()], COMPARED_FROM) if positions else []
+    study.content["changes"] = results.position_changes(study, positions)
+    with outputs.writing(out, COMMAND) as new:
+        write_json(new / "study.json", study.content)
+        if yaml.resolve() != (out / "study.yaml").resolve():
+            shutil.copyfile(yaml, new / "study.yaml")
+        draw_figures(study, new)
     # Last, because it runs models, which takes long: everything else is there by then.
     runs: dict[str, list[Path]] = {}
     for run, model in study.evaluated_runs():
@@ -94,23 +88,6 @@ def collect(folder: Path, yaml: Path, out: Path) -> None:
     study.content["pruning_loss"] = pruning_loss(runs, folder / "data" / "python_code")
     with outputs.writing(out, COMMAND) as new:
         write_json(new / "study.json", study.content)
-    show(study)
-
-
-def write(study: Any, positions: dict[str, Any], yaml: Path, out: Path) -> None:
-    """Adds what a study says of loss at every position, and writes its numbers and figures."""
-    study.content["comparison"] = position_loss.compare([*positions.values()], COMPARED_FROM) if positions else []
-    study.content["changes"] = results.position_changes(study, positions)
-    with outputs.writing(out, COMMAND) as new:
-        write_json(new / "study.json", study.content)
-        results.save_positions(positions, new / "positions.npz")
-        if yaml.resolve() != (out / "study.yaml").resolve():
-            shutil.copyfile(yaml, new / "study.yaml")
-        draw_figures(study, new)
-
-
-def show(study: Any) -> None:
-    """Prints all tables, and what the study lacks."""
     for title, table in TABLES.items():
         print(f"{title}:\n\n{table(study)}\n")
     for lacking in missing(study):

@@ -6,8 +6,8 @@
     python eval/lm_eval_harness/table_lm_eval.py --result_dir output/lm_eval        # all models in it
 
 Several RESULTs with one NAME are seeds of one model: the table has their mean and its 95 % interval.
-The table is printed in Markdown and LaTeX (package booktabs). With --out, the script writes OUT/table.md,
-OUT/table.tex and OUT/scores.png.
+The table is printed in Markdown and LaTeX (package booktabs). With --out, the script writes OUT/table.md
+and OUT/table.tex.
 """
 
 import sys
@@ -31,15 +31,14 @@ def main() -> None:
 
     from forgetting_transformer.analysis import known_models
     from forgetting_transformer.analysis.evaluations import read_named
-    from forgetting_transformer.analysis.plots.scores import write_tables
-    from forgetting_transformer.analysis.published import lm_eval_table, sample_counts
+    from forgetting_transformer.analysis.published import lm_eval_table, write_tables
     from forgetting_transformer.analysis.question_scores import differences_table
 
     found = known_models.results_in(args.result_dir, "results.json") if args.result_dir else []
     models = read_named([*args.results, *found])
     # Before anything is written: it refuses models that were asked other questions.
     apart = differences_table(models, args.against) if args.against else None
-    write_tables(*lm_eval_table(models), args.out, "lm-evaluation-harness", sample_counts(models), apart)
+    write_tables(*lm_eval_table(models), args.out, apart)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
     cd eval/longbench && python table_longbench.py        # all models in ./pred, after pred.py and eval.py
 
 Several RESULTs with one NAME are seeds of one model: the table has their mean and its 95 % interval.
-The table is printed in Markdown and LaTeX (package booktabs). With --out, the script writes OUT/table.md,
-OUT/table.tex and OUT/scores.png.
+The table is printed in Markdown and LaTeX (package booktabs). With --out, the script writes OUT/table.md
+and OUT/table.tex.
 """
 
 import sys
@@ -33,15 +33,14 @@ def main() -> None:
 
     from forgetting_transformer.analysis import known_models
     from forgetting_transformer.analysis.evaluations import read_named
-    from forgetting_transformer.analysis.plots.scores import write_tables
-    from forgetting_transformer.analysis.published import longbench_table, sample_counts
+    from forgetting_transformer.analysis.published import longbench_table, write_tables
     from forgetting_transformer.analysis.question_scores import differences_table
 
     results = args.results or known_models.results_in(Path("pred"), "result.json")
     models = read_named(results)
     # Before anything is written: it refuses models that were asked other questions.
     apart = differences_table(models, args.against) if args.against else None
-    write_tables(*longbench_table(models), args.out, "LongBench", sample_counts(models), apart)
+    write_tables(*longbench_table(models), args.out, apart)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ queue.py    searches, runs and variants of all models in one queue of jobs
 stages.py   corpus, training, evaluations and report, one after another on all GPUs
 results.py  the numbers of a study, as one small JSON file
 scores.py   needle in a haystack, and the next line of code
-joining.py  one report of several whose runs are gone
 claims.py   the rules and verdicts of claims
 tables.py   tables, and the sections of a page
 noise.py    intervals over seeds for several models at once

@@ -138,7 +138,7 @@ def loss_by_octave(
         for (name, octaves), style in zip(losses.items(), curve_styles(list(losses)), strict=True):
             x, y = np.array(list(octaves)) * math.sqrt(2), np.array(list(octaves.values()))
             draw_line(left, style, x, y, marker=style.marker, markersize=4.5)
-            curves.append((name, style, x, y))
+            curves.append((name, style, y))
             drawn.handles.append(line_handle(style, name, with_marker=True))
         begins = [begin for octaves in losses.values() for begin in octaves]
         position_axis(left, min(begins), 2 * max(begins))

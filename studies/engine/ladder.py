@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.analysis.evaluations import Evaluation, Number, write_evaluation
+from forgetting_transformer.analysis import outputs
 from forgetting_transformer.analysis.plots.sweeps import budget
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.analysis.tables import Table
 from forgetting_transformer.data.corpus import DataInfo
-from forgetting_transformer.files import flatten, read_yaml
+from forgetting_transformer.files import flatten, read_yaml, write_atomically, write_json
 from forgetting_transformer.sweep import SweepError, runner
 from forgetting_transformer.sweep.jobs import quote
 from forgetting_transformer.sweep.learning_rate import LearningRateSweep, grid_value
@@ -158,8 +158,8 @@ def plan(rungs: Sequence[Rung], shrink: int) -> Table:
 class Ladder:
     """Searches at all sizes, one after another, in `folder/SCALE`; started again, it goes on.
 
-    A search starts from the best rate of the size before it. The folder gets evaluation.json, table.md and figure.png
-    after every search.
+    A search starts from the best rate of the size before it. The folder gets ladder.json (losses by rate), table.md and
+    figure.png after every search.
 
     Args:
         guess: where the first search starts; None: the config's rate.
@@ -215,24 +215,15 @@ class Ladder:
         self.sizes.append(scaling.Size(one.name, one.parameters, compute, losses, complete))
         full = {rung.name: rung.full_parameters for rung in self.rungs if rung.full_parameters != rung.parameters}
         result = scaling.fit(self.sizes, full)
-        numbers = [
-            Number(name, metric, value, at={"parameters": parameters})
-            for name, parameters, values in result.numbers()
-            for metric, value in values.items()
-            if math.isfinite(value)
-        ]
         first = self.rungs[0].config
         label = first.model.label or first.model.name
-        settings = {"shrink": self.shrink, "loss": search.loss_name, "seeds": list(self.seeds)}
-        settings["losses"] = {
+        found = {
             size.name: {f"{rate:g}": [v if math.isfinite(v) else None for v in of] for rate, of in size.losses.items()}
             for size in self.sizes
         }
         notes = [f"width, blocks and heads divided by {self.shrink}", *budget(first)[::2], *result.notes()]
         title = f"Learning rates of {label} across sizes"
-        write_evaluation(
-            Evaluation("learning_rate_ladder", label, numbers, {}, settings),
-            self.folder,
-            result.table(),
-            lambda path: ladder_figure(result, search.loss_name, path, title, notes),
-        )
+        with outputs.writing(self.folder, "studies/ladder.py") as new:
+            write_json(new / "ladder.json", {"model": label, "shrink": self.shrink, "losses": found})
+            write_atomically(new / "table.md", f"{result.table().markdown(padded=True)}\n", durable=False)
+            ladder_figure(result, search.loss_name, new / "figure.png", title, notes)

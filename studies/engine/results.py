@@ -349,15 +349,3 @@ def position_changes(study: Study, results: Mapping[str, position_loss.Result]) 
             entry |= zip(("half_width", "of_texts", "of_seeds"), map(_finite, (change.half_width, *parts)), strict=True)
             entries.append(entry | {"seeds": len(seeds)})
     return entries
-
-
-def save_positions(results: Mapping[str, position_loss.Result], file: Path) -> None:
-    """Writes the loss of all runs at every position `(T,)`, per document and octave, and the documents' groups."""
-    arrays: dict[str, Any] = {}
-    for run, result in results.items():
-        arrays[run] = result.loss_T.astype(np.float32)
-        if result.octaves_NO is not None:
-            arrays[f"{run}/octaves"] = result.octaves_NO
-        if result.group_N is not None:
-            arrays[f"{run}/groups"] = result.group_N
-    np.savez_compressed(file, allow_pickle=False, **arrays)

@@ -164,21 +164,6 @@ class Fit:
         law = self.rate
         return [] if law is None else [(name, n, law.at(n), law.interval(n)) for name, n in self.full.items()]
 
-    def numbers(self) -> list[tuple[str, float, dict[str, float]]]:
-        """Name, parameters and numbers by metric: of the sizes, the extrapolated ones and the laws."""
-        rows = []
-        for size, best in zip(self.sizes, self.optima, strict=True):
-            if size.complete:
-                bounds = {"best_rate_low": best.low, "best_rate_high": best.high}
-                values = {"best_rate": best.rate, **bounds, "loss": best.loss, "compute": size.compute}
-                rows.append((size.name, size.parameters, values))
-        for name, parameters, rate, (low, high) in self.extrapolated():
-            rows.append((name, parameters, {"extrapolated_rate": rate, "low_95": low, "high_95": high}))
-        for name, law in (("rate ~ parameters", self.rate), ("loss ~ compute", self.loss)):
-            if law is not None:
-                rows.append((name, 0, {"exponent": law.exponent, "half_width_95": law.half_width}))
-        return rows
-
     def table(self) -> Table:
         """The best rates, and what the law says of the sizes that are not shrunk, marked as extrapolated."""
         rows = []

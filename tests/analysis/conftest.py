@@ -67,8 +67,8 @@ def make_run(tmp_path: Path) -> MakeRun:
 
 
 def add_callbacks(run_dir: Path, better: float = 0.0) -> Path:
-    """Adds what callbacks log: two tasks, a needle at two lengths, gates and samples."""
-    lm_eval, needle, samples = [], [], []
+    """Adds what callbacks log: two tasks, a needle at two lengths, and gates."""
+    lm_eval, needle = [], []
     for number, step in enumerate(STEPS):
         score = 0.25 + 0.1 * number + better
         arc = {"lm_eval/arc_easy/acc": score, "lm_eval/arc_easy/acc_stderr": 0.02, "lm_eval/arc_easy/chance": 0.25}
@@ -82,10 +82,8 @@ def add_callbacks(run_dir: Path, better: float = 0.0) -> Path:
             found |= {f"{at}/loss": 5.0 - number, f"{at}/loss_stderr": 0.1, f"{at}/loss_without": 5.5}
             found |= {f"{at}/accuracy": 0.2 * number, f"{at}/depth_50/loss": 4.0, f"{at}/texts": "ab"}
         needle.append({"step": step, **found})
-        samples.append({"step": step, "samples/0/prompt": "Once <b>", "samples/0/text": f"upon\n time {number}"})
     write_lines(run_dir, "lm_eval", lm_eval)
     write_lines(run_dir, "needle", needle)
-    write_lines(run_dir, "samples", samples)
     write_lines(run_dir, "gates", [{"step": STEPS[0], "gates/longest": 70.0, "gates/layer_0/head_0": 3.0}])
     return run_dir
 

@@ -10,7 +10,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from forgetting_transformer.analysis import comparisons, statistics
-from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
+from forgetting_transformer.analysis.plots.losses import loss_of_models
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.training.config.continuing import decisive
 from tests.analysis.conftest import legend, write_lines
@@ -34,7 +34,6 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         count = {"val/val_token_count": more["heldout_tokens"]} if "heldout_tokens" in more else {}
         write_lines(folder, "val", [{"step": t, "val/loss": heldout(t)} | count for t in more.get("evaluated", [])])
         write_lines(folder, "model_info", [{"step": 0, "flops_per_token": flops}])
-        write_lines(folder, "train_data_info", [{"step": 0, **more["data"]}] if "data" in more else [])
         config = {
             "tag": tag,
             "model": {"name": tag} | more.get("model", {}),
@@ -110,43 +109,23 @@ def test_equal_tokens_and_equal_flops(make_model):
     assert comparisons.at_equal_flops([*models, make_model("unknown", 3.0, flops=None)]) is None
 
 
-def test_a_loss_between_two_evaluations_is_marked_and_bounded(make_model):
-    """Two models whose losses are the same function of FLOPs: what tells them apart is where they were evaluated."""
+def test_a_loss_between_two_evaluations_is_interpolated_and_said_to_be(make_model):
+    def same(tokens: float) -> float:
+        return 2 + 3 * (tokens * 4e6 / 1e7) ** -0.4
 
-    def same(flops: float) -> Callable[[int], float]:
-        return lambda tokens: 2 + 3 * (tokens * flops / 1e7) ** -0.4
-
-    models = [
-        make_model(name, 3.0, 3.0, flops=flops, evaluated=[100, 400, 700, 1000], heldout=same(flops))
-        for name, flops in (("small", 1e6), ("large", 4e6))
-    ]
-    flops = comparisons.at_equal_flops(models, 1e9)
-    small, large = flops.points
-    assert (small.tokens, large.tokens) == (1000, 250) and flops.heldout and not small.around
-    assert large.around == pytest.approx((same(4e6)(100), same(4e6)(400)))
-    truth, before, after = same(4e6)(250), *large.around
-    chord = (before + after) / 2 - truth
-    assert chord > 0.06, "so much worse it would look on a straight line"
-    assert 0 < large.losses[0] - truth < chord / 3
-
-    table = comparisons.table(flops, "small").splitlines()
-    assert "| evaluated before and after |" in table[2] and table[-1].rstrip(" |").endswith(
-        f"{before:.4f}, {after:.4f}"
+    evaluated = {"evaluated": [100, 400, 700, 1000], "heldout": same}
+    models = [make_model(name, 3.0, flops=flops, **evaluated) for name, flops in (("small", 1e6), ("large", 4e6))]
+    between = comparisons.at_equal_flops(models, 1e9)
+    small, large = between.points
+    assert (small.tokens, large.tokens) == (1000, 250) and between.heldout
+    assert (small.is_between, large.is_between) == (False, True)
+    straight = same(100) + (same(400) - same(100)) / 2
+    assert 0 < large.losses[0] - same(250) < (straight - same(250)) / 3, "a straight line would be far too high"
+    notes = "\n".join(comparisons.warnings(between, "large"))
+    assert "large was not evaluated after 250 tokens: its loss there is interpolated" in notes and "1,000" not in notes
+    assert not any(
+        "interpol" in note for note in comparisons.warnings(comparisons.at_equal_flops(models, 4e8), "small")
     )
-    assert "**" not in "".join(table), "which is better is open"
-    notes = "\n".join(comparisons.warnings(flops, "large"))
-    assert f"large was not evaluated after 250 tokens: its loss there is interpolated between {before:.4f}" in notes
-    assert "small and large may differ by this interpolation alone" in notes
-    # Where every model was evaluated there is nothing to say.
-    exact = comparisons.at_equal_flops(models, 4e8)
-    assert [point.tokens for point in exact.points] == [400, 100] and not any(point.around for point in exact.points)
-    assert "before and after" not in comparisons.table(exact, "small")
-    assert not any("interpol" in note for note in comparisons.warnings(exact, "small"))
-    # A difference larger than what lies between the evaluations is one.
-    far = make_model("far", 3.0, evaluated=[100, 400], heldout=lambda t: 9 - t / 1000)
-    tokens = comparisons.at_equal_tokens([models[0], far], 250)
-    assert not any("alone" in note for note in comparisons.warnings(tokens, "small"))
-    assert "**small**" in comparisons.table(tokens, "small")
 
 
 def test_what_is_not_known_is_not_claimed(make_model):
@@ -154,24 +133,6 @@ def test_what_is_not_known_is_not_claimed(make_model):
     notes = comparisons.warnings(comparisons.at_equal_tokens(models), "close")
     assert "a model with one seed has no interval: how much of a difference is noise is unknown" in notes
     assert "far and close are within seed noise of each other" in notes
-
-
-def test_training_losses_of_a_later_pass_are_said(make_model):
-    """Documents of two sequences: the second pass over them begins at 600 tokens."""
-    data = {"documents": 61, "seq_len": 10, "global_batch_size": 2}
-    small, large = make_model("small", 3.0, data=data), make_model("large", 2.0, flops=2e6, data=data)
-
-    def notes(comparison: comparisons.Comparison) -> list[str]:
-        baseline = comparison.points[0].name
-        return [note for note in comparisons.warnings(comparison, baseline) if "training losses" in note]
-
-    assert notes(comparisons.at_equal_tokens([small, large], 600)) == []
-    (said,) = notes(comparisons.at_equal_tokens([small, large], 700))
-    assert said.startswith("small (pass 2), large (pass 2): ") and "of a later pass of the reading order" in said
-    (later,) = notes(comparisons.at_equal_flops([small, large]))
-    assert later.startswith("small (pass 2): ")
-    assert notes(comparisons.at_equal_tokens([make_model("unknown", 2.0)], 700)) == []
-    assert notes(comparisons.at_equal_tokens([make_model("held out", 3.0, data=data, evaluated=[500, 1000])])) == []
 
 
 def test_held_out_losses_are_compared_where_every_run_has_them(make_model):
@@ -235,7 +196,7 @@ def test_the_figure_has_the_mean_the_range_of_seeds_and_the_points_of_comparison
     make_model, drawn: list[Figure], tmp_path
 ):
     model = make_model("a", 3.0, 4.0, evaluated=[500, 1000])
-    loss_against_tokens_and_flops([model], tmp_path / "x.png", tokens=900, flops=9e8)
+    loss_of_models([model], tmp_path / "x.png", tokens=900, flops=9e8)
     left, right = drawn[0].axes
     mean, heldout, point = left.lines
     assert mean.get_xdata()[-1] == 1000 and mean.get_ydata()[50] == pytest.approx(5 - 1.5 * 510 / BUDGET, abs=1e-6)

@@ -50,14 +50,18 @@ def results(folder: Path) -> Path:
     slope = {"position": 32, "before": 3.9, "after": 3.4, "per_doubling": -0.5, "standard_error": 0.1}
     summary = {"model": "fox", "train_length": 32, "eval_len": 64, "eval_tokens": 128}
     summary["slope"] = [slope | {"per_token": -0.01}]
-    record = {"length": 100, "depth": 0.5, "prediction": "an answer\n<b>of</b> the model", "words": 0.25}
+    record = {"length": 100, "depth": 0.5, "words": 0.25}
     head = {"layer": 0, "head": 1, "memory": 17.0, "memory_is_bound": True, "pruned": 0.4}
+
+    def draw(new: Path) -> None:
+        (new / "figure.png").write_bytes(b"drawn")
+
     for name, evaluation in {
         "per_token_loss/fox": from_position_loss(summary),
         "niah": from_needle({"model": "fox", "mode": "easy", "train_length": 64, "records": [record]}),
         "gates": from_gates({"model": "fox", "tokens": 128, "pruned": 0.4, "heads": [head]}),
     }.items():
-        write_evaluation(evaluation, folder / name, number_table(evaluation), lambda path: path.write_bytes(b"drawn"))
+        write_evaluation(evaluation, folder / name, number_table(evaluation), draw)
     np.savez(folder / "per_token_loss/fox/results.npz", **{"val/loss_per_token": np.linspace(4, 3, 64)})
     (folder / "per_token_loss/fox/results.json").write_text(json.dumps(summary))
     (folder / "gates/gates.png").write_bytes(b"a picture")
@@ -78,7 +82,6 @@ def test_one_page_holds_everything_and_nothing_but_text_from_texts(runs, tmp_pat
         "Learning rate, gradient norm, throughput and wall time",
         "Evaluations during training",
         "Loss at every position, in training",
-        "Samples",
         "Loss at every position, evaluated",
         "Needle in a haystack",
         "Forget gates",
@@ -87,11 +90,10 @@ def test_one_page_holds_everything_and_nothing_but_text_from_texts(runs, tmp_pat
         "Configurations",
     ]
     pictures = re.findall(r'<img [^>]*src="(.*?)"', text)
-    assert len(pictures) == 9 and all(source.startswith("data:image/png;base64,") for source in pictures)
+    assert len(pictures) == 7 and all(source.startswith("data:image/png;base64,") for source in pictures)
     assert f"data:image/png;base64,{base64.b64encode(b'a picture').decode()}" in pictures
     cells = {cell for row in rows_of(text) for cell in row}
     assert {"62.50", "12.50", "-0.5000 ± 0.1000", "layer 0, head 1, at_least True", "4.2000"} <= cells
-    assert {"100 tokens, depth 50%", "an answer\n<b>of</b> the model", "Once <b>", "upon\n time 2"} <= cells
     assert ["Model", "fox_pro", "fox_pro"] in rows_of(text)
     # Names are as in the figures, and have the model in them.
     assert any("<script>alert(1) (fox_pro)" in cell for cell in cells)

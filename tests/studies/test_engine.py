@@ -1,17 +1,13 @@
 """A study from its YAML to verdicts: which jobs come of it, and what is collected of them."""
 
-import json
 import re
-import shutil
 
 import pytest
 
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.train.composer import Composer
-from studies import ROOT, SEARCH_PATH, report
-from studies.engine.claims import claims_table
-from studies.engine.joining import _BY_SEED
+from studies import ROOT, SEARCH_PATH
 from studies.engine.ladder import _parameters
 from studies.engine.plan import read_plan
 from studies.engine.results import read_study
@@ -175,30 +171,3 @@ def test_evaluations_are_made_once_for_every_run_and_their_failures_are_named(st
     code, out, made = calls("downstream")
     assert code == 1 and f"run_niah of mamba2_seed1 failed: {tmp_path}/study/logs/run_niah-mamba2_seed1.log" in out
     assert sum("--mode paper_easy" in call for call in made) == 4 and sum("lcc" in call for call in made) == 5
-
-
-@rare
-def test_reports_of_seeds_whose_runs_are_gone_join_to_the_report_of_all(tmp_path):
-    """The seeds of a study of this repository, taken apart."""
-    whole = ROOT / "studies/longer_sequences"
-    parts = []
-    for seed in range(len(read_study(whole)["models"]["fox_pro"]["seeds"])):
-        content = read_study(whole).content
-        for model in content["models"].values():
-            model |= {key: model[key][seed : seed + 1] for key in _BY_SEED}
-        content["parts"] = content["parts"][seed : seed + 1]
-        content["scores"] = {}
-        parts.append(folder := tmp_path / str(seed))
-        folder.mkdir()
-        (folder / "study.json").write_text(json.dumps(content))
-        shutil.copy(whole / "study.yaml", folder)
-        shutil.copy(whole / "positions.npz", folder)
-    command = ["join", *map(str, parts), "--study", str(whole / "study.yaml"), "--out", str(tmp_path / "joined")]
-    assert report.main(command) == 0
-    joined, expected = read_study(tmp_path / "joined"), read_study(whole)
-    assert {key: joined["models"][key]["heldout_loss"] for key in joined["models"]} == {
-        key: model["heldout_loss"] for key, model in expected["models"].items()
-    }
-    assert claims_table(joined) == claims_table(expected) and joined["comparison"] == expected["comparison"]
-    assert (tmp_path / "joined/octaves.png").is_file()
-    assert report.main(["join", str(tmp_path / "joined"), *command[1:]]) == 1, "a seed twice"

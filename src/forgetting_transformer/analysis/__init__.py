@@ -1,11 +1,11 @@
 """Reads what runs and evaluations left in their folders, and shows it: numbers, tables, figures, one HTML page.
 
 runs.py                one training run: its losses, norms, times, settings
-scores_in_training.py  scores and samples that callbacks logged in a run
+scores_in_training.py  scores that callbacks logged in a run
 evaluations.py         one evaluation: the schema that all of them write
 position_loss.py       loss at every position: curves, slopes, comparisons sequence by sequence
 question_scores.py     two models on the same questions
-published.py           the columns of the paper's tables
+published.py           the paper's tables
 statistics.py          means over seeds with their intervals
 comparisons.py         models against each other at equal tokens and at equal FLOPs
 tables.py              tables in Markdown and LaTeX

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError, statistics
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
@@ -57,14 +59,13 @@ class Point:
     Attributes:
         tokens: training tokens there.
         losses: of each seed there, nats per token.
-        around: if it was not evaluated there, its held-out losses at the evaluations before and after, means over
-            seeds. The losses lie between.
+        is_between: whether they are held-out losses that are interpolated between two evaluations.
     """
 
     model: Model
     tokens: float
     losses: Sequence[float]
-    around: tuple[float, ...] = ()
+    is_between: bool = False
 
     @property
     def name(self) -> str:
@@ -80,11 +81,6 @@ class Point:
         schedule = self.model.runs[0].config["schedule"]
         left = 0.0 if schedule["name"] == "constant" else 1 - self.tokens / schedule["total_tokens"]
         return left if left > _SCHEDULE_TOLERANCE else 0.0
-
-    def order_is_open(self, other: "Point") -> bool:
-        """Whether it is unknown which of two models is better because one of them was not evaluated there."""
-        one, two = self.around or [self.mean], other.around or [other.mean]
-        return bool(self.around or other.around) and max(one) >= min(two) and max(two) >= min(one)
 
 
 @dataclass(frozen=True)
@@ -229,44 +225,37 @@ def _comparison(what: str, amount: float, places: Sequence[tuple[Model, float]],
                 f"{model.name}: not all of its runs have {kind} around {tokens:,.0f} tokens; choose another point "
                 f"(--tokens, --flops) or --loss {'train' if heldout else 'heldout'}"
             )
-        around = [run.heldout_losses_around(tokens) for run in model.runs] if heldout else []
-        is_between = any(before != after for before, after in around)
-        means = tuple(statistics.mean(of_seeds).value for of_seeds in zip(*around, strict=True))
-        points.append(Point(model, tokens, found, means if is_between else ()))
+        # Evaluations are at whole steps, and a point of equal FLOPs need not be.
+        near = [np.isclose(run.heldout.tokens, tokens, rtol=1e-3).any() for run in model.runs]
+        points.append(Point(model, tokens, found, heldout and not all(near)))
     return Comparison(what, amount, heldout, points)
 
 
 def table(comparison: Comparison, baseline: str) -> str:
-    """A Markdown table with a title; differences are to `baseline`, with Welch's 95 % interval.
-
-    The best model is bold, unless that may be due to where models were evaluated.
-    """
+    """A Markdown table with a title; differences are to `baseline`, with Welch's 95 % interval. The best is bold."""
     amount = f"{comparison.amount:,.0f}" if comparison.what == "training tokens" else f"{comparison.amount:.3e}"
     eval_set = comparison.points[0].model.eval_set
     loss_name = f"held-out loss{f' on {eval_set}' if eval_set else ''}"
     if not comparison.heldout:
         loss_name = f"training loss over the last {TRAIN_WINDOW:.0%} of tokens"
     best = min(comparison.points, key=lambda point: point.mean)
-    is_known = not any(best.order_is_open(point) for point in comparison.points if point is not best)
     rows = []
     for point in comparison.points:
         apart = statistics.difference(point.losses, comparison.at(baseline).losses)
         flops = point.tokens * point.model.flops_per_token
         rows.append(
             [
-                f"**{point.name}**" if point is best and is_known else point.name,
+                f"**{point.name}**" if point is best else point.name,
                 str(len(point.losses)),
                 f"{point.tokens:,.0f}",
                 "" if math.isnan(flops) else f"{flops:.3e}",
                 statistics.mean(point.losses).text(),
                 "baseline" if point.name == baseline else apart.text("+"),
                 f"{point.schedule_left:.0%}" if point.schedule_left else "",
-                ", ".join(f"{loss:.4f}" for loss in point.around),
             ]
         )
     header = ["model", "seeds", "tokens", "FLOPs", "loss ± 95 %", f"against {baseline}", "schedule left"]
-    header.append("evaluated before and after")
-    return f"## {amount} {comparison.what}: {loss_name}, nats per token\n\n{markdown_table(header, rows, 'lrrrrrrr')}"
+    return f"## {amount} {comparison.what}: {loss_name}, nats per token\n\n{markdown_table(header, rows, 'lrrrrrr')}"
 
 
 def warnings(comparison: Comparison, baseline: str) -> list[str]:
@@ -279,15 +268,12 @@ def warnings(comparison: Comparison, baseline: str) -> list[str]:
         for point in points
         if point.schedule_left
     ]
-    for point in points:
-        if point.around:
-            before, after = point.around
-            found.append(
-                f"{point.name} was not evaluated after {point.tokens:,.0f} tokens: its loss there is interpolated "
-                f"between {before:.4f} and {after:.4f}; a smaller eval_interval narrows it"
-            )
-        if point is not than and point.order_is_open(than):
-            found.append(f"{point.name} and {baseline} may differ by this interpolation alone")
+    found += [
+        f"{point.name} was not evaluated after {point.tokens:,.0f} tokens: its loss there is interpolated between two "
+        "evaluations, which may be more than a small difference; a smaller eval_interval helps"
+        for point in points
+        if point.is_between
+    ]
     if comparison.heldout and len({text for run in runs for text in _texts(run)}) > 1:
         texts = f"texts under the name {runs[0].eval_set}" if runs[0].eval_set else "held-out texts"
         found.append(
@@ -301,13 +287,6 @@ def warnings(comparison: Comparison, baseline: str) -> list[str]:
         found.append(
             f"these losses are of contexts of different length (datamodule.{key}={values}): the context alone changes "
             "the loss; eval/per_token_loss compares models at one length"
-        )
-    # Of the text of a later pass, the beginnings of the documents were read before.
-    passes = {} if comparison.heldout else {p.name: p.model.runs[0].pass_at(p.tokens) for p in points}
-    if later := [f"{name} (pass {number})" for name, number in passes.items() if number > 1]:
-        found.append(
-            f"{', '.join(later)}: these training losses are of a later pass of the reading order, which reads on in "
-            "documents whose beginnings are known; they jump where a pass begins, and held-out losses do not"
         )
     if any(len(point.losses) < 2 for point in points):
         found.append("a model with one seed has no interval: how much of a difference is noise is unknown")

@@ -4,7 +4,7 @@ Every evaluation writes to its folder
 
     evaluation.json    its numbers, in the form below
     table.md           the same for people
-    figure.png         the same as a picture
+    figure.png         the same as a picture, where it is more than a table
 
 beside files of its own (arrays, and the formats of the paper's repository). A file of somebody else is not replaced
 (outputs.py). evaluation.json:
@@ -17,7 +17,6 @@ beside files of its own (arrays, and the formats of the paper's repository). A f
       "settings": what it was evaluated with,
       "numbers":  [{"task": …, "metric": …, "value": …, "standard_error": … or null, "samples": … or null,
                     "at": {…}}, …]
-      "texts":    [{"task": …, "text": what the model wrote, "wanted": …, "score": …}, …]   some, where it writes any
     }
 
 `at` says where a number was measured if a task has several: {"length": 4096, "depth": 0.5} of a needle, {"layer": 3,
@@ -47,31 +46,28 @@ FIGURE = "figure.png"
 FILES = ("evaluation.json", "table.md", FIGURE)
 #: Files with the results of the paper's repository.
 _OFFICIAL = ("results.json", "result.json")
-#: Texts that are kept of an evaluation, for a look.
-_TEXTS = 20
-#: LongBench's English sets, in the order of the paper's Table 2, and the two that are not in it: title, group and unit.
-PERCENT, _SYNTHETIC = "accuracy (%)", "Synthetic"
-_F1, _ROUGE, _SIMILARITY, _RIGHT = "F1 of words (%)", "ROUGE-L (%)", "similarity of code (%)", "right numbers (%)"
+#: LongBench's English sets, in the order of the paper's Table 2, and the two that are not in it: title and group.
+_SYNTHETIC = "Synthetic"
 LONGBENCH = {
-    "narrativeqa": ("NarrativeQA", "Single-Document QA", _F1),
-    "qasper": ("Qasper", "Single-Document QA", _F1),
-    "multifieldqa_en": ("MFQA", "Single-Document QA", _F1),
-    "hotpotqa": ("HotpotQA", "Multi-Document QA", _F1),
-    "2wikimqa": ("2WikiMQA", "Multi-Document QA", _F1),
-    "musique": ("Musique", "Multi-Document QA", _F1),
-    "gov_report": ("GovReport", "Summarization", _ROUGE),
-    "qmsum": ("QMSum", "Summarization", _ROUGE),
-    "multi_news": ("MultiNews", "Summarization", _ROUGE),
-    "trec": ("TREC", "Few-shot Learning", PERCENT),
-    "triviaqa": ("TriviaQA", "Few-shot Learning", _F1),
-    "samsum": ("SamSum", "Few-shot Learning", _ROUGE),
-    "lcc": ("LCC", "Code", _SIMILARITY),
-    "repobench-p": ("RepoBench-P", "Code", _SIMILARITY),
-    "passage_count": ("PassageCount", _SYNTHETIC, _RIGHT),
-    "passage_retrieval_en": ("PassageRetrieval", _SYNTHETIC, _RIGHT),
+    "narrativeqa": ("NarrativeQA", "Single-Document QA"),
+    "qasper": ("Qasper", "Single-Document QA"),
+    "multifieldqa_en": ("MFQA", "Single-Document QA"),
+    "hotpotqa": ("HotpotQA", "Multi-Document QA"),
+    "2wikimqa": ("2WikiMQA", "Multi-Document QA"),
+    "musique": ("Musique", "Multi-Document QA"),
+    "gov_report": ("GovReport", "Summarization"),
+    "qmsum": ("QMSum", "Summarization"),
+    "multi_news": ("MultiNews", "Summarization"),
+    "trec": ("TREC", "Few-shot Learning"),
+    "triviaqa": ("TriviaQA", "Few-shot Learning"),
+    "samsum": ("SamSum", "Few-shot Learning"),
+    "lcc": ("LCC", "Code"),
+    "repobench-p": ("RepoBench-P", "Code"),
+    "passage_count": ("PassageCount", _SYNTHETIC),
+    "passage_retrieval_en": ("PassageRetrieval", _SYNTHETIC),
 }
 #: The fourteen of the paper.
-LONGBENCH_OF_PAPER = tuple(name for name, (_, group, _) in LONGBENCH.items() if group != _SYNTHETIC)
+LONGBENCH_OF_PAPER = tuple(name for name, (_, group) in LONGBENCH.items() if group != _SYNTHETIC)
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,6 @@ class Evaluation:
     numbers: Sequence[Number]
     about: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    texts: Sequence[Mapping[str, Any]] = ()
     folder: Path = Path()
 
     def find(self, task: str, metric: str, **at: Any) -> Number | None:
@@ -126,24 +121,21 @@ def write_evaluation(
     evaluation: Evaluation,
     folder: Path,
     table: Table,
-    draw: Callable[[Path], object],
     write_more: Callable[[Path], object] = lambda _: None,
 ) -> None:
-    """Writes evaluation.json, table.md and figure.png; each is whole or not there.
+    """Writes evaluation.json and table.md; each is whole or not there.
 
     Args:
-        draw: draws the picture into the file it is given.
-        write_more: writes further files into the folder it is given.
+        write_more: writes further files, as figure.png, into the folder it is given.
 
     Raises:
         AnalysisError: the folder holds a file of one of these names that this kind of evaluation did not write.
     """
-    content = {"format": FORMAT, **asdict(evaluation), "texts": list(evaluation.texts)[:_TEXTS]}
+    content = {"format": FORMAT, **asdict(evaluation)}
     del content["folder"]
     with outputs.writing(folder, evaluation.kind) as new:
         files.write_json(new / "evaluation.json", content, durable=False)
         files.write_atomically(new / "table.md", f"{table.markdown(padded=True)}\n", durable=False)
-        draw(new / FIGURE)
         write_more(new)
 
 
@@ -280,18 +272,9 @@ def from_needle(content: Mapping[str, Any]) -> Evaluation:
                 value, error = mean_and_error(values)
                 at = {"length": length, "depth": depth}
                 numbers.append(Number(f"needle, {content['mode']}", score, value, error, values.size, at))
-    texts = [
-        {
-            "task": f"{r['length']:,} tokens, depth {r['depth']:.0%}",
-            "text": r["prediction"],
-            "score": r.get("words"),
-        }
-        for r in content["records"]
-        if "prediction" in r
-    ]
     settings = {key: content[key] for key in ("mode", "judge") if key in content}
     about = {"train_length": content.get("train_length")}
-    return Evaluation("niah", content["model"], tuple(numbers), about, settings, texts)
+    return Evaluation("niah", content["model"], tuple(numbers), about, settings)
 
 
 def from_gates(content: Mapping[str, Any]) -> Evaluation:
@@ -328,12 +311,6 @@ def from_position_loss(summary: Mapping[str, Any]) -> Evaluation:
     settings_keys = ("corpus", "eval_tokens", "eval_len", "data", "precision")
     settings = {key: summary[key] for key in settings_keys if key in summary}
     return Evaluation("per_token_loss", summary.get("model", ""), tuple(numbers), about, settings)
-
-
-def answer_text(name: str, record: Mapping[str, Any]) -> dict[str, Any]:
-    """An answer of LongBench as one of the `texts`."""
-    wanted = " / ".join(map(str, record.get("answers") or ()))
-    return {"task": LONGBENCH[name][0], "text": record["pred"], "wanted": wanted, "score": None}
 
 
 def read_json(file: Path) -> Any:

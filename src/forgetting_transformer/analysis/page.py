@@ -15,17 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError, outputs, position_loss, run_figures
 from forgetting_transformer.analysis.evaluations import FIGURE, Evaluation, number_table, read_evaluations
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
-from forgetting_transformer.analysis.plots.scores import draw_scores
 from forgetting_transformer.analysis.plots.style import DOTS_PER_INCH
-from forgetting_transformer.analysis.published import lm_eval_table, longbench_table, sample_counts
-from forgetting_transformer.analysis.runs import EMA_WEIGHTS, Run
-from forgetting_transformer.analysis.scores_in_training import read_samples
+from forgetting_transformer.analysis.published import lm_eval_table, longbench_table
+from forgetting_transformer.analysis.runs import Run
 from forgetting_transformer.analysis.tables import Table, format_tokens, has_numbers, score_table
 from forgetting_transformer.files import flatten
 
@@ -45,16 +41,11 @@ h1, h2, p, summary, td { overflow-wrap: anywhere; }
 .table { overflow-x: auto; } table { border-collapse: collapse; font-size: 0.9rem; margin: 0.8rem 0; }
 th, td { padding: 0.25rem 0.6rem; border-bottom: 1px solid #e4e4e4; text-align: left; vertical-align: top; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.text { white-space: pre-wrap; font-family: ui-monospace, monospace; font-size: 0.85em; min-width: 12rem; }
 tr.differs td { background: #fff3cd; }
 img { max-width: 100%; height: auto; } .note { color: #666; font-size: 0.9rem; }
 """
 #: Width of a picture on the page by inches of the figure; so all texts have one size.
 _PIXELS_PER_INCH = 120
-#: Evaluations of a run whose samples are shown, the newest.
-_SAMPLED = 4
-#: Answers shown of one model and evaluation.
-_ANSWERS = 6
 
 
 def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -> list[str]:
@@ -84,7 +75,6 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
         sections = {
             "Runs": _overview(runs),
             **{figure.title: _picture(figure.title, figure.draw) for figure in run_figures.of_runs(runs, left_out)},
-            "Samples": "".join(map(_samples, runs)),
             **_evaluations(results, left_out, {run.output_dir.resolve().name: run.name for run in runs}),
             "Configurations": _configurations(runs),
         }
@@ -119,7 +109,7 @@ def _facts(run: Run, sets: Sequence[str]) -> dict[str, str]:
         run.last(kind) for kind in (names.TRAIN, names.VAL, names.THROUGHPUT, names.GOODPUT)
     )
     loss, memory = heldout.get(names.name_of(names.VAL, names.LOSS)), speed.get(names.PEAK_MEMORY)
-    hours, averaged = goodput.get(names.name_of(names.GOODPUT, names.HOURS)), run.ema.values
+    hours = goodput.get(names.name_of(names.GOODPUT, names.HOURS))
     return {
         "Model": run.setting("model", "label") or run.setting("model", "name") or "–",
         "Parameters": _count(info.get("total_params")),
@@ -128,7 +118,6 @@ def _facts(run: Run, sets: Sequence[str]) -> dict[str, str]:
         "Training loss, last logged": _number(train.get(names.TRAIN_LOSS)),
         "Held-out loss": _number(loss),
         "Held-out perplexity": _number(None if loss is None else math.exp(min(loss, 700.0)), 2),
-        f"Held-out loss, {EMA_WEIGHTS}": _number(averaged[-1] if averaged.size else None),
         **{f"Held-out loss, {name}": _number(next(iter(run.on(name).heldout.values[-1:]), None)) for name in sets},
         "Tokens/s": _number(speed.get(names.per_second("token_count", "total", "cum")), 0),
         "MFU": _percent(speed.get(names.mfu("total", "cum"))),
@@ -138,18 +127,6 @@ def _facts(run: Run, sets: Sequence[str]) -> dict[str, str]:
         "Commit": ((start.get("git") or {}).get("commit") or "–")[:10],
         "Device": run.device or "–",
     }
-
-
-def _samples(run: Run) -> str:
-    """The newest samples of a run, and those before, folded away."""
-    parts: list[str] = []
-    heads = {names.PROMPT: "Prompt", names.CONTINUATION: "Continuation", names.DOCUMENT: "The document itself"}
-    for tokens, rows in reversed(read_samples(run)[-_SAMPLED:]):
-        columns = [key for key in heads if any(key in row for row in rows)]
-        cells = [[row.get(key, "") for key in columns] for row in rows]
-        table = _table(Table([heads[key] for key in columns], cells, "t" * len(columns)))
-        parts.append(_folded(f"{run.name}, after {_count(tokens)} tokens", table, is_open=not parts))
-    return "".join(parts)
 
 
 def _evaluations(folders: Sequence[Path], left_out: list[str], shown: Mapping[str, str]) -> dict[str, str]:
@@ -178,18 +155,12 @@ def _evaluations(folders: Sequence[Path], left_out: list[str], shown: Mapping[st
 
 
 def _alone(evaluation: Evaluation, with_pictures: bool) -> str:
-    """The pictures that an evaluation has drawn, its numbers, and some of the texts that the model wrote."""
+    """The pictures that an evaluation has drawn, and its numbers."""
     drawn = sorted(evaluation.folder.glob("*.png")) if with_pictures else []
     # The figure of all evaluations is one of the others, where there are others.
     drawn = [file for file in drawn if file.name != FIGURE] or drawn
     content = "".join(_embedded(file.read_bytes(), f"{evaluation.model}, {file.stem}") for file in drawn)
-    content += _folded(f"Numbers of {evaluation.model}", _table(number_table(evaluation)))
-    if texts := evaluation.texts:
-        shown = [texts[i] for i in np.unique(np.linspace(0, len(texts) - 1, _ANSWERS).round().astype(int))]
-        rows = [[one["task"], one.get("wanted") or "–", _number(one.get("score"), 2), one["text"]] for one in shown]
-        table = _table(Table(["Task", "Reference", "Score", "Answer"], rows, "llrt"))
-        content += _folded(f"What {evaluation.model} answered", table)
-    return content
+    return content + _folded(f"Numbers of {evaluation.model}", _table(number_table(evaluation)))
 
 
 def _numbered(evaluations: Sequence[Evaluation]) -> list[str]:
@@ -219,14 +190,10 @@ def _position_losses(evaluations: Sequence[Evaluation]) -> str:
 
 
 def _scores(evaluations: Sequence[Evaluation], kind: str) -> str:
-    """The table of all models, and its picture."""
+    """The table of all models."""
     models = {name: [one] for one, name in zip(evaluations, _numbered(evaluations), strict=True)}
     rows, columns = _TABLES[kind](models) if models else ({}, [])
-    if not has_numbers(rows, columns):
-        return ""
-    more = {"title": _TITLES[kind], "conditions": sample_counts(models)}
-    picture = _picture(f"{_TITLES[kind]}, task by task", draw_scores, rows, columns, **more)
-    return picture + _table(score_table(rows, columns))
+    return _table(score_table(rows, columns)) if has_numbers(rows, columns) else ""
 
 
 def _configurations(runs: Sequence[Run]) -> str:
@@ -269,20 +236,20 @@ def _embedded(picture: bytes, description: str) -> str:
     return f'<p><img alt="{html.escape(description)}" width="{width}" src="data:image/png;base64,{data}"></p>\n'
 
 
-def _folded(summary: str, content: str, is_open: bool = False) -> str:
-    return f"<details{' open' * is_open}><summary>{html.escape(summary)}</summary>{content}</details>\n"
+def _folded(summary: str, content: str) -> str:
+    return f"<details><summary>{html.escape(summary)}</summary>{content}</details>\n"
 
 
 def _table(table: Table, mark: bool = False) -> str:
     """A table as HTML; "" if it has no rows.
 
     Args:
-        table: aligned "l", "r" for numbers, or "t" for texts whose line breaks and spaces are kept.
+        table: aligned "l", or "r" for numbers.
         mark: every row is one of differences.
     """
     if not table.rows:
         return ""
-    kinds = [{"l": "", "r": ' class="number"', "t": ' class="text"'}[kind] for kind in table.alignment]
+    kinds = [' class="number"' if kind == "r" else "" for kind in table.alignment]
     head = "".join(f"<th>{html.escape(text)}</th>" for text in table.header)
     begin = '<tr class="differs">' if mark else "<tr>"
     rows = (

@@ -1,7 +1,7 @@
 """The tables of scores that were published: the paper's Table 1 (lm-evaluation-harness) and Table 2 (LongBench).
 
 Source: Lin et al., "Forgetting Transformer", ICLR 2025. Table 1 is zero-shot; "acc-n" is accuracy with log-likelihoods
-divided by the length of the answer. Levels of chance are those of a guess among the answers offered.
+divided by the length of the answer.
 
 A table's cell has a 95 % interval where that is known: over the seeds of a model that has several, else 1.96 standard
 errors over examples.
@@ -9,12 +9,14 @@ errors over examples.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
-from forgetting_transformer.analysis import statistics
-from forgetting_transformer.analysis.evaluations import LONGBENCH, LONGBENCH_OF_PAPER, PERCENT, Evaluation
+from forgetting_transformer.analysis import AnalysisError, outputs, statistics
+from forgetting_transformer.analysis.evaluations import LONGBENCH, LONGBENCH_OF_PAPER, Evaluation
 from forgetting_transformer.analysis.statistics import Estimate
-from forgetting_transformer.analysis.tables import Column
+from forgetting_transformer.analysis.tables import Column, Rows, Table, has_numbers, latex, markdown
+from forgetting_transformer.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -32,40 +34,35 @@ class Task:
     columns: Mapping[str, Column]
 
 
-def _accuracy(name: str, title: str, dataset: str, choices: int, normalised: bool = False) -> Task:
-    metric = "acc_norm" if normalised else "acc"
-    column = Column(name, f"{title} {'acc-n' if normalised else 'acc'}", "higher", unit=PERCENT, chance=100 / choices)
-    return Task(name, dataset, {metric: column})
+def _accuracy(name: str, title: str, dataset: str, metric: str = "acc") -> Task:
+    head = f"{title} {'acc-n' if metric == 'acc_norm' else 'acc'}"
+    return Task(name, dataset, {metric: Column(name, head, "higher")})
 
 
 #: The eleven tasks, in the order of the table. All zero-shot.
 TASKS = (
     Task(
-        "wikitext",
-        "EleutherAI/wikitext_document_level",
-        {"word_perplexity": Column("wikitext", "Wiki. ppl", "lower", unit="perplexity of words")},
+        "wikitext", "EleutherAI/wikitext_document_level", {"word_perplexity": Column("wikitext", "Wiki. ppl", "lower")}
     ),
     Task(
         "lambada_openai",
         "EleutherAI/lambada_openai",
         {
-            "perplexity": Column("lambada_openai_ppl", "LMB. ppl", "lower", unit="perplexity of the last word"),
-            "acc": Column("lambada_openai", "LMB. acc", "higher", unit=PERCENT),
+            "perplexity": Column("lambada_openai_ppl", "LMB. ppl", "lower"),
+            "acc": Column("lambada_openai", "LMB. acc", "higher"),
         },
     ),
-    _accuracy("piqa", "PIQA", "baber/piqa", 2),
-    _accuracy("hellaswag", "Hella.", "Rowan/hellaswag", 4, normalised=True),
-    _accuracy("winogrande", "Wino.", "allenai/winogrande", 2),
-    _accuracy("arc_easy", "ARC-e", "allenai/ai2_arc", 4),
-    _accuracy("arc_challenge", "ARC-c", "allenai/ai2_arc", 4, normalised=True),
-    _accuracy("copa", "COPA", "aps/super_glue", 2),
-    _accuracy("openbookqa", "OBQA", "allenai/openbookqa", 4, normalised=True),
-    _accuracy("sciq", "SciQ", "allenai/sciq", 4),
-    _accuracy("boolq", "BoolQ", "aps/super_glue", 2),
+    _accuracy("piqa", "PIQA", "baber/piqa"),
+    _accuracy("hellaswag", "Hella.", "Rowan/hellaswag", "acc_norm"),
+    _accuracy("winogrande", "Wino.", "allenai/winogrande"),
+    _accuracy("arc_easy", "ARC-e", "allenai/ai2_arc"),
+    _accuracy("arc_challenge", "ARC-c", "allenai/ai2_arc", "acc_norm"),
+    _accuracy("copa", "COPA", "aps/super_glue"),
+    _accuracy("openbookqa", "OBQA", "allenai/openbookqa", "acc_norm"),
+    _accuracy("sciq", "SciQ", "allenai/sciq"),
+    _accuracy("boolq", "BoolQ", "aps/super_glue"),
 )
-#: What guessing gives in sets of LongBench with a list to choose from: 50 classes of questions, 30 paragraphs.
-_CHANCE = {"trec": 100 / 50, "passage_retrieval_en": 100 / 30}
-AVERAGE = Column("average", "Avg", "higher", unit=PERCENT)
+AVERAGE = Column("average", "Avg", "higher")
 # Which values are good, by what the names of lm_eval's metrics contain.
 _BETTER: dict[str, Literal["higher", "lower"]] = {
     "perplexity": "lower",
@@ -85,13 +82,17 @@ def lm_eval_table(models: Models) -> tuple[dict[str, dict[str, Estimate]], list[
     Perplexities are as they are, accuracies in percent. Other tasks of lm_eval follow, a column for each metric, as
     lm_eval gives them; where no model has a task of the paper, they are the table.
     """
-    columns = [column for task in TASKS for column in task.columns.values()] + [AVERAGE]
-    tasks = {found.task for evaluations in models.values() for one in evaluations for found in one.numbers}
-    if not any(task.name in tasks for task in TASKS):
-        columns = []
-    others = {column.key: column for several in models.values() for one in several for column in _other_columns(one)}
     rows = {name: over_seeds([lm_eval_row(one) for one in several]) for name, several in models.items()}
-    return rows, [*columns, *others.values()]
+    numbers = [number for several in models.values() for one in several for number in one.numbers]
+    known = {task.name for task in TASKS}
+    columns = [column for task in TASKS for column in task.columns.values()] + [AVERAGE]
+    if not any(number.task in known for number in numbers):
+        columns = []
+    others = {(number.task, number.metric): None for number in numbers if number.task not in known}
+    for task, metric in others:
+        better = next((better for part, better in _BETTER.items() if part in metric), None)
+        columns.append(Column(f"{task}/{metric}", f"{task} {metric}", better, digits=4))
+    return rows, columns
 
 
 def lm_eval_row(evaluation: Evaluation) -> dict[str, Estimate]:
@@ -100,7 +101,7 @@ def lm_eval_row(evaluation: Evaluation) -> dict[str, Estimate]:
     for task in TASKS:
         for metric, column in task.columns.items():
             if (found := evaluation.find(task.name, metric)) is not None:
-                row[column.key] = found.estimate.scaled(100 if column.unit == PERCENT else 1)
+                row[column.key] = found.estimate.scaled(100 if column.better == "higher" else 1)
     accuracies = [column.key for task in TASKS for column in task.columns.values() if column.better == "higher"]
     if row.keys() >= {*accuracies}:
         row[AVERAGE.key] = Estimate(sum(row[key].value for key in accuracies) / len(accuracies))
@@ -114,7 +115,7 @@ def longbench_table(models: Models) -> tuple[dict[str, dict[str, Estimate]], lis
         name: over_seeds([{n.task: n.estimate for n in one.numbers if not n.at} for one in several])
         for name, several in models.items()
     }
-    return rows, longbench_columns({task for row in rows.values() for task in row} | {*LONGBENCH_OF_PAPER})
+    return rows, _longbench_columns({task for row in rows.values() for task in row} | {*LONGBENCH_OF_PAPER})
 
 
 def longbench_by_length(evaluation: Evaluation) -> tuple[dict[str, dict[str, Estimate]], list[Column]]:
@@ -122,26 +123,12 @@ def longbench_by_length(evaluation: Evaluation) -> tuple[dict[str, dict[str, Est
     rows: dict[str, dict[str, Estimate]] = {}
     for n in evaluation.numbers:
         rows.setdefault(n.at["words"], {})[n.task] = n.estimate
-    columns = longbench_columns({n.task for n in evaluation.numbers})
+    columns = _longbench_columns({n.task for n in evaluation.numbers})
     return rows, [replace(column, better=None) for column in columns]
 
 
-def longbench_columns(sets: Collection[str]) -> list[Column]:
-    """The columns of these sets."""
-    return [
-        Column(name, title, "higher", group=group, unit=unit, chance=_CHANCE.get(name))
-        for name, (title, group, unit) in LONGBENCH.items()
-        if name in sets
-    ]
-
-
-def sample_counts(models: Models) -> list[str]:
-    """How many examples scores are a mean of, for the foot of a figure; [] where that is not known."""
-    numbers = [n for several in models.values() for one in several for n in one.numbers]
-    counts = {n.samples for n in numbers if n.samples and not n.at}
-    if len(counts) <= 1:
-        return [f"{count:,} examples of each task" for count in counts]
-    return [f"{min(counts):,} to {max(counts):,} examples of a task"]
+def _longbench_columns(sets: Collection[str]) -> list[Column]:
+    return [Column(name, title, "higher", group=group) for name, (title, group) in LONGBENCH.items() if name in sets]
 
 
 def over_seeds(rows: Sequence[dict[str, Estimate]]) -> dict[str, Estimate]:
@@ -152,17 +139,23 @@ def over_seeds(rows: Sequence[dict[str, Estimate]]) -> dict[str, Estimate]:
     return {key: statistics.mean([row[key].value for row in rows]) for key in common}
 
 
-def _other_columns(evaluation: Evaluation) -> list[Column]:
-    """Columns of the tasks that are not in the paper's table."""
-    known = {task.name for task in TASKS}
-    return [
-        Column(
-            f"{n.task}/{n.metric}",
-            f"{n.task} {n.metric}",
-            next((better for part, better in _BETTER.items() if part in n.metric), None),
-            digits=4,
-            unit="accuracy (0 to 1)" if n.metric.startswith("acc") else n.metric.replace("_", " "),
-        )
-        for n in evaluation.numbers
-        if n.task not in known
-    ]
+def write_tables(rows: Rows, columns: Sequence[Column], folder: Path | None, differences: Table | None = None) -> None:
+    """Prints the tables and, if there is a folder, writes `table.md` and `table.tex` into it.
+
+    Args:
+        differences: between models, on the same questions; for `table.md`, below the scores.
+
+    Raises:
+        AnalysisError: there is no number at all, or the folder holds a file of one of these names that is not such a
+            table or was changed since.
+    """
+    if not has_numbers(rows, columns):
+        raise AnalysisError(f"nothing to table: the results of {', '.join(rows)} hold no number")
+    texts = {"table.md": markdown(rows, columns), "table.tex": latex(rows, columns)}
+    if differences is not None:
+        texts["table.md"] += f"\n{differences.markdown()}\n"
+    print("\n".join(texts.values()), end="")
+    if folder is not None:
+        with outputs.writing(folder, "a table of scores") as new:
+            for name, text in texts.items():
+                write_atomically(new / name, text, durable=False)

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +41,7 @@ class QuestionScores:
     """
 
     scores: Mapping[str, Sequence[float]]
-    digest: str = ""
+    digest: str
     groups: Sequence[int | str] | None = None
 
 
@@ -52,11 +52,7 @@ def digest_of(questions: Iterable[object]) -> str:
 
 def write_question_scores(folder: Path, scores: Mapping[str, QuestionScores]) -> None:
     """Writes question_scores.json."""
-    content = {
-        task: {"scores": of.scores, "digest": of.digest, **({} if of.groups is None else {"groups": of.groups})}
-        for task, of in scores.items()
-    }
-    write_json(folder / FILE, content, durable=False)
+    write_json(folder / FILE, {task: asdict(of) for task, of in scores.items()}, durable=False)
 
 
 def read_question_scores(folder: Path) -> dict[str, QuestionScores]:
@@ -67,16 +63,9 @@ def read_question_scores(folder: Path) -> dict[str, QuestionScores]:
     """
     if not (file := folder / FILE).is_file():
         return {}
-    content = read_json(file)
     try:
-        found = {task: QuestionScores(of["scores"], of["digest"], of.get("groups")) for task, of in content.items()}
-        for of_task in found.values():
-            lengths = {len(scores) for scores in of_task.scores.values()}
-            lengths |= set() if of_task.groups is None else {len(of_task.groups)}
-            if len(lengths) > 1:
-                raise ValueError("lists of different lengths")
-        return found
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        return {task: QuestionScores(**of) for task, of in read_json(file).items()}
+    except (TypeError, AttributeError) as error:
         raise AnalysisError(f"{file} is damaged ({error}); run the evaluation again") from error
 
 
@@ -91,9 +80,6 @@ def difference(
     Args:
         of, than: for each seed, the score of every question; the seeds of both in the same order.
         groups: the group of texts that each question is from; None where questions count as independent.
-
-    Raises:
-        ValueError: the lists differ in length.
     """
     apart_SN = np.array(of, dtype=np.float64) - np.array(than, dtype=np.float64)
     value, of_questions = mean_over_texts(apart_SN.mean(0), None if groups is None else np.array(groups))
@@ -102,9 +88,7 @@ def difference(
 
 
 def differences_table(models: Mapping[str, Sequence[Evaluation]], baseline: str) -> Table:
-    """A row for each model and metric that both it and the baseline have: the difference on the same questions.
-
-    Metrics without scores of single questions, such as perplexities, have a row without a difference.
+    """A row for each model, task and metric with question scores of both it and the baseline: their difference.
 
     Args:
         models: name -> the evaluations of its seeds, in an order that all models share.
@@ -117,10 +101,6 @@ def differences_table(models: Mapping[str, Sequence[Evaluation]], baseline: str)
     if baseline not in models:
         raise AnalysisError(f"--against={baseline}: there is no such model; there are {', '.join(models)}")
     scores = {name: [_scores_of(one) for one in several] for name, several in models.items()}
-    metrics = {
-        name: dict.fromkeys((number.task, number.metric) for number in several[0].numbers if not number.at)
-        for name, several in models.items()
-    }
     rows = []
     for name, seeds in scores.items():
         if len(seeds) != len(scores[baseline]):
@@ -128,32 +108,25 @@ def differences_table(models: Mapping[str, Sequence[Evaluation]], baseline: str)
                 f"--against={baseline}: {name} has {len(seeds)} results and {baseline} {len(scores[baseline])}; "
                 "give the same number of seeds of both, in the same order"
             )
-        for task, metric in metrics[name] if name != baseline else ():
-            every = [one[task] for one in (*seeds, *scores[baseline]) if task in one and metric in one[task].scores]
-            if (task, metric) not in metrics[baseline]:
-                continue
+        for task in seeds[0] if name != baseline else ():
+            every = [one[task] for one in (*seeds, *scores[baseline]) if task in one]
             if len(every) < 2 * len(seeds):
-                rows.append([name, task, metric, "–", "", ""])
                 continue
             if len({one.digest for one in every}) > 1:
                 raise AnalysisError(
                     f"{name} and {baseline} were not asked the same questions of {task}: run both evaluations with the "
                     "same data, and without --limit or with the same one"
                 )
-            groups = next((one.groups for one in every if one.groups is not None), None)
-            values = [one.scores[metric] for one in every]
-            apart = difference(values[: len(seeds)], values[len(seeds) :], groups)
-            rows.append([name, task, metric, apart.text("+"), f"{len(values[0]):,}", str(len(seeds))])
+            for metric in every[0].scores:
+                values = [one.scores[metric] for one in every]
+                apart = difference(values[: len(seeds)], values[len(seeds) :], every[0].groups)
+                rows.append([name, task, metric, apart.text("+"), f"{len(values[0]):,}", str(len(seeds))])
     if not rows:
         raise AnalysisError(f"--against={baseline}: no other model has a task of it")
     return Table(["Model", "task", "metric", f"minus {baseline}", "questions", "seeds"], rows, "lllrrr")
 
 
 def _scores_of(evaluation: Evaluation) -> dict[str, QuestionScores]:
-    """
-    Raises:
-        AnalysisError: there are none.
-    """
     if found := read_question_scores(evaluation.folder):
         return found
     raise AnalysisError(

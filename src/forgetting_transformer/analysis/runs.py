@@ -27,11 +27,6 @@ from forgetting_transformer.files import parse_json_lines, read_yaml
 
 #: Training loss at some tokens is the mean of what was logged over the last 5 % of the tokens before.
 TRAIN_WINDOW = 0.05
-#: What figures call the losses of the moving average of the weights.
-EMA_WEIGHTS = "EMA weights"
-
-# Evaluations are at whole steps, and a point of equal FLOPs need not be: so near, as a part of the tokens, is there.
-_SAME_PLACE = 1e-3
 _NOT_FINITE = re.compile(r"infinite or NaN|not finite")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -138,19 +133,15 @@ class Run:
         return self.series(self.heldout_kind, names.name_of(self.heldout_kind, names.LOSS))
 
     @property
-    def ema(self) -> Series:
-        """Losses on the corpus's own held-out documents of the moving average that the callback ema keeps."""
-        return self.series(names.VAL_EMA, names.name_of(names.VAL_EMA, names.LOSS))
-
-    @property
     def heldout_kind(self) -> str:
         """The kind of the lines with its held-out losses."""
         return f"{names.VAL_SET}{self.eval_set}" if self.eval_set else names.VAL
 
     @property
     def eval_sets(self) -> list[str]:
-        """Names of the other held-out sets that it has losses of."""
-        kinds = self.kinds - {names.VAL_DATA_INFO, names.VAL_EMA}
+        """Names of the other held-out sets that it has losses of; "ema" is the corpus's own, under the moving average
+        of the weights that the callback ema keeps."""
+        kinds = self.kinds - {names.VAL_DATA_INFO}
         return sorted(kind.removeprefix(names.VAL_SET) for kind in kinds if kind.startswith(names.VAL_SET))
 
     def on(self, eval_set: str) -> "Run":
@@ -206,24 +197,6 @@ class Run:
             if (name := key.partition("/")[2]) and name != names.HOURS
         }
 
-    @cached_property
-    def pass_tokens(self) -> int | None:
-        """Training tokens of one pass over the documents (data/order.py); None where the corpus has no such order.
-
-        The first pass reads the first `seq_len` tokens of every document, the second the next, and so on. Where a new
-        pass begins, the training loss jumps: other texts are read, and their beginnings have been seen before.
-        """
-        info = self.info("train_data")
-        try:
-            rows = info["documents"] // info["global_batch_size"]
-            return rows * info["global_batch_size"] * info["seq_len"] or None
-        except KeyError:
-            return None
-
-    def pass_at(self, tokens: float) -> int:
-        """The number, from 1, of the pass that the batch which ended at so many training tokens was read in."""
-        return max(1, math.ceil(tokens / self.pass_tokens)) if self.pass_tokens else 1
-
     # How far it is.
 
     @property
@@ -266,13 +239,6 @@ class Run:
         place = np.log([tokens, *self.heldout.tokens])
         return float(np.interp(place[0], place[1:], self.heldout.values))
 
-    def heldout_losses_around(self, tokens: float) -> tuple[float, float]:
-        """Held-out losses at the last evaluation not after `tokens`, which is not before the first, and at the first
-        one after: equal if one is there."""
-        near = np.abs(self.heldout.tokens - tokens) <= tokens * _SAME_PLACE
-        after = int(np.argmax(near) if near.any() else np.searchsorted(self.heldout.tokens, tokens))
-        return float(self.heldout.values[after if near.any() else after - 1]), float(self.heldout.values[after])
-
     def loss_at(self, tokens: float, heldout: bool) -> float:
         return self.heldout_loss_at(tokens) if heldout else self.train_loss_at(tokens)
 
@@ -291,25 +257,20 @@ def read_run(output_dir: Path, name: str | None = None) -> Run:
 def read_position_losses(run: Run) -> dict[str, np.ndarray]:
     """A run's newest loss at every position (seq_len,), by what it is of: "run3, held-out, after 5.12K tokens".
 
-    It is of held-out documents, else of training batches; of another set, of that alone. Of the corpus's own documents
-    there is also that of the moving average of the weights, where the run evaluated one. {} before any validation.
+    It is of held-out documents, else of training batches; of another set, of that alone. {} before any validation.
 
     Raises:
         ValueError: the newest file is not whole, or does not hold the array.
     """
     folder = run.output_dir / "metrics" / "npz"
-    of = {names.VAL: "held-out", names.TRAIN_EVAL: "training batches", names.VAL_EMA: f"held-out, {EMA_WEIGHTS}"}
+    of = {names.VAL: "held-out", names.TRAIN_EVAL: "training batches"}
     if run.eval_set:
         of = {run.heldout_kind: f"held-out ({run.eval_set})"}
-    newest = {kind: max(folder.glob(f"{kind}/step-*.npz"), default=None) for kind in of}
-    if newest.get(names.VAL):
-        newest[names.TRAIN_EVAL] = None
-    losses = {}
-    for kind, file in newest.items():
-        if file is not None:
+    for kind, what in of.items():
+        if (file := max(folder.glob(f"{kind}/step-*.npz"), default=None)) is not None:
             tokens = format_tokens(float(f"{int(file.stem.removeprefix('step-')):.3g}"))
-            losses[f"{run.name}, {of[kind]}, after {tokens} tokens"] = _position_loss(file, kind)
-    return losses
+            return {f"{run.name}, {what}, after {tokens} tokens": _position_loss(file, kind)}
+    return {}
 
 
 def _position_loss(file: Path, kind: str) -> np.ndarray:

@@ -92,8 +92,6 @@ class Column:
         better: which values are good; None marks nothing.
         digits: after the decimal point.
         group: a head over neighbouring columns that have the same.
-        unit: what figures write on the axis; columns share an axis with those of the same unit.
-        chance: the value of a guess, where it is known.
     """
 
     key: str
@@ -101,8 +99,6 @@ class Column:
     better: Literal["higher", "lower"] | None = None
     digits: int = 2
     group: str | None = None
-    unit: str = "score"
-    chance: float | None = None
 
     @property
     def head(self) -> str:

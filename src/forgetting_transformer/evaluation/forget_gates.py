@@ -349,14 +349,15 @@ def evaluate(
         heatmaps.head_matrices(pictures, path, len(input_ids_T), label, titles, least, title, made_with)
 
     def write_more(new: Path) -> None:
-        draw_memory(new / "memory.png")
+        for name in ("memory.png", evaluations.FIGURE):
+            draw_memory(new / name)
         write_json(new / "heads.json", summary)
         draw_matrices(gates, new / "gates.png", "Forget gates", "decay $F_{ij}$")
         label = f"attention weight $A_{{ij}}$ (below {threshold:g}: white)"
         draw_matrices(maps, new / "attention.png", "Attention", label, threshold)
 
     evaluation = evaluations.from_gates(summary)
-    evaluations.write_evaluation(evaluation, folder, evaluations.number_table(evaluation), draw_memory, write_more)
+    evaluations.write_evaluation(evaluation, folder, evaluations.number_table(evaluation), write_more)
     return summary
 
 

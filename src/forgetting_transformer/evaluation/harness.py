@@ -29,8 +29,7 @@ from tqdm import tqdm
 
 from forgetting_transformer import files
 from forgetting_transformer.analysis import evaluations, outputs, question_scores, tables
-from forgetting_transformer.analysis.plots.scores import draw_scores
-from forgetting_transformer.analysis.published import TASKS, lm_eval_table, sample_counts
+from forgetting_transformer.analysis.published import TASKS, lm_eval_table
 from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, write_json
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
@@ -272,13 +271,8 @@ def evaluate(
             write_json(file, results)
     if workers.is_first:
         evaluation = evaluations.from_lm_eval(results, model.name, about=model.about, settings=settings)
-        models = {model.name: [evaluation]}
-        rows, columns = lm_eval_table(models)
-
-        def draw(path: Path) -> None:
-            draw_scores(rows, columns, path, "lm-evaluation-harness", sample_counts(models))
-
-        evaluations.write_evaluation(evaluation, folder, tables.score_table(rows, columns), draw)
+        rows, columns = lm_eval_table({model.name: [evaluation]})
+        evaluations.write_evaluation(evaluation, folder, tables.score_table(rows, columns))
     return results
 
 

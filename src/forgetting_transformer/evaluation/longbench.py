@@ -38,9 +38,8 @@ import numpy as np
 from tqdm import tqdm
 
 from forgetting_transformer.analysis import question_scores, tables
-from forgetting_transformer.analysis.evaluations import answer_text, check_folder, from_longbench, write_evaluation
-from forgetting_transformer.analysis.plots.scores import draw_scores
-from forgetting_transformer.analysis.published import longbench_table, sample_counts
+from forgetting_transformer.analysis.evaluations import check_folder, from_longbench, write_evaluation
+from forgetting_transformer.analysis.published import longbench_table
 from forgetting_transformer.analysis.statistics import mean_and_error
 from forgetting_transformer.evaluation.generation import (
     append_record,
@@ -383,7 +382,6 @@ def evaluate(
     workers.on_first(check)
     scores: dict[str, float] = {}
     errors: dict[tuple[str, str | None], tuple[float | None, int]] = {}
-    written = []
     by_question: dict[str, question_scores.QuestionScores] = {}
     for name in sets:
         examples = read_examples(name, data)[:limit]
@@ -392,7 +390,6 @@ def evaluate(
         found = np.array([score_example(name, record) for record in records])
         scores[name] = score(name, records)
         errors[name, None] = mean_and_error(100 * found)[1] if found.size > 1 else None, found.size
-        written.append(answer_text(name, records[0]))
         groups: list[Any] = [example.get(question_scores.GROUP) for example in examples]
         asked = [[example[key] for key in ("input", "context", "answers")] for example in examples]
         by_question[name] = question_scores.QuestionScores(
@@ -403,17 +400,13 @@ def evaluate(
         if workers.is_first:
             write_json(folder / "results.json", scores)
     if workers.is_first:
-        evaluation = from_longbench(scores, model.name, errors, about=model.about, settings=settings, texts=written)
-        models = {model.name: [evaluation]}
-        rows, columns = longbench_table(models)
-
-        def draw(path: Path) -> None:
-            draw_scores(rows, columns, path, "LongBench", sample_counts(models))
+        evaluation = from_longbench(scores, model.name, errors, about=model.about, settings=settings)
+        rows, columns = longbench_table({model.name: [evaluation]})
 
         def write_more(new: Path) -> None:
             question_scores.write_question_scores(new, by_question)
 
-        write_evaluation(evaluation, folder, tables.score_table(rows, columns, "Model"), draw, write_more)
+        write_evaluation(evaluation, folder, tables.score_table(rows, columns), write_more)
 
 
 def folder_of(model: str, even: bool) -> Path:

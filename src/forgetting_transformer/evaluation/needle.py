@@ -467,11 +467,9 @@ def _write_results(folder: Path, scores: dict[str, Any]) -> None:
         write_json(new / "scores.json", scores)
         for name in _PICTURES:
             draw_needles(evaluation, Path(name).stem, new / name)
+        draw_needles(evaluation, "words", new / evaluations.FIGURE)
 
-    def draw(path: Path) -> None:
-        draw_needles(evaluation, "words", path)
-
-    evaluations.write_evaluation(evaluation, folder, evaluations.number_table(evaluation), draw, write_more)
+    evaluations.write_evaluation(evaluation, folder, evaluations.number_table(evaluation), write_more)
 
 
 def _digest(data: bytes) -> str:

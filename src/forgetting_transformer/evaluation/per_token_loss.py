@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from forgetting_transformer.analysis.evaluations import (
+    FIGURE,
     check_folder,
     from_position_loss,
     number_table,
@@ -320,13 +321,11 @@ def _write_results(
         if extrapolation:
             table = extrapolation_table([(results["model"], results)])
             write_atomically(new / "extrapolation.md", f"{table.markdown()}\n", durable=False)
-
-    def draw(path: Path) -> None:
         curve = {results["model"]: arrays[LOSS_PER_TOKEN]}
-        loss_against_position(curve, path, results["train_length"], conditions=made_with([results]))
+        loss_against_position(curve, new / FIGURE, results["train_length"], conditions=made_with([results]))
 
     evaluation = from_position_loss(results)
-    write_evaluation(evaluation, folder, number_table(evaluation), draw, write_more)
+    write_evaluation(evaluation, folder, number_table(evaluation), write_more)
 
 
 def _savez(file: Path, **arrays: Any) -> None:

@@ -8,16 +8,19 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from forgetting_transformer.analysis.comparisons import Model
 from forgetting_transformer.analysis.plots.style import (
     GREY,
     Curve,
     CurveStyle,
+    Picture,
     curve_styles,
     draw_line,
     draw_markers,
-    draw_range,
+    draw_mean,
     line_handle,
     log_axis,
     marker_handle,
@@ -28,7 +31,7 @@ from forgetting_transformer.analysis.plots.style import (
     set_limits,
     token_axis,
 )
-from forgetting_transformer.analysis.runs import EMA_WEIGHTS, Run
+from forgetting_transformer.analysis.runs import Run
 
 #: Reach of the average of a training loss: this part of the tokens before, to either side, up to a part of all logs.
 _SMOOTHING, _MOST_OF_LOGS = 0.25, 1 / 40
@@ -36,7 +39,7 @@ SMOOTHED = (
     f"training loss smoothed: mean over ± {_SMOOTHING:.0%} of the tokens so far, "
     f"at most ± {_MOST_OF_LOGS:.1%} of the run"
 )
-READING_ORDER = (
+_READING_ORDER = (
     "training losses rise and fall with the texts of each batch, alike in runs that read in the same order: "
     "compare held-out losses"
 )
@@ -102,39 +105,108 @@ def loss_against_tokens(runs: Sequence[Run], path: Path, conditions: Sequence[st
 
     The loss axis leaves out the highest 1 % of the logged training losses and what is above a run's first loss, so that
     neither the first steps nor a run that diverges flatten the rest. A run that ends above the axis is named there.
-    Dotted lines are where the reading order comes back to the first document, if that is the same for all runs.
 
     Raises:
         ValueError: no run, or no finite loss in any of them.
     """
     if not any(run.has_loss for run in runs):
         raise ValueError(f"Nothing to plot: no finite loss ({', '.join(run.name for run in runs) or 'no runs given'}).")
-    styles, curves = run_styles(runs), []
+    styles = run_styles(runs)
     with picture(path, f"Training and held-out loss of {of_runs(runs)}", (6.4, 3.8)) as drawn:
         axes = drawn.axes[0, 0]
         for run, style in zip(runs, styles, strict=True):
-            smoothed = smooth_training(run.train.values)
-            draw_line(axes, style, run.train.tokens, run.train.values, alpha=0.25, linewidth=0.8, linestyle="-")
-            draw_line(axes, style, run.train.tokens, smoothed, linewidth=1.6)
-            draw_markers(axes, style, *run.heldout)
-            draw_markers(axes, style, *run.ema, hollow=True)
-            curves.append((run.name, style, run.train.tokens, smoothed))
+            draw_line(axes, style, *run.train, alpha=0.25, linewidth=0.8, linestyle="-")
+        _draw_losses(drawn, [Model(run.name, (run,)) for run in runs], styles)
         # Of one run, the legend has its colours.
-        key = styles[0]
-        if len(runs) > 1:
-            key = CurveStyle(GREY, "-", "o")
-            drawn.handles += [line_handle(style, run.name, True) for style, run in zip(styles, runs, strict=True)]
+        key = styles[0] if len(runs) == 1 else CurveStyle(GREY, "-", "o")
+        names = [line_handle(style, run.name, True) for style, run in zip(styles, runs, strict=True)]
+        drawn.handles += names if len(runs) > 1 else []
         if any(run.train.values.size for run in runs):
             logged: dict[str, Any] = {"alpha": 0.35, "linewidth": 0.8, "label": "training loss, as logged"}
             drawn.handles += [Line2D([], [], color=key.colour, **logged), line_handle(key, "training loss, smoothed")]
         if any(run.heldout.values.size for run in runs):
             drawn.handles.append(marker_handle(key.marker, "held-out loss", key.colour, markersize=5))
-        drawn.handles += _ema_legend(runs)
-        set_limits(axes, *loss_limits(runs), curves)
-        drawn.handles += mark_passes(axes, runs)
-        axes.set_ylabel(LOSS_LABEL)
-        token_axis(axes)
-        drawn.notes += [*conditions, SMOOTHED, *([READING_ORDER] if len(runs) > 1 else [])]
+        drawn.notes += [*conditions, SMOOTHED, *([_READING_ORDER] if len(runs) > 1 else [])]
+
+
+def loss_of_models(
+    models: Sequence[Model],
+    path: Path,
+    tokens: float | None = None,
+    flops: float | None = None,
+    conditions: Sequence[str] = (),
+) -> None:
+    """Draws each model's loss against training tokens (left) and training FLOPs (right): lines are training loss,
+    smoothed and averaged over seeds, the shade from the lowest seed to the highest, markers held-out loss.
+
+    The loss axis leaves out the first quarter of the tokens, so that differences can be seen.
+
+    Args:
+        tokens, flops: where the models are compared, drawn as vertical lines.
+    """
+    columns = 2 if all(np.isfinite(model.flops_per_token) for model in models) else 1
+    title = f"Loss of {models[0].name if len(models) == 1 else f'{len(models)} models'} over training"
+    styles = curve_styles([model.name for model in models])
+    with picture(path, title, (2.8 + 2.8 * columns, 3.7), columns=columns, sharey=True) as drawn:
+        _draw_losses(drawn, models, styles, begin=0.25)
+        for style, model in zip(styles, models, strict=True):
+            seeds = f"{len(model.runs)} seed{'s' * (len(model.runs) > 1)}"
+            drawn.handles.append(line_handle(style, f"{model.name} ({seeds})", with_marker=True))
+        several = any(len(model.runs) > 1 for model in models)
+        mean_of = ", mean of seeds" if several else ""
+        drawn.handles.append(Line2D([], [], color=GREY, label=f"line: training loss, smoothed{mean_of}"))
+        if several:
+            drawn.handles.append(Patch(color=GREY, alpha=0.2, linewidth=0, label="shade: lowest to highest seed"))
+        drawn.handles.append(marker_handle("o", f"marker: held-out loss{mean_of}", markersize=5))
+        compared = [
+            reference_line(axes, point, "dashed: where the models are compared", vertical=True)
+            for axes, point in zip(drawn.axes[0], (tokens, flops), strict=False)
+            if point is not None
+        ]
+        drawn.handles += compared[:1]
+        for axes in drawn.axes[0, 1:]:
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}".replace("e+", "e")))
+            axes.set(xlabel="training FLOPs", ylabel="")
+        drawn.notes += [*conditions, SMOOTHED, _READING_ORDER]
+
+
+def _draw_losses(drawn: Picture, models: Sequence[Model], styles: Sequence[CurveStyle], begin: float = 0.0) -> None:
+    """Draws smoothed training losses and held-out losses, against tokens and in a second panel against FLOPs.
+
+    Args:
+        begin: part of the tokens whose losses the axis may leave out.
+    """
+    curves: list[Curve] = []
+    for style, model in zip(styles, models, strict=True):
+        first = model.runs[0]
+        steps = first.train.tokens[first.train.tokens <= model.tokens]
+        # Seeds may have been logged at other intervals.
+        smoothed = [np.interp(steps, r.train.tokens, smooth_training(r.train.values)) for r in model.runs if steps.size]
+        evaluated = [step for step in first.heldout.tokens if all(step in run.heldout.tokens for run in model.runs)]
+        heldout = [np.mean([run.heldout_loss_at(step) for run in model.runs]) for step in evaluated]
+        for axes, scale in zip(drawn.axes[0], (1.0, model.flops_per_token), strict=False):
+            if smoothed:
+                draw_mean(axes, style, steps * scale, np.array(smoothed))
+            draw_markers(axes, style, np.array(evaluated) * scale, np.array(heldout))
+            token_axis(axes)
+        curves.append((model.name, style, np.mean(smoothed, axis=0) if smoothed else np.zeros(0)))
+    drawn.axes[0, 0].set_ylabel(LOSS_LABEL)
+    set_limits(drawn.axes[0, 0], *loss_limits([run for model in models for run in model.runs], begin), curves)
+
+
+def loss_limits(runs: Sequence[Run], begin: float = 0.0) -> tuple[float, float]:
+    """Ends of a loss axis that shows what runs learn after a part of their tokens; see `loss_against_tokens`."""
+    low, high = [], []
+    for run in runs:
+        shown = smooth_training(run.train.values) if begin else run.train.values
+        for tokens, values in ((run.train.tokens, shown), run.heldout):
+            later = values[np.isfinite(values) & (tokens >= begin * run.tokens)]
+            if later.size:
+                # No loss of a model that has learnt anything is above its first one.
+                low.append(later.min())
+                high.append(min(np.quantile(later, 0.99), max(*run.train.values[:1], later.min() + 1e-3)))
+    margin = 0.04 * max(max(high) - min(low), 1e-3)
+    return min(low) - margin, max(high) + margin
 
 
 def loss_on_sets(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()) -> None:
@@ -145,55 +217,12 @@ def loss_on_sets(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()
         styles = run_styles(runs)
         for axes, (name, members) in zip(drawn.axes.flat, parts.items(), strict=False):
             for run, style in zip(members, styles, strict=True):
-                draw_line(axes, style, *run.heldout)
-                draw_markers(axes, style, *run.heldout)
-                if not run.eval_set:
-                    draw_markers(axes, style, *run.ema, hollow=True)
+                draw_line(axes, style, *run.heldout, marker=style.marker)
             axes.set_title(plain_text(name, 34), loc="left")
             axes.set_ylabel(LOSS_LABEL)
             token_axis(axes)
         drawn.handles += [line_handle(style, run.name, True) for style, run in zip(styles, runs, strict=True)]
-        drawn.handles += _ema_legend(runs)
         drawn.notes += conditions
-
-
-def _ema_legend(runs: Sequence[Run]) -> list[Line2D]:
-    """The meaning of hollow markers, where there are any."""
-    if not any(run.ema.tokens.size for run in runs):
-        return []
-    return [marker_handle("o", f"held-out loss, {EMA_WEIGHTS}", GREY, markersize=5.5, markerfacecolor="none")]
-
-
-def mark_passes(axes: Axes, runs: Sequence[Run]) -> list[Line2D]:
-    """Draws where the reading order comes back to the first document; returns what the legend says of it.
-
-    The order reads the first part of every document, then the second of every document, and so on.
-    """
-    passes = {run.pass_tokens for run in runs}
-    pass_tokens = passes.pop() if len(passes) == 1 else None
-    if pass_tokens is None:
-        return []
-    starts = range(pass_tokens, max(run.tokens for run in runs), pass_tokens)
-    label = "dotted: back to the first document"
-    return [reference_line(axes, start, label, vertical=True, line=":") for start in starts][:1]
-
-
-def loss_limits(runs: Sequence[Run]) -> tuple[float, float]:
-    """Ends of a loss axis that shows what runs learn; see `loss_against_tokens`."""
-    low, high = [], []
-    for run in runs:
-        train = run.train.values[np.isfinite(run.train.values)]
-        heldout = np.concatenate([run.heldout.values, run.ema.values])
-        heldout = heldout[np.isfinite(heldout)]
-        if train.size:
-            low.append(train.min())
-            # No loss of a model that has learnt anything is above its first one.
-            high.append(min(np.quantile(train, 0.99), max(train[0], train.min() + 1e-3)))
-        if heldout.size:
-            low.append(heldout.min())
-            high.append(min([heldout.max(), *train[:1]]))
-    margin = 0.04 * max(max(high) - min(low), 1e-3)
-    return min(low) - margin, max(high) + margin
 
 
 def loss_against_position(
@@ -225,38 +254,36 @@ def loss_against_position(
     for name, loss in curves.items():
         if loss.shape[-1] < 2 or not np.isfinite(loss).all():
             raise ValueError(f"'{name}': expected two or more losses, one for each position, all finite")
-    lengths = [loss.shape[-1] for loss in curves.values()]
-    longest = max(lengths)
-    first = max(1, min(longest // 512 if first is None else first, min(lengths) // 2))
-    names = list(curves)
+    names, lengths = list(curves), [loss.shape[-1] for loss in curves.values()]
+    first = max(1, min(max(lengths) // 512 if first is None else first, min(lengths) // 2))
     title = f"Loss at every position of {names[0] if len(names) == 1 else f'{len(names)} {of}'}"
     with picture(path, title, (7.6, 3.4), columns=2) as drawn:
+        styles = curve_styles(names)
+        for axes, of_loss in zip(drawn.axes[0], (_smooth_position, prefix_perplexity), strict=True):
+            drawn_curves: list[Curve] = []
+            for (name, losses), style in zip(curves.items(), styles, strict=True):
+                position = np.unique(np.geomspace(first, losses.shape[-1], _POINTS).round().astype(np.int64))
+                values = np.stack([of_loss(loss)[position - 1] for loss in np.atleast_2d(losses)])
+                draw_mean(axes, style, position, values)
+                drawn_curves.append((name, style, values.mean(axis=0)))
+            position_axis(axes, first, max(lengths))
+            marks = mark_training(axes, train_length, names)
+            is_loss = axes is drawn.axes[0, 0]
+            ends = position_limits([y if is_loss else np.log(y) for *_, y in drawn_curves])
+            set_limits(axes, *(ends if is_loss else map(math.exp, ends)), drawn_curves)
         left, right = drawn.axes[0]
-        drawn_curves: dict[Axes, list[Curve]] = {left: [], right: []}
-        for (name, losses), style in zip(curves.items(), curve_styles(names), strict=True):
-            position = np.unique(np.geomspace(first, losses.shape[-1], _POINTS).round().astype(np.int64))
-            for axes, curve in ((left, smooth_position), (right, prefix_perplexity)):
-                values = np.stack([curve(loss)[position - 1] for loss in np.atleast_2d(losses)])
-                draw_line(axes, style, position, values.mean(axis=0), linewidth=1.6)
-                draw_range(axes, style, position, values)
-                drawn_curves[axes].append((name, style, position, values.mean(axis=0)))
-            seeds = f" ({len(losses)} seeds: mean and range)" if losses.ndim == 2 else ""
-            drawn.handles.append(line_handle(style, f"{name}{seeds}"))
         left.set(xlabel="token position $i$", ylabel="loss at position $i$ (nats per token)")
         right.set(xlabel="context length (tokens)", ylabel="perplexity over the context")
-        for axes in (left, right):
-            position_axis(axes, first, longest)
-            marks = mark_training(axes, train_length, names)
-        drawn.handles += marks
-        set_limits(left, *position_limits([y for *_, y in drawn_curves[left]]), drawn_curves[left])
-        low, high = position_limits([np.log(y) for *_, y in drawn_curves[right]])
-        set_limits(right, math.exp(low), math.exp(high), drawn_curves[right])
         log_axis(right)
+        for (name, losses), style in zip(curves.items(), styles, strict=True):
+            seeds = f" ({len(losses)} seeds: mean and range)" if losses.ndim == 2 else ""
+            drawn.handles.append(line_handle(style, f"{name}{seeds}"))
+        drawn.handles += marks
         drawn.notes += [*conditions, f"loss: mean over i ± {_POSITION_SMOOTHING:.0%}"]
 
 
-def smooth_position(loss: np.ndarray) -> np.ndarray:
-    return smooth(loss, _POSITION_SMOOTHING)
+def _smooth_position(loss_T: np.ndarray) -> np.ndarray:
+    return smooth(loss_T, _POSITION_SMOOTHING)
 
 
 def position_limits(curves: Sequence[np.ndarray]) -> tuple[float, float]:
@@ -288,13 +315,10 @@ def mark_training(
 ) -> list[Line2D]:
     """Draws a vertical line at each training length, of all or by name; returns what the legend says of it."""
     by_name = train_length if isinstance(train_length, Mapping) else dict.fromkeys(names, train_length)
-    owners: dict[int, list[str]] = {}
-    for name in names:
-        if (length := by_name.get(name)) is not None:
-            owners.setdefault(length, []).append(name)
     handles = []
-    for length, of in sorted(owners.items()):
-        whose = f"of {', '.join(of)} " if len(owners) > 1 else ""
+    for length in sorted({by_name[name] for name in names if by_name.get(name) is not None}):
+        owners = [name for name in names if by_name.get(name) == length]
+        whose = f"of {', '.join(owners)} " if len({*by_name.values()} - {None}) > 1 else ""
         handles.append(reference_line(axes, length, f"training length {whose}({length:,} tokens)", vertical=True))
     return handles
 

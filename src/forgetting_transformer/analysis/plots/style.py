@@ -4,6 +4,7 @@ Drawn without pyplot, so nothing global is left behind and no display is needed.
 and Ito, which people with colour-vision deficiencies can tell apart; line styles and markers repeat the distinction.
 """
 
+import itertools
 import math
 import textwrap
 import zlib
@@ -27,7 +28,6 @@ from forgetting_transformer.analysis.tables import format_tokens
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
-    "axes.labelsize": 9,
     "axes.titlesize": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -37,7 +37,6 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
-    "lines.linewidth": 1.6,
     "lines.solid_capstyle": "round",
     "figure.constrained_layout.use": True,
 }
@@ -62,23 +61,17 @@ class CurveStyle:
     marker: str
 
 
-_STYLES = (
-    CurveStyle("#0072B2", "-", "o"),
-    CurveStyle("#D55E00", "--", "s"),
-    CurveStyle("#009E73", "-.", "^"),
-    CurveStyle("#CC79A7", ":", "D"),
-    CurveStyle("#E69F00", "-", "v"),
-    CurveStyle("#56B4E9", "--", "P"),
-    CurveStyle("#000000", "-.", "X"),
-    CurveStyle("#882255", ":", "<"),
-    CurveStyle("#999933", "-", ">"),
-    CurveStyle("#777777", "--", "h"),
+_COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
+    *("#56B4E9", "#000000", "#882255", "#999933", "#777777"),
 )
-#: For figures with more curves: the same colours with other lines and markers.
-_FURTHER = tuple(
-    CurveStyle(style.colour, _STYLES[number - 1].line, marker)
-    for number, (style, marker) in enumerate(zip(_STYLES, 2 * "*pd8H", strict=True))
-)
+_LINES, _MARKERS = ("-", "--", "-.", ":"), ("os^DvPX<>h", "*pd8H*pd8H")
+#: A colour each, and for figures with more curves the same colours with other lines and markers.
+_STYLES = [
+    CurveStyle(colour, _LINES[(number - again) % len(_LINES)], _MARKERS[again][number])
+    for again in (0, 1)
+    for number, colour in enumerate(_COLOURS)
+]
 
 
 def curve_styles(names: Sequence[str]) -> list[CurveStyle]:
@@ -87,20 +80,19 @@ def curve_styles(names: Sequence[str]) -> list[CurveStyle]:
     A name with a known model in it ("fox_pro", "FoX (Pro)", "demo_fox_pro_seed1") gets that model's colour in
     every figure, any other name one that depends on the name alone. Where two want the same, the first has it.
     """
-    styles = _STYLES + _FURTHER
     wanted = [_preferred(name) for name in names]
     found: list[int] = []
     for number, style in enumerate(wanted):
         # The styles that no other name wants come before those that one further down is waiting for.
-        order = [style, *(i for i in range(len(_STYLES)) if i not in wanted), *range(len(styles))]
-        found.append(next((i for i in order if i not in found), number % len(styles)))
-    return [styles[i] for i in found]
+        order = [style, *(i for i in range(len(_COLOURS)) if i not in wanted), *range(len(_STYLES))]
+        found.append(next((i for i in order if i not in found), number % len(_STYLES)))
+    return [_STYLES[i] for i in found]
 
 
 def _preferred(name: str) -> int:
     known = known_models.find(name)
     number = known.style if known is not None else zlib.crc32(known_models.plain(name).encode(errors="replace"))
-    return number % len(_STYLES)
+    return number % len(_COLOURS)
 
 
 @dataclass
@@ -162,9 +154,8 @@ def _frame(drawn: Picture, title: str) -> None:
         labels = [plain_text(str(handle.get_label()), most) for handle in drawn.handles]
         longest = max(len(line) for label in labels for line in label.split("\n"))
         columns = max(1, min(len(labels), int(width / (_LEGEND_KEY + longest / _LEGEND_CHARACTERS))))
-        legend = figure.legend(
-            drawn.handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=columns, handlelength=2.8
-        )
+        below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": columns}
+        legend = figure.legend(drawn.handles, labels, handlelength=2.8, **below)
         figure.draw_without_rendering()
         bottom = legend.get_window_extent().y0 / figure.bbox.height
     note = plain_text(" · ".join(drawn.notes), int(_NOTE_CHARACTERS * width))
@@ -181,20 +172,19 @@ def plain_text(name: str, characters: int) -> str:
 def draw_line(axes: Axes, style: CurveStyle, x: np.ndarray, y: np.ndarray, **more: Any) -> None:
     """Draws a curve; one of a single point is a dot."""
     point = {"marker": "."} if x.size == 1 else {}
-    axes.plot(x, y, **{"color": style.colour, "linestyle": style.line, "linewidth": 1.2, **point, **more})
+    axes.plot(x, y, **{"color": style.colour, "linestyle": style.line, "linewidth": 1.6, **point, **more})
 
 
-def draw_range(axes: Axes, style: CurveStyle, x: np.ndarray, several: np.ndarray) -> None:
-    """Shades what curves `(seeds, n)` span, where there are several."""
+def draw_mean(axes: Axes, style: CurveStyle, x: np.ndarray, several: np.ndarray) -> None:
+    """Draws the mean of curves `(seeds, n)`, and shades what they span where there are several."""
+    draw_line(axes, style, x, several.mean(0), zorder=3)
     if len(several) > 1:
-        shade: dict[str, Any] = {"color": style.colour, "alpha": 0.2, "linewidth": 0}
-        axes.fill_between(x, several.min(0), several.max(0), **shade)
+        axes.fill_between(x, several.min(0), several.max(0), color=style.colour, alpha=0.2, linewidth=0)
 
 
-def draw_markers(axes: Axes, style: CurveStyle, x: np.ndarray, y: np.ndarray, hollow: bool = False) -> None:
+def draw_markers(axes: Axes, style: CurveStyle, x: np.ndarray, y: np.ndarray) -> None:
     """Draws a marker for each point, above all lines."""
-    edge = {"markerfacecolor": "none", "markeredgecolor": style.colour, "markeredgewidth": 1.1} if hollow else {}
-    axes.plot(x, y, color=style.colour, linestyle="none", marker=style.marker, zorder=20, **{**MARKER, **edge})
+    axes.plot(x, y, color=style.colour, linestyle="none", marker=style.marker, zorder=20, **MARKER)
 
 
 def line_handle(style: CurveStyle, label: str, with_marker: bool = False) -> Line2D:
@@ -213,18 +203,19 @@ def reference_line(axes: Axes, value: float, label: str, vertical: bool = False,
     return Line2D([], [], label=label, **style)
 
 
-#: Name, style, x and y.
-Curve = tuple[str, CurveStyle, np.ndarray, np.ndarray]
+#: Name, style and y.
+Curve = tuple[str, CurveStyle, np.ndarray]
 
 
 def set_limits(axes: Axes, low: float, high: float, curves: Sequence[Curve]) -> None:
     """Sets the ends of the vertical axis, and says of a curve that ends above it where it ends."""
     axes.set_ylim(low, high)
-    above = [(name, style, y[np.isfinite(y)][-1:]) for name, style, _, y in curves]
-    above = [(name, style, last) for name, style, last in above if last.size and last[0] > high]
-    for row, (name, style, last) in enumerate(above):
-        text, place = plain_text(f"↑ {name} ends at {last[0]:.3g}", 40), 0.99 - 0.07 * row
-        axes.text(0.99, place, text, transform=axes.transAxes, ha="right", va="top", fontsize=7.5, color=style.colour)
+    lines = itertools.count()
+    for name, style, y in curves:
+        ends = y[np.isfinite(y)][-1:]
+        if ends.size and ends[0] > high:
+            text, place = plain_text(f"↑ {name} ends at {ends[0]:.3g}", 40), (0.99, 0.99 - 0.07 * next(lines))
+            axes.text(*place, text, transform=axes.transAxes, ha="right", va="top", fontsize=7.5, color=style.colour)
 
 
 def log_axis(axes: Axes) -> None:
@@ -232,9 +223,8 @@ def log_axis(axes: Axes) -> None:
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     if high < 500 * low:
-        axes.yaxis.set_major_locator(
-            LogLocator(subs=(1, 2, 5) if high > 30 * low else (1, 1.5, 2, 3, 5, 7), numticks=20)
-        )
+        subs = (1, 2, 5) if high > 30 * low else (1, 1.5, 2, 3, 5, 7)
+        axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
         axes.yaxis.set_minor_locator(NullLocator())
 

@@ -1,4 +1,4 @@
-"""Figures of sweeps: loss against learning rate; loss of several models against tokens and against FLOPs."""
+"""Figures of sweeps: loss against learning rate, and against any keys."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -7,35 +7,17 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from forgetting_transformer.analysis.comparisons import Model
-from forgetting_transformer.analysis.plots.losses import (
-    LOSS_LABEL,
-    READING_ORDER,
-    SMOOTHED,
-    mark_passes,
-    smooth_training,
-)
 from forgetting_transformer.analysis.plots.style import (
     ACCENT,
-    GREY,
     MAIN,
-    Curve,
     CurveStyle,
     curve_styles,
-    draw_line,
-    draw_markers,
-    draw_range,
     line_handle,
     marker_handle,
     panels,
     picture,
-    reference_line,
-    set_limits,
-    token_axis,
 )
 from forgetting_transformer.analysis.tables import format_tokens, rate_text
 
@@ -160,79 +142,3 @@ def loss_against_parameters(
             marker_handle("*", f"best: {losses[best]:.4f}, run {best + 1} of {len(losses)}", ACCENT, markersize=10),
         ]
         drawn.notes += [*conditions, "one seed each, so that noise is unknown"]
-
-
-def loss_against_tokens_and_flops(
-    models: Sequence[Model],
-    path: Path,
-    tokens: float | None = None,
-    flops: float | None = None,
-    conditions: Sequence[str] = (),
-) -> None:
-    """Draws each model's loss against training tokens (left) and training FLOPs (right): lines are training loss,
-    smoothed and averaged over seeds, the shade from the lowest seed to the highest, markers held-out loss.
-
-    The loss axis leaves out losses above those after a quarter of the tokens, so that differences can be seen, and
-    names a model that diverges.
-
-    Args:
-        tokens, flops: where the models are compared, drawn as vertical lines.
-    """
-    with_flops = all(np.isfinite(model.flops_per_token) for model in models)
-    title = f"Loss of {models[0].name if len(models) == 1 else f'{len(models)} models'} over training"
-    size = (8.4, 3.7) if with_flops else (5.6, 3.7)
-    with picture(path, title, size, columns=2 if with_flops else 1, sharey=True) as drawn:
-        beside = drawn.axes[0]
-        curves: list[Curve] = []
-        low, high = [], []
-        for style, model in zip(curve_styles([model.name for model in models]), models, strict=True):
-            steps, losses = _smoothed(model)
-            heldout_steps, heldout = _heldout(model)
-            low += [np.nanmin(losses), *heldout]
-            high.append(min(np.nanmax(losses[:, steps >= 0.25 * steps[-1]]), losses[:, 0].max()))
-            curves.append((model.name, style, steps, losses.mean(0)))
-            for axes, scale in zip(beside, (1.0, model.flops_per_token), strict=False):
-                draw_line(axes, style, steps * scale, losses.mean(0), linewidth=1.6, zorder=3)
-                draw_range(axes, style, steps * scale, losses)
-                draw_markers(axes, style, heldout_steps * scale, heldout)
-            seeds = f"{len(model.runs)} seed{'s' * (len(model.runs) > 1)}"
-            drawn.handles.append(line_handle(style, f"{model.name} ({seeds})", heldout.size > 0))
-        several = any(len(model.runs) > 1 for model in models)
-        mean_of = ", mean of seeds" if several else ""
-        drawn.handles.append(Line2D([], [], color=GREY, label=f"line: training loss, smoothed{mean_of}"))
-        if several:
-            drawn.handles.append(Patch(color=GREY, alpha=0.2, linewidth=0, label="shade: lowest to highest seed"))
-        if any(run.heldout.values.size for model in models for run in model.runs):
-            drawn.handles.append(marker_handle("o", f"marker: held-out loss{mean_of}", markersize=5))
-        compared = [
-            reference_line(axes, point, "dashed: where the models are compared", vertical=True)
-            for axes, point in zip(beside, (tokens, flops), strict=False)
-            if point is not None
-        ]
-        drawn.handles += [*compared[:1], *mark_passes(beside[0], [run for model in models for run in model.runs])]
-        margin = 0.04 * max(max(high) - min(low), 1e-3)
-        set_limits(beside[0], min(low) - margin, max(high) + margin, curves)
-        beside[0].set_ylabel(LOSS_LABEL)
-        for axes, label in zip(beside, ("training tokens", "training FLOPs"), strict=False):
-            token_axis(axes, label)
-        if with_flops:
-            beside[1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}".replace("e+", "e")))
-        drawn.notes += [*conditions, SMOOTHED, READING_ORDER]
-
-
-def _smoothed(model: Model) -> tuple[np.ndarray, np.ndarray]:
-    """Training tokens (n,) and smoothed training loss of each seed at them (seeds, n)."""
-    steps = model.runs[0].train.tokens
-    steps = steps[steps <= model.tokens]
-    # Seeds may have been logged at other intervals.
-    losses = [np.interp(steps, run.train.tokens, smooth_training(run.train.values)) for run in model.runs]
-    return steps, np.array(losses)
-
-
-def _heldout(model: Model) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens at which all seeds were evaluated, (m,), and their mean held-out loss, (m,)."""
-    steps = model.runs[0].heldout.tokens
-    for run in model.runs[1:]:
-        steps = np.intersect1d(steps, run.heldout.tokens)
-    losses = [[run.heldout_loss_at(step) for step in steps] for run in model.runs]
-    return steps, np.mean(losses, axis=0)

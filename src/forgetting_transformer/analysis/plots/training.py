@@ -1,13 +1,11 @@
 """Figures of what a run logs beside its losses: learning rate, norms, throughput, memory, time, and scores of tests."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from forgetting_transformer import metric_names as names
@@ -24,7 +22,6 @@ from forgetting_transformer.analysis.plots.style import (
     GREY,
     Curve,
     CurveStyle,
-    curve_styles,
     draw_line,
     draw_markers,
     line_handle,
@@ -37,7 +34,7 @@ from forgetting_transformer.analysis.plots.style import (
     token_axis,
 )
 from forgetting_transformer.analysis.runs import Run, Series
-from forgetting_transformer.analysis.scores_in_training import NO_NEEDLE, Score, read_scores
+from forgetting_transformer.analysis.scores_in_training import read_scores
 
 #: Activities that wall time goes to, with the useful first; others are grey.
 _TIME_COLOURS = {
@@ -115,7 +112,7 @@ def _loss_against_hours(axes: Axes, runs: Sequence[Run], styles: Mapping[str, Cu
         time, smoothed = scale * np.interp(run.train.tokens, *run.hours), smooth_training(run.train.values)
         draw_line(axes, styles[run.name], time, smoothed)
         draw_markers(axes, styles[run.name], scale * np.interp(run.heldout.tokens, *run.hours), run.heldout.values)
-        curves.append((run.name, styles[run.name], time, smoothed))
+        curves.append((run.name, styles[run.name], smoothed))
     axes.set_xlim(left=0)
     set_limits(axes, *loss_limits(runs), curves)
     axes.set(xlabel=f"wall time of training ({unit})", ylabel=LOSS_LABEL)
@@ -167,47 +164,27 @@ def norms(run: Run, path: Path, conditions: Sequence[str] = ()) -> None:
 
 
 def scores_over_training(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()) -> None:
-    """Draws every score against training tokens, with 95 % intervals where standard errors were logged.
+    """Draws every score against training tokens, a panel each, with 95 % intervals where standard errors were logged.
 
-    Of one run, scores of one unit share a panel, a curve for each task. Of several, a task has its panel, with a curve
-    for each run. Dotted lines are what a model without the skill would reach. At least one run has a score.
+    Dotted lines are what a model without the skill would reach. At least one run has a score.
     """
-    scores = [(run, style, read_scores(run)) for run, style in zip(runs, run_styles(runs), strict=True)]
-    every = [score for *_, several in scores for score in several]
-    tasks = list(dict.fromkeys(score.task for score in every))
-    # None is dotted, as baselines are.
-    task_styles = {task: replace(style, line="-") for task, style in zip(tasks, curve_styles(tasks), strict=True)}
-    shown: dict[str, CurveStyle] = {}
-    parts: dict[tuple[str, str], list[tuple[Score, CurveStyle]]] = {}
-    for run, run_style, several in scores:
-        for score in several:
-            alone = len(runs) == 1
-            name, style = (score.task, task_styles[score.task]) if alone else (run.name, run_style)
-            shown[name] = style
-            parts.setdefault((score.unit, "" if alone else score.task), []).append((score, style))
-    with panels(path, f"Evaluations during training of {of_runs(runs)}", len(parts), (3.3, 2.5)) as drawn:
-        for axes, ((unit, task), curves) in zip(drawn.axes.flat, parts.items(), strict=False):
-            _draw_scores(axes, unit, curves)
-            axes.set_title(plain_text(task, 34), fontsize=8.5)
-        drawn.handles += [line_handle(style, name, with_marker=True) for name, style in shown.items()]
-        if baselines := dict.fromkeys(score.baseline_name for score in every if score.baseline.tokens.size):
-            label = ", or ".join(baselines)
-            drawn.handles.append(Line2D([], [], color=GREY, linestyle=":", linewidth=1.2, label=label))
-        bars = any(np.isfinite(score.errors).any() for score in every)
-        drawn.notes += [*conditions, *(["bars: 95 % intervals over examples"] if bars else [])]
-
-
-def _draw_scores(axes: Axes, unit: str, curves: Sequence[tuple[Score, CurveStyle]]) -> None:
-    for score, style in curves:
-        draw_line(axes, style, *score.series, marker=style.marker, markersize=4.5, markeredgecolor="white")
-        axes.errorbar(*score.series, 1.96 * score.errors, fmt="none", ecolor=style.colour, elinewidth=0.8, alpha=0.6)
-        # The level of a guess is the same for curves of one test, and so nobody's.
-        colour = style.colour if score.baseline_name == NO_NEEDLE and len(curves) > 1 else GREY
-        axes.plot(*score.baseline, color=colour, linestyle=":", linewidth=1.2)
-    seen = np.concatenate([score.series.values for score, _ in curves])
-    if unit.endswith("(%)"):
-        axes.set_ylim(bottom=min(0.0, -0.03 * axes.get_ylim()[1]))
-    elif seen.min() > 0 and seen.max() > 10 * seen.min():
-        log_axis(axes)
-    axes.set_ylabel(unit)
-    token_axis(axes)
+    scores = [read_scores(run) for run in runs]
+    found = list(dict.fromkeys(name for of_run in scores for name in of_run))
+    with panels(path, f"Evaluations during training of {of_runs(runs)}", len(found), (3.1, 2.2)) as drawn:
+        styles = run_styles(runs)
+        for axes, name in zip(drawn.axes.flat, found, strict=False):
+            for of_run, style in zip(scores, styles, strict=True):
+                if score := of_run.get(name):
+                    draw_line(axes, style, *score.series, marker=style.marker, markersize=4.5, markeredgecolor="white")
+                    bars = {"fmt": "none", "ecolor": style.colour, "elinewidth": 0.8, "alpha": 0.6}
+                    axes.errorbar(*score.series, 1.96 * score.errors, **bars)
+                    axes.plot(*score.baseline, color=style.colour, linestyle=":", linewidth=1.2)
+            axes.set_title(plain_text(name, 34), loc="left")
+            token_axis(axes)
+        drawn.handles += [line_handle(style, run.name, True) for style, run in zip(styles, runs, strict=True)]
+        every = [score for of_run in scores for score in of_run.values()]
+        drawn.notes += conditions
+        if any(score.baseline.tokens.size for score in every):
+            drawn.notes.append("dotted: a guess, or the answer's loss with no needle in the text")
+        if any(np.isfinite(score.errors).any() for score in every):
+            drawn.notes.append("bars: 95 % intervals over examples")

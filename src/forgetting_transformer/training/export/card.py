@@ -143,8 +143,8 @@ def _losses(run: Run, exported: Exported) -> list[str]:
     of = f"mean over {tokens:,} held-out tokens, " if tokens else ""
     weights = exported.origin.get("weights", "")
     # Those of the weights here go first.
-    if "average ema" in weights and run.ema.tokens.size:
-        step, loss = run.ema.tokens[-1], float(run.ema.values[-1])
+    if "average ema" in weights and (average := run.on("ema").heldout).tokens.size:
+        step, loss = average.tokens[-1], float(average.values[-1])
         rows.append(("held-out, moving average of the weights", loss, f"{of}after {step:,} training tokens"))
     if run.heldout.tokens.size:
         step, loss = run.heldout.tokens[-1], run.final_loss(heldout=True)
