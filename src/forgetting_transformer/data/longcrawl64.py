@@ -8,18 +8,16 @@ beginning-of-sequence token in front, as inputs (also for slices from the middle
 
 import bisect
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from forgetting_transformer.data.corpus import Batch, DataInfo, keep_apart, lengths_of, shifted
-from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.order import Location, ReadingOrder
 from forgetting_transformer.data.remote import is_url, join
@@ -91,22 +89,6 @@ class CorpusFolder:
         found = vocabulary_of(self.place, split, doc_len, self.manifest, self._stated, self._recorded)
         self._vocabulary = found
         return found.size
-
-    def slots(self, split: str, batch_size: int, seq_len: int) -> int:
-        """Chunks that a batch touches.
-
-        Raises:
-            DataError: the cache of a remote corpus has no room for so many.
-        """
-        array = self.array(split)
-        slots = slots_for(array.chunk_shape, batch_size, seq_len)
-        needed = slots * math.prod(array.chunk_shape) * array.dtype.itemsize
-        if is_url(array.path) and self.cache.limit_bytes < needed:
-            raise DataError(
-                f"datamodule.cache_gb={self.cache.limit_bytes / 1e9:g} is less than the {needed / 1e9:.3g} GB that "
-                f"a batch needs of {array.path}; raise it"
-            )
-        return slots
 
 
 class LongCrawl64DataModule:
@@ -241,7 +223,7 @@ class LongCrawl64DataModule:
         """Shares in the first batch where documents are packed, because rows lie in no order."""
         if not self.packed:
             return {self.train_batch_len: 1.0}
-        first = Loader(TrainBatches(self, 0, 1, [None] * len(self.parts)), range(1), 0, self.vocabulary, packed=True)
+        first = Loader(TrainBatches(self, 0, 1), range(1), 0, self.vocabulary, packed=True)
         return lengths_of(next(iter(first))["cu_seqlens"])
 
     def train_loader(self, first_batch: int, last_batch: int, rank: int, world_size: int) -> DataLoader:
@@ -249,9 +231,9 @@ class LongCrawl64DataModule:
 
         Each item is a dict of `input_ids` and `labels`, both (train_batch_size // world_size, train_batch_len) int64.
         """
-        dataset = TrainBatches(self, rank, world_size, [DecodedChunks(slots) for slots in self._train_slots()])
-        batches = range(first_batch, last_batch)
-        return Loader(dataset, batches, self.train_num_workers, self.vocabulary, self.packed)
+        self.check_cache(world_size, evaluates=False)
+        dataset = TrainBatches(self, rank, world_size)
+        return Loader(dataset, range(first_batch, last_batch), self.train_num_workers, self.vocabulary, self.packed)
 
     def eval_info(self) -> DataInfo:
         sequences = sum(self.eval_size(part)[1] for part in range(len(self.parts)))
@@ -267,11 +249,8 @@ class LongCrawl64DataModule:
         sequences where this is less. Every rank yields the same number of batches, because a sharded model needs all
         ranks in every forward pass.
         """
-        parts = [
-            HeldOut(self.array("heldout", part), self.eval_size(part)[1], self.eval_batch_len, DecodedChunks(slots))
-            for part, slots in enumerate(self.held_out_slots(world_size))
-        ]
-        dataset = EvalBatches(parts, self.eval_local_batch_size, rank, world_size)
+        self.keep_heldout(world_size)
+        dataset = EvalBatches(self, rank, world_size)
         return Loader(dataset, range(len(dataset)), self.eval_num_workers, self.vocabulary, self.packed)
 
     def check_cache(self, world_size: int, evaluates: bool) -> None:
@@ -280,17 +259,15 @@ class LongCrawl64DataModule:
         Raises:
             DataError: it has not.
         """
-        self._train_slots()
+        for part, rows in enumerate(self.rows_of_parts()):
+            self.array("train", part).keep(rows, self.train_batch_len)
         if evaluates:
-            self.held_out_slots(world_size)
+            self.keep_heldout(world_size)
 
-    def _train_slots(self) -> list[int]:
-        rows = zip(self.parts, self.rows_of_parts(), strict=True)
-        return [part.slots("train", count, self.train_batch_len) for part, count in rows]
-
-    def held_out_slots(self, world_size: int) -> list[int]:
-        rows = self.eval_local_batch_size * world_size
-        return [part.slots("heldout", rows, self.eval_batch_len) for part in self.parts]
+    def keep_heldout(self, world_size: int) -> None:
+        """The same for held-out arrays alone."""
+        for part in range(len(self.parts)):
+            self.array("heldout", part).keep(self.eval_local_batch_size * world_size, self.eval_batch_len)
 
     def _info(self, split: str, seq_len: int, batch_size: int, batches: int) -> DataInfo:
         array = self.array(split)
@@ -322,12 +299,10 @@ def check_length(key: str, seq_len: int, array: TokenArray) -> None:
 
 
 class TrainBatches(Dataset):
-    """Map-style: global batch index -> this rank's share of it. `kept` are the decoded chunks of each corpus."""
+    """Map-style: global batch index -> this rank's share of it."""
 
-    def __init__(
-        self, data: LongCrawl64DataModule, rank: int, world_size: int, kept: Sequence[DecodedChunks | None]
-    ) -> None:
-        self.data, self.rank, self.world_size, self.kept = data, rank, world_size, kept
+    def __init__(self, data: LongCrawl64DataModule, rank: int, world_size: int) -> None:
+        self.data, self.rank, self.world_size = data, rank, world_size
         self.arrays = [data.array("train", part) for part in range(len(data.parts))]
 
     def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
@@ -336,33 +311,25 @@ class TrainBatches(Dataset):
         labels_BT = np.empty((rows, self.data.train_batch_len), dtype=dtype)
         for part, at, place in self.data.places(batch, self.rank, self.world_size):
             labels_BT[at] = self.arrays[part].read(
-                place.first_document, place.last_document, place.begin_token, place.end_token, self.kept[part]
+                place.first_document, place.last_document, place.begin_token, place.end_token
             )
         return {"labels": torch.from_numpy(labels_BT)}
 
 
-class HeldOut(NamedTuple):
-    """Held-out sequences of one array; number n is slice n // D of document n % D, of D documents."""
-
-    array: TokenArray
-    sequences: int
-    seq_len: int
-    kept: DecodedChunks
-
-    def read(self, sequence: int) -> np.ndarray:
-        """Tokens `(1, seq_len)` of a sequence."""
-        column, document = divmod(sequence, self.sequences // (self.array.doc_len // self.seq_len))
-        begin = column * self.seq_len
-        return self.array.read(document, document + 1, begin, begin + self.seq_len, self.kept)
-
-
 class EvalBatches(Dataset):
-    """Map-style: batch index of this rank -> held-out sequences, those of one array after those of another."""
+    """Map-style: batch index of this rank -> held-out sequences, those of one array after those of another.
 
-    def __init__(self, parts: Sequence[HeldOut], batch_size: int, rank: int, world_size: int) -> None:
-        self.parts, self.rank, self.world_size = parts, rank, world_size
-        self.ends = list(itertools.accumulate(part.sequences for part in parts))
-        self.batch_size = min(batch_size, -(-self.ends[-1] // world_size))  # no more rows than there are
+    Sequence n of an array is slice n // D of document n % D, of D documents.
+    """
+
+    def __init__(self, data: LongCrawl64DataModule, rank: int, world_size: int) -> None:
+        self.length, self.rank, self.world_size = data.eval_batch_len, rank, world_size
+        self.arrays = [data.array("heldout", part) for part in range(len(data.parts))]
+        sizes = [data.eval_size(part) for part in range(len(data.parts))]
+        self.documents = [documents for documents, _ in sizes]
+        self.ends = list(itertools.accumulate(sequences for _, sequences in sizes))
+        # No more rows than there are.
+        self.batch_size = min(data.eval_local_batch_size, -(-self.ends[-1] // world_size))
 
     def __len__(self) -> int:
         return -(-self.ends[-1] // (self.batch_size * self.world_size))
@@ -370,12 +337,16 @@ class EvalBatches(Dataset):
     def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
         first = (batch * self.world_size + self.rank) * self.batch_size
         wanted = np.arange(first, first + self.batch_size)
-        rows = []
-        for sequence in np.minimum(wanted, self.ends[-1] - 1).tolist():  # past the end: the last again, with weight 0
-            part = bisect.bisect_right(self.ends, sequence)
-            rows.append(self.parts[part].read(sequence - self.ends[part] + self.parts[part].sequences))
+        # Past the end: the last again, with weight 0.
+        rows = [self._read(sequence) for sequence in np.minimum(wanted, self.ends[-1] - 1).tolist()]
         weight = torch.from_numpy((wanted < self.ends[-1]).astype(np.float64))
         return {"labels": torch.from_numpy(np.concatenate(rows)), "weight": weight}
+
+    def _read(self, sequence: int) -> np.ndarray:
+        """Tokens `(1, length)`."""
+        part = bisect.bisect_right(self.ends, sequence)
+        column, document = divmod(sequence - (self.ends[part - 1] if part else 0), self.documents[part])
+        return self.arrays[part].read(document, document + 1, column * self.length, (column + 1) * self.length)
 
 
 class Loader(DataLoader):

@@ -89,10 +89,9 @@ class RemoteCache:
 
     def fetch_all(self, names: list[str]) -> None:
         """Fetches several files at a time; those that the source does not have are an error where they are read."""
-        missing = [name for name in names if not self._path(name).exists()]
-        if len(missing) > 1:
-            with ThreadPoolExecutor(CONNECTIONS) as pool:
-                list(pool.map(self.fetch, missing))
+        missing = [name for name in names if not self._touch(self._path(name))]
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            list(pool.map(self.fetch, missing))
 
     def _path(self, name: str) -> Path:
         return self.folder / join("", name).lstrip("/")  # join refuses names that lead out of the folder

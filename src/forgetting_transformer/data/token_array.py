@@ -7,6 +7,7 @@ be sparse on purpose (`missing_chunks="skip"`): then only the documents of which
 
 import difflib
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import product
@@ -14,10 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from forgetting_transformer.console import redact
-from forgetting_transformer.data.array_files import ArrayFiles, MissingChunkError, RemoteArrayFiles, open_array
+from forgetting_transformer.data.array_files import ArrayFiles, MissingChunkError, open_array
 from forgetting_transformer.data.checksums import ChecksumError
-from forgetting_transformer.data.decoded_chunks import Chunk, DecodedChunks
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.remote import is_url
 from forgetting_transformer.data.remote_cache import CacheSettings
@@ -30,13 +29,20 @@ MISSING_CHUNKS = ("error", "skip")
 #: Other corpora that a message lists.
 _MOST_LISTED = 8
 
+#: Row and column among the chunks of an array.
+Chunk = tuple[int, int]
+
 
 class NoArrayError(DataError):
     """There is no array of that name."""
 
 
 class TokenArray:
-    """A Zarr v2 or v3 array (chunked or sharded) of uint16 or uint32 token ids, one document per row.
+    """A Zarr v2 or v3 array of uint16 or uint32 token ids, one document per row, each chunk a file.
+
+    A chunk of LongCrawl64 holds 2048 documents × 2048 tokens, 8 MiB. A batch of 32 × 16,384 tokens needs 32 rows of 8
+    chunks, and the next 63 batches need the other rows of the same chunks. Decoding per batch does 64 times the work
+    of decoding once, so decoded chunks are kept (`keep`).
 
     Args:
         path: the array's folder, such as `data/longcrawl64/train.zarr`, or a URL such as s3://bucket/train.zarr.
@@ -50,7 +56,6 @@ class TokenArray:
         documents, doc_len: the shape of what can be read.
         dtype: of the ids, one of TOKEN_DTYPES, whatever the vocabulary needs.
         chunk_shape: documents and tokens that are decoded together.
-        file_shape: documents and tokens in one file: a shard where the array is sharded, else a chunk.
 
     Raises:
         DataError: no array there, or one of another shape or dtype, with ids out of range or with missing chunks
@@ -67,13 +72,9 @@ class TokenArray:
     ) -> None:
         if missing_chunks not in MISSING_CHUNKS:
             raise DataError(f"missing_chunks={missing_chunks!r} is unknown; use 'error' or 'skip'")
-        #: Where the array is; of a URL as it may be shown, without a password.
-        self.path: str | Path = redact(str(path).rstrip("/")) if is_url(path) else Path(path)
+        self.files = ArrayFiles(path, cache or CacheSettings())
+        self.path = self.files.path
         self._manifest_folder = str(path).rstrip("/").rpartition("/")[0] if is_url(path) else Path(path).parent
-        if isinstance(self.path, str):
-            self.files: ArrayFiles = RemoteArrayFiles(str(path).rstrip("/"), cache or CacheSettings())
-        else:
-            self.files = ArrayFiles(self.path)
         if not self.files.has_array():
             raise NoArrayError(_nothing_at(self.path))
         array = open_array(self.files)
@@ -87,9 +88,9 @@ class TokenArray:
         self.stored_documents, self.doc_len = (int(size) for size in array.shape)
         self.vocab_size = vocab_size(self.doc_len) if callable(vocab_size) else vocab_size
         self.chunk_shape = (int(array.chunks[0]), int(array.chunks[1]))
-        files = array.shards or array.chunks
-        self.file_shape = (int(files[0]), int(files[1]))
-        #: Rows of files of which every file is there, or None for all.
+        self._kept: OrderedDict[Chunk, np.ndarray] = OrderedDict()
+        self._slots = 0
+        #: Rows of chunks of which every chunk is there, or None for all.
         self.present_rows = self._present_rows() if missing_chunks == "skip" else None
         self.documents = self.stored_documents if self.present_rows is None else int(self._firsts[-1])
         if self.documents == 0:
@@ -97,28 +98,46 @@ class TokenArray:
         if sampled:
             _ = self._sample
 
-    def read(self, first: int, last: int, begin: int, end: int, kept: DecodedChunks | None = None) -> np.ndarray:
-        """Tokens [begin, end) of documents [first, last), shape (last - first, end - begin), dtype `self.dtype`.
+    def keep(self, n_documents: int, seq_len: int) -> None:
+        """Has as many decoded chunks kept as `seq_len` tokens of `n_documents` neighbouring documents touch.
 
-        Args:
-            kept: decoded chunks of this array to take from and to add to. Without it every chunk that the slice touches
-                is decoded for this call.
+        So many are enough where batches are read in order: whatever the next one shares with this one was used last.
+
+        Raises:
+            DataError: the cache of a remote array has no room for so many.
+        """
+        slots, cache = slots_for(self.chunk_shape, n_documents, seq_len), self.files.cache
+        needed = slots * self.chunk_shape[0] * self.chunk_shape[1] * self.dtype.itemsize
+        if cache is not None and cache.settings.limit_bytes < needed:
+            raise DataError(
+                f"datamodule.cache_gb={cache.settings.limit_bytes / 1e9:g} is less than the {needed / 1e9:.3g} GB that "
+                f"a batch needs of {self.path}; raise it"
+            )
+        self._slots = max(self._slots, slots)
+
+    def read(self, first: int, last: int, begin: int, end: int) -> np.ndarray:
+        """Tokens [begin, end) of documents [first, last), shape (last - first, end - begin), dtype `self.dtype`.
 
         Raises:
             DataError: a chunk is missing or cannot be decoded, an id is out of range or a document is all zeros.
         """
         pieces = list(self._pieces(first, last, begin, end))
-        chunks = [chunk for chunk, _, _ in pieces]
-        self.files.fetch_all(self._file_names(chunks if kept is None else kept.lacking(chunks)))
+        self.files.fetch([self.key(chunk) for chunk, _, _ in pieces if chunk not in self._kept])
         tokens = np.empty((last - first, end - begin), dtype=self.dtype)
         for chunk, source, target in pieces:
-            decoded = self.decode(chunk) if kept is None else kept.get(chunk, self.decode)
+            decoded = self._kept.pop(chunk, None)
+            if decoded is None:
+                decoded = self.decode(chunk)
+            if self._slots:
+                while len(self._kept) >= self._slots:
+                    self._kept.popitem(last=False)
+                self._kept[chunk] = decoded
             tokens[target] = decoded[source]
         self._check_tokens(tokens, first, begin)
         return tokens
 
     def decode(self, chunk: Chunk) -> np.ndarray:
-        """One chunk by its row and column among the chunks of the array on disk; smaller at the array's edges.
+        """One chunk; smaller at the array's edges.
 
         Raises:
             MissingChunkError: there is no file for it.
@@ -129,7 +148,7 @@ class TokenArray:
             slice(chunk[0] * rows, min((chunk[0] + 1) * rows, self.stored_documents)),
             slice(chunk[1] * columns, min((chunk[1] + 1) * columns, self.doc_len)),
         )
-        name = self._file_names([chunk])[0]
+        place = self.files.place(self.key(chunk))
         again = False
         while True:
             try:
@@ -143,31 +162,18 @@ class TokenArray:
             except DataError:
                 raise
             except Exception as error:  # each codec has its own
-                if again or not self.files.fetch_again(name):
+                if again or not self.files.fetch_again(self.key(chunk)):
                     if isinstance(error, ChecksumError) and self.files.checksums is not None:
                         listed = self.files.checksums.name
                         raise DataError(
-                            f"{self.files.place(name)} is not the file that {listed} lists: it was changed or is "
-                            f"damaged ({error}). Fetch or make it again. If the change is meant, this is another "
-                            f"corpus: delete {listed}, and scripts/verify_data.py makes a new one"
+                            f"{place} is not the file that {listed} lists: it was changed or is damaged ({error}). "
+                            "Fetch or make it again. If the change is meant, this is another corpus: delete "
+                            f"{listed}, and scripts/verify_data.py makes a new one"
                         ) from error
                     raise DataError(
-                        f"{self.files.place(name)} cannot be decoded ({error}); it is damaged: "
-                        "delete it and fetch or make it again"
+                        f"{place} cannot be decoded ({error}); it is damaged: delete it and fetch or make it again"
                     ) from error
                 again = True
-
-    def decode_file(self, file: tuple[int, int]) -> None:
-        """Decodes all chunks of a file, by its row and column.
-
-        Raises:
-            DataError: as `decode`.
-        """
-        (row, column), (height, width), (rows, columns) = file, self.file_shape, self.chunk_shape
-        last_row, last_column = min((row + 1) * height, self.stored_documents), min((column + 1) * width, self.doc_len)
-        downward = range(row * height // rows, -(-last_row // rows))
-        for chunk in product(downward, range(column * width // columns, -(-last_column // columns))):
-            self.decode(chunk)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -178,7 +184,7 @@ class TokenArray:
         """
         digest = hashlib.sha256(f"{self.documents}x{self.doc_len}".encode())
         if self.present_rows is not None:
-            digest.update(f"present {self.file_shape[0]}-row blocks {self.present_rows.tolist()}".encode())
+            digest.update(f"present {self.chunk_shape[0]}-row blocks {self.present_rows.tolist()}".encode())
         recorded = (
             read_manifest(self._manifest_folder).get("arrays", {}).get(Path(self.path).stem, {}).get("content_hash")
         )
@@ -195,17 +201,11 @@ class TokenArray:
         if self.present_rows is None:
             return document
         block = int(np.searchsorted(self._firsts, document, side="right")) - 1
-        return int(self.present_rows[block]) * self.file_shape[0] + document - int(self._firsts[block])
+        return int(self.present_rows[block]) * self.chunk_shape[0] + document - int(self._firsts[block])
 
-    def key(self, file: tuple[int, int]) -> str:
-        """The name of a file of chunks by its row and column."""
-        return self._array.metadata.encode_chunk_key(file)
-
-    def _file_names(self, chunks: list[Chunk]) -> list[str]:
-        """The files of these chunks, each once."""
-        down, across = (self.file_shape[0] // self.chunk_shape[0], self.file_shape[1] // self.chunk_shape[1])
-        files = dict.fromkeys((row // down, column // across) for row, column in chunks)
-        return [self.key(file) for file in files]
+    def key(self, chunk: Chunk) -> str:
+        """The name of a chunk's file."""
+        return self._array.metadata.encode_chunk_key(chunk)
 
     def _pieces(
         self, first: int, last: int, begin: int, end: int
@@ -215,25 +215,17 @@ class TokenArray:
         start = first
         while first < last:
             row = self.stored_row(first)
-            # As far as documents follow each other on disk within one chunk; files hold whole chunks.
+            # As far as documents follow each other on disk within one chunk.
             n_rows = min(last - first, rows - row % rows, self.stored_documents - row)
+            down = slice(row % rows, row % rows + n_rows), slice(first - start, first - start + n_rows)
             for column in range(begin // columns, (end - 1) // columns + 1):
                 from_token, to_token = max(begin, column * columns), min(end, (column + 1) * columns)
-                yield (
-                    (row // rows, column),
-                    (
-                        slice(row % rows, row % rows + n_rows),
-                        slice(from_token - column * columns, to_token - column * columns),
-                    ),
-                    (
-                        slice(first - start, first - start + n_rows),
-                        slice(from_token - begin, to_token - begin),
-                    ),
-                )
+                source = slice(from_token - column * columns, to_token - column * columns)
+                yield (row // rows, column), (down[0], source), (down[1], slice(from_token - begin, to_token - begin))
             first += n_rows
 
     def _present_rows(self) -> np.ndarray | None:
-        """Rows of files that are complete, None if all are."""
+        """Rows of chunks that are complete, None if all are."""
         keys = self.keys()
         whole = self.whole_rows(self.files.names(keys.values()))
         if not whole:
@@ -243,23 +235,23 @@ class TokenArray:
             )
         if len(whole) == len({row for row, _ in keys}):
             return None
-        #: The first document of each present row of files, and the number of all documents at the end.
+        #: The first document of each present row of chunks, and the number of all documents at the end.
         self._firsts = np.cumsum([0, *(self.documents_in([row]) for row in whole)])
         return np.array(whole)
 
-    def keys(self) -> dict[tuple[int, int], str]:
-        """The names of all files of chunks, by row and column."""
-        rows, columns = (-(-self.stored_documents // self.file_shape[0]), -(-self.doc_len // self.file_shape[1]))
-        return {file: self.key(file) for file in product(range(rows), range(columns))}
+    def keys(self) -> dict[Chunk, str]:
+        """The names of all files."""
+        rows, columns = (-(-self.stored_documents // self.chunk_shape[0]), -(-self.doc_len // self.chunk_shape[1]))
+        return {chunk: self.key(chunk) for chunk in product(range(rows), range(columns))}
 
     def whole_rows(self, there: Collection[str]) -> list[int]:
-        """Rows whose files are all in `there`."""
+        """Rows of chunks whose files are all in `there`."""
         broken = {row for (row, _), key in self.keys().items() if key not in there}
         return sorted({row for row, _ in self.keys()} - broken)
 
     def documents_in(self, rows: Iterable[int]) -> int:
-        """Documents in rows of files."""
-        height = self.file_shape[0]
+        """Documents in rows of chunks."""
+        height = self.chunk_shape[0]
         return sum(min((row + 1) * height, self.stored_documents) - row * height for row in rows)
 
     @cached_property
@@ -267,7 +259,7 @@ class TokenArray:
         rows = np.unique(np.linspace(0, self.documents - 1, SAMPLED_ROWS, dtype=np.int64)).tolist()
         end = min(self.doc_len, SAMPLED_TOKENS)
         chunks = [chunk for row in rows for chunk, _, _ in self._pieces(row, row + 1, 0, end)]
-        self.files.fetch_all(self._file_names(chunks))
+        self.files.fetch([self.key(chunk) for chunk in dict.fromkeys(chunks)])
         return np.concatenate([self.read(row, row + 1, 0, end) for row in rows])
 
     def _check_tokens(self, tokens: np.ndarray, first: int, begin: int) -> None:
@@ -280,7 +272,6 @@ class TokenArray:
             )
         zero_rows = np.flatnonzero(~tokens.any(axis=1))
         if zero_rows.size:
-            # A chunk missing *inside* a shard leaves no missing file, only zeros.
             raise DataError(
                 f"{self.path}: {self._named(first + int(zero_rows[0]))} is all zeros from position {begin:,}; the "
                 "array was not filled completely. Make or fetch it again"
@@ -289,6 +280,15 @@ class TokenArray:
     def _named(self, document: int) -> str:
         row = self.stored_row(document)
         return f"document {document:,}" + (f" (row {row:,} on disk)" if row != document else "")
+
+
+def slots_for(chunk_shape: tuple[int, int], n_documents: int, seq_len: int) -> int:
+    """Most chunks that `seq_len` tokens of `n_documents` neighbouring documents touch."""
+    rows, columns = chunk_shape
+    aligned = seq_len % columns == 0 or columns % seq_len == 0
+    across = -(-seq_len // columns) + (0 if aligned else 1)
+    down = (n_documents - 1) // rows + 2  # the first and the last may be in the middle of a chunk
+    return across * down
 
 
 def _nothing_at(path: str | Path) -> str:

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from forgetting_transformer.data.corpus import Batch, Corpus, check_batch, shifted
-from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.longcrawl64 import check_length
 from forgetting_transformer.data.token_array import TokenArray
@@ -73,17 +72,16 @@ class HeldOut(HeldOutSequences):
             return None
         return np.repeat(rows, self.array.doc_len // self.length)[: self.sequences]
 
-    def read(self, sequence: int, kept: DecodedChunks | None = None) -> np.ndarray:
+    def read(self, sequence: int) -> np.ndarray:
         """Tokens `(1, length)` of one sequence."""
         document, column = divmod(sequence, self.array.doc_len // self.length)
-        return self.array.read(document, document + 1, column * self.length, (column + 1) * self.length, kept)
+        return self.array.read(document, document + 1, column * self.length, (column + 1) * self.length)
 
     def read_batches(self, batches: Sequence[range]) -> Iterator[dict[str, Tensor] | None]:
         # Documents that follow each other share chunks, and all their columns are read. One process reads.
-        longest = max(1, *map(len, batches)) if batches else 1
-        kept = DecodedChunks(slots_for(self.array.chunk_shape, longest, self.array.doc_len))
+        self.array.keep(max(1, *map(len, batches)) if batches else 1, self.array.doc_len)
         for sequences in batches:
-            rows = [self.read(n, kept) for n in sequences]
+            rows = [self.read(n) for n in sequences]
             yield shifted(np.concatenate(rows), self.bos_token_id) if rows else None
 
 

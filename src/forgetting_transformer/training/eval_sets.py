@@ -113,7 +113,7 @@ def _open(config: Config, path: str, corpus: Corpus, info: DataInfo, world_size:
                 "FOLDER)"
             )
     if isinstance(found, LongCrawl64DataModule):
-        found.held_out_slots(world_size)  # refuses a cache that is too small
+        found.keep_heldout(world_size)  # refuses a cache that is too small
     return found
 
 

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare import shards, sources
 from forgetting_transformer.data.prepare.settings import CorpusSettings
-from forgetting_transformer.data.tools.progress import Progress
 from forgetting_transformer.versions import how_to_install
 
 SKETCH = 128
@@ -65,17 +65,14 @@ def _short(values: bytes) -> bytes:
     return hashlib.blake2b(values, digest_size=8).digest()
 
 
-def find(
-    settings: CorpusSettings, out: Path, folder: Path, pool: Executor, workers: int, progress: Progress
-) -> tuple[set[bytes], str]:
+def find(settings: CorpusSettings, out: Path, folder: Path, pool: Executor, workers: int, bar: Any) -> set[bytes]:
     """Reads the input once, up to `max_bytes` of text that stays, and finds the near-duplicates in it.
 
     Args:
         folder: for the sketches; those of an interrupted run are used again where the texts are the same.
 
     Returns:
-        Digests of the near-duplicates, without the texts that are equal to an earlier one; and the hash of the
-        digests of all texts that stay, in order.
+        Digests of the near-duplicates, without the texts that are equal to an earlier one.
 
     Raises:
         DataError: datasketch is missing, or of a version with other sketches.
@@ -96,7 +93,7 @@ def find(
     probe = MinHash(SKETCH, scheme=_SCHEME)
     tables = MinHashLSH(threshold, SKETCH, weights=_WEIGHTS, hashfunc=_short)
     near: set[bytes] = set()
-    kept, kept_bytes = hashlib.blake2b(digest_size=16), 0
+    kept_bytes = 0
     texts = sources.distinct_texts(settings, out, sources.Tally())
 
     def wanted() -> Iterator[shards.Shard]:
@@ -118,7 +115,6 @@ def find(
                 near.add(text.digest)
             else:
                 tables.insert(number, probe, check_duplication=False)
-                kept.update(text.digest)
                 kept_bytes += text.n_bytes
-        progress.advance(shard.n_bytes)
-    return near, kept.hexdigest()
+        bar.update(shard.n_bytes)
+    return near

@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from forgetting_transformer.data import checksums
 from forgetting_transformer.data.errors import DataError, cannot_write
 from forgetting_transformer.data.prepare import near_duplicates, packing, sources, stream, tokenizers, writing
 from forgetting_transformer.data.prepare.output import MANIFEST, Place, read_manifest
-from forgetting_transformer.data.prepare.settings import LAYOUT_SETTINGS, CorpusSettings
+from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.prepare.shards import open_pool
-from forgetting_transformer.data.tools.progress import Progress
-from forgetting_transformer.files import write_atomically, write_json
+from forgetting_transformer.data.tools.progress import progress
+from forgetting_transformer.files import write_json
 from forgetting_transformer.versions import installed_versions
 
 FORMAT_VERSION = 1
@@ -79,7 +80,8 @@ def _prepare(settings: CorpusSettings, place: Place, workers: int, force: bool, 
     if not (published and same):  # else this command was all but done
         place.check_movable()
         _begin_or_continue(settings, place, force, say)
-        write_json(place.new / MANIFEST, _build(settings, place, workers))
+        with open_pool(workers) as pool:
+            write_json(place.new / MANIFEST, _Building(settings, place, pool, workers).manifest())
         place.publish(force)
     manifest = read_manifest(place.out / MANIFEST)
     for line in summary_lines(manifest):
@@ -91,190 +93,149 @@ def _begin_or_continue(settings: CorpusSettings, place: Place, force: bool, say:
     """Afterwards the settings, and what is done of the corpus, lie in `place`; see `prepare_corpus` for `force`."""
     if place.begun.exists():
         written = json.loads(place.begun.read_text())
-        different = settings.different_from(written)
-        can_continue = set(different) <= set(LAYOUT_SETTINGS)
-        has_work = any(log.stat().st_size for log in place.work.glob("*/shards.jsonl"))
-        if not force and not can_continue and has_work:
-            settings.refuse_if_different(written, place.work)
-        if can_continue and (not force or written["force"]):
-            if different:
-                for name in ARRAYS:
-                    shutil.rmtree(place.new / f"{name}.zarr", ignore_errors=True)
-                write_json(place.begun, settings.as_json() | {"force": written["force"]})
-            changed = f", with another {', '.join(different)}" if different else ""
-            say(f"continuing the unfinished corpus in {place.work}{changed}")
+        if not settings.different_from(written) and (not force or written["force"]):
+            say(f"continuing the unfinished corpus in {place.work}")
             return
+        if not force and any(log.stat().st_size for log in place.work.glob("*/shards.jsonl")):
+            settings.refuse_if_different(written, place.work)
     place.begin(settings.as_json() | {"force": force})
 
 
-def _build(settings: CorpusSettings, place: Place, workers: int) -> dict[str, Any]:
-    started = time.monotonic()
-    stream.load_encoder.cache_clear()  # one worker works in this process, which may have worked in this folder before
-    with open_pool(workers) as pool:
+class _Building:
+    """The stages of one corpus. Each keeps its result in `place` and takes it from there after a kill."""
+
+    def __init__(self, settings: CorpusSettings, place: Place, pool: Executor, workers: int) -> None:
+        self.settings, self.place, self.pool, self.workers = settings, place, pool, workers
+        self.stream = place.work / "stream"
+
+    def manifest(self) -> dict[str, Any]:
+        """Of the corpus, which is complete but for it."""
+        started, settings = time.monotonic(), self.settings
+        stream.load_encoder.cache_clear()  # the worker may be this process, which may have worked in this folder before
         # One that is not trained first: it may not be there, and nothing else takes so little time.
-        trained = settings.tokenizer.startswith("train:")
-        info = None if trained else _make_tokenizer(settings, place, set())
-        near = _find_near_duplicates(settings, place, pool, workers)
-        info = info or _make_tokenizer(settings, place, near)
-        counted = _make_stream(settings, place, info, near, pool, workers)
-        with np.load(place.work / "texts.npz") as file:
+        info = None if settings.tokenizer.startswith("train:") else self.tokenizer(set())
+        near = self.near_duplicates()
+        info = info or self.tokenizer(near)
+        counted = self.tokens(info, near)
+        with np.load(self.place.work / "texts.npz") as file:
             split = packing.make_split(stream.TextTable(file["tokens"], file["shared"]), settings)
-        arrays, entropy = _make_arrays(settings, split, place, info, pool, workers)
-    seconds = time.monotonic() - started
-    return {
-        "format_version": FORMAT_VERSION,
-        "doc_len": settings.doc_len,
-        "vocab_size": info.vocab_size,
-        "bos_token_id": info.bos_token_id,
-        "eos_token_id": info.eos_token_id,
-        "unigram_entropy_nats": entropy,
-        "bytes_per_token": counted["bytes"] / counted.pop("stream_tokens"),
-        "tokenizer": {"kind": info.kind, "name": settings.tokenizer},
-        "arrays": arrays,
-        "settings": settings.as_json(),
-        **counted,
-        "split": {
-            "groups": split.n_groups,
-            "groups_heldout": split.n_groups_heldout,
-            # Rows of one group are alike: what differs between models is known less well than the rows would say.
-            "group_of_heldout_row": split.heldout.spans_of_rows().tolist(),
-            "a_text_is_on_both_sides": split.cut_text,
-        },
-        "dropped_tokens": {name: getattr(split, name).n_tokens_dropped for name in ARRAYS},
-        "seconds": round(seconds, 1),
-        "versions": installed_versions(PACKAGES),
-    }
+        arrays, entropy = self.arrays(split, info)
+        return {
+            "format_version": FORMAT_VERSION,
+            "doc_len": settings.doc_len,
+            "vocab_size": info.vocab_size,
+            "bos_token_id": info.bos_token_id,
+            "eos_token_id": info.eos_token_id,
+            "unigram_entropy_nats": entropy,
+            "bytes_per_token": counted["bytes"] / counted.pop("stream_tokens"),
+            "tokenizer": {"kind": info.kind, "name": settings.tokenizer},
+            "arrays": arrays,
+            "settings": settings.as_json(),
+            **counted,
+            "split": {
+                "groups": split.n_groups,
+                "groups_heldout": split.n_groups_heldout,
+                # Rows of one group are alike: what differs between models is known less well than the rows would say.
+                "group_of_heldout_row": split.heldout.spans_of_rows().tolist(),
+                "a_text_is_on_both_sides": split.cut_text,
+            },
+            "dropped_tokens": {name: getattr(split, name).n_tokens_dropped for name in ARRAYS},
+            "seconds": round(time.monotonic() - started, 1),
+            "versions": installed_versions(PACKAGES),
+        }
 
+    def near_duplicates(self) -> set[bytes]:
+        """Digests of the texts to leave out; none where nobody asked for it."""
+        if self.settings.dedup is None:
+            return set()
+        complete = self.place.work / "near_duplicates.json"
+        if not complete.exists():
+            with self._progress("looking for near-duplicates") as bar:
+                near = near_duplicates.find(
+                    self.settings, self.place.out, self.place.work / "sketches", self.pool, self.workers, bar
+                )
+            write_json(complete, sorted(digest.hex() for digest in near))
+        return set(map(bytes.fromhex, json.loads(complete.read_text())))
 
-def _find_near_duplicates(settings: CorpusSettings, place: Place, pool: Executor, workers: int) -> set[bytes]:
-    """Digests of the texts to leave out; none where nobody asked for it."""
-    if settings.dedup is None:
-        return set()
-    complete = place.work / "near_duplicates.json"
-    if not complete.exists():
-        with Progress("looking for near-duplicates", sources.input_bytes(settings, place.out), "B") as progress:
-            near, kept = near_duplicates.find(settings, place.out, place.work / "sketches", pool, workers, progress)
-        _same_texts(place, kept, first=True)
-        write_json(complete, sorted(digest.hex() for digest in near))
-    return set(map(bytes.fromhex, json.loads(complete.read_text())))
+    def tokenizer(self, near: set[bytes]) -> tokenizers.TokenizerInfo:
+        folder, described = self.place.new / "tokenizer", self.place.work / "tokenizer.json"
+        if not described.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            if self.settings.tokenizer == "bytes":
+                tokenizers.save_built(tokenizers.byte_tokenizer(), folder)
+            elif self.settings.tokenizer.startswith("train:"):
+                sample = tokenizers.Sample()
+                with self._progress("sampling text for the tokenizer") as bar:
+                    for piece in self._pieces(sources.Tally(), near):
+                        sample.add(piece.text)
+                        bar.update(piece.n_bytes)
+                size = self.settings.trained_vocab_size()
+                tokenizers.save_built(tokenizers.train_tokenizer(sample.texts(), size), folder)
+            else:
+                tokenizers.save_loaded(self.settings.tokenizer, folder)
+            write_json(described, dataclasses.asdict(tokenizers.describe(folder, self.settings)))
+        return tokenizers.TokenizerInfo(**json.loads(described.read_text()))
 
+    def tokens(self, info: tokenizers.TokenizerInfo, near: set[bytes]) -> dict[str, Any]:
+        """Encodes everything; returns what was counted on the way."""
+        complete = self.place.work / "stream.json"
+        if complete.exists():
+            return json.loads(complete.read_text())
+        tally = sources.Tally()
+        with self._progress("tokenising") as bar:
+            texts = stream.write_stream(
+                self._pieces(tally, near), self.stream, self.place.new / "tokenizer", info, self.pool, self.workers, bar
+            )
+        np.savez(self.place.work / "texts.npz", tokens=texts.tokens, shared=texts.shared)
+        counted = {
+            "texts": tally.texts,
+            "bytes": tally.bytes,
+            "stream_tokens": int(texts.tokens.sum()),
+            "stopped_early": tally.stopped_early,
+            "dropped": dict(sorted(tally.dropped.items())),
+        }
+        write_json(complete, counted)
+        return counted
 
-def _make_tokenizer(settings: CorpusSettings, place: Place, near: set[bytes]) -> tokenizers.TokenizerInfo:
-    folder, described = place.new / "tokenizer", place.work / "tokenizer.json"
-    if not described.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        if settings.tokenizer == "bytes":
-            tokenizers.save_built(tokenizers.byte_tokenizer(), folder)
-        elif settings.tokenizer.startswith("train:"):
-            sample = tokenizers.Sample()
-            with Progress("sampling text for the tokenizer", sources.input_bytes(settings, place.out), "B") as progress:
-                for piece in _pieces(settings, place, sources.Tally(), near, first=True):
-                    sample.add(piece.text)
-                    progress.advance(piece.n_bytes)
-            tokenizers.save_built(tokenizers.train_tokenizer(sample.texts(), settings.trained_vocab_size()), folder)
-        else:
-            tokenizers.save_loaded(settings.tokenizer, folder)
-        write_json(described, dataclasses.asdict(tokenizers.describe(folder, settings)))
-    return tokenizers.TokenizerInfo(**json.loads(described.read_text()))
+    def arrays(self, split: packing.Split, info: tokenizers.TokenizerInfo) -> tuple[dict[str, Any], float]:
+        """Writes and reads back both arrays; returns their part of the manifest, and train's unigram entropy."""
+        arrays, entropy = {}, {}
+        n_rows = sum(getattr(split, name).n_documents for name in ARRAYS)
+        with progress("writing arrays", n_rows, "documents") as bar:
+            for name in ARRAYS:
+                path, layout = self.place.new / f"{name}.zarr", getattr(split, name)
+                array = writing.open_array(path, layout, self.settings, info.dtype)
+                writing.write_array(array, path, layout, self.stream / "tokens.bin", self.pool, self.workers, bar)
+                checksums.write_list(path, writing.chunks_of(array), self.workers)
+        with progress("reading arrays back", n_rows, "documents") as bar:
+            for name in ARRAYS:
+                content_hash, counts = writing.read_back(self.place.new / f"{name}.zarr", info.vocab_size, bar)
+                share = counts[counts > 0] / counts.sum()
+                # In nats per token: the loss of a model that knows only frequencies.
+                entropy[name] = float(-(share * np.log(share)).sum())
+                arrays[name] = {
+                    "documents": getattr(split, name).n_documents,
+                    "tokens": int(counts.sum()),
+                    "content_hash": content_hash,
+                }
+        return arrays, entropy["train"]
 
+    def _progress(self, title: str) -> Any:
+        return progress(title, sources.input_bytes(self.settings, self.place.out), "B")
 
-def _pieces(
-    settings: CorpusSettings, place: Place, tally: sources.Tally, near: set[bytes], first: bool = False
-) -> Iterator[sources.Piece]:
-    """All text that stays.
+    def _pieces(self, tally: sources.Tally, near: set[bytes]) -> Iterator[sources.Piece]:
+        """All text that stays.
 
-    Args:
-        first: whether this may be the first reading of the input; later readings must find the same texts.
-
-    Raises:
-        DataError: there is none, or another than before.
-    """
-    yield from sources.read_pieces(settings, place.out, tally, near)
-    if not tally.texts:
-        dropped = ", ".join(f"{count:,} × {reason}" for reason, count in sorted(tally.dropped.items()))
-        raise DataError(
-            f"found no text in {settings.dataset or ', '.join(settings.inputs)}. Left out: {dropped or 'nothing'}. "
-            "Check the paths, --glob, --exclude and --text_field."
-        )
-    _same_texts(place, tally.kept.hexdigest(), first)
-
-
-def _same_texts(place: Place, kept: str, first: bool) -> None:
-    """Compares the hash of all texts that stay with that of an earlier reading, or keeps it for later ones.
-
-    Raises:
-        DataError: they differ.
-    """
-    record = place.work / "texts.blake2b"
-    if record.exists() and record.read_text() != kept:
-        raise DataError(
-            "the input changed after the tokenizer was trained on it, or near-duplicates were looked for in it. Delete "
-            f"the unfinished corpus, {place.work}, and run the same command again."
-        )
-    if first:
-        write_atomically(record, kept)
-
-
-def _make_stream(
-    settings: CorpusSettings,
-    place: Place,
-    info: tokenizers.TokenizerInfo,
-    near: set[bytes],
-    pool: Executor,
-    workers: int,
-) -> dict[str, Any]:
-    """Encode everything; return what was counted on the way."""
-    complete = place.work / "stream.json"
-    if complete.exists():
-        return json.loads(complete.read_text())
-    tally = sources.Tally()
-    log = stream.open_stream(place.work / "stream", info)
-    with Progress("tokenising", sources.input_bytes(settings, place.out), "B") as progress:
-        pieces = _pieces(settings, place, tally, near)
-        texts = stream.write_stream(pieces, log, place.new / "tokenizer", info, pool, workers, progress)
-    np.savez(place.work / "texts.npz", tokens=texts.tokens, shared=texts.shared)
-    counted = {
-        "texts": tally.texts,
-        "bytes": tally.bytes,
-        "stream_tokens": int(texts.tokens.sum()),
-        "input_hash": f"blake2b:{stream.combined_digest(log)}",
-        "stopped_early": tally.stopped_early,
-        "dropped": dict(sorted(tally.dropped.items())),
-    }
-    write_json(complete, counted)
-    return counted
-
-
-def _make_arrays(
-    settings: CorpusSettings,
-    split: packing.Split,
-    place: Place,
-    info: tokenizers.TokenizerInfo,
-    pool: Executor,
-    workers: int,
-) -> tuple[dict[str, Any], float]:
-    """Write and read back both arrays; return their part of the manifest, and train's unigram entropy."""
-    tokens, arrays, entropy = place.work / "stream" / "tokens.bin", {}, {}
-    n_rows = sum(getattr(split, name).n_documents for name in ARRAYS)
-    with Progress("writing arrays", n_rows, "documents") as progress:
-        for name in ARRAYS:
-            path, layout = place.new / f"{name}.zarr", getattr(split, name)
-            array = writing.open_array(path, layout, settings, info.dtype)
-            writing.write_array(array, path, layout, tokens, pool, workers, progress)
-    with Progress("reading arrays back", n_rows, "documents") as progress:
-        for name in ARRAYS:
-            path = place.new / f"{name}.zarr"
-            content_hash, counts = writing.read_back(path, info.vocab_size, progress)
-            writing.list_checksums(path, workers)
-            share = counts[counts > 0] / counts.sum()
-            # In nats per token: the loss of a model that knows only frequencies.
-            entropy[name] = float(-(share * np.log(share)).sum())
-            arrays[name] = {
-                "documents": getattr(split, name).n_documents,
-                "tokens": int(counts.sum()),
-                "content_hash": content_hash,
-            }
-    return arrays, entropy["train"]
+        Raises:
+            DataError: there is none.
+        """
+        yield from sources.read_pieces(self.settings, self.place.out, tally, near)
+        if not tally.texts:
+            dropped = ", ".join(f"{count:,} × {reason}" for reason, count in sorted(tally.dropped.items()))
+            raise DataError(
+                f"found no text in {self.settings.dataset or ', '.join(self.settings.inputs)}. Left out: "
+                f"{dropped or 'nothing'}. Check the paths, --glob, --exclude and --text_field."
+            )
 
 
 def summary_lines(manifest: dict[str, Any]) -> list[str]:

@@ -14,8 +14,6 @@ DEFAULT_DEDUP = 0.8
 DEFAULT_DEDUP_WORDS = 5
 MIN_TRAINED_VOCAB = 257  # the 256 bytes and <|endoftext|>
 MAX_TRAINED_VOCAB = 1 << 20  # the trainer takes memory for all of it before the first merge
-# Settings that only the arrays depend on: an interrupted run keeps its tokens when one of these is changed.
-LAYOUT_SETTINGS = ("doc_len", "heldout_docs", "heldout_fraction", "seed", "chunk_docs", "chunk_tokens")
 
 
 @dataclass(frozen=True)

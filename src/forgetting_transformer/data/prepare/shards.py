@@ -12,7 +12,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -152,26 +152,14 @@ def ahead(begun: Iterable[T], workers: int) -> Iterator[T]:
     yield from waiting
 
 
-class InlineExecutor(Executor):
-    """One worker needs no process: `submit` does the work before it returns."""
-
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
-        future: Future = Future()
-        try:
-            future.set_result(function(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
 def open_pool(workers: int) -> Executor:
-    """An executor for `workers` workers, to be used as a context manager.
+    """An executor for `workers` processes, or a thread for one, to be used as a context manager.
 
     Raises:
         DataError: there is too little shared memory for more than one.
     """
     if workers == 1:
-        return InlineExecutor()
+        return ThreadPoolExecutor(1)
     # Not fork: the parent has threads by now. The fork server imports this package once for all workers.
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")

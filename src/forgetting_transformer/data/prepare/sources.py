@@ -76,14 +76,12 @@ class Tally:
         texts, bytes: texts kept, and their UTF-8 bytes.
         dropped: reason -> number of files, folders or texts left out.
         stopped_early: True if `max_bytes` ended the pass.
-        kept: hash of the digests of the texts kept, in order.
     """
 
     texts: int = 0
     bytes: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     stopped_early: bool = False
-    kept: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
 
 
 def distinct_texts(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[Text]:
@@ -110,7 +108,6 @@ def read_pieces(
             tally.dropped[NEAR_DUPLICATE] += 1
             continue
         tally.texts += 1
-        tally.kept.update(text.digest)
         for piece, is_last in cut(text.body):
             n_bytes = len(piece.encode())
             tally.bytes += n_bytes

@@ -4,20 +4,19 @@ Workers encode shards in any order and the parent appends the results in input o
 the number of workers.
 """
 
-import hashlib
 from array import array
 from collections.abc import Iterable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from forgetting_transformer.data.prepare import shards
 from forgetting_transformer.data.prepare.sources import Piece
 from forgetting_transformer.data.prepare.tokenizers import Encoder, TokenizerInfo
-from forgetting_transformer.data.tools.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -51,48 +50,37 @@ def encode_shard(texts: list[str], ends: list[bool], folder: Path, info: Tokeniz
     return {"tokens": np.concatenate(parts), "lengths": lengths}
 
 
-def open_stream(folder: Path, info: TokenizerInfo) -> shards.ShardLog:
-    """`tokens.bin`, and `lengths.bin` with the tokens of each piece."""
-    return shards.ShardLog(folder, tokens=info.dtype, lengths="<u4")
-
-
-def combined_digest(stream: shards.ShardLog) -> str:
-    """Hash of all text in the stream."""
-    hasher = hashlib.blake2b(digest_size=16)
-    for shard in stream.shards:
-        hasher.update(bytes.fromhex(shard["digest"]))
-    return hasher.hexdigest()
-
-
 def write_stream(
     pieces: Iterable[Piece],
-    stream: shards.ShardLog,
     folder: Path,
+    tokenizer: Path,
     info: TokenizerInfo,
     pool: Executor,
     workers: int,
-    progress: Progress,
+    bar: Any,
 ) -> TextTable:
-    """Encodes `pieces` into `stream` with the tokenizer in `folder`; returns the table of texts."""
+    """Encodes `pieces` into `folder`: `tokens.bin`, and `lengths.bin` with the tokens of each piece.
+
+    Args:
+        tokenizer: its folder.
+    """
+    log = shards.ShardLog(folder, tokens=info.dtype, lengths="<u4")
     tokens, shared = array("q"), array("H")  # a list would take four times the memory
     open_tokens = 0  # of a text whose last piece has not come yet
     last_path: tuple[str, ...] = ()
-    for number, shard in shards.work_through(
-        shards.make_shards(pieces),
-        stream,
-        lambda shard: pool.submit(
-            encode_shard, [piece.text for piece in shard.items], [piece.ends_text for piece in shard.items],
-            folder, info,
-        ),
-        workers,
-    ):  # fmt: skip
-        for piece, length in zip(shard.items, stream.read(number, "lengths").tolist(), strict=True):
+
+    def encode(shard: shards.Shard) -> Future:
+        texts, ends = [piece.text for piece in shard.items], [piece.ends_text for piece in shard.items]
+        return pool.submit(encode_shard, texts, ends, tokenizer, info)
+
+    for number, shard in shards.work_through(shards.make_shards(pieces), log, encode, workers):
+        for piece, length in zip(shard.items, log.read(number, "lengths").tolist(), strict=True):
             open_tokens += length
             if piece.ends_text:
                 tokens.append(open_tokens)
                 shared.append(_n_shared(last_path, piece.path))
                 open_tokens, last_path = 0, piece.path
-        progress.advance(shard.n_bytes)
+        bar.update(shard.n_bytes)
     return TextTable(np.array(tokens, dtype=np.int64), np.array(shared, dtype=np.uint16))
 
 

@@ -8,16 +8,15 @@ import hashlib
 from collections.abc import Iterable
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import Any
 
 import numcodecs
 import numpy as np
 import zarr
 
-from forgetting_transformer.data import checksums
 from forgetting_transformer.data.prepare.packing import Layout
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.prepare.shards import ahead
-from forgetting_transformer.data.tools.progress import Progress
 
 # LongCrawl64's chunk, 8 MiB, is the largest chosen; a corpus of fewer rows gets chunks of fewer rows, so that a
 # reader decodes little more than it uses, but not so few that the array becomes a heap of tiny files.
@@ -68,13 +67,13 @@ def write_block(path: Path, tokens_path: Path, first: int, rows: list[list[tuple
 
 
 def write_array(
-    array: zarr.Array, path: Path, layout: Layout, tokens_path: Path, pool: Executor, workers: int, progress: Progress
+    array: zarr.Array, path: Path, layout: Layout, tokens_path: Path, pool: Executor, workers: int, bar: Any
 ) -> None:
     """Writes all rows of one array, except the blocks that an interrupted run has written."""
     height, missing = array.chunks[0], []
     for row, first in enumerate(range(0, layout.n_documents, height)):
-        if all((path / key).exists() for key in _keys(array, [row])):
-            progress.advance(min(height, layout.n_documents - first))
+        if all((path / key).exists() for key in chunks_of(array, [row])):
+            bar.update(min(height, layout.n_documents - first))
         else:
             missing.append(first)
     begun = (
@@ -84,34 +83,28 @@ def write_array(
     )
     for n_rows, future in ahead(begun, workers):
         future.result()
-        progress.advance(n_rows)
+        bar.update(n_rows)
 
 
-def _keys(array: zarr.Array, rows: Iterable[int]) -> list[str]:
-    """The files of rows of chunks."""
-    columns = range(-(-array.shape[1] // array.chunks[1]))
-    return [array.metadata.encode_chunk_key((row, column)) for row in rows for column in columns]
+def chunks_of(array: zarr.Array, rows: Iterable[int] | None = None) -> list[str]:
+    """The files of rows of chunks, of all by default."""
+    down, across = (range(-(-length // size)) for length, size in zip(array.shape, array.chunks, strict=True))
+    return [array.metadata.encode_chunk_key((row, column)) for row in rows or down for column in across]
 
 
-def read_back(path: Path, vocab_size: int, progress: Progress) -> tuple[str, np.ndarray]:
+def read_back(path: Path, vocab_size: int, bar: Any) -> tuple[str, np.ndarray]:
     """Reads an array from disk.
 
     Returns:
         The hash of all rows in order, and how often each id occurs, int64 `(vocab_size,)`.
     """
     array = zarr.open_array(path, mode="r")
-    height = (array.shards or array.chunks)[0]
+    height = array.chunks[0]
     hasher = hashlib.blake2b(digest_size=16)
     counts = np.zeros(vocab_size, dtype=np.int64)
     for first in range(0, array.shape[0], height):
         rows = np.asarray(array[first : first + height])
         hasher.update(np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("<")).data)
         counts += np.bincount(rows.reshape(-1), minlength=vocab_size)
-        progress.advance(len(rows))
+        bar.update(len(rows))
     return f"blake2b:{hasher.hexdigest()}", counts
-
-
-def list_checksums(path: Path, workers: int) -> None:
-    """Lists the checksums of the array's files beside it; readers compare every chunk with them."""
-    array = zarr.open_array(path, mode="r")
-    checksums.write_list(path, _keys(array, range(-(-array.shape[0] // array.chunks[0]))), workers)

@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from forgetting_transformer.console import redact, redact_tree
+from forgetting_transformer.data.array_files import ARRAY_METADATA
 from forgetting_transformer.data.checksums import list_name, read_list
 from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError, cannot_write
 from forgetting_transformer.data.order import documents_needed
 from forgetting_transformer.data.remote import RemoteError, RemoteFile, RemoteFolder
-from forgetting_transformer.data.token_array import TokenArray
-from forgetting_transformer.data.tools.progress import Progress
+from forgetting_transformer.data.token_array import Chunk, TokenArray
+from forgetting_transformer.data.tools.progress import progress
 from forgetting_transformer.files import flush, locked, write_atomically
 
 #: The public mirror, at a revision that others have used. Its train.zarr holds about a tenth of the row-chunks.
@@ -42,7 +43,6 @@ FAILURES_ALLOWED = 8
 SPACE_MARGIN = 256 << 20
 
 Say = Callable[[str], None]
-File = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,19 @@ class Selection:
 
 @dataclass(frozen=True)
 class Plan:
-    """Files to have in the end.
+    """Chunks to have in the end.
 
     Attributes:
         array: the array that will be on disk: its metadata, without chunks yet.
-        rows: rows of files to have in the end.
+        rows: rows of chunks to have in the end.
         rows_offered: those that are complete at the source.
-        files: the files of `rows`, with what the source states about each.
+        chunks: the chunks of `rows`, with what the source states about the file of each.
     """
 
     array: TokenArray
     rows: list[int]
     rows_offered: list[int]
-    files: dict[File, RemoteFile]
+    chunks: dict[Chunk, RemoteFile]
 
     @property
     def documents(self) -> int:
@@ -82,16 +82,16 @@ class Plan:
 
     def amount(self, rows: list[int]) -> str:
         """The documents and tokens in rows, in words."""
-        documents, doc_len, height = self.array.documents_in(rows), self.array.doc_len, self.array.file_shape[0]
+        documents, doc_len = self.array.documents_in(rows), self.array.doc_len
         return (
             f"{documents:,} documents of {doc_len:,} tokens, {documents * doc_len / 1e9:,.2f} billion tokens "
-            f"({len(rows):,} of {-(-self.array.documents // height):,} row-chunks)"
+            f"({len(rows):,} of {-(-self.array.documents // self.array.chunk_shape[0]):,} row-chunks)"
         )
 
-    def nbytes(self, file: File) -> int:
-        """Bytes of a file as the source states them, else as many as it holds when decoded."""
-        height, width = self.array.file_shape
-        stated = self.files[file].size
+    def nbytes(self, chunk: Chunk) -> int:
+        """Bytes of a chunk as the source states them, else as many as it holds when decoded."""
+        height, width = self.array.chunk_shape
+        stated = self.chunks[chunk].size
         return height * width * self.array.dtype.itemsize if stated is None else stated
 
 
@@ -143,13 +143,14 @@ class _Download:
         self.work.mkdir(parents=True)
         try:
             plan = self._plan(selection)
-            left = self._left(plan)
-            total, to_fetch = (sum(map(plan.nbytes, files)) for files in (plan.files, left))
+            verified, key = self._verified(), plan.array.key
+            left = [chunk for chunk in plan.chunks if not (key(chunk) in verified and self._is_whole(plan, chunk))]
+            total, to_fetch = (sum(map(plan.nbytes, chunks)) for chunks in (plan.chunks, left))
             self.say(
                 f"{self.name} from {self.remote.url}\n"
                 f"  the source has: {plan.amount(plan.rows_offered)}\n"
                 f"  asked for: {plan.amount(plan.rows)}\n"
-                f"  {len(plan.files):,} files, {total / 1e9:,.2f} GB; to fetch {len(left):,}, {to_fetch / 1e9:,.2f} GB"
+                f"  {len(plan.chunks):,} files, {total / 1e9:,.2f} GB; to fetch {len(left):,}, {to_fetch / 1e9:,.2f} GB"
             )
             if not dry_run:
                 free = shutil.disk_usage(self.out).free
@@ -168,8 +169,7 @@ class _Download:
                 self.work.parent.rmdir()
 
     def _plan(self, selection: Selection) -> Plan:
-        self._fetch_metadata(selection.tokens)
-        array = TokenArray(self.work, vocab_size=1 << 32, sampled=False)
+        array = self._open(selection.tokens)
         keys = array.keys()
         stated = self.remote.find(self.name, keys.values())
         offered = array.whole_rows(stated)
@@ -187,44 +187,38 @@ class _Download:
                 f"{'one row of chunks' if wanted is None else f'the {wanted:,} asked for'}; ask for fewer documents, "
                 "or for fewer tokens of each, or name another source"
             )
-        return Plan(array, rows, offered, {file: stated[key] for file, key in keys.items() if file[0] in set(rows)})
+        return Plan(array, rows, offered, {chunk: stated[key] for chunk, key in keys.items() if chunk[0] in set(rows)})
 
-    def _fetch_metadata(self, tokens: int | None) -> None:
-        """The array's metadata goes to the work folder, of documents cut to `tokens`."""
-        found = ((name, self.remote.read(f"{self.name}/{name}")) for name in (".zarray", "zarr.json"))
+    def _open(self, tokens: int | None) -> TokenArray:
+        """The array in the work folder, which gets its metadata alone, of documents cut to `tokens`."""
+        place = f"{self.remote.url}/{self.name}"
+        found = ((name, self.remote.read(f"{self.name}/{name}")) for name in ARRAY_METADATA.values())
         name, text = next(((name, text) for name, text in found if text is not None), ("", b""))
         if not name:
-            raise DataError(f"no array at {self.remote.url}/{self.name}: neither .zarray nor zarr.json is there")
-        try:
-            fields = json.loads(text)
-            chunks = fields["chunks"] if name == ".zarray" else fields["chunk_grid"]["configuration"]["chunk_shape"]
-            (n_documents, doc_len), width = fields["shape"], chunks[1]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise DataError(
-                f"{self.remote.url}/{self.name}/{name} does not describe an array of two dimensions"
-            ) from error
-        if tokens is not None and tokens != doc_len:
-            if not 0 < tokens < doc_len or tokens % width:
-                raise DataError(
-                    f"--tokens={tokens} must be a multiple of {width:,}, the tokens in a chunk, up to {doc_len:,}, the "
-                    "tokens of a document"
-                )
-            text = json.dumps(fields | {"shape": [n_documents, tokens]}, indent=4).encode()
+            raise DataError(f"no array at {place}: neither .zarray nor zarr.json is there")
         (self.work / name).write_bytes(text)
+        try:
+            array = TokenArray(self.work, 1 << 32, sampled=False)
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
+        if tokens is None or tokens == array.doc_len:
+            return array
+        if not 0 < tokens < array.doc_len or tokens % array.chunk_shape[1]:
+            raise DataError(
+                f"--tokens={tokens} must be a multiple of {array.chunk_shape[1]:,}, the tokens in a chunk, up to "
+                f"{array.doc_len:,}, the tokens of a document"
+            )
+        shape = [array.stored_documents, tokens]
+        (self.work / name).write_text(json.dumps(json.loads(text) | {"shape": shape}, indent=4))
+        return TokenArray(self.work, 1 << 32, sampled=False)
 
-    def _left(self, plan: Plan) -> list[File]:
-        """The files that are not in place, verified and as large as the source states."""
-        verified = self._verified()
-
-        def is_there(file: File) -> bool:
-            path = self.target / plan.array.key(file)
-            there = plan.array.key(file) in verified and path.exists()
-            return there and plan.files[file].size in (None, path.stat().st_size)
-
-        return [file for file in plan.files if not is_there(file)]
+    def _is_whole(self, plan: Plan, chunk: Chunk) -> bool:
+        """Whether a chunk lies in its place and is as large as the source states."""
+        path = self.target / plan.array.key(chunk)
+        return path.exists() and plan.chunks[chunk].size in (None, path.stat().st_size)
 
     def _verified(self) -> dict[str, str]:
-        """SHA-256 of every file that was verified."""
+        """SHA-256 of every chunk that was verified."""
         listed = read_list(self.target)
         return {} if listed is None else listed.sums
 
@@ -246,16 +240,16 @@ class _Download:
         self.target.mkdir(exist_ok=True)
         self._write_sums()  # so that nothing is appended to a line that a kill cut short
 
-    def _fetch_all(self, plan: Plan, files: list[File]) -> None:
+    def _fetch_all(self, plan: Plan, chunks: list[Chunk]) -> None:
         failures: list[str] = []
         pool = ThreadPoolExecutor(self.workers)
         try:
-            with Progress(f"fetching {self.name}", sum(map(plan.nbytes, files)), "B") as progress:
-                running = {pool.submit(self._fetch, plan, file): file for file in files}
+            with progress(f"fetching {self.name}", sum(map(plan.nbytes, chunks)), "B") as bar:
+                running = {pool.submit(self._fetch, plan, chunk): chunk for chunk in chunks}
                 for future in as_completed(running):
                     try:
                         future.result()
-                        progress.advance(plan.nbytes(running[future]))
+                        bar.update(plan.nbytes(running[future]))
                     except DataError as error:
                         failures.append(str(error))
                         if len(failures) > FAILURES_ALLOWED:
@@ -269,11 +263,11 @@ class _Download:
                 "The others are kept; the same command tries again"
             )
 
-    def _fetch(self, plan: Plan, file: File) -> None:
-        """One file: from the source, verified, into its place."""
-        key = plan.array.key(file)
+    def _fetch(self, plan: Plan, chunk: Chunk) -> None:
+        """One chunk: from the source, verified, into its place."""
+        key = plan.array.key(chunk)
         place = f"{self.remote.url}/{self.name}/{key}"
-        data = self.remote.read(f"{self.name}/{key}", plan.files[file])
+        data = self.remote.read(f"{self.name}/{key}", plan.chunks[chunk])
         if data is None:
             raise RemoteError(f"{place} is not there, although the source said so")
         part, final = self.work / key, self.target / key
@@ -281,7 +275,7 @@ class _Download:
             folder.mkdir(parents=True, exist_ok=True)
         part.write_bytes(data)
         try:
-            plan.array.decode_file(file)
+            plan.array.decode(chunk)
         except DataError as error:
             raise DataError(f"{place} came whole and cannot be decoded: {error}") from error
         flush(part)
@@ -294,11 +288,11 @@ class _Download:
         write_atomically(self.sums, "".join(f"{digest}  {self.name}/{key}\n" for key, digest in verified))
 
     def _finish(self, plan: Plan) -> None:
-        for name in (".zarray", "zarr.json"):
+        for name in ARRAY_METADATA.values():
             if (self.work / name).exists():
                 write_atomically(self.target / name, (self.work / name).read_bytes())
         self._write_sums()
-        holes = len(plan.rows) * plan.array.file_shape[0] < plan.array.documents
+        holes = len(plan.rows) * plan.array.chunk_shape[0] < plan.array.documents
         self.say(
             f"{self.target} is complete and verified"
             + ("; it is sparse, so train on it with datamodule.missing_chunks=skip" if holes else "")

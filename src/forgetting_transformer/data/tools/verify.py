@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,8 @@ import numpy as np
 from forgetting_transformer.data import checksums
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare.writing import read_back
-from forgetting_transformer.data.token_array import TokenArray
-from forgetting_transformer.data.tools.progress import Progress
+from forgetting_transformer.data.token_array import Chunk, TokenArray
+from forgetting_transformer.data.tools.progress import progress
 from forgetting_transformer.data.vocabulary import read_manifest
 
 #: Problems of one kind that are spelled out; the rest is counted.
@@ -60,75 +59,62 @@ def verify(
         report.add("metadata", "", [str(error)])
         return report
     documents, doc_len = array.documents, array.doc_len
-    height, width = array.file_shape
+    height, width = array.chunk_shape
     report.add(
-        "metadata", f"{documents:,} documents x {doc_len:,} tokens, {array.dtype}, files of {height:,} x {width:,}"
+        "metadata", f"{documents:,} documents x {doc_len:,} tokens, {array.dtype}, chunks of {height:,} x {width:,}"
     )
 
-    # Which files are there
     keys = array.keys()
     there = array.files.names(keys.values())
-    present = [file for file, key in keys.items() if key in there]
-    whole = array.whole_rows(there)
-    broken = sorted({row for row, _ in keys}.difference(whole))
-    n_rows = len(whole) + len(broken)
-    report.add("presence", f"{len(present):,} of {len(keys):,} files; {len(whole):,} of {n_rows:,} row-chunks whole")
+    present = [chunk for chunk, key in keys.items() if key in there]
+    whole, n_rows = array.whole_rows(there), len({row for row, _ in keys})
+    report.add("presence", f"{len(present):,} of {len(keys):,} chunks; {len(whole):,} of {n_rows:,} row-chunks whole")
     held = array.documents_in(whole)
     report.add("whole documents", f"{held:,} of {documents:,} ({held * doc_len:,} tokens)")
-    if broken:
-        report.add("row-chunks not whole", _ranges(broken))
-        if missing_chunks == "error":
-            report.add("missing files", "", [array.files.place(key) for key in keys.values() if key not in there])
-            report.problems.append(
-                "fetch the missing files again, or train on the whole documents with datamodule.missing_chunks=skip "
-                "(and check this copy with --missing_chunks skip)"
-            )
-        elif not whole:
-            report.add("presence", "", ["no row of chunks is whole: nothing can be trained on"])
+    if missing_chunks == "error" and len(whole) < n_rows:
+        report.add("missing chunks", "", [array.files.place(key) for key in keys.values() if key not in there])
+        report.problems.append(
+            "fetch the missing chunks again, or train on the whole documents with datamodule.missing_chunks=skip "
+            "(and check this copy with --missing_chunks skip)"
+        )
+    elif not whole:
+        report.add("presence", "", ["no row of chunks is whole: nothing can be trained on"])
 
-    # What is in them. Evenly spread: a damaged region shows in a sample too.
+    # Evenly spread: a damaged region shows in a sample too.
     spread = np.linspace(0, len(present) - 1, max(1, round(len(present) * share))).astype(int)
     chosen = [present[i] for i in np.unique(spread)] if present else []
     found: list[str] = []
 
-    def inspect(file: tuple[int, int]) -> None:
-        row, column = file
-        last, end = min((row + 1) * height, documents), min((column + 1) * width, doc_len)
+    def inspect(chunk: Chunk) -> None:
+        row, column = chunk[0] * height, chunk[1] * width
         try:
-            array.read(row * height, last, column * width, end)
+            array.read(row, min(row + height, documents), column, min(column + width, doc_len))
         except DataError as error:
             found.append(str(error))
 
-    with ThreadPoolExecutor(workers) as pool, Progress(f"decoding {path.name}", len(chosen), "files") as progress:
+    with ThreadPoolExecutor(workers) as pool, progress(f"decoding {path.name}", len(chosen), "chunks") as bar:
         for _ in pool.map(inspect, chosen):
-            progress.advance(1)
-    report.add("contents", f"{len(chosen):,} files decode to ids below {vocab_size:,}", found)
+            bar.update()
+    report.add("contents", f"{len(chosen):,} chunks decode to ids below {vocab_size:,}", found)
     listed = array.files.checksums
     if listed is not None:
-        n_listed = sum(keys[file] in listed.sums for file in chosen)
+        n_listed = sum(keys[chunk] in listed.sums for chunk in chosen)
         others = f", {len(chosen) - n_listed:,} not listed" if n_listed < len(chosen) else ""
-        report.add("checksums", f"{n_listed:,} files compared with {listed.name}{others}")
+        report.add("checksums", f"{n_listed:,} chunks compared with {listed.name}{others}")
 
     if share == 1.0 and not report.problems:
         stated = read_manifest(path.parent).get("arrays", {}).get(path.stem, {}).get("content_hash")
-        if stated is not None and not broken:
-            with Progress(f"hashing {path.name}", None, "rows") as progress:
-                actual = read_back(path, vocab_size, progress)[0]
+        if stated is not None and len(whole) == n_rows:
+            with progress(f"hashing {path.name}", documents, "documents") as bar:
+                actual = read_back(path, vocab_size, bar)[0]
             problems = [] if actual == stated else [f"{actual}, manifest.json says {stated}: make the corpus again"]
             report.add("content hash", "as manifest.json says", problems)
         if listed is None and not report.problems:
             name = checksums.list_name(path.name)
             try:
-                checksums.write_list(path, [keys[file] for file in chosen], workers)
-                said = f"written to {name}, {len(chosen):,} files: readers compare each chunk with it"
+                checksums.write_list(path, [keys[chunk] for chunk in chosen], workers)
+                said = f"written to {name}, {len(chosen):,} chunks: readers compare each with it"
             except OSError as error:
-                said = f"cannot write {name} ({error.strerror}), so nothing holds files to what they are now"
+                said = f"cannot write {name} ({error.strerror}), so nothing holds chunks to what they are now"
             report.add("checksums", said)
     return report
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[1, 2, 3, 7] -> "1-3, 7", shortened where it is long."""
-    runs = [list(group) for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    names = [f"{run[0][1]}" if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs]
-    return ", ".join(names[:12]) + (f", … ({len(numbers):,} in all)" if len(names) > 12 else "")
