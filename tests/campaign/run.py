@@ -1,18 +1,15 @@
 """A campaign of faults against training: hundreds of random ones, after which nothing may be lost.
 
     python tests/campaign/run.py                          # 200 faults, in some minutes
-    python tests/campaign/run.py --seed 17 --runs 1       # one run again, with the faults that its seed stands for
+    python tests/campaign/run.py --seed 17 --faults 10    # one run again, with the faults that its seed stands for
     python tests/campaign/run.py --faults 1000 --jobs 8 --folder /scratch/campaign
-    python tests/campaign/run.py --faults 40 --kinds disk,slow_storage --strategies fsdp
 
-Runs of twenty steps suffer faults, ten for each seed, and are started again after each: they are killed at one of its
-calls to the file system or at a random moment, get signals, meet disks that fail, are full or slow, and damaged
-checkpoints. Then each is left alone, and must end in the weights, moments and logged numbers, bit for bit, of a run
-that nothing happened to. On the way no start may lose a checkpoint that was whole, end with an error that no message
-explains, or hang.
+Runs of twenty steps suffer faults, ten for each seed, and are started again after each: they are killed at one of their
+calls to the file system, meet disks that fail, are full or slow, and damaged checkpoints. Then each is left alone, and
+must end in the weights, moments and logged numbers, bit for bit, of a run that nothing happened to. On the way no start
+may lose a checkpoint that was whole, end with an error that no message explains, or hang.
 
-Needs Linux and a C compiler. Not part of the test suite. Each run prints its seed; the exit code is 1 if anything was
-lost.
+Needs Linux and a C compiler. Each run prints its seed; the exit code is 1 if anything was lost.
 """
 
 import argparse
@@ -35,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.campaign import faults
 from tests.campaign.faults import Fault
-from tests.campaign.runs import DONE, FAILED, PREEMPTED, STEPS, config, contents, start, valid_steps
+from tests.campaign.runs import DONE, FAILED, STEPS, config, contents, start, valid_steps
 from tests.processes import free_port
 from tests.tiny import STEP, make_corpus
 
@@ -43,6 +40,8 @@ from tests.tiny import STEP, make_corpus
 HANG = 900.0
 #: Starting a process looks after those of all threads, and of two that ask at once how one has ended only one is told.
 PROCESSES = threading.Lock()
+#: Faults for each seed.
+EACH = 10
 #: (strategy, processes), and how often it is chosen.
 STRATEGIES = {("auto", 1): 6, ("ddp", 2): 2, ("fsdp", 2): 2}
 #: What a start may end by, with a message that says what to do.
@@ -58,14 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.platform.startswith("linux") or faults.compiler() is None:
         print("error: the campaign needs Linux and a C compiler (cc or gcc)", file=sys.stderr)
         return 2
-    runs = args.runs or -(-args.faults // args.each)
+    runs = -(-args.faults // EACH)
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="campaign-", dir=args.folder))
-    with Campaign(folder, args) as campaign, ThreadPoolExecutor(args.jobs) as pool:
-        print(
-            f"{runs} times {args.each} faults, seeds {args.seed} to {args.seed + runs - 1}, in {folder}",
-            flush=True,
-        )
+    with ThreadPoolExecutor(args.jobs) as pool:
+        campaign = Campaign(folder)
+        print(f"{runs} times {EACH} faults, seeds {args.seed} to {args.seed + runs - 1}, in {folder}", flush=True)
         problems = [p for p in pool.map(campaign.suffer, range(args.seed, args.seed + runs)) if p]
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(campaign.kinds.items()))
     print(f"{sum(campaign.kinds.values())} faults in {time.monotonic() - began:.0f} s: {kinds}")
@@ -81,55 +78,27 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200, help="at least so many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first run; each further one has the next")
-    parser.add_argument("--runs", type=int, help="so many seeds, whatever --faults says")
-    parser.add_argument("--each", type=int, default=10, help="faults for each seed (default: %(default)s)")
-    parser.add_argument(
-        "--kinds", type=names(KINDS_BY_NAME), default=KINDS, help=f"only these: {', '.join(KINDS_BY_NAME)}"
-    )
-    parser.add_argument(
-        "--strategies", type=names(STRATEGIES_BY_NAME), default=STRATEGIES, help="only these: auto, ddp, fsdp"
-    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time (default: one per core)")
     parser.add_argument("--folder", type=Path, help="where to work (default: the system's temporary folder)")
     return parser.parse_args(argv)
 
 
-def names(known: dict[str, tuple[Any, int]]) -> Callable[[str], dict[Any, int]]:
-    """For argparse: a comma-separated list of some of them, with how often each is chosen."""
-
-    def parse(text: str) -> dict[Any, int]:
-        if unknown := sorted(set(text.split(",")) - known.keys()):
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose among {', '.join(known)}")
-        return dict(known[name] for name in text.split(","))
-
-    return parse
-
-
 class Campaign:
     """The corpus, the fork server and the runs to which nothing happened."""
 
-    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
-        self.folder, self.data, self.args = folder, folder / "data", args
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.data = folder, folder / "data"
         self.kinds: Counter[str] = Counter()
         self._straight: dict[str, dict[str, Any]] = {}
         self.calls: dict[str, int] = {}
-        self.seconds: dict[str, float] = {}
-
-    def __enter__(self) -> "Campaign":
         self.context = faults.server(self.folder, ["tests.campaign.runs"])
         self.run(make_corpus, self.data)
-        for strategy, ranks in self.args.strategies:
+        for strategy, ranks in STRATEGIES:
             run = Run(self, strategy, ranks, self.folder / f"straight-{strategy}", 0)
-            began = time.monotonic()
             if run.start() != [DONE] * ranks:
                 raise SystemExit(f"a run that nothing happens to fails: {run.said()}")
-            self.seconds[strategy] = time.monotonic() - began
             self.calls[strategy] = max(int(said.rpartition("CALLS ")[2]) for said in run.said().split("\f"))
             self._straight[strategy] = contents(run.folder)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        pass
 
     def run(self, action: Callable[..., None], *arguments: Any) -> None:
         process = self.context.Process(target=action, args=arguments)
@@ -142,7 +111,7 @@ class Campaign:
         """One run with its faults; what was lost, if anything was."""
         generator = random.Random(seed)
         # A data worker costs seconds: it is forked from a separate server, which imports PyTorch.
-        (strategy, ranks), workers = weighted(generator, self.args.strategies), weighted(generator, {0: 5, 1: 1})
+        (strategy, ranks), workers = weighted(generator, STRATEGIES), weighted(generator, {0: 5, 1: 1})
         history: list[str] = []
         ended = 0
 
@@ -151,8 +120,8 @@ class Campaign:
 
         run = begin()
         try:
-            for _ in range(self.args.each):
-                kind = weighted(generator, self.args.kinds)
+            for _ in range(EACH):
+                kind = weighted(generator, KINDS)
                 history.append(kind.__name__)
                 self.kinds[kind.__name__] += 1
                 kind(run, generator)
@@ -164,7 +133,7 @@ class Campaign:
             run.end(self._straight[strategy])
         except Exception as error:
             print(f"seed {seed}: {strategy}, {', '.join(history)}: LOST", flush=True)
-            again = f"python tests/campaign/run.py --seed {seed} --runs 1, with the other options as they were"
+            again = f"python tests/campaign/run.py --seed {seed} --faults {EACH}"
             return f"seed {seed} ({again}), {run.folder}: {type(error).__name__}: {error}"
         print(f"seed {seed}: {strategy}, {', '.join(history)}: nothing lost in {ended + 1} runs", flush=True)
         return None
@@ -178,13 +147,6 @@ def exit_code(process: Any) -> int | None:
     """None while it runs."""
     with PROCESSES:
         return process.exitcode
-
-
-def end(process: Any, number: int = signal.SIGKILL) -> None:
-    """Sends a signal, unless the process has ended."""
-    with PROCESSES:
-        if process.exitcode is None:
-            os.kill(process.pid, number)
 
 
 class Run:
@@ -292,42 +254,17 @@ def killed_at_a_call(run: Run, generator: random.Random) -> None:
     run.expect(run.start(fault, generator.randrange(run.ranks)), DONE, FAILED, -signal.SIGKILL)
 
 
-def killed_at_a_moment(run: Run, generator: random.Random) -> None:
-    processes = run.processes()
-    time.sleep(generator.uniform(0.0, run.campaign.seconds[run.strategy]))
-    victims = processes if generator.random() < 0.5 else [generator.choice(processes)]
-    for process in victims:
-        end(process)
-    run.expect(run.wait(processes), DONE, FAILED, -signal.SIGKILL)
-
-
-def signalled(run: Run, generator: random.Random) -> None:
-    processes = run.processes()
-    time.sleep(generator.uniform(0.3, 1.0) * run.campaign.seconds[run.strategy])
-    number = generator.choice((signal.SIGTERM, signal.SIGUSR1))
-    end(generator.choice(processes), number)
-    # Before training listens, a signal ends a process.
-    run.expect(run.wait(processes), DONE, PREEMPTED, FAILED, -number)
-
-
 def disk(run: Run, generator: random.Random) -> None:
-    """A call fails, and perhaps all after it; what train.py says then names the file system's reason."""
+    """A call fails, and perhaps all after it, or each takes long; what train.py says names the file system's reason."""
     fault = Fault(
         "fail",
         operations=generator.choice((faults.EVERYTHING, faults.WRITE, faults.FSYNC, faults.RENAME, faults.OPEN)),
         countdown=generator.randint(1, max(1, run.campaign.calls[run.strategy] // generator.choice((1, 4, 16)))),
         error=generator.choice((errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS)),
         lasting=generator.random() < 0.5,
+        delay_us=generator.choice((0, 0, 0, 2000)),
     )
     run.expect(run.start(fault, generator.randrange(run.ranks)), DONE, FAILED)
-
-
-def slow_storage(run: Run, generator: random.Random) -> None:
-    """And death at one of its calls, while a checkpoint is being written for longer than its interval."""
-    fault = Fault(
-        "kill", countdown=generator.randint(1, run.campaign.calls[run.strategy]), delay_us=generator.choice((500, 3000))
-    )
-    run.expect(run.start(fault, 0), DONE, FAILED, -signal.SIGKILL)
 
 
 def damaged_checkpoint(run: Run, generator: random.Random) -> None:
@@ -349,12 +286,7 @@ def damaged_checkpoint(run: Run, generator: random.Random) -> None:
 
 
 #: And how often each is chosen.
-KINDS: dict[Callable[[Run, random.Random], None], int] = {
-    killed_at_a_call: 5, killed_at_a_moment: 3, signalled: 2, disk: 5, slow_storage: 1, damaged_checkpoint: 3,
-}  # fmt: skip
-
-KINDS_BY_NAME = {kind.__name__: (kind, weight) for kind, weight in KINDS.items()}
-STRATEGIES_BY_NAME = {strategy: ((strategy, ranks), weight) for (strategy, ranks), weight in STRATEGIES.items()}
+KINDS: dict[Callable[[Run, random.Random], None], int] = {killed_at_a_call: 5, disk: 5, damaged_checkpoint: 3}
 
 if __name__ == "__main__":
     sys.exit(main())

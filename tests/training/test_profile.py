@@ -17,45 +17,23 @@ def steps_in(trace: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "world_size",
-    [
-        pytest.param(
-            1,
-            marks=pytest.mark.rare(
-                "tests/training/test_profile.py::test_every_rank_traces_the_steps_and_the_weights_stay_the_same"
-            ),
-        ),
-        2,
-    ],
-)
-def test_every_rank_traces_the_steps_and_the_weights_stay_the_same(tiny, finished, world_size):
-    straight = finished(tiny, world_size)
-    train(changed(tiny, train__profile_steps=[2, 3]), world_size)
+def test_every_rank_traces_the_steps_and_the_weights_stay_the_same(tiny, finished):
+    straight = finished(tiny, 2)
+    train(changed(tiny, train__profile_steps=[2, 3]), 2)
     assert_same_run(straight, tiny["output_dir"])
     traces = sorted(Path(tiny["output_dir"]).glob("traces/*"))
-    assert [trace.name for trace in traces] == [f"start-{0:015d}-rank-{k}.json.gz" for k in range(world_size)]
+    assert [trace.name for trace in traces] == [f"start-{0:015d}-rank-{k}.json.gz" for k in range(2)]
     assert all(steps_in(trace) == ["ProfilerStep#1", "ProfilerStep#2"] for trace in traces)
-
-
-@pytest.mark.slow
-def test_a_start_that_ends_in_the_middle_writes_what_it_has_and_a_continued_one_counts_again(tiny):
-    train(changed(tiny, train__max_tokens=3 * STEP, train__profile_steps=[1, 5]))
-    train(changed(tiny, train__max_tokens=6 * STEP, train__profile_steps=[1, 2]))
-    first, second = sorted(Path(tiny["output_dir"]).glob("traces/*"))
-    assert second.name == f"start-{3 * STEP:015d}-rank-0.json.gz"
-    assert {f"ProfilerStep#{k}" for k in range(3)} <= set(steps_in(first))
-    assert steps_in(second) == ["ProfilerStep#0", "ProfilerStep#1"]
 
 
 @pytest.mark.slow
 def test_a_trace_that_cannot_be_written_costs_no_run_and_one_that_never_began_is_said(tiny):
     full = """
 import errno, os
-from forgetting_transformer.training.callbacks import profile
+from torch import profiler
 def write(*arguments, **options):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-profile.write_atomically = write
+profiler.profile.export_chrome_trace = write
 """
     job = Job(changed(tiny, train__max_tokens=3 * STEP, train__profile_steps=[1, 2]), patch=full)
     assert job.wait() == [0], job.errors()
@@ -65,6 +43,6 @@ profile.write_atomically = write
     assert "WARNING train.profile_steps: no trace, because this start took 1 steps only" in log
 
 
-@pytest.mark.parametrize("steps", [[3], [0, 2], [5, 4], [1, 101], [1, 2, 3]])
+@pytest.mark.parametrize("steps", [[3], [5, 4], [1, 101]])
 def test_steps_that_are_no_range_are_refused(tiny, steps):
     assert f"train.profile_steps={steps} must be [first, last]" in refused(changed(tiny, train__profile_steps=steps))

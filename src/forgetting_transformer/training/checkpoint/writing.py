@@ -47,7 +47,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict
     sets them.
     """
     # The model first: FSDP2 has gathered weights after an evaluation, and this puts the shards back in their place.
-    tensors = {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
+    tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     try:
         optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
