@@ -1,30 +1,26 @@
 """A campaign of faults against training: hundreds of random ones, after which nothing may be lost.
 
-    python tests/campaign/run.py                          # 200 faults, in some minutes
-    python tests/campaign/run.py --seed 17 --faults 10    # one run again, with the faults that its seed stands for
-    python tests/campaign/run.py --faults 1000 --jobs 8 --folder /scratch/campaign
+    python tests/campaign/run.py --seeds 20               # ten faults for each seed, in some minutes
+    python tests/campaign/run.py --seed 17                # those of one seed again
+    python tests/campaign/run.py --seed 100 --seeds 100 --folder /scratch/campaign
 
-Runs of twenty steps suffer faults, ten for each seed, and are started again after each: they are killed at one of their
-calls to the file system, meet disks that fail, are full or slow, and damaged checkpoints. Then each is left alone, and
-must end in the weights, moments and logged numbers, bit for bit, of a run that nothing happened to. On the way no start
-may lose a checkpoint that was whole, end with an error that no message explains, or hang.
+Runs of twenty steps suffer faults and are started again after each: they are killed at one of their calls to the file
+system, meet disks that fail, are full or slow, and damaged checkpoints. Then each is left alone, and must end in the
+weights, moments and logged numbers, bit for bit, of a run that nothing happened to. On the way no start may lose a
+checkpoint that was whole, end with an error that no message explains, or hang.
 
-Needs Linux and a C compiler. Each run prints its seed; the exit code is 1 if anything was lost.
+Needs Linux and a C compiler. The exit code is 1 if anything was lost.
 """
 
 import argparse
 import errno
-import os
 import random
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +34,6 @@ from tests.tiny import STEP, make_corpus
 
 #: Seconds. No start takes as long unless it hangs.
 HANG = 900.0
-#: Starting a process looks after those of all threads, and of two that ask at once how one has ended only one is told.
-PROCESSES = threading.Lock()
 #: Faults for each seed.
 EACH = 10
 #: (strategy, processes), and how often it is chosen.
@@ -52,35 +46,24 @@ class Lost(AssertionError):
     """What must never happen."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--seeds", type=int, default=1, help="how many (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="where to work (default: the system's temporary folder)")
+    args = parser.parse_args()
     if not sys.platform.startswith("linux") or faults.compiler() is None:
         print("error: the campaign needs Linux and a C compiler (cc or gcc)", file=sys.stderr)
         return 2
-    runs = -(-args.faults // EACH)
-    began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="campaign-", dir=args.folder))
-    with ThreadPoolExecutor(args.jobs) as pool:
-        campaign = Campaign(folder)
-        print(f"{runs} times {EACH} faults, seeds {args.seed} to {args.seed + runs - 1}, in {folder}", flush=True)
-        problems = [p for p in pool.map(campaign.suffer, range(args.seed, args.seed + runs)) if p]
-    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(campaign.kinds.items()))
-    print(f"{sum(campaign.kinds.values())} faults in {time.monotonic() - began:.0f} s: {kinds}")
-    for problem in problems:
-        print(f"LOST: {problem}")
-    if not problems:
-        shutil.rmtree(folder)
-        print("nothing was lost")
-    return int(bool(problems))
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=200, help="at least so many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run; each further one has the next")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time (default: one per core)")
-    parser.add_argument("--folder", type=Path, help="where to work (default: the system's temporary folder)")
-    return parser.parse_args(argv)
+    campaign = Campaign(folder)
+    for seed in range(args.seed, args.seed + args.seeds):
+        began = time.monotonic()
+        campaign.suffer(seed)
+        print(f"seed {seed}: {EACH} faults in {time.monotonic() - began:.0f} s", flush=True)
+    shutil.rmtree(folder)
+    print("nothing was lost")
+    return 0
 
 
 class Campaign:
@@ -88,77 +71,51 @@ class Campaign:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.data = folder, folder / "data"
-        self.kinds: Counter[str] = Counter()
         self._straight: dict[str, dict[str, Any]] = {}
         self.calls: dict[str, int] = {}
         self.context = faults.server(self.folder, ["tests.campaign.runs"])
-        self.run(make_corpus, self.data)
+        corpus = self.context.Process(target=make_corpus, args=(self.data,))
+        corpus.start()
+        corpus.join()
         for strategy, ranks in STRATEGIES:
-            run = Run(self, strategy, ranks, self.folder / f"straight-{strategy}", 0)
+            run = Run(self, strategy, ranks, self.folder / f"straight-{strategy}")
             if run.start() != [DONE] * ranks:
                 raise SystemExit(f"a run that nothing happens to fails: {run.said()}")
             self.calls[strategy] = max(int(said.rpartition("CALLS ")[2]) for said in run.said().split("\f"))
             self._straight[strategy] = contents(run.folder)
 
-    def run(self, action: Callable[..., None], *arguments: Any) -> None:
-        process = self.context.Process(target=action, args=arguments)
-        process.start()
-        process.join()
-        if process.exitcode != 0:
-            raise SystemExit(f"{action.__name__} failed")
+    def suffer(self, seed: int) -> None:
+        """Runs with the faults of a seed.
 
-    def suffer(self, seed: int) -> str | None:
-        """One run with its faults; what was lost, if anything was."""
+        Raises:
+            Lost: something was.
+        """
         generator = random.Random(seed)
-        # A data worker costs seconds: it is forked from a separate server, which imports PyTorch.
-        (strategy, ranks), workers = weighted(generator, STRATEGIES), weighted(generator, {0: 5, 1: 1})
-        history: list[str] = []
-        ended = 0
-
-        def begin() -> Run:
-            return Run(self, strategy, ranks, self.folder / f"run-{seed}-{ended}", workers)
-
-        run = begin()
-        try:
-            for _ in range(EACH):
-                kind = weighted(generator, KINDS)
-                history.append(kind.__name__)
-                self.kinds[kind.__name__] += 1
-                kind(run, generator)
-                run.check()
-                if run.kept == STEPS:  # the others happen to another run
-                    run.end(self._straight[strategy])
-                    ended += 1
-                    run = begin()
-            run.end(self._straight[strategy])
-        except Exception as error:
-            print(f"seed {seed}: {strategy}, {', '.join(history)}: LOST", flush=True)
-            again = f"python tests/campaign/run.py --seed {seed} --faults {EACH}"
-            return f"seed {seed} ({again}), {run.folder}: {type(error).__name__}: {error}"
-        print(f"seed {seed}: {strategy}, {', '.join(history)}: nothing lost in {ended + 1} runs", flush=True)
-        return None
+        strategy, ranks = weighted(generator, STRATEGIES)
+        run = None
+        for number in range(EACH):
+            run = run or Run(self, strategy, ranks, self.folder / f"run-{seed}-{number}")
+            weighted(generator, KINDS)(run, generator)
+            run.check()
+            if run.kept == STEPS or number == EACH - 1:  # the others happen to another run
+                run.end(self._straight[strategy])
+                run = None
 
 
 def weighted(generator: random.Random, choices: dict[Any, int]) -> Any:
     return generator.choices(list(choices), list(choices.values()))[0]
 
 
-def exit_code(process: Any) -> int | None:
-    """None while it runs."""
-    with PROCESSES:
-        return process.exitcode
-
-
 class Run:
-    """One output_dir, started again and again. `workers`: data workers of a rank."""
+    """One output_dir, started again and again."""
 
-    def __init__(self, campaign: Campaign, strategy: str, ranks: int, folder: Path, workers: int) -> None:
+    def __init__(self, campaign: Campaign, strategy: str, ranks: int, folder: Path) -> None:
         self.campaign, self.strategy, self.ranks, self.folder = campaign, strategy, ranks, folder
-        self.settings = config(folder, campaign.data, strategy, workers)
+        self.settings = config(folder, campaign.data, strategy)
         self.kept = 0  # step of the newest whole checkpoint
 
-    def processes(self, fault: Fault | None = None, victim: int = 0) -> list[Any]:
-        """Starts every rank; `victim` suffers `fault`."""
+    def start(self, fault: Fault | None = None, victim: int = 0) -> list[int | None]:
+        """Starts every rank, of which `victim` suffers `fault`; returns their exit codes."""
         environment = {}
         if self.ranks > 1:
             environment = {
@@ -166,33 +123,17 @@ class Run:
                 "TORCHELASTIC_RUN_ID": "campaign", "WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks),
                 "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
             }  # fmt: skip
-        started = []
+        processes = []
         for rank in range(self.ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.ranks > 1 else {}
             suffers = fault if fault is not None and rank == victim else Fault()
             said = self.folder.with_name(f"{self.folder.name}.{rank}.txt")
-            process = self.campaign.context.Process(
-                target=start, args=(self.settings, environment | own, suffers, said)
-            )
-            with PROCESSES:
-                process.start()
-            started.append(process)
-        return started
-
-    def start(self, fault: Fault | None = None, victim: int = 0) -> list[int]:
-        return self.wait(self.processes(fault, victim))
-
-    def wait(self, processes: list[Any]) -> list[int]:
-        """Exit codes."""
-        deadline = time.monotonic() + HANG
-        while None in (codes := [exit_code(process) for process in processes]) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        for process, code in zip(processes, codes, strict=True):
-            if code is None:
-                os.kill(process.pid, signal.SIGKILL)
-        if None in codes:
-            raise Lost(f"rank {codes.index(None)} hangs: {self.last_words()}")
-        return codes
+            arguments = (self.settings, environment | own, suffers, said)
+            processes.append(self.campaign.context.Process(target=start, args=arguments, daemon=True))
+            processes[-1].start()
+        for process in processes:
+            process.join(HANG)
+        return [process.exitcode for process in processes]
 
     def said(self) -> str:
         files = [self.folder.with_name(f"{self.folder.name}.{rank}.txt") for rank in range(self.ranks)]
@@ -201,10 +142,10 @@ class Run:
     def last_words(self) -> str:
         return " | ".join(line for line in self.said().splitlines() if line.strip())[-1500:]
 
-    def expect(self, codes: list[int], *allowed: int) -> None:
+    def expect(self, codes: list[int | None], *allowed: int) -> None:
         """
         Raises:
-            Lost: a start ended in a way that is not allowed, or with an error that no message explains.
+            Lost: a start hangs, or ended in a way that is not allowed, or with an error that no message explains.
         """
         if any(code not in allowed for code in codes):
             raise Lost(f"ended with {codes}, expected are {allowed}: {self.last_words()}")

@@ -12,7 +12,7 @@ from forgetting_transformer.training.callbacks.base import Callback, Callbacks
 from forgetting_transformer.training.callbacks.built_in import chosen
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.errors import TrainingError
-from tests.training.conftest import STEP, Job, changed, refused, status
+from tests.training.conftest import STEP, Job, changed, status
 from tests.training.test_resume import assert_same_run, lines
 
 pytestmark = pytest.mark.slow
@@ -145,11 +145,6 @@ def test_long_work_of_one_rank_alone_is_refused_with_the_reason(tiny):
     assert job.wait() == [1, 1]
     assert "the callback 'diary' calls trainer.should_stop: it needs all_ranks = True" in job.errors()
     assert "all_ranks = True" in status(tiny)["reason"]
-
-
-def test_names_that_nobody_registered_are_refused(tiny):
-    said = refused(with_callbacks(tiny, "lm_evil"))
-    assert "callbacks='lm_evil' is unknown; did you mean 'lm_eval'?" in said
 
 
 class Kept(Callback):

@@ -21,8 +21,8 @@ pytestmark = [
 
 def test_faults_from_below_lose_nothing(tmp_path):
     """EIO, ENOSPC, EDQUOT and EROFS at any call, a kill at any call, damaged checkpoints."""
-    command = [sys.executable, "tests/campaign/run.py", "--faults", "10", "--jobs", "1", "--folder", str(tmp_path)]
+    command = [sys.executable, "tests/campaign/run.py", "--folder", str(tmp_path)]
     environment, root = shell_environment(), Path(__file__).parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0 and "10 faults in" in done.stdout, done.stdout + done.stderr
-    assert "nothing was lost" in done.stdout and not list(tmp_path.iterdir())
+    assert done.returncode == 0 and "nothing was lost" in done.stdout, done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
