@@ -5,10 +5,10 @@
     python benchmarks/checkpoint.py --folder /scratch/x --saves 5     # on the file system that a run would use
     python benchmarks/checkpoint.py --experiment demo/fox_pro --device cpu --seq-len 128
 
-Takes real steps on random tokens. The row has the median step before the first save, the reservation of memory
-(`reserve_seconds`), and of each save: seconds that the device waited, `copy_seconds` that the loop waited,
-`write_seconds` in the background, and the median step in between. Every byte is written and flushed, so the folder
-needs space for two checkpoints.
+Takes real steps on random tokens. The row has the median step before the first save, and of each save: seconds that the
+device waited, `copy_seconds` that the loop waited, `write_seconds` in the background, and the median step in between.
+The first save also makes the room that all copies use. Every byte is written and flushed, so the folder needs space for
+two checkpoints.
 """
 
 import argparse
@@ -96,12 +96,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     saves = []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         checkpointer = Checkpointer(Path(folder), 1, 0, 1, background=not args.foreground)
-        began = time.perf_counter()
-        checkpointer.reserve(model, optimizer)
-        while_reserving = []
-        while checkpointer.reserving:
-            while_reserving.append(steps.timed(steps.take))
-        reserved = time.perf_counter() - began
         for number in range(1, args.saves + 1):
             # Until the copy is whole, as the GPU sees it: nothing launched later runs before.
             waited = steps.timed(
@@ -125,8 +119,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "step_seconds": alone,
-        "reserve_seconds": reserved,
-        "slowest_step_while_reserving": max(while_reserving, default=None),
         "saves": saves,
     }
 

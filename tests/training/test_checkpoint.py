@@ -151,7 +151,6 @@ def test_one_save_is_in_flight_at_a_time_and_its_error_is_told_once(tmp_path, mo
 
 def test_the_copy_is_reused():
     copy, tensors = HostCopy(), {"a": torch.arange(6.0), "b": torch.ones(2, 3)}
-    copy.reserve(tensors)
     first, _ = copy.take(tensors)
     tensors["a"].zero_()
     assert first["a"].tolist() == list(range(6))

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import zarr
 
 from tests.training.conftest import STEP, Job, changed, rank_log, refused, status
 from tests.training.test_export import word_tokenizer
@@ -69,44 +68,16 @@ def test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight(tiny
     assert found[-1]["lm_eval/words/chance"] == pytest.approx(1 / 3)
 
 
-#: One process is refused several times: it imports lm_eval once.
-ONE_AFTER_THE_OTHER = """
-import traceback
-from omegaconf import OmegaConf
-from forgetting_transformer import training
-original = training.run
-def run(_):
-    said = []
-    for config in CONFIGS:
-        try:
-            original(training.parse(OmegaConf.create(config)))
-        except Exception:
-            said.append(traceback.format_exc())
-    raise SystemError("\f".join(said))
-training.run = run
-"""
-
-
 def test_what_lm_eval_needs_is_missed_before_the_first_step(tiny, task):
     absent = "import importlib.util\nfind = importlib.util.find_spec\n"
     absent += "importlib.util.find_spec = lambda name, *rest: None if name == 'lm_eval' else find(name, *rest)"
     job = Job(with_lm_eval(tiny, task), patch=absent)
     assert job.wait() == [1]
     assert "callbacks=[lm_eval] needs lm-evaluation-harness: pip install 'lm_eval>=0.4.13,<0.5'" in job.errors()
-    assert "pip install" in status(tiny)["reason"]
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
-    cases = (
-        ({"tasks": ["wordz"]}, "tasks=wordz: lm_eval does not know them; for wordz did you mean 'words'? `lm_eval ls"),
-        ({"tokenizer": None}, "callbacks.lm_eval.tokenizer=None: "),
-        ({"limit": 0}, "callbacks.lm_eval.limit=0 must be"),
-    )
-    configs = [with_lm_eval(tiny, task, **keys) for keys, _ in cases]
-    job = Job(tiny, patch=offline(task) + f"CONFIGS = {configs!r}\n" + ONE_AFTER_THE_OTHER)
+    job = Job(with_lm_eval(tiny, task, tasks=["wordz"]), patch=offline(task))
     assert job.wait() == [1]
-    said = job.errors().split("\f")
-    assert len(said) == len(cases)
-    for (_, message), text in zip(cases, said, strict=True):
-        assert message in text
+    assert "tasks=wordz: lm_eval does not know them; for wordz did you mean 'words'? `lm_eval ls" in job.errors()
     assert not (Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl").exists()
 
 
@@ -146,31 +117,6 @@ def test_gate_statistics_are_the_memory_lengths_of_the_finished_model(tiny, fini
     assert len(heads) == 4 and found[-1]["gates/longest"] == max(heads) > 1
     assert found[-1]["gates/shortest"] == min(heads) <= found[-1]["gates/median"]
     assert not any("gates/pruned" in entry for entry in found), "this model does not prune"
-
-
-def test_gate_statistics_of_a_model_that_prunes_have_the_share_that_is_skipped(tiny, tmp_path):
-    from forgetting_transformer.data import LongCrawl64DataModule
-    from forgetting_transformer.evaluation.models import load_model
-    from forgetting_transformer.training import parse
-
-    # Three tiles of 128 positions, and gates that are nearly shut.
-    for split in ("train", "heldout"):
-        tokens = np.random.default_rng(0).integers(1, 64, size=(8, 384)).astype(np.uint16)
-        zarr.create_array(tmp_path / "data/tiny" / f"{split}.zarr", data=tokens, chunks=(4, 384))
-    gates = {"fgate_type": "fixed", "fgate_bias_init": True, "decay_time_min": 0.1, "decay_time_max": 1}
-    for key, value in ({"log_pruning_tolerance": -10.0} | gates).items():
-        tiny = changed(tiny, **{f"model__config__{key}": value})
-    lengths = {"train_batch_len": 384, "train_batch_size": 1, "eval_batch_len": 384, "eval_tokens": 4 * 384}
-    tiny = changed(tiny, data_dir=str(tmp_path / "data"), **{f"datamodule__{k}": v for k, v in lengths.items()})
-    tiny = changed(tiny, train={"max_tokens": 2 * 384, "grad_acc_tokens": 384}, skip_eval=True)
-    job = Job(changed(tiny, callbacks__gate_statistics={"interval": 2 * 384}))
-    assert job.wait() == [0], job.errors()
-    model, shape = load_model(tiny["output_dir"]).model, vars(parse(tiny).datamodule)
-    data = LongCrawl64DataModule(tiny["data_dir"], **{key: value for key, value in shape.items() if key != "name"})
-    texts = next(iter(data.eval_loader(0, 1)))["input_ids"]
-    heads = [head for text in texts for head in report_model(model, text)]
-    share = lines(tiny["output_dir"], "gates")[-1]["gates/pruned"]
-    assert len(texts) == 4 and share == pytest.approx(sum(head.pruned for head in heads) / len(heads)) and share > 0
 
 
 def test_gate_statistics_of_a_model_without_gates_are_refused(tiny):
@@ -227,18 +173,6 @@ def test_the_needle_test_gives_the_losses_of_the_finished_model_and_changes_no_w
         error = of_both.std().item() / 2**0.5
         assert last[f"needle/length_{length}/loss_stderr"] == pytest.approx(error, rel=1e-2, abs=1e-5)
         assert 0 <= last[f"needle/length_{length}/accuracy"] <= last[f"needle/length_{length}/tokens_right"] <= 1
-
-
-def test_a_test_that_is_changed_is_recorded_in_each_line(tiny, task):
-    first = with_needle(tiny, task, lengths=[128])
-    job = Job(changed(first, train__max_tokens=10 * STEP))
-    assert job.wait() == [0], job.errors()
-    job = Job(with_needle(tiny, task, lengths=[128], mode="standard", depths=[0.5], samples=2))
-    assert job.wait() == [0], job.errors()
-    before, after = lines(tiny["output_dir"], "needle")
-    described = ("needle/mode", "needle/depths", "needle/samples")
-    assert [before[key] for key in described] == ["easy", "0 100", 1]
-    assert [after[key] for key in described] == ["standard", "50", 2]
 
 
 def test_a_signal_breaks_the_needle_test_off_and_the_next_start_does_it_again(tiny, finished, task):
@@ -298,14 +232,3 @@ def test_samples_are_what_the_finished_model_writes_and_change_no_weight(tiny, f
     for number, ids in enumerate(([0, 3, 4], [0, 5])):
         (text,) = continue_greedily(model, np.array([ids]), 6, "fp32")
         assert last[f"samples/{number}/text"] == text and text
-    again = changed(tiny, output_dir=f"{tiny['output_dir']}-again", callbacks__samples=keys | {"prompts": None})
-    again = changed(again, train__max_tokens=10 * STEP)
-    job = Job(again)
-    assert job.wait() == [0], job.errors()
-    (line,) = lines(again["output_dir"], "samples")
-    assert {f"samples/{n}/{name}" for n in range(3) for name in ("prompt", "text", "document")} == line.keys() - {
-        "step"
-    }
-    assert len(line["samples/0/prompt"].split()) == 16 and len(line["samples/0/document"].split()) == 6
-    said = refused(changed(again, callbacks__samples=keys | {"prompts": []}))
-    assert "callbacks.samples.prompts=[] is empty; give at least one value" in said
