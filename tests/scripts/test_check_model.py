@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 
 from forgetting_transformer import plugins
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.checks import CHECKS, check_architecture, tiny_fields
+from forgetting_transformer.model.checks import CHECKS, check_architecture
 from forgetting_transformer.model.config import SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
@@ -219,11 +219,7 @@ def double(self, **kwargs):
 @pytest.mark.parametrize(
     ("check", "methods", "said"),
     [
-        (
-            "build",
-            {"mixer_flops_per_token": lambda self, layer_idx, seq_len: 0},
-            r"mixer_flops_per_token\(0, 80\) is 0; it must be a positive number",
-        ),
+        ("build", {"mixer_flops_per_token": lambda self, layer_idx, seq_len: 0}, r"is 0; it must be a positive number"),
         (
             "saving",
             {"__post_init__": double},
@@ -234,15 +230,6 @@ def double(self, **kwargs):
 def test_a_fault_of_a_configuration_fails_its_check(check, methods, said, register):
     found = failures(register(Mean, **methods))
     assert found.keys() == {check} and re.search(said, found[check]), found
-
-
-def test_fields_given_come_in_the_place_of_tiny_ones():
-    fields = tiny_fields(
-        "hybrid", {"pattern": ["mamba2"] * 3, "mixers": {"mamba2": {"state_size": 8}}, "vocab_size": 9}
-    )
-    assert fields["num_hidden_layers"] == 3 and fields["vocab_size"] == 9 and fields["hidden_size"] == 64
-    assert fields["mixers"]["mamba2"] == {"architecture": "mamba2", "num_heads": 2, "state_size": 8}
-    assert "num_heads" not in tiny_fields("hgrn2") and tiny_fields("kda", {"num_heads": 4})["num_heads"] == 4
 
 
 # The script.
@@ -288,16 +275,10 @@ def test_wrong_arguments_are_one_line(arguments, said, script):
     assert done.code == 1 and re.search(said, done.err) and done.err.count("\n") == 1 and not done.out
 
 
-@pytest.mark.parametrize(
-    ("field", "said"),
-    [
-        ("num_headz=2", "KDAConfig has no field 'num_headz'; did you mean 'num_heads'?"),
-        ("num_heads=two", "num_heads is 'two'; it must be a whole number"),
-    ],
-)
-def test_a_field_that_cannot_be_is_named(field, said, script):
-    done = script("--model", "kda", field)
-    assert done.code == 1 and said in done.out and done.out.splitlines()[-1] == "1 of 1 checks failed: build"
+def test_a_field_that_cannot_be_is_named(script):
+    done = script("--model", "kda", "num_headz=2")
+    assert done.code == 1 and "KDAConfig has no field 'num_headz'; did you mean 'num_heads'?" in done.out
+    assert done.out.splitlines()[-1] == "1 of 1 checks failed: build"
 
 
 def test_the_page_shows_what_it_prints(tmp_path):

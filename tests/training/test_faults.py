@@ -106,7 +106,6 @@ class Fault:
 
 
 FAULTS = {
-    "a signal": Fault(in_step(STOP + HEARD), [0], "preempted", "^SIGTERM$"),
     "a signal on one rank of two": Fault(
         in_step((STOP + HEARD).replace("SIGTERM", "SIGUSR1"), ranks="1"), [0, 0], "preempted", "^(SIGUSR1)?$"
     ),
