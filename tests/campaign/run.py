@@ -1,33 +1,26 @@
 """A campaign of faults against training: hundreds of random ones, after which nothing may be lost.
 
-    python tests/campaign/run.py                          # 200 faults, in some minutes
-    python tests/campaign/run.py --seed 17 --runs 1       # one run again, with the faults that its seed stands for
-    python tests/campaign/run.py --faults 1000 --jobs 8 --folder /scratch/campaign
-    python tests/campaign/run.py --faults 40 --kinds disk,slow_storage --strategies fsdp
+    python tests/campaign/run.py --seeds 20               # ten faults for each seed, in some minutes
+    python tests/campaign/run.py --seed 17                # those of one seed again
+    python tests/campaign/run.py --seed 100 --seeds 100 --folder /scratch/campaign
 
-Runs of twenty steps suffer faults, ten for each seed, and are started again after each: they are killed at one of its
-calls to the file system or at a random moment, get signals, meet disks that fail, are full or slow, and damaged
-checkpoints. Then each is left alone, and must end in the weights, moments and logged numbers, bit for bit, of a run
-that nothing happened to. On the way no start may lose a checkpoint that was whole, end with an error that no message
-explains, or hang.
+Runs of twenty steps suffer faults and are started again after each: they are killed at one of their calls to the file
+system, meet disks that fail, are full or slow, and damaged checkpoints. Then each is left alone, and must end in the
+weights, moments and logged numbers, bit for bit, of a run that nothing happened to. On the way no start may lose a
+checkpoint that was whole, end with an error that no message explains, or hang.
 
-Needs Linux and a C compiler. Not part of the test suite. Each run prints its seed; the exit code is 1 if anything was
-lost.
+Needs Linux and a C compiler. The exit code is 1 if anything was lost.
 """
 
 import argparse
 import errno
-import os
 import random
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +28,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.campaign import faults
 from tests.campaign.faults import Fault
-from tests.campaign.runs import DONE, FAILED, PREEMPTED, STEPS, config, contents, start, valid_steps
+from tests.campaign.runs import DONE, FAILED, STEPS, config, contents, start, valid_steps
 from tests.processes import free_port
 from tests.tiny import STEP, make_corpus
 
 #: Seconds. No start takes as long unless it hangs.
 HANG = 900.0
-#: Starting a process looks after those of all threads, and of two that ask at once how one has ended only one is told.
-PROCESSES = threading.Lock()
+#: Faults for each seed.
+EACH = 10
 #: (strategy, processes), and how often it is chosen.
 STRATEGIES = {("auto", 1): 6, ("ddp", 2): 2, ("fsdp", 2): 2}
 #: What a start may end by, with a message that says what to do.
@@ -53,150 +46,76 @@ class Lost(AssertionError):
     """What must never happen."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--seeds", type=int, default=1, help="how many (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="where to work (default: the system's temporary folder)")
+    args = parser.parse_args()
     if not sys.platform.startswith("linux") or faults.compiler() is None:
         print("error: the campaign needs Linux and a C compiler (cc or gcc)", file=sys.stderr)
         return 2
-    runs = args.runs or -(-args.faults // args.each)
-    began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="campaign-", dir=args.folder))
-    with Campaign(folder, args) as campaign, ThreadPoolExecutor(args.jobs) as pool:
-        print(
-            f"{runs} times {args.each} faults, seeds {args.seed} to {args.seed + runs - 1}, in {folder}",
-            flush=True,
-        )
-        problems = [p for p in pool.map(campaign.suffer, range(args.seed, args.seed + runs)) if p]
-    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(campaign.kinds.items()))
-    print(f"{sum(campaign.kinds.values())} faults in {time.monotonic() - began:.0f} s: {kinds}")
-    for problem in problems:
-        print(f"LOST: {problem}")
-    if not problems:
-        shutil.rmtree(folder)
-        print("nothing was lost")
-    return int(bool(problems))
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=200, help="at least so many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run; each further one has the next")
-    parser.add_argument("--runs", type=int, help="so many seeds, whatever --faults says")
-    parser.add_argument("--each", type=int, default=10, help="faults for each seed (default: %(default)s)")
-    parser.add_argument(
-        "--kinds", type=names(KINDS_BY_NAME), default=KINDS, help=f"only these: {', '.join(KINDS_BY_NAME)}"
-    )
-    parser.add_argument(
-        "--strategies", type=names(STRATEGIES_BY_NAME), default=STRATEGIES, help="only these: auto, ddp, fsdp"
-    )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time (default: one per core)")
-    parser.add_argument("--folder", type=Path, help="where to work (default: the system's temporary folder)")
-    return parser.parse_args(argv)
-
-
-def names(known: dict[str, tuple[Any, int]]) -> Callable[[str], dict[Any, int]]:
-    """For argparse: a comma-separated list of some of them, with how often each is chosen."""
-
-    def parse(text: str) -> dict[Any, int]:
-        if unknown := sorted(set(text.split(",")) - known.keys()):
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose among {', '.join(known)}")
-        return dict(known[name] for name in text.split(","))
-
-    return parse
+    campaign = Campaign(folder)
+    for seed in range(args.seed, args.seed + args.seeds):
+        began = time.monotonic()
+        campaign.suffer(seed)
+        print(f"seed {seed}: {EACH} faults in {time.monotonic() - began:.0f} s", flush=True)
+    shutil.rmtree(folder)
+    print("nothing was lost")
+    return 0
 
 
 class Campaign:
     """The corpus, the fork server and the runs to which nothing happened."""
 
-    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
-        self.folder, self.data, self.args = folder, folder / "data", args
-        self.kinds: Counter[str] = Counter()
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.data = folder, folder / "data"
         self._straight: dict[str, dict[str, Any]] = {}
         self.calls: dict[str, int] = {}
-        self.seconds: dict[str, float] = {}
-
-    def __enter__(self) -> "Campaign":
         self.context = faults.server(self.folder, ["tests.campaign.runs"])
-        self.run(make_corpus, self.data)
-        for strategy, ranks in self.args.strategies:
-            run = Run(self, strategy, ranks, self.folder / f"straight-{strategy}", 0)
-            began = time.monotonic()
+        corpus = self.context.Process(target=make_corpus, args=(self.data,))
+        corpus.start()
+        corpus.join()
+        for strategy, ranks in STRATEGIES:
+            run = Run(self, strategy, ranks, self.folder / f"straight-{strategy}")
             if run.start() != [DONE] * ranks:
                 raise SystemExit(f"a run that nothing happens to fails: {run.said()}")
-            self.seconds[strategy] = time.monotonic() - began
             self.calls[strategy] = max(int(said.rpartition("CALLS ")[2]) for said in run.said().split("\f"))
             self._straight[strategy] = contents(run.folder)
-        return self
 
-    def __exit__(self, *raised: object) -> None:
-        pass
+    def suffer(self, seed: int) -> None:
+        """Runs with the faults of a seed.
 
-    def run(self, action: Callable[..., None], *arguments: Any) -> None:
-        process = self.context.Process(target=action, args=arguments)
-        process.start()
-        process.join()
-        if process.exitcode != 0:
-            raise SystemExit(f"{action.__name__} failed")
-
-    def suffer(self, seed: int) -> str | None:
-        """One run with its faults; what was lost, if anything was."""
+        Raises:
+            Lost: something was.
+        """
         generator = random.Random(seed)
-        # A data worker costs seconds: it is forked from a separate server, which imports PyTorch.
-        (strategy, ranks), workers = weighted(generator, self.args.strategies), weighted(generator, {0: 5, 1: 1})
-        history: list[str] = []
-        ended = 0
-
-        def begin() -> Run:
-            return Run(self, strategy, ranks, self.folder / f"run-{seed}-{ended}", workers)
-
-        run = begin()
-        try:
-            for _ in range(self.args.each):
-                kind = weighted(generator, self.args.kinds)
-                history.append(kind.__name__)
-                self.kinds[kind.__name__] += 1
-                kind(run, generator)
-                run.check()
-                if run.kept == STEPS:  # the others happen to another run
-                    run.end(self._straight[strategy])
-                    ended += 1
-                    run = begin()
-            run.end(self._straight[strategy])
-        except Exception as error:
-            print(f"seed {seed}: {strategy}, {', '.join(history)}: LOST", flush=True)
-            again = f"python tests/campaign/run.py --seed {seed} --runs 1, with the other options as they were"
-            return f"seed {seed} ({again}), {run.folder}: {type(error).__name__}: {error}"
-        print(f"seed {seed}: {strategy}, {', '.join(history)}: nothing lost in {ended + 1} runs", flush=True)
-        return None
+        strategy, ranks = weighted(generator, STRATEGIES)
+        run = None
+        for number in range(EACH):
+            run = run or Run(self, strategy, ranks, self.folder / f"run-{seed}-{number}")
+            weighted(generator, KINDS)(run, generator)
+            run.check()
+            if run.kept == STEPS or number == EACH - 1:  # the others happen to another run
+                run.end(self._straight[strategy])
+                run = None
 
 
 def weighted(generator: random.Random, choices: dict[Any, int]) -> Any:
     return generator.choices(list(choices), list(choices.values()))[0]
 
 
-def exit_code(process: Any) -> int | None:
-    """None while it runs."""
-    with PROCESSES:
-        return process.exitcode
-
-
-def end(process: Any, number: int = signal.SIGKILL) -> None:
-    """Sends a signal, unless the process has ended."""
-    with PROCESSES:
-        if process.exitcode is None:
-            os.kill(process.pid, number)
-
-
 class Run:
-    """One output_dir, started again and again. `workers`: data workers of a rank."""
+    """One output_dir, started again and again."""
 
-    def __init__(self, campaign: Campaign, strategy: str, ranks: int, folder: Path, workers: int) -> None:
+    def __init__(self, campaign: Campaign, strategy: str, ranks: int, folder: Path) -> None:
         self.campaign, self.strategy, self.ranks, self.folder = campaign, strategy, ranks, folder
-        self.settings = config(folder, campaign.data, strategy, workers)
+        self.settings = config(folder, campaign.data, strategy)
         self.kept = 0  # step of the newest whole checkpoint
 
-    def processes(self, fault: Fault | None = None, victim: int = 0) -> list[Any]:
-        """Starts every rank; `victim` suffers `fault`."""
+    def start(self, fault: Fault | None = None, victim: int = 0) -> list[int | None]:
+        """Starts every rank, of which `victim` suffers `fault`; returns their exit codes."""
         environment = {}
         if self.ranks > 1:
             environment = {
@@ -204,33 +123,17 @@ class Run:
                 "TORCHELASTIC_RUN_ID": "campaign", "WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks),
                 "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
             }  # fmt: skip
-        started = []
+        processes = []
         for rank in range(self.ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.ranks > 1 else {}
             suffers = fault if fault is not None and rank == victim else Fault()
             said = self.folder.with_name(f"{self.folder.name}.{rank}.txt")
-            process = self.campaign.context.Process(
-                target=start, args=(self.settings, environment | own, suffers, said)
-            )
-            with PROCESSES:
-                process.start()
-            started.append(process)
-        return started
-
-    def start(self, fault: Fault | None = None, victim: int = 0) -> list[int]:
-        return self.wait(self.processes(fault, victim))
-
-    def wait(self, processes: list[Any]) -> list[int]:
-        """Exit codes."""
-        deadline = time.monotonic() + HANG
-        while None in (codes := [exit_code(process) for process in processes]) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        for process, code in zip(processes, codes, strict=True):
-            if code is None:
-                os.kill(process.pid, signal.SIGKILL)
-        if None in codes:
-            raise Lost(f"rank {codes.index(None)} hangs: {self.last_words()}")
-        return codes
+            arguments = (self.settings, environment | own, suffers, said)
+            processes.append(self.campaign.context.Process(target=start, args=arguments, daemon=True))
+            processes[-1].start()
+        for process in processes:
+            process.join(HANG)
+        return [process.exitcode for process in processes]
 
     def said(self) -> str:
         files = [self.folder.with_name(f"{self.folder.name}.{rank}.txt") for rank in range(self.ranks)]
@@ -239,10 +142,10 @@ class Run:
     def last_words(self) -> str:
         return " | ".join(line for line in self.said().splitlines() if line.strip())[-1500:]
 
-    def expect(self, codes: list[int], *allowed: int) -> None:
+    def expect(self, codes: list[int | None], *allowed: int) -> None:
         """
         Raises:
-            Lost: a start ended in a way that is not allowed, or with an error that no message explains.
+            Lost: a start hangs, or ended in a way that is not allowed, or with an error that no message explains.
         """
         if any(code not in allowed for code in codes):
             raise Lost(f"ended with {codes}, expected are {allowed}: {self.last_words()}")
@@ -292,42 +195,17 @@ def killed_at_a_call(run: Run, generator: random.Random) -> None:
     run.expect(run.start(fault, generator.randrange(run.ranks)), DONE, FAILED, -signal.SIGKILL)
 
 
-def killed_at_a_moment(run: Run, generator: random.Random) -> None:
-    processes = run.processes()
-    time.sleep(generator.uniform(0.0, run.campaign.seconds[run.strategy]))
-    victims = processes if generator.random() < 0.5 else [generator.choice(processes)]
-    for process in victims:
-        end(process)
-    run.expect(run.wait(processes), DONE, FAILED, -signal.SIGKILL)
-
-
-def signalled(run: Run, generator: random.Random) -> None:
-    processes = run.processes()
-    time.sleep(generator.uniform(0.3, 1.0) * run.campaign.seconds[run.strategy])
-    number = generator.choice((signal.SIGTERM, signal.SIGUSR1))
-    end(generator.choice(processes), number)
-    # Before training listens, a signal ends a process.
-    run.expect(run.wait(processes), DONE, PREEMPTED, FAILED, -number)
-
-
 def disk(run: Run, generator: random.Random) -> None:
-    """A call fails, and perhaps all after it; what train.py says then names the file system's reason."""
+    """A call fails, and perhaps all after it, or each takes long; what train.py says names the file system's reason."""
     fault = Fault(
         "fail",
         operations=generator.choice((faults.EVERYTHING, faults.WRITE, faults.FSYNC, faults.RENAME, faults.OPEN)),
         countdown=generator.randint(1, max(1, run.campaign.calls[run.strategy] // generator.choice((1, 4, 16)))),
         error=generator.choice((errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS)),
         lasting=generator.random() < 0.5,
+        delay_us=generator.choice((0, 0, 0, 2000)),
     )
     run.expect(run.start(fault, generator.randrange(run.ranks)), DONE, FAILED)
-
-
-def slow_storage(run: Run, generator: random.Random) -> None:
-    """And death at one of its calls, while a checkpoint is being written for longer than its interval."""
-    fault = Fault(
-        "kill", countdown=generator.randint(1, run.campaign.calls[run.strategy]), delay_us=generator.choice((500, 3000))
-    )
-    run.expect(run.start(fault, 0), DONE, FAILED, -signal.SIGKILL)
 
 
 def damaged_checkpoint(run: Run, generator: random.Random) -> None:
@@ -349,12 +227,7 @@ def damaged_checkpoint(run: Run, generator: random.Random) -> None:
 
 
 #: And how often each is chosen.
-KINDS: dict[Callable[[Run, random.Random], None], int] = {
-    killed_at_a_call: 5, killed_at_a_moment: 3, signalled: 2, disk: 5, slow_storage: 1, damaged_checkpoint: 3,
-}  # fmt: skip
-
-KINDS_BY_NAME = {kind.__name__: (kind, weight) for kind, weight in KINDS.items()}
-STRATEGIES_BY_NAME = {strategy: ((strategy, ranks), weight) for (strategy, ranks), weight in STRATEGIES.items()}
+KINDS: dict[Callable[[Run, random.Random], None], int] = {killed_at_a_call: 5, disk: 5, damaged_checkpoint: 3}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -28,12 +28,11 @@ DONE, FAILED, PREEMPTED = 0, 1, 75
 STEPS = 20
 
 
-def config(output_dir: Path, data_dir: Path, strategy: str, workers: int = 0) -> dict[str, Any]:
+def config(output_dir: Path, data_dir: Path, strategy: str) -> dict[str, Any]:
     """Twenty steps of four sequences of 32 tokens, a checkpoint every three, two evaluations."""
     tiny = tiny_config(output_dir, data_dir)
     tiny |= {"checkpoint_interval": 3 * STEP, "checkpoint_keep_interval": 9 * STEP}
     tiny["strategy"] = {"name": strategy, "timeout_seconds": 60, "compare_steps": 5}
-    tiny["datamodule"]["train_num_workers"] = workers
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "qk_norm": True, "use_k_shift": True}
     tiny["model"]["config"] = shape
     return tiny

@@ -77,7 +77,6 @@ def test_locked_memory_is_filled_in_the_order_of_the_stream():
 
     copy = HostCopy()
     tensors = {"large": torch.zeros(1 << 26, device="cuda"), "step": torch.zeros((), device="cuda")}
-    copy.reserve(tensors)
     for value in range(3):
         for tensor in tensors.values():
             tensor.fill_(value)

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 
 from forgetting_transformer import plugins
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.checks import CHECKS, check_architecture, tiny_fields
+from forgetting_transformer.model.checks import CHECKS, check_architecture
 from forgetting_transformer.model.config import SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
@@ -63,11 +63,6 @@ class OverTheBatch(ChangesItsOutput):
     change = staticmethod(lambda out_BTE: out_BTE - out_BTE.mean(0))
 
 
-class BareTensor(Mean):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)[0]
-
-
 class Unused(Mean):
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)
@@ -89,28 +84,9 @@ class LosesItsState(Mean):
         return out_BTE, {}
 
 
-class CountsOnlyPrompts(Mean):
-    """Its cache is not told of single tokens."""
-
-    def forward(self, hidden_BTE, seq_start_B=None, cache=None):
-        out_BTE, cache = super().forward(hidden_BTE, seq_start_B, cache)
-        if cache is not None and hidden_BTE.shape[1] == 1:
-            cache.num_tokens -= 1
-        return out_BTE, cache
-
-
 class ReadsPadding(Mean):
     def mix(self, hidden_BTE, padding_BT, states):
         return super().mix(hidden_BTE, None, states)
-
-
-class NoCache(nn.Module):
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.inner = Mean(hidden_size)
-
-    def forward(self, hidden_BTE, seq_start_B=None, cache=None):
-        return self.inner(hidden_BTE, seq_start_B)
 
 
 class ReadsNothing(Mean):
@@ -133,11 +109,6 @@ class WritesWhatWasLoaded(Mean):
 class Raises(Mean):
     def mix(self, hidden_BTE, padding_BT, states):
         raise KeyError("k_conv")
-
-
-class CannotBeMade(Mean):
-    def __init__(self, hidden_size: int) -> None:
-        raise ZeroDivisionError("hidden_size // heads")
 
 
 @pytest.fixture
@@ -176,23 +147,12 @@ def failures(name: str, **fields) -> dict[str, str]:
     return {result.name: result.detail for result in results if not result.is_ok}
 
 
-#: That every architecture keeps what is checked, tests/model shows, too.
-EVERYWHERE = pytest.mark.rare("tests/model/test_every_architecture.py::test_no_token_sees_the_future")
-USUAL = ("forgetting_transformer", "hgrn2")
-PRO = dict.fromkeys(("use_output_gate", "use_output_norm", "qk_norm", "use_k_shift", "use_v_shift"), True)
-VARIANTS = [
-    ("forgetting_transformer", {**PRO, "tie_word_embeddings": True}),
-    ("transformer", {"num_heads": 4, "num_kv_heads": 2, "window_size": 7, "loss": "causal_lm"}),
-    ("hgrn2", {"apply_lower_bounds": True}),
-    ("hybrid", {"pattern": ["mamba2", "path_fox", "samba", "sliding_window", "attention"]}),
-]
-
-
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        *(pytest.param(name, {}, marks=[EVERYWHERE] * (name not in USUAL)) for name in registry.model_names()),
-        *(pytest.param(*variant, marks=EVERYWHERE) for variant in VARIANTS),
+        ("forgetting_transformer", {"use_output_gate": True, "qk_norm": True, "use_k_shift": True}),
+        ("hgrn2", {"apply_lower_bounds": True}),
+        ("hybrid", {"pattern": ["mamba2", "path_fox", "samba", "sliding_window", "attention"]}),
     ],
 )
 def test_built_in_architectures_pass(name, fields):
@@ -222,12 +182,7 @@ FAULTS = {
         "cache": r"pieces of 68, 1, 1, 1, … .* by [\d.]+, first at token 68 \(tolerance 0.\d+\); the state that is "
         "kept must be the one after the last token",
     },
-    CountsOnlyPrompts: {
-        "cache": "the cache of block 0 says that it holds 68 tokens after 69 were read; forward must",
-        "padding": "the cache of block 0 says that it holds 68 tokens after 69 were read; forward must",
-    },
     ReadsPadding: {"padding": r"differ from those of it alone by [\d.]+, first at token 0 .*zero_padding"},
-    NoCache: {"cache": "^TypeError: NoCache has no new_cache", "padding": "^TypeError: NoCache has no new_cache"},
     ReadsNothing: {"causality": "changes no later logits .*the mixer reads no earlier token"},
     WritesWhatWasLoaded: {
         "saving": "^model.layers.0.attn.in_proj.bias, model.layers.1.attn.in_proj.bias has other values after loading; "
@@ -247,7 +202,6 @@ def test_a_fault_fails_its_checks_and_no_others(mixer, register):
 @pytest.mark.parametrize(
     ("mixer", "said"),
     [
-        (BareTensor, r"^TypeError: BareTensor.forward returned .* must return a tuple"),
         (Raises, "^KeyError: 'k_conv'$"),
         (NotANumber, r"^[\d,]+ of 14,640 logits are not finite; look for logarithms"),
     ],
@@ -255,10 +209,6 @@ def test_a_fault_fails_its_checks_and_no_others(mixer, register):
 def test_a_model_that_cannot_run_fails_the_first_check(mixer, said, register):
     found = failures(register(mixer))
     assert found.keys() == {"build"} and re.search(said, found["build"]), found
-
-
-def test_a_model_that_cannot_be_made_is_the_one_result(register):
-    assert failures(register(CannotBeMade)) == {"build": "ZeroDivisionError: hidden_size // heads"}
 
 
 def double(self, **kwargs):
@@ -269,16 +219,7 @@ def double(self, **kwargs):
 @pytest.mark.parametrize(
     ("check", "methods", "said"),
     [
-        (
-            "build",
-            {"mixer_flops_per_token": SwiGLUDecoderConfig.mixer_flops_per_token},
-            "NotImplementedError: ThrowAwayConfig must define mixer_flops_per_t",
-        ),
-        (
-            "build",
-            {"mixer_flops_per_token": lambda self, layer_idx, seq_len: 0},
-            r"mixer_flops_per_token\(0, 80\) is 0; it must be a positive number",
-        ),
+        ("build", {"mixer_flops_per_token": lambda self, layer_idx, seq_len: 0}, r"is 0; it must be a positive number"),
         (
             "saving",
             {"__post_init__": double},
@@ -289,15 +230,6 @@ def double(self, **kwargs):
 def test_a_fault_of_a_configuration_fails_its_check(check, methods, said, register):
     found = failures(register(Mean, **methods))
     assert found.keys() == {check} and re.search(said, found[check]), found
-
-
-def test_fields_given_come_in_the_place_of_tiny_ones():
-    fields = tiny_fields(
-        "hybrid", {"pattern": ["mamba2"] * 3, "mixers": {"mamba2": {"state_size": 8}}, "vocab_size": 9}
-    )
-    assert fields["num_hidden_layers"] == 3 and fields["vocab_size"] == 9 and fields["hidden_size"] == 64
-    assert fields["mixers"]["mamba2"] == {"architecture": "mamba2", "num_heads": 2, "state_size": 8}
-    assert "num_heads" not in tiny_fields("hgrn2") and tiny_fields("kda", {"num_heads": 4})["num_heads"] == 4
 
 
 # The script.
@@ -331,18 +263,10 @@ def test_what_failed_is_named_and_the_code_is_1(script, register):
     assert "\nFAILED cache " in done.out and "Traceback" not in done.out
 
 
-def test_a_traceback_is_shown_to_those_who_ask(script, register):
-    name = register(Raises)
-    assert "Traceback" not in script("--model", name).out
-    done = script("--model", name, "--traceback")
-    assert 'raise KeyError("k_conv")' in done.out and done.code == 1 and "Traceback" not in done.err
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--model", "kdaa"], r"^error: model.name='kdaa' is unknown; did you mean 'kda'\?"),
-        (["--model", "kda", "num_heads"], r"^error: 'num_heads': give fields as key=value behind the options"),
         (["--model", "kda", "num_heads=[1"], r"^error: 'num_heads=\[1': .*; give a value as YAML has it"),
     ],
 )
@@ -351,16 +275,10 @@ def test_wrong_arguments_are_one_line(arguments, said, script):
     assert done.code == 1 and re.search(said, done.err) and done.err.count("\n") == 1 and not done.out
 
 
-@pytest.mark.parametrize(
-    ("field", "said"),
-    [
-        ("num_headz=2", "KDAConfig has no field 'num_headz'; did you mean 'num_heads'?"),
-        ("num_heads=two", "num_heads is 'two'; it must be a whole number"),
-    ],
-)
-def test_a_field_that_cannot_be_is_named(field, said, script):
-    done = script("--model", "kda", field)
-    assert done.code == 1 and said in done.out and done.out.splitlines()[-1] == "1 of 1 checks failed: build"
+def test_a_field_that_cannot_be_is_named(script):
+    done = script("--model", "kda", "num_headz=2")
+    assert done.code == 1 and "KDAConfig has no field 'num_headz'; did you mean 'num_heads'?" in done.out
+    assert done.out.splitlines()[-1] == "1 of 1 checks failed: build"
 
 
 def test_the_page_shows_what_it_prints(tmp_path):

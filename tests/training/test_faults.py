@@ -5,8 +5,6 @@ Faults 4, 6, 7, 9, 10 and 12 of the list have their files: test_bad_steps.py, te
 test_resume.py, test_corruption.py, and tests/data/test_remote.py with test_wandb.py.
 """
 
-import json
-import os
 import re
 import signal
 import textwrap
@@ -16,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Command, free_port
+from tests.processes import Command
 from tests.training.conftest import (
     ENDLESS,
-    FABRIC,
     STEP,
     Job,
     changed,
@@ -109,7 +106,6 @@ class Fault:
 
 
 FAULTS = {
-    "a signal": Fault(in_step(STOP + HEARD), [0], "preempted", "^SIGTERM$"),
     "a signal on one rank of two": Fault(
         in_step((STOP + HEARD).replace("SIGTERM", "SIGUSR1"), ranks="1"), [0, 0], "preempted", "^(SIGUSR1)?$"
     ),
@@ -272,16 +268,6 @@ def test_a_launcher_passes_signals_on_and_ends_with_75(tiny, tmp_path):
     assert (folder / f"checkpoints/step-{found['step']:015d}/manifest.json").is_file()
     said = (folder / "printed").read_text()
     assert "Traceback" not in said and said.splitlines()[-1].endswith(str(folder)), said
-
-
-def test_a_rank_of_fabric_run_that_is_asked_to_stop_is_no_failure(tiny, tmp_path):
-    """The launcher itself gets no signal, and would report a rank that ends with 75 at length."""
-    folder = tmp_path / "run"
-    launcher = start(tiny, folder, *FABRIC, "--devices", "1", "--main-port", str(free_port()))
-    wait_for_training(folder, launcher)
-    os.kill(json.loads((folder / "run.lock").read_text())["pid"], signal.SIGTERM)
-    assert launcher.wait() == 0 and "Traceback" not in (folder / "printed").read_text()
-    assert status({"output_dir": folder})["status"] == "preempted"
 
 
 def test_ctrl_c_exits_with_75_and_a_kill_leaves_the_folder_free_although_readers_live_on(tiny, tmp_path):

@@ -19,20 +19,10 @@ pytestmark = [
 ]
 
 
-def campaign(folder: Path, *options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "tests/campaign/run.py", "--runs", "1", "--jobs", "1", "--folder", str(folder), *options]
-    environment = shell_environment()
-    return subprocess.run(
-        command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=HANG
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [("disk", "auto"), ("disk", "fsdp"), ("slow_storage", "auto")],
-)
-def test_faults_from_below_lose_nothing(tmp_path, kind, strategy):
-    """EIO, ENOSPC, EDQUOT and EROFS at any call; slow storage."""
-    done = campaign(tmp_path, "--each", "3", "--kinds", kind, "--strategies", strategy, "--seed", "7")
-    assert done.returncode == 0 and "3 faults in" in done.stdout, done.stdout + done.stderr
-    assert "nothing was lost" in done.stdout and not list(tmp_path.iterdir())
+def test_faults_from_below_lose_nothing(tmp_path):
+    """EIO, ENOSPC, EDQUOT and EROFS at any call, a kill at any call, damaged checkpoints."""
+    command = [sys.executable, "tests/campaign/run.py", "--folder", str(tmp_path)]
+    environment, root = shell_environment(), Path(__file__).parents[2]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0 and "nothing was lost" in done.stdout, done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())

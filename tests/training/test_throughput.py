@@ -66,15 +66,6 @@ def test_recent_counts_steps_and_not_lines_of_the_log():
     assert recent == {50: 1, 100: 1, 150: 1, 200: 1, 250: 100 / 150, 300: 100 / 200}
 
 
-def test_cumulative_mfu_counts_from_this_start_on():
-    """The FLOPs before it were done by other GPUs perhaps; the rates, which need no peak, count them."""
-    throughput = Throughput(peak_flops=100, start=counters(0, 0, 1_000_000, 1000, 1000))
-    after_step(throughput, counters(0, 0, 1_000_500, 1010, 1010))
-    metrics = after_step(throughput, counters(0, 0, 1_001_000, 1020, 1020))
-    assert metrics["throughput/mfu_total_cum"] == metrics["throughput/mfu_update_cum"] == 0.5
-    assert metrics["throughput/flop_count_per_second_total_cum"] == pytest.approx(1_001_000 / 1020)
-
-
 def test_a_run_divides_by_the_peak_of_all_its_devices(tiny):
     tiny = changed(tiny, train__max_tokens=4 * STEP, skip_eval=True, fabric__peak_flops=1e9)
     train(tiny, world_size=2)

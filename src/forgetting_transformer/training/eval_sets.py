@@ -26,8 +26,10 @@ _SHARED = (
     "train_batch_len", "train_batch_size", "eval_tokens", "eval_batch_len", "eval_local_batch_size",
     "eval_num_workers", "missing_chunks", "cache_dir", "cache_gb",
 )  # fmt: skip
-#: Folders that a message lists.
-_MOST_LISTED = 8
+_OTHER_TOKENIZER = (
+    "it was made with another tokenizer; prepare it again with that of the corpus (scripts/prepare_data.py --tokenizer "
+    "FOLDER)"
+)
 
 
 def kind_of(name: str) -> str:
@@ -83,10 +85,7 @@ def check_tokenizers(sets: dict[str, Corpus], corpus: Corpus, config: Config) ->
     """
     for name, one in sets.items():
         if difference := other_tokens(one.folder, corpus.folder):
-            raise DataError(
-                f"eval_sets.{name}={config.eval_sets[name]} was made with another tokenizer than the corpus: "
-                f"{difference}. Prepare it again with this tokenizer (scripts/prepare_data.py --tokenizer FOLDER)"
-            )
+            raise DataError(f"eval_sets.{name}={config.eval_sets[name]}: {difference}; {_OTHER_TOKENIZER}")
 
 
 def _open(config: Config, path: str, corpus: Corpus, info: DataInfo, world_size: int) -> Corpus:
@@ -108,9 +107,7 @@ def _open(config: Config, path: str, corpus: Corpus, info: DataInfo, world_size:
     ):
         if own != other:
             raise DataError(
-                f"{described.path} has {other:,} {what}, and the corpus {info.path} has {own:,}: it was made with "
-                "another tokenizer; prepare it again with that of the corpus (scripts/prepare_data.py --tokenizer "
-                "FOLDER)"
+                f"{described.path} has {other:,} {what}, and the corpus {info.path} has {own:,}; {_OTHER_TOKENIZER}"
             )
     if isinstance(found, LongCrawl64DataModule):
         found.keep_heldout(world_size)  # refuses a cache that is too small
@@ -144,12 +141,7 @@ def _where_is(data_dir: str, path: str) -> str | Path:
 
 def _nothing_at(folder: str | Path) -> str:
     """That there is no held-out array, and what is near it."""
-    if isinstance(folder, str):
-        return f"no held-out array at {join(folder, 'heldout.zarr')}; give the URL of a corpus's folder"
-    if folder.suffix == ".zarr":
-        return f"{folder} is named as an array; give the folder of the corpus that holds heldout.zarr"
-    near = sorted(file.parent.name for file in folder.parent.glob("*/heldout.zarr"))
-    listed = ", ".join(near[:_MOST_LISTED]) + (", …" if len(near) > _MOST_LISTED else "")
-    closest = difflib.get_close_matches(folder.name, near, n=1)
-    hint = f"; did you mean {closest[0]!r}?" if closest else f"; {folder.parent} holds {listed}" if near else ""
-    return f"no held-out array at {folder / 'heldout.zarr'}{hint or '; give the folder of a corpus, or its URL'}"
+    near = [] if isinstance(folder, str) else [file.parent.name for file in folder.parent.glob("*/heldout.zarr")]
+    closest = difflib.get_close_matches(Path(folder).name, near, n=1)
+    hint = f"did you mean {closest[0]!r}?" if closest else "give the folder of a corpus, or its URL"
+    return f"no held-out array at {folder}/heldout.zarr; {hint}"

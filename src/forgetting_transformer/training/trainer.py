@@ -154,8 +154,6 @@ class Trainer:
                 self.callbacks.call_all("on_interval", "log")
             if self.finished or self.crossed(config.train_eval_interval):
                 self.callbacks.call_all("on_interval", "train_eval")
-            if first:
-                self.checkpointer.reserve(self.model.module, self.optimizer.optimizer, self.callbacks.large_state())
             if self.comparison is not None and counters.batch_count % self.comparison.steps == 0:
                 tensors = weights_and_moments(self.model.module, self.optimizer.optimizer)
                 self.comparison.begin(counters.batch_count, tensors)

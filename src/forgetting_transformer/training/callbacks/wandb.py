@@ -66,7 +66,7 @@ class Wandb(Callback):
             if config.wandb.mode == "offline":
                 for folder in log_dir.glob(f"wandb/offline-run-*-{run_id}"):
                     folder.rename(folder.with_name(f"superseded-{folder.name}"))
-            with _command_line_as_recorded(), _unasked():
+            with _shielded():
                 mode: Any = config.wandb.mode
                 self._run = wandb.init(
                     project=config.wandb.project,
@@ -123,25 +123,16 @@ def _wandb_run_id(directory: RunDirectory) -> str:
 
 
 @contextlib.contextmanager
-def _unasked() -> Iterator[None]:
-    """An empty standard input: without an API key wandb would ask for one on a terminal, and wait for ever."""
-    before = sys.stdin
+def _shielded() -> Iterator[None]:
+    """Around `wandb.init`, which records the command line, here without passwords; and which without an API key would
+    ask a terminal for one and wait for ever, so standard input is empty."""
+    before = sys.argv, sys.stdin
+    sys.argv = _in_utf8(redact_tree(sys.argv))
     with open(os.devnull, encoding="utf-8") as sys.stdin:
         try:
             yield
         finally:
-            sys.stdin = before
-
-
-@contextlib.contextmanager
-def _command_line_as_recorded() -> Iterator[None]:
-    """wandb records the command line, and has no setting to leave it out alone: here it has no passwords."""
-    arguments = sys.argv
-    sys.argv = _in_utf8(redact_tree(arguments))
-    try:
-        yield
-    finally:
-        sys.argv = arguments
+            sys.argv, sys.stdin = before
 
 
 def _in_utf8(values: Any) -> Any:

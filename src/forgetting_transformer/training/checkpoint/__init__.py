@@ -112,18 +112,6 @@ class Checkpointer:
         self._step = 0
         self._writer = Writer(folder, keep_last, rank, self._group, record)
 
-    def reserve(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, large: dict[str, Tensor] | None = None
-    ) -> None:
-        """Makes room for the copies of later saves, as of `save`; worth calling after the first optimizer step."""
-        if self.background:
-            self._copy.reserve(share(tensors_of(model, optimizer)[0] | (large or {}), self.rank, self.world_size))
-
-    @property
-    def reserving(self) -> bool:
-        """Whether that is still under way."""
-        return self._copy.reserving
-
     def save(
         self,
         step: int,

@@ -47,7 +47,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict
     sets them.
     """
     # The model first: FSDP2 has gathered weights after an evaluation, and this puts the shards back in their place.
-    tensors = {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
+    tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     try:
         optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
@@ -132,7 +132,8 @@ class Writer:
                 no_dist=self._group is None,
             )
         except (CheckpointException, OSError, RuntimeError) as error:
-            self._on_rank_zero(lambda: shutil.rmtree(temporary, ignore_errors=True))
+            if self.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"could not write {final}: {reason_of(error)}") from error
         self._move()
         checksums = self._gather_checksums(temporary)
@@ -145,7 +146,8 @@ class Writer:
         self._move()
         self._agree(publish, "finish")
         self._move()
-        self._on_rank_zero(lambda: self._prune(step))
+        if self.rank == 0:
+            self._prune(step)
 
     def clean(self) -> None:
         """Removes what an interrupted save or deletion left behind; rank 0, at start-up."""
@@ -159,13 +161,9 @@ class Writer:
     def _prepare(self, temporary: Path, needed: int) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "state").mkdir(parents=True)
-        free = shutil.disk_usage(temporary).free
-        if free < needed:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise OSError(
-                errno.ENOSPC,
-                f"the disk has {size_in_words(free)} left, a checkpoint needs {size_in_words(needed)}",
-            )
+        if (free := shutil.disk_usage(temporary).free) < needed:
+            words = f"the disk has {size_in_words(free)} left, a checkpoint needs {size_in_words(needed)}"
+            raise OSError(errno.ENOSPC, words)
 
     def _gather_checksums(self, temporary: Path) -> dict[str, dict[str, int]]:
         """Every rank reads back the shards it wrote, so that the work is shared."""
@@ -257,12 +255,6 @@ class Writer:
             dist.broadcast_object_list(problem, src=0, group=self._group)
         if problem[0] is not None:
             raise CheckpointError(f"could not {what} a checkpoint in {self.folder}: {problem[0]}")
-
-    def _on_rank_zero(self, action: Callable[[], None]) -> None:
-        if self.rank == 0:
-            action()
-        if self._group is not None:
-            dist.barrier(group=self._group)
 
 
 def _writer_of(file: Path) -> int:

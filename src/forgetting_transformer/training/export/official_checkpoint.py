@@ -190,10 +190,7 @@ def _config(directory: RunDirectory) -> Config:
         text = decode(directory.config.read_bytes(), directory.config)
         if "${" in text:
             raise ValueError("it refers to other values with ${…}, and the authors' code writes values")
-        official = parse_yaml(text, directory.config)
-        return parse(OmegaConf.create(_translated(official)))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{directory.root} holds checkpoints of the authors' code, but no config.yaml") from error
+        return parse(OmegaConf.create(_translated(parse_yaml(text, directory.config))))
     except (UnreadableError, ConfigError, OSError) as error:
         raise CheckpointError(f"{directory.config} cannot be read: {one_line(error)}") from error
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -242,7 +239,8 @@ def _read(checkpoint: Checkpoint) -> dict[str, Any]:
         try:
             saved = torch.load(checkpoint.path, map_location="cpu", mmap=True, weights_only=True)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(f"{checkpoint.path} was not loaded: {_what_it_asks_for(checkpoint.path)}") from error
+            said = "its pickle is damaged, or asks for what no training checkpoint needs"
+            raise CheckpointError(f"{checkpoint.path} was not loaded: {said}") from error
         except (OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{checkpoint.path} cannot be read: {str(error).splitlines()[0]}") from error
     kinds: dict[str, Any] = {"model": dict, "optimizer": dict, "window_loss_per_token": np.ndarray}
@@ -254,14 +252,6 @@ def _read(checkpoint: Checkpoint) -> dict[str, Any]:
                 "what it should be"
             )
     return saved
-
-
-def _what_it_asks_for(path: Path) -> str:
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # whatever a damaged or hostile file makes of it
-        names = []
-    return f"it asks for {names[0]}, which no training checkpoint needs" if names else "its pickle is damaged"
 
 
 def _model(checkpoint: Checkpoint, config: Config, weights: dict[str, Tensor]) -> PreTrainedModel:
@@ -279,9 +269,8 @@ def _model(checkpoint: Checkpoint, config: Config, weights: dict[str, Tensor]) -
             )
         model.load_state_dict(weights)
     except (RuntimeError, ValueError, TypeError) as error:
-        lines = [line.strip() for line in str(error).splitlines()]
         raise CheckpointError(
-            f"{checkpoint.path} does not fit the model of the config.yaml beside it: {' '.join(lines[:2])[:300]}"
+            f"{checkpoint.path} does not fit the model of the config.yaml beside it: {one_line(error)[:300]}"
         ) from error
     check_weights(model, checkpoint.path)
     return model

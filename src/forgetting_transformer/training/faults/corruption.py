@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from forgetting_transformer.training.errors import TrainingError
+from forgetting_transformer.training.faults.delayed import Delayed
 from forgetting_transformer.training.faults.shards import local
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,8 +28,6 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Comparison:
     """Compares weights and moments over the ranks that hold the same of them.
 
-    The gathered digests are copied to the host behind the steps that follow, as StepGuard's verdicts are.
-
     Args:
         shards: ranks of one copy of the model, neighbours of which each holds another shard; 1: each holds all of it.
         steps: of training between two comparisons.
@@ -36,7 +35,7 @@ class Comparison:
 
     def __init__(self, world_size: int, shards: int = 1, steps: int = 1) -> None:
         self._world_size, self._shards, self.steps = world_size, shards, steps
-        self._pending: collections.deque[tuple[int, list[str], Tensor, torch.cuda.Event | None]] = collections.deque()
+        self._tables: Delayed[tuple[int, list[str]]] = Delayed()
         self._found: str | None = None
 
     @torch.no_grad()
@@ -45,13 +44,7 @@ class Comparison:
         mine = digests(tensors.values())
         gathered = mine.new_empty(self._world_size, len(mine))
         dist.all_gather(list(gathered.unbind()), mine)
-        table, event = gathered, None
-        if gathered.is_cuda:
-            table = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-            table.copy_(gathered, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._pending.append((batch, list(tensors), table, event))
+        self._tables.send((batch, list(tensors)), gathered)
 
     def difference(self, wait: bool = False) -> str | None:
         """The first difference that was found, if any.
@@ -59,14 +52,8 @@ class Comparison:
         Args:
             wait: for the device, so that the answer includes the last comparison. All ranks then get the same answer.
         """
-        while self._found is None and self._pending:
-            batch, names, table, event = self._pending[0]
-            if event is not None and not event.query():
-                if not wait:
-                    break
-                event.synchronize()
-            self._pending.popleft()
-            self._found = judge(batch, names, table, self._shards)
+        for (batch, names), table in self._tables.arrived(wait):
+            self._found = self._found or judge(batch, names, table, self._shards)
         return self._found
 
     def refuse(self, last_good_checkpoint: str) -> None:

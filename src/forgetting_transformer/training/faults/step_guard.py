@@ -6,7 +6,6 @@ host learns of it when the device gets there, a step or two later. Other optimiz
 the host waits for the decision and does not call them.
 """
 
-import collections
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from forgetting_transformer.data.corpus import Place
 from forgetting_transformer.training.errors import TrainingError
+from forgetting_transformer.training.faults.delayed import Delayed
 
 #: Steps whose gradient norms the spike rule looks back at.
 WINDOW = 128
@@ -67,7 +67,7 @@ class StepGuard:
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         self._in_a_row = torch.zeros((), dtype=torch.float64, device=device)
         self._norms = torch.full((WINDOW,), torch.nan, dtype=torch.float64, device=device)
-        self._pending: collections.deque[tuple[int, Tensor, torch.cuda.Event | None]] = collections.deque()
+        self._verdicts: Delayed[int] = Delayed()
         self._reports: list[BadStep] = []
         #: As far as the host knows.
         self.longest_row = 0
@@ -90,15 +90,7 @@ class StepGuard:
         bad = (~good).double()
         self._skipped += bad
         self._in_a_row = (self._in_a_row + 1) * bad
-        row = torch.cat([torch.stack([bad, self._in_a_row, norm]), loss_B.double()])
-        if row.is_cuda:
-            host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
-            host.copy_(row, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        else:
-            host, event = row, None
-        self._pending.append((batch, host, event))
+        self._verdicts.send(batch, torch.cat([torch.stack([bad, self._in_a_row, norm]), loss_B.double()]))
         return bad.float()
 
     @staticmethod
@@ -121,14 +113,8 @@ class StepGuard:
         Args:
             wait: for the device, so that the last step is known too.
         """
-        while self._pending:
-            batch, host, event = self._pending[0]
-            if event is not None and not event.query():
-                if not wait:
-                    break
-                event.synchronize()
-            self._pending.popleft()
-            bad, in_a_row, norm, *losses = host.tolist()
+        for batch, verdict in self._verdicts.arrived(wait):
+            bad, in_a_row, norm, *losses = verdict.tolist()
             if bad:
                 self.longest_row = max(self.longest_row, int(in_a_row))
                 self._reports.append(BadStep(batch, int(in_a_row), sum(losses) / len(losses), norm, losses))

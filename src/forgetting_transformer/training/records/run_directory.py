@@ -21,7 +21,7 @@ PREVIOUS = "previous"
 #: `last_checkpoint.json`, which refuses a start that would not find the checkpoints. The lock, by which the run is
 #: recognised, is not moved.
 OWN_NAMES = (
-    "checkpoints", "logs", "metrics", "tokenizer", "plots", "traces", "wandb", "tensorboard", "goodput.json",
+    "checkpoints", "logs", "metrics", "tokenizer", "plots", "wandb", "tensorboard", "goodput.json",
     "model.txt", "decay_params.txt", "no_decay_params.txt", "status.json", "config.yaml", "last_checkpoint.json",
     "starts.jsonl",
 )  # fmt: skip
@@ -33,7 +33,7 @@ KINDS = (
 #: The same for arrays.
 ARRAY_KINDS = (names.TRAIN_EVAL, names.VAL)
 #: Folders in which other programs write too, such as a scheduler its logs; a start only adds to them.
-_SHARED = ("logs", "plots", "traces", "wandb")
+_SHARED = ("logs", "plots", "wandb")
 #: What makes a folder a token array or a corpus of them; besides, the manifest of a corpus.
 _ARRAYS = ("*.zarr", "zarr.json", ".zarray")
 #: Weights of a model in Hugging Face format.
@@ -97,7 +97,6 @@ class RunDirectory:
         self.tensorboard = self.root / "tensorboard"
         self.tokenizer = self.root / "tokenizer"
         self.goodput = self.root / "goodput.json"
-        self.traces = self.root / "traces"
         self._lock_file = self.root / "run.lock"
         self._lock = contextlib.ExitStack()
         self.is_locked = False  # whether this process may write here
