@@ -151,34 +151,22 @@ def error_of(*overrides: str) -> str:
         (["train.max_token=3"], "ConfigError: unknown config key 'train.max_token'; did you mean 'train.max_tokens'?"),
         (["trian.max_tokens=3"], "ConfigError: unknown config key 'trian'; did you mean 'train'?"),
         (
-            ["optimizer.learning_rate=1e-3"],
-            "ConfigError: unknown config key 'optimizer.learning_rate'; did you mean 'optimizer.lr'?",
-        ),
-        (
             ["strategy.keep_gathered=true"],
             "ConfigError: unknown config key 'strategy.keep_gathered'; it is a key of strategy=fsdp and hsdp",
         ),
         (["learning_rate=1e-3"], "ConfigError: unknown config key 'learning_rate'; did you mean 'optimizer.lr'?"),
-        (["lr=1e-3"], "ConfigError: unknown config key 'lr'; did you mean 'optimizer.lr'?"),
-        (["max_tokns=3"], "ConfigError: unknown config key 'max_tokns'; did you mean 'train.max_tokens'?"),
-        (["zzzzzz=3"], "ConfigError: unknown config key 'zzzzzz'"),
         (
             ["+experiment=fox_pro"],
             "ConfigError: there is no experiment=fox_pro; did you mean +experiment/demo=fox_pro?",
         ),
         (
             ["train.max_tokens"],
-            "ConfigError: 'train.max_tokens' is not of the form key=value (missing EQUAL at '<EOF>')",
+            "ConfigError: 'train.max_tokens' is not of the form key=value",
         ),
         (
             ["model.config.mine=3"],
             "ConfigError: unknown config key 'model.config.mine'; a field that the model's YAML does not list is added "
             "with +model.config.mine=…",
-        ),
-        (
-            ["experiment/demo=fox_pro"],
-            "ConfigError: Could not override 'experiment/demo'. No match in the defaults list; "
-            "To append to your default list use +experiment/demo=fox_pro",
         ),
         (
             ["callbacks=[gate_statistics]", "callbacks.gate_statistics.intervl=3"],
@@ -199,57 +187,23 @@ def error_of(*overrides: str) -> str:
         (["optimizer="], "ConfigError: optimizer= is empty (a variable that is not set?); choices: adamw, muon"),
         *(
             (
-                [f"tag={value}"],
-                f"ConfigError: tag={value} cannot be read; give text that holds = , : \" ' or brackets in two pairs of "
-                "quotes: 'tag=\"…\"'",
-            )
-            for value in ("[a", "a=b", "${")
-        ),
-        *(
-            (
                 [f"{key}={value}"],
-                f"ConfigError: {key}={value} cannot be read: Hydra stops at {sign}; give text that holds such signs in "
-                f"two pairs of quotes: '{key}=\"…\"'",
+                f"ConfigError: {key}={value} cannot be read; give text that holds a space, = , : ; ~ quotes, brackets "
+                f"or letters such as ä in two pairs of quotes: '{key}=\"…\"'",
             )
-            for key, value, sign in (
-                ("output_dir", "out/ä", "ä"),
-                ("+datamodule.cache_dir", "~/zzz", "~"),
-                ("tag", "a b;c", ";"),
-                ("tag", "'", "'"),
-            )
+            for key, value in (("tag", "[a"), ("output_dir", "out/ä"), ("+datamodule.cache_dir", "~/zzz"))
         ),
-        (["ätag=a"], "ConfigError: 'ätag=a' is not of the form key=value (Hydra stops at ä)"),
+        (["ätag=a"], "ConfigError: 'ätag=a' is not of the form key=value"),
     ],
 )
 def test_a_typo_is_answered_in_one_line_with_the_closest_name(overrides, text):
     assert error_of(*overrides) == text
 
 
-def test_where_nothing_is_close_the_choices_are_listed():
-    said = error_of("model=zzz")
-    assert said.startswith("ConfigError: there is no model=zzz; choices: ") and "fox_pro" in said and "\n" not in said
-
-
 def test_an_experiment_without_its_group_is_answered_with_the_groups():
     said = error_of("+experiment=zzz")
     assert said.startswith("ConfigError: there is no experiment=zzz; choices are in the groups experiment/demo, ")
     assert "as in +experiment/demo=delta_net" in said and "\n" not in said
-
-
-@pytest.mark.parametrize(
-    ("key", "close"),
-    [
-        ("optimizer.learning_rate", "optimizer.lr"),
-        ("lr", "optimizer.lr"),
-        ("datamodule.batch_size", "datamodule.train_batch_size"),
-        ("train.max_token", "train.max_tokens"),
-        ("model.zzz", None),
-    ],
-)
-def test_the_closest_key_is_found_in_its_section_or_by_the_name_that_others_have(key, close):
-    known = ["optimizer.lr", "optimizer.name", "model.name", "train.max_tokens", "datamodule.train_batch_size"]
-    assert hydra_errors.closest_key(key, known) == (f"; did you mean {close!r}?" if close else "")
-    assert hydra_errors.closest_key("experiment", known).endswith("must begin with the line '# @package _global_'")
 
 
 def test_a_group_that_does_not_exist_is_named():
@@ -271,9 +225,6 @@ def test_a_group_that_does_not_exist_is_named():
         (["output_dir=${oc.env:HOME}/a"], None),
         (["output_dir=a", "preflight=true"], None),
         (["-m", "output_dir=a"], None),
-        (["--cfg", "job", "output_dir=a"], None),
-        (["train.max_tokens=3"], None),
-        (["output_dir= "], None),
         (["output_dir=' '"], None),
     ],
 )
@@ -307,40 +258,22 @@ def test_what_hydra_raises_raw_is_one_line(rank, monkeypatch, capsys, tmp_path, 
             ", line 1, column 13: the byte 0xfc is not UTF-8; save the file as UTF-8",
         ),
         (b"# @package\nseed: 1\n", ": Expected header format: KEY VALUE, got '@package'"),
-        (b"3\n", ", line 1: a config holds lines `key: value`"),
-        (b"# @package _global_\n- a\n", ", line 2: a config holds lines `key: value`"),
-        (b"seed: 1\ndefaults:\n- /recipe/demo\n-override /model: a\n", ", line 4: '-override /model' is no element"),
-        (b"defaults:\n -a\n", ", line 2: '-a' is no element of a list; write a space behind the dash"),
-        (b"defaults: 3\n", ", line 1: defaults must be a list of lines such as"),
+        (b"# @package _global_\n- a\n", ": a config holds lines `key: value`"),
         (b"tag: ${\n", ": "),
     ],
 )
-@pytest.mark.parametrize("options", [[], ["-m"], ["--cfg", "job"]])
-def test_a_config_of_ones_own_that_is_broken_is_one_line(rank, monkeypatch, capsys, tmp_path, content, said, options):
+def test_a_config_of_ones_own_that_is_broken_is_one_line(rank, monkeypatch, capsys, tmp_path, content, said):
     file = tmp_path / "mine/experiment/my_model.yaml"
     file.parent.mkdir(parents=True)
     file.write_bytes(content)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py", *options, "--config-dir=mine", "+experiment=my_model"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config-dir=mine", "+experiment=my_model"])
     monkeypatch.setattr(console, "_has_log", False)
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     error = capsys.readouterr().err
     assert end.value.code == 1 and error.count("\n") == 1
     assert error.startswith(f"ConfigError: {file}{said}")
-
-
-def test_a_config_that_is_a_link_to_nowhere_is_named(rank, monkeypatch, capsys, tmp_path):
-    (tmp_path / "mine/experiment").mkdir(parents=True)
-    (tmp_path / "mine/experiment/a.yaml").symlink_to("gone.yaml")
-    monkeypatch.setattr(sys, "argv", ["train.py", f"--config-dir={tmp_path}/mine", "+experiment=a"])
-    monkeypatch.setattr(console, "_has_log", False)
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    file = tmp_path / "mine/experiment/a.yaml"
-    assert capsys.readouterr().err == (
-        f"ConfigError: {file} (a link to gone.yaml) cannot be read: No such file or directory\n"
-    )
 
 
 def test_a_config_with_a_byte_order_mark_is_read(monkeypatch, tmp_path):
@@ -352,24 +285,11 @@ def test_a_config_with_a_byte_order_mark_is_read(monkeypatch, tmp_path):
     assert composed is not None and composed.seed == 7 and "experiment" not in composed
 
 
-def test_a_sweep_whose_folder_cannot_be_made_is_one_line(rank, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "multirun").touch()
-    arguments = ["-m", "+experiment/demo=fox_pro", "data_dir=data", "output_dir=out", "seed=0,1"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    monkeypatch.setattr(console, "_has_log", False)
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    error = capsys.readouterr().err
-    assert end.value.code == 1 and error.count("\n") == 1
-    assert error.startswith(f"ConfigError: cannot write to {tmp_path}/multirun/")
-    assert error.endswith("(Not a directory), where a sweep keeps its summary; choose another hydra.sweep.dir=FOLDER\n")
-
-
 @pytest.mark.slow
 def test_a_typo_on_two_ranks_is_one_line(tmp_path):
     """… in a folder where a run has ended well, which must not pass for how this start ended."""
     (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.lock").touch()
     write_status(tmp_path / "run", "done", step=1)
     flags = ["--accelerator", "cpu", "--devices", "2", "+experiment/demo=fox_prro", f"output_dir={tmp_path}/run"]
     done = run_command("scripts/launch.py", *flags)

@@ -1,8 +1,6 @@
 """Files that are whole or not there, files that people write, and locks that a killed process does not keep."""
 
-import codecs
 import contextlib
-import errno
 import json
 import os
 import re
@@ -19,15 +17,6 @@ except ImportError:  # Windows, where corpora can be prepared and read but two p
 
 #: Names of files that `replacing` left when its process was killed.
 TEMPORARY = re.compile(r"\..+\.\d+-\d+")
-#: Byte-order marks; that of UTF-32 begins with that of UTF-16.
-_OTHER_ENCODINGS = {
-    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
-    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
-}
-
-
-class LocksUnsupportedError(OSError):
-    """The file system has no locks."""
 
 
 class UnreadableError(ValueError):
@@ -50,11 +39,6 @@ def explain(error: OSError) -> str:
     """An error of the operating system in words: the file that it names, if it does, and the reason."""
     if error.strerror is None:
         return str(error)
-    if error.errno == errno.EMFILE:  # not the fault of the file that could not be opened
-        import resource
-
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"{error.strerror}: this process may have {limit:,} (`ulimit -n`)"
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
@@ -122,9 +106,6 @@ def decode(data: bytes, place: object, first_line: int = 1) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        for encoding, marks in _OTHER_ENCODINGS.items():
-            if data.startswith(marks):
-                raise UnreadableError(f"{place} is {encoding}; save it as UTF-8") from error
         before, byte = error.object[: error.start].decode(), error.object[error.start]
         raise UnreadableError(
             f"{_at(place, before, first_line)}: the byte {byte:#x} is not UTF-8; save the file as UTF-8"
@@ -145,17 +126,13 @@ def parse_yaml(text: str, place: object, load: Callable[[str], Any] | None = Non
 
     try:
         return (load or yaml.safe_load)(text)
-    except yaml.MarkedYAMLError as error:
-        mark, begun = error.problem_mark, error.context_mark
-        reason = f"{error.problem} ({error.context} of line {begun.line + 1})" if begun else str(error.problem)
-        where = f"{place}, line {mark.line + 1}, column {mark.column + 1}" if mark else place
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        where, reason = str(place), f"{type(error).__name__}: {error}".partition("\n")[0]  # of a value, as !!int x
+        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+            where, reason = f"{place}, line {mark.line + 1}, column {mark.column + 1}", str(error.problem)
+        elif isinstance(error, yaml.reader.ReaderError):
+            where, reason = _at(place, text[: error.position]), error.reason
         raise UnreadableError(f"{where}: not valid YAML: {reason}") from error
-    except yaml.reader.ReaderError as error:
-        where = _at(place, text[: error.position])
-        raise UnreadableError(f"{where}: the character {chr(error.character)!r} is not allowed in YAML") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # of a value, as !!int x
-        reason = str(error).partition("\n")[0]
-        raise UnreadableError(f"{place}: not valid YAML: {type(error).__name__}: {reason}") from error
 
 
 def read_yaml(path: Path, load: Callable[[str], Any] | None = None) -> Any:
@@ -176,10 +153,9 @@ def parse_json(data: bytes, place: object, first_line: int = 1) -> Any:
     text = decode(data, place, first_line)
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UnreadableError(f"{_at(place, text[: error.pos], first_line)}: not valid JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists in lists
-        raise UnreadableError(f"{place}, line {first_line}: not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or lists in lists
+        where = _at(place, text[: getattr(error, "pos", 0)], first_line)
+        raise UnreadableError(f"{where}: not valid JSON: {getattr(error, 'msg', error)}") from error
 
 
 def read_json(path: Path) -> Any:
@@ -244,18 +220,12 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[int]:
 
     Raises:
         BlockingIOError: something else holds it, and `wait` is False.
-        LocksUnsupportedError: the file system has no locks.
-        OSError: the file cannot be opened.
+        OSError: the file cannot be opened, or its file system has no locks.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if fcntl is not None:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                raise
-            except OSError as error:
-                raise LocksUnsupportedError(error.errno, error.strerror) from error
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield descriptor
     finally:
         os.close(descriptor)

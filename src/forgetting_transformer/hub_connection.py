@@ -1,5 +1,6 @@
 """Whether the Hugging Face Hub answers, found out quickly and with one line."""
 
+import functools
 import logging
 import socket
 import threading
@@ -11,8 +12,6 @@ log = logging.getLogger(__name__)
 
 #: Seconds that the hub has for its answer.
 TIMEOUT = 5
-#: Addresses that have answered this process.
-_answered: set[str] = set()
 
 
 def only_cached() -> bool:
@@ -21,25 +20,13 @@ def only_cached() -> bool:
     To be passed to `from_pretrained` and the like as `local_files_only`. Otherwise the client asks for each file six
     times with growing waits, which is a minute and 80 lines for a tokenizer. False also where the client knows what to
     do: with HF_HUB_OFFLINE, and with a proxy, which may get through where this process does not.
-
-    Raises:
-        ValueError: HF_ENDPOINT is no address.
     """
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE:
-        return False
     hub, proxies = urlsplit(constants.ENDPOINT), urllib.request.getproxies()
-    if hub.scheme not in ("http", "https") or not hub.hostname:
-        raise ValueError(f"HF_ENDPOINT={constants.ENDPOINT} is no address: give https://HOST, or unset it")
-    if hub.scheme in proxies or "all" in proxies or hub.netloc in _answered:
+    if constants.HF_HUB_OFFLINE or hub.scheme in proxies or "all" in proxies:
         return False
-    reason = _why_unreachable(hub.hostname, hub.port or (80 if hub.scheme == "http" else 443))
-    if reason is None:
-        _answered.add(hub.netloc)
-        return False
-    log.warning("%s cannot be reached (%s): only what is in the local cache is found", hub.netloc, reason)
-    return True
+    return not _answers(hub.hostname or constants.ENDPOINT, hub.port or (80 if hub.scheme == "http" else 443))
 
 
 def use_cached_datasets() -> None:
@@ -49,7 +36,6 @@ def use_cached_datasets() -> None:
 
     Raises:
         ImportError: the library is not installed.
-        ValueError: HF_ENDPOINT is no address.
     """
     import datasets
 
@@ -72,13 +58,14 @@ def cached_model(name: str) -> Path:
         raise FileNotFoundError(f"{name} is not in the local cache") from None
 
 
-def _why_unreachable(host: str, port: int) -> str | None:
-    reasons: list[str | None] = []
+@functools.cache
+def _answers(host: str, port: int) -> bool:
+    reasons: list[str] = []
 
     def connect() -> None:
         try:
             socket.create_connection((host, port), timeout=TIMEOUT).close()
-            reasons.append(None)
+            reasons.append("")
         except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one of a host
             reasons.append(str(error))
 
@@ -86,4 +73,7 @@ def _why_unreachable(host: str, port: int) -> str | None:
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(TIMEOUT)
-    return reasons[0] if reasons else f"no answer in {TIMEOUT} s"
+    reason = reasons[0] if reasons else f"no answer in {TIMEOUT} s"
+    if reason:
+        log.warning("%s:%d cannot be reached (%s): only what is in the local cache is found", host, port, reason)
+    return not reason

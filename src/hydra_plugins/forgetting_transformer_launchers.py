@@ -7,15 +7,13 @@ them, so this file imports nothing heavy.
 
 import io
 import os
-import re
 import sys
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import yaml
 from hydra._internal.core_plugins import file_config_source
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
@@ -55,10 +53,6 @@ class ConfigsOfPlugins(SearchPathPlugin):
 class FileConfigSource(file_config_source.FileConfigSource):
     """Hydra's source of configs in files, whose own reader takes no byte-order mark and ends in PyYAML's errors."""
 
-    def is_config(self, config_path: str) -> bool:
-        """Whether there is such a file; also a link that leads nowhere, which Hydra lists among the choices."""
-        return super().is_config(config_path) or Path(self.path, self._normalize_file_name(config_path)).is_symlink()
-
     def load_config(self, config_path: str) -> ConfigResult:
         """
         Raises:
@@ -67,37 +61,15 @@ class FileConfigSource(file_config_source.FileConfigSource):
         path = Path(self.path, self._normalize_file_name(config_path))
         try:
             text = files.decode(path.read_bytes(), path)
-            _check_keys(files.parse_yaml(text, path, yaml.compose), path)
-            config = files.parse_yaml(text, path, lambda text: OmegaConf.load(io.StringIO(text)))
+            config: Any = files.parse_yaml(text, path, lambda text: OmegaConf.load(io.StringIO(text)))
+            if not isinstance(config, DictConfig):
+                raise ValueError("a config holds lines `key: value`; give what stands here a key")
             header = self._get_header_dict(text[:512])
         except files.UnreadableError as error:
             raise CompactHydraException(f"ConfigError: {error}") from error
-        except OSError as error:
-            to = f" (a link to {os.readlink(path)})" if path.is_symlink() else ""
-            raise CompactHydraException(f"ConfigError: {path}{to} cannot be read: {error.strerror or error}") from error
-        except (ValueError, OmegaConfBaseException) as error:  # of a line such as "# @package", or of ${…}
+        except (OSError, ValueError, OmegaConfBaseException) as error:  # of a line such as "# @package", or of ${…}
             raise CompactHydraException(f"ConfigError: {path}: {str(error).splitlines()[0]}") from error
         return ConfigResult(self.provider, f"{self.scheme()}://{self.path}", config, header)
-
-
-def _check_keys(root: yaml.Node | None, path: Path) -> None:
-    """Holds a file to `key: value` lines, and its defaults to a list.
-
-    Raises:
-        UnreadableError: it has something else; with its line.
-    """
-
-    def refuse(node: yaml.Node, reason: str) -> NoReturn:
-        raise files.UnreadableError(f"{path}, line {node.start_mark.line + 1}: {reason}")
-
-    if root is not None and not isinstance(root, yaml.MappingNode):
-        refuse(root, "a config holds lines `key: value`; give what stands here a key")
-    for key, value in root.value if root is not None else ():
-        for node in (key, value) if key.value == "defaults" else (key,):
-            if isinstance(node, yaml.ScalarNode) and node.style is None and re.match(r"-[^\d.\s-]", node.value):
-                refuse(node, f"{node.value!r} is no element of a list; write a space behind the dash")
-        if key.value == "defaults" and not isinstance(value, yaml.SequenceNode):
-            refuse(value, "defaults must be a list of lines such as `- override /model: fox_pro`")
 
 
 # Its registry keeps the first class of a scheme, which is Hydra's.

@@ -166,7 +166,7 @@ def test_noise_is_named_and_two_searches_are_drawn_in_one_figure(faults, tmp_pat
     [
         (["optimizer.lr=1e-3,2e-3"], "optimizer.lr=1e-3,2e-3: the search chooses learning rates itself"),
         (["seed=0,1"], "add seeds with --seeds"),
-        (["tag=ä"], "tag=ä cannot be read: Hydra stops at ä; "),
+        (["tag=ä"], "tag=ä cannot be read; give text that holds "),
         (["optimizer.larning_rate=1"], "larning_rate"),
         (["hydra/launcher=basic"], "hydra/launcher=basic: the runs of a search share this machine; leave it out"),
         (["--seeds", "0,0"], "--seeds 0,0: each seed once"),

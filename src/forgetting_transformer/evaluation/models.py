@@ -36,7 +36,7 @@ from forgetting_transformer.model_tokenizer import check_vocabulary, encode, loa
 from forgetting_transformer.ops.finite import NotFiniteError, check_finite
 from forgetting_transformer.training import export
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest, steps_in
-from forgetting_transformer.training.execution.kernel_choice import choose_on_all_ranks
+from forgetting_transformer.training.execution.choice import choose_on_all_ranks
 from forgetting_transformer.training.export.official_checkpoint import is_official
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
@@ -312,10 +312,7 @@ def _load_pretrained(source: str, tokenizer: str | None) -> EvaluatedModel:
     folder = Path(source).expanduser()
     if missing := plugins.missing(export.read_mark(folder).get("plugins"), f"{folder}: this model"):
         raise EvaluationError(missing)
-    try:
-        cached = not Path(source).is_dir() and only_cached()
-    except ValueError as error:  # HF_ENDPOINT is wrong, for which the advice below is none
-        raise EvaluationError(f"cannot load the model {source}: {error}") from error
+    cached = not Path(source).is_dir() and only_cached()
     try:
         # Not local_files_only, with which the client asks the hub for adapters all the same.
         place = cached_model(source) if cached else source

@@ -27,25 +27,12 @@ def explain(error: Exception, *config_dirs: Path) -> str:
 
 def is_of_hydra(error: Exception) -> bool:
     """Whether Hydra, or a library it parses with, raised this: then the command line is at fault."""
-    frames = _frames(error)
-    return bool(frames) and frames[-1][0].partition(".")[0] in ("hydra", "omegaconf", "antlr4")
-
-
-def _frames(error: Exception) -> list[tuple[str, str]]:
-    """Module and function of each frame, the one that raised it last; of pathlib's, only who called it."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    named = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame in frames]
-    return [(module, function) for module, function in named if module.partition(".")[0] != "pathlib"]
+    frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].partition(".")[0] in ("hydra", "omegaconf", "antlr4")
 
 
 def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
     cause = error.__cause__
-    of_hydra = [function for module, function in _frames(error) if module.startswith("hydra.")]
-    if isinstance(error, OSError) and error.filename is not None and of_hydra[-1:] == ["sweep"]:
-        return (
-            f"cannot write to {Path(error.filename).absolute()} ({error.strerror}), where a sweep keeps its summary; "
-            "choose another hydra.sweep.dir=FOLDER"
-        )
     if isinstance(error, OverrideParseException):
         return _unreadable(error)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key and "Cannot merge DictConfig" in str(cause):
@@ -63,17 +50,12 @@ def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
 def _unreadable(error: OverrideParseException) -> str:
     """An argument that is no key=value to Hydra's grammar."""
     key, equals, value = error.override.removeprefix("++").partition("=")
-    stop = _where_the_lexer_stopped(error)
-    in_key = stop is not None and stop < error.override.find("=")
-    if equals and not in_key and re.fullmatch(r"[\w@/.+~:-]+", key):
-        how = f"in two pairs of quotes: '{key}=\"…\"'"
-        if stop is not None:
-            sign = error.override[stop]
-            return f"{key}={value} cannot be read: Hydra stops at {sign}; give text that holds such signs {how}"
-        return f"{key}={value} cannot be read; give text that holds = , : \" ' or brackets {how}"
-    lines = [line.strip() for line in error.message.splitlines() if not line.startswith("Error parsing")]
-    reason = f"Hydra stops at {error.override[stop]}" if stop is not None else next(iter(lines), "")
-    return f"{error.override!r} is not of the form key=value ({reason})"
+    if equals and re.fullmatch(r"[a-zA-Z0-9_@/.+~:-]+", key):
+        return (
+            f"{key}={value} cannot be read; give text that holds a space, = , : ; ~ quotes, brackets or letters such "
+            f"as ä in two pairs of quotes: '{key}=\"…\"'"
+        )
+    return f"{error.override!r} is not of the form key=value"
 
 
 def _unknown_key(key: str, beside: Iterable[Any], said: str, config_dirs: Sequence[Path]) -> str:
@@ -118,14 +100,6 @@ def _unknown_choice(group: str, option: str, listed: Sequence[str], config_dirs:
     if below or choices:
         return f"there is no {group}={option}{below or _closest_choice(option, choices)}"
     return None
-
-
-def _where_the_lexer_stopped(error: OverrideParseException) -> int | None:
-    """The place in the override of a character that Hydra does not know outside of quotes; None if it is not that."""
-    before = f"LexerNoViableAltException: {error.override}\n"
-    marked = error.message.removeprefix(before)
-    place = marked.find("^") - len("LexerNoViableAltException: ")
-    return place if marked != error.message and 0 <= place < len(error.override) else None
 
 
 def _closest_choice(option: str, choices: Sequence[str]) -> str:
