@@ -120,10 +120,10 @@ def measure(args: argparse.Namespace, case: Case) -> dict[str, Any]:
     import torch
 
     from forgetting_transformer.training.execution import choice as execution
+    from forgetting_transformer.training.execution.choice import choose_on_all_ranks
     from forgetting_transformer.training.execution.compilation import Compilation
     from forgetting_transformer.training.execution.graphs import Graphs, check_device
     from forgetting_transformer.training.execution.graphs import choose as choose_graphs
-    from forgetting_transformer.training.execution.kernel_choice import choose_on_all_ranks
 
     device = torch.device(args.device)
     if is_run(case["experiment"]):

@@ -102,12 +102,6 @@ def test_without_a_triton_that_works_auto_warns_and_true_is_refused(monkeypatch,
     assert not execution.choose(False, torch.device("cuda"), None, {}).compile
 
 
-@pytest.mark.parametrize("value", ["yes", "true", "Auto", None, 0.5])
-def test_anything_but_auto_true_and_false_is_refused_by_name(tiny, value):
-    with pytest.raises(ConfigError, match=rf"train\.compile={value} must be 'auto', true or false"):
-        parse(OmegaConf.create(changed(tiny, train__compile=value)))
-
-
 # What a checkpoint says
 
 
@@ -143,17 +137,6 @@ def test_a_resume_takes_the_choice_of_its_checkpoint(tiny, tmp_path, monkeypatch
         backends = {"attention": "pytorch", "gated_norm": "pytorch"}
         assert state["execution"] == {"compile": compiles, "device": "cpu", "backends": backends}
         assert state["config"]["train"]["compile"] == choice
-
-
-@pytest.mark.rare("tests/training/test_compile.py::test_a_run_that_continues_does_as_before")
-@pytest.mark.slow
-def test_a_fork_chooses_for_itself(tiny, tmp_path):
-    tiny = changed(tiny, skip_eval=True)
-    source = changed(tiny, output_dir=str(tmp_path / "source"), train__max_tokens=2 * STEP, train__compile=True)
-    run(source)
-    fork = changed(tiny, fork_dir=source["output_dir"], fork_step=2 * STEP, train__max_tokens=4 * STEP)
-    assert "not bitwise" not in run(fork)
-    assert json.loads(trainer_state(fork, 4).read_text())["execution"]["compile"] is False
 
 
 # Every architecture
@@ -255,44 +238,6 @@ def test_blocks_of_a_kind_share_one_graph_per_shape(captured, tiny, tmp_path, ca
     assert not captured["graph_break"] and not warnings(caplog)
 
 
-@pytest.mark.slow
-def test_buckets_of_ddp_do_not_divide_a_block(captured, tiny, tmp_path, monkeypatch):
-    pieces = []
-
-    def count(graph, inputs):
-        pieces.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(
-        compiling, "compiled", lambda function, **_: torch.compile(function, dynamic=False, backend=count)
-    )
-    tiny = changed(tiny, model__config__hidden_size=320, model__config__num_hidden_layers=1, train__compile=True)
-    config = parse(OmegaConf.create(tiny))
-    watch, ids = compilation_of(config), tokens(1, 16)
-    with one_process_group(tmp_path):
-        model = build(config)
-        # A block's weights fill several such buckets.
-        wrapped = DistributedDataParallel(AsUnderFabric(model), find_unused_parameters=True, bucket_cap_mb=1)
-        watch.compile(model)
-        wrapped(input_ids=ids, labels=ids).loss.sum().backward()
-    assert len(pieces) == 2, "the block and the loss"
-
-
-@pytest.mark.rare("tests/training/test_compile.py::test_blocks_of_a_kind_share_one_graph_per_shape")
-@pytest.mark.slow
-def test_two_kinds_of_blocks_may_see_many_lengths(captured, tiny, caplog):
-    """More versions of a block than PyTorch's own limit, 8."""
-    config = parse(OmegaConf.create(architecture(tiny, "samba", compile=True)))
-    watch, model = compilation_of(config), build(config).eval()
-    watch.compile(model)
-    with torch.no_grad():
-        for length in range(16, 96, 16):
-            model(input_ids=tokens(1, length), labels=tokens(1, length))
-    assert captured["frames"] == {"total": 15, "ok": 15}
-    watch.warn_of_uncompiled()
-    assert not warnings(caplog)
-
-
 @pytest.mark.rare("no contract: minutes of compiling")
 @pytest.mark.slow
 def test_a_long_sequence_of_a_portable_recurrence_stays_out_of_graphs(captured, tiny, caplog, monkeypatch):
@@ -342,25 +287,6 @@ def test_what_is_left_uncompiled_is_a_warning(captured, tiny, caplog, monkeypatc
 
 
 # The real compiler
-
-
-@pytest.mark.slow
-def test_what_would_change_bits_is_chosen_by_rule(monkeypatch):
-    """TorchInductor makes no choice by timing that changes the order of additions."""
-    from torch._inductor import config, graph
-
-    class Seen(Exception):
-        pass
-
-    def run(*_):
-        raise Seen(f"deterministic={config.deterministic}")
-
-    monkeypatch.setattr(graph.GraphLowering, "run", run)
-    torch.compiler.reset()
-    with pytest.raises(Exception, match="deterministic=True"):
-        compiling.compiled(lambda x: x.sum(-1))(torch.ones(4, 8))
-    assert config.deterministic is False, "it is a setting of what is compiled here, and of nothing else"
-    torch.compiler.reset()
 
 
 def assert_same_bits(a: str, b: str, step: int) -> None:
@@ -413,29 +339,6 @@ torch._inductor.config.cpp.simdlen = 0
 
 
 # Where compiled code is kept
-
-
-def test_compiled_code_goes_to_the_cache_of_the_user(monkeypatch, tmp_path):
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    compilation._keep_code()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache/forgetting_transformer/inductor")
-    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / ".triton/cache")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert compilation.code_folder() == tmp_path / ".cache/forgetting_transformer/inductor"
-
-
-def test_a_folder_that_cannot_be_made_is_a_warning(monkeypatch, tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    compilation._keep_code()
-    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
-    (message,) = warnings(caplog)
-    assert "compiled code is not kept for the next start" in message
 
 
 @pytest.mark.parametrize("chosen", [None, "PyTorch's own", "the user's"])

@@ -41,12 +41,6 @@ def experiment(path: str, *overrides: str):
 OF_ONE_CHOICE = {"strategy.shard_size": "strategy=hsdp", "strategy.keep_gathered": "strategy=fsdp"}
 
 
-@pytest.mark.parametrize("key", OF_ONE_CHOICE)
-def test_a_key_of_one_choice_is_in_its_file(key):
-    written = composed("+experiment/demo=fox_pro", OF_ONE_CHOICE[key])
-    assert key in flatten(OmegaConf.to_container(written))
-
-
 @pytest.mark.parametrize("path", EXPERIMENTS)
 def test_every_experiment_composes_and_can_run(path):
     written = composed("+{}={}".format(*path.rsplit("/", 1)))
@@ -83,11 +77,8 @@ def test_every_group_file_has_only_known_keys(group_file):
 
 
 class Row(NamedTuple):
-    """One published experiment."""
+    """One published experiment; published_models.json has the fields of its model."""
 
-    hidden: int
-    layers: int
-    heads: int
     lr: float
     tokens: int
     micro_tokens: int  # of one micro-batch; the results do not depend on it, apart from rounding
@@ -97,36 +88,36 @@ class Row(NamedTuple):
 
 # fmt: off
 PAPER = {
-    "forgetting_transformer/llama_125m_2b": Row(768, 12, 12, 2e-3, 2_684_354_560, 65536, 123_661_968, 85_064_592),
-    "forgetting_transformer/llama_360m_7b": Row(1024, 24, 16, 2e-3, 7_516_192_768, 16384, 360_188_288, 308_725_120),
-    "forgetting_transformer/llama_760m_16b": Row(1536, 24, 24, 1e-3, 16_106_127_360, 16384, 757_632_576, 680_437_824),
-    "forgetting_transformer/llama_760m_48b": Row(1536, 24, 24, 1e-3, 48_318_382_080, 16384, 757_632_576, 680_437_824),
-    "forgetting_transformer/pro_125m_2b": Row(768, 12, 12, 2e-3, 2_684_354_560, 65536, 123_910_800, 85_313_424),
-    "forgetting_transformer/pro_360m_7b": Row(1024, 24, 16, 2e-3, 7_516_192_768, 16384, 367_339_904, 315_876_736),
-    "forgetting_transformer/pro_760m_16b": Row(1536, 24, 24, 1e-3, 16_106_127_360, 16384, 759_512_640, 682_317_888),
-    "forgetting_transformer/pro_760m_48b": Row(1536, 24, 24, 2e-3, 48_318_382_080, 16384, 759_512_640, 682_317_888),
-    "transformer/llama_125m_2b": Row(768, 12, 12, 2e-3, 2_684_354_560, 65536, 123_551_232, 84_953_856),
-    "transformer/llama_360m_7b": Row(1024, 24, 16, 2e-3, 7_516_192_768, 16384, 359_794_688, 308_331_520),
-    "transformer/llama_760m_16b": Row(1536, 24, 12, 1e-3, 16_106_127_360, 16384, 756_747_264, 679_552_512),
-    "transformer/llama_760m_48b": Row(1536, 24, 12, 5e-4, 48_318_382_080, 16384, 756_747_264, 679_552_512),
-    "transformer/pro_125m_2b": Row(768, 12, 12, 2e-3, 2_684_354_560, 65536, 123_800_064, 85_202_688),
-    "transformer/pro_360m_7b": Row(1024, 24, 16, 2e-3, 7_516_192_768, 16384, 366_946_304, 315_483_136),
-    "transformer/pro_760m_16b": Row(1536, 24, 12, 1e-3, 16_106_127_360, 16384, 757_742_592, 680_547_840),
-    "transformer/pro_760m_48b": Row(1536, 24, 12, 1e-3, 48_318_382_080, 16384, 757_742_592, 680_547_840),
-    "transformer_swa/760m_16b": Row(1536, 24, 12, 1e-3, 16_106_127_360, 16384, 756_747_264, 679_552_512),
-    "mamba2/125m_2b": Row(768, 24, 24, 2e-3, 2_684_354_560, 65536, 128_965_824, 90_368_448),
-    "mamba2/360m_7b": Row(1024, 48, 32, 2e-3, 7_516_192_768, 16384, 368_314_880, 316_851_712),
-    "mamba2/760m_16b": Row(1536, 48, 48, 1e-3, 16_106_127_360, 16384, 780_113_664, 702_918_912),
-    "mamba2/760m_48b": Row(1536, 48, 48, 2e-3, 48_318_382_080, 16384, 780_113_664, 702_918_912),
-    "hgrn2/125m_2b": Row(768, 12, 6, 2e-3, 2_684_354_560, 65536, 123_569_664, 84_972_288),
-    "hgrn2/360m_7b": Row(1024, 24, 8, 2e-3, 7_516_192_768, 16384, 359_843_840, 308_380_672),
-    "hgrn2/760m_16b": Row(1536, 24, 12, 1e-3, 16_106_127_360, 16384, 756_820_992, 679_626_240),
-    "hgrn2/760m_48b": Row(1536, 24, 12, 2e-3, 48_318_382_080, 16384, 756_820_992, 679_626_240),
-    "delta_net/125m_2b": Row(768, 12, 6, 2e-3, 2_684_354_560, 16384, 123_718_656, 85_121_280),
-    "delta_net/360m_7b": Row(1024, 24, 8, 2e-3, 7_516_192_768, 16384, 360_289_280, 308_826_112),
-    "delta_net/760m_16b": Row(1536, 24, 12, 1e-3, 16_106_127_360, 16384, 757_635_072, 680_440_320),
-    "delta_net/760m_48b": Row(1536, 24, 12, 1e-3, 48_318_382_080, 16384, 757_635_072, 680_440_320),
-    "samba/760m_16b": Row(1536, 24, 12, 1e-3, 16_106_127_360, 16384, 765_852_672, 688_657_920),
+    "forgetting_transformer/llama_125m_2b": Row(2e-3, 2_684_354_560, 65536, 123_661_968, 85_064_592),
+    "forgetting_transformer/llama_360m_7b": Row(2e-3, 7_516_192_768, 16384, 360_188_288, 308_725_120),
+    "forgetting_transformer/llama_760m_16b": Row(1e-3, 16_106_127_360, 16384, 757_632_576, 680_437_824),
+    "forgetting_transformer/llama_760m_48b": Row(1e-3, 48_318_382_080, 16384, 757_632_576, 680_437_824),
+    "forgetting_transformer/pro_125m_2b": Row(2e-3, 2_684_354_560, 65536, 123_910_800, 85_313_424),
+    "forgetting_transformer/pro_360m_7b": Row(2e-3, 7_516_192_768, 16384, 367_339_904, 315_876_736),
+    "forgetting_transformer/pro_760m_16b": Row(1e-3, 16_106_127_360, 16384, 759_512_640, 682_317_888),
+    "forgetting_transformer/pro_760m_48b": Row(2e-3, 48_318_382_080, 16384, 759_512_640, 682_317_888),
+    "transformer/llama_125m_2b": Row(2e-3, 2_684_354_560, 65536, 123_551_232, 84_953_856),
+    "transformer/llama_360m_7b": Row(2e-3, 7_516_192_768, 16384, 359_794_688, 308_331_520),
+    "transformer/llama_760m_16b": Row(1e-3, 16_106_127_360, 16384, 756_747_264, 679_552_512),
+    "transformer/llama_760m_48b": Row(5e-4, 48_318_382_080, 16384, 756_747_264, 679_552_512),
+    "transformer/pro_125m_2b": Row(2e-3, 2_684_354_560, 65536, 123_800_064, 85_202_688),
+    "transformer/pro_360m_7b": Row(2e-3, 7_516_192_768, 16384, 366_946_304, 315_483_136),
+    "transformer/pro_760m_16b": Row(1e-3, 16_106_127_360, 16384, 757_742_592, 680_547_840),
+    "transformer/pro_760m_48b": Row(1e-3, 48_318_382_080, 16384, 757_742_592, 680_547_840),
+    "transformer_swa/760m_16b": Row(1e-3, 16_106_127_360, 16384, 756_747_264, 679_552_512),
+    "mamba2/125m_2b": Row(2e-3, 2_684_354_560, 65536, 128_965_824, 90_368_448),
+    "mamba2/360m_7b": Row(2e-3, 7_516_192_768, 16384, 368_314_880, 316_851_712),
+    "mamba2/760m_16b": Row(1e-3, 16_106_127_360, 16384, 780_113_664, 702_918_912),
+    "mamba2/760m_48b": Row(2e-3, 48_318_382_080, 16384, 780_113_664, 702_918_912),
+    "hgrn2/125m_2b": Row(2e-3, 2_684_354_560, 65536, 123_569_664, 84_972_288),
+    "hgrn2/360m_7b": Row(2e-3, 7_516_192_768, 16384, 359_843_840, 308_380_672),
+    "hgrn2/760m_16b": Row(1e-3, 16_106_127_360, 16384, 756_820_992, 679_626_240),
+    "hgrn2/760m_48b": Row(2e-3, 48_318_382_080, 16384, 756_820_992, 679_626_240),
+    "delta_net/125m_2b": Row(2e-3, 2_684_354_560, 16384, 123_718_656, 85_121_280),
+    "delta_net/360m_7b": Row(2e-3, 7_516_192_768, 16384, 360_289_280, 308_826_112),
+    "delta_net/760m_16b": Row(1e-3, 16_106_127_360, 16384, 757_635_072, 680_440_320),
+    "delta_net/760m_48b": Row(1e-3, 48_318_382_080, 16384, 757_635_072, 680_440_320),
+    "samba/760m_16b": Row(1e-3, 16_106_127_360, 16384, 765_852_672, 688_657_920),
 }
 # fmt: on
 
@@ -135,18 +126,14 @@ def test_the_papers_experiments_are_all_there_and_no_others():
     assert {f"experiment/longcrawl64/{name}" for name in PAPER} == {p for p in EXPERIMENTS if "/longcrawl64/" in p}
 
 
-def heads(model: dict) -> int:
-    """Where an architecture says how many heads it has."""
-    if "attn" in model:
-        return model["attn"]["num_heads"]
-    return model["num_heads"] if "num_heads" in model else model["hidden_size"] // model["expand_ratio"]
+PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_the_papers_recipes_say_what_the_paper_says(name):
+def test_the_papers_experiments_say_what_the_paper_says(name):
     config = experiment(f"experiment/longcrawl64/{name}")
-    row, model, data = PAPER[name], config.model.config, config.datamodule
-    assert (model["hidden_size"], model["num_hidden_layers"], heads(model)) == (row.hidden, row.layers, row.heads)
+    row, data = PAPER[name], config.datamodule
+    assert dataclasses.asdict(config.model) == PUBLISHED[name]
     assert (config.optimizer.lr, config.train.max_tokens) == (row.lr, row.tokens)
     assert config.train.grad_acc_tokens == row.micro_tokens
     assert config.optimizer.betas == [0.9, 0.95] and config.optimizer.weight_decay == 0.1
@@ -156,16 +143,10 @@ def test_the_papers_recipes_say_what_the_paper_says(name):
     assert (data.train_batch_len, data.train_batch_size, data.eval_tokens) == (16384, 32, 2**31)
     assert config.train.gradient_checkpointing == ("760m" in name)
     assert config.fabric.precision == "bf16-mixed" and config.strategy.name == "fsdp"
-    assert model.get("log_pruning_tolerance") == (-10.0 if name.startswith("forgetting_transformer/") else None)
-
-
-PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize("name", PAPER)
-def test_the_papers_models_compose_to_what_is_recorded(name):
-    """Wherever the YAML files keep the sizes of a model: every field of all thirty."""
-    assert dataclasses.asdict(experiment(f"experiment/longcrawl64/{name}").model) == PUBLISHED[name]
+    lm = on_meta(config.model)
+    total = sum(parameter.numel() for parameter in lm.parameters())
+    embedding, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
+    assert (total - embedding.numel(), total - embedding.numel() - head.numel()) == (row.parameters, row.body)
 
 
 def test_sizes_of_an_architecture_are_by_scale_and_may_be_overridden():
@@ -180,29 +161,6 @@ def on_meta(model: ModelConfig) -> DecoderForCausalLM:
     """The model with LongCrawl64's vocabulary and without storage."""
     with torch.device("meta"):
         return registry.get(model.name).lm_class(registry.build_config(model.name, vocab_size=50257, **model.config))
-
-
-@pytest.mark.parametrize("name", PAPER)
-def test_the_papers_models_have_the_papers_parameter_counts(name):
-    lm = on_meta(experiment(f"experiment/longcrawl64/{name}").model)
-    total = sum(parameter.numel() for parameter in lm.parameters())
-    embedding, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
-    assert total - embedding.numel() == PAPER[name].parameters
-    assert total - embedding.numel() - head.numel() == PAPER[name].body
-
-
-@pytest.mark.slow
-def test_the_page_knows_the_sizes_of_the_models_beyond_the_paper():
-    page = (Path(__file__).parents[2] / "docs/train.md").read_text("utf-8")
-    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| (\d+)M \|", page, re.MULTILINE)
-    assert len(rows) == 4
-    smaller = [("gated_delta_net", "681", "model.config.hidden_ratio=3")]
-    for name, millions, *overrides in [*rows, *smaller]:
-        model = experiment("experiment/longcrawl64/forgetting_transformer/pro_760m_16b", f"model={name}", *overrides)
-        lm = on_meta(model.model)
-        body = sum(parameter.numel() for parameter in lm.get_decoder().parameters())
-        assert round((body - lm.get_input_embeddings().weight.numel()) / 1e6) == int(millions), name
-    assert "has 681M" in page and "FoX (Pro) has 682M" in page
 
 
 @pytest.mark.parametrize(
@@ -261,22 +219,12 @@ def test_the_parts_of_a_mixture_are_checked_before_anything_is_read(parts, messa
     [
         (["+experiment/demo=fox_pro", "-m", "seed=0,1"], ["-m", "+experiment/demo=fox_pro", "seed=0,1"]),
         (["seed=0", "--config-dir", "mine", "tag=a"], ["--config-dir", "mine", "seed=0", "tag=a"]),
-        (["seed=0", "--config-dir=mine", "tag=a"], ["--config-dir=mine", "seed=0", "tag=a"]),
         (["seed=0", "--cfg", "job", "tag=a", "--resolve"], ["--cfg", "job", "--resolve", "seed=0", "tag=a"]),
         (["a=1", "--info", "b=2", "-i", "defaults", "c=3"], ["--info", "-i", "defaults", "a=1", "b=2", "c=3"]),
-        (["seed=0", "-cd"], ["-cd", "seed=0"]),
-        (["seed=0"], ["seed=0"]),
     ],
 )
 def test_options_of_hydra_may_stand_anywhere_on_the_command_line(given, wanted):
     assert _options_first(given) == wanted
-
-
-def test_an_unknown_key_is_refused_with_the_closest_known_one():
-    with pytest.raises(ConfigError, match=r"unknown config key 'train.max_token'; did you mean 'train.max_tokens'"):
-        demo("+train.max_token=5")
-    with pytest.raises(ConfigError, match=r"unknown config key 'lr'"):
-        demo("+lr=5")
 
 
 @pytest.mark.parametrize(
@@ -284,9 +232,7 @@ def test_an_unknown_key_is_refused_with_the_closest_known_one():
     [
         ("train.compile=1", "train.compile=1 must be 'auto', true or false"),
         ("preflight=0", "preflight=0 must be 'check', true or false"),
-        ("datamodule.train_num_workers=true", "datamodule.train_num_workers=True must be a whole number"),
         ("optimizer.lr=true", "optimizer.lr=True must be a number"),
-        ("optimizer.eps=false", "optimizer.eps=False must be a number"),
         ("train.spike_factor=true", "train.spike_factor=True must be a number, or null"),
         ("optimizer.betas=[]", "optimizer.betas=[] is empty; give at least one value"),
     ],
@@ -296,21 +242,11 @@ def test_one_is_not_true_and_true_is_not_one(override, message):
         experiment("experiment/demo/fox_pro", override)
 
 
-def test_a_wrong_type_and_a_missing_value_are_refused_by_name():
-    with pytest.raises(ConfigError, match=r"train.max_tokens=many must be a whole number"):
-        demo("train.max_tokens=many")
-    with pytest.raises(ConfigError, match=r"no value for .*train.max_tokens.*experiment"):
-        parse(composed())
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("seed=", "seed= is empty (a variable that is not set?); give a whole number"),
-        ("resume=", "resume= is empty (a variable that is not set?); give true or false"),
-        ("seed=x", "seed=x must be a whole number"),
         ("fabric=", "fabric= is a group of keys: set fabric.devices, fabric.accelerator, "),
-        ("train=null", "train=None is a group of keys: set train.max_tokens, "),
         ("tag=${nope}", "tag=${nope}: Interpolation key 'nope' not found; give the value itself, "),
         ("exp=${nope:1}", "exp=${nope:1}: Unsupported interpolation type nope; give the value itself, "),
         # Another key refers to this one.
@@ -337,13 +273,14 @@ def test_a_value_that_is_none_is_refused_by_the_key_that_was_given_it(override, 
         ),
         ("train.grad_acc_tokens=1536", 1, r"grad_acc_tokens=1,536"),
         ("fabric.peak_flops=0", 1, "fabric.peak_flops=0 must be greater than or equal to 1, or null"),
+        ("+train.max_token=5", 1, "unknown config key 'train.max_token'; did you mean 'train.max_tokens'"),
+        ("train.max_tokens=???", 1, "no value for train.max_tokens.* or choose an experiment"),
         ("fork_step=100", 1, "fork_dir=None and fork_step=100 belong together"),
         ("init_step=100", 1, "init_step=100 has no effect without init_from"),
         ("init_allow=lm_head.weight", 1, r"init_allow=lm_head.weight must be a list, as in .a, b."),
         ("fabric.precision=bf16-true", 1, "precision=bf16-true must be 'bf16-mixed' or '32-true'"),
         ("optimizer.betas=[0.9]", 1, r"optimizer.betas=\[0.9\]: List should have at least 2 items"),
         ("optimizer.lr=-1", 1, "optimizer.lr=-1 must be greater than or equal to 0"),
-        ("fabric.devices=0", 1, "fabric.devices=0 must be a number of processes"),
         ("optimizer.name=sgd", 1, "optimizer.name='sgd' is unknown"),
     ],
 )
@@ -352,23 +289,12 @@ def test_what_cannot_work_is_refused_with_the_fix(override, world_size, message)
         check(demo(override), world_size)
 
 
-def test_a_fork_beyond_the_budget_is_refused():
-    with pytest.raises(ConfigError, match=r"fork_step=99,999,999,999: nothing would be trained; set train.max_tokens "):
-        check(demo("fork_dir=x", "fork_step=99999999999"), 1)
-
-
-@pytest.mark.parametrize("devices", ["0", "two", "[0,0]", "[-1]", "[]", "true"])
+@pytest.mark.parametrize("devices", ["0", "two", "[0,0]"])
 def test_devices_are_a_number_a_list_of_gpus_or_auto(devices):
     with pytest.raises(
         ConfigError, match=r"^fabric\.devices=.* must be a number of processes from 1 to 1,024, 'auto', "
     ):
         demo(f"fabric.devices={devices}")
-
-
-@pytest.mark.parametrize("devices", [-1, [0, 1]])
-def test_gpus_are_not_for_the_cpu(devices):
-    with pytest.raises(ConfigError, match=r"means GPUs; with fabric\.accelerator=cpu give a number of processes"):
-        demo(f"fabric.devices={devices}", "fabric.accelerator=cpu")
 
 
 def test_every_wrong_key_has_its_line_and_those_that_refer_to_it_have_none():
@@ -393,18 +319,6 @@ def test_only_changes_that_alter_the_run_count():
     ]
 
 
-def test_flatten_keeps_every_leaf():
-    nested = {"a": {"b": {"c": 1}, "d": {}}, "e": None, "f": [1, {"g": 2}]}
-    assert flatten(nested) == {"a.b.c": 1, "a.d": {}, "e": None, "f": [1, {"g": 2}]}
-
-
-def test_no_yaml_repeats_a_key_of_its_group_without_changing_it():
-    """One experiment = a few lines: an experiment states only what is its own."""
-    for path in CONFIGS.glob("experiment/longcrawl64/**/*.yaml"):
-        own = {k: v for k, v in OmegaConf.to_container(OmegaConf.load(path)).items() if k not in ("defaults", "tag")}
-        assert len(flatten(own)) <= 1, path
-
-
 @pytest.mark.parametrize(
     ("overrides", "tag"),
     [
@@ -417,8 +331,3 @@ def test_no_yaml_repeats_a_key_of_its_group_without_changing_it():
 )
 def test_tags_come_from_the_model(overrides, tag):
     assert composed(*overrides).tag == tag
-
-
-def test_every_model_has_its_own_label():
-    labels = {path.stem: OmegaConf.load(path).label for path in (CONFIGS / "model").glob("*.yaml")}
-    assert all(name == label for name, label in labels.items())

@@ -2,13 +2,10 @@
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from forgetting_transformer.training import ConfigError
-from forgetting_transformer.training.start.model_fits import check_shares
 from tests.training.conftest import STEP, changed, checkpoint_tensors, rank_log, refused, train
 from tests.training.test_compile import run
 from tests.training.test_resume import assert_same_run, lines, losses
@@ -193,31 +190,3 @@ def test_compiled_graphs_go_through_the_exchange(shared, finished, tmp_path, mon
 )
 def test_what_ranks_cannot_share_is_refused_by_name(tiny, changes, world_size, message):
     assert message in refused(changed(tiny, **changes), world_size)
-
-
-@pytest.mark.parametrize(
-    ("reasons", "fix"),
-    [
-        (["AttentionLayer has 6 heads"], "use a number that divides the heads, or strategy.context=1"),
-        (["AttentionLayer has 6 heads", "Retention takes whole sequences only"], "use strategy.context=1"),
-        (
-            ["Mamba2Mixer needs 3 tokens of the part before, and parts have 2"],
-            "use longer sequences, or a smaller strategy.context",
-        ),
-    ],
-)
-def test_no_number_is_advised_where_none_helps(reasons, fix):
-    data = SimpleNamespace(train_batch_len=16, eval_batch_len=8)
-    strategy, model = SimpleNamespace(context=4), SimpleNamespace(name="hybrid")
-    config = SimpleNamespace(strategy=strategy, model=model, datamodule=data, skip_eval=False)
-
-    def whole_sequence_mixers(size: int, length: int | None = None) -> list[str]:
-        assert length in (8, None), "of the shortest sequences"
-        of_heads = [reason for reason in reasons if "heads" in reason]
-        of_lengths = [reason for reason in reasons if "parts" in reason]
-        always = [reason for reason in reasons if reason not in (*of_heads, *of_lengths)]
-        return always + (of_heads if size > 1 else []) + (of_lengths if length else [])
-
-    with pytest.raises(ConfigError) as refusal:
-        check_shares(SimpleNamespace(whole_sequence_mixers=whole_sequence_mixers), config)
-    assert str(refusal.value).endswith(f"; {fix}") and all(reason in str(refusal.value) for reason in reasons)

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from forgetting_transformer import training
 from tests.tiny import DOC_LEN, DOCUMENTS, VOCAB
-from tests.training.conftest import STEP, Job, changed, made_once, refused, train
+from tests.training.conftest import STEP, changed, made_once, refused, train
 from tests.training.test_resume import assert_same_run, lines, losses
 
 pytestmark = pytest.mark.slow
@@ -101,34 +101,6 @@ def test_a_mixture_whose_parts_end_within_a_batch_reads_them_again(tiny, texts):
 def test_a_mixture_is_called_by_its_parts(tiny):
     tiny = changed(tiny, datamodule__name="mixture", datamodule__parts={"tales": 3, "notes": 1})
     assert training.parse(OmegaConf.create(tiny)).datamodule.dataset == "notes+tales"
-
-
-def test_a_bad_step_names_its_places(tiny, texts):
-    patch = """
-from forgetting_transformer.training import trainer
-original = trainer.Trainer.step
-def step(self, batch):
-    hook = None
-    if self.counters.batch_count == 2:
-        def poison(module, arguments, output):
-            output.loss = output.loss.clone()
-            output.loss[1, 5] = float("nan")
-            return output
-        hook = self.model.module.register_forward_hook(poison)
-    result = original(self, batch)
-    if hook is not None:
-        hook.remove()
-    return result
-trainer.Trainer.step = step
-"""
-    parts = {"tales": 3, "notes": 1}
-    tiny = changed(tiny, data_dir=str(texts), datamodule__name="mixture", datamodule__parts=parts)
-    tiny = changed(tiny, train__max_tokens=4 * STEP, train__grad_acc_tokens=STEP)
-    job = Job(tiny, patch=patch)
-    assert job.wait() == [0], job.errors()
-    (line,) = lines(tiny["output_dir"], "bad_step")
-    assert line["bad_step/documents_not_finite"] == ["notes: document 2, tokens 0–31"]
-    assert line["bad_step/place"].startswith("tales: document 6, tokens 0–31, document 7")
 
 
 def test_other_parts_and_models_that_carry_a_state_are_refused(tiny, texts, tmp_path):

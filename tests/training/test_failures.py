@@ -7,7 +7,6 @@ import os
 import pty
 import select
 import signal
-import socket
 import struct
 import sys
 from pathlib import Path
@@ -27,7 +26,7 @@ from forgetting_transformer.training.records.run_directory import RunDirectoryEr
 from tests.processes import Command, free_port, run_command, shell_environment
 from tests.training.conftest import ENDLESS, FABRIC, STEP, Job, changed, command_line, train
 from tests.training.test_resume import losses
-from tests.waiting import HANG, wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -197,19 +196,6 @@ def test_a_log_that_cannot_be_written_says_so_once(capsys):
     sys.stderr.flush()
     said = capsys.readouterr().err
     assert said == "/dev/full cannot be written: No space left on device; lines of the log are lost\n"
-
-
-def test_a_port_that_another_job_has_is_named(tiny, monkeypatch):
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        said = f"port {port}, over which the processes of a job find each other, is taken by another process"
-        monkeypatch.setattr("tests.training.conftest.free_port", lambda: port)
-        job = Job(tiny, 2)
-        job.processes[0].join(HANG)
-        job.kill()  # rank 1 waits for rank 0: a launcher would end it
-        assert job.processes[0].exitcode == 1 and said in job.errors()
 
 
 def test_processes_that_would_train_alone_are_refused(tiny):

@@ -3,8 +3,6 @@
 That a GPU computes the same bits with graphs is in tests/gpu/test_compile_cuda.py.
 """
 
-import json
-
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -14,8 +12,7 @@ from forgetting_transformer.ops import compiling
 from forgetting_transformer.training import ConfigError, parse
 from forgetting_transformer.training.config import check
 from forgetting_transformer.training.execution.graphs import Graphs, check_device, choose, flops_in_a_block
-from forgetting_transformer.training.faults.failures import out_of_memory
-from tests.tiny import STEP, VOCAB
+from tests.tiny import STEP
 from tests.training.conftest import Job, changed, checkpoint_tensors, refused
 
 #: For a training process on a CPU: as if it had graphs. What a micro-batch leaves in their memory is overwritten when
@@ -97,58 +94,6 @@ def test_a_block_computes_a_micro_batch(tiny, grad_acc_tokens, world_size, conte
 
 
 #: For a training process: it notes what `auto` is asked, and ends.
-NOTED = """
-import json, os
-from pathlib import Path
-from forgetting_transformer.training.execution import graphs
-
-count = graphs.flops_in_a_block
-
-def noted(config, device, possible, flops):
-    said = {"possible": possible, "flops": flops, "asked": asked}
-    Path(config.output_dir).with_name(f"noted-{os.environ.get('RANK', 0)}").write_text(json.dumps(said))
-    os._exit(0)
-
-def counted(config, *values):
-    asked.extend(values)
-    return count(config, *values)
-
-asked = []
-graphs.choose, graphs.flops_in_a_block = noted, counted
-"""
-
-
-@pytest.mark.parametrize(
-    ("changes", "world_size", "possible"),
-    [
-        ({}, 1, True),
-        ({"train__compile": False}, 1, False),
-        ({"train__gradient_checkpointing": True}, 1, False),
-        ({"strategy__name": "fsdp"}, 1, True),
-        ({}, 2, True),
-        ({"strategy__name": "fsdp"}, 2, False),
-        ({"strategy__context": 2}, 2, False),
-    ],
-)
-def test_auto_asks_whether_this_run_can_have_graphs(tiny, tmp_path, changes, world_size, possible):
-    config = changed(tiny, **{"train__compile": True, **changes})
-    job = Job(config, world_size, NOTED)
-    assert job.wait() == [0] * world_size, job.errors()
-    for rank in range(world_size):
-        said = json.loads((tmp_path / f"noted-{rank}").read_text())
-        assert said["possible"] is possible
-        ranks, flops_per_token, blocks = said["asked"]
-        assert ranks == world_size and blocks == 2
-        # A token costs more than 6 FLOPs for each weight of the output layer, of 32 x VOCAB.
-        assert flops_per_token > 6 * 32 * VOCAB and said["flops"] >= 32 * flops_per_token / 2
-
-
-def test_auto_records_nothing_on_a_gpu_of_unknown_speed(tiny, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU that nobody knows")
-    config = parse(OmegaConf.create(changed(tiny, train__cuda_graphs="auto")))
-    assert choose(config, torch.device("cuda"), True, 1.0) is False
-
-
 @pytest.mark.parametrize(
     ("error", "micro_batches", "said"),
     [
@@ -176,24 +121,6 @@ def test_a_device_without_graphs_and_a_run_that_is_not_compiled_are_refused(tiny
     check_device(True, torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"train\.compile=auto compiles nothing here"):
         Graphs(True, compiled=False, parameters=[])
-
-
-@pytest.mark.parametrize("value", ["on", "yes please", 1])
-def test_anything_but_auto_true_and_false_is_refused(tiny, value):
-    with pytest.raises(ConfigError, match=r"train\.cuda_graphs"):
-        parse(OmegaConf.create(changed(tiny, train__cuda_graphs=value)))
-
-
-def test_where_memory_ends_the_keys_that_help_can_be_set_together(tiny):
-    config = parse(OmegaConf.create(changed(tiny, train__cuda_graphs=True)))
-    said = out_of_memory(torch.OutOfMemoryError("CUDA out of memory"), config, "training", graphs=True)
-    assert "with train.cuda_graphs=false or train.grad_acc_tokens=32" in said
-    assert " or train.gradient_checkpointing=true train.cuda_graphs=false or " in said
-    config = parse(OmegaConf.create(changed(tiny, train__cuda_graphs="auto")))
-    said = out_of_memory(torch.OutOfMemoryError("CUDA out of memory"), config, "training", graphs=True)
-    assert "with train.cuda_graphs=false or" in said and " or train.gradient_checkpointing=true or " in said
-    said = out_of_memory(torch.OutOfMemoryError("CUDA out of memory"), config, "training")
-    assert "cuda_graphs" not in said
 
 
 CONTINUED = pytest.mark.rare(
@@ -263,14 +190,6 @@ def test_gradients_add_up_as_autograd_adds_them():
             loss.backward()
             overwritten = [parameter.grad for parameter in parameters if parameter.grad is not None]
     assert all(torch.equal(p.grad, gradient) for p, gradient in zip(parameters, wanted, strict=True))
-
-
-def test_the_gradients_of_a_single_micro_batch_are_not_copied():
-    parameter = nn.Parameter(torch.ones(3))
-    with Graphs(True, True, [parameter]).micro_batch(last=True):
-        parameter.sum().backward()
-        made = parameter.grad
-    assert parameter.grad is made
 
 
 def test_only_micro_batches_of_training_are_recorded(monkeypatch):

@@ -47,9 +47,3 @@ def test_a_gpu_that_is_not_listed_has_no_peak_and_the_log_says_so(monkeypatch, c
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("no MFU, and no CUDA graphs with train.cuda_graphs=auto: the peak FLOP/s of ")
     assert said.endswith(f" of {name!r} is not known; set fabric.peak_flops to have them")
-
-
-def test_a_cpu_has_no_peak_and_nothing_to_say(caplog):
-    with caplog.at_level(logging.INFO):
-        assert peak_flops(torch.device("cpu"), "32-true") is None
-    assert not caplog.records

@@ -50,13 +50,6 @@ def one_line(config: dict, world_size: int = 1) -> str:
     return said.partition("ConfigError: ")[2]
 
 
-def rewrite(folder: Path, change) -> None:
-    """Puts what `change` makes of the tensors in the place of an export's."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def test_logits_before_the_first_step_are_those_of_the_export_also_at_another_length(tiny, exported):
     new = changed(tiny, init_from=str(exported), seed=3, datamodule__train_batch_len=16, train__grad_acc_tokens=16)
     trainer = begun(new)
@@ -131,18 +124,18 @@ def test_tensors_that_do_not_match_are_named_and_refused_and_nothing_is_moved(ti
     interrupted(tiny, 4)
     before = sorted(Path(tiny["output_dir"]).rglob("*"))
 
-    def spoil(tensors: dict) -> None:
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :16].contiguous()
-        tensors["model.layers.0.extra.weight"] = torch.ones(3)
-        del tensors["model.norm.weight"]
-
-    rewrite(exported, spoil)
+    tensors = load_file(exported / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :16].contiguous()
+    tensors["model.layers.0.extra.weight"] = torch.ones(3)
+    del tensors["model.norm.weight"]
+    save_file(tensors, exported / "model.safetensors", metadata={"format": "pt"})
     new = changed(tiny, init_from=str(exported), resume=False, train__max_tokens=STEP)
     said = one_line(new)
     assert said == (
         f"init_from={exported} does not fit: lm_head.weight is of another shape, (64, 16) instead of (64, 32); "
-        "model.layers.0.extra.weight is unexpected; model.norm.weight is missing. Train the model that it was trained "
-        "as, or let these begin with fresh weights, and leave unexpected ones out, with "
+        "model.layers.0.extra.weight is unexpected; model.norm.weight is missing. Train the model, and a corpus of "
+        "the tokenizer, that the weights are of; or let these begin with fresh weights, and leave unexpected ones out, "
+        "with "
         "init_allow=[lm_head.weight,model.layers.0.extra.weight,model.norm.weight]"
     )
     assert sorted(Path(tiny["output_dir"]).rglob("*")) == before, "the old run stays where it was"
@@ -166,16 +159,13 @@ def test_tensors_that_do_not_match_are_named_and_refused_and_nothing_is_moved(ti
     assert blocks(tiny["output_dir"])[-1]["start"].endswith("; fresh: lm_head.weight, model.norm.weight")
 
 
-def test_another_architecture_takes_what_it_shares_and_other_fields_are_told(tiny, tmp_path, finished):
-    """A Transformer that becomes a FoX, at another epsilon."""
+def test_another_architecture_takes_what_it_shares(tiny, tmp_path, finished):
+    """A Transformer that becomes a FoX."""
     plain = changed(tiny, model__config__fgate_type="none", train__max_tokens=4 * STEP)
     new = changed(tiny, init_from=finished(plain), output_dir=str(tmp_path / "new"), train__max_tokens=STEP)
-    new = changed(new, model__config__norm_eps=1e-5)
     said = one_line(new)
     assert "fgate_proj.weight is missing" in said and "lm_head" not in said
     train(changed(new, init_allow=["*.fgate_proj.*"]))
-    log = (tmp_path / "new/logs/rank-0.log").read_text()
-    assert "other settings than that of the weights: fgate_type: none -> full, norm_eps: 1e-06 -> 1e-05" in log
 
 
 def test_another_vocabulary_is_refused_unless_embeddings_may_be_fresh(tiny, tmp_path, exported):
@@ -194,7 +184,6 @@ def test_another_vocabulary_is_refused_unless_embeddings_may_be_fresh(tiny, tmp_
     file.write_text(swapped)
     said = one_line(same)
     assert f"another vocabulary than the corpus (id 5 is 'w7' there and 'w5' in {exported}); " in said
-    assert "Train a corpus of its tokenizer" in said
     allowed = changed(same, init_allow=["lm_head.weight", "*.embeddings.weight"])
     fresh = begun(changed(allowed, output_dir=str(tmp_path / "allowed"))).model.module.state_dict()
     drawn = begun(changed(tiny, output_dir=str(tmp_path / "drawn"))).model.module.state_dict()
@@ -211,10 +200,9 @@ def test_another_vocabulary_is_refused_unless_embeddings_may_be_fresh(tiny, tmp_
 @pytest.mark.parametrize(
     ("source", "changes", "message"),
     [
-        ("nothing/here/at-all", {}, "there is no such folder; give a run's output_dir, what save_model.py wrote"),
+        ("nothing/here/at-all", {}, "there is neither a run (checkpoints) nor an exported model (config.json); give"),
         ("nobody/no-such-model", {}, "there is no such folder, and the hub's model of this name cannot be had"),
         ("RUN", {"init_step": 5}, f"it holds no valid checkpoint at init_step=5, only [{8 * STEP}, {16 * STEP}"),
-        ("RUN/logs", {}, "it is neither a run (no checkpoints) nor an exported model (no config.json)"),
         ("HF", {"model__config__num_heads": 4}, "trained with in model.config: num_heads=2 (not 4) in block 0"),
         ("HF", {"init_step": 5}, "init_step=5 chooses a checkpoint of a run, and this is none; leave it out"),
         ("HF", {"fork_dir": "RUN", "fork_step": 8 * STEP}, "both say what to begin with"),
@@ -263,37 +251,17 @@ def test_without_a_network_the_hub_is_refused_on_every_rank_and_the_cache_serves
     assert json.loads(state)["weights_from"] == {"source": "some-lab/fox", "revision": "0123abc"}
 
 
-def test_nothing_is_unpickled_and_what_is_damaged_is_one_line(tiny, tmp_path, exported):
+def test_nothing_is_unpickled_and_what_is_damaged_is_one_line(tiny, exported):
     new, weights = changed(tiny, init_from=str(exported)), exported / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["lm_head.weight"][0, 0] = torch.nan
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert "lm_head.weight holds 1 of 2,048 values that are not finite" in one_line(new)
     weights.write_bytes(weights.read_bytes()[:500])
     assert f"init_from={exported}: model.safetensors is damaged" in one_line(new)
     weights.unlink()
     (exported / "pytorch_model.bin").write_bytes(b"a pickle")
     assert "holds no weights as safetensors, and nothing else is read" in one_line(new)
-
-
-def test_weights_that_are_not_finite_are_no_beginning(tiny, exported):
-    weights = load_file(exported / "model.safetensors")
-    weights["lm_head.weight"][0, 0] = torch.nan
-    save_file(weights, exported / "model.safetensors", metadata={"format": "pt"})
-    said = one_line(changed(tiny, init_from=str(exported)))
-    assert f"init_from={exported}: " in said and "lm_head.weight holds 1 of 2,048 values that are not finite" in said
-
-
-def test_weights_in_several_files_are_put_together(tiny, tmp_path, exported):
-    AutoModelForCausalLM.from_pretrained(exported).save_pretrained(tmp_path / "shards", max_shard_size="20KB")
-    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
-    model = begun(changed(tiny, init_from=str(tmp_path / "shards"))).model.module
-    for name, tensor in load_file(exported / "model.safetensors").items():
-        assert torch.equal(model.state_dict()[name], tensor)
-
-
-def test_a_preflight_of_a_run_that_continues_does_not_need_the_source(tiny, tmp_path, exported):
-    new = changed(tiny, init_from=str(exported), train__max_tokens=4 * STEP)
-    train(new)
-    shutil.rmtree(exported)
-    train(changed(new, preflight="check"))
-    assert "there is no such folder" in one_line(changed(new, preflight="check", output_dir=str(tmp_path / "another")))
 
 
 def test_a_hybrid_takes_the_layers_that_it_keeps(tiny, tmp_path):
@@ -318,15 +286,3 @@ def test_a_hybrid_takes_the_layers_that_it_keeps(tiny, tmp_path):
     train(exchanged)
     other = changed(new, model__config__mixers={"fox": fox | {"num_heads": 4}}, output_dir=str(tmp_path / "other"))
     assert one_line(other).endswith("trained with in model.config: num_heads=2 (not 4) in block 0")
-
-
-def test_other_heads_of_samba_are_refused(tiny, tmp_path):
-    """They are in a dictionary of its configuration, and no name or shape shows them."""
-    attn = {"num_heads": 2, "num_kv_heads": None, "window_size": 8, "layers": None}
-    model = {"name": "samba", "config": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "attn": attn}}
-    base = dict(tiny, model=model)
-    train(changed(base, train__max_tokens=2 * STEP))
-    new = changed(base, init_from=base["output_dir"], output_dir=str(tmp_path / "new"), train__max_tokens=STEP)
-    other = changed(new, model__config__attn=attn | {"num_heads": 4})
-    assert "trained with in model.config: num_heads=2 (not 4) in block" in one_line(other)
-    train(new)

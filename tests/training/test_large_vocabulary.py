@@ -3,24 +3,19 @@
 import json
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import zarr
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from forgetting_transformer.data import DataError, LongCrawl64DataModule, TokenArray
+from forgetting_transformer.data import LongCrawl64DataModule
 from forgetting_transformer.data.mixture import MixtureDataModule
-from forgetting_transformer.data.prepare import shards
-from forgetting_transformer.data.tools.verify import verify
 from forgetting_transformer.data.vocabulary import token_dtype
 from forgetting_transformer.training.export import export
-from tests.data.corpus_helpers import all_files, array_of, prepare, rows, write_tree
-from tests.data.mirror import serve
+from tests.data.corpus_helpers import array_of, prepare, rows, write_tree
 from tests.evaluation.scripts import run_script
 from tests.tiny import tiny_config
 from tests.training.conftest import STEP, changed, made_once, train
@@ -109,94 +104,6 @@ def test_the_arrays_hold_the_ids_of_the_texts(wide: Path, tmp_path: Path) -> Non
     for row in stored.tolist():
         begin = expected.index(row[0])
         assert [*expected, 0][begin : begin + 100] == row
-
-
-@pytest.mark.slow
-def test_an_interrupted_corpus_is_the_same_byte_for_byte(
-    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards, "SHARD_BYTES", 10_000)
-    settings = {"tokenizer": str(wide / "tokenizer"), "doc_len": DOC_LEN, "heldout_docs": 12}
-    calls, append = [], shards._append
-
-    def die(path: Path, data: bytes) -> None:
-        calls.append(path)
-        append(path, data[: len(data) // 2] if len(calls) == 8 else data)
-        if len(calls) == 8:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shards, "_append", die)
-        prepare(tmp_path / "out", wide / "texts", **settings)
-    prepare(tmp_path / "out", wide / "texts", **settings)
-    assert all_files(tmp_path / "out") == all_files(wide / "wide")
-
-
-def test_a_sound_array_is_called_sound_and_an_id_too_high_is_named(wide: Path, tmp_path: Path) -> None:
-    shutil.copytree(wide / "wide", tmp_path / "copy")
-    report = verify(tmp_path / "copy/train.zarr", WORDS)
-    assert not report.problems
-    assert {"content hash": "as manifest.json says"}.items() <= dict(report.lines).items()
-    array = zarr.open_array(tmp_path / "copy/train.zarr", mode="r+")
-    array[3, 5] = WORDS
-    (tmp_path / "copy/train.sha256").unlink()
-    (problem,) = verify(tmp_path / "copy/train.zarr", WORDS).problems
-    assert "token id 70000 in document 3 at position 5 is not below vocab_size=70000" in problem
-    with pytest.raises(DataError, match=r"train\.zarr: token id 70000 in document 3 at position 5 is not below"):
-        labels(module(tmp_path, "copy"), 20)
-
-
-def test_other_integers_are_refused(tmp_path: Path) -> None:
-    zarr.create_array(tmp_path / "train.zarr", data=np.ones((8, 64), dtype=np.int64), chunks=(8, 64))
-    with pytest.raises(DataError, match=r"dtype int64; expected \(documents, doc_len\) of uint16 or uint32"):
-        TokenArray(tmp_path / "train.zarr", WORDS)
-
-
-@pytest.fixture
-def remote(wide: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr("forgetting_transformer.data.remote.FIRST_WAIT", 0.01)
-    with serve(wide) as mirror:
-        yield mirror.url
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_url_gives_the_same_tokens(wide: Path, remote: str, tmp_path: Path, workers: int) -> None:
-    """Workers share decoded chunks and hand tokens over, so both are of the array's type."""
-    local = module(wide)
-    far = module(remote, cache_dir=str(tmp_path / "cache"), train_num_workers=workers, eval_num_workers=workers)
-    assert far.train_info().fingerprint == local.train_info().fingerprint
-    np.testing.assert_array_equal(labels(far), labels(local))
-    assert labels(far).max() > 1 << 16
-    held_out = [batch["labels"] for batch in far.eval_loader(0, 1)]
-    assert torch.equal(torch.cat(held_out), torch.cat([batch["labels"] for batch in local.eval_loader(0, 1)]))
-
-
-def test_the_room_for_batches_in_flight_is_reckoned_with_four_bytes(remote: str, tmp_path: Path) -> None:
-    chunk = 16 * DOC_LEN * 4
-    enough = {"cache_dir": str(tmp_path / "cache"), "train_num_workers": 0}
-    module(remote, cache_gb=2 * chunk / 1e9, **enough).check_cache(1, evaluates=False)
-    with pytest.raises(DataError, match=r"datamodule\.cache_gb=.* is less than"):
-        module(remote, cache_gb=(2 * chunk - 1) / 1e9, **enough).check_cache(1, evaluates=False)
-
-
-def test_parts_of_a_mixture_may_be_stored_differently(wide: Path) -> None:
-    mixture = MixtureDataModule(str(wide), parts={"wide": 1, "narrow": 1}, **SHAPE)
-    narrow, large = module(wide, "narrow", train_batch_size=2), module(wide, "wide", train_batch_size=2)
-    found = labels(mixture).reshape(4, 4, 32)
-    np.testing.assert_array_equal(found[:, ::2].reshape(8, 32), labels(narrow))  # in the order of names
-    np.testing.assert_array_equal(found[:, 1::2].reshape(8, 32), labels(large))
-    held_out = torch.cat([batch["labels"] for batch in mixture.eval_loader(0, 1)])
-    assert held_out.max() > 1 << 16 and (held_out[: 2 * 12] < 1 << 16).all()
-
-
-def test_parts_of_a_mixture_have_one_vocabulary(wide: Path, tmp_path: Path) -> None:
-    for name in ("wide", "narrow"):
-        shutil.copytree(wide / name, tmp_path / name)
-    manifest = tmp_path / "narrow/manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "vocab_size": 65_536}))
-    with pytest.raises(DataError, match=r"different vocabularies \(narrow: 65,536 ids, BOS 0, EOS 0, wide: 70,000 ids"):
-        MixtureDataModule(str(tmp_path), parts={"wide": 1, "narrow": 1}, **SHAPE)
 
 
 # The model ----------------------------------------------------------------------------------------------------

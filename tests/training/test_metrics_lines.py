@@ -47,18 +47,6 @@ def test_only_the_damaged_line_is_lost_and_the_file_as_it_was_is_kept(file, capl
     assert file.with_name("train.jsonl.damaged").read_bytes() == before
 
 
-def test_many_damaged_lines_are_one_warning_and_what_was_kept_before_stays(file, caplog):
-    first = damage(file, 2, b"?")
-    truncate(file, 8)
-    for number in (4, 5, 7):  # the last one too, which has its end
-        second = damage(file, number, b"?")
-    caplog.clear()
-    truncate(file, 99)
-    assert steps(file) == [1, 3, 4, 7] and file.with_name("train.jsonl.damaged").read_bytes() == first
-    assert file.with_name("train.jsonl.damaged.1").read_bytes() == second
-    assert len(caplog.records) == 1 and "lines 4, 5, 7 are damaged" in caplog.text
-
-
 def test_a_last_line_that_a_crash_cut_short_is_dropped_quietly(file, caplog):
     caplog.set_level(logging.INFO)
     with file.open("a") as stream:

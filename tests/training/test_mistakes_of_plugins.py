@@ -3,20 +3,16 @@
 Each of them would train something else in silence, or fail far from its cause.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
 from forgetting_transformer.data.corpus import check_batch, check_tokens, shifted
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.model import registry
 from forgetting_transformer.plugins import Component, PluginError, Registry
 from forgetting_transformer.training.optimization.schedule import build_schedule
 from tests.model.small_models import small
 from tests.training.conftest import STEP, Job, changed
-from tests.training.test_resume import losses
 
 #: A corpus whose loaders give what `change` makes of the list of their batches.
 LOADERS = """
@@ -40,21 +36,6 @@ def test_a_corpus_that_gives_other_batches_than_it_is_asked_for_is_named(tiny, c
     job = Job(tiny, patch=LOADERS.format(which="train", change=change))
     assert job.wait() == [1]
     assert message in job.errors()
-
-
-def test_batches_past_the_budget_are_not_trained(tiny, finished):
-    tiny = changed(tiny, train__max_tokens=6 * STEP)
-    job = Job(tiny, patch=LOADERS.format(which="train", change="[*batches, *batches]"))
-    assert job.wait() == [0], job.errors()
-    assert losses(finished(tiny)) == losses(tiny["output_dir"])
-
-
-def test_fewer_held_out_sequences_than_promised_are_said(tiny):
-    tiny = changed(tiny, train__max_tokens=2 * STEP)
-    job = Job(tiny, patch=LOADERS.format(which="eval", change="batches[:1]"))
-    assert job.wait() == [0], job.errors()
-    said = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
-    assert "the corpus (datamodule.name) gave 4 held-out sequences; its eval_info() says at least" in said
 
 
 @pytest.mark.parametrize(
@@ -105,26 +86,6 @@ def test_a_mixer_that_returns_something_else_than_its_output_is_named(returned, 
         model.new_cache()
 
 
-@pytest.mark.parametrize("returned", [torch.zeros(2, 8, 64), (torch.zeros(2, 8, 64), None)])
-def test_a_recurrent_mixer_that_returns_no_states_is_named(returned):
-    model = small("hgrn2", hidden_size=64)
-    model.model.layers[0].attn.mix = lambda *arguments, **options: returned
-    with pytest.raises(TypeError, match=r"mix must return a tuple of the output \(2, 8, 64\) and a dictionary of stat"):
-        model(torch.ones(2, 8, dtype=torch.int64))
-
-
-def test_a_model_type_that_another_architecture_has_is_refused(monkeypatch):
-    fox = registry.get("forgetting_transformer")
-    models, names = dict(registry.MODELS), dict(registry.plugins.MODELS._components)
-    mine = type("MyConfig", (fox.config_class,), {})
-    with pytest.raises(ValueError, match=r"^MyConfig.model_type='forgetting_transformer-project_fox' is that of 'forg"):
-        registry.register("my_fox", mine, fox.model_class, fox.lm_class)
-    nameless = type("MyConfig", (fox.config_class,), {"model_type": ""})
-    with pytest.raises(ValueError, match=r"^MyConfig.model_type='' is empty; set one that no other architecture has"):
-        registry.register("my_fox", nameless, fox.model_class, fox.lm_class)
-    assert models == registry.MODELS and names == registry.plugins.MODELS._components
-
-
 def test_a_function_that_cannot_be_called_as_components_are_is_refused(tiny, monkeypatch):
     from forgetting_transformer.plugins import SCHEDULES
     from forgetting_transformer.training.config import ConfigError, ScheduleConfig
@@ -157,15 +118,6 @@ class Mine(Callback):
     def state(self):
         return dict(seen=torch.zeros({shape}))
 """
-
-
-def test_a_state_may_change_its_shape(tiny):
-    patch = CALLBACK
-    for name, value in {"kinds": "('mine',)", "report": "'mine', {'a': 1}", "shape": "self.steps"}.items():
-        patch = patch.replace(f"{{{name}}}", value)
-    tiny = changed(tiny, callbacks=["mine"], train__max_tokens=6 * STEP)
-    job = Job(tiny, patch=patch)
-    assert job.wait() == [0], job.errors()
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from torch import nn
 
 from forgetting_transformer.plugins import OPTIMIZERS
 from forgetting_transformer.training.config import ConfigError, OptimizerConfig, TrainConfig
-from forgetting_transformer.training.faults.step_guard import StepGuard, decides_on_device
+from forgetting_transformer.training.faults.step_guard import decides_on_device
 from forgetting_transformer.training.optimization.building import build_optimizer, check_owns
 from forgetting_transformer.training.optimization.combined_optimizer import CombinedOptimizer
 from forgetting_transformer.training.optimization.optimizers import MuonConfig, muon
 from forgetting_transformer.training.optimization.parameter_groups import block_matrices, undecayed_parameters
 from tests.model.small_models import PRO, small_model
-from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused, train
+from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, train
 from tests.training.test_bad_steps import bad_steps
 from tests.training.test_resume import assert_same_run, losses
 
@@ -208,32 +208,6 @@ def test_an_optimizer_that_ignores_found_inf_is_not_called_in_a_bad_step(tiny, s
     assert job.wait() == [0] * world_size, job.errors()
     last = checkpoint_tensors(tiny["output_dir"], 21 * STEP)
     assert {tensor.item() for name, tensor in last.items() if name.endswith(".step")} == {20.0}
-
-
-def test_a_fused_optimizer_decides_on_the_device_and_others_are_not_called():
-    calls = []
-    weight = nn.Parameter(torch.ones(2))
-    bad, good = torch.ones(()), torch.zeros(())
-    plain, fused = torch.optim.AdamW([weight], fused=False), torch.optim.AdamW([weight], fused=True)
-    assert not decides_on_device(plain) and decides_on_device(fused)
-    for optimizer, expected in ((plain, ["good"]), (fused, ["bad", "good"])):
-        calls.clear()
-        StepGuard.update(optimizer, lambda: calls.append("bad"), bad)
-        StepGuard.update(optimizer, lambda: calls.append("good"), good)
-        assert calls == expected
-
-
-@pytest.mark.slow
-def test_a_fork_may_have_another_optimizer_and_a_resume_may_not(tiny, interrupted, tmp_path):
-    interrupted(tiny, 8)
-    fork = with_muon(tiny, output_dir=str(tmp_path / "fork"), fork_dir=tiny["output_dir"], fork_step=8 * STEP)
-    train(changed(fork, train__max_tokens=12 * STEP))
-    assert (
-        "was written with another optimizer: moments begin at zero" in (tmp_path / "fork/logs/rank-0.log").read_text()
-    )
-    counted = checkpoint_tensors(fork["output_dir"], 12 * STEP)
-    assert {tensor.item() for name, tensor in counted.items() if name.endswith(".step")} == {4.0}
-    assert "optimizer.name: adamw -> muon" in refused(with_muon(tiny))
 
 
 @pytest.mark.parametrize("step", ["def step(self): ..."])

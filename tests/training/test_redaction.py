@@ -2,23 +2,14 @@
 
 import json
 import logging
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from forgetting_transformer import console
 from forgetting_transformer.console import redact, redact_tree
-from forgetting_transformer.data import DataError
-from forgetting_transformer.data.remote import RemoteFolder
-from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache
-from forgetting_transformer.data.tools.download import download
-from forgetting_transformer.sweep.state import open_folder
-from forgetting_transformer.training import parse
-from tests.data.mirror import serve, write_layout
-from tests.processes import ROOT
+from tests.data.mirror import serve
 from tests.training.conftest import STEP, changed
 from tests.training.conftest import Job as Training
 
@@ -49,15 +40,6 @@ def test_what_is_shown_of_a_url(text, shown):
     assert redact_tree({"a": [text, 1, None], "b": {"c": text}}) == {"a": [shown, 1, None], "b": {"c": shown}}
 
 
-def test_the_composed_configuration_is_printed_without_it(monkeypatch, capsys):
-    url = f"https://reader:{SECRET}@host/data"
-    arguments = ["+experiment/demo=fox_pro", f"data_dir='{url}'", "output_dir=run", "--cfg", "all"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    printed = capsys.readouterr().out
-    assert "https://reader:***@host/data" in printed and SECRET not in printed
-
-
 @pytest.mark.slow
 def test_a_run_on_a_url_with_a_password_trains_resumes_and_writes_it_nowhere(tiny, tmp_path):
     pytest.importorskip("wandb")
@@ -86,31 +68,6 @@ os.dup2(printed, 1), os.dup2(printed, 2)
     assert "hunter2" not in written, [line for line in written.splitlines() if "hunter2" in line][:5]
 
 
-def test_a_cache_keeps_no_password(tmp_path):
-    write_layout(tmp_path / "array")
-    with serve(tmp_path / "array", password=SECRET) as mirror:
-        remote = RemoteFolder(mirror.url.replace("://", f"://reader:{SECRET}@"))
-        assert RemoteCache(remote, CacheSettings(tmp_path / "cache")).fetch(".zarray").is_file()
-    assert SECRET not in everything_written(tmp_path / "cache")
-
-
-def test_a_download_notes_and_prints_no_password_and_goes_on(tmp_path, caplog):
-    write_layout(tmp_path / "source" / "train.zarr")
-    said = []
-    with serve(tmp_path / "source", password=SECRET) as mirror:
-        url = mirror.url.replace("://", f"://reader:{SECRET}@")
-        for _ in range(2):
-            download(url, "train", tmp_path / "out", say=said.append)
-        with pytest.raises(DataError, match=r"reader:\*\*\*@") as caught:
-            download(url, "heldout", tmp_path / "out")
-    assert SECRET not in everything_written(tmp_path / "out") + caplog.text + "".join(said) + str(caught.value)
-
-
-def test_a_recorded_url_is_refused_with_the_fix():
-    with pytest.raises(DataError, match=r"https://reader:\*\*\*@host/a is a record .*data_dir=.* with its password"):
-        RemoteFolder("https://reader:***@host/a")
-
-
 def test_log_lines_tracebacks_and_last_words_are_redacted(monkeypatch, capsys):
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(console.log_format(0))
@@ -124,11 +81,3 @@ def test_log_lines_tracebacks_and_last_words_are_redacted(monkeypatch, capsys):
         console.fail("cannot open http://u:hunter2@h/x")
     said = capsys.readouterr().err
     assert said.count("u:***@h") >= 3 and "hunter2" not in said
-
-
-def test_a_sweep_keeps_no_password(tiny, tmp_path):
-    config = parse(OmegaConf.create(changed(tiny, data_dir=f"http://reader:{SECRET}@host/data", fabric__devices=1)))
-    for _ in range(2):
-        open_folder(tmp_path / "sweep", config, (), {})
-    assert "reader:***@" in everything_written(tmp_path / "sweep")
-    assert SECRET not in everything_written(tmp_path / "sweep")

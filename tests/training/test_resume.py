@@ -283,28 +283,6 @@ def test_a_change_that_would_alter_the_run_is_refused_by_name(tiny, interrupted,
     train(changed(tiny, train__max_tokens=5 * STEP))  # undone, it continues
 
 
-def test_weights_that_a_checkpoint_fills_are_not_drawn_first(tiny, tmp_path, finished, interrupted):
-    """What memory held in their place does not matter."""
-    patch = """
-from forgetting_transformer.training import setup
-original = setup.build_model
-def build_model(config, data, initialise):
-    assert not initialise
-    model = original(config, data, initialise)
-    for tensor in model.state_dict().values():
-        tensor.fill_(float("nan"))
-    return model
-setup.build_model = build_model
-"""
-    tiny = changed(tiny, train__max_tokens=8 * STEP, skip_eval=True)
-    interrupted(tiny, 4)
-    fork = changed(tiny, fork_dir=tiny["output_dir"], fork_step=4 * STEP, output_dir=str(tmp_path / "fork"))
-    for config in (tiny, fork):
-        job = Job(config, patch=patch)
-        assert job.wait() == [0], job.errors()
-        assert losses(config["output_dir"])[8 * STEP] == losses(finished(tiny))[8 * STEP]
-
-
 def test_another_corpus_under_the_same_name_is_refused(tiny, tmp_path, corpus, interrupted):
     interrupted(tiny, 4)
     shutil.copytree(corpus, tmp_path / "other")

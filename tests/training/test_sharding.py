@@ -10,10 +10,8 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from forgetting_transformer.model import layers, registry
+from forgetting_transformer.model import registry
 from forgetting_transformer.model.block import DecoderBlock
-from forgetting_transformer.model.mixers import forgetting_attention as forgetting_transformer
-from forgetting_transformer.ops import compiling
 from forgetting_transformer.training import parse, setup
 from forgetting_transformer.training.parallel.sharding import shard, units
 from tests.model.small_models import SMALL_FIELDS
@@ -109,38 +107,6 @@ def test_what_is_gathered_in_bf16_is_what_autocast_rounds(tiny, tmp_path, name):
         assert gradient is got[key] is None or torch.equal(got[key], gradient), key
 
 
-@pytest.mark.slow
-def test_projections_that_are_computed_together_are_too(tiny, tmp_path, monkeypatch):
-    """Compiled models stack the weights of projections of one input."""
-    monkeypatch.setattr(
-        compiling, "compiled", lambda function, **_: torch.compile(function, dynamic=False, backend="eager")
-    )
-    monkeypatch.setattr(layers, "MIN_TOKENS_TOGETHER", 40)
-    ids = torch.randint(1, VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
-    stacked, found = [], []
-    original = layers.linear_together
-    watched = torch.compiler.disable(lambda result: stacked.append(len(result)))
-
-    def together(*args):
-        result = original(*args)
-        watched(result)
-        return result
-
-    monkeypatch.setattr(forgetting_transformer, "linear_together", together)
-    with one_process_group(tmp_path):
-        for dtype in (torch.float32, torch.bfloat16):
-            model = sharded(small_model(tiny, "forgetting_transformer").train(), dtype)
-            model.compile_parts()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(input_ids=ids, labels=ids).loss
-            loss.mean().backward()
-            found.append((loss, gradients(model)))
-    assert stacked and all(stacked)
-    (want_loss, want), (loss, got) = found
-    assert torch.equal(loss, want_loss)
-    assert all(torch.equal(got[key], gradient) for key, gradient in want.items())
-
-
 def test_norms_gates_convolutions_and_the_output_layer_are_gathered_in_fp32(tiny):
     model = small_model(tiny, "samba")
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -151,25 +117,6 @@ def test_norms_gates_convolutions_and_the_output_layer_are_gathered_in_fp32(tiny
     assert any("in_proj" in name for name in rounded)
     assert ({names[parameter] for parameter in head.parameters}, head.dtype) == ({"lm_head.weight"}, torch.float32)
     assert all(unit.dtype == torch.float32 for unit in units(model)), "32-true rounds nothing"
-
-
-def test_a_block_whose_weights_are_not_in_linear_layers_is_gathered_whole_in_fp32(tiny):
-    """They would stay in memory during the whole step otherwise."""
-    model = small_model(tiny, "forgetting_transformer")
-    first = next(module for module in model.modules() if isinstance(module, DecoderBlock))
-    first.register_parameter("experts", nn.Parameter(torch.zeros(64, 32, 32)))
-    found = units(model, torch.bfloat16)
-    assert found[0].parameters == set(first.parameters()) and found[0].dtype == torch.float32
-    assert found[1].dtype == torch.bfloat16
-
-
-def test_a_tied_output_layer_is_gathered_with_the_embedding(tiny, tmp_path):
-    model = small_model(tiny, "transformer", tie_word_embeddings=True)
-    ids = torch.ones(1, 8, dtype=torch.long)
-    assert all(isinstance(unit.module, DecoderBlock) for unit in units(model))
-    want = model(input_ids=ids, labels=ids).loss
-    with one_process_group(tmp_path):
-        assert torch.equal(sharded(model, torch.float32)(input_ids=ids, labels=ids).loss, want)
 
 
 @pytest.mark.slow

@@ -73,6 +73,15 @@ def test_a_run_that_is_moved_aside_keeps_its_status(done):
     assert (read(done["output_dir"])["status"], read(done["output_dir"])["step"]) == ("done", 2 * STEP)
 
 
+def test_a_gpu_that_is_not_there_is_one_line_and_known_to_the_status(tiny):
+    job = Job(changed(tiny, fabric__accelerator="cuda"), patch="import torch; torch.cuda.is_available = lambda: False")
+    assert job.wait() == [1]
+    assert (
+        "ConfigError: fabric.accelerator=cuda fabric.devices=auto ask for GPUs. " in read(tiny["output_dir"])["reason"]
+    )
+    assert "\n" not in read(tiny["output_dir"])["reason"]
+
+
 def test_a_full_disk_does_not_keep_the_status_from_being_right(tmp_path, monkeypatch):
     """Nothing new can be written, and what ends the run must be told all the same."""
     status.write_status(tmp_path, "running", 128)

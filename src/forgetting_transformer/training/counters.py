@@ -1,9 +1,15 @@
-"""How far a run is."""
+"""How far a run is, and what a start goes on from."""
 
-import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from forgetting_transformer.training.checkpoint.folder import Checkpoint
+from forgetting_transformer.training.execution.choice import Execution
 
 
-@dataclasses.dataclass
+@dataclass
 class Counters:
     """What a run has done so far, over all ranks and restarts. Times in seconds."""
 
@@ -15,3 +21,35 @@ class Counters:
 
     def as_floats(self) -> dict[str, float]:
         return {name: float(value) for name, value in vars(self).items()}
+
+
+@dataclass
+class Origin:
+    """What a start goes on from; by default from nothing.
+
+    Attributes:
+        text: for people.
+        checkpoint: of this run or, `forked`, of another.
+        counters: as they stand now.
+        execution: how the run computed so far; None where that is not to be kept.
+        weights_from: what `init_from` was when the run began.
+        data_checksums: hash of the list of checksums that the corpus must match from here on.
+        kinds: lines that callbacks of earlier starts have written. windows: state of callbacks and of the guard.
+        notes: warnings about the weights, on rank 0, for when there is a log.
+    """
+
+    text: str = "a new run"
+    checkpoint: Checkpoint | None = None
+    forked: bool = False
+    counters: Counters = field(default_factory=Counters)
+    execution: Execution | None = None
+    weights_from: dict[str, Any] | None = None
+    data_checksums: str | None = None
+    kinds: set[str] = field(default_factory=set)
+    windows: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def saved_step(self) -> int | None:
+        """Training tokens of the checkpoint of this run, if that is it."""
+        return None if self.checkpoint is None or self.forked else self.checkpoint.step

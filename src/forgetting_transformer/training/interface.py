@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.checkpoint import Checkpointer
     from forgetting_transformer.training.clock import Clock
     from forgetting_transformer.training.config import Config
-    from forgetting_transformer.training.counters import Counters
+    from forgetting_transformer.training.counters import Counters, Origin
     from forgetting_transformer.training.execution.choice import Execution
     from forgetting_transformer.training.execution.graphs import Graphs
     from forgetting_transformer.training.faults.corruption import Comparison
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.parallel.ranks import Ranks
     from forgetting_transformer.training.records.metrics import MetricsLog
     from forgetting_transformer.training.records.run_directory import RunDirectory
-    from forgetting_transformer.training.start.origin import Origin
 
 
 class TrainerInterface(Protocol):

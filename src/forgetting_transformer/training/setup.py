@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,43 +26,27 @@ from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.plugins import CORPORA
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.config import Config, ConfigError, check
+from forgetting_transformer.training.counters import Origin
 from forgetting_transformer.training.eval_sets import check_same_texts, check_tokenizers, open_eval_sets
 from forgetting_transformer.training.execution import graphs
-from forgetting_transformer.training.execution.kernel_choice import choose_on_all_ranks
+from forgetting_transformer.training.execution.choice import choose_on_all_ranks
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.corruption import Comparison
 from forgetting_transformer.training.faults.failures import Start
 from forgetting_transformer.training.faults.sentinel import Sentinel
-from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.optimization.building import build_optimizer, check_owns
 from forgetting_transformer.training.optimization.parameter_groups import train_only
 from forgetting_transformer.training.parallel import gpus
 from forgetting_transformer.training.parallel.launch import launch
-from forgetting_transformer.training.parallel.ranks import Ranks
+from forgetting_transformer.training.parallel.ranks import Ranks, on_rank_zero
 from forgetting_transformer.training.records.logs import start_logging
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 from forgetting_transformer.training.start import initialisation
-from forgetting_transformer.training.start.model_fits import check_packs, check_shares
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 #: How long the writer of a checkpoint on one rank waits for those on others. It is not what ends the wait for a writer
 #: that hangs: the sentinel does, and knows a slow one from it.
 _LET_WRITERS_WAIT = timedelta(days=7)
-
-
-def on_rank_zero(fabric: Fabric, action: Callable[[], T]) -> T | None:
-    """Rank 0 acts, the others wait; if it fails, every rank raises the same error instead of waiting for ever."""
-    result, error = None, None
-    if fabric.is_global_zero:
-        try:
-            result = action()
-        except Exception as failure:
-            error = failure
-    error = fabric.broadcast(error)
-    if error is not None:
-        raise error
-    return result
 
 
 def connect(config: Config, start: Start) -> Fabric:
@@ -173,30 +157,56 @@ def checkpointer(config: Config, directory: RunDirectory, fabric: Fabric, sentin
     return found
 
 
-def model_and_kernels(trainer: TrainerInterface) -> tuple[Any, dict[str, Backend]]:
+def model_and_kernels(
+    config: Config, fabric: Fabric, data: Corpus, origin: Origin, begin: Callable[[str], None]
+) -> tuple[Any, dict[str, Backend]]:
     """The model on the CPU, with its initial weights unless a checkpoint has them; and what runs each op, tested here.
 
     Drawing initial weights takes one core, and testing kernels waits for compilers: both go on at once.
+
+    Args:
+        origin: gets what is known of the weights of `init_from`.
+        begin: is told where testing kernels ends.
     """
-    config, data, origin = trainer.config, trainer.data_info, trainer.origin
     log.info("building the model: %s", config.model.name)
+    info = data.train_info()
     with ThreadPoolExecutor(1, "model") as thread:
-        empty = outline(config, data)
-        if trainer.data.packed:
-            check_packs(empty, config)
-        check_shares(empty, config)
+        empty = outline(config, info)
+        _check_fits(empty, config, data.packed)
         weights = None
         if config.init_from and origin.checkpoint is None:
-            weights = _initial_weights(trainer, empty)
+            weights = _initial_weights(config, fabric, data, empty)
             origin.text, origin.weights_from, origin.notes = str(weights), weights.record, weights.notes
         draws = origin.checkpoint is None and (weights is None or bool(weights.fresh))
-        building = thread.submit(build_model, config, data, initialise=draws)
-        backends = _choose_backends(trainer, empty)
-        trainer.begin("model")
+        building = thread.submit(build_model, config, info, initialise=draws)
+        backends = _choose_backends(config, fabric, data, empty)
+        begin("model")
         model = building.result()
     if weights is not None:
         weights.fill(model)
     return model, backends
+
+
+def _check_fits(model: Any, config: Config, packed: bool) -> None:
+    """
+    Raises:
+        ConfigError: the corpus packs documents, and the model would carry a state from one into the next; or ranks are
+            to share sequences, and the model is not made for so many.
+    """
+    kind, sharing, data = [type(model).__name__], config.strategy.context, config.datamodule
+    if packed and (stateful := model.stateful_mixers() if hasattr(model, "stateful_mixers") else kind):
+        raise ConfigError(
+            f"datamodule.name={data.name} keeps documents apart, and model.name={config.model.name} would carry a "
+            f"state from one into the next ({', '.join(stateful)}); use datamodule=corpus, or FoX, a Transformer, "
+            "Mamba-2 or Samba"
+        )
+    length = min([data.train_batch_len, *([] if config.skip_eval else [data.eval_batch_len])])
+    takes_whole = getattr(model, "whole_sequence_mixers", lambda *_: [f"{kind[0]} takes whole sequences only"])
+    if sharing > 1 and (reasons := takes_whole(sharing, length)):
+        raise ConfigError(
+            f"strategy.context={sharing}: that many ranks cannot share a sequence of model.name={config.model.name} "
+            f"({', '.join(reasons)}); use strategy.context=1, or a number that divides the heads, or longer sequences"
+        )
 
 
 def model_config(config: Config, data: DataInfo) -> DecoderConfig:
@@ -249,13 +259,21 @@ def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.M
     if initialise:
         initialisation.initialise(model, config.seed)
     if config.train.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-        # Meant for frozen embeddings. Without gradients, in an evaluation, it would give the first block another kind
-        # of input, for which torch.compile compiles everything once more.
-        model.disable_input_require_grads()
+        checkpoint_activations(model, True)
     if config.train.block_inputs_on_host:
         model.keep_block_inputs_on_host()
     return model
+
+
+def checkpoint_activations(model: Any, on: bool) -> None:
+    """Switches the recomputing of activations."""
+    if not on:
+        model.gradient_checkpointing_disable()
+        return
+    model.gradient_checkpointing_enable()
+    # Meant for frozen embeddings. Without gradients, in an evaluation, it would give the first block another kind of
+    # input, for which torch.compile compiles everything once more.
+    model.disable_input_require_grads()
 
 
 def outline(config: Config, data: DataInfo) -> nn.Module:
@@ -271,23 +289,21 @@ def outline(config: Config, data: DataInfo) -> nn.Module:
     return model
 
 
-def _initial_weights(trainer: TrainerInterface, model: nn.Module) -> Any:
+def _initial_weights(config: Config, fabric: Fabric, data: Corpus, model: nn.Module) -> Any:
     """What `init_from` has for the model; its tensors are on rank 0 only, which alone needs the folder."""
     from forgetting_transformer.training.start.initial_weights import initial_weights
 
-    fabric, data = trainer.fabric, trainer.data
-    found = on_rank_zero(fabric, lambda: initial_weights(trainer.config, model, trainer.data_info, data.folder))
+    found = on_rank_zero(fabric, lambda: initial_weights(config, model, data.train_info(), data.folder))
     shared = fabric.broadcast(None if found is None else dataclasses.replace(found, tensors={}, notes=[]))
     return found if found is not None else shared
 
 
-def _choose_backends(trainer: TrainerInterface, model: nn.Module) -> dict[str, Backend]:
-    config, device = trainer.config, trainer.fabric.device
-    if device.type == "cuda":
+def _choose_backends(config: Config, fabric: Fabric, data: Corpus, model: nn.Module) -> dict[str, Backend]:
+    if fabric.device.type == "cuda":
         log.info("testing the kernels")
     dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
     lengths = [config.datamodule.train_batch_len, *([] if config.skip_eval else [config.datamodule.eval_batch_len])]
-    return choose_on_all_ranks(model, dtype, device, lengths, trainer.data.packed)
+    return choose_on_all_ranks(model, dtype, fabric.device, lengths, data.packed)
 
 
 def model_and_optimizer(config: Config, fabric: Fabric, model: nn.Module, undecayed: set[str]) -> tuple[Any, Any]:
@@ -298,15 +314,14 @@ def model_and_optimizer(config: Config, fabric: Fabric, model: nn.Module, undeca
     return wrapped, optimizer
 
 
-def graphs_of(trainer: TrainerInterface) -> graphs.Graphs:
+def graphs_of(config: Config, fabric: Fabric, model: Any, compiled: bool, flops_per_token: float) -> graphs.Graphs:
     """Those of a run whose model is set up, on or off."""
-    config, fabric, model = trainer.config, trainer.fabric, trainer.model.module
     ddp = isinstance(fabric.strategy, DDPStrategy)
-    alone = fabric.world_size == 1 or (ddp and trainer.ranks.sharing == 1)
-    possible = trainer.compiled and not config.train.gradient_checkpointing and alone
-    flops = graphs.flops_in_a_block(config, fabric.world_size, trainer.flops_per_token, model.config.num_hidden_layers)
+    alone = fabric.world_size == 1 or (ddp and config.strategy.context == 1)
+    possible = compiled and not config.train.gradient_checkpointing and alone
+    flops = graphs.flops_in_a_block(config, fabric.world_size, flops_per_token, model.config.num_hidden_layers)
     wanted = graphs.choose(config, fabric.device, possible, flops)
-    return graphs.Graphs(wanted, trainer.compiled, model.parameters(), reduced=ddp)
+    return graphs.Graphs(wanted, compiled, model.parameters(), reduced=ddp)
 
 
 def comparison(fabric: Fabric, steps: int | None) -> Comparison | None:

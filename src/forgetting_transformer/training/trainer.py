@@ -38,12 +38,11 @@ from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.faults.stop import Stop, Vote
 from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
 from forgetting_transformer.training.optimization.schedule import build_schedule
-from forgetting_transformer.training.parallel.ranks import Ranks
+from forgetting_transformer.training.parallel.ranks import Ranks, on_rank_zero
 from forgetting_transformer.training.records.loss_by_position import PositionSums
 from forgetting_transformer.training.saving import Saver
 from forgetting_transformer.training.start import resume
-from forgetting_transformer.training.start.descriptions import open_metrics
-from forgetting_transformer.training.start.provenance import describe
+from forgetting_transformer.training.start.descriptions import describe, open_metrics
 from forgetting_transformer.training.start.start_block import start_block
 
 log = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class Trainer:
         self.origin = resume.find_checkpoint(config, self.checkpointer, fabric)
 
         self.begin("self-test")
-        model, self.backends = setup.model_and_kernels(self)
+        model, self.backends = setup.model_and_kernels(config, fabric, self.data, self.origin, self.begin)
         lengths = self.data.train_lengths().items()
         self.flops_per_token = sum(share * model.config.flops_per_token(length) for length, share in lengths)
         self.begin("strategy")
@@ -97,14 +96,15 @@ class Trainer:
         self.comparison = setup.comparison(fabric, config.strategy.compare_steps)
         self.guard = StepGuard(fabric.device, config.train.spike_factor)
         self.directory.make(self.directory.checkpoints)
-        setup.on_rank_zero(fabric, self.checkpointer.clean)
-        resume.load(self, self.origin)
+        on_rank_zero(fabric, self.checkpointer.clean)
+        whole, moments = self.model.module, self.optimizer.optimizer
+        resume.load(self.origin, config, self.data_info, self.checkpointer, whole, moments, self.guard)
         self.counters = self.origin.counters
         self.saver = Saver(self.checkpointer, self.origin.saved_step)
         self.execution = execution.choose(
             config.train.compile, fabric.device, self.origin.execution, self.backends, fabric.global_rank
         )
-        self.graphs = setup.graphs_of(self)
+        self.graphs = setup.graphs_of(config, fabric, self.model.module, self.compiled, self.flops_per_token)
         self.compilation.compile(self.model.module if self.compiled else None)
 
         self.begin("logs")
@@ -123,7 +123,7 @@ class Trainer:
         self.start.running()
         if self.metrics is not None:
             log.info("about to train %s:\n%s", config.tag, start_block(self))
-        if missing := resume.unreported_evaluations(self):
+        if missing := resume.unreported(self.callbacks.evaluations_due(), self.origin, self.metrics, self.fabric):
             self.begin("evaluation")
             self.evaluate(missing)
         self.begin("first batch")

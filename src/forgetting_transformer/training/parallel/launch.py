@@ -1,11 +1,9 @@
 """From a configuration to processes: the Fabric object, its strategy, and guards against silent mis-launches."""
 
-import contextlib
 import logging
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -53,22 +51,20 @@ def launch(config: Config) -> Fabric:
     if processes > 1:
         log.info("connecting %d processes", processes)
     try:
-        with _port_named():
-            fabric = Fabric(
-                accelerator=config.fabric.accelerator,
-                devices=config.fabric.devices,
-                num_nodes=int(os.environ.get("LT_NUM_NODES", 1)),
-                strategy=_strategy(config, processes, shard_size),
-                plugins=[_precision(config)],
-            )
+        fabric = Fabric(
+            accelerator=config.fabric.accelerator,
+            devices=config.fabric.devices,
+            num_nodes=int(os.environ.get("LT_NUM_NODES", 1)),
+            strategy=_strategy(config, processes, shard_size),
+            plugins=[_precision(config)],
+        )
     except ConfigError:
         raise
     except (MisconfigurationException, TypeError, ValueError, RuntimeError) as error:
         asked = f"fabric.devices={config.fabric.devices}, fabric.accelerator={config.fabric.accelerator}"
         raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error
     if not under_cli:
-        with _port_named():
-            fabric.launch()
+        fabric.launch()
     tasks = os.environ.get("SLURM_NTASKS") if SLURMEnvironment.detect() else None
     expected = int(os.environ.get("WORLD_SIZE") or tasks or fabric.world_size)
     if fabric.world_size != expected:
@@ -83,46 +79,17 @@ def launch(config: Config) -> Fabric:
     return fabric
 
 
-@contextlib.contextmanager
-def _port_named() -> Iterator[None]:
-    """
-    Raises:
-        ConfigError: rank 0 cannot listen on the port over which the processes find each other.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise ConfigError(
-            f"port {os.environ.get('MASTER_PORT')}, over which the processes of a job find each other, is taken by "
-            "another process of this machine. Choose another: --main-port of `fabric run` and launch.py; without them "
-            "the environment variable MASTER_PORT, the same on every rank"
-        ) from error
-
-
 def _check_gpus(config: Config) -> None:
     """
     Raises:
         ConfigError: GPUs are asked for that are not here.
     """
-    accelerator = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
-    asked = (
-        f"fabric.accelerator={accelerator}" if "LT_ACCELERATOR" not in os.environ else f"--accelerator {accelerator}"
-    )
-    if accelerator in ("cuda", "gpu") and (problem := gpus.missing()):
-        raise ConfigError(f"{asked}, but there is no GPU. {problem}; or train on the CPU with fabric.accelerator=cpu")
-    devices = config.fabric.devices
-    if not torch.cuda.is_available() and (isinstance(devices, list) or devices == -1):
+    accelerator, devices = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator), config.fabric.devices
+    if (accelerator in ("cuda", "gpu") or isinstance(devices, list) or devices == -1) and (problem := gpus.missing()):
         raise ConfigError(
-            f"fabric.devices={devices} means GPUs. {gpus.missing()}; or give a number of processes, or 'auto'"
+            f"fabric.accelerator={accelerator} fabric.devices={devices} ask for GPUs. {problem}; or train on the CPU "
+            "with fabric.accelerator=cpu (`fabric run`: --accelerator cpu) and fabric.devices=1"
         )
-    if accelerator != "cpu" and torch.cuda.is_available() and "LT_DEVICES" not in os.environ:
-        here, wanted = torch.cuda.device_count(), devices if isinstance(devices, list) else str(devices)
-        if isinstance(wanted, str):
-            wanted = list(range(int(wanted))) if wanted.isdigit() else []
-        if problem := gpus.too_few(f"fabric.devices={devices}", max(map(int, wanted), default=-1), here):
-            raise ConfigError(problem)
 
 
 def expected_world_size(config: Config) -> int:

@@ -6,12 +6,31 @@ ranks, which all have as many tokens.
 """
 
 import contextlib
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import Tensor
 
 from forgetting_transformer.ops import context
+
+T = TypeVar("T")
+
+
+def on_rank_zero(fabric: Fabric, action: Callable[[], T]) -> T | None:
+    """Rank 0 acts, the others wait; if it fails, every rank raises the same error instead of waiting for ever."""
+    result, error = None, None
+    if fabric.is_global_zero:
+        try:
+            result = action()
+        except Exception as failure:
+            error = failure
+    error = fabric.broadcast(error)
+    if error is not None:
+        raise error
+    return result
 
 
 class Ranks:

@@ -2,17 +2,13 @@
 
 import contextlib
 import json
-import logging
 import os
-import re
 import socket
 import time
 from pathlib import Path
 
 from forgetting_transformer import metric_names as names
-from forgetting_transformer.files import LocksUnsupportedError, explain, locked
-
-log = logging.getLogger(__name__)
+from forgetting_transformer.files import explain, locked
 
 PREVIOUS = "previous"
 #: All that a run, its plots, wandb and TensorBoard write there, besides `run.lock` and `previous/`. The rest is
@@ -34,45 +30,10 @@ KINDS = (
 ARRAY_KINDS = (names.TRAIN_EVAL, names.VAL)
 #: Folders in which other programs write too, such as a scheduler its logs; a start only adds to them.
 _SHARED = ("logs", "plots", "wandb")
-#: What makes a folder a token array or a corpus of them; besides, the manifest of a corpus.
-_ARRAYS = ("*.zarr", "zarr.json", ".zarray")
-#: Weights of a model in Hugging Face format.
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-#: Files by which a run is recognised, and keys that they have; so is one by a checkpoint's trainer.json.
-_MARKS = {
-    "run.lock": {"pid", "host", "since"},
-    "status.json": {"status", "step", "pid"},
-    "last_checkpoint.json": {"step", "checkpoint"},
-}
-#: Keys of the manifest of a corpus.
-_CORPUS_KEYS = {"vocab_size", "bos_token_id"}
-#: A lock, a status or a manifest is far smaller; what is larger is something else's and is not read.
-_LARGEST = 1 << 20
 
 
 class RunDirectoryError(RuntimeError):
     """The run's folder cannot be used; the message says by whom or why, and what to do."""
-
-
-def _keys(file: Path) -> set[str]:
-    """The keys of a file that holds one JSON object; none if it is anything else."""
-    try:
-        if not file.is_file() or file.stat().st_size > _LARGEST:
-            return set()
-        entry = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return set()
-    return set(entry) if isinstance(entry, dict) else set()
-
-
-def _holds_something(path: Path) -> bool:
-    """Whether a name leads to more than empty files, which a start leaves on a full disk."""
-    try:
-        if path.is_dir():
-            return any(inner.is_dir() or inner.stat().st_size for inner in path.iterdir())
-        return os.path.lexists(path) and path.stat().st_size > 0
-    except OSError:
-        return True
 
 
 class RunDirectory:
@@ -109,13 +70,18 @@ class RunDirectory:
     @property
     def is_run(self) -> bool:
         """Whether a start wrote here, perhaps one that ended early, or checkpoints of a run were copied here."""
-        return (
-            (self.root / "starts.jsonl").is_file()
-            or any(_keys(self.root / name) >= keys for name, keys in _MARKS.items())
-            or any(
-                re.fullmatch(r"step-\d{15}", path.parent.name) for path in self.checkpoints.glob("step-*/trainer.json")
-            )
-        )
+        names = ("run.lock", "starts.jsonl", "checkpoints/step-*/trainer.json")
+        return any(path.is_file() for name in names for path in self.root.glob(name))
+
+    @property
+    def is_official(self) -> bool:
+        """Whether the authors' code trained here."""
+        return any(self.checkpoints.glob("step-*.pt"))
+
+    @property
+    def is_corpus(self) -> bool:
+        """Whether token arrays lie here, as scripts/prepare_data.py and LongCrawl64 have them."""
+        return (self.root / "manifest.json").is_file() or any(self.root.glob("*.zarr"))
 
     def check_ours(self, resume: bool) -> None:
         """Looks whether a start would change files, or with `resume=False` move things, that no run wrote.
@@ -123,54 +89,29 @@ class RunDirectory:
         Raises:
             RunDirectoryError: naming them.
         """
-        if official := next(self.checkpoints.glob("step-*.pt"), None):
+        if self.is_official:
             raise RunDirectoryError(
-                f"output_dir={self.root} is a run of the authors' code (it holds checkpoints/{official.name}): make a "
-                "run of it in another folder with scripts/import_checkpoint.py and continue "
-                "that, or choose another output_dir"
+                f"output_dir={self.root} is a run of the authors' code: make a run of it in another folder with "
+                "scripts/import_checkpoint.py and continue that, or choose another output_dir"
             )
-        if not (self.is_run and resume) and (sign := self.sign_of_a_corpus()):
-            what = "a run would write among its files" if resume else "resume=false would move its tokenizer aside"
+        if self.is_corpus and not (resume and self.is_run):
+            raise RunDirectoryError(f"output_dir={self.root} is a folder of token arrays; choose another output_dir")
+        held = [name for name in OWN_NAMES if os.path.lexists(self.root / name) and not (resume and name in _SHARED)]
+        if held and not self.is_run:
             raise RunDirectoryError(
-                f"output_dir={self.root} is a folder of token arrays (it holds {sign}): "
-                f"{what}; choose another output_dir"
+                f"output_dir={self.root} holds {', '.join(held)}, and no run that wrote this is recognised there (by "
+                "run.lock, starts.jsonl or checkpoints): a run would change what is not a run's; choose another "
+                "output_dir"
             )
-        if self.is_run:
-            return
-        weights = sorted(path.name for pattern in _WEIGHTS for path in self.root.glob(pattern))
-        if weights and (self.root / "config.json").is_file():
-            raise RunDirectoryError(
-                f"output_dir={self.root} holds a model (config.json, {weights[0]}), which evaluations of the run would "
-                "take for the run's; choose another output_dir"
-            )
-        changed = (*OWN_NAMES, self._lock_file.name)
-        names = [name for name in changed if not (resume and name in _SHARED) and _holds_something(self.root / name)]
-        if names:
-            raise RunDirectoryError(
-                f"output_dir={self.root} holds {', '.join(names)}, and no run that wrote this is recognised there (by "
-                "run.lock, status.json, starts.jsonl or checkpoints): a run would change what is not a run's; choose "
-                "another output_dir"
-            )
-
-    def sign_of_a_corpus(self) -> str | None:
-        """The name that shows that this is a token array, or a folder of them; None if it is neither."""
-        found = (path.name for pattern in _ARRAYS for path in self.root.glob(pattern))
-        manifest = self.root / "manifest.json"
-        return next(found, manifest.name if _keys(manifest) >= _CORPUS_KEYS else None)
 
     def make(self, folder: Path) -> None:
         """Makes a folder of the run.
 
         Raises:
-            RunDirectoryError: something else has its name, or it cannot be made.
+            RunDirectoryError: it cannot be made, on a full disk say, or because a file has its name.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise RunDirectoryError(
-                f"{folder} is a file, or lies under one, where a run keeps a folder: move it "
-                "away, or choose another output_dir"
-            ) from error
         except OSError as error:
             raise RunDirectoryError(f"cannot make {explain(error)}; make room, or choose another output_dir") from error
 
@@ -192,24 +133,11 @@ class RunDirectory:
                 f"another run is writing to output_dir={self.root} ({holder}). Wait for it, stop it, or choose "
                 "another output_dir"
             ) from error
-        except LocksUnsupportedError as error:
-            raise RunDirectoryError(
-                f"the file system of output_dir={self.root} does not support locks ({error.strerror}), which keep two "
-                "runs out of one folder; choose an output_dir on another one"
-            ) from error
-        except (FileExistsError, NotADirectoryError) as error:
-            raise RunDirectoryError(
-                f"output_dir={self.root} is a file, or lies under one; choose another output_dir"
-            ) from error
         except OSError as error:
             raise RunDirectoryError(
                 f"cannot write to output_dir={self.root}: {explain(error)}; make room, or choose another output_dir"
             ) from error
-        owner = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         # For people; the lock holds without it, on a full disk too.
         with contextlib.suppress(OSError):
             os.write(descriptor, json.dumps(owner).encode())
@@ -240,7 +168,11 @@ class RunDirectory:
         target.mkdir(parents=True)
         for entry in entries:
             try:
-                _move(entry, target)
+                if entry.is_symlink():  # which leads on where it led
+                    (target / entry.name).symlink_to(os.path.realpath(entry))
+                    entry.unlink()
+                else:
+                    entry.rename(target / entry.name)
             except OSError as error:
                 with contextlib.suppress(OSError):
                     target.rmdir()  # unless something is in it
@@ -258,42 +190,17 @@ def belongs_to(folder: Path) -> str | None:
     What a link leads to counts as well: the checkpoints of a run may lie elsewhere.
     """
     for path in dict.fromkeys((Path(os.path.realpath(folder)), Path(os.path.abspath(folder)))):
-        try:
-            said = _belongs_to(path)
-        except OSError:
-            continue  # whatever is there cannot be written either
-        if said:
-            return said
+        here = RunDirectory(path)
+        if here.is_run or here.is_official:
+            return "is the folder of a training run"
+        if here.is_corpus:
+            return "is a folder of token arrays"
+        if any(path.glob("step-*/trainer.json")) or any(path.glob("step-*.pt")):
+            return "is a folder of checkpoints"
+        for part in (path, *path.parents):
+            above = RunDirectory(part.parent)
+            if part.name in OWN_NAMES and (above.is_run or above.is_official):
+                return f"is a part of the training run {above.root}"
+            if part.suffix == ".zarr" or (part.name == "tokenizer" and above.is_corpus):
+                return f"is a part of the corpus {above.root}"
     return None
-
-
-def _belongs_to(path: Path) -> str | None:
-    here = RunDirectory(path)
-    if here.is_run or any(here.checkpoints.glob("step-*.pt")):
-        return "is the folder of a training run"
-    if sign := here.sign_of_a_corpus():
-        return f"is a folder of token arrays (it holds {sign})"
-    for part in (path, *path.parents):
-        above = RunDirectory(part.parent)
-        if part.name in OWN_NAMES and (above.is_run or any(above.checkpoints.glob("step-*.pt"))):
-            return f"is a part of the training run {above.root}"
-        if part.suffix == ".zarr" or (part.name == here.tokenizer.name and above.sign_of_a_corpus()):
-            return f"is a part of the corpus {above.root}"
-    if any(path.glob("step-*/trainer.json")) or any(path.glob("step-*.pt")):
-        return "is a folder of checkpoints"
-    return None
-
-
-def _move(entry: Path, folder: Path) -> None:
-    """Moves `entry` into `folder`; a link goes on to lead where it led."""
-    if not entry.is_symlink():
-        entry.rename(folder / entry.name)
-        return
-    place = os.path.realpath(entry)
-    (folder / entry.name).symlink_to(place)
-    entry.unlink()
-    log.warning(
-        "%s was a link to %s. The link is now in %s, and the new run writes into %s itself; "
-        "stop it and make a new link if it "
-        "should write elsewhere", entry, place, folder, entry,
-    )  # fmt: skip

@@ -1,11 +1,15 @@
 """What a run says about itself before its first step: configuration, modules, parameter groups, where it started."""
 
 import json
+import os
+import platform
 import shutil
+import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import yaml
 from torch import nn
 
@@ -16,9 +20,16 @@ from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import recorded
 from forgetting_transformer.training.records.metrics import MetricsLog
 from forgetting_transformer.training.records.run_directory import RunDirectory
+from forgetting_transformer.versions import installed_versions
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
+
+# Those that can change a run's numbers.
+PACKAGES = (
+    "torch", "triton", "lightning", "hydra-core", "omegaconf", "transformers", "tokenizers", "zarr", "numpy", "wandb",
+    "flash-linear-attention", "fla-core", "forgetting-transformer",
+)  # fmt: skip
 
 
 def model_info(model: Any, flops_per_token: float) -> dict[str, float]:
@@ -94,3 +105,40 @@ def _copy_tokenizer(data_folder: Path, directory: RunDirectory) -> None:
     """Keeps the corpus's tokenizer with the run, so that an export needs nothing but the run's folder."""
     if (data_folder / "tokenizer").is_dir() and not directory.tokenizer.exists():
         shutil.copytree(data_folder / "tokenizer", directory.tokenizer)
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """Commit of the repository that holds `folder`, the uncommitted changes as a patch, and the names of files that git
+    does not know; {} outside a repository."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+            env=os.environ | {"GIT_TERMINAL_PROMPT": "0"},  # a partial clone may ask for a password to fetch a file
+        )
+        return done.stdout
+
+    try:
+        untracked = git("ls-files", "--others", "--exclude-standard", "--full-name", ":/").splitlines()
+        return {"commit": git("rev-parse", "HEAD").strip(), "patch": git("diff", "HEAD"), "untracked": untracked}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Versions, git state and hardware of this process, as plain JSON types."""
+    return {
+        "versions": installed_versions(PACKAGES),
+        "git": git_state(Path(__file__).parent),
+        "machine": {
+            "host": platform.node(),
+            "platform": platform.platform(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        },
+    }

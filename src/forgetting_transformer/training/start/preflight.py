@@ -8,7 +8,6 @@ is not touched.
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import shutil
 import statistics
@@ -17,7 +16,6 @@ import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,7 +23,7 @@ from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.files import size_in_words
 from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training import setup
-from forgetting_transformer.training.checkpoint.folder import read_manifest, steps_in
+from forgetting_transformer.training.checkpoint.folder import steps_in
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.faults.failures import Start, out_of_memory
 from forgetting_transformer.training.records.metrics import duration
@@ -120,7 +118,10 @@ def _check(trainer: Trainer, place: Path) -> None:
     checkpoint = 3 * sum(p.numel() * p.element_size() for p in trainer.model.module.parameters())
     checkpoint += sum(t.numel() * t.element_size() for t in trainer.callbacks.large_state().values())
     free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.is_dir())).free
-    needed = checkpoints_to_come(place, config) * checkpoint
+    # All that will be there, and one more: a new one is whole before an old one goes.
+    there = len(steps_in(RunDirectory(place).checkpoints)) if config.resume else 0
+    kept = config.train.max_tokens // config.checkpoint_keep_interval + config.checkpoint_keep_last
+    needed = max(1, kept + 1 - there) * checkpoint
     end = datetime.now() + timedelta(seconds=takes)
     rows = {
         "steps": f"{total_steps:,} of {data.train_batch_size} x {data.train_batch_len:,}",
@@ -149,81 +150,57 @@ def _check(trainer: Trainer, place: Path) -> None:
 def _compare(trainer: Trainer) -> None:
     """Times steps with each micro-batch, with activation checkpointing and without, and prints the fastest that fits.
 
-    Neither changes what is trained. Sizes ascend, and the next one is left out where memory would not do, since a rank
-    that has none ends in the middle of a step, in which others wait for it.
+    Neither changes what is trained. Sizes ascend up to where the next one would not fit: a rank that has no memory ends
+    in the middle of a step, in which others wait for it.
     """
     fabric, ranks, train, data = trainer.fabric, trainer.ranks, trainer.config.train, trainer.config.datamodule
     batch = fabric.to_device(next(iter(trainer.data.train_loader(0, 1, ranks.data_rank, ranks.data_size))))
     sizes = divisors(len(batch["input_ids"]))
     sizes = sizes if len(sizes) <= _MOST_SIZES else [*sizes[: _MOST_SIZES - 1], sizes[-1]]
-    with_graphs = trainer.graphs.on
+    with_graphs, most = trainer.graphs.on, _MOST_MEMORY * _memory(fabric.device)[1]
     found: list[tuple[float, bool, int]] = []
 
-    def say(*cells: str) -> None:
+    def say(line: str) -> None:
         if fabric.is_global_zero:
-            row = "".join(f"{cell:<{width}}" for cell, width in zip(cells, (15, 17, 12, 0), strict=True))
-            print(row.rstrip(), flush=True)
+            print(line, flush=True)
 
-    say("", "", "", "")
-    say("checkpointing", "grad_acc_tokens", "tokens/s", "memory")
+    say(f"\n{'checkpointing':<15}{'grad_acc_tokens':<17}{'tokens/s':<12}memory")
     # What is kept on the host is what checkpointing keeps.
-    ways = (True,) if train.block_inputs_on_host else (True, False)
-    expected, full_with = 0.0, None
-    for checkpointing, sequences in itertools.product(ways, sizes):
-        if checkpointing is full_with:
-            continue
-        if sequences == sizes[0]:
-            expected = 0.0
-            _switch_checkpointing(trainer, checkpointing)
-            trainer.graphs.on = with_graphs and not checkpointing
-        train.grad_acc_tokens = sequences * data.train_batch_len
-        words = ("yes" if checkpointing else "no", f"{train.grad_acc_tokens:,}")
-        total = _memory(fabric.device)[1]
-        full = torch.tensor(float(expected > _MOST_MEMORY * total), device=fabric.device)
-        trainer.sum_over_ranks(full)
-        if full:
-            say(*words, "-", f"would need {size_in_words(expected)} of {size_in_words(total)}")
-            full_with = checkpointing
-            continue
-        try:
-            for _ in range(3 if trainer.graphs.on else 1):
-                _seconds(trainer, batch)  # compiles; CUDA graphs warm up and are recorded
-            if total:
-                torch.cuda.reset_peak_memory_stats(fabric.device)
-            step = statistics.median(_seconds(trainer, batch) for _ in range(_COMPARED_STEPS))
-        except torch.OutOfMemoryError:
-            say(*words, "-", "out of memory")
-            full_with = checkpointing
-            if fabric.world_size > 1:
-                break  # DDP and FSDP cannot go on after half a step
-            continue
-        peak = _memory(fabric.device)[0]
-        trainer.optimizer.zero_grad()
-        held = torch.cuda.memory_allocated(fabric.device) if total else 0
-        following = next((size for size in sizes if size > sequences), sequences)
-        expected = held + (peak - held) * following / sequences
-        speed = data.train_batch_size * data.train_batch_len / step
-        found.append((speed, checkpointing, sequences))
-        say(*words, f"{speed:,.0f}", size_in_words(peak) if total else "-")
-    if not found:
-        return
-    fastest, checkpointing, _ = max(found)
-    largest = max(n for speed, how, n in found if how is checkpointing and speed >= (1 - _EQUAL) * fastest)
-    if fabric.is_global_zero:
-        print(
-            f"\nfastest that fits ({fastest:,.0f} tokens/s):\n  train.grad_acc_tokens="
-            f"{largest * data.train_batch_len} train.gradient_checkpointing={str(checkpointing).lower()}",
-            flush=True,
+    for checkpointing in (True,) if train.block_inputs_on_host else (True, False):
+        setup.checkpoint_activations(trainer.model.module, checkpointing)
+        trainer.graphs.on = with_graphs and not checkpointing
+        for sequences, following in zip(sizes, [*sizes[1:], 0], strict=True):
+            train.grad_acc_tokens = sequences * data.train_batch_len
+            row = f"{'yes' if checkpointing else 'no':<15}{train.grad_acc_tokens:<17,}"
+            try:
+                for _ in range(3 if trainer.graphs.on else 1):
+                    _seconds(trainer, batch)  # compiles; CUDA graphs warm up and are recorded
+                if most:
+                    torch.cuda.reset_peak_memory_stats(fabric.device)
+                step = statistics.median(_seconds(trainer, batch) for _ in range(_COMPARED_STEPS))
+            except torch.OutOfMemoryError:
+                say(f"{row}{'-':<12}out of memory")
+                if fabric.world_size > 1:
+                    return  # DDP and FSDP cannot go on after half a step
+                break
+            speed, peak = data.train_batch_size * data.train_batch_len / step, _memory(fabric.device)[0]
+            found.append((speed, checkpointing, train.grad_acc_tokens))
+            say(f"{row}{speed:<12,.0f}{size_in_words(peak) if most else '-'}")
+            # Weights and moments do not grow with the micro-batch.
+            trainer.optimizer.zero_grad()
+            held = torch.cuda.memory_allocated(fabric.device) if most else 0
+            full = torch.tensor(float(held + (peak - held) * following / sequences > most > 0), device=fabric.device)
+            trainer.sum_over_ranks(full)
+            if full:
+                say(f"{row.split()[0]:<15}{following * data.train_batch_len:<17,}{'-':<12}would not fit")
+                break
+    if found:
+        fastest, how, _ = max(found)
+        largest = max(tokens for speed, other, tokens in found if other is how and speed >= (1 - _EQUAL) * fastest)
+        say(
+            f"\nfastest that fits ({fastest:,.0f} tokens/s):\n  train.grad_acc_tokens={largest} "
+            f"train.gradient_checkpointing={str(how).lower()}"
         )
-
-
-def _switch_checkpointing(trainer: Trainer, on: bool) -> None:
-    model: Any = trainer.model.module
-    if on:
-        model.gradient_checkpointing_enable()
-        model.disable_input_require_grads()  # as setup.build_model
-    else:
-        model.gradient_checkpointing_disable()
 
 
 def _seconds(trainer: Trainer, batch: dict[str, torch.Tensor]) -> float:
@@ -268,15 +245,3 @@ def _evaluate(trainer: Trainer) -> None:
             trainer.model(**ranks.part_of(inputs))
         setup.synchronize(fabric.device)
         trainer.sentinel.starting("preflight")
-
-
-def checkpoints_to_come(place: Path, config: Config) -> int:
-    """For how many more checkpoints than there are a run needs room at once, so that it can write all of them."""
-    folder = RunDirectory(place).checkpoints
-    steps = steps_in(folder) if config.resume else []
-    manifests = [read_manifest(folder / f"step-{step:015d}") for step in steps]
-    rotating = sum(manifest is not None and not manifest["permanent"] for manifest in manifests)
-    permanent = config.train.max_tokens // config.checkpoint_keep_interval
-    permanent -= max(steps, default=0) // config.checkpoint_keep_interval
-    # One more than stay, because a new one is whole before an old one goes.
-    return max(0, permanent) + max(0, config.checkpoint_keep_last + 1 - rotating)

@@ -2,26 +2,26 @@
 
 import logging
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from torch import nn
 
+from forgetting_transformer import console
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.data.checksums import list_name
-from forgetting_transformer.training import setup
 from forgetting_transformer.training.callbacks import Callback
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, steps_in
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import check_continues
-from forgetting_transformer.training.counters import Counters
+from forgetting_transformer.training.counters import Counters, Origin
 from forgetting_transformer.training.execution.choice import recorded
+from forgetting_transformer.training.faults.step_guard import StepGuard
+from forgetting_transformer.training.parallel.ranks import on_rank_zero
+from forgetting_transformer.training.records.metrics import MetricsLog
 from forgetting_transformer.training.records.run_directory import RunDirectory
-from forgetting_transformer.training.start.origin import Origin
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -55,47 +55,56 @@ def find_checkpoint(config: Config, checkpointer: Checkpointer, fabric: Fabric) 
     return Origin(checkpoint=checkpoint, forked=True)
 
 
-def load(trainer: "TrainerInterface", origin: Origin) -> None:
-    """Fills model, optimizer and guard of the trainer, and what else is known of the checkpoint, if there is one.
+def load(
+    origin: Origin,
+    config: Config,
+    data: DataInfo,
+    checkpointer: Checkpointer,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    guard: StepGuard,
+) -> None:
+    """Fills model, optimizer, guard and `origin` from the checkpoint, if there is one.
+
+    Args:
+        data: the corpus as it is now.
 
     Raises:
         ConfigError: the config would change the run. CheckpointError: it cannot be read.
     """
     for note in origin.notes:
         log.warning("%s", note)
-    checkpoint, data = origin.checkpoint, trainer.data_info
+    checkpoint = origin.checkpoint
     if checkpoint is None:
         origin.data_checksums = data.checksums
         return
     state, name = checkpoint.trainer_state(), str(checkpoint.path)
-    check_continues(name, state, trainer.config, data, origin.forked)
+    check_continues(name, state, config, data, origin.forked)
     if not origin.forked:
         origin.execution = recorded(state)
         origin.kinds = {*state.get("kinds", ())}
-    origin.data_checksums = (
-        data.checksums if origin.forked else expected_checksums(name, state, data, trainer.fabric.global_rank)
-    )
+    origin.data_checksums = data.checksums if origin.forked else expected_checksums(name, state, data)
     how = "forked from" if origin.forked else "continuing from"
     log.info("%s %s", how, name)
     origin.text = f"{how} {name} ({checkpoint.step:,} tokens)"
     origin.weights_from = state.get("weights_from")
-    trainer.checkpointer.load(checkpoint, trainer.model.module, trainer.optimizer.optimizer)
+    checkpointer.load(checkpoint, model, optimizer)
     origin.counters = Counters(**{counter.name: state[counter.name] for counter in fields(Counters)})
     origin.windows = {name: torch.from_numpy(array) for name, array in checkpoint.windows().items()}
-    trainer.guard.load(origin.windows)
+    guard.load(origin.windows)
 
 
-def expected_checksums(checkpoint: str, state: dict[str, Any], data: DataInfo, rank: int) -> str | None:
+def expected_checksums(checkpoint: str, state: dict[str, Any], data: DataInfo) -> str | None:
     """Hash of the list of checksums that a continued run and its later checkpoints must match; None without one.
 
-    A list that is gone does not stop the run. Rank 0 warns that contents are not checked any more. A list that comes
-    back later must be the one that the run began with.
+    A list that is gone does not stop the run: contents are not checked any more. One that comes back later must be the
+    one that the run began with.
 
     Args:
         checkpoint: its name, for messages. state: what its trainer.json holds. data: the corpus as it is now.
     """
     listed = state.get("data_checksums")
-    if listed and not data.checksums and rank == 0:
+    if listed and not data.checksums and console.rank() == 0:
         folder, _, array = data.path.rpartition("/")
         log.warning(
             "the contents of the corpus are not checked any more: %s was trained with a list of checksums (its hash "
@@ -105,17 +114,16 @@ def expected_checksums(checkpoint: str, state: dict[str, Any], data: DataInfo, r
     return data.checksums or listed
 
 
-def unreported_evaluations(trainer: "TrainerInterface") -> list[Callback]:
-    """Evaluations that were due at the checkpoint that this start goes on from, and have no line: a signal came first.
+def unreported(due: list[Callback], origin: Origin, metrics: MetricsLog | None, fabric: Fabric) -> list[Callback]:
+    """Evaluations of those due at the checkpoint that have no line there: a signal came first.
 
     Called by all ranks, and the same on each.
     """
-    metrics, step = trainer.metrics, trainer.counters.token_count
-    if not step or step != trainer.origin.saved_step:
+    step = origin.saved_step
+    if not step or not due:
         return []
-    due: list[Callback] = trainer.callbacks.evaluations_due()
-    missing = setup.on_rank_zero(
-        trainer.fabric, lambda: [c.name for c in due if metrics is not None and not metrics.has(c.kinds[0], step)]
+    missing = on_rank_zero(
+        fabric, lambda: [c.name for c in due if metrics is not None and not metrics.has(c.kinds[0], step)]
     )
-    missing = trainer.fabric.broadcast(missing) or []
+    missing = fabric.broadcast(missing) or []
     return [callback for callback in due if callback.name in missing]

@@ -47,7 +47,6 @@ def start_block(trainer: TrainerInterface) -> str:
         ("compiled", ("yes, with CUDA graphs" if trainer.graphs.on else "yes") if trainer.compiled else "no"),
         ("optimizer", _optimizer(trainer)),
         ("schedule", _schedule(trainer)),
-        ("corruption", _corruption(trainer)),
         ("output_dir", str(trainer.directory.root)),
         *((callback.name, callback.summary) for callback in trainer.callbacks if callback.summary),
         ("start", trainer.origin.text),
@@ -101,17 +100,6 @@ def _strategy(trainer: TrainerInterface) -> str:
     if isinstance(strategy, DDPStrategy):
         return "ddp (one process for each copy of the model: nothing to shard)" if wanted == "hsdp" else "ddp"
     return "none (one process: nothing to shard)" if wanted in ("fsdp", "hsdp") else "none"
-
-
-def _corruption(trainer: TrainerInterface) -> str:
-    """What finds weights and moments that memory or a GPU has changed (faults/corruption.py)."""
-    if trainer.comparison is not None:
-        return f"ranks compared every {trainer.config.strategy.compare_steps:,} steps and before checkpoints"
-    if trainer.fabric.world_size == 1:
-        return "comparison of ranks off (one process)"
-    if _strategy(trainer).startswith("fsdp"):
-        return "comparison of ranks off (each holds other shards)"
-    return "comparison of ranks off (strategy.compare_steps=null)"
 
 
 def _optimizer(trainer: TrainerInterface) -> str:
