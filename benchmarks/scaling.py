@@ -155,7 +155,7 @@ def prepare(args: argparse.Namespace, case: Case, device: Any, draws: Any) -> tu
     model = wrapped.module
     optimizer = build_optimizer(model, undecayed, config.optimizer)
     compiles = config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
-    graphs = Graphs(kind.endswith("_graphs"), compiles, model.parameters(), reduced=not alone)
+    graphs = Graphs(kind.endswith("_graphs"), model.parameters(), reduced=not alone)
     if compiles:
         Compilation(config, device, fabric.global_rank, world).compile(model)
     share = Ranks(fabric.global_rank, world, sharing, timedelta(seconds=args.time_limit))

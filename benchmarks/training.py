@@ -122,7 +122,7 @@ def measure(args: argparse.Namespace, case: Case) -> dict[str, Any]:
     from forgetting_transformer.training.execution import choice as execution
     from forgetting_transformer.training.execution.choice import choose_on_all_ranks
     from forgetting_transformer.training.execution.compilation import Compilation
-    from forgetting_transformer.training.execution.graphs import Graphs, check_device
+    from forgetting_transformer.training.execution.graphs import Graphs
     from forgetting_transformer.training.execution.graphs import choose as choose_graphs
 
     device = torch.device(args.device)
@@ -132,7 +132,6 @@ def measure(args: argparse.Namespace, case: Case) -> dict[str, Any]:
         config = compose(case["experiment"], overrides(args, case["checkpointing"]))
         model = build(config, args.vocab_size)
         tokens_BT = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1))
-    check_device(config.train.cuda_graphs, device)
     optimizer = at_rest(model, config, device)
     tokens_BT = tokens_BT.to(device)
     inputs_BT, labels_BT = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
@@ -143,7 +142,7 @@ def measure(args: argparse.Namespace, case: Case) -> dict[str, Any]:
     compiles = execution.choose(config.train.compile, device, None, chosen).compile
     flops_per_token = model.config.flops_per_token(args.seq_len)
     flops_per_block = flops_per_token * inputs_BT.numel() / model.config.num_hidden_layers
-    graphs = Graphs(choose_graphs(config, device, compiles, flops_per_block), compiles, model.parameters())
+    graphs = Graphs(choose_graphs(config, device, 1, compiles, flops_per_block), model.parameters())
     if compiles:
         Compilation(config, device).compile(model)
 

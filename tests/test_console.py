@@ -83,16 +83,6 @@ def test_a_signal_after_a_preempted_run_changes_nothing_also_where_the_start_was
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
-@pytest.mark.parametrize("chosen", [None, "active"])
-def test_threads_that_wait_sleep_unless_the_user_wants_them_to_spin(monkeypatch, chosen):
-    monkeypatch.setattr(train, "compose_or_explain", lambda: None)
-    monkeypatch.setenv("OMP_WAIT_POLICY", chosen or "")
-    if chosen is None:
-        monkeypatch.delenv("OMP_WAIT_POLICY")
-    train.main()
-    assert os.environ["OMP_WAIT_POLICY"] == (chosen or "passive")
-
-
 def test_a_preempted_process_ends_with_75_and_a_rank_of_a_launcher_with_0(rank, kept_signals, monkeypatch, tmp_path):
     assert console.exit_code("done") == 0
     assert console.exit_code("preempted") == 75
@@ -127,15 +117,6 @@ def test_what_all_ranks_find_wrong_is_said_by_the_first(rank, kept_signals, monk
     assert capsys.readouterr().err == ""
     assert "ConfigError: train.max_tokens" in (tmp_path / "rank-1.log").read_text()
     assert json.loads((tmp_path / "1.json").read_text())["message"]["message"] == "ConfigError: train.max_tokens"
-
-
-def test_what_only_one_rank_finds_wrong_is_said_too(rank, kept_signals, monkeypatch, capsys):
-    monkeypatch.setattr(console, "_SECONDS_FOR_THE_FIRST", 0.0)
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    rank(1)
-    with pytest.raises(SystemExit):
-        console.fail("DataError: no such file on this node")
-    assert capsys.readouterr().err == "DataError: no such file on this node\n"
 
 
 def error_of(*overrides: str) -> str:
@@ -297,25 +278,3 @@ def test_a_typo_on_two_ranks_is_one_line(tmp_path):
     assert (done.returncode, done.stderr.splitlines(), done.stdout) == (1, [said], "")
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert (status["status"], status["reason"]) == ("failed", said)
-
-
-@pytest.mark.slow
-def test_a_process_whose_gpu_failed_ends_without_pythons_clean_up():
-    """Tensors of a GPU that failed would abort it there."""
-    script = """
-import os
-from forgetting_transformer import console, train, training
-from forgetting_transformer.training.errors import DeviceError
-class OnTheGpu:
-    def __del__(self):
-        os.abort()
-tensor = OnTheGpu()
-def fails(config):
-    raise DeviceError("cuda:0 of here failed")
-training.run = fails
-console.start_log()
-train.train(None)
-"""
-    done = run_command("-c", script)
-    assert done.returncode == 1 and "CRITICAL DeviceError: cuda:0 of here failed" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr

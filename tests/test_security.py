@@ -50,22 +50,6 @@ def test_no_file_loads_a_tokenizer_or_model_that_may_bring_its_own_code():
     assert {file: lines for file, lines in found.items() if lines} == {}
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "AutoTokenizer.from_pretrained(folder)",
-        "AutoTokenizer.from_pretrained(folder, **options)",
-        "AutoModel.from_pretrained(folder, trust_remote_code=True)",
-        "AutoModel.from_pretrained(folder, trust_remote_code=trusted)",
-        "transformers.pipeline('text-generation', folder)",
-        "AutoModelForCausalLM.from_config(config)",
-        "load_dataset(name, trust_remote_code=True)",
-    ],
-)
-def test_a_call_that_may_is_found(call):
-    assert unsafe(f"first()\n{call}\n") == [2]
-
-
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
     """A tokenizer whose folder asks for its own code, and a `y` for whatever asks on standard input."""

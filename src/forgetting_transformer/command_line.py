@@ -76,18 +76,8 @@ port = number(Range(1, 2**16 - 1), whole=True)
 step = number(Range(0, TOKENS.high), whole=True)
 #: Tokens, FLOPs, or FLOPs per second, which may be written as 2e9.
 large = number(Range(0, 1e40, above=True))
-
-
-def log_of_small(text: str) -> float:
-    """ln ε of a small ε.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not negative and finite.
-    """
-    value = number(Range(-1e9, 1e9))(text)
-    if value >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not negative, as ln ε of a small ε is; such as -10")
-    return value
+#: ln ε of a small ε.
+log_of_small = number(Range(-1e9, -1e-9))
 
 
 def whole_numbers(text: str) -> list[int]:

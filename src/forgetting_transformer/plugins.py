@@ -158,14 +158,8 @@ class Registry(Generic[T]):
         """
         component = self.get(name)
         build: Any = component.build
-        if not callable(build):
-            raise PluginError(f"{self.key}={name!r} is registered as {build!r}; register a function or a class")
         try:
-            signature = inspect.signature(build)
-        except ValueError:
-            return build(*arguments)  # something built in, which has no signature to read
-        try:
-            signature.bind(*arguments)
+            inspect.signature(build).bind(*arguments)
         except TypeError as error:
             whose = f" of plugins=[{component.plugin}]" if component.plugin else ""
             raise PluginError(
@@ -225,15 +219,12 @@ def named_in(arguments: Sequence[str]) -> list[str]:
     names: list[str] = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if equals and re.fullmatch(r"\+*plugins(\.\d+)?", key):
-            value = value.strip().strip("'\"").strip()
-            if key.endswith("plugins") and value.startswith("[") and value.endswith("]") and len(value) > 1:
-                names = [name for item in value[1:-1].split(",") if (name := item.strip().strip("'\""))]
-                continue
-            given = "" if value in ("null", "None") else value.strip("[]")
-            raise PluginError(
-                f"{argument} is not a list; give a list of modules, as in plugins=[{given or 'my_lab'}], or [] for none"
-            )
+        if not equals or key.lstrip("+") != "plugins":
+            continue
+        listed = re.fullmatch(r"\[(.*)\]", value.strip("'\" "))
+        if listed is None:
+            raise PluginError(f"{argument} is not a list; give one of modules, as in plugins=[my_lab], or [] for none")
+        names = [name for item in listed[1].split(",") if (name := item.strip("'\" "))]
     return names
 
 
@@ -268,8 +259,10 @@ def _load(name: str, load: Callable[[], Any], whose: str = "") -> None:
                 f"plugins=[{name}]: there is no module {error.name!r} in the current folder ({os.getcwd()}), beside "
                 "train.py, on PYTHONPATH or installed; start where its folder lies, or set PYTHONPATH to that place"
             ) from error
-        where = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if _is_of(f.filename, name)]
-        file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (where or [("", 0)])[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        where = [(f.filename, f.lineno) for f in frames if name.split(".")[0] in Path(f.filename).with_suffix("").parts]
+        last = (where or [("", 0)])[-1]
+        file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else last
         reason = " ".join(str(error).split())
         place = f" at {file}:{line}" if file else ""
         raise PluginError(
@@ -287,12 +280,6 @@ def _load(name: str, load: Callable[[], Any], whose: str = "") -> None:
             "register a component, as in @plugins.OPTIMIZERS.register(…), or a folder configs/ must lie beside it"
         )
     _loaded[name] = configs
-
-
-def _is_of(file: str, name: str) -> bool:
-    """Whether a file belongs to a module or package, by its path."""
-    parts = Path(file).with_suffix("").parts
-    return name.split(".")[0] in parts
 
 
 def loaded() -> dict[str, Path | None]:

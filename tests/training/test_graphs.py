@@ -10,10 +10,9 @@ from torch import nn
 
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.training import ConfigError, parse
-from forgetting_transformer.training.config import check
-from forgetting_transformer.training.execution.graphs import Graphs, check_device, choose, flops_in_a_block
+from forgetting_transformer.training.execution.graphs import Graphs, choose, flops_in_a_block, possible
 from tests.tiny import STEP
-from tests.training.conftest import Job, changed, checkpoint_tensors, refused
+from tests.training.conftest import Job, changed, checkpoint_tensors
 
 #: For a training process on a CPU: as if it had graphs. What a micro-batch leaves in their memory is overwritten when
 #: the next one begins. Nothing is compiled, which takes time.
@@ -23,7 +22,7 @@ from forgetting_transformer.ops import compiling
 from forgetting_transformer.training.execution import graphs
 from forgetting_transformer.training.trainer import Trainer
 
-graphs.check_device = lambda wanted, device: None
+graphs.choose, graphs.possible = lambda config, *_: config.train.cuda_graphs is True, lambda *_, **__: True
 compiling.compiled = lambda function, recordable=False: function
 step, memory, trainers = Trainer.step, [], []
 
@@ -47,27 +46,30 @@ compiling.recording, Trainer.step = recording, noted
 
 
 @pytest.mark.parametrize(
-    ("changes", "world_size", "message"),
+    ("changes", "world_size", "compiled", "device", "message"),
     [
-        ({"train__compile": False}, 1, r"train\.compile=false compiles nothing; set train\.cuda_graphs=false, or"),
-        ({"train__gradient_checkpointing": True}, 1, r"does not work with train\.gradient_checkpointing=true"),
-        (
-            {"strategy__name": "fsdp"},
-            2,
-            r"on 2 processes works with strategy=ddp .* has strategy=fsdp and .*; leave train\.cuda_graphs=auto",
-        ),
+        ({}, 1, True, "cuda", None),
+        ({}, 2, True, "cuda", None),
+        ({}, 1, False, "cuda", r"needs compiled blocks"),
+        ({}, 1, True, "cpu", r"needs a CUDA GPU"),
+        ({"train__gradient_checkpointing": True}, 1, True, "cuda", r"needs train\.gradient_checkpointing=false"),
+        ({"strategy__name": "fsdp"}, 2, True, "cuda", r"needs one process, or strategy=ddp and strategy\.context=1"),
     ],
 )
-def test_what_graphs_do_not_work_with_is_refused_by_name(tiny, changes, world_size, message):
-    changes = {"train__cuda_graphs": True, **changes}
-    with pytest.raises(ConfigError, match=message):
-        check(parse(OmegaConf.create(changed(tiny, **changes))), world_size)
-    changes["train__cuda_graphs"] = False
-    check(parse(OmegaConf.create(changed(tiny, **changes))), world_size)
+def test_what_graphs_do_not_work_with_is_refused_by_name(tiny, changes, world_size, compiled, device, message):
+    config = parse(OmegaConf.create(changed(tiny, train__cuda_graphs=True, **changes)))
+    asked = (config, torch.device(device), world_size, compiled)
+    if message is None:
+        assert possible(*asked)
+        return
+    with pytest.raises(ConfigError, match=f"{message}; leave train.cuda_graphs=auto"):
+        possible(*asked)
+    config.train.cuda_graphs = "auto"
+    assert not possible(*asked)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "possible", "device", "flops", "on"),
+    ("wanted", "compiled", "device", "flops", "on"),
     [
         ("auto", True, "cuda", 4.9e12, True),
         ("auto", True, "cuda", 5.1e12, False),
@@ -77,9 +79,9 @@ def test_what_graphs_do_not_work_with_is_refused_by_name(tiny, changes, world_si
         (False, True, "cuda", 1e12, False),
     ],
 )
-def test_auto_records_small_micro_batches_where_graphs_are_possible(tiny, wanted, possible, device, flops, on):
+def test_auto_records_small_micro_batches_where_graphs_are_possible(tiny, wanted, compiled, device, flops, on):
     config = parse(OmegaConf.create(changed(tiny, train__cuda_graphs=wanted, fabric__peak_flops=1e15)))
-    assert choose(config, torch.device(device), possible, flops) is on
+    assert choose(config, torch.device(device), 1, compiled, flops) is on
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,6 @@ def test_a_block_computes_a_micro_batch(tiny, grad_acc_tokens, world_size, conte
     assert flops_in_a_block(config, world_size, flops_per_token=10.0, blocks=2) == 10 * tokens / 2
 
 
-#: For a training process: it notes what `auto` is asked, and ends.
 @pytest.mark.parametrize(
     ("error", "micro_batches", "said"),
     [
@@ -104,23 +105,13 @@ def test_a_block_computes_a_micro_batch(tiny, grad_acc_tokens, world_size, conte
     ],
 )
 def test_an_error_while_graphs_are_recorded_names_the_key(caplog, error, micro_batches, said):
-    graphs = Graphs(True, compiled=True, parameters=[])
+    graphs = Graphs(True, parameters=[])
     for _ in range(micro_batches):
         with graphs.micro_batch(last=True):
             pass
     with pytest.raises(type(error), match=str(error)), graphs.micro_batch(last=True):
         raise error
     assert ("start the same command with train.cuda_graphs=false" in caplog.text) is said
-
-
-def test_a_device_without_graphs_and_a_run_that_is_not_compiled_are_refused(tiny):
-    assert "train.cuda_graphs=true needs a CUDA GPU, and this run is on cpu" in refused(
-        changed(tiny, train__cuda_graphs=True)
-    )
-    check_device(False, torch.device("cpu"))
-    check_device(True, torch.device("cuda"))
-    with pytest.raises(ConfigError, match=r"train\.compile=auto compiles nothing here"):
-        Graphs(True, compiled=False, parameters=[])
 
 
 CONTINUED = pytest.mark.rare(
@@ -181,7 +172,7 @@ def test_gradients_add_up_as_autograd_adds_them():
     for parameter in parameters:
         parameter.grad = None
 
-    graphs, overwritten = Graphs(True, True, parameters), []
+    graphs, overwritten = Graphs(True, parameters), []
     for number, loss in enumerate(losses()):
         for gradient in overwritten:  # as the next replay would
             gradient.fill_(torch.nan)
@@ -206,11 +197,11 @@ def test_only_micro_batches_of_training_are_recorded(monkeypatch):
     block, loss = compiling.compiled(torch.sin, recordable=True), compiling.compiled(torch.cos)
     parameter = nn.Parameter(torch.ones(3))
     for on in (True, False):
-        with Graphs(on, True, [parameter]).micro_batch(last=True):
+        with Graphs(on, [parameter]).micro_batch(last=True):
             loss(block(parameter)).sum().backward()
         block(parameter)
     assert calls == ["recorded", "plain", "plain", "plain", "plain", "plain"]
-    with pytest.raises(ValueError, match="a fault"), Graphs(True, True, [parameter]).micro_batch(last=True):
+    with pytest.raises(ValueError, match="a fault"), Graphs(True, [parameter]).micro_batch(last=True):
         raise ValueError("a fault")
     block(parameter)
     assert calls[-1] == "plain"

@@ -93,7 +93,7 @@ def test_a_function_that_cannot_be_called_as_components_are_is_refused(tiny, mon
     component, components = Component("mine", lambda model: model, plugin="my_lab"), Registry("optimizer.name")
     monkeypatch.setattr(components, "_components", {"mine": component, "five": Component("five", 5)})
     assert components.make("mine", 1) == 1
-    with pytest.raises(PluginError, match=r"^optimizer.name='five' is registered as 5; register a function or a class"):
+    with pytest.raises(PluginError, match=r"^optimizer.name='five': 5 is called with 0 arguments, which it does not"):
         components.make("five")
     with pytest.raises(PluginError, match=r"^optimizer.name='mine' of plugins=\[my_lab\]: <lambda> is called with 3"):
         components.make("mine", 1, 2, 3)

@@ -15,15 +15,17 @@ prints the composed config without training, `preflight=true` checks whether eve
 says what the run will cost and proposes the fastest settings that fit.
 """
 
+import argparse
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
@@ -48,18 +50,9 @@ def config_dir() -> Path:
     return installed if installed.is_dir() else package.parents[1] / "configs"
 
 
-#: Options of Hydra whose value is the argument after them, where no = joins it to them.
-_WITH_VALUE = (
-    "--cfg", "-c", "--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p",
-    "--experimental-rerun",
-)  # fmt: skip
-#: What --info may be followed by.
-_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-
-
 def config_dirs() -> list[Path]:
     """All folders where choices may be: the project's, the one that the command line adds, and those of plug-ins."""
-    own = [value for name, value in _options() if name in ("--config-dir", "-cd")]
+    own = [folder for folder in (_hydra_options(sys.argv[1:]).config_dir,) if folder]
     of_plugins = [folder for folder in plugins.loaded().values() if folder is not None]
     return [config_dir(), *(Path(folder) for folder in own), *of_plugins]
 
@@ -99,12 +92,9 @@ def _recorded_plugins(config: Path) -> list[str]:
     return recorded if isinstance(recorded, list) else []
 
 
-def _options() -> Iterator[tuple[str, str]]:
-    """The options of the command line as name and value, in either way to write them."""
-    arguments = sys.argv[1:]
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, equals, value = argument.partition("=")
-        yield name, value if equals else following
+def _hydra_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """What Hydra's own parser reads of a command line, in whatever order options and overrides stand."""
+    return get_args_parser().parse_known_intermixed_args(list(arguments))[0]
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
@@ -181,19 +171,8 @@ def compose_or_explain() -> DictConfig | None:
 
 def _options_first(arguments: Sequence[str]) -> list[str]:
     """The arguments with Hydra's options in front: its parser takes none between two overrides."""
-    options: list[str] = []
-    overrides: list[str] = []
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if not argument.startswith("-"):
-            overrides.append(argument)
-            continue
-        options.append(argument)
-        takes = rest and (argument in _WITH_VALUE or (argument in ("--info", "-i") and rest[0] in _INFO))
-        if takes:
-            options.append(rest.pop(0))
-    return [*options, *overrides]
+    overrides = _hydra_options(arguments).overrides
+    return [*(argument for argument in arguments if argument not in overrides), *overrides]
 
 
 def parse(composed: DictConfig) -> "Config":

@@ -63,7 +63,7 @@ def connect(config: Config, start: Start) -> Fabric:
     fabric = launch(config)
     start.peers.join(fabric.global_rank, fabric.world_size)
     check(config, fabric.world_size)
-    graphs.check_device(config.train.cuda_graphs, fabric.device)
+    graphs.possible(config, fabric.device, fabric.world_size, compiled=config.train.compile is not False)
     return fabric
 
 
@@ -316,12 +316,9 @@ def model_and_optimizer(config: Config, fabric: Fabric, model: nn.Module, undeca
 
 def graphs_of(config: Config, fabric: Fabric, model: Any, compiled: bool, flops_per_token: float) -> graphs.Graphs:
     """Those of a run whose model is set up, on or off."""
-    ddp = isinstance(fabric.strategy, DDPStrategy)
-    alone = fabric.world_size == 1 or (ddp and config.strategy.context == 1)
-    possible = compiled and not config.train.gradient_checkpointing and alone
     flops = graphs.flops_in_a_block(config, fabric.world_size, flops_per_token, model.config.num_hidden_layers)
-    wanted = graphs.choose(config, fabric.device, possible, flops)
-    return graphs.Graphs(wanted, compiled, model.parameters(), reduced=ddp)
+    wanted = graphs.choose(config, fabric.device, fabric.world_size, compiled, flops)
+    return graphs.Graphs(wanted, model.parameters(), reduced=isinstance(fabric.strategy, DDPStrategy))
 
 
 def comparison(fabric: Fabric, steps: int | None) -> Comparison | None:

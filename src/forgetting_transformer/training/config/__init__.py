@@ -133,15 +133,6 @@ class TrainConfig:
                 "train.block_inputs_on_host=true moves what activation checkpointing keeps; set "
                 "train.gradient_checkpointing=true too"
             )
-        if self.cuda_graphs is True and self.compile is False:
-            raise ConfigError(
-                "train.cuda_graphs=true records compiled blocks, and train.compile=false compiles nothing; set "
-                "train.cuda_graphs=false, or train.compile=auto"
-            )
-        if self.cuda_graphs is True and self.gradient_checkpointing:
-            raise ConfigError(
-                "train.cuda_graphs=true does not work with train.gradient_checkpointing=true; set one of them to false"
-            )
 
 
 @dataclass(kw_only=True)
@@ -343,12 +334,6 @@ def check(config: Config, world_size: int) -> None:
     """
     data, train, sharing = config.datamodule, config.train, config.strategy.context
     _check_context(config, world_size)
-    if train.cuda_graphs is True and world_size > 1 and (config.strategy.name not in ("auto", "ddp") or sharing > 1):
-        raise ConfigError(
-            f"train.cuda_graphs=true on {world_size} processes works with strategy=ddp and strategy.context=1 only, "
-            f"and this run has strategy={config.strategy.name} and strategy.context={sharing}; leave "
-            "train.cuda_graphs=auto, or set it to false"
-        )
     groups, called = world_size // sharing, "processes" if sharing == 1 else f"groups of {sharing} processes"
     if data.train_batch_size % groups:
         near = divisors(data.train_batch_size)

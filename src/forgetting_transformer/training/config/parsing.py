@@ -4,17 +4,18 @@
 is wrong is one line with the key, its value and the fix.
 """
 
+import contextlib
 import dataclasses
 import functools
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pydantic.dataclasses
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from forgetting_transformer import plugins
 from forgetting_transformer.console import redact
@@ -78,18 +79,16 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
         if not isinstance(value := written.setdefault(name, {}), dict) and name != "callbacks":
             raise ConfigError(_is_group(name, value, keys_of(Config)))
     tree = OmegaConf.create(written)
-    try:
+    with _explained(flatten(written)):
         official_names.translate(tree, typed)
-        values = _resolved(tree)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_unresolved(written, error)) from error
+        values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    values["model"].pop("sizes", None)  # by scale; fields of model.config refer to them
     callbacks = values["callbacks"] or {}
     if isinstance(callbacks, list):  # as people write it in a file
         callbacks = {str(name): {} for name in callbacks}
     if not isinstance(callbacks, dict):
         raise ConfigError(f"callbacks={redact(str(callbacks))} must be a list of names, as in callbacks=[a,b]")
     values["callbacks"] = {name: keys or {} for name, keys in callbacks.items()}
-    values["model"].pop("sizes", None)  # by scale; fields of model.config refer to them
     if said := plugins.missing(values.get("plugins")):
         raise ConfigError(said)
     flat = flatten(values)
@@ -110,7 +109,9 @@ def parse_section(section: str, composed: Any) -> Any:
     Raises:
         ConfigError: as `parse`.
     """
-    values = {section: _resolved(OmegaConf.create(composed))}
+    tree = OmegaConf.create(composed)
+    with _explained(flatten(typing.cast(dict[str, Any], OmegaConf.to_container(tree)))):
+        values = {section: OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)}
     kind = typing.get_type_hints(config_class(flatten(values)))[section]
     settings = {"__pydantic_config__": Config.__pydantic_config__}
     alone = dataclasses.make_dataclass("Section", [(section, kind)], namespace=settings)
@@ -193,10 +194,7 @@ def _validated(kind: type, values: dict[str, Any], written: Mapping[str, Any]) -
     Args:
         written: the config as it was written, flat, ${…} included.
     """
-    keys = keys_of(kind)
-    wrong = dict(_truths("", values, kind))
-    missing = {key for key, value in flatten(values).items() if value == MISSING}
-    result = None
+    keys, wrong, missing = keys_of(kind), {}, set()
     try:
         result = _adapter(kind).validate_python(values)
     except pydantic.ValidationError as refused:
@@ -204,55 +202,33 @@ def _validated(kind: type, values: dict[str, Any], written: Mapping[str, Any]) -
             key = ".".join(str(part) for part in error["loc"])
             if error["type"] == "missing":
                 missing.add(key)
-            elif key not in missing:
-                wrong.setdefault(key, _line(key, error, keys))
-    wrong = _not_referring(wrong, written) or wrong
-    if wrong:
-        raise ConfigError("\n".join(wrong.values()))
-    if missing:
-        said = sorted(_not_referring(dict.fromkeys(missing), written) or missing)
-        folders = missing <= {"output_dir", "data_dir"}
-        raise ConfigError(
-            f"no value for {', '.join(said)}: give it on the command line, as in {said[0]}=…"
-            + ("" if folders else ", or choose an experiment that sets it (+experiment/demo=fox_pro)")
-        )
+            elif "${" not in str(written.get(key)):  # else another key, from which it takes its value, is named
+                wrong[key] = _line(key, error, keys)
+        if missing and not wrong:
+            raise ConfigError(_no_value(missing)) from None
+        raise ConfigError("\n".join(wrong.values()) or str(refused)) from None
+    # Python counts true as 1, and pydantic follows it.
+    taken = dict(_leaves(dataclasses.asdict(result)))
+    for key, value in _leaves(values):
+        if isinstance(value, bool) and type(taken.get(key)) in (int, float):
+            raise ConfigError(f"{key}={value} must be a number")
     return result
 
 
-def _truths(key: str, value: Any, hint: Any) -> Iterator[tuple[str, str]]:
-    """Keys that are true or false where a type asks for a number, and their lines.
-
-    Python counts them as 1 and 0, and pydantic follows it.
-    """
-    kinds = [*_alternatives(hint)]
-    if isinstance(value, bool):
-        numbers = [_EXPECTED[kind.__name__] for kind in kinds if kind in (int, float)]
-        if numbers and bool not in kinds:
-            yield key, f"{key}={value} must be {numbers[-1]}{', or null' * (types.NoneType in kinds)}"
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, item in items:
-        below = f"{key}.{name}".removeprefix(".")
-        for kind in kinds:
-            if dataclasses.is_dataclass(kind):
-                yield from _truths(below, item, typing.get_type_hints(kind, include_extras=True).get(str(name), Any))
-            elif typing.get_origin(kind) in (list, dict):
-                yield from _truths(below, item, typing.get_args(kind)[-1])
-
-
-def _alternatives(hint: Any) -> Iterator[Any]:
-    """The types that a union allows, without what `Annotated` says of them."""
-    if typing.get_origin(hint) is Annotated:
-        yield from _alternatives(typing.get_args(hint)[0])
-    elif typing.get_origin(hint) in (typing.Union, types.UnionType):
-        for kind in typing.get_args(hint):
-            yield from _alternatives(kind)
+def _leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in nested dictionaries and lists, with its dotted key."""
+    if isinstance(tree, dict | list):
+        for name, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _leaves(item, f"{key}.{name}".removeprefix("."))
     else:
-        yield hint
+        yield key, tree
 
 
-def _not_referring(keys: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Those keys that do not take their value from another key, which is then the one to name."""
-    return {key: value for key, value in keys.items() if "${" not in str(written.get(key))}
+def _no_value(keys: Iterable[str]) -> str:
+    folders = {*keys} <= {"output_dir", "data_dir"}
+    return f"no value for {', '.join(sorted(keys))}: give it on the command line, as in {min(keys)}=…" + (
+        "" if folders else ", or choose an experiment that sets it (+experiment/demo=fox_pro)"
+    )
 
 
 def _line(key: str, error: Any, keys: Mapping[str, Key]) -> str:
@@ -283,30 +259,28 @@ def _is_group(key: str, value: Any, keys: Mapping[str, Key]) -> str:
     return f"{key}={redact(str(value))} is a group of keys: set {', '.join(k for k in keys if k.startswith(f'{key}.'))}"
 
 
-def _resolved(tree: DictConfig) -> dict[str, Any]:
-    """What a config holds, with the values that ${…} stands for; MISSING where there is none."""
-    values: dict[str, Any] = {}
-    for key in tree:
-        try:
-            value = MISSING if OmegaConf.is_missing(tree, key) else tree[key]
-        except InterpolationToMissingValueError:
-            value = MISSING
-        if OmegaConf.is_config(value):
-            value = _resolved(value) if isinstance(value, DictConfig) else OmegaConf.to_container(value, resolve=True)
-        values[str(key)] = value
-    return values
+@contextlib.contextmanager
+def _explained(written: Mapping[str, Any]) -> Iterator[None]:
+    """
+    Args:
+        written: a config as it was written, flat.
 
-
-def _unresolved(configuration: dict[str, Any], error: OmegaConfBaseException) -> str:
-    """What is wrong with a ${…}, named by the key that was given it and not by another that refers to that one."""
-    written, key = flatten(configuration), str(error.full_key)
-    for _ in written:
-        reference = re.fullmatch(r"\$\{([\w.]+)\}", str(written.get(key)))
-        if reference is None or reference[1] not in written:
-            break
-        key = reference[1]
-    reason = str(error).splitlines()[0].rpartition("interpolation: ")[2].strip('"')
-    return (
-        f"{key}={redact(str(written.get(key)))}: {reason}; give the value itself, or another key as in ${{seed}}, or a "
-        "variable of the shell that is set as in ${oc.env:HOME}"
-    )
+    Raises:
+        ConfigError: a ${…} in it stands for nothing, or a key has no value.
+    """
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        key, said = str(error.full_key), str(error).splitlines()[0]
+        for _ in written:  # by the key that was given it, and not by another that refers to that one
+            reference = re.fullmatch(r"\$\{([\w.]+)\}", str(written.get(key)))
+            if reference is None or reference[1] not in written:
+                break
+            key = reference[1]
+        if written.get(key) == MISSING:
+            raise ConfigError(_no_value([key])) from error
+        reason = said.rpartition("interpolation: ")[2].strip('"')
+        raise ConfigError(
+            f"{key}={redact(str(written.get(key)))}: {reason}; give the value itself, or another key as in ${{seed}}, "
+            "or a variable of the shell that is set as in ${oc.env:HOME}"
+        ) from error

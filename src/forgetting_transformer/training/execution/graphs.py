@@ -32,51 +32,50 @@ def flops_in_a_block(config: Config, world_size: int, flops_per_token: float, bl
     return flops_per_token * max(data.train_batch_len, min(config.train.grad_acc_tokens, local)) / blocks
 
 
-def choose(config: Config, device: torch.device, possible: bool, flops: float) -> bool:
+def possible(config: Config, device: torch.device, world_size: int, compiled: bool) -> bool:
+    """Whether blocks can be recorded.
+
+    Raises:
+        ConfigError: they cannot, and `train.cuda_graphs=true`.
+    """
+    needs = {
+        "a CUDA GPU": device.type == "cuda",
+        "compiled blocks (train.compile=true; a run that began uncompiled continues so)": compiled,
+        "train.gradient_checkpointing=false": not config.train.gradient_checkpointing,
+        "one process, or strategy=ddp and strategy.context=1": world_size == 1
+        or (config.strategy.name in ("auto", "ddp") and config.strategy.context == 1),
+    }
+    lacks = [need for need, is_met in needs.items() if not is_met]
+    if lacks and config.train.cuda_graphs is True:
+        raise ConfigError(f"train.cuda_graphs=true needs {', and '.join(lacks)}; leave train.cuda_graphs=auto")
+    return not lacks
+
+
+def choose(config: Config, device: torch.device, world_size: int, compiled: bool, flops: float) -> bool:
     """Resolves `train.cuda_graphs`. Every bit is the same with graphs and without, so starts and ranks may differ.
 
     Args:
-        possible: whether `train.cuda_graphs=true` would not be refused.
         flops: of a micro-batch in one block, forward and backward.
+
+    Raises:
+        ConfigError: as `possible`.
     """
-    if config.train.cuda_graphs != "auto":
-        return bool(config.train.cuda_graphs)
-    if not possible or device.type != "cuda":
-        return False
+    wanted = config.train.cuda_graphs
+    if not possible(config, device, world_size, compiled) or wanted != "auto":
+        return wanted is True
     peak = peak_of(config.fabric, device)
     return peak is not None and flops / peak <= _AT_PEAK_SECONDS
-
-
-def check_device(wanted: bool | str, device: torch.device) -> None:
-    """
-    Raises:
-        ConfigError: graphs are wanted, and this device has none.
-    """
-    if wanted is True and device.type != "cuda":
-        raise ConfigError(
-            f"train.cuda_graphs=true needs a CUDA GPU, and this run is on {device.type}; leave train.cuda_graphs=auto, "
-            "or set it to false"
-        )
 
 
 class Graphs:
     """
     Args:
         wanted: `train.cuda_graphs`, or what `auto` comes to.
-        compiled: whether the model's blocks are compiled.
         parameters: of the model.
         reduced: whether DDP adds up the gradients of all ranks in the backward pass of a step's last micro-batch.
-
-    Raises:
-        ConfigError: graphs are wanted and nothing is compiled.
     """
 
-    def __init__(self, wanted: bool, compiled: bool, parameters: Iterable[nn.Parameter], reduced: bool = False) -> None:
-        if wanted and not compiled:
-            raise ConfigError(
-                "train.cuda_graphs=true records compiled blocks, and train.compile=auto compiles nothing here (an "
-                "uncompiled run continues uncompiled); set train.cuda_graphs=false, or train.compile=true"
-            )
+    def __init__(self, wanted: bool, parameters: Iterable[nn.Parameter], reduced: bool = False) -> None:
         self.on, self._reduced = wanted, reduced
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._micro_batches = 0
