@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.training.conftest import STEP, changed, checkpoint_tensors, rank_log, refused, train
+from tests.training.conftest import STEP, changed, rank_log, refused, train
 from tests.training.test_compile import run
 from tests.training.test_resume import assert_same_run, lines, losses
 
@@ -38,17 +38,11 @@ def assert_same_losses(a: str, b: str) -> None:
         np.testing.assert_allclose(x[key], y[key], rtol=0, atol=1e-5)
 
 
-TOGETHER = pytest.mark.rare("tests/training/test_context.py::test_the_run_is_that_of_one_process")
-
-
 @pytest.mark.parametrize(
     ("strategy", "world_size", "context"),
     [
         ("ddp", 2, 2),
-        pytest.param("ddp", 4, 2, marks=TOGETHER),
         ("fsdp", 4, 2),
-        pytest.param("fsdp", 4, 4, marks=TOGETHER),
-        pytest.param("hsdp", 4, 2, marks=TOGETHER),
     ],
 )
 def test_the_run_is_that_of_one_process(shared, finished, strategy, world_size, context):
@@ -57,36 +51,6 @@ def test_the_run_is_that_of_one_process(shared, finished, strategy, world_size, 
     assert_same_losses(finished(shared), together)
     (block,) = [part for part in rank_log({"output_dir": together}, 0).split("about to train")[1:]]
     assert f"each group of {context} processes {4 // (world_size // context)} sequences" in block
-
-
-@pytest.mark.rare(
-    "tests/training/test_averaging.py::test_every_strategy_keeps_it_and_a_killed_run_ends_bitwise_the_same"
-)
-@pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 2), ("hsdp", 4)])
-def test_the_moving_average_of_shared_sequences_is_that_of_one_process_and_is_continued_bitwise(
-    shared, finished, strategy, world_size
-):
-    averaged = changed(shared, callbacks={"ema": {"decay": 0.7}}, skip_eval=False)
-    alone = finished(averaged)
-    together = changed(
-        averaged, strategy={"name": strategy, "context": 2, **({"shard_size": 2} if world_size == 4 else {})}
-    )
-    straight = finished(together, world_size)
-    assert_same_losses(alone, straight)
-    expected = [line["val_ema/loss"] for line in lines(alone, "val_ema")]
-    assert len(expected) > 1 and [x["val_ema/loss"] for x in lines(straight, "val_ema")] == pytest.approx(
-        expected, abs=1e-6
-    )
-    ours, theirs = (checkpoint_tensors(run, 20 * STEP) for run in (straight, alone))
-    kept = [name for name in theirs if name.startswith("callbacks.ema.")]
-    assert len(kept) > 20
-    for name in kept:
-        assert (ours[name] - theirs[name]).norm() <= 1e-3 * theirs[name].norm() + 1e-7, name
-    shutil.copytree(straight, together["output_dir"])
-    for step in (16, 20):
-        shutil.rmtree(Path(together["output_dir"]) / f"checkpoints/step-{step * STEP:015d}")
-    train(together, world_size)
-    assert_same_run(straight, together["output_dir"])
 
 
 def test_on_a_corpus_of_packed_documents_too(shared, finished):
@@ -98,12 +62,6 @@ def test_on_a_corpus_of_packed_documents_too(shared, finished):
     "parts",
     [
         [(5, "ddp", 2, 2), (9, "auto", 1, 1), (20, "ddp", 2, 2)],
-        pytest.param(
-            [(5, "ddp", 2, 2), (9, "auto", 1, 1), (13, "fsdp", 4, 4), (20, "ddp", 4, 2)],
-            marks=pytest.mark.rare(
-                "tests/training/test_context.py::test_continued_by_other_numbers_of_ranks_that_share_it_is_the_same_run"
-            ),
-        ),
     ],
 )
 def test_continued_by_other_numbers_of_ranks_that_share_it_is_the_same_run(shared, finished, parts):
@@ -119,14 +77,6 @@ def test_continued_by_other_numbers_of_ranks_that_share_it_is_the_same_run(share
     ("strategy", "world_size", "changes"),
     [
         ("ddp", 2, {}),
-        pytest.param(
-            "fsdp",
-            4,
-            {"train__gradient_checkpointing": True, "fabric__precision": "bf16-mixed"},
-            marks=pytest.mark.rare(
-                "tests/training/test_context.py::test_continued_by_as_many_it_is_bitwise_the_straight_run"
-            ),
-        ),
     ],
 )
 def test_continued_by_as_many_it_is_bitwise_the_straight_run(shared, finished, strategy, world_size, changes):
@@ -142,10 +92,6 @@ def test_continued_by_as_many_it_is_bitwise_the_straight_run(shared, finished, s
 @pytest.mark.parametrize(
     "checkpointing",
     [
-        pytest.param(
-            False,
-            marks=pytest.mark.rare("tests/training/test_context.py::test_compiled_graphs_go_through_the_exchange"),
-        ),
         True,
     ],
 )

@@ -53,9 +53,6 @@ def test_straight_run_equals_interrupted_run_bitwise(config, finished):
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(
-            "packed", marks=pytest.mark.rare("tests/training/test_corpora.py::test_the_number_of_processes_may_change")
-        ),
         "mixture",
     ],
     indirect=True,

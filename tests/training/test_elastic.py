@@ -59,13 +59,6 @@ def test_one_two_four_and_one_process_with_other_micro_batches(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
     [
-        pytest.param(
-            "ddp",
-            2,
-            marks=pytest.mark.rare(
-                "tests/training/test_elastic.py::test_moments_pass_from_one_number_of_processes_to_another_bit_for_bit"
-            ),
-        ),
         ("fsdp", 2),
     ],
 )

@@ -20,12 +20,9 @@ CASES: list = [(name, {}, "auto", 1) for name in registry.model_names() if name 
 # A parameter with two names.
 CASES += [("forgetting_transformer", {"tie_word_embeddings": True}, "auto", 1)]
 # A parameter without a gradient, and one that all blocks share.
-SHARED = pytest.mark.rare("tests/training/test_every_architecture.py::test_it_trains_resumes_bitwise_and_exports")
 CASES += [
     ("hgrn2", {"apply_lower_bounds": False}, "ddp", 2),
-    pytest.param("hgrn2", {"apply_lower_bounds": True}, "ddp", 2, marks=SHARED),
     ("hgrn2", {"apply_lower_bounds": True}, "fsdp", 2),
-    pytest.param("hgrn2", {"apply_lower_bounds": False}, "fsdp", 2, marks=SHARED),
 ]
 
 

@@ -114,18 +114,10 @@ def test_an_error_while_graphs_are_recorded_names_the_key(caplog, error, micro_b
     assert ("start the same command with train.cuda_graphs=false" in caplog.text) is said
 
 
-CONTINUED = pytest.mark.rare(
-    "tests/training/test_graphs.py::test_runs_with_and_without_graphs_continue_each_other_bitwise"
-)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("micro_batches", "world_size"),
     [
-        pytest.param(1, 1, marks=CONTINUED),
-        pytest.param(4, 1, marks=CONTINUED),
-        pytest.param(1, 2, marks=CONTINUED),
         (2, 2),
     ],
 )

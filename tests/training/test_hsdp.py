@@ -1,29 +1,20 @@
 """strategy=hsdp: sharded within a node, replicated between nodes; four processes as two nodes of two."""
 
-import signal
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from forgetting_transformer.training import ConfigError, parse
 from forgetting_transformer.training.parallel.launch import _shard_size
-from tests.processes import ROOT, free_port, shell_environment
 from tests.training.conftest import (
-    ENDLESS,
     SIGNAL_IN_STEP_SIX,
     STEP,
     Job,
     changed,
     checkpoint_tensors,
-    command_line,
     status,
     train,
 )
 from tests.training.test_resume import assert_same_run, lines, losses
 from tests.training.test_start_block import blocks
-from tests.waiting import HANG, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -52,14 +43,6 @@ def test_two_nodes_train_like_one_process(hsdp, tiny, finished):
         assert (ours[name] - tensor).norm() <= 1e-3 * tensor.norm() + 1e-7, name
 
 
-def test_a_checkpoint_is_written_once_and_not_once_for_each_copy(hsdp, tiny, finished):
-    def written(folder: str) -> int:
-        return sum(f.stat().st_size for f in Path(folder).glob(f"checkpoints/step-{20 * STEP:015d}/state/*.distcp"))
-
-    # Each shard has a header of some hundred bytes.
-    assert written(finished(hsdp, 4, nodes=2)) < 1.5 * written(finished(tiny))
-
-
 @pytest.mark.rare("tests/training/test_elastic.py::test_one_two_four_and_one_process_with_other_micro_batches")
 def test_two_nodes_of_two_one_of_four_and_back(hsdp, tiny, tmp_path, finished):
     moved = changed(hsdp, output_dir=str(tmp_path / "moved"), skip_eval=True)
@@ -83,32 +66,6 @@ def test_a_run_that_was_interrupted_on_two_nodes_is_bitwise_one_that_was_not(hsd
     assert status(hsdp)["status"] == "preempted" and status(hsdp)["step"] == 7 * STEP
     train(hsdp, 4, nodes=2)
     assert_same_run(straight, hsdp["output_dir"])
-
-
-@pytest.mark.rare(
-    "tests/training/test_hsdp.py::test_a_run_that_was_interrupted_on_two_nodes_is_bitwise_one_that_was_not"
-)
-def test_a_signal_to_one_launcher_of_two_stops_both_nodes(tiny, tmp_path):
-    """The other one waits five minutes for the launcher that has gone, which this test does not."""
-    folder, port = tmp_path / "run", str(free_port())
-    launch = [sys.executable, "scripts/launch.py", "--accelerator", "cpu", "--devices", "2", "--num-nodes", "2"]
-    launch += ["--main-port", port, *command_line(tiny, folder), *ENDLESS, "strategy=hsdp", "train.grad_acc_tokens=32"]
-    printed = [tmp_path / "0", tmp_path / "1"]
-    nodes = []
-    for rank, file in enumerate(printed):
-        with file.open("w") as said:
-            command = [*launch[:2], "--node-rank", str(rank), *launch[2:]]
-            nodes.append(subprocess.Popen(command, cwd=ROOT, env=shell_environment(), stdout=said, stderr=said))
-    logged = folder / "metrics/jsonlines/train.jsonl"
-    wait_until(logged.exists, lambda: nodes[0].poll() is None, printed[0].read_text)
-    nodes[1].send_signal(signal.SIGUSR1)
-    assert nodes[1].wait(HANG) == 75
-    wait_until(lambda: status({"output_dir": folder})["status"] == "preempted")
-    nodes[0].kill()
-    assert blocks(str(folder))[0]["precision"].endswith("hsdp (2 copies of the model, each sharded over 2 processes)")
-    last, other = (file.read_text().splitlines() for file in printed)
-    assert "stopped and saved" in last[-1], last
-    assert all("SIGUSR1: stopping after this step" in line for line in other), other
 
 
 def test_nodes_of_different_sizes_are_refused(hsdp, monkeypatch):

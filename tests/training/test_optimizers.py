@@ -74,13 +74,6 @@ def with_muon(config: dict, **changes) -> dict:
     ("strategy", "world_size"),
     [
         pytest.param("auto", 1, marks=pytest.mark.quick),
-        pytest.param(
-            "ddp",
-            2,
-            marks=pytest.mark.rare(
-                "tests/training/test_optimizers.py::test_a_run_with_muon_that_was_interrupted_is_the_one_that_was_not"
-            ),
-        ),
     ],
 )
 def test_a_run_with_muon_that_was_interrupted_is_the_one_that_was_not(tiny, finished, strategy, world_size):
@@ -102,10 +95,6 @@ def test_a_run_with_muon_that_was_interrupted_is_the_one_that_was_not(tiny, fini
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(
-            "ddp",
-            marks=pytest.mark.rare("tests/training/test_optimizers.py::test_muon_sharded_agrees_with_one_process"),
-        ),
         "fsdp",
     ],
 )
@@ -178,13 +167,6 @@ def test_a_combined_optimizer_is_loaded_into_its_parts():
     ("strategy", "world_size"),
     [
         ("auto", 1),
-        pytest.param(
-            "fsdp",
-            2,
-            marks=pytest.mark.rare(
-                "tests/training/test_optimizers.py::test_an_optimizer_that_ignores_found_inf_is_not_called_in_a_bad_step"
-            ),
-        ),
     ],
 )
 def test_an_optimizer_that_ignores_found_inf_is_not_called_in_a_bad_step(tiny, strategy, world_size):

@@ -124,11 +124,6 @@ def test_norms_gates_convolutions_and_the_output_layer_are_gathered_in_fp32(tiny
     ("name", "world_size"),
     [
         ("fsdp", 2),
-        pytest.param(
-            "hsdp",
-            4,
-            marks=pytest.mark.rare("tests/training/test_sharding.py::test_a_run_is_bitwise_that_of_plain_fsdp2"),
-        ),
     ],
 )
 def test_a_run_is_bitwise_that_of_plain_fsdp2(tiny, tmp_path, name, world_size):
