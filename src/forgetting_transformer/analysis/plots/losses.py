@@ -269,8 +269,8 @@ def loss_against_position(
             position_axis(axes, first, max(lengths))
             marks = mark_training(axes, train_length, names)
             is_loss = axes is drawn.axes[0, 0]
-            ends = position_limits([y if is_loss else np.log(y) for *_, y in drawn_curves])
-            set_limits(axes, *(ends if is_loss else map(math.exp, ends)), drawn_curves)
+            low, high = position_limits([y if is_loss else np.log(y) for *_, y in drawn_curves])
+            set_limits(axes, *((low, high) if is_loss else (math.exp(low), math.exp(high))), drawn_curves)
         left, right = drawn.axes[0]
         left.set(xlabel="token position $i$", ylabel="loss at position $i$ (nats per token)")
         right.set(xlabel="context length (tokens)", ylabel="perplexity over the context")
@@ -315,10 +315,10 @@ def mark_training(
 ) -> list[Line2D]:
     """Draws a vertical line at each training length, of all or by name; returns what the legend says of it."""
     by_name = train_length if isinstance(train_length, Mapping) else dict.fromkeys(names, train_length)
+    lengths = sorted({length for name in names if (length := by_name.get(name)) is not None})
     handles = []
-    for length in sorted({by_name[name] for name in names if by_name.get(name) is not None}):
-        owners = [name for name in names if by_name.get(name) == length]
-        whose = f"of {', '.join(owners)} " if len({*by_name.values()} - {None}) > 1 else ""
+    for length in lengths:
+        whose = f"of {', '.join(name for name in names if by_name.get(name) == length)} " if len(lengths) > 1 else ""
         handles.append(reference_line(axes, length, f"training length {whose}({length:,} tokens)", vertical=True))
     return handles
 
