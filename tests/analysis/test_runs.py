@@ -29,7 +29,7 @@ plot_run = load_script("plot_run")
 
 def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
     path = write_lines(tmp_path, "train", [{"step": 1, "train/loss": 9.0}])
-    for half in ('{"step": 2, "train/lo', '{"step": 2, "train/loss": 8.', "{", '{"step"', "\ud800é"):
+    for half in ('{"step": 2, "train/lo', '{"step"', "\ud800é"):
         path.write_bytes(b'{"step": 1, "train/loss": 9.0}\n' + half.encode("utf-8", "surrogatepass")[:-1])
         assert read_metrics(path) == [{"step": 1, "train/loss": 9.0}]
     path.write_text('{"step": 1}\n{"step": 2}')

@@ -188,15 +188,6 @@ class Run:
         """Hours of the training loop, with evaluations and checkpoints, over all starts, at each line of losses."""
         return self.series(names.TRAIN, names.name_of(names.TRAIN, "total_time")).scaled(1 / 3600)
 
-    @property
-    def goodput(self) -> dict[str, float]:
-        """Shares of the wall time of all starts by what it went to, which add up to 1; {} where it was not logged."""
-        return {
-            name: value
-            for key, value in self.last(names.GOODPUT).items()
-            if (name := key.partition("/")[2]) and name != names.HOURS
-        }
-
     # How far it is.
 
     @property
