@@ -174,7 +174,7 @@ def performance() -> dict[str, str]:
     sections = {"steps": tables.steps(steps), "steps_conditions": steps.conditions}
     sections |= {"attention": tables.attention(attention), "attention_conditions": attention.conditions}
     sections |= {"scaling": tables.scaling(scaling), "scaling_conditions": scaling.conditions}
-    return sections | sentences()
+    return sections | authors() | sentences()
 
 
 def sentences() -> dict[str, str]:

@@ -236,7 +236,7 @@ def test_a_grid_of_needles_shows_every_cell_and_the_training_length(drawn: list[
     assert [label.get_text() for label in axes.get_xticklabels()] == ["100", "200", "400"]
     assert {line.get_xdata()[0] for line in axes.lines} == {1.5} and bar.get_ylabel() == "share of the answer's words"
     title, note = title_and_note(drawn[0])
-    assert title == "fox, needle in a haystack, easy mode" and "4 prompts a cell · mean 0.300 ± " in note
+    assert title == "fox, needle in a haystack, mode easy" and "4 prompts a cell · mean 0.300 ± " in note
     assert "dashed line: training length, 200 tokens" in note
 
 
