@@ -101,14 +101,8 @@ def compare(args: argparse.Namespace) -> list[Path]:
     return [args.out / file for file in ("compare.md", *figures)]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    try:
-        print("", *compare(args), sep="\n")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+def main(argv: Sequence[str] | None = None) -> None:
+    print("", *compare(parse_args(argv)), sep="\n")
 
 
 if __name__ == "__main__":

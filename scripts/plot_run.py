@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forgetting_transformer import command_line
-from forgetting_transformer.analysis import outputs, run_figures
+from forgetting_transformer.analysis import AnalysisError, outputs, run_figures
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -50,19 +50,12 @@ def plot(args: argparse.Namespace) -> list[Path]:
         for reason in left_out:
             print(f"left out: {reason}", file=sys.stderr)
         if not written:
-            raise ValueError("nothing to plot yet.")
+            raise AnalysisError("nothing to plot yet")
     return written
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    try:
-        for path in plot(args):
-            print(path)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+def main(argv: Sequence[str] | None = None) -> None:
+    print(*plot(parse_args(argv)), sep="\n")
 
 
 if __name__ == "__main__":

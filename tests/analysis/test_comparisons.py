@@ -1,6 +1,7 @@
 """Comparing models: the losses are those of the named point, and the notes say what may mislead."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
-from forgetting_transformer.analysis import comparisons, statistics
+from forgetting_transformer.analysis import AnalysisError, comparisons, statistics
 from forgetting_transformer.analysis.plots.losses import loss_of_models
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.training.config.continuing import decisive
@@ -163,16 +164,16 @@ def test_the_script_writes_tables_and_a_figure(make_run, tmp_path, capsys):
         make_run(f"tr/{k}", 3.2 + 0.01 * k, k, tag="transformer", evaluated=[500, 1000])
     named = ["--model", "FoX (Pro)", str(tmp_path / "fox"), "--model", "Transformer", str(tmp_path / "tr/0")]
     out = ["--out", str(tmp_path / "out")]
-    assert compare_script.main([*named, str(tmp_path / "tr/1"), *out]) == 0
+    compare_script.main([*named, str(tmp_path / "tr/1"), *out])
     printed = capsys.readouterr().out
     assert "## 1,000 training tokens: held-out loss" in printed and "+0.2000 ± " in printed
     assert (tmp_path / "out/compare.md").read_text().strip() in printed
     assert (tmp_path / "out/compare.png").read_bytes().startswith(b"\x89PNG")
-    assert compare_script.main([str(tmp_path / "fox"), str(tmp_path / "tr"), *out]) == 0
+    compare_script.main([str(tmp_path / "fox"), str(tmp_path / "tr"), *out])
     assert "| transformer " in capsys.readouterr().out
 
 
-def test_the_script_says_what_it_cannot_compare(make_run, tmp_path, capsys):
+def test_the_script_says_what_it_cannot_compare(make_run, tmp_path):
     run = str(make_run("a", 3.0))
     make_run("b", 3.0)
     (tmp_path / "empty").mkdir()
@@ -184,8 +185,8 @@ def test_the_script_says_what_it_cannot_compare(make_run, tmp_path, capsys):
         ([run, "--loss", "heldout"], "or --loss train"),
         ([run, "--baseline", "gpt"], "--baseline 'gpt' be one of them"),
     ):
-        assert compare_script.main([*arguments, "--out", str(tmp_path / "out")]) == 1
-        assert said in capsys.readouterr().err
+        with pytest.raises(AnalysisError, match=re.escape(said)):
+            compare_script.main([*arguments, "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 

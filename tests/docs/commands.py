@@ -178,7 +178,7 @@ def check_command(words: Sequence[str], partial: bool = False) -> None:
         CommandError: the command would be refused.
     """
     if any("my_lab" in word for word in words):
-        return  # what a reader's own package offers is not known here; tests/docs/test_plugins.py runs these commands
+        return  # what a reader's own package offers is not known here; tests/docs/test_extend.py runs these commands
     program, *rest = words
     if program in OTHERS:
         return

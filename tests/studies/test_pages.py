@@ -9,7 +9,6 @@ import pytest
 
 from forgetting_transformer.analysis import AnalysisError
 from studies import pages
-from studies.engine.marked_pages import fill_in
 
 ROOT = Path(__file__).parents[2]
 EVERY = [
@@ -59,9 +58,9 @@ def test_a_new_measurement_changes_the_pages_that_show_it_and_a_missing_file_is_
 
 def test_only_what_is_between_marks_of_a_page_is_replaced():
     sections = {"models": "| new |\n", "speed": "2", "loss": "3"}
-    filled = fill_in(PAGE, sections)
+    filled = pages.fill_in(PAGE, sections)
     assert filled == PAGE.replace("old", "| new |").replace(">1<", ">2<").replace("--><!-- end", "-->3<!-- end")
-    assert fill_in(filled, sections) == filled
+    assert pages.fill_in(filled, sections) == filled
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_only_what_is_between_marks_of_a_page_is_replaced():
 )
 def test_a_mark_that_does_not_fit_is_an_error(page, message):
     with pytest.raises(AnalysisError, match=message):
-        fill_in(page, {"models": "1"})
+        pages.fill_in(page, {"models": "1"})
 
 
 def test_no_line_begins_with_a_number_in_marks():

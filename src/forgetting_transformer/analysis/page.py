@@ -69,19 +69,16 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
     if not run_dirs and not results:
         raise AnalysisError("nothing to report: give the output_dir of a run, or --results FOLDER")
     left_out: list[str] = []
-    try:
-        runs = run_figures.read_runs(run_dirs) if run_dirs else []
-        with tempfile.TemporaryDirectory() as temporary:
-            drawn = run_figures.draw_runs(runs, Path(temporary), left_out)
-            figures = {title: _embedded(file, title) for title, file in drawn.items()}
-        sections = {
-            "Runs": _overview(runs),
-            **figures,
-            **_evaluations(results, left_out, {run.output_dir.resolve().name: run.name for run in runs}),
-            "Configurations": _configurations(runs),
-        }
-    except (ValueError, OSError) as error:
-        raise AnalysisError(str(error)) from error
+    runs = run_figures.read_runs(run_dirs) if run_dirs else []
+    with tempfile.TemporaryDirectory() as temporary:
+        drawn = run_figures.draw_runs(runs, Path(temporary), left_out)
+        figures = {title: _embedded(file, title) for title, file in drawn.items()}
+    sections = {
+        "Runs": _overview(runs),
+        **figures,
+        **_evaluations(results, left_out, {run.output_dir.resolve().name: run.name for run in runs}),
+        "Configurations": _configurations(runs),
+    }
     if not any(sections.values()):
         raise AnalysisError("nothing to report: " + "; ".join(left_out))
     body = "\n".join(f"<h2>{html.escape(title)}</h2>\n{content}" for title, content in sections.items() if content)

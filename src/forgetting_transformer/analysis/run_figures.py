@@ -23,7 +23,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
     """The runs under the names that figures show, with the model in each, as in "run3 (fox_pro)": it gives the colour.
 
     Raises:
-        ValueError: a run is given twice.
+        AnalysisError: a run is given twice.
     """
     runs = [read_run(folder, name) for folder, name in zip(run_dirs, run_names(run_dirs), strict=True)]
     models = [run.setting("model", "label") or "" for run in runs]
@@ -68,7 +68,7 @@ def draw_runs(runs: Sequence[Run], folder: Path, left_out: list[str]) -> dict[st
         Titles, as the page has them -> files.
 
     Raises:
-        ValueError: a file is damaged.
+        AnalysisError: a file is damaged.
     """
     logged = [run for run in runs if run.train.tokens.size or run.heldout.tokens.size]
     left_out += [

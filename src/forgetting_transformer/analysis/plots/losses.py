@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.comparisons import Model
 from forgetting_transformer.analysis.plots.style import (
     GREY,
@@ -107,10 +108,10 @@ def loss_against_tokens(runs: Sequence[Run], path: Path, conditions: Sequence[st
     neither the first steps nor a run that diverges flatten the rest. A run that ends above the axis is named there.
 
     Raises:
-        ValueError: no run, or no finite loss in any of them.
+        AnalysisError: no run has a finite loss.
     """
     if not any(run.has_loss for run in runs):
-        raise ValueError(f"Nothing to plot: no finite loss ({', '.join(run.name for run in runs) or 'no runs given'}).")
+        raise AnalysisError(f"nothing to plot: no finite loss ({', '.join(run.name for run in runs)})")
     styles = run_styles(runs)
     with picture(path, f"Training and held-out loss of {of_runs(runs)}", (6.4, 3.8)) as drawn:
         axes = drawn.axes[0, 0]
@@ -249,11 +250,11 @@ def loss_against_position(
         of: what several curves are, for the title.
 
     Raises:
-        ValueError: a curve has fewer than two losses, or one that is not finite.
+        AnalysisError: a curve has fewer than two losses, or one that is not finite.
     """
     for name, loss in curves.items():
         if loss.shape[-1] < 2 or not np.isfinite(loss).all():
-            raise ValueError(f"'{name}': expected two or more losses, one for each position, all finite")
+            raise AnalysisError(f"'{name}': expected two or more losses, one for each position, all finite")
     names, lengths = list(curves), [loss.shape[-1] for loss in curves.values()]
     first = max(1, min(max(lengths) // 512 if first is None else first, min(lengths) // 2))
     title = f"Loss at every position of {names[0] if len(names) == 1 else f'{len(names)} {of}'}"
