@@ -89,26 +89,20 @@ def compare(args: argparse.Namespace) -> list[Path]:
         for comparison in [tokens, flops] if flops else [tokens]:
             notes = [f"- {note}" for note in comparisons.warnings(comparison, baseline)]
             parts.append("\n".join([comparisons.table(comparison, baseline), "", *notes]).rstrip())
-        figures[f"compare{'_' * bool(eval_set)}{eval_set}.png"] = on_set, tokens.amount, flops and flops.amount
+        figures[f"compare{'_' * bool(eval_set)}{eval_set}.png"] = on_set, tokens.amount, flops.amount if flops else None
     runs = [f"- {model.name}: {', '.join(str(run.output_dir) for run in model.runs)}" for model in models]
     text = "\n\n".join([*parts, "\n".join(["Runs:", "", *runs])])
     print(text)
     with outputs.writing(args.out, "scripts/compare.py") as new:
         write_atomically(new / "compare.md", f"{text}\n", durable=False)
-        for file, (on_set, *amounts) in figures.items():
+        for file, (on_set, at_tokens, at_flops) in figures.items():
             made_with = conditions([run for model in on_set for run in model.runs])
-            loss_of_models(on_set, new / file, *amounts, made_with)
+            loss_of_models(on_set, new / file, at_tokens, at_flops, made_with)
     return [args.out / file for file in ("compare.md", *figures)]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    try:
-        print("", *compare(args), sep="\n")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+def main(argv: Sequence[str] | None = None) -> None:
+    print("", *compare(parse_args(argv)), sep="\n")
 
 
 if __name__ == "__main__":

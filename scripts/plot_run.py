@@ -5,7 +5,7 @@
     python scripts/plot_run.py runs/fox runs/llama --out compare   # both in the same figures
 
 loss_tokens.png     training loss (as logged and smoothed) and held-out loss against training tokens
-training.png        loss against wall time, learning rate, gradient norm, throughput, memory, shares of wall time
+training.png        loss against wall time, learning rate, gradient norm, throughput, memory
 norms.png           norms of weights and gradients, block by block; of a single run
 evaluations.png     scores of the callbacks lm_eval, needle and gate_statistics against training tokens
 loss_sets.png       held-out loss on each of eval_sets, if there are any; then also loss_position_NAME.png of each
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forgetting_transformer import command_line
-from forgetting_transformer.analysis import outputs, run_figures
+from forgetting_transformer.analysis import AnalysisError, outputs, run_figures
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -45,25 +45,17 @@ def plot(args: argparse.Namespace) -> list[Path]:
     out = args.out or args.run_dirs[0] / "plots"
     left_out: list[str] = []
     with outputs.writing(out, "scripts/plot_run.py") as new:
-        for figure in run_figures.of_runs(run_figures.read_runs(args.run_dirs), left_out):
-            figure.draw(new / f"{figure.name}.png")
+        run_figures.draw_runs(run_figures.read_runs(args.run_dirs), new, left_out)
         written = [out / path.name for path in sorted(new.iterdir())]
         for reason in left_out:
             print(f"left out: {reason}", file=sys.stderr)
         if not written:
-            raise ValueError("nothing to plot yet.")
+            raise AnalysisError("nothing to plot yet")
     return written
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    try:
-        for path in plot(args):
-            print(path)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+def main(argv: Sequence[str] | None = None) -> None:
+    print(*plot(parse_args(argv)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ in a page say where something belongs: <!-- NAME --> and <!-- end of NAME --> en
 import argparse
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,12 +28,15 @@ from forgetting_transformer.analysis.statistics import difference
 from forgetting_transformer.analysis.tables import markdown_table
 from studies.engine import tables as study_tables
 from studies.engine.claims import UNDECIDED, verdicts
-from studies.engine.marked_pages import fill_in
 from studies.engine.noise import against_baseline
 from studies.engine.results import Study, read_study
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_760M = "forgetting_transformer/pro_760m_16b"
+#: A table stands on separate lines between <!-- NAME --> and <!-- end of NAME -->, a number in a sentence between
+#: <!-- NAME --> and <!-- end -->.
+_MARKED = re.compile(r"<!-- (\w+) -->(?:\n.*?<!-- end of \1 -->|[^\n]*?<!-- end -->)", re.DOTALL)
+_MARK = re.compile(r"<!-- (?:end|end of \w+|\w+) -->")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,6 +80,34 @@ def filled(page: str) -> str:
         raise AnalysisError(f"{page}: a file of its results lacks {error}") from error
     except (LookupError, ValueError) as error:
         raise AnalysisError(f"{page}: {error}") from error
+
+
+def fill_in(page: str, sections: Mapping[str, str]) -> str:
+    """A page in which what stands between marks is replaced by the section of that name.
+
+    Args:
+        page: Markdown with marks, `<!-- NAME -->` and `<!-- end of NAME -->` around lines, `<!-- NAME -->` and `<!--
+            end -->` within a line.
+        sections: tables and numbers by name.
+
+    Raises:
+        AnalysisError: the page has marks for a section that is not there, or a mark without the one that ends it.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in sections:
+            raise AnalysisError(
+                f"the page wants {name!r}, and there is no such section; there are {', '.join(sections)}"
+            )
+        text = sections[name].strip()
+        if match[0].endswith("<!-- end -->"):
+            return f"<!-- {name} -->{text}<!-- end -->"
+        return f"<!-- {name} -->\n{text}\n<!-- end of {name} -->"
+
+    if unpaired := _MARK.search(_MARKED.sub("", page)):
+        raise AnalysisError(f"the mark {unpaired[0]} has no other one to pair with")
+    return _MARKED.sub(replace, page)
 
 
 def read_json(file: Path) -> Any:
@@ -174,7 +206,7 @@ def performance() -> dict[str, str]:
     sections = {"steps": tables.steps(steps), "steps_conditions": steps.conditions}
     sections |= {"attention": tables.attention(attention), "attention_conditions": attention.conditions}
     sections |= {"scaling": tables.scaling(scaling), "scaling_conditions": scaling.conditions}
-    return sections | sentences()
+    return sections | authors() | sentences()
 
 
 def sentences() -> dict[str, str]:

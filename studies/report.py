@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from forgetting_transformer import command_line
-from forgetting_transformer.analysis import AnalysisError, outputs, position_loss
+from forgetting_transformer.analysis import outputs, position_loss
 from forgetting_transformer.files import write_json
 from studies.engine import results
 from studies.engine.figures import draw_figures
@@ -49,18 +49,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    try:
-        if args.command == "collect":
-            collect(args.folder, args.study, args.out)
-        else:
-            with outputs.writing(args.report, COMMAND) as new:
-                draw_figures(results.read_study(args.report), new)
-    except (AnalysisError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    if args.command == "collect":
+        collect(args.folder, args.study, args.out)
+    else:
+        with outputs.writing(args.report, COMMAND) as new:
+            draw_figures(results.read_study(args.report), new)
 
 
 def collect(folder: Path, yaml: Path, out: Path) -> None:

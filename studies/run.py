@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 
 from forgetting_transformer import command_line
+from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.training import ConfigError
 from studies.engine.plan import read_plan
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not getattr(stages, stage)():
                 print(f"== {stage}: not everything worked; see above", file=sys.stderr, flush=True)
                 worked = False
-    except (SweepError, ConfigError) as error:
+    except (AnalysisError, SweepError, ConfigError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0 if worked else 1

@@ -126,11 +126,11 @@ def main() -> None:
             extrapolation=args.preset == "extrapolation",
         )
         if workers.is_first:
-            table = position_loss.extrapolation_table if args.preset else position_loss.slope_table
+            table = position_loss.slope_table([(model.name, results)], beyond_training=args.preset is not None)
             loss = results[f"val/loss_avg_len_{data.length}"]
             said = f"{loss:.4f} nats per token ({results['eval_tokens']:,} tokens)"
             print(f"loss over {data.length:,} positions: {said}; {folder}/results.json")
-            print(f"\n{table([(model.name, results)]).markdown()}")
+            print(f"\n{table.markdown()}")
 
     run(args, evaluate)
 

@@ -1,4 +1,4 @@
-"""Tables of a study, and the sections that a page about it may show (marked_pages.py)."""
+"""Tables of a study, and the sections that a page about it may show (studies/pages.py)."""
 
 import functools
 import math
@@ -102,7 +102,7 @@ TABLES: dict[str, Callable[[Study], str]] = {
 
 
 def sections(report: Path, page: Path) -> dict[str, str]:
-    """The sections of a page about a study for `marked_pages.fill_in`: tables and figures, each model's difference to
+    """The sections of a page about a study for `pages.fill_in`: tables and figures, each model's difference to
     the baseline, MODEL_apart, and its scores, such as MODEL_needle_easy_within_words.
 
     Args:

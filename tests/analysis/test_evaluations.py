@@ -104,5 +104,5 @@ def test_released_models_are_called_as_in_the_paper(tmp_path):
     assert known_models.results_in(tmp_path, "results.json") == [
         f"FoX (Pro)={tmp_path}/fox-pro-760m-longcrawl64-48b",
         f"Mamba-2={tmp_path}/mamba2-760m-longcrawl64-48b",
-        f"{tmp_path}/mine",
+        f"mine={tmp_path}/mine",
     ]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from forgetting_transformer.analysis import known_models, run_figures
+from forgetting_transformer.analysis import AnalysisError, known_models, run_figures
 from forgetting_transformer.analysis.evaluations import Evaluation, Number
 from forgetting_transformer.analysis.plots import heatmaps, losses, sweeps, training
 from forgetting_transformer.analysis.plots.style import curve_styles
@@ -92,9 +92,8 @@ def test_losses_against_tokens_of_several_runs(make_run: MakeRun, drawn: list[Fi
     assert axes.get_ylim()[1] < 10 and [text.get_text() for text in axes.texts] == ["↑ wild ends at 1.21e+09"]
     assert legend(drawn[0])[:3] == [r" _mine \$1_\$2", "wild", "once"]
     assert "compare held-out losses" in title_and_note(drawn[0])[1]
-    for runs, named in (([logged("diverged", {1: math.nan})], "diverged"), ([], "no runs given")):
-        with pytest.raises(ValueError, match=rf"no finite loss \({named}\)"):
-            losses.loss_against_tokens(runs, tmp_path / "loss.png")
+    with pytest.raises(AnalysisError, match=r"no finite loss \(diverged\)"):
+        losses.loss_against_tokens([logged("diverged", {1: math.nan})], tmp_path / "loss.png")
 
 
 def test_losses_on_every_held_out_set(make_run: MakeRun, drawn: list[Figure], tmp_path: Path) -> None:
@@ -169,7 +168,6 @@ def test_a_panel_for_everything_that_a_run_logs(make_run: MakeRun, drawn: list[F
         "peak memory (GB)": 3,
     })  # fmt: skip
     assert found["gradient norm\nbefore clipping"].get_yscale() == "log"
-    assert [patch.get_width() for patch in found["share of wall time (%)"].patches] == pytest.approx([90, 10])
     assert "seed 7" in title_and_note(drawn[0])[1]
     training.norms(read_run(folder), tmp_path / "x.png")
     left, right = drawn[1].axes
@@ -237,7 +235,7 @@ def test_a_grid_of_needles_shows_every_cell_and_the_training_length(drawn: list[
     assert [label.get_text() for label in axes.get_xticklabels()] == ["100", "200", "400"]
     assert {line.get_xdata()[0] for line in axes.lines} == {1.5} and bar.get_ylabel() == "share of the answer's words"
     title, note = title_and_note(drawn[0])
-    assert title == "fox, needle in a haystack, easy mode" and "4 prompts a cell · mean 0.300 ± " in note
+    assert title == "fox, needle in a haystack, mode easy" and "4 prompts a cell · mean 0.300 ± " in note
     assert "dashed line: training length, 200 tokens" in note
 
 

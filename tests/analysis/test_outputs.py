@@ -10,13 +10,6 @@ def write(folder, content, command="a command", name="table.md"):
         (new / name).write_text(content)
 
 
-def test_what_a_command_wrote_it_replaces(tmp_path):
-    folder = tmp_path / "made/for it"
-    for content in ("one", "two"):
-        write(folder, content)
-    assert (folder / "table.md").read_text() == "two"
-
-
 def test_files_of_others_stay_and_nothing_is_written_beside_them(tmp_path):
     (tmp_path / "b.md").write_text("mine")
     refused = pytest.raises(AnalysisError, match=r"b\.md is not as a command has written it: move it away, or choose")
@@ -37,7 +30,9 @@ def test_what_was_changed_since_or_is_of_another_command_stays(tmp_path):
     with pytest.raises(AnalysisError, match="is not as a command has written it"):
         write(tmp_path, "two")
     (tmp_path / "table.md").unlink()
-    write(tmp_path, "two")
+    for content in ("two", "three"):
+        write(tmp_path / "made/for it", content)
+    assert (tmp_path / "made/for it/table.md").read_text() == "three"
 
 
 def test_a_command_that_was_killed_between_its_files_knows_them_at_its_next_start(tmp_path, monkeypatch):

@@ -79,7 +79,7 @@ def test_one_page_holds_everything_and_nothing_but_text_from_texts(runs, tmp_pat
     assert re.findall(r"<h2>(.*?)</h2>", text) == [
         "Runs",
         "Loss against training tokens",
-        "Learning rate, gradient norm, throughput and wall time",
+        "Wall time, learning rate, gradient norm, throughput",
         "Evaluations during training",
         "Loss at every position, in training",
         "Loss at every position, evaluated",
@@ -122,32 +122,27 @@ def test_a_page_replaces_its_own_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_left_out_is_named(runs, tmp_path):
+def test_what_is_left_out_is_named(make_run, tmp_path):
     new, other = tmp_path / "new", tmp_path / "other"
     for folder in (new, other):
         folder.mkdir()
-    shutil.copy(runs[0] / "config.yaml", new)
+    shutil.copy(make_run("fox") / "config.yaml", new)
     (other / "results.json").write_text('{"accuracy": 0.5}')
-    done = run_script(SCRIPT, runs[0], new, "--results", other, "--out", tmp_path / "page")
-    assert done.returncode == 0, done.stderr
-    assert f"left out: {new} has no losses yet" in done.stderr
-    assert f"left out: {other} holds no results of evaluations" in done.stderr
-    assert ">new (fox_pro)</t" in (tmp_path / "page/report.html").read_text()
+    left_out = write_report([tmp_path / "fox", new], [other], tmp_path / "page")
+    assert left_out[0].startswith(f"{new} has no losses yet")
+    assert left_out[-1] == f"{other} holds no results of evaluations"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        ([], 1, "nothing to report"),
-        (["/nonexistent"], 1, "is not a run's output_dir"),
-        (["--results", "/nonexistent"], 1, "no such"),
-        (["--out", "page.html"], 2, "--out=page.html: give a folder, in which the page is"),
-    ],
-)
-def test_what_cannot_be_reported_is_refused(arguments, code, message, tmp_path):
-    done = run_script(SCRIPT, "--out", tmp_path / "page", *arguments)
-    assert done.returncode == code and message in done.stderr
-    assert not (tmp_path / "page/report.html").exists()
+def test_what_cannot_be_reported_is_refused(tmp_path):
+    for runs, results, said in (
+        ([], [], "nothing to report"),
+        ([tmp_path / "none"], [], "is not a run's output_dir"),
+        ([], [tmp_path / "none"], "no such folder"),
+    ):
+        with pytest.raises(AnalysisError, match=said):
+            write_report(runs, results, tmp_path / "page")
+    done = run_script(SCRIPT, tmp_path, "--out", "page.html")
+    assert done.returncode == 2 and "--out=page.html: give a folder, in which the page is" in done.stderr
 
 
 def test_results_that_are_called_the_same_by_chance_are_no_seeds(tmp_path):

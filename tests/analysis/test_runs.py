@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.runs import (
     Run,
     read_metrics,
@@ -29,7 +30,7 @@ plot_run = load_script("plot_run")
 
 def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
     path = write_lines(tmp_path, "train", [{"step": 1, "train/loss": 9.0}])
-    for half in ('{"step": 2, "train/lo', '{"step": 2, "train/loss": 8.', "{", '{"step"', "\ud800é"):
+    for half in ('{"step": 2, "train/lo', '{"step"', "\ud800é"):
         path.write_bytes(b'{"step": 1, "train/loss": 9.0}\n' + half.encode("utf-8", "surrogatepass")[:-1])
         assert read_metrics(path) == [{"step": 1, "train/loss": 9.0}]
     path.write_text('{"step": 1}\n{"step": 2}')
@@ -91,7 +92,7 @@ def test_names_are_as_short_as_they_can_be(tmp_path: Path) -> None:
 def test_the_figures_of_one_run(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = add_callbacks(make_run())
     write_lines(run_dir, "val_web", [{"step": STEPS[0], "val_web/loss": 4.0}])
-    assert plot_run.main([str(run_dir)]) == 0
+    plot_run.main([str(run_dir)])
     files = ["evaluations", "loss_position", "loss_sets", "loss_tokens", "norms", "training"]
     output = capsys.readouterr()
     assert output.out.split() == [str(run_dir / "plots" / f"{name}.png") for name in files]
@@ -105,15 +106,18 @@ def test_several_runs_need_out(make_run: MakeRun, tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit):
         plot_run.main(runs)
     assert "--out DIR" in capsys.readouterr().err
-    assert plot_run.main([*runs, "--out", str(tmp_path / "compare")]) == 0
+    plot_run.main([*runs, "--out", str(tmp_path / "compare")])
     assert is_picture(tmp_path / "compare" / "loss_position.png")
 
 
-def test_a_run_that_cannot_be_drawn_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plot_run.main([str(tmp_path / "nowhere")]) == 1
-    assert "nowhere has no losses yet: give a run's output_dir" in capsys.readouterr().err
+def test_a_run_that_cannot_be_drawn_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unfit = json.dumps({"step": 1, "train/loss": math.nan})
-    for line, said in (("broken", "line 1"), (unfit, "nothing to plot yet")):
+    for line, said in (
+        ("broken", r"train\.jsonl, line 1"),
+        (unfit, "nothing to plot yet"),
+        ("", "nothing to plot yet"),
+    ):
         write_lines(tmp_path, "train", []).write_text(line + "\n")
-        assert plot_run.main([str(tmp_path)]) == 1
-        assert said in capsys.readouterr().err
+        with pytest.raises(AnalysisError, match=said):
+            plot_run.main([str(tmp_path)])
+    assert "has no losses yet: give a run's output_dir" in capsys.readouterr().err

@@ -44,16 +44,6 @@ def test_intervals_over_few_groups_of_texts_hold_as_often_as_they_say() -> None:
     assert 0.93 < hits / 400 < 0.985, "with 1.96 in place of Student's t these are 90 %"
 
 
-def test_the_interval_over_groups_of_equal_size_is_that_of_their_means() -> None:
-    draws = np.random.default_rng(0)
-    of_groups = draws.normal(size=12)
-    found = statistics.mean_over_texts(of_groups.repeat(8), np.arange(12).repeat(8))
-    alone = statistics.mean(of_groups.tolist())
-    assert found.value == pytest.approx(alone.value) and found.half_width == pytest.approx(alone.half_width, rel=0.02)
-    assert statistics.mean_over_texts(of_groups) == pytest.approx(alone)
-    assert math.isnan(statistics.mean_over_texts(of_groups[:1]).half_width)
-
-
 def test_models_are_compared_with_errors_over_groups_of_texts_where_they_are_known() -> None:
     octaves = np.random.default_rng(0).normal(size=(8, 4)).repeat(4, axis=0)
     group = np.arange(8).repeat(4)

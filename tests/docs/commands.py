@@ -6,6 +6,7 @@ here.
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import re
@@ -177,7 +178,7 @@ def check_command(words: Sequence[str], partial: bool = False) -> None:
         CommandError: the command would be refused.
     """
     if any("my_lab" in word for word in words):
-        return  # what a reader's own package offers is not known here; tests/docs/test_plugins.py runs these commands
+        return  # what a reader's own package offers is not known here; tests/docs/test_extend.py runs these commands
     program, *rest = words
     if program in OTHERS:
         return
@@ -279,14 +280,8 @@ def check_overrides(script: str, options: argparse.Namespace) -> None:
         with _refusals(SweepError, ConfigError):
             stages = Stages(options.study, options.plan, options.folder, options.overrides)
         for model in options.plan.models:
-            compose(
-                [
-                    SEARCH_PATH,
-                    f"+experiment/{options.plan.group}={model}",
-                    "output_dir=x",
-                    *stages.composer.task_overrides,
-                ]
-            )
+            experiment = f"+experiment/{options.plan.group}={model}"
+            compose([SEARCH_PATH, experiment, "output_dir=x", *stages.composer.task_overrides])
     elif script in ("benchmarks/training.py", "benchmarks/whole_run.py"):
         from tests.benchmarks.conftest import load
 
@@ -379,16 +374,11 @@ def _existing(path: str) -> Path:
     return ROOT / path
 
 
-class _refusals:
+@contextlib.contextmanager
+def _refusals(*kinds: type[Exception]) -> Iterator[None]:
     """Errors of these kinds, and exits, are the command's."""
-
-    def __init__(self, *kinds: type[Exception]) -> None:
-        self.kinds = (*kinds, SystemExit)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, self.kinds):
-            text = error.format_message() if isinstance(error, ClickException) else error
-            raise CommandError(f"it would end with {kind.__name__}: {text}") from None
+    try:
+        yield
+    except (*kinds, SystemExit) as error:
+        text = error.format_message() if isinstance(error, ClickException) else error
+        raise CommandError(f"it would end with {type(error).__name__}: {text}") from None

@@ -111,10 +111,6 @@ def test_the_ladder_finds_how_the_best_rate_moves_and_goes_on_where_it_stopped(c
         ({"scales": ["125m_2b"]}, r"--scales 125m_2b: at least two, each once"),
         ({"shrink": "5"}, r"--shrink 5 does not divide hidden_size=768 of 125m_2b; 2, 3, 4, 6"),
         ({"overrides": [*DEMO, "scale.name=x"]}, r"scale\.name=x: the ladder sets scale\.name itself; leave it out"),
-        (
-            {"overrides": [*DEMO, "train.max_tokens=9"]},
-            r"the ladder sets train\.max_tokens itself; use --shrink_tokens",
-        ),
         ({"overrides": [*DEMO, "model.config.num_heads=4"]}, r"the ladder sets model\.config\.num_heads itself"),
         ({"overrides": ["+experiment/demo=hybrid", DEMO[1]]}, r"--shrink 4: 125m_2b shrunk so is no hybrid \("),
     ],
@@ -125,9 +121,7 @@ def test_what_cannot_be_is_one_line_and_nothing_is_written(climb, tmp_path, argu
     assert not (tmp_path / "ladder").exists()
 
 
-@pytest.mark.parametrize(
-    "model", ["delta_net", "gated_delta_net", "hgrn2", "kda", "mamba2", "path_fox", "samba", "transformer_llama"]
-)
+@pytest.mark.parametrize("model", ["hgrn2", "mamba2", "samba"])
 def test_every_architecture_can_be_shrunk(climb, model):
     """Architectures whose scale has other numbers of blocks and heads, too: it divides those."""
     code, out, _ = climb("--dry_run", shrink="2", overrides=[f"+experiment/demo={model}", "data_dir=d"])

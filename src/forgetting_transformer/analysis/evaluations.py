@@ -322,7 +322,5 @@ def read_json(file: Path) -> Any:
         return files.read_json(file)
     except FileNotFoundError as error:
         raise AnalysisError(f"there is no {file}: run the evaluation that writes it first, to its end") from error
-    except OSError as error:
-        raise AnalysisError(f"{file} cannot be read ({error.strerror or error})") from error
-    except files.UnreadableError as error:
-        raise AnalysisError(f"{error}; delete it, and start what wrote it again") from error
+    except (OSError, files.UnreadableError) as error:
+        raise AnalysisError(f"{file} cannot be read ({error}); start what wrote it again") from error

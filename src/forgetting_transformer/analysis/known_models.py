@@ -57,15 +57,13 @@ def display_name(model: str) -> str:
 
 
 def results_in(folder: Path, file: str) -> list[str]:
-    """Every folder in `folder` that holds `file`, as `[NAME=]FOLDER`: the released models first, then others by name.
+    """Every folder in `folder` that holds `file`, as `NAME=FOLDER`: the released models first, then others by name.
 
     Raises:
         AnalysisError: there is none.
     """
-    found = {path.parent.name: path.parent for path in sorted(folder.glob(f"*/{file}"))}
+    found = {display_name(path.parent.name): path.parent for path in sorted(folder.glob(f"*/{file}"))}
     if not found:
         raise AnalysisError(f"{folder}: there is no MODEL/{file} in it; run the evaluation that writes it first")
-    shown = [known.name for known in MODELS.values()]
-    released = {display_name(name): path for name, path in found.items() if display_name(name) != name}
-    others = [str(path) for name, path in found.items() if display_name(name) == name]
-    return [*(f"{name}={released[name]}" for name in shown if name in released), *others]
+    released = [known.name for known in MODELS.values() if known.name in found]
+    return [f"{name}={found[name]}" for name in dict.fromkeys((*released, *found))]

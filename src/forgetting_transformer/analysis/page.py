@@ -11,7 +11,6 @@ import math
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from forgetting_transformer.analysis import AnalysisError, outputs, position_los
 from forgetting_transformer.analysis.evaluations import FIGURE, Evaluation, number_table, read_evaluations
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
 from forgetting_transformer.analysis.plots.style import DOTS_PER_INCH
+from forgetting_transformer.analysis.position_loss import comparison_table
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_table
 from forgetting_transformer.analysis.runs import Run
 from forgetting_transformer.analysis.tables import Table, format_tokens, has_numbers, score_table
@@ -53,8 +53,7 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
 
     Args:
         run_dirs: output_dirs of runs.
-        results: folders with results of evaluations, at any depth: per_token_loss, niah, forget_gates,
-            lm_eval_harness, longbench.
+        results: folders with results of evaluations, at any depth.
         out: the folder of the page.
 
     Raises:
@@ -70,16 +69,16 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
     if not run_dirs and not results:
         raise AnalysisError("nothing to report: give the output_dir of a run, or --results FOLDER")
     left_out: list[str] = []
-    try:
-        runs = run_figures.read_runs(run_dirs) if run_dirs else []
-        sections = {
-            "Runs": _overview(runs),
-            **{figure.title: _picture(figure.title, figure.draw) for figure in run_figures.of_runs(runs, left_out)},
-            **_evaluations(results, left_out, {run.output_dir.resolve().name: run.name for run in runs}),
-            "Configurations": _configurations(runs),
-        }
-    except (ValueError, OSError) as error:
-        raise AnalysisError(str(error)) from error
+    runs = run_figures.read_runs(run_dirs) if run_dirs else []
+    with tempfile.TemporaryDirectory() as temporary:
+        drawn = run_figures.draw_runs(runs, Path(temporary), left_out)
+        figures = {title: _embedded(file, title) for title, file in drawn.items()}
+    sections = {
+        "Runs": _overview(runs),
+        **figures,
+        **_evaluations(results, left_out, {run.output_dir.resolve().name: run.name for run in runs}),
+        "Configurations": _configurations(runs),
+    }
     if not any(sections.values()):
         raise AnalysisError("nothing to report: " + "; ".join(left_out))
     body = "\n".join(f"<h2>{html.escape(title)}</h2>\n{content}" for title, content in sections.items() if content)
@@ -135,64 +134,49 @@ def _evaluations(folders: Sequence[Path], left_out: list[str], shown: Mapping[st
     Args:
         shown: the page's names for models that have others in the folders; so a model has one colour everywhere.
     """
-    found = [replace(one, model=shown.get(one.model, one.model)) for one in read_evaluations(folders)]
+    found = read_evaluations(folders)
     for folder in folders:
         if not any(one.folder.is_relative_to(folder) for one in found):
             left_out.append(f"{folder} holds no results of evaluations")
-    kinds: dict[str, list[Evaluation]] = {kind: [] for kind in _TITLES}
-    for one in found:
-        kinds.setdefault(one.kind, []).append(one)
     sections = {}
-    for kind, evaluations in kinds.items():
-        # Shown together; of LongBench-E each model has numbers by length.
-        together = [one for one in evaluations if kind in _TABLES and not any(number.at for number in one.numbers)]
-        content = _scores(together, kind)
-        if kind == "per_token_loss":
-            together, content = evaluations, _position_losses(evaluations)
-        content += "".join(_alone(one, with_pictures=one not in together) for one in evaluations)
+    for kind in dict.fromkeys((*_TITLES, *(one.kind for one in found))):
+        models: dict[str, Evaluation] = {}
+        for one in (one for one in found if one.kind == kind):
+            name = shown.get(one.model, one.model)
+            models[name if name not in models else f"{name} ({len(models) + 1})"] = one
+        content = _position_losses(models) if kind == "per_token_loss" else _scores(models, kind)
+        shown_together = bool(content)
+        for name, one in models.items():
+            # The figure of all evaluations is one of the others, where there are others.
+            drawn = [] if shown_together else sorted(one.folder.glob("*.png"))
+            drawn = [file for file in drawn if file.name != FIGURE] or drawn
+            content += "".join(_embedded(file, f"{name}, {file.stem}") for file in drawn)
+            content += _folded(f"Numbers of {name}", _table(number_table(one)))
         sections[_TITLES.get(kind, kind)] = content
     return sections
 
 
-def _alone(evaluation: Evaluation, with_pictures: bool) -> str:
-    """The pictures that an evaluation has drawn, and its numbers."""
-    drawn = sorted(evaluation.folder.glob("*.png")) if with_pictures else []
-    # The figure of all evaluations is one of the others, where there are others.
-    drawn = [file for file in drawn if file.name != FIGURE] or drawn
-    content = "".join(_embedded(file.read_bytes(), f"{evaluation.model}, {file.stem}") for file in drawn)
-    return content + _folded(f"Numbers of {evaluation.model}", _table(number_table(evaluation)))
-
-
-def _numbered(evaluations: Sequence[Evaluation]) -> list[str]:
-    """The names of their models, with a number where a name comes again."""
-    found = [one.model for one in evaluations]
-    return [
-        f"{name} ({found[:place].count(name) + 1})" if name in found[:place] else name
-        for place, name in enumerate(found)
-    ]
-
-
-def _position_losses(evaluations: Sequence[Evaluation]) -> str:
-    if not evaluations:
+def _position_losses(models: Mapping[str, Evaluation]) -> str:
+    if not models:
         return ""
-    shown = _numbered(evaluations)
-    results = [position_loss.read_result(one.folder, name) for one, name in zip(evaluations, shown, strict=True)]
-    more = {
-        "train_length": {result.name: result.summary.get("train_length") for result in results},
-        "conditions": position_loss.made_with([result.summary for result in results]),
-    }
-    curves = position_loss.group_seeds(results)
-    content = _picture("loss at every position", loss_against_position, curves, **more)
-    if compared := position_loss.compare(results):
-        content += _picture("differences in loss by position", loss_differences, compared, **more)
-        content += _table(position_loss.comparison_table(compared))
+    results = [position_loss.read_result(one.folder, name) for name, one in models.items()]
+    summaries = [result.summary for result in results]
+    lengths = {result.name: result.summary.get("train_length") for result in results}
+    made_with, compared = position_loss.made_with(summaries), position_loss.compare(results)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / FIGURE
+        loss_against_position(position_loss.group_seeds(results), file, lengths, conditions=made_with)
+        content = _embedded(file, "loss at every position")
+        if compared:
+            loss_differences(compared, file, made_with, lengths)
+            content += _embedded(file, "differences in loss by position") + _table(comparison_table(compared))
     return content + _table(position_loss.slope_table([(result.name, result.summary) for result in results]))
 
 
-def _scores(evaluations: Sequence[Evaluation], kind: str) -> str:
-    """The table of all models."""
-    models = {name: [one] for one, name in zip(evaluations, _numbered(evaluations), strict=True)}
-    rows, columns = _TABLES[kind](models) if models else ({}, [])
+def _scores(models: Mapping[str, Evaluation], kind: str) -> str:
+    """The table of all models; of LongBench-E each model has numbers by length, and no row here."""
+    of_models = {name: [one] for name, one in models.items() if not any(number.at for number in one.numbers)}
+    rows, columns = _TABLES[kind](of_models) if of_models and kind in _TABLES else ({}, [])
     return _table(score_table(rows, columns)) if has_numbers(rows, columns) else ""
 
 
@@ -217,20 +201,9 @@ def _setting(config: Mapping[str, Any], key: str) -> str:
     return json.dumps(config[key], default=str, ensure_ascii=False) if key in config else "– not there –"
 
 
-def _picture(description: str, draw: Callable, *shown: Any, **more: Any) -> str:
-    """A figure as a part of the page.
-
-    Args:
-        draw: called with what is shown, the file to write and the keywords.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "picture.png"
-        draw(*shown, path, **more)
-        return _embedded(path.read_bytes(), description)
-
-
-def _embedded(picture: bytes, description: str) -> str:
+def _embedded(file: Path, description: str) -> str:
     """A PNG; one of the same resolution as all figures here has texts of the same size."""
+    picture = file.read_bytes()
     width = round(int.from_bytes(picture[16:20]) * _PIXELS_PER_INCH / DOTS_PER_INCH)
     data = base64.b64encode(picture).decode()
     return f'<p><img alt="{html.escape(description)}" width="{width}" src="data:image/png;base64,{data}"></p>\n'

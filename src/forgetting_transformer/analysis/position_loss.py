@@ -159,27 +159,29 @@ def group_seeds(results: Sequence[Result]) -> dict[str, np.ndarray]:
     return {name: losses[0] if len(losses) == 1 else np.stack(losses) for name, losses in curves.items()}
 
 
-def slope_table(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
+def slope_table(results: Sequence[tuple[str, Mapping[str, Any]]], beyond_training: bool = False) -> Table:
     """The slope of every model at every power-of-two fraction of its length, with standard errors.
 
     Args:
         results: names and the contents of results.json; seeds have one name.
+        beyond_training: only what each doubling of the context from the training length on changes, and whether that
+            is more than two standard errors.
     """
+    rows = []
+    for name, summary in results:
+        for entry in summary.get("slope", []):
+            if beyond_training and entry["position"] < summary["train_length"]:
+                continue
+            change, error = entry["per_doubling"], entry["standard_error"]
+            verdict = "falls: the added context helps" if change < 0 else "rises: the added context hurts"
+            if error is None or abs(change) <= 2 * error:
+                verdict = "one sequence: no standard error" if error is None else "flat within two standard errors"
+            losses = [f"{entry[key]:.4f}" for key in ("before", "after")]
+            slope = [with_error(change, error), f"{1000 * entry['per_token']:+.4f}"]
+            rows.append([name, f"{entry['position']:,}", *losses, *slope, verdict if beyond_training else ""])
     header = ["Model", "at position i", "loss in [i/2, i)", "loss in [i, 2i)", "change per doubling (nats)"]
-    header.append("dL/di (nats per 1,000 tokens)")
-    rows = [
-        [
-            name,
-            f"{entry['position']:,}",
-            f"{entry['before']:.4f}",
-            f"{entry['after']:.4f}",
-            with_error(entry["per_doubling"], entry["standard_error"]),
-            f"{1000 * entry['per_token']:+.4f}",
-        ]
-        for name, summary in results
-        for entry in summary.get("slope", [])
-    ]
-    return Table(header, rows, "lrrrrr")
+    header += ["dL/di (nats per 1,000 tokens)", "beyond the training length"]
+    return Table(header, rows, "lrrrrrl").without_empty_columns()
 
 
 def compare(results: Sequence[Result], from_position: int = 1) -> list[dict[str, Any]]:
@@ -242,28 +244,3 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         for row in rows
     ]
     return Table(header, cells, "lllrr")
-
-
-def extrapolation_table(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
-    """Change of the loss with every doubling of the context from the training length on.
-
-    A change counts as one where it is more than two standard errors.
-
-    Args:
-        results: names and the contents of results.json.
-    """
-    header = ["Model", "trained at", "context from → to", "loss before → after (nats)", "change (nats)", ""]
-    rows = []
-    for name, summary in results:
-        for entry in summary["slope"]:
-            if entry["position"] < summary["train_length"]:
-                continue
-            error, change = entry["standard_error"], entry["per_doubling"]
-            verdict = "one sequence: no standard error"
-            if error is not None:
-                falls = "falls: the added context helps" if change < 0 else "rises: the added context hurts"
-                verdict = falls if abs(change) > 2 * error else "flat within two standard errors"
-            context = f"{entry['position']:,} → {2 * entry['position']:,}"
-            losses = f"{entry['before']:.4f} → {entry['after']:.4f}"
-            rows.append([name, f"{summary['train_length']:,}", context, losses, with_error(change, error), verdict])
-    return Table(header, rows, "lrllrl")

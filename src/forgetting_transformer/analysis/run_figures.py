@@ -1,13 +1,10 @@
 """The figures that there are of runs, and under which conditions these were made.
 
-scripts/plot_run.py writes the figures, the page shows them, and wandb and TensorBoard get those of an evaluation while
-a run is trained.
+scripts/plot_run.py writes them, and the page shows them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,19 +19,11 @@ from forgetting_transformer.analysis.tables import format_tokens
 _LISTED = 4
 
 
-class RunFigure(NamedTuple):
-    """One figure: its file's name without the suffix, the title of its section on the page, and what writes it."""
-
-    name: str
-    title: str
-    draw: Callable[[Path], object]
-
-
 def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
     """The runs under the names that figures show, with the model in each, as in "run3 (fox_pro)": it gives the colour.
 
     Raises:
-        ValueError: a run is given twice.
+        AnalysisError: a run is given twice.
     """
     runs = [read_run(folder, name) for folder, name in zip(run_dirs, run_names(run_dirs), strict=True)]
     models = [run.setting("model", "label") or "" for run in runs]
@@ -68,14 +57,18 @@ def conditions(runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def of_runs(runs: Sequence[Run], left_out: list[str]) -> Iterator[RunFigure]:
-    """The figures that there is something to draw for, with all runs in each.
+def draw_runs(runs: Sequence[Run], folder: Path, left_out: list[str]) -> dict[str, Path]:
+    """Draws the figures that there is something to draw for, with all runs in each.
 
     Args:
+        folder: gets the figures.
         left_out: gets a line about every run that has nothing yet for a figure that each run has sooner or later.
 
+    Returns:
+        Titles, as the page has them -> files.
+
     Raises:
-        ValueError: a file is damaged.
+        AnalysisError: a file is damaged.
     """
     logged = [run for run in runs if run.train.tokens.size or run.heldout.tokens.size]
     left_out += [
@@ -83,24 +76,23 @@ def of_runs(runs: Sequence[Run], left_out: list[str]) -> Iterator[RunFigure]:
         for run in runs
         if run not in logged
     ]
-    made_with = conditions(logged)
-
-    def of_all(draw: Callable[..., Any], shown: Any = logged) -> Callable[[Path], object]:
-        return partial(draw, shown, conditions=made_with)
-
-    if any(run.has_loss for run in logged):
-        yield RunFigure("loss_tokens", "Loss against training tokens", of_all(loss_against_tokens))
+    made_with, files = conditions(logged), {}
     sets = list(dict.fromkeys(name for run in logged for name in run.eval_sets))
+    if any(run.has_loss for run in logged):
+        loss_against_tokens(logged, file := folder / "loss_tokens.png", made_with)
+        files["Loss against training tokens"] = file
     if sets:
-        yield RunFigure("loss_sets", "Loss on every held-out set", of_all(loss_on_sets))
+        loss_on_sets(logged, file := folder / "loss_sets.png", made_with)
+        files["Loss on every held-out set"] = file
     if any(map(has_metrics, logged)):
-        title = "Learning rate, gradient norm, throughput and wall time"
-        yield RunFigure("training", title, of_all(training_metrics))
+        training_metrics(logged, file := folder / "training.png", made_with)
+        files["Wall time, learning rate, gradient norm, throughput"] = file
     if len(logged) == 1 and names.NORM in logged[0].kinds:
-        yield RunFigure("norms", "Norms of weights and gradients", of_all(norms, logged[0]))
+        norms(logged[0], file := folder / "norms.png", made_with)
+        files["Norms of weights and gradients"] = file
     if scored := [run for run in logged if read_scores(run)]:
-        draw = partial(scores_over_training, scored, conditions=conditions(scored))
-        yield RunFigure("evaluations", "Evaluations during training", draw)
+        scores_over_training(scored, file := folder / "evaluations.png", conditions(scored))
+        files["Evaluations during training"] = file
     for eval_set in ("", *sets):
         members = [run.on(eval_set) for run in logged if not eval_set or eval_set in run.eval_sets]
         curves: dict[str, np.ndarray] = {}
@@ -111,10 +103,10 @@ def of_runs(runs: Sequence[Run], left_out: list[str]) -> Iterator[RunFigure]:
             curves |= losses
             lengths |= dict.fromkeys(losses, run.setting("datamodule", "train_batch_len"))
         if curves:
-            more: dict[str, Any] = {"train_length": lengths, "conditions": conditions(members), "of": "runs"}
-            title = "Loss at every position, in training" + (f", on {eval_set}" if eval_set else "")
-            name = f"loss_position{'_' * bool(eval_set)}{eval_set}"
-            yield RunFigure(name, title, partial(loss_against_position, curves, **more))
+            file = folder / f"loss_position{'_' * bool(eval_set)}{eval_set}.png"
+            loss_against_position(curves, file, lengths, conditions=conditions(members), of="runs")
+            files["Loss at every position, in training" + (f", on {eval_set}" if eval_set else "")] = file
+    return files
 
 
 def _heldout_tokens(run: Run) -> str | None:

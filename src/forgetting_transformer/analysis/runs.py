@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forgetting_transformer import metric_names as names
+from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.tables import format_tokens
 from forgetting_transformer.files import parse_json_lines, read_yaml
 
@@ -97,7 +98,7 @@ class Run:
         """The lines of one kind of metrics.
 
         Raises:
-            ValueError: a line cannot be read (see `read_metrics`).
+            AnalysisError: a line cannot be read (see `read_metrics`).
         """
         if kind not in self._records:
             self._records[kind] = read_metrics(_jsonlines(self.output_dir) / f"{kind}.jsonl")
@@ -188,15 +189,6 @@ class Run:
         """Hours of the training loop, with evaluations and checkpoints, over all starts, at each line of losses."""
         return self.series(names.TRAIN, names.name_of(names.TRAIN, "total_time")).scaled(1 / 3600)
 
-    @property
-    def goodput(self) -> dict[str, float]:
-        """Shares of the wall time of all starts by what it went to, which add up to 1; {} where it was not logged."""
-        return {
-            name: value
-            for key, value in self.last(names.GOODPUT).items()
-            if (name := key.partition("/")[2]) and name != names.HOURS
-        }
-
     # How far it is.
 
     @property
@@ -279,7 +271,7 @@ def _position_loss(file: Path, kind: str) -> np.ndarray:
         with np.load(file) as arrays:
             return np.asarray(arrays[array], dtype=np.float64)
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        raise ValueError(
+        raise AnalysisError(
             f"{file}: cannot read the array {array!r} ({error}). If the run is writing the file, try again; if it was "
             "killed while it did, delete the file."
         ) from error
@@ -292,7 +284,7 @@ def run_names(run_dirs: Sequence[Path]) -> list[str]:
         found = ["/".join(path[-depth:]) for path in parts]
         if len(set(found)) == len(found):
             return found
-    raise ValueError(f"The same run is given twice: {', '.join(map(str, run_dirs))}.")
+    raise AnalysisError(f"The same run is given twice: {', '.join(map(str, run_dirs))}.")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -302,7 +294,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Records that a resumed run logged again replace those of the first time.
 
     Raises:
-        ValueError: another line is not a JSON object with a ``step``.
+        AnalysisError: another line is not a JSON object with a ``step``.
     """
     if not path.exists():
         return []
@@ -317,7 +309,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError) as error:
             if number > len(lines):
                 break
-            raise ValueError(
+            raise AnalysisError(
                 f"{path}, line {number}: expected a JSON object with a 'step', found {line[:80]!r}. "
                 "Remove the line to read the rest."
             ) from error

@@ -50,7 +50,7 @@ class Table:
 
     def without_empty_columns(self) -> "Table":
         """The table without the columns that are empty in every row."""
-        keep = [i for i in range(len(self.header)) if any(row[i] for row in self.rows)]
+        keep = [i for i in range(len(self.header)) if not self.rows or any(row[i] for row in self.rows)]
         header, *rows = ([row[i] for i in keep] for row in (self.header, *self.rows))
         return Table(header, rows, "".join(self.alignment[i] for i in keep))
 

@@ -40,9 +40,9 @@ from forgetting_transformer.analysis.position_loss import (
     GROUP_OF_SEQUENCE,
     LOSS_PER_OCTAVE,
     LOSS_PER_TOKEN,
-    extrapolation_table,
     made_with,
     octave_edges,
+    slope_table,
     slopes,
     standard_errors,
 )
@@ -319,7 +319,7 @@ def _write_results(
         _savez(new / "results.npz", **numbers, **arrays)
         write_json(new / "results.json", results)
         if extrapolation:
-            table = extrapolation_table([(results["model"], results)])
+            table = slope_table([(results["model"], results)], beyond_training=True)
             write_atomically(new / "extrapolation.md", f"{table.markdown()}\n", durable=False)
         curve = {results["model"]: arrays[LOSS_PER_TOKEN]}
         loss_against_position(curve, new / FIGURE, results["train_length"], conditions=made_with([results]))

@@ -18,15 +18,6 @@ _AT_LEAST = "at least this: not forgotten within the text"
 _MEMORY = "memory length: tokens until the decay reaches 1/e, median over the second half of the text"
 #: Cells of a grid of scores, in each direction, whose numbers are written into them.
 _NUMBERED_CELLS = 12
-#: What chance is, by score.
-_CHANCE = {"words": "chance is above 0: most texts have some of the words", "exact": "chance is 0"}
-#: Modes of needle in a haystack, in the titles of figures.
-_MODES = {
-    "standard": "standard mode",
-    "easy": "easy mode",
-    "paper": "standard mode as in the paper",
-    "paper_easy": "easy mode as in the paper",
-}
 #: Score -> its name for people, and the ends of its scale.
 _SCORES = {
     "words": ("share of the answer's words", (0.0, 1.0)),
@@ -125,12 +116,12 @@ def draw_needles(evaluation: Evaluation, score: str, *paths: Path) -> None:
     matrix = np.full((len(depths), len(lengths)), np.nan)
     for cell in cells:
         matrix[depths.index(cell.at["depth"]), lengths.index(cell.at["length"])] = cell.value
-    mode = _MODES.get(evaluation.settings["mode"], evaluation.settings["mode"])
+    mode = evaluation.settings["mode"]
     label, limits = _SCORES[score]
     # So large at least that the labels of a small grid have room.
     size = (max(4.4, 1.9 + 0.48 * len(lengths)), max(2.7, 1.2 + 0.26 * len(depths)))
     for path in paths:
-        with picture(path, f"{evaluation.model}, needle in a haystack, {mode}", size) as drawn:
+        with picture(path, f"{evaluation.model}, needle in a haystack, mode {mode}", size) as drawn:
             axes = drawn.axes[0, 0]
             axes.set_facecolor("#bbbbbb")
             axes.grid(visible=False)
@@ -147,7 +138,6 @@ def draw_needles(evaluation: Evaluation, score: str, *paths: Path) -> None:
             drawn.notes += _mark_training_length(axes, lengths, evaluation.about.get("train_length"))
             drawn.figure.colorbar(image, ax=axes, label=label.format(judge=evaluation.settings.get("judge")))
             drawn.notes += _described(cells)
-            drawn.notes += [_CHANCE[score]] if score in _CHANCE else []
 
 
 def _described(cells: Sequence[Number]) -> list[str]:

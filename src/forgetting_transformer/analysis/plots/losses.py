@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.comparisons import Model
 from forgetting_transformer.analysis.plots.style import (
     GREY,
@@ -107,10 +108,10 @@ def loss_against_tokens(runs: Sequence[Run], path: Path, conditions: Sequence[st
     neither the first steps nor a run that diverges flatten the rest. A run that ends above the axis is named there.
 
     Raises:
-        ValueError: no run, or no finite loss in any of them.
+        AnalysisError: no run has a finite loss.
     """
     if not any(run.has_loss for run in runs):
-        raise ValueError(f"Nothing to plot: no finite loss ({', '.join(run.name for run in runs) or 'no runs given'}).")
+        raise AnalysisError(f"nothing to plot: no finite loss ({', '.join(run.name for run in runs)})")
     styles = run_styles(runs)
     with picture(path, f"Training and held-out loss of {of_runs(runs)}", (6.4, 3.8)) as drawn:
         axes = drawn.axes[0, 0]
@@ -249,11 +250,11 @@ def loss_against_position(
         of: what several curves are, for the title.
 
     Raises:
-        ValueError: a curve has fewer than two losses, or one that is not finite.
+        AnalysisError: a curve has fewer than two losses, or one that is not finite.
     """
     for name, loss in curves.items():
         if loss.shape[-1] < 2 or not np.isfinite(loss).all():
-            raise ValueError(f"'{name}': expected two or more losses, one for each position, all finite")
+            raise AnalysisError(f"'{name}': expected two or more losses, one for each position, all finite")
     names, lengths = list(curves), [loss.shape[-1] for loss in curves.values()]
     first = max(1, min(max(lengths) // 512 if first is None else first, min(lengths) // 2))
     title = f"Loss at every position of {names[0] if len(names) == 1 else f'{len(names)} {of}'}"
@@ -269,8 +270,8 @@ def loss_against_position(
             position_axis(axes, first, max(lengths))
             marks = mark_training(axes, train_length, names)
             is_loss = axes is drawn.axes[0, 0]
-            ends = position_limits([y if is_loss else np.log(y) for *_, y in drawn_curves])
-            set_limits(axes, *(ends if is_loss else map(math.exp, ends)), drawn_curves)
+            low, high = position_limits([y if is_loss else np.log(y) for *_, y in drawn_curves])
+            set_limits(axes, *((low, high) if is_loss else (math.exp(low), math.exp(high))), drawn_curves)
         left, right = drawn.axes[0]
         left.set(xlabel="token position $i$", ylabel="loss at position $i$ (nats per token)")
         right.set(xlabel="context length (tokens)", ylabel="perplexity over the context")
@@ -315,10 +316,10 @@ def mark_training(
 ) -> list[Line2D]:
     """Draws a vertical line at each training length, of all or by name; returns what the legend says of it."""
     by_name = train_length if isinstance(train_length, Mapping) else dict.fromkeys(names, train_length)
+    lengths = sorted({length for name in names if (length := by_name.get(name)) is not None})
     handles = []
-    for length in sorted({by_name[name] for name in names if by_name.get(name) is not None}):
-        owners = [name for name in names if by_name.get(name) == length]
-        whose = f"of {', '.join(owners)} " if len({*by_name.values()} - {None}) > 1 else ""
+    for length in lengths:
+        whose = f"of {', '.join(name for name in names if by_name.get(name) == length)} " if len(lengths) > 1 else ""
         handles.append(reference_line(axes, length, f"training length {whose}({length:,} tokens)", vertical=True))
     return handles
 

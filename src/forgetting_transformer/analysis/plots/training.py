@@ -6,7 +6,6 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis.plots.losses import (
@@ -36,17 +35,6 @@ from forgetting_transformer.analysis.plots.style import (
 from forgetting_transformer.analysis.runs import Run, Series
 from forgetting_transformer.analysis.scores_in_training import read_scores
 
-#: Activities that wall time goes to, with the useful first; others are grey.
-_TIME_COLOURS = {
-    "steps": "#009E73",
-    "first step": "#56B4E9",
-    "start": "#0072B2",
-    "data": "#E69F00",
-    "evaluation": "#CC79A7",
-    "checkpoint": "#882255",
-    "log": "#999933",
-    "lost": "#D55E00",
-}
 _DASHES = ("--", ":", "-.")
 #: Label, kind, name, factor to the unit of the label, and whether the axis may be logarithmic.
 _PANELS = (
@@ -61,14 +49,14 @@ _PANELS = (
 
 def has_metrics(run: Run) -> bool:
     """Whether a run has logged anything that `training_metrics` draws."""
-    return bool(run.goodput) or any(run.series(kind, name).tokens.size for _, kind, name, *_ in _PANELS)
+    return any(run.series(kind, name).tokens.size for _, kind, name, *_ in _PANELS)
 
 
 def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()) -> None:
     """Draws what a run logs beside its losses: each panel only where a run has logged it.
 
-    Loss is drawn against wall time; learning rate, gradient norm, throughput, MFU and memory against training tokens;
-    shares of wall time as bars. At least one run `has_metrics`.
+    Loss is drawn against wall time; learning rate, gradient norm, throughput, MFU and memory against training tokens.
+    At least one run `has_metrics`.
     """
     curves: list[tuple[str, list[Series], bool]] = [
         (label, [run.series(kind, name).scaled(factor) for run in runs], logarithmic)
@@ -76,8 +64,7 @@ def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] 
     ]
     curves = [curve for curve in curves if any(series.tokens.size for series in curve[1])]
     timed = [run for run in runs if run.train.values.size and run.hours.tokens.size]
-    goodput = {run.name: run.goodput for run in runs if run.goodput}
-    count = bool(timed) + len(curves) + bool(goodput)
+    count = bool(timed) + len(curves)
     styles = dict(zip((run.name for run in runs), run_styles(runs), strict=True))
     with panels(path, f"Training of {of_runs(runs)}", count, (3.1, 2.3)) as drawn:
         free = iter(drawn.axes.flatten())
@@ -98,8 +85,6 @@ def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] 
                 axes.set_ylim(0, 1.06 * positive.max())
             axes.set_ylabel(label)
             token_axis(axes)
-        if goodput:
-            _shares_of_time(next(free), goodput)
         drawn.notes += [*conditions, *([SMOOTHED] if timed else [])]
 
 
@@ -116,23 +101,6 @@ def _loss_against_hours(axes: Axes, runs: Sequence[Run], styles: Mapping[str, Cu
     axes.set_xlim(left=0)
     set_limits(axes, *loss_limits(runs), curves)
     axes.set(xlabel=f"wall time of training ({unit})", ylabel=LOSS_LABEL)
-
-
-def _shares_of_time(axes: Axes, goodput: Mapping[str, Mapping[str, float]]) -> None:
-    """A bar for each run, divided by the activities of its wall time."""
-    kinds = dict.fromkeys(kind for shares in goodput.values() for kind, share in shares.items() if share >= 0.005)
-    for row, shares in enumerate(goodput.values()):
-        left = 0.0
-        for kind in kinds:
-            share = 100 * shares.get(kind, 0.0)
-            axes.barh(row, share, left=left, height=0.6, color=_TIME_COLOURS.get(kind, GREY))
-            left += share
-    axes.set_yticks(range(len(goodput)), goodput if len(goodput) > 1 else [""], fontsize=7)
-    axes.set_ylim(1.4 * len(goodput) - 0.3, -0.7)  # room for the legend
-    axes.set(xlim=(0, 100), xlabel="share of wall time (%)")
-    axes.grid(axis="y", visible=False)
-    patches = [Patch(color=_TIME_COLOURS.get(kind, GREY), label=kind) for kind in kinds]
-    axes.legend(handles=patches, loc="lower left", ncols=2, fontsize=7, handlelength=1.0, columnspacing=1.0)
 
 
 def norms(run: Run, path: Path, conditions: Sequence[str] = ()) -> None:
