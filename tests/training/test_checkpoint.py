@@ -337,8 +337,9 @@ def test_a_damaged_manifest_is_a_damaged_checkpoint(tmp_path, manifest):
     file.write_text(manifest)
     with pytest.raises(CheckpointError, match=r"its manifest\.json is damaged"):
         inspect(file.parent)
-    assert newest_valid(tmp_path) is None
     assert read_manifest(file.parent) is None  # for listings
+    (tmp_path / f"step-{2:015d}").symlink_to(tmp_path / "nowhere")
+    assert newest_valid(tmp_path) is None
 
 
 def test_too_many_open_files_are_no_damage(tmp_path, monkeypatch):

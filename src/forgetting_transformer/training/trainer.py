@@ -33,9 +33,9 @@ from forgetting_transformer.training.execution import choice as execution
 from forgetting_transformer.training.execution.compilation import Compilation
 from forgetting_transformer.training.faults.corruption import weights_and_moments
 from forgetting_transformer.training.faults.failures import Start
-from forgetting_transformer.training.faults.feed import batches
 from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.faults.stop import Stop, Vote
+from forgetting_transformer.training.feed import batches
 from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
 from forgetting_transformer.training.optimization.schedule import build_schedule
 from forgetting_transformer.training.parallel.ranks import Ranks, on_rank_zero

@@ -3,7 +3,7 @@
     python train.py … callbacks=[ema] callbacks.ema.decay=0.9999
     python save_model.py --hf_load_dir=… --hf_save_dir=… --weights ema
 
-The n-th update (n = 0, 1, …) makes the average d * average + (1 - d) * weights with d = min(decay, (1 + n) / (10 + n)),
+The n-th step (n = 0, 1, …) makes the average d * average + (1 - d) * weights with d = min(decay, (1 + n) / (10 + n)),
 and the first one takes the weights as they are. So early weights, which are far from the later ones, are soon forgotten
 whatever the decay. The average is in float32, sharded as the weights are, and in every checkpoint.
 """
@@ -18,9 +18,7 @@ from pydantic import Field
 
 from forgetting_transformer import plugins
 from forgetting_transformer.metric_names import LOSS, VAL_EMA, name_of
-from forgetting_transformer.ranges import TOKENS
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
-from forgetting_transformer.training.config import Count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,12 +31,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class EmaConfig:
-    #: How much of the average an update leaves; 0.999 averages over about 1000 updates.
+    #: How much of the average a step leaves; 0.999 averages over about 1000 steps.
     decay: Annotated[float, Field(ge=0, le=0.999999)] = 0.999
-    #: Steps between updates.
-    every_steps: Count = 1
-    #: Training tokens before the first update. Until then the average is the weights.
-    start_tokens: Annotated[int, Field(ge=0, le=TOKENS.high)] = 0
     #: Also evaluate the average on the held-out documents, when the weights are evaluated: val_ema.jsonl.
     evaluate: bool = True
 
@@ -51,14 +45,12 @@ class Ema(Callback):
     def __init__(self, config: EmaConfig) -> None:
         self.config = config
         self.evaluates = config.evaluate  # type: ignore[misc]  # of this one
-        self.updates = 0
+        self._steps = 0
         #: The model's parameters and their averages, in one order; under FSDP both are shards.
         self._weights: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
         self._held_out: HeldOut | None = None
-        start = f" from {config.start_tokens:,} tokens on" if config.start_tokens else ""
-        every = "step" if config.every_steps == 1 else f"{config.every_steps:,} steps"
-        self.summary = f"decay {config.decay:g}, updated every {every}{start}"
+        self.summary = f"decay {config.decay:g}"
 
     def on_start(self, trainer: TrainerInterface) -> None:
         from forgetting_transformer.training.callbacks.held_out import HeldOut
@@ -67,16 +59,14 @@ class Ema(Callback):
             self._held_out = HeldOut(trainer.data, "ema", weights="ema")
 
     def on_step(self, trainer: TrainerInterface, step: Step) -> None:
-        counters = trainer.counters
-        if counters.token_count < self.config.start_tokens or counters.batch_count % self.config.every_steps:
-            return
-        self._move(min(self.config.decay, (1 + self.updates) / (10 + self.updates)) if self.updates else 0.0)
-        self.updates += 1
+        import torch
+
+        decay = min(self.config.decay, (1 + self._steps) / (10 + self._steps)) if self._steps else 0.0
+        torch._foreach_lerp_(_local(self._average), _local(self._weights), 1 - decay)
+        self._steps += 1
 
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
-        if kind == "save" and not self.updates:
-            self._move(0.0)
-        if kind == "eval" and self.updates and self._held_out is not None:
+        if kind == "eval" and self._steps and self._held_out is not None:
             self._swap(trainer)
             try:
                 self._held_out.on_interval(trainer, kind)
@@ -92,10 +82,10 @@ class Ema(Callback):
     def state(self) -> dict[str, Tensor]:
         import torch
 
-        return {"updates": torch.tensor(self.updates)}
+        return {"steps": torch.tensor(self._steps)}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        self.updates = int(state["updates"])
+        self._steps = int(state["steps"])
 
     def large_state(self, trainer: TrainerInterface) -> dict[str, Tensor]:
         if not self._average:
@@ -103,12 +93,6 @@ class Ema(Callback):
             self._weights = dict(trainer.model.module.named_parameters())
             self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
         return self._average
-
-    def _move(self, decay: float) -> None:
-        """Leaves `decay` of the average and adds as much of the weights as is missing to one."""
-        import torch
-
-        torch._foreach_lerp_(_local(self._average), _local(self._weights), 1 - decay)
 
     def _swap(self, trainer: TrainerInterface) -> None:
         """Puts the average in the place of the weights and the other way round, bitwise."""

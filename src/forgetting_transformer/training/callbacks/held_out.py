@@ -18,7 +18,7 @@ from forgetting_transformer.data.corpus import check_batch, model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 from forgetting_transformer.training.eval_sets import kind_of
-from forgetting_transformer.training.faults.feed import feed
+from forgetting_transformer.training.feed import feed
 from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length, mean_loss
 from forgetting_transformer.training.records.metrics import prefixed
 

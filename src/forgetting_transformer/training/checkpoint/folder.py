@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import os
 import re
 import shutil
 import zlib
@@ -54,7 +55,7 @@ def newest_valid(folder: Path, step: int | None = None) -> Checkpoint | None:
         try:
             return inspect(path)
         except CheckpointError as error:
-            if not path.exists():  # its run has deleted it meanwhile, and written a newer one
+            if not os.path.lexists(path):  # its run has deleted it meanwhile, and written a newer one
                 return newest_valid(folder, step)
             log.warning("passing over checkpoint %s: %s", path, error)
     return None
