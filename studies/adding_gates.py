@@ -508,7 +508,6 @@ def draw(results: Path, path: Path) -> None:
     from forgetting_transformer.analysis.plots.style import (
         curve_styles,
         draw_line,
-        draw_range,
         line_handle,
         picture,
         reference_line,
@@ -517,6 +516,10 @@ def draw(results: Path, path: Path) -> None:
     found = json.loads(results.read_text("utf-8"))
     settings, measured = found["settings"], found["measured"]
     names = [name for name in TITLES if of_seeds(measured, name)]
+
+    def shade(style: Any) -> dict[str, Any]:
+        return {"color": style.colour, "alpha": 0.2, "linewidth": 0}
+
     styles = dict(zip(names, curve_styles(names), strict=True))
     seeds = len(of_seeds(measured, "gates"))
     with picture(path, "A Transformer with forget gates, trained on in longer texts", (9.6, 3.1), 1, 3) as drawn:
@@ -529,7 +532,7 @@ def draw(results: Path, path: Path) -> None:
         for name in (PRETRAINED, "original", "gates"):
             if name in octaves:
                 draw_line(losses, styles[name], position, octaves[name].mean(0))
-                draw_range(losses, styles[name], position, octaves[name])
+                losses.fill_between(position, octaves[name].min(0), octaves[name].max(0), **shade(styles[name]))
         trained = np.stack([octaves[name].mean(0) for name in ("original", "gates") if name in octaves])
         losses.set_ylim(trained.min() - 0.05, trained.max() + 0.3)
         losses.set_ylabel("loss, nats per token")
@@ -537,7 +540,7 @@ def draw(results: Path, path: Path) -> None:
             if name not in (PRETRAINED, "original"):
                 apart = octaves[name] - octaves["original"][: len(octaves[name])]
                 draw_line(difference, styles[name], position, apart.mean(0))
-                draw_range(difference, styles[name], position, apart)
+                difference.fill_between(position, apart.min(0), apart.max(0), **shade(styles[name]))
         difference.axhline(0, color="#555555", linewidth=0.8)
         difference.set_ylabel("loss minus that without gates")
         for axes in (losses, difference):
