@@ -314,6 +314,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     **{
         f"studies/{file.parent.name}/README.md": functools.partial(study_page, file.parent.name)
         for file in sorted(ROOT.glob("studies/*/README.md"))
+        if (file.parent / "study.json").is_file()
     },
     "README.md": front,
     "docs/results.md": results,

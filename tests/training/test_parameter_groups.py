@@ -8,13 +8,17 @@ import torch
 from torch import nn
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.training.config import TrainConfig
-from forgetting_transformer.training.optimization.optimizers import AdamWConfig
+from forgetting_transformer.plugins import OPTIMIZERS
+from forgetting_transformer.training.config import ConfigError, TrainConfig
+from forgetting_transformer.training.optimization.building import build_optimizer, check_owns
+from forgetting_transformer.training.optimization.optimizers import AdamWConfig, MuonConfig
 from forgetting_transformer.training.optimization.parameter_groups import (
     group_parameters,
+    train_only,
     trainable,
     undecayed_parameters,
 )
+from tests.model.small_models import small_model
 from tests.training.conftest import STEP, changed, train
 
 CONFIG = TrainConfig(max_tokens=1, grad_acc_tokens=1)
@@ -57,3 +61,29 @@ def test_a_learned_gate_bias_is_not_decayed_under_any_strategy(tiny, strategy, w
     names = (Path(tiny["output_dir"]) / "no_decay_params.txt").read_text()
     assert names.count("fgate_bias (2,)") == 2
     assert "fgate_bias" not in (Path(tiny["output_dir"]) / "decay_params.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_parameters_by_pattern_have_a_rate_of_their_own(name):
+    model = small_model()
+    config = {"adamw": AdamWConfig, "muon": MuonConfig}[name](lr=1.0, lr_scale=10.0, lr_scale_for=["*.fgate_proj.*"])
+    optimizer = build_optimizer(model, undecayed_parameters(model, CONFIG), config)
+    check_owns(model, optimizer, name)
+    rates = {id(p): group.get("lr_scale", 1.0) for group in optimizer.param_groups for p in group["params"]}
+    assert {key for key, p in model.named_parameters() if rates[id(p)] == 10.0} == {
+        f"model.layers.{n}.attn.fgate_proj.{kind}"
+        for n in range(len(model.decoder.layers))
+        for kind in ("weight", "bias")
+    }
+    for key, refused in (("train.only", train_only), ("optimizer.lr_scale_for", None)):
+        with pytest.raises(ConfigError, match=rf"{key}=\*.fgate_prj.\* names no parameter of the model; did you mean"):
+            if refused:
+                refused(model, ["*.fgate_prj.*"])
+            else:
+                build_optimizer(model, set(), replace(config, lr_scale_for=["*.fgate_prj.*"]))
+
+
+def test_an_optimizer_that_makes_its_own_groups_refuses_a_rate_by_pattern(monkeypatch):
+    monkeypatch.setattr(OPTIMIZERS, "make", lambda _, model, *__: torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(ConfigError, match=r"optimizer.lr_scale_for=.* has no effect with optimizer.name='adamw'"):
+        build_optimizer(nn.Linear(2, 2), set(), AdamWConfig(lr=1.0, lr_scale_for=["weight"]))

@@ -35,7 +35,7 @@ def losses(output_dir: str) -> dict[int, float]:
 def assert_same_run(a: str, b: str, step: int = 20 * STEP) -> None:
     """Bitwise: weights, moments, logged losses and norms, loss at every position, held-out losses."""
     first, second = checkpoint_tensors(a, step), checkpoint_tensors(b, step)
-    assert first.keys() == second.keys() and len(first) > 50
+    assert first.keys() == second.keys() and len(first) > 30
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
     assert losses(a) == losses(b)
