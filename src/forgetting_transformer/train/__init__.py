@@ -109,11 +109,23 @@ def compose(composed: DictConfig) -> None:
         _composed.append(composed)
 
 
+def keep_compiled_code() -> None:
+    """Lets the next start find compiled code, unless the user has said where. To be called before PyTorch is loaded.
+
+    PyTorch's own folder, in /tmp, is often gone after a job, and has another one for each GPU for Triton.
+    """
+    home, cache = os.path.expanduser("~"), os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.access(cache if os.path.isdir(cache) else home, os.W_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(cache, "forgetting_transformer", "inductor"))
+        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(os.environ.get("TRITON_HOME") or home, ".triton/cache"))
+
+
 def main() -> None:
     command_line.take_any_text()
     # Read when PyTorch is loaded. By default threads of OpenMP spin at the end of every operation until all are there.
     # Beside other work one of them has to wait for a core, and a step takes several times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    keep_compiled_code()
     console.die_with_launcher()
     with signals.StartEnds():
         composed = compose_or_explain()

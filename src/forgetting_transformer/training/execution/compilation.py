@@ -1,12 +1,10 @@
-"""torch.compile in a training run: where compiled code is kept, and what was left uncompiled."""
+"""torch.compile in a training run: its settings, and what was left uncompiled."""
 
 import contextvars
 import importlib
 import logging
 import os
-import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ _USUAL_SECONDS = "15 to 25 s"
 class Compilation:
     """torch.compile in one run. Logs on rank 0.
 
-    Where something may be compiled, making one prepares it: folders, limits, and on a thread, since it takes seconds,
+    Where something may be compiled, making one prepares it: limits, and on a thread, since it takes seconds,
     the compiler and its processes.
 
     Args:
@@ -41,7 +39,6 @@ class Compilation:
         self._starting: threading.Thread | None = None
         on_cuda = device.type == "cuda"
         if config.train.compile is True or (config.train.compile == "auto" and on_cuda):
-            _keep_code()
             _configure(world_size)
             if on_cuda:
                 # PyTorch's settings belong to a thread and what it takes over.
@@ -61,8 +58,10 @@ class Compilation:
     def announce(self) -> None:
         """Says that the first step compiles."""
         if self._talks:
+            from torch._inductor.runtime.cache_dir_utils import cache_dir
+
             how_long = f"usually {_USUAL_SECONDS} on an H200" if self._on_cuda else "up to some minutes"
-            log.info("compiling, %s; the next start finds the compiled code in %s", how_long, code_folder())
+            log.info("compiling, %s; the next start finds the code in %s", how_long, cache_dir())
 
     def warn_of_uncompiled(self) -> None:
         """One WARNING for each reason for which torch.compile left something uncompiled, which it does silently.
@@ -104,34 +103,3 @@ def _start_compiler() -> None:
         importlib.import_module("torch._inductor.compile_fx")
     except Exception as error:  # the first step will do the same, and say what is wrong
         log.debug("the compiler did not start early: %s", error)
-
-
-def _keep_code() -> None:
-    """Keeps compiled code where the next start finds it, unless the user has said where."""
-    folder = code_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"no permission to write in {folder}")
-    except OSError as error:
-        log.warning("compiled code is not kept for the next start (%s): set TORCHINDUCTOR_CACHE_DIR", error)
-        return
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    # TorchInductor would give Triton, and so our own kernels, a folder per GPU. This one is Triton's own choice.
-    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-    if os.path.isabs(home):
-        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
-
-
-def code_folder() -> Path:
-    """TORCHINDUCTOR_CACHE_DIR, or a folder of the user's cache: PyTorch's, in /tmp, is often gone after a job."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    # PyTorch sets the variable to its own choice when parts of it are imported.
-    if chosen and chosen != default_cache_dir():
-        return Path(chosen)
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if not os.path.isabs(cache):  # nobody's home
-        cache = tempfile.gettempdir()
-    return Path(cache) / "forgetting_transformer" / "inductor"
