@@ -86,13 +86,6 @@ def test_another_choice_is_one_warning_that_names_all_that_changed(working_trito
     ]
 
 
-def test_on_another_kind_of_device_auto_chooses_anew(working_triton, caplog):
-    before = Execution(True, "cuda", {"attention": "gluon"})
-    assert not execution.choose("auto", torch.device("cpu"), before, {"attention": Backend("pytorch", "")}).compile
-    (message,) = warnings(caplog)
-    assert "the device was cuda and is cpu now" in message
-
-
 def test_without_a_triton_that_works_auto_warns_and_true_is_refused(monkeypatch, caplog):
     monkeypatch.setattr(execution, "_obstacle", lambda device: "no Triton")
     assert not execution.choose("auto", torch.device("cuda"), None, {}).compile

@@ -224,16 +224,6 @@ def test_what_cannot_be_begun_with_is_one_line(tiny, finished, exported, source,
     assert "init_from=" in said or "init_from" in message
 
 
-def test_a_run_goes_on_where_its_source_is_named_in_other_words(tiny, tmp_path, exported, monkeypatch):
-    new = changed(tiny, init_from=str(exported), train__max_tokens=2 * STEP, output_dir=str(tmp_path / "new"))
-    train(changed(new, train__max_tokens=STEP))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "other").symlink_to(exported)
-    for name in ("hf", "./other"):
-        assert begun(changed(new, init_from=name)).counters.token_count == STEP
-    assert f"init_from: {exported} -> {tmp_path}" in refused(changed(new, init_from=str(tmp_path)))
-
-
 def test_without_a_network_the_hub_is_refused_on_every_rank_and_the_cache_serves(tiny, tmp_path, exported):
     new = changed(tiny, init_from="some-lab/fox", train__max_tokens=STEP)
     said = refused(new, 2)
@@ -262,27 +252,3 @@ def test_nothing_is_unpickled_and_what_is_damaged_is_one_line(tiny, exported):
     weights.unlink()
     (exported / "pytorch_model.bin").write_bytes(b"a pickle")
     assert "holds no weights as safetensors, and nothing else is read" in one_line(new)
-
-
-def test_a_hybrid_takes_the_layers_that_it_keeps(tiny, tmp_path):
-    """One block exchanged: its mixer is fresh, all else is taken; other heads are refused by the block."""
-    fox = {"architecture": "forgetting_transformer", "num_heads": 2}
-    mixers = {"fox": fox, "attention": {"architecture": "transformer", "num_heads": 2}}
-    base = dict(
-        tiny,
-        model={
-            "name": "hybrid",
-            "config": {
-                "hidden_size": tiny["model"]["config"]["hidden_size"],
-                "num_hidden_layers": 2,
-                "pattern": ["fox"],
-                "mixers": mixers,
-            },
-        },
-    )
-    train(changed(base, train__max_tokens=2 * STEP))
-    new = changed(base, init_from=base["output_dir"], output_dir=str(tmp_path / "new"), train__max_tokens=STEP)
-    exchanged = changed(new, model__config__pattern=["fox", "attention"], init_allow=["model.layers.1.mixer.*"])
-    train(exchanged)
-    other = changed(new, model__config__mixers={"fox": fox | {"num_heads": 4}}, output_dir=str(tmp_path / "other"))
-    assert one_line(other).endswith("trained with in model.config: num_heads=2 (not 4) in block 0")

@@ -56,16 +56,6 @@ def test_a_last_line_that_a_crash_cut_short_is_dropped_quietly(file, caplog):
     assert [path.name for path in file.parent.iterdir()] == ["train.jsonl"]
 
 
-def test_a_start_leaves_files_of_others_among_the_metrics_alone(tmp_path):
-    directory = RunDirectory(tmp_path / "run")
-    for name in ("step-abc.npz", "step-9999.npz", f"step-{128:015d}.npz", f"step-{512:015d}.npz"):
-        (directory.npz / "val").mkdir(parents=True, exist_ok=True)
-        (directory.npz / "val" / name).write_bytes(b"")
-    MetricsLog(directory, 256).close()
-    left = {path.name for path in (directory.npz / "val").iterdir()}
-    assert left == {"step-abc.npz", "step-9999.npz", f"step-{128:015d}.npz"}
-
-
 def test_a_start_cuts_only_the_kinds_that_a_run_writes(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     lines = "".join(json.dumps({"step": step, "mine": 1.0}) + "\n" for step in (128, 512))

@@ -1,6 +1,5 @@
 """FSDP2: weights gathered in bf16 are those that products round anyway, and when they are gathered changes no bit."""
 
-import json
 import shutil
 from types import SimpleNamespace
 
@@ -146,18 +145,6 @@ def test_a_run_is_bitwise_that_of_plain_fsdp2(tiny, tmp_path, name, world_size):
         assert got.keys() == want.keys()
         for key, tensor in want.items():
             assert torch.equal(got[key], tensor), (kind, key)
-
-
-@pytest.mark.slow
-def test_weights_that_are_kept_are_gathered_once_a_step(tiny, tmp_path):
-    """Two blocks, output layer and the rest: four units, in steps of four micro-batches."""
-    tiny = changed(tiny, strategy__name="fsdp", fabric__precision="bf16-mixed", train__max_tokens=2 * STEP)
-    tiny = changed(tiny, train__grad_acc_tokens=32, datamodule__train_batch_size=8, skip_eval=True)
-    for keep, want in ((True, 4), (False, 4 * (4 + 2))):  # otherwise blocks twice and the others once a micro-batch
-        config = changed(tiny, strategy__keep_gathered=keep, output_dir=str(tmp_path / str(keep)))
-        job = Job(config, 2, patch=COUNT.format(file=str(tmp_path / f"gathers-{keep}-")))
-        assert job.wait() == [0, 0], job.errors()
-        assert set(map(json.loads, (tmp_path / f"gathers-{keep}-0").read_text().splitlines())) == {want}
 
 
 @pytest.mark.slow
