@@ -17,7 +17,6 @@ from hydra import compose, initialize_config_dir
 
 from forgetting_transformer import console, signals, train
 from forgetting_transformer.train import hydra_errors
-from forgetting_transformer.training.faults.status import write_status
 from tests.processes import run_command
 from tests.waiting import HANG
 
@@ -199,21 +198,6 @@ def test_a_group_that_does_not_exist_is_named():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "folder"),
-    [
-        (["+experiment/demo=fox_pro", "output_dir=a", "output_dir='b=c'"], "b=c"),
-        (["--config-dir=x", "output_dir=a"], "a"),
-        (["output_dir=${oc.env:HOME}/a"], None),
-        (["output_dir=a", "preflight=true"], None),
-        (["-m", "output_dir=a"], None),
-        (["output_dir=' '"], None),
-    ],
-)
-def test_the_folder_of_a_command_that_cannot_be_composed(arguments, folder):
-    assert hydra_errors.output_dir_of(arguments) == folder
-
-
-@pytest.mark.parametrize(
     ("arguments", "said"),
     [(["=3"], "ConfigError: '=3' has no key; write key=value"), (["--resolve"], "ConfigError: The --resolve flag"),
      (["--config-name=foo"], "ConfigError: --config-name=foo: there is no such file in "),
@@ -268,13 +252,7 @@ def test_a_config_with_a_byte_order_mark_is_read(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_typo_on_two_ranks_is_one_line(tmp_path):
-    """… in a folder where a run has ended well, which must not pass for how this start ended."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/run.lock").touch()
-    write_status(tmp_path / "run", "done", step=1)
     flags = ["--accelerator", "cpu", "--devices", "2", "+experiment/demo=fox_prro", f"output_dir={tmp_path}/run"]
     done = run_command("scripts/launch.py", *flags)
     said = "ConfigError: there is no experiment/demo=fox_prro; did you mean 'fox_pro'?"
     assert (done.returncode, done.stderr.splitlines(), done.stdout) == (1, [said], "")
-    status = json.loads((tmp_path / "run/status.json").read_text())
-    assert (status["status"], status["reason"]) == ("failed", said)

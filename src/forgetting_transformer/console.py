@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from forgetting_transformer import signals
 
@@ -68,10 +68,9 @@ def start_log() -> None:
 
 @contextlib.contextmanager
 def one_voice() -> Iterator[None]:
-    """What is printed in here is printed by the first process of the node only, and without the passwords of URLs."""
+    """What is printed in here is printed by the first process of the node only."""
     if signals.first_of_node():
-        with contextlib.redirect_stdout(RedactingStream(sys.stdout)):
-            yield
+        yield
         return
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
@@ -199,16 +198,3 @@ class RedactingFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
-
-
-class RedactingStream:
-    """A stream, such as standard output, to which no password of a URL is written."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        return self._stream.write(redact(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

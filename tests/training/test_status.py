@@ -9,7 +9,6 @@ import pytest
 
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.records.run_directory import RunDirectory
-from tests.processes import run_command
 from tests.training.conftest import STEP, Job, changed, refused, train
 
 
@@ -30,12 +29,6 @@ def test_what_fails_before_the_first_step_replaces_the_end_of_the_start_before(d
     refused(changed(done, optimizer__lr=1.0))
     found = read(done["output_dir"])
     assert (found["status"], found["step"]) == ("failed", 4 * STEP) and "with other settings" in found["reason"]
-    # What the command refuses does, too.
-    folders = (f"output_dir={done['output_dir']}", f"data_dir={done['data_dir']}")
-    assert run_command("train.py", "+experiment/demo=fox_pro", *folders, "schedule.name=sawtooth").returncode == 1
-    found = read(done["output_dir"])
-    assert (found["status"], found["step"]) == ("failed", 4 * STEP)
-    assert "ConfigError: schedule.name='sawtooth' is unknown" in found["reason"]
 
 
 def test_while_it_is_built_a_run_is_starting(done):
@@ -61,7 +54,6 @@ def test_a_start_that_is_refused_the_folder_leaves_the_status_of_the_run_in_it(t
     before = (directory.root / "status.json").read_text()
     for world_size in (1, 2):
         assert "another run is writing to output_dir" in refused(tiny, world_size)
-    status.refuse(RunDirectory(tiny["output_dir"]), "ConfigError: …")
     assert (directory.root / "status.json").read_text() == before
     directory.release()
 

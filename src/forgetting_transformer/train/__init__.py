@@ -22,7 +22,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -75,8 +75,8 @@ def load_plugins() -> None:
                     f"ConfigError: plugins=[{name}]: configs/{relative} has the name of a file of this project, which "
                     "would be taken in its place; rename it"
                 )
-    output_dir = hydra_errors.output_dir_of(sys.argv[1:])
-    if output_dir and "resume=false" not in sys.argv[1:]:
+    typed = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
+    if (output_dir := typed.get("output_dir", "").strip("'\" ")) and "resume=false" not in sys.argv[1:]:
         recorded = _recorded_plugins(Path(output_dir).expanduser() / "config.yaml")
         if said := plugins.missing(recorded, f"output_dir={output_dir}: this run"):
             raise CompactHydraException(f"ConfigError: {said}")
@@ -160,11 +160,11 @@ def compose_or_explain() -> DictConfig | None:
     except (HydraException, OmegaConfBaseException) as error:
         if full_errors == "1":
             raise
-        refuse(hydra_errors.explain(error, *config_dirs()))
+        console.fail(hydra_errors.explain(error, *config_dirs()))
     except Exception as error:
         if full_errors != "1" and hydra_errors.is_of_hydra(error):
             nameless = next((argument for argument in sys.argv[1:] if argument.startswith("=")), None)
-            refuse(
+            console.fail(
                 f"ConfigError: {nameless!r} has no key; write key=value"
                 if nameless
                 else hydra_errors.explain(error, *config_dirs())
@@ -195,7 +195,7 @@ def parse(composed: DictConfig) -> "Config":
             raise training.ConfigError(problem)
         return training.parse(composed, sys.argv[1:])
     except training.ConfigError as error:
-        refuse(f"ConfigError: {error}")
+        console.fail(f"ConfigError: {error}")
 
 
 def train(config: "Config") -> None:
@@ -221,14 +221,3 @@ def train(config: "Config") -> None:
         console.fail(f"{type(error).__name__}: {error}", trace=True, once=False)
     if code:
         sys.exit(code)
-
-
-def refuse(reason: str) -> NoReturn:
-    """Ends with an error of the command line, and records it in output_dir, so that an earlier status does not stay."""
-    output_dir = hydra_errors.output_dir_of(sys.argv[1:])
-    if output_dir and console.rank() == 0:
-        from forgetting_transformer.training.faults import status
-        from forgetting_transformer.training.records.run_directory import RunDirectory
-
-        status.refuse(RunDirectory(output_dir), reason)
-    console.fail(reason)

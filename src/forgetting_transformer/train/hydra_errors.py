@@ -155,12 +155,3 @@ def closest(name: str, known: Sequence[str], title: str = "", before: str = "") 
     if found := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
         return f"; did you mean {before + found[0]!r}?"
     return f"; {title}: {', '.join(known)}" if title else ""
-
-
-def output_dir_of(arguments: Sequence[str]) -> str | None:
-    """The output_dir on a command line that Hydra cannot compose; None if it names none or trains nothing."""
-    if any(a.startswith("-") and not a.startswith(("--config", "-cd", "-cn", "-cp")) for a in arguments):
-        return None  # --cfg job, --help, -m
-    values = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    folder = values.get("output_dir", "").strip().strip("'\"").strip()
-    return folder if folder and "${" not in folder and values.get("preflight", "false") == "false" else None

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from forgetting_transformer.console import redact
 from forgetting_transformer.files import write_atomically
-from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
+from forgetting_transformer.training.records.run_directory import RunDirectory
 
 _NAME = "status.json"
 #: The loop and the sentinel's thread may write in the same moment.
@@ -78,16 +78,3 @@ def move_aside(directory: RunDirectory) -> Path | None:
     moved = directory.move_aside()
     write_own(directory, "starting", 0)
     return moved
-
-
-def refuse(directory: RunDirectory, reason: str) -> None:
-    """A start that failed before it knew its configuration: the status of the start before must not pass for its own.
-
-    A folder without a status, and one in which a run is going on, are left alone.
-    """
-    if not (directory.root / _NAME).is_file():
-        return
-    with contextlib.suppress(RunDirectoryError):
-        claim(directory)
-        write_own(directory, "failed", directory.newest_step(), reason)
-        directory.release()
