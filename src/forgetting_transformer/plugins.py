@@ -42,6 +42,7 @@ plug-ins it was given and those it uses; without them it is not continued, expor
 because a run's folder names it.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -159,7 +160,8 @@ class Registry(Generic[T]):
         component = self.get(name)
         build: Any = component.build
         try:
-            inspect.signature(build).bind(*arguments)
+            with contextlib.suppress(ValueError):  # something built in, which has no signature to read
+                inspect.signature(build).bind(*arguments)
         except TypeError as error:
             whose = f" of plugins=[{component.plugin}]" if component.plugin else ""
             raise PluginError(
