@@ -180,10 +180,7 @@ def test_another_vocabulary_than_longcrawl64s_is_not_imported(official, tmp_path
 def test_folders_of_runs_and_models_are_left_alone_and_the_official_one_is_not_trained_in(
     official, finished, tiny, tmp_path
 ):
-    (tmp_path / "model").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / "model" / name).write_text("{}")
-    for folder in (official, Path(shutil.copytree(finished(tiny), tmp_path / "run")), tmp_path / "model"):
+    for folder in (official, Path(shutil.copytree(finished(tiny), tmp_path / "run"))):
         with pytest.raises(RunDirectoryError, match="choose another"):
             import_run(official, folder)
     for resume in (True, False):

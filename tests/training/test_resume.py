@@ -203,7 +203,7 @@ def test_when_no_checkpoint_is_valid_the_run_is_refused_and_nothing_is_lost(tiny
     before = lines(tiny["output_dir"], "train")
     for world_size in (1, 2):
         message = refused(tiny, world_size)
-        assert message.count("none of the checkpoints in") == world_size and "resume=false" in message
+        assert message.count("none of the checkpoints in") == world_size and "another output_dir" in message
     assert lines(tiny["output_dir"], "train") == before
 
 

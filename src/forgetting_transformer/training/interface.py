@@ -92,9 +92,6 @@ class TrainerInterface(Protocol):
     def last_good_checkpoint(self) -> str:
         """Sentence on the checkpoint that a later start can go on from."""
 
-    def begin(self, stage: str) -> None:
-        """The start comes to `stage`."""
-
     def crossed(self, interval: int) -> bool:
         """Whether the last step crossed a multiple of `interval` training tokens."""
 

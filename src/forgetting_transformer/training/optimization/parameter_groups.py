@@ -26,7 +26,7 @@ def named_by(key: str, patterns: Sequence[str], names: Iterable[str], of: str = 
         covered = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
         if not covered:
             near = difflib.get_close_matches(pattern, names, 1)
-            hint = f"did you mean {near[0]}?" if near else "model.txt of a run lists names"
+            hint = f"did you mean {near[0]}?" if near else "give one that model.txt of a run lists"
             raise ConfigError(f"{key}={pattern} names no {of}; {hint}")
         found |= covered
     return found

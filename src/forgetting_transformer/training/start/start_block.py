@@ -105,6 +105,8 @@ def _strategy(trainer: TrainerInterface) -> str:
 def _optimizer(trainer: TrainerInterface) -> str:
     """Its name and its keys as the config has them."""
     keys = dict(vars(trainer.config.optimizer))
+    if not keys["lr_scale_for"]:
+        del keys["lr_scale"], keys["lr_scale_for"]
     parts = [keys.pop("name"), *(f"{key.replace('_', ' ')} {_written(keys[key])}" for key in keys)]
     if isinstance(trainer.optimizer.optimizer, CombinedOptimizer):
         counts = trainer.optimizer.optimizer.parameter_counts()
