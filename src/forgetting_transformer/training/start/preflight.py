@@ -13,7 +13,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -150,8 +150,27 @@ def _check(trainer: Trainer, place: Path) -> None:
 def _compare(trainer: Trainer) -> None:
     """Times steps with each micro-batch, with activation checkpointing and without, and prints the fastest that fits.
 
-    Neither changes what is trained. Sizes ascend up to where the next one would not fit: a rank that has no memory ends
-    in the middle of a step, in which others wait for it.
+    Neither changes what is trained.
+    """
+
+    def say(line: str) -> None:
+        if trainer.fabric.is_global_zero:
+            print(line, flush=True)
+
+    if found := _timed(trainer, say):
+        fastest, how, _ = max(found)
+        largest = max(tokens for speed, other, tokens in found if other is how and speed >= (1 - _EQUAL) * fastest)
+        say(
+            f"\nfastest that fits ({fastest:,.0f} tokens/s):\n  train.grad_acc_tokens={largest} "
+            f"train.gradient_checkpointing={str(how).lower()}"
+        )
+
+
+def _timed(trainer: Trainer, say: Callable[[str], None]) -> list[tuple[float, bool, int]]:
+    """Tokens per second, activation checkpointing and `train.grad_acc_tokens` of what fits.
+
+    Sizes ascend up to where the next would not fit: a rank that has no memory ends in the middle of a step, in which
+    others wait for it.
     """
     fabric, ranks, train, data = trainer.fabric, trainer.ranks, trainer.config.train, trainer.config.datamodule
     batch = fabric.to_device(next(iter(trainer.data.train_loader(0, 1, ranks.data_rank, ranks.data_size))))
@@ -159,10 +178,6 @@ def _compare(trainer: Trainer) -> None:
     sizes = sizes if len(sizes) <= _MOST_SIZES else [*sizes[: _MOST_SIZES - 1], sizes[-1]]
     with_graphs, most = trainer.graphs.on, _MOST_MEMORY * _memory(fabric.device)[1]
     found: list[tuple[float, bool, int]] = []
-
-    def say(line: str) -> None:
-        if fabric.is_global_zero:
-            print(line, flush=True)
 
     say(f"\n{'checkpointing':<15}{'grad_acc_tokens':<17}{'tokens/s':<12}memory")
     # What is kept on the host is what checkpointing keeps.
@@ -181,7 +196,7 @@ def _compare(trainer: Trainer) -> None:
             except torch.OutOfMemoryError:
                 say(f"{row}{'-':<12}out of memory")
                 if fabric.world_size > 1:
-                    return  # DDP and FSDP cannot go on after half a step
+                    return found  # DDP and FSDP cannot go on after half a step
                 break
             speed, peak = data.train_batch_size * data.train_batch_len / step, _memory(fabric.device)[0]
             found.append((speed, checkpointing, train.grad_acc_tokens))
@@ -194,13 +209,7 @@ def _compare(trainer: Trainer) -> None:
             if full:
                 say(f"{row.split()[0]:<15}{following * data.train_batch_len:<17,}{'-':<12}would not fit")
                 break
-    if found:
-        fastest, how, _ = max(found)
-        largest = max(tokens for speed, other, tokens in found if other is how and speed >= (1 - _EQUAL) * fastest)
-        say(
-            f"\nfastest that fits ({fastest:,.0f} tokens/s):\n  train.grad_acc_tokens={largest} "
-            f"train.gradient_checkpointing={str(how).lower()}"
-        )
+    return found
 
 
 def _seconds(trainer: Trainer, batch: dict[str, torch.Tensor]) -> float:
