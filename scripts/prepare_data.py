@@ -43,8 +43,8 @@ what happens to the texts:
 what --force does:
   It builds the corpus again, also with other settings. The old corpus stays whole in OUT until the new one is complete
   and takes its place, whatever error or kill comes before; so there must be room for both. OUT may hold a corpus of
-  this program and nothing else; other files are refused. An unfinished corpus is started over, unless it was begun
-  with --force too: then it is continued, and texts that were all encoded are not read again.
+  this program and nothing else; other files are refused. An unfinished corpus is continued with the same settings and
+  started over with others.
 
 More: docs/data.md
 """

@@ -63,29 +63,23 @@ def serve(
         def log_message(self, *arguments: object) -> None:
             pass
 
-        def do_HEAD(self) -> None:
-            self.answer(body=False)
-
         def do_GET(self) -> None:
-            self.answer(body=True)
-
-        def answer(self, body: bool) -> None:
             known = "Basic " + base64.b64encode(f"reader:{password}".encode()).decode()
             if password is not None and self.headers.get("Authorization") != known:
-                return self.send(401, b"", body)
+                return self.send(401, b"")
             path = unquote(urlsplit(self.path).path).strip("/")
             tree = f"api/datasets/{repository}/tree/{revision}"
             if path == tree or path.startswith(f"{tree}/"):
-                return self.send(200, tree_of(mirror.root, path.removeprefix(tree).strip("/")), body)
+                return self.send(200, tree_of(mirror.root, path.removeprefix(tree).strip("/")))
             name = path.removeprefix(f"datasets/{repository}/resolve/{revision}/")
             with mirror.lock:
                 mirror.requests[self.command, name] += 1
             fault = mirror.next_fault(name)
             file = mirror.root / name
             if isinstance(fault, int):
-                return self.send(fault, b"", body, **mirror.headers)
+                return self.send(fault, b"", **mirror.headers)
             if fault == "circle":
-                return self.send(302, b"", body, Location=self.path)
+                return self.send(302, b"", Location=self.path)
             if fault == "hang up":
                 self.close_connection = True
                 return self.connection.close()
@@ -94,19 +88,18 @@ def serve(
             if fault == "silent":
                 mirror.ended.wait()
             if not file.is_file():
-                return self.send(404, b"", body)
+                return self.send(404, b"")
             data = file.read_bytes()
             if fault == "flip":
                 data = bytes([data[0] ^ 1]) + data[1:]
-            self.send(200, data, body, cut=fault == "cut")
+            self.send(200, data, cut=fault == "cut")
 
-        def send(self, status: int, data: bytes, body: bool, cut: bool = False, **headers: str) -> None:
+        def send(self, status: int, data: bytes, cut: bool = False, **headers: str) -> None:
             self.send_response(status)
             for name, value in {"Content-Length": str(len(data)), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
-            if body:
-                self.wfile.write(data[: len(data) // 2] if cut else data)
+            self.wfile.write(data[: len(data) // 2] if cut else data)
             if cut:
                 self.close_connection = True
 

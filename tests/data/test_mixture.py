@@ -35,7 +35,7 @@ def labels(data: MixtureDataModule, first: int, last: int, rank: int = 0, world_
     return np.stack([batch["labels"].numpy() for batch in data.train_loader(first, last, rank, world_size)])
 
 
-@pytest.mark.parametrize("weights", [[1], [1, 1], [3, 1], [0.7, 0.3], [5, 2, 1], [0.333, 0.333, 0.334]])
+@pytest.mark.parametrize("weights", [[1], [0.7, 0.3], [5, 2, 1]])
 def test_every_corpus_gets_its_share_of_any_stretch(weights):
     order = Interleaving(weights)
     exact = np.array(weights) / np.sum(weights)
@@ -68,8 +68,7 @@ def test_sequences_are_those_of_the_corpora_in_their_order_and_places_say_where(
     assert len(found["prose"]) > SIZES["prose"], "the second column was reached"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("world_size", [2, 3, 6])
+@pytest.mark.parametrize(("world_size", "workers"), [(2, 0), (3, 2)])
 def test_ranks_slice_last_and_any_step_can_be_read_first(corpora, world_size, workers):
     parts = {"code": 5, "prose": 2, "web": 3}
     whole = labels(mixture(corpora, parts), 0, 6)
@@ -111,16 +110,11 @@ def test_held_out_tokens_are_shared_out_by_weight_and_counted_once(corpora):
         assert sorted(seen) == sorted([100 + n for n in range(9)] * 4 + [200 + n for n in range(3)] * 4)
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ({"code": 0.12345, "web": 0.87655}, r"20,000 sequences; use weights of fewer digits"),
-        ({"code": 1, "wbe": 1}, r"no token array at .*/wbe/train\.zarr"),
-    ],
-)
-def test_parts_that_cannot_be_mixed_are_refused_in_a_line(corpora, parts, message):
-    with pytest.raises(DataError, match=message):
-        mixture(corpora, parts).train_info()
+def test_parts_that_cannot_be_mixed_are_refused_in_a_line(corpora):
+    with pytest.raises(DataError, match=r"20,000 sequences; use weights of fewer digits"):
+        mixture(corpora, {"code": 0.12345, "web": 0.87655})
+    with pytest.raises(DataError, match=r"no token array at .*/wbe/train\.zarr"):
+        mixture(corpora, {"code": 1, "wbe": 1}).train_info()
 
 
 def test_corpora_of_different_tokenizers_of_one_size_are_refused(corpora):
@@ -137,12 +131,9 @@ def test_corpora_of_different_tokenizers_of_one_size_are_refused(corpora):
 
 
 def test_corpora_of_different_vocabularies_are_refused(corpora):
-    (corpora / "web" / "manifest.json").write_text('{"vocab_size": 500, "bos_token_id": 0}')
     (corpora / "code" / "manifest.json").write_text('{"vocab_size": 1000, "bos_token_id": 0}')
-    with pytest.raises(DataError, match=r"different vocabularies \(code: 1,000 ids, BOS 0, EOS 0, web: 500 ids, BOS"):
-        mixture(corpora, {"code": 1, "web": 1}, vocab_size=None, bos_token_id=None)
     (corpora / "web" / "manifest.json").write_text('{"vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 1}')
-    with pytest.raises(DataError, match=r"code: 1,000 ids, BOS 0, EOS 0, web: 1,000 ids, BOS 0, EOS 1\)"):
-        mixture(corpora, {"code": 1, "web": 1}, vocab_size=None, bos_token_id=None)
+    with pytest.raises(DataError, match=r"\(code: 1,000 ids, BOS 0, EOS 0, web: 1,000 ids, BOS 0, EOS 1\)"):
+        mixture(corpora, {"code": 1, "web": 1}, vocab_size=None, bos_token_id=None).train_info()
     info = mixture(corpora, {"web": 1}, vocab_size=None, bos_token_id=None).train_info()
     assert (info.bos_token_id, info.eos_token_id) == (0, 1)

@@ -91,6 +91,8 @@ def test_a_single_text_is_cut_and_the_summary_warns(tmp_path, capsys):
         "WARNING: the texts are too",
     ):
         assert part in said
+    assert script("prepare_data").main([str(tmp_path / "no"), "--workers", "1", "--out", str(tmp_path / "new")]) == 1
+    assert f"error: cannot read {tmp_path / 'no'}: No such file" in capsys.readouterr().err
     end = (numbered_text(1, 400).encode() + b"\f")[-1024:]
     held = sorted(bytes(np.where(r == 256, 12, r).astype(np.uint8)) for r in rows(tmp_path / "out", "heldout"))
     assert held == sorted([end[:512], end[512:]])
@@ -119,8 +121,7 @@ def test_every_chunk_is_a_file_and_the_manifest_states_what_is_there(tmp_path):
     assert manifest["unigram_entropy_nats"] == pytest.approx(-(share * np.log(share)).sum(), rel=1e-12)
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "train:300"])
-def test_the_result_does_not_depend_on_workers_or_the_form_of_the_input(tmp_path, tokenizer):
+def test_the_result_does_not_depend_on_workers_or_the_form_of_the_input(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -132,7 +133,7 @@ def test_the_result_does_not_depend_on_workers_or_the_form_of_the_input(tmp_path
     pq.write_table(pa.table({"body": texts}), tmp_path / "a.parquet")
     inputs = ("files", "a.jsonl", "a.jsonl.gz", "a.parquet")
     for name in inputs:
-        settings = {"tokenizer": tokenizer, "doc_len": 128, "chunk_docs": 4, "heldout_docs": 2, "text_field": "body"}
+        settings = {"tokenizer": "train:300", "doc_len": 128, "chunk_docs": 4, "heldout_docs": 2, "text_field": "body"}
         prepare(tmp_path / f"out-{name}", tmp_path / name, workers=3 if name == "files" else 1, **settings)
     first, *others = (all_files(tmp_path / f"out-{name}") for name in inputs)
     assert all(other == first for other in others)
@@ -185,7 +186,7 @@ def test_texts_come_in_path_order_and_what_is_left_out_is_counted(tmp_path):
     assert texts == ["4"] and tally.stopped_early
 
 
-@pytest.mark.parametrize("unit", ["a line of text\n", "é", "例\n\n", "x\n"])
+@pytest.mark.parametrize("unit", ["a line of text\n", "例\n\n"])
 def test_a_long_text_is_cut_alike_however_it_is_read_and_nothing_is_lost(tmp_path, monkeypatch, unit):
     monkeypatch.setattr("forgetting_transformer.data.prepare.sources.PIECE_CHARS", 50)
     monkeypatch.setattr("forgetting_transformer.data.prepare.sources.WHOLE_FILE_BYTES", 64)
@@ -207,10 +208,8 @@ def test_a_long_text_is_cut_alike_however_it_is_read_and_nothing_is_lost(tmp_pat
     [
         ("a.jsonl", b'{"text": "x"}\n{"body": "x", "id": 1}', r"line 2: no text under 'text'; its keys are body, id"),
         ("a.jsonl", b'{"text": 7}', r"line 1: 'text' holds int, not text.*--text_field"),
-        ("a.jsonl", b'{"text": "x"\n', r"line 1, column 13: not valid JSON|line 2, column 1: not valid JSON"),
         ("a.jsonl", b"\xe9", r"line 1, column 1: the byte 0xe9 is not UTF-8"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)[:-20], r"a\.jsonl\.gz is damaged behind line"),
-        ("a.jsonl.gz", b"not gzip", r"cannot read .*a\.jsonl\.gz"),
         ("a.parquet", b"not parquet", r"a\.parquet: not a readable Parquet file"),
     ],
 )
@@ -244,12 +243,9 @@ def test_records_without_text_are_dropped_and_a_data_set_is_streamed(tmp_path, m
     [
         ({"inputs": ()}, "either files and folders to read, or --dataset"),
         ({"heldout_docs": 1, "heldout_fraction": 0.1}, "--heldout_docs or --heldout_fraction, not both"),
-        ({"heldout_fraction": 1.0}, "--heldout_fraction must lie between 0 and 1"),
-        ({"doc_len": 1}, "--doc_len 1 leaves no token to predict"),
         ({"doc_len": 100, "chunk_tokens": 101}, "--chunk_tokens 101 is longer than a row"),
         ({"tokenizer": "train:256"}, r"N in train:N must be a number from 257 .* to 1,048,576"),
         ({"dedup": 80.0}, r"--dedup must be a similarity from 0.5 to below 1, such as 0.8; got 80.0"),
-        ({"dedup_words": 3}, "--dedup_words 3 needs --dedup"),
         ({"dedup": 0.8, "keep_duplicates": True}, "--keep_duplicates keeps them: give one of them"),
     ],
 )
@@ -263,7 +259,6 @@ def test_wrong_settings_name_the_flag(settings, message):
 #: Function, number of the call, and whether the process dies before it, after it or in the middle of writing.
 KILLS = {
     "in the middle of a shard's tokens": ("forgetting_transformer.data.prepare.shards", "_append", 7, "half"),
-    "between tokens and lengths": ("forgetting_transformer.data.prepare.shards", "_append", 7, "after"),
     "in the middle of a log line": ("forgetting_transformer.data.prepare.shards", "_append", 9, "half"),
     "before the stream is complete": ("forgetting_transformer.data.prepare.pipeline", "write_json", 2, "before"),
     "after a block of rows": ("forgetting_transformer.data.prepare.writing", "write_block", 3, "after"),
@@ -329,9 +324,7 @@ def test_a_corpus_is_whole_or_not_there_while_it_is_replaced(tree, place, monkey
     assert place.out.exists() == (nth != 2)
     assert nth != 1 or all_files(place.out) == before
     monkeypatch.setattr(pipeline._Building, "manifest", _never)  # the build was complete
-    with pytest.raises(DataError, match="seed: 2 there, 3 here"):  # any start finishes it
-        prepare(place.out, tree, seed=3)
-    assert _manifest(place.out)["settings"]["seed"] == 2
+    assert prepare(place.out, tree, seed=2, force=True)["settings"]["seed"] == 2
     assert sorted(os.listdir(place.out)) == FINISHED and sorted(os.listdir(place.out.parent)) == ["in", "out"]
 
 
@@ -351,22 +344,21 @@ def interrupt_at(stage, monkeypatch, out, tree, **settings) -> None:
             prepare(out, tree, **settings)
 
 
-def test_text_that_changed_and_tokens_that_got_lost_since_the_kill_are_encoded_again(
-    tree, place, tmp_path, monkeypatch
-):
+def test_text_that_changed_since_the_kill_is_encoded_again(tree, place, tmp_path, monkeypatch):
     interrupt_at("arrays", monkeypatch, place.out, tree)
     (place.work / "stream.json").unlink()
     (tree / "package3" / "part2" / "file.txt").write_text(numbered_text(999, 5))
     shutil.rmtree(tree / "package5")
-    os.truncate(place.work / "stream" / "tokens.bin", 11_111)
     prepare(place.out, tree)
     prepare(tmp_path / "fresh", tree)
     assert all_files(place.out) == all_files(tmp_path / "fresh")
 
 
-def test_an_unfinished_corpus_is_not_lost_to_other_settings(tree, place, monkeypatch):
+def test_an_unfinished_corpus_is_not_lost_to_other_settings_or_a_second_run(tree, place):
     with pytest.raises(DataError, match="too few for a row of --doc_len 65,536"):
         prepare(place.out, tree, doc_len=65536)
+    with place.only_run(), pytest.raises(DataError, match="another run is preparing"):
+        prepare(place.out, tree)
     with pytest.raises(DataError, match=r"(?s)doc_len: 65536 there, 256 here.*--force"):
         prepare(place.out, tree, doc_len=256)
     assert prepare(place.out, tree, doc_len=256, force=True)["doc_len"] == 256
@@ -401,7 +393,7 @@ def test_a_full_disk_names_the_file_and_the_same_command_continues(tree, place, 
 # Folders that hold something already --------------------------------------------------------------------------
 
 
-def test_a_finished_corpus_is_left_alone_and_force_replaces_it(tree, place, monkeypatch, capsys):
+def test_a_finished_corpus_is_left_alone_and_force_replaces_it(tree, place, monkeypatch):
     first = prepare(place.out, tree)
     monkeypatch.setattr(pipeline._Building, "manifest", _never)
     write_tree(place.out, {"notes.txt": "mine"})
@@ -420,41 +412,22 @@ def test_a_finished_corpus_is_left_alone_and_force_replaces_it(tree, place, monk
     monkeypatch.undo()
     own = {"tokenizer": str(place.out / "tokenizer"), "force": True}
     assert prepare(place.out, tree, **own)["settings"]["tokenizer"] == own["tokenizer"]
-    arguments = [
-        str(tree / "nowhere"),
-        "--tokenizer",
-        "bytes",
-        "--workers",
-        "1",
-        "--out",
-        str(place.out.parent / "new"),
-    ]
-    capsys.readouterr()
-    assert script("prepare_data").main(arguments) == 1
-    assert f"error: cannot read {tree / 'nowhere'}: No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"out/train.zarr/mine": "x"}, r"out holds train\.zarr, and no corpus of this program\. Give another --out"),
         ({"out/starts.jsonl": "{}", "out/tokenizer/a": "x"}, r"out holds starts\.jsonl, tokenizer, and no corpus"),
         ({"out/manifest.json": '{"settings": {}}'}, r"manifest\.json is not a file of this program"),
-        ({"out/manifest.json": "no JSON"}, r"manifest\.json is not a file of this program"),
         ({".out.preparing/thesis.tex": "x"}, r"\.out\.preparing is not of this program"),
     ],
 )
-@pytest.mark.parametrize("force", [False, True])
-def test_files_of_others_are_refused_with_force_too(tree, tmp_path, files, message, force):
+def test_files_of_others_are_refused_with_force_too(tree, tmp_path, files, message):
     write_tree(tmp_path, files)
-    with pytest.raises(DataError, match=message):
-        prepare(tmp_path / "out", tree, force=force)
+    for force in (False, True):
+        with pytest.raises(DataError, match=message):
+            prepare(tmp_path / "out", tree, force=force)
     assert all((tmp_path / name).read_text() == text for name, text in files.items())
-
-
-def test_a_second_run_is_refused(tree, place):
-    with place.only_run(), pytest.raises(DataError, match="another run is preparing"):
-        prepare(place.out, tree)
 
 
 def test_a_corpus_inside_an_input_is_not_read(tree, tmp_path):
@@ -464,6 +437,6 @@ def test_a_corpus_inside_an_input_is_not_read(tree, tmp_path):
     assert second["dropped"] == {MADE_HERE: 1}
 
 
-@pytest.mark.parametrize(("text", "number"), [("500", 500), ("30MB", 30_000_000), ("1.5g", 1_500_000_000)])
-def test_amounts_of_bytes(text, number):
-    assert script("prepare_data").number_of_bytes(text) == number
+def test_amounts_of_bytes():
+    read_amount = script("prepare_data").number_of_bytes
+    assert [read_amount(text) for text in ("500", "30MB", "1.5g")] == [500, 30_000_000, 1_500_000_000]

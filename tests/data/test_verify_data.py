@@ -1,6 +1,5 @@
 """scripts/verify_data.py: what is wrong with an array is named, and the exit code says whether to train on it."""
 
-import numpy as np
 import pytest
 import zarr
 
@@ -86,9 +85,6 @@ def test_a_prepared_corpus_is_held_to_its_content_hash(verify, tmp_path):
 
 
 def test_what_is_no_array_of_tokens_is_refused(verify, tmp_path):
-    (tmp_path / "none").mkdir()
-    code, said = verify(tmp_path / "none")
-    assert code == 1 and f"no arrays (NAME.zarr) in {tmp_path / 'none'}" in said
+    code, said = verify(tmp_path)
+    assert code == 1 and f"no arrays (NAME.zarr) in {tmp_path}" in said
     assert "no token array at" in verify(tmp_path / "absent.zarr")[1]
-    zarr.create_array(tmp_path / "wide.zarr", data=np.ones((4, 4), dtype=np.int64))
-    assert "dtype int64; expected (documents, doc_len) of uint16 or uint32" in verify(tmp_path / "wide.zarr")[1]

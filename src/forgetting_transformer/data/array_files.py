@@ -76,9 +76,19 @@ class ArrayFiles:
         self.checksums = None if text is None else parse_list(text, array, join(remote.url, name))
 
     def names(self, expected: Iterable[str]) -> set[str]:
-        """Which of the chunks `expected` are there."""
+        """Which of the chunks `expected` are there.
+
+        Raises:
+            DataError: the source cannot be listed.
+        """
         if self.cache is not None:
-            return set(self.cache.remote.find("", expected))
+            listed = self.cache.remote.files("")
+            if listed is None:
+                raise DataError(
+                    f"{self.path} cannot be listed, so nobody knows which chunks it has; set "
+                    "datamodule.missing_chunks=error, or use hf://, s3://, gs:// or a local copy"
+                )
+            return set(listed).intersection(expected)
         return {file.relative_to(self.folder).as_posix() for file in self.folder.rglob("*")}.intersection(expected)
 
     def fetch(self, keys: list[str]) -> None:

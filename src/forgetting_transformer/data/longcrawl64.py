@@ -9,7 +9,6 @@ beginning-of-sequence token in front, as inputs (also for slices from the middle
 import bisect
 import itertools
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,72 +22,12 @@ from forgetting_transformer.data.order import Location, ReadingOrder
 from forgetting_transformer.data.remote import is_url, join
 from forgetting_transformer.data.remote_cache import CacheSettings, default_folder, fetch_tokenizer
 from forgetting_transformer.data.token_array import TokenArray
-from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, read_manifest, vocabulary_of
+from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary
 from forgetting_transformer.data.worker import hand_over, sharing_memory, start_worker
 from forgetting_transformer.ranges import divisors
 
 #: Batches that are prepared ahead.
 PREFETCHED_BATCHES = 8
-
-
-class CorpusFolder:
-    """One corpus: its arrays, its vocabulary and its tokenizer.
-
-    A run that only evaluates needs no train.zarr (and the reverse), so each array is opened when first asked for.
-    """
-
-    def __init__(
-        self,
-        data_dir: str,
-        missing_chunks: str,
-        cache: CacheSettings,
-        stated: StatedVocabulary,
-        recorded: Vocabulary | None,
-        name: str,
-    ) -> None:
-        self.place: str | Path = join(data_dir, name) if is_url(data_dir) else Path(data_dir) / name
-        self.missing_chunks, self.cache, self.name = missing_chunks, cache, name
-        self.manifest = read_manifest(self.place)
-        self._stated, self._recorded = stated, recorded
-        self._arrays: dict[str, TokenArray] = {}
-        #: None until an array is open, where it depends on the length of the documents.
-        self._vocabulary: Vocabulary | None = None
-        if None not in (
-            self.manifest.get("vocab_size", stated.size),
-            self.manifest.get("bos_token_id", stated.bos_token_id),
-        ):
-            self._vocabulary_size("train", 0)
-
-    @property
-    def folder(self) -> Path:
-        """Folder on this machine; for a URL the copy of its tokenizer."""
-        return self.place if isinstance(self.place, Path) else fetch_tokenizer(self.place, self.cache)
-
-    def array(self, split: str) -> TokenArray:
-        """The array of "train" or "heldout", opened (and looked at) once.
-
-        Raises:
-            DataError: it cannot be read.
-        """
-        if split not in self._arrays:
-            name = f"{split}.zarr"
-            path = join(self.place, name) if isinstance(self.place, str) else self.place / name
-            size = partial(self._vocabulary_size, split)
-            self._arrays[split] = TokenArray(path, size, self.missing_chunks, self.cache)
-        return self._arrays[split]
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        if self._vocabulary is None:
-            self.array("train")
-        assert self._vocabulary is not None  # opening the array sets it
-        return self._vocabulary
-
-    def _vocabulary_size(self, split: str, doc_len: int) -> int:
-        """For the array of `split`, once the length of its documents is known."""
-        found = vocabulary_of(self.place, split, doc_len, self.manifest, self._stated, self._recorded)
-        self._vocabulary = found
-        return found.size
 
 
 class LongCrawl64DataModule:
@@ -150,27 +89,45 @@ class LongCrawl64DataModule:
         self.eval_tokens, self.eval_batch_len = eval_tokens, eval_batch_len
         self.eval_local_batch_size = eval_local_batch_size
         self.train_num_workers, self.eval_num_workers = train_num_workers, eval_num_workers
-        cache = CacheSettings(Path(cache_dir) if cache_dir else default_folder(), int(cache_gb * 1e9))
-        stated = StatedVocabulary(vocab_size, bos_token_id, eos_token_id)
-        self._open = partial(CorpusFolder, data_dir, missing_chunks, cache, stated, recorded)
+        self.data_dir, self.missing_chunks = data_dir, missing_chunks
+        self.cache = CacheSettings(Path(cache_dir) if cache_dir else default_folder(), int(cache_gb * 1e9))
+        self._stated, self._recorded = StatedVocabulary(vocab_size, bos_token_id, eos_token_id), recorded
         #: The corpora that batches come from: one, and several in a mixture.
-        self.parts = [self._open(dataset)]
+        self.names = [dataset]
+        self._arrays: dict[tuple[str, int], TokenArray] = {}
 
     @property
     def folder(self) -> Path:
-        return self.parts[0].folder
+        return self.folder_of(0)
+
+    def folder_of(self, part: int) -> Path:
+        """Folder of a part on this machine; for a URL the copy of its tokenizer."""
+        place = self._place(part)
+        return place if isinstance(place, Path) else fetch_tokenizer(place, self.cache)
+
+    def _place(self, part: int, *below: str) -> str | Path:
+        names = (self.names[part], *below)
+        return join(self.data_dir, *names) if is_url(self.data_dir) else Path(self.data_dir, *names)
 
     @property
     def vocabulary(self) -> Vocabulary:
-        return self.parts[0].vocabulary
+        found = next(iter(self._arrays.values()), None) or self.array("train")
+        assert found.vocabulary is not None  # of arrays whose ids are not merely limited
+        return found.vocabulary
 
     def array(self, split: str, part: int = 0) -> TokenArray:
-        """An array of a part, which sequences of the length asked for fill.
+        """The array "train" or "heldout" of a part, which sequences of the length asked for fill; opened once.
+
+        A run that only evaluates needs no train.zarr, and the reverse.
 
         Raises:
             DataError: they do not, or it cannot be read.
         """
-        array = self.parts[part].array(split)
+        if (split, part) not in self._arrays:
+            self._arrays[split, part] = TokenArray(
+                self._place(part, f"{split}.zarr"), self._stated, self.missing_chunks, self.cache, self._recorded
+            )
+        array = self._arrays[split, part]
         key = "train_batch_len" if split == "train" else "eval_batch_len"
         check_length(f"datamodule.{key}", getattr(self, key), array)
         return array
@@ -236,7 +193,7 @@ class LongCrawl64DataModule:
         return Loader(dataset, range(first_batch, last_batch), self.train_num_workers, self.vocabulary, self.packed)
 
     def eval_info(self) -> DataInfo:
-        sequences = sum(self.eval_size(part)[1] for part in range(len(self.parts)))
+        sequences = sum(self.eval_size(part)[1] for part in range(len(self.names)))
         batches = -(-sequences // self.eval_local_batch_size)
         info = self._info("heldout", self.eval_batch_len, self.eval_local_batch_size, batches)
         return DataInfo(**{**vars(info), "total_tokens": sequences * self.eval_batch_len})
@@ -266,7 +223,7 @@ class LongCrawl64DataModule:
 
     def keep_heldout(self, world_size: int) -> None:
         """The same for held-out arrays alone."""
-        for part in range(len(self.parts)):
+        for part in range(len(self.names)):
             self.array("heldout", part).keep(self.eval_local_batch_size * world_size, self.eval_batch_len)
 
     def _info(self, split: str, seq_len: int, batch_size: int, batches: int) -> DataInfo:
@@ -283,7 +240,7 @@ class LongCrawl64DataModule:
             total_batches=batches,
             total_tokens=batches * batch_size * seq_len,
             fingerprint=array.fingerprint,
-            unigram_entropy_nats=self.parts[0].manifest.get("unigram_entropy_nats"),
+            unigram_entropy_nats=array.manifest.get("unigram_entropy_nats"),
             checksums=array.checksums,
         )
 
@@ -303,7 +260,7 @@ class TrainBatches(Dataset):
 
     def __init__(self, data: LongCrawl64DataModule, rank: int, world_size: int) -> None:
         self.data, self.rank, self.world_size = data, rank, world_size
-        self.arrays = [data.array("train", part) for part in range(len(data.parts))]
+        self.arrays = [data.array("train", part) for part in range(len(data.names))]
 
     def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
         dtype = np.result_type(*(array.dtype for array in self.arrays))
@@ -324,8 +281,8 @@ class EvalBatches(Dataset):
 
     def __init__(self, data: LongCrawl64DataModule, rank: int, world_size: int) -> None:
         self.length, self.rank, self.world_size = data.eval_batch_len, rank, world_size
-        self.arrays = [data.array("heldout", part) for part in range(len(data.parts))]
-        sizes = [data.eval_size(part) for part in range(len(data.parts))]
+        self.arrays = [data.array("heldout", part) for part in range(len(data.names))]
+        sizes = [data.eval_size(part) for part in range(len(data.names))]
         self.documents = [documents for documents, _ in sizes]
         self.ends = list(itertools.accumulate(sequences for _, sequences in sizes))
         # No more rows than there are.

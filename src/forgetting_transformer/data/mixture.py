@@ -24,6 +24,7 @@ from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.longcrawl64 import LongCrawl64DataModule
 from forgetting_transformer.data.order import Location, ReadingOrder
+from forgetting_transformer.data.token_array import TokenArray
 from forgetting_transformer.data.vocabulary import other_tokens
 
 #: Sequences of the longest pattern: weights of three digits.
@@ -78,22 +79,16 @@ class Interleaving:
 class MixedPlace:
     """Where the sequences of a batch lie: for each, the corpus and its place there."""
 
-    rows: tuple[tuple[str, Location], ...]
+    rows: tuple[str, ...]
 
     def __str__(self) -> str:
-        names = dict.fromkeys(name for name, _ in self.rows)
-        return "; ".join(f"{name}: {self._of(name)}" for name in names)
-
-    def _of(self, name: str) -> str:
-        places = [place for found, place in self.rows if found == name]
-        return ", ".join(place.sequence(0) for place in places[:4]) + (", …" if len(places) > 4 else "")
+        return "; ".join(self.rows[:4]) + ("; …" if len(self.rows) > 4 else "")
 
     def sequence(self, row: int) -> str:
-        name, place = self.rows[row]
-        return f"{name}: {place.sequence(0)}"
+        return self.rows[row]
 
     def describe(self, rows: Sequence[int]) -> dict[str, Any]:
-        return {"place": str(self), "documents_not_finite": [self.sequence(row) for row in rows]}
+        return {"place": str(self), "documents_not_finite": [self.rows[row] for row in rows]}
 
 
 class MixtureDataModule(LongCrawl64DataModule):
@@ -116,16 +111,14 @@ class MixtureDataModule(LongCrawl64DataModule):
             self.interleaving = Interleaving(list(weights.values()))
         except ValueError as error:
             raise DataError(f"datamodule.parts={weights}: {error}; use weights of fewer digits") from error
-        self.names, self.data_dir = list(weights), str(data_dir).rstrip("/")
         self.shares = [weight / sum(weights.values()) for weight in weights.values()]
-        super().__init__(data_dir, dataset=self.names[0], **options)
-        self.parts += [self._open(name) for name in self.names[1:]]
-        self._check_vocabularies()
+        super().__init__(data_dir, **options)
+        self.names = list(weights)
 
     @property
     def folder(self) -> Path:
         """Folder of the first part with a tokenizer, if one has it."""
-        folders = [part.folder for part in self.parts]
+        folders = [self.folder_of(part) for part in range(len(self.names))]
         return next((folder for folder in folders if (folder / "tokenizer").is_dir()), folders[0])
 
     def check_tokenizers(self) -> None:
@@ -134,7 +127,7 @@ class MixtureDataModule(LongCrawl64DataModule):
         Raises:
             DataError: ids stand for other tokens in one part than in the first.
         """
-        folders = {part.name: part.folder for part in self.parts}
+        folders = {name: self.folder_of(part) for part, name in enumerate(self.names)}
         described = [name for name, folder in folders.items() if (folder / "tokenizer").is_dir()]
         for name in described[1:]:
             if difference := other_tokens(folders[name], folders[described[0]]):
@@ -144,18 +137,16 @@ class MixtureDataModule(LongCrawl64DataModule):
                 )
 
     def batches(self) -> int:
-        available = [self._order_of(part).batches for part in range(len(self.parts))]
+        available = [self._order_of(part).batches for part in range(len(self.names))]
         sequences = itertools.starmap(self.interleaving.sequences_before, enumerate(available))
         batches = min(sequences) // self.train_batch_size
         return max(1, batches) if self.repeat else batches  # then parts begin again one by one, also within a batch
 
     def locate(self, batch: int) -> MixedPlace:
-        rows: list[Any] = [None] * self.train_batch_size
+        rows = [""] * self.train_batch_size
         for part, at, place in self.places(batch, 0, 1):
             for i, row in enumerate(at.tolist()):
-                document = place.first_document + i
-                where = Location(document, document + 1, place.begin_token, place.end_token)
-                rows[row] = self.names[part], where
+                rows[row] = f"{self.names[part]}: {place.sequence(i)}"
         return MixedPlace(tuple(rows))
 
     def places(self, batch: int, rank: int, world_size: int) -> Iterator[tuple[int, np.ndarray, Location]]:
@@ -163,7 +154,7 @@ class MixtureDataModule(LongCrawl64DataModule):
         first = batch * self.train_batch_size + rank * share
         before, after = self.interleaving.counts(first), self.interleaving.counts(first + share)
         corpora = self.interleaving.corpora(first, first + share)
-        for part in range(len(self.parts)):
+        for part in range(len(self.names)):
             rows, order = np.flatnonzero(corpora == part), self._order_of(part)
             done, end = int(before[part]), int(after[part])
             while done < end:
@@ -196,14 +187,15 @@ class MixtureDataModule(LongCrawl64DataModule):
         return ReadingOrder(array.documents, array.doc_len, self.train_batch_len, 1, self.repeat)
 
     def _info(self, split: str, seq_len: int, batch_size: int, batches: int) -> DataInfo:
-        arrays = [self.array(split, part) for part in range(len(self.parts))]
+        arrays = [self.array(split, part) for part in range(len(self.names))]
+        self._check_vocabularies(arrays)
         weights = self.interleaving.weights_I.tolist()
         weighted = zip(arrays, weights, strict=True)
         contents = "".join(f"{array.fingerprint} {weight}\n" for array, weight in weighted)
         checksums = [array.checksums for array in arrays]
         return dataclasses.replace(
             super()._info(split, seq_len, batch_size, batches),
-            path=f"{self.data_dir}/{{{','.join(self.names)}}}/{split}.zarr",
+            path=f"{str(self.data_dir).rstrip('/')}/{{{','.join(self.names)}}}/{split}.zarr",
             documents=sum(array.documents for array in arrays),
             doc_len=max(array.doc_len for array in arrays),
             fingerprint=_short_hash(contents),
@@ -211,12 +203,12 @@ class MixtureDataModule(LongCrawl64DataModule):
             checksums=_short_hash(" ".join(map(str, checksums))) if all(checksums) else None,
         )
 
-    def _check_vocabularies(self) -> None:
-        found = {part.name: part.vocabulary for part in self.parts}
-        if len({*found.values()}) > 1:
+    def _check_vocabularies(self, arrays: Sequence[TokenArray]) -> None:
+        found = [array.vocabulary for array in arrays if array.vocabulary is not None]
+        if len({*found}) > 1:
             listed = ", ".join(
                 f"{name}: {one.size:,} ids, BOS {one.bos_token_id}, EOS {one.eos_token_id}"
-                for name, one in found.items()
+                for name, one in zip(self.names, found, strict=True)
             )
             raise DataError(
                 f"datamodule.parts: the corpora have different vocabularies ({listed}); prepare them with one "

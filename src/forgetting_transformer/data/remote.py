@@ -12,8 +12,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
@@ -35,8 +34,6 @@ LONGEST_WAIT = 60.0
 LONGEST_ASKED_WAIT = 330.0
 #: Seconds of waiting for one file, all in all, after which it is given up.
 LONGEST_WAITING = 1000.0
-#: Questions under way at a time where a source has to be asked for each file.
-PROBES = 64
 #: HTTP answers that mean "later".
 PASSING = {408, 425, 429, 500, 502, 503, 504}
 #: HTTP file systems by process, never let go: where a forked process collects its parent's, closing waits a second.
@@ -85,10 +82,6 @@ class RemoteFolder:
     HF_ENDPOINT and HF_TOKEN mean what they mean to huggingface_hub. Objects may be used from several threads and handed
     to worker processes; connections are made in each process.
 
-    Args:
-        attempts: how often a file is tried.
-        first_wait: seconds before the second attempt.
-
     Attributes:
         address: the URL as it was given, perhaps with a password.
         url: the same without, for messages and files.
@@ -97,14 +90,13 @@ class RemoteFolder:
         DataError: a URL of the wrong form, or of a kind that needs a package that is not installed.
     """
 
-    def __init__(self, url: str, attempts: int | None = None, first_wait: float | None = None) -> None:
+    def __init__(self, url: str) -> None:
         if is_redacted(url):
             raise DataError(
                 f"{url} is a record of a URL, without its secret; give data_dir=… once more, with its password"
             )
-        self.address, self.attempts = url.rstrip("/"), attempts or ATTEMPTS
+        self.address = url.rstrip("/")
         self.url = redact(self.address)
-        self.first_wait = FIRST_WAIT if first_wait is None else first_wait
         self._repository: tuple[str, str, str] | None = None
         if self.address.startswith("hf://"):
             match = _HUB.fullmatch(self.address)
@@ -136,17 +128,6 @@ class RemoteFolder:
         names = {path.strip("/")[len(top) :].lstrip("/"): details for path, details in found.items()}
         return {name: RemoteFile(details.get("size")) for name, details in names.items() if name}
 
-    def find(self, folder: str, names: Iterable[str]) -> dict[str, RemoteFile]:
-        """Files `names` below `folder` that the source has, with what it states of each."""
-        names = list(names)
-        listed = self.files(folder)
-        if listed is None:
-            log.info("asking for each of %s files of %s, which cannot be listed", f"{len(names):,}", self.url)
-            with ThreadPoolExecutor(PROBES) as pool:
-                stated = pool.map(self._stat, (join(folder, name).lstrip("/") for name in names))
-                listed = {name: file for name, file in zip(names, stated, strict=True) if file is not None}
-        return {name: listed[name] for name in names if name in listed}
-
     def read(self, name: str, expected: RemoteFile | None = None) -> bytes | None:
         """The whole file, or None if there is no such file.
 
@@ -165,21 +146,6 @@ class RemoteFolder:
             return data
 
         return self._persist(name, fetch)
-
-    def _stat(self, name: str) -> RemoteFile | None:
-        """Size that a web server states of a file; fsspec would take every failure for a file that is not there."""
-        from fsspec.asyn import sync
-
-        system, root = self._connection()
-
-        async def ask() -> RemoteFile:
-            session = await system.set_session()
-            async with session.head(join(root, name), allow_redirects=True, **system.kwargs) as answer:
-                answer.raise_for_status()
-                length = answer.headers.get("content-length")
-                return RemoteFile(int(length) if length else None)
-
-        return self._persist(name, lambda: sync(system.loop, ask))
 
     def _list_hub(self, folder: str) -> dict[str, RemoteFile]:
         from huggingface_hub import HfApi, constants, errors
@@ -272,18 +238,18 @@ class RemoteFolder:
                     login = "; a data set of the hub may need `hf auth login`, or HF_TOKEN" if self._repository else ""
                     raise RemoteError(f"cannot read {place}: {said}. Check the URL and the login{login}") from error
                 attempt += 1
-                wait = min(LONGEST_WAIT, self.first_wait * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
+                wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
                 asked = _asked_wait(getattr(answer, "headers", None) or {})
                 if asked is not None:
                     wait = min(asked, LONGEST_ASKED_WAIT)
-                if attempt == self.attempts or waited + wait > LONGEST_WAITING:
+                if attempt == ATTEMPTS or waited + wait > LONGEST_WAITING:
                     after = f"{attempt} attempts" + (f" in {waited:.0f} s" if waited >= 1 else "")
                     raise RemoteError(
                         f"cannot read {place}: {said} ({after}). Check the network and start the same command again"
                     ) from error
                 wish = f" (the server asks for {asked:.0f} s)" if asked is not None else ""
                 line = "%s: %s; attempt %d of %d in %.0f s%s"
-                log.warning(line, place, redact(said), attempt + 1, self.attempts, wait, wish)
+                log.warning(line, place, redact(said), attempt + 1, ATTEMPTS, wait, wish)
             waited += wait
             time.sleep(wait)
 

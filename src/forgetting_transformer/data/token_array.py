@@ -8,7 +8,7 @@ be sparse on purpose (`missing_chunks="skip"`): then only the documents of which
 import difflib
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -20,7 +20,13 @@ from forgetting_transformer.data.checksums import ChecksumError
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.remote import is_url
 from forgetting_transformer.data.remote_cache import CacheSettings
-from forgetting_transformer.data.vocabulary import TOKEN_DTYPES, read_manifest
+from forgetting_transformer.data.vocabulary import (
+    TOKEN_DTYPES,
+    StatedVocabulary,
+    Vocabulary,
+    read_manifest,
+    vocabulary_of,
+)
 
 #: Rows looked at when an array is opened, spread evenly over it: enough to catch a wrong tokenizer or a wrong file.
 SAMPLED_ROWS = 16
@@ -46,11 +52,13 @@ class TokenArray:
 
     Args:
         path: the array's folder, such as `data/longcrawl64/train.zarr`, or a URL such as s3://bucket/train.zarr.
-        vocab_size: ids must lie in [0, vocab_size). Or what gives it for the length of the documents.
+        vocabulary: ids must be below it; or what the user states of it, where the manifest beside the array and
+            `recorded`, the vocabulary of a run, say the rest (vocabulary_of).
         missing_chunks: "error", or "skip": documents of which a chunk is missing do not count, and the others are
             renumbered in order.
         cache: where the files of a URL are kept, and how many; None is the default of CacheSettings.
         sampled: whether some rows are looked at now.
+        prefix: of the keys or flags that state the vocabulary, for messages.
 
     Attributes:
         documents, doc_len: the shape of what can be read.
@@ -65,16 +73,19 @@ class TokenArray:
     def __init__(
         self,
         path: str | Path,
-        vocab_size: int | Callable[[int], int],
+        vocabulary: int | StatedVocabulary,
         missing_chunks: str = "error",
         cache: CacheSettings | None = None,
+        recorded: Vocabulary | None = None,
         sampled: bool = True,
+        prefix: str = "datamodule.",
     ) -> None:
         if missing_chunks not in MISSING_CHUNKS:
             raise DataError(f"missing_chunks={missing_chunks!r} is unknown; use 'error' or 'skip'")
         self.files = ArrayFiles(path, cache or CacheSettings())
         self.path = self.files.path
-        self._manifest_folder = str(path).rstrip("/").rpartition("/")[0] if is_url(path) else Path(path).parent
+        corpus = str(path).rstrip("/").rpartition("/")[0] if is_url(path) else Path(path).parent
+        self.manifest = read_manifest(corpus)
         if not self.files.has_array():
             raise NoArrayError(_nothing_at(self.path))
         array = open_array(self.files)
@@ -86,7 +97,14 @@ class TokenArray:
             )
         self._array, self.dtype = array, np.dtype(array.dtype)
         self.stored_documents, self.doc_len = (int(size) for size in array.shape)
-        self.vocab_size = vocab_size(self.doc_len) if callable(vocab_size) else vocab_size
+        #: None where only a limit of ids is given.
+        self.vocabulary: Vocabulary | None = None
+        if isinstance(vocabulary, int):
+            self.vocab_size = vocabulary
+        else:
+            split = Path(self.path).stem
+            self.vocabulary = vocabulary_of(corpus, split, self.doc_len, self.manifest, vocabulary, recorded, prefix)
+            self.vocab_size = self.vocabulary.size
         self.chunk_shape = (int(array.chunks[0]), int(array.chunks[1]))
         self._kept: OrderedDict[Chunk, np.ndarray] = OrderedDict()
         self._slots = 0
@@ -185,9 +203,7 @@ class TokenArray:
         digest = hashlib.sha256(f"{self.documents}x{self.doc_len}".encode())
         if self.present_rows is not None:
             digest.update(f"present {self.chunk_shape[0]}-row blocks {self.present_rows.tolist()}".encode())
-        recorded = (
-            read_manifest(self._manifest_folder).get("arrays", {}).get(Path(self.path).stem, {}).get("content_hash")
-        )
+        recorded = self.manifest.get("arrays", {}).get(Path(self.path).stem, {}).get("content_hash")
         digest.update(str(recorded).encode() if recorded else self._sample.tobytes())
         return digest.hexdigest()[:16]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.files import explain, size_in_words
+from forgetting_transformer.files import size_in_words
 
 #: Seconds that a reader goes on after SIGTERM.
 GRACE = 5
@@ -86,9 +86,6 @@ def sharing_memory(fix: str = f", or set {_NO_WORKERS}") -> Iterator[None]:
             raise DataError(
                 f"{shared_memory()} is too small for the processes that read data: {_MORE_MEMORY}{fix}"
             ) from error
-        if os.strerror(errno.EMFILE) in str(error):
-            reason = explain(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
-            raise DataError(f"{reason}, too few for the processes that read data: raise it{fix}") from error
         raise
 
 

@@ -18,9 +18,7 @@ from forgetting_transformer.data.vocabulary import (
     StatedVocabulary,
     Vocabulary,
     other_token,
-    read_manifest,
     tokens_of,
-    vocabulary_of,
 )
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
@@ -67,7 +65,7 @@ class HeldOut(HeldOutSequences):
 
     def groups(self) -> np.ndarray | None:
         """`HeldOutSequences.groups`, from the corpus's manifest."""
-        rows = read_manifest(self.folder).get("split", {}).get("group_of_heldout_row")
+        rows = self.array.manifest.get("split", {}).get("group_of_heldout_row")
         if not isinstance(rows, list) or len(rows) != self.array.documents:
             return None
         return np.repeat(rows, self.array.doc_len // self.length)[: self.sequences]
@@ -171,18 +169,13 @@ def open_heldout(
     Raises:
         DataError: naming the flag and what the corpus has.
     """
-    found: list[Vocabulary] = []
-
-    def size(doc_len: int) -> int:
-        stated = StatedVocabulary(vocab_size, bos_token_id)
-        found.append(vocabulary_of(folder, "heldout", doc_len, read_manifest(folder), stated, recorded, prefix="--"))
-        return found[0].size
-
-    array = TokenArray(folder / "heldout.zarr", size)
+    stated = StatedVocabulary(vocab_size, bos_token_id)
+    array = TokenArray(folder / "heldout.zarr", stated, recorded=recorded, prefix="--")
     length = length or array.doc_len
     check_length("--eval_len", length, array)
     sequences = count_sequences(length, array.documents * array.doc_len, array.path, tokens, at_most)
-    ids = array.vocab_size, found[0].bos_token_id
+    assert array.vocabulary is not None
+    ids = array.vocab_size, array.vocabulary.bos_token_id
     return HeldOut(str(array.path), folder, array.fingerprint, *ids, length, sequences, array)
 
 

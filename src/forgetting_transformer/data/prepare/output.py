@@ -10,7 +10,6 @@ A new corpus appears by one rename, corpus/ to OUT. Where it replaces one, the r
 it. A kill leaves one of these states, and the next start does the rest.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Collection, Iterator
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forgetting_transformer.data import vocabulary
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.files import locked, write_json
 
@@ -31,15 +31,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a corpus.
 
     Raises:
-        DataError: this program did not write the file. Other programs, and people, write manifests too.
+        DataError: it is damaged, or of another program.
     """
-    try:
-        found = json.loads(path.read_text())
-    except (ValueError, RecursionError):
-        found = None
-    known = isinstance(found, dict) and "format_version" in found
-    if not known or not all(isinstance(found.get(key), dict) for key in ("settings", "arrays")):
-        raise DataError(f"{path} is not a file of this program, or it is damaged. Give another --out, or move it away.")
+    found = vocabulary.read_manifest(path.parent)
+    if not {"format_version", "settings", "arrays"} <= found.keys():
+        raise DataError(f"{path} is not a file of this program. Give another --out, or move it away.")
     return found
 
 
@@ -59,7 +55,7 @@ class Place:
 
     @property
     def begun(self) -> Path:
-        """The settings of the corpus that is being built, and `force`."""
+        """The settings of the corpus that is being built."""
         return self.work / "settings.json"
 
     def finished(self) -> dict[str, Any] | None:
@@ -108,19 +104,20 @@ class Place:
             raise DataError(f"another run is preparing {self.out}. Wait for it, or give another --out.") from error
 
     def publish(self, force: bool) -> bool:
-        """Puts a complete corpus in its place, if there is one, and deletes what no run can continue.
+        """Puts a complete corpus in its place, and deletes what no run can continue.
+
+        Args:
+            force: also in the place of another corpus.
 
         Returns:
             Whether there was one.
 
         Raises:
-            DataError: something else is in its place by now, or nobody asked to replace the corpus there.
+            DataError: files of others are in its place by now.
         """
-        complete = (self.new / MANIFEST).exists()
+        complete = (self.new / MANIFEST).exists() and (force or self.finished() is None)
         if complete:
             self.check_movable()
-            if self.finished() is not None and not (force or json.loads(self.begun.read_text())["force"]):
-                raise DataError(f"{self.out} holds another corpus by now. Give another --out, or --force.")
             if self.out.is_dir():
                 os.rename(self.out, self.work / "replaced")
             os.rename(self.new, self.out)

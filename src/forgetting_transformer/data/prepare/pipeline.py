@@ -47,8 +47,7 @@ def prepare_corpus(
         out: a folder that is not there, or is empty, or holds a corpus of this program and nothing else.
         workers: processes that encode and write; the result does not depend on it.
         force: build it again, also with other settings. The new corpus replaces the one in `out` when it is complete;
-            until then that one stays as it is. An unfinished corpus is started over, unless it was begun with `force`
-            too: then it is continued.
+            until then that one stays as it is. An unfinished corpus of other settings is started over.
         say: called with each message for the user.
 
     Raises:
@@ -90,15 +89,15 @@ def _prepare(settings: CorpusSettings, place: Place, workers: int, force: bool, 
 
 
 def _begin_or_continue(settings: CorpusSettings, place: Place, force: bool, say: Say) -> None:
-    """Afterwards the settings, and what is done of the corpus, lie in `place`; see `prepare_corpus` for `force`."""
+    """Afterwards the settings, and what is done of the corpus, lie in `place`."""
     if place.begun.exists():
         written = json.loads(place.begun.read_text())
-        if not settings.different_from(written) and (not force or written["force"]):
+        if not settings.different_from(written):
             say(f"continuing the unfinished corpus in {place.work}")
             return
         if not force and any(log.stat().st_size for log in place.work.glob("*/shards.jsonl")):
             settings.refuse_if_different(written, place.work)
-    place.begin(settings.as_json() | {"force": force})
+    place.begin(settings.as_json())
 
 
 class _Building:
@@ -128,7 +127,7 @@ class _Building:
             "eos_token_id": info.eos_token_id,
             "unigram_entropy_nats": entropy,
             "bytes_per_token": counted["bytes"] / counted.pop("stream_tokens"),
-            "tokenizer": {"kind": info.kind, "name": settings.tokenizer},
+            "tokenizer": {"kind": info.kind, "name": settings.tokenizer, "lossless": info.lossless},
             "arrays": arrays,
             "settings": settings.as_json(),
             **counted,
@@ -144,26 +143,34 @@ class _Building:
             "versions": installed_versions(PACKAGES),
         }
 
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` gives, and has given before a kill."""
+        complete = self.place.work / name
+        if not complete.exists():
+            write_json(complete, make())
+        return json.loads(complete.read_text())
+
     def near_duplicates(self) -> set[bytes]:
         """Digests of the texts to leave out; none where nobody asked for it."""
         if self.settings.dedup is None:
             return set()
-        complete = self.place.work / "near_duplicates.json"
-        if not complete.exists():
+
+        def find() -> list[str]:
+            folder = self.place.work / "sketches"
             with self._progress("looking for near-duplicates") as bar:
-                near = near_duplicates.find(
-                    self.settings, self.place.out, self.place.work / "sketches", self.pool, self.workers, bar
-                )
-            write_json(complete, sorted(digest.hex() for digest in near))
-        return set(map(bytes.fromhex, json.loads(complete.read_text())))
+                near = near_duplicates.find(self.settings, self.place.out, folder, self.pool, self.workers, bar)
+            return sorted(digest.hex() for digest in near)
+
+        return set(map(bytes.fromhex, self._once("near_duplicates.json", find)))
 
     def tokenizer(self, near: set[bytes]) -> tokenizers.TokenizerInfo:
-        folder, described = self.place.new / "tokenizer", self.place.work / "tokenizer.json"
-        if not described.exists():
+        folder, name = self.place.new / "tokenizer", self.settings.tokenizer
+
+        def save() -> dict[str, Any]:
             shutil.rmtree(folder, ignore_errors=True)
-            if self.settings.tokenizer == "bytes":
+            if name == "bytes":
                 tokenizers.save_built(tokenizers.byte_tokenizer(), folder)
-            elif self.settings.tokenizer.startswith("train:"):
+            elif name.startswith("train:"):
                 sample = tokenizers.Sample()
                 with self._progress("sampling text for the tokenizer") as bar:
                     for piece in self._pieces(sources.Tally(), near):
@@ -172,30 +179,29 @@ class _Building:
                 size = self.settings.trained_vocab_size()
                 tokenizers.save_built(tokenizers.train_tokenizer(sample.texts(), size), folder)
             else:
-                tokenizers.save_loaded(self.settings.tokenizer, folder)
-            write_json(described, dataclasses.asdict(tokenizers.describe(folder, self.settings)))
-        return tokenizers.TokenizerInfo(**json.loads(described.read_text()))
+                tokenizers.save_loaded(name, folder)
+            return dataclasses.asdict(tokenizers.describe(folder, self.settings))
+
+        return tokenizers.TokenizerInfo(**self._once("tokenizer.json", save))
 
     def tokens(self, info: tokenizers.TokenizerInfo, near: set[bytes]) -> dict[str, Any]:
         """Encodes everything; returns what was counted on the way."""
-        complete = self.place.work / "stream.json"
-        if complete.exists():
-            return json.loads(complete.read_text())
-        tally = sources.Tally()
-        with self._progress("tokenising") as bar:
-            texts = stream.write_stream(
-                self._pieces(tally, near), self.stream, self.place.new / "tokenizer", info, self.pool, self.workers, bar
-            )
-        np.savez(self.place.work / "texts.npz", tokens=texts.tokens, shared=texts.shared)
-        counted = {
-            "texts": tally.texts,
-            "bytes": tally.bytes,
-            "stream_tokens": int(texts.tokens.sum()),
-            "stopped_early": tally.stopped_early,
-            "dropped": dict(sorted(tally.dropped.items())),
-        }
-        write_json(complete, counted)
-        return counted
+
+        def encode() -> dict[str, Any]:
+            tally, tokenizer = sources.Tally(), self.place.new / "tokenizer"
+            with self._progress("tokenising") as bar:
+                pieces = self._pieces(tally, near)
+                texts = stream.write_stream(pieces, self.stream, tokenizer, info, self.pool, self.workers, bar)
+            np.savez(self.place.work / "texts.npz", tokens=texts.tokens, shared=texts.shared)
+            return {
+                "texts": tally.texts,
+                "bytes": tally.bytes,
+                "stream_tokens": int(texts.tokens.sum()),
+                "stopped_early": tally.stopped_early,
+                "dropped": dict(sorted(tally.dropped.items())),
+            }
+
+        return self._once("stream.json", encode)
 
     def arrays(self, split: packing.Split, info: tokenizers.TokenizerInfo) -> tuple[dict[str, Any], float]:
         """Writes and reads back both arrays; returns their part of the manifest, and train's unigram entropy."""
@@ -257,6 +263,8 @@ def summary_lines(manifest: dict[str, Any]) -> list[str]:
     lines += [f"dropped       {count:,} × {reason}" for reason, count in dropped.items() if count]
     if manifest["stopped_early"]:
         lines.append(f"stopped at --max_bytes {manifest['settings']['max_bytes']:,}; the rest was not read")
+    if not manifest["tokenizer"]["lossless"]:
+        lines.append("WARNING: the tokenizer is lossy: ids do not decode to the same text")
     if manifest["split"]["a_text_is_on_both_sides"]:
         lines.append(
             "WARNING: the texts are too large to hold out whole: the end of one text is in heldout.zarr, "

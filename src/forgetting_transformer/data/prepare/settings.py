@@ -18,26 +18,10 @@ MAX_TRAINED_VOCAB = 1 << 20  # the trainer takes memory for all of it before the
 
 @dataclass(frozen=True)
 class CorpusSettings:
-    """Settings of one corpus. Two runs with equal settings and inputs write byte-identical arrays.
+    """Settings of one corpus: the options of scripts/prepare_data.py, whose --help explains them.
 
-    The number of workers is not here, because it changes only the time.
-
-    Attributes:
-        inputs: files and folders, read in this order; a folder is walked in path order.
-        dataset, dataset_config, dataset_split: a Hugging Face data set, instead of `inputs`.
-        text_field: the JSON key or Parquet column that holds the text.
-        include: patterns a file found in a folder must match one of (empty: every file).
-        exclude: patterns of files and folders to leave out.
-        keep_duplicates: keep texts that are equal to an earlier one.
-        dedup: leave out texts whose similarity to an earlier one is at least this (near_duplicates.py); None: do not.
-        dedup_words: consecutive words that are compared as one.
-        max_bytes: stop after this much text (UTF-8 bytes), at the end of a piece of at most a mebibyte.
-        tokenizer: `bytes`, `train:N`, a local folder, or a Hugging Face hub id.
-        doc_len: tokens per row.
-        heldout_docs: rows of `heldout.zarr`; or None, and then
-        heldout_fraction: about this share of all rows.
-        seed: of the order of the rows and of the choice of what is held out.
-        chunk_docs, chunk_tokens: rows and tokens per Zarr chunk; None chooses from the size of the corpus.
+    Two runs with equal settings and inputs write byte-identical arrays. The number of workers is not here, because it
+    changes only the time. `include` is --glob, `dataset_split` is --split.
     """
 
     inputs: tuple[str, ...] = ()
@@ -113,8 +97,8 @@ class CorpusSettings:
 
     def refuse_if_different(self, written: dict[str, Any], out: Path) -> None:
         """Raise unless `written`, the settings found in `out`, are these."""
-        mine, different = self.as_json(), self.different_from(written)
-        if different:
+        mine = self.as_json()
+        if different := self.different_from(written):
             lines = [f"  {name}: {written.get(name)!r} there, {mine[name]!r} here" for name in different]
             raise DataError(
                 f"{out} holds a corpus with other settings:\n" + "\n".join(lines) + "\n"

@@ -25,7 +25,6 @@ from forgetting_transformer.hub_connection import use_cached_datasets
 from forgetting_transformer.versions import how_to_install
 
 ALWAYS_EXCLUDED = ("__pycache__",)
-RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 # A file up to this size is read at once; a longer one is read twice (check and hash, then cut) and never held.
 WHOLE_FILE_BYTES = 16 << 20
 PIECE_CHARS = 1 << 20
@@ -209,16 +208,13 @@ def _matches(name: str, relative: str, patterns: Iterable[str]) -> bool:
 def _read_texts(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[Text]:
     if settings.dataset:
         yield from _records(_dataset_rows(settings), (settings.dataset,), tally)
-        return
     for path, file in _find_files(settings, out, tally):
         if file.name.endswith(".parquet"):
             yield from _records(_parquet_rows(file, settings.text_field), path, tally)
-        elif file.name.endswith(RECORD_SUFFIXES):
+        elif file.name.endswith((".jsonl", ".jsonl.gz")):
             yield from _records(_json_rows(file, settings.text_field), path, tally)
-        else:
-            text = _text_file(path, file, tally)
-            if text is not None:
-                yield text
+        elif text := _text_file(path, file, tally):
+            yield text
 
 
 def _text_file(path: tuple[str, ...], file: Path, tally: Tally) -> Text | None:

@@ -22,6 +22,8 @@ from forgetting_transformer.files import utf8_path
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 32 << 20
+#: What tokenizers that change texts change: case, accents, spaces, rare characters.
+PROBE = "One word,  two .\n\n\tÉté {x} = 例\n"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class TokenizerInfo:
     vocab_size: int
     bos_token_id: int
     eos_token_id: int
+    #: Whether a sample of text comes back from its ids.
+    lossless: bool = True
 
     @property
     def dtype(self) -> np.dtype:
@@ -133,11 +137,11 @@ def _save(tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(place)
 
 
-def load(name: str) -> Any:
-    """The tokenizer `name` (local folder or hub id), with a token that ends a text and one that begins it.
+def save_loaded(name: str, folder: Path) -> None:
+    """Copy the tokenizer `name` (local folder or hub id) into `folder`.
 
     Raises:
-        DataError: there is none, or it has no token that ends a text.
+        DataError: there is none, or it has no token that ends a text, or no fast form.
     """
     from forgetting_transformer.model_tokenizer import load_tokenizer
 
@@ -155,16 +159,7 @@ def load(name: str) -> Any:
         )
     if tokenizer.bos_token_id is None:
         tokenizer.bos_token = tokenizer.eos_token
-    return tokenizer
-
-
-def save_loaded(name: str, folder: Path) -> None:
-    """Copy the tokenizer `name` (local folder or hub id) into `folder`.
-
-    Raises:
-        DataError: as `load`, or it has no fast form.
-    """
-    _save(load(name), folder)
+    _save(tokenizer, folder)
     if not (folder / "tokenizer.json").is_file():
         raise DataError(
             f"the tokenizer {name!r} has no fast form (no tokenizer.json). "
@@ -183,7 +178,18 @@ def describe(folder: Path, settings: CorpusSettings) -> TokenizerInfo:
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     kinds = {"bytes": "bytes", "train": "trained"}
     kind = kinds.get(settings.tokenizer.split(":")[0], "loaded")
-    return TokenizerInfo(kind, vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    encoder = _encoder(folder)
+    lossless = encoder.decode(encoder.encode(PROBE, add_special_tokens=False).ids) == PROBE
+    return TokenizerInfo(kind, vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_id, lossless)
+
+
+def _encoder(folder: Path) -> Tokenizer:
+    """The saved tokenizer as `Encoder` uses it."""
+    encoder = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    encoder.encode_special_tokens = True
+    encoder.no_truncation()
+    encoder.no_padding()
+    return encoder
 
 
 # Encoding -----------------------------------------------------------------------------------------------------
@@ -198,10 +204,7 @@ class Encoder:
 
     def __init__(self, folder: Path, info: TokenizerInfo) -> None:
         self.is_bytes, self.dtype = info.kind == "bytes", info.dtype
-        self.tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        self.tokenizer.encode_special_tokens = True
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
+        self.tokenizer = _encoder(folder)
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of shape (tokens,)."""

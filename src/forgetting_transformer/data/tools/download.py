@@ -21,7 +21,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from forgetting_transformer.console import redact, redact_tree
 from forgetting_transformer.data.array_files import ARRAY_METADATA
@@ -103,7 +102,6 @@ def download(
     workers: int = 16,
     dry_run: bool = False,
     say: Say = print,
-    **connection: Any,
 ) -> Plan:
     """Fetches `<split>.zarr` from `source` into `out`, or continues to.
 
@@ -112,7 +110,6 @@ def download(
         workers: files fetched at a time; each is held in memory (8 MiB for LongCrawl64).
         dry_run: say what would be fetched, and fetch only the metadata.
         say: called with each message for the user.
-        connection: `attempts` and `first_wait` of data.remote.RemoteFolder.
 
     Raises:
         DataError: the selection cannot be met, there is too little space, or files could not be had; whatever was
@@ -122,7 +119,7 @@ def download(
     try:
         out.mkdir(parents=True, exist_ok=True)
         with locked(out / ".download.lock", wait=False):
-            one = _Download(RemoteFolder(source, **connection), split, out, workers, say)
+            one = _Download(RemoteFolder(source), split, out, workers, say)
             return one.run(selection or Selection(), dry_run)
     except BlockingIOError as error:
         raise DataError(f"another run is downloading into {out}; wait for it, or choose another --out") from error
@@ -171,7 +168,9 @@ class _Download:
     def _plan(self, selection: Selection) -> Plan:
         array = self._open(selection.tokens)
         keys = array.keys()
-        stated = self.remote.find(self.name, keys.values())
+        stated = self.remote.files(self.name)
+        if stated is None:  # plain HTTP, which is taken to have all
+            stated = {key: RemoteFile() for key in keys.values()}
         offered = array.whole_rows(stated)
         wanted, rows = selection.documents, offered
         if selection.share is not None:
@@ -269,7 +268,7 @@ class _Download:
         place = f"{self.remote.url}/{self.name}/{key}"
         data = self.remote.read(f"{self.name}/{key}", plan.chunks[chunk])
         if data is None:
-            raise RemoteError(f"{place} is not there, although the source said so")
+            raise RemoteError(f"{place} is not there")
         part, final = self.work / key, self.target / key
         for folder in (part.parent, final.parent):
             folder.mkdir(parents=True, exist_ok=True)

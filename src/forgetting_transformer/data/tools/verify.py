@@ -11,7 +11,6 @@ from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare.writing import read_back
 from forgetting_transformer.data.token_array import Chunk, TokenArray
 from forgetting_transformer.data.tools.progress import progress
-from forgetting_transformer.data.vocabulary import read_manifest
 
 #: Problems of one kind that are spelled out; the rest is counted.
 SHOWN = 5
@@ -103,7 +102,7 @@ def verify(
         report.add("checksums", f"{n_listed:,} chunks compared with {listed.name}{others}")
 
     if share == 1.0 and not report.problems:
-        stated = read_manifest(path.parent).get("arrays", {}).get(path.stem, {}).get("content_hash")
+        stated = array.manifest.get("arrays", {}).get(path.stem, {}).get("content_hash")
         if stated is not None and len(whole) == n_rows:
             with progress(f"hashing {path.name}", documents, "documents") as bar:
                 actual = read_back(path, vocab_size, bar)[0]
