@@ -24,7 +24,7 @@ In the first table forgetting attention has two more columns, of both passes tog
 graph, and `queued`, 24 calls that the host launches one after the other, by its clock.
 
 Times are medians of --repeats runs measured with device events, forward and backward apart. Pruned attention ends
-before Python has launched the next kernel, so runs of the second table are replayed from CUDA graphs.
+before Python has launched the next kernel, so runs of the second and third table are replayed from CUDA graphs.
 """
 
 import argparse
@@ -298,7 +298,7 @@ def measure_layout(case: Case, repeats: int) -> dict[str, Any]:
     whole, other = inputs(full_length, 1), inputs(length, group)
     # In turn, so that a clock that changes its speed changes both.
     pairs = [
-        (time_both_ways(forgetting_attention, whole, repeats), time_both_ways(attend, other, repeats)) for _ in range(3)
+        (time_replayed(forgetting_attention, whole, repeats), time_replayed(attend, other, repeats)) for _ in range(3)
     ]
     full_ms, ms = (tuple(map(statistics.median, zip(*times, strict=True))) for times in zip(*pairs, strict=True))
     full_tiles, tiles = tiles_of(torch.zeros(full_length, dtype=torch.long)), tiles_of(first)

@@ -95,13 +95,6 @@ def test_steps_of_a_model_and_an_override_that_reaches_it(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.rare("no contract: benchmarks")
-def test_every_row_of_training_comes_from_a_process_of_its_own(tmp_path):
-    rows = rows_of("training", tmp_path / "out.json", *STEPS, "--experiments", "demo/fox_pro")
-    assert [(row["checkpointing"], row["status"]) for row in rows] == [(True, "ok"), (False, "ok")]
-
-
-@pytest.mark.slow
-@pytest.mark.rare("no contract: benchmarks")
 def test_a_trained_run_is_measured_on_its_heldout_tokens(quickstart):  # noqa: F811
     training = load("training")
     options = [*STEPS, "--device", "cpu", "--vocab_size", "64", "--batch_size", "2", "--experiments"]
