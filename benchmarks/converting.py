@@ -63,4 +63,4 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    sys.exit(run_main(main))

@@ -18,6 +18,7 @@ from tests.evaluation.conftest import quickstart  # noqa: F401 (a fixture)
 CASES = {
     "attention": ([], 40),
     "authors": ([], 8),
+    "converting": ([], 1),
     "corruption": ([], 1),
     "interruptions": (["--devices", "4"], 6),
     "scaling": (["--cases", "one", "context", "--micro_batches", "1", "8"], 4),

@@ -165,7 +165,9 @@ def test_training_from_it_moves_what_it_is_told_to_and_resumes_bitwise(tiny, tmp
     fields = yaml.safe_load((tmp_path / "gates/configs/model/with_gates.yaml").read_text())
     start = {f"model.{name}": t for name, t in load_file(tmp_path / "gates/model.safetensors").items()}
     model = {"name": fields["name"], "config": fields["config"]}
-    new = changed(tiny, model=model, init_from=str(tmp_path / "gates"), datamodule__train_batch_len=64)
+    new = changed(
+        tiny, model=model, init_from=str(tmp_path / "gates"), datamodule__train_batch_len=64, final_eval=False
+    )
     pattern, half = ["*.fgate_proj.*"], changed(new, train__max_tokens=12 * STEP)
     for changes in ({"train__only": pattern}, {"optimizer__lr_scale": 10.0, "optimizer__lr_scale_for": pattern}):
         straight, stopped = changed(new, **changes), changed(half, **changes, output_dir=str(tmp_path / "stopped"))

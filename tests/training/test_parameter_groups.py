@@ -76,7 +76,7 @@ def test_parameters_by_pattern_have_a_rate_of_their_own(name):
         for kind in ("weight", "bias")
     }
     for key, refused in (("train.only", train_only), ("optimizer.lr_scale_for", None)):
-        with pytest.raises(ConfigError, match=rf"{key}=\*.fgate_prj.\* names no parameter of the model; did you mean"):
+        with pytest.raises(ConfigError, match=rf"{key}=\*.fgate_prj.\* names no parameter of the model"):
             if refused:
                 refused(model, ["*.fgate_prj.*"])
             else:

@@ -4,6 +4,7 @@ contents.py     model and tokenizer of a checkpoint
 folder.py       the folder, and what an export may overwrite
 card.py         its model card
 averaging.py    the mean of several checkpoints
+forget_gates.py a pretrained Transformer as a FoX
 hub.py          upload to the Hugging Face hub
 """
 
