@@ -21,14 +21,17 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from forgetting_transformer import command_line
+from forgetting_transformer.analysis.statistics import mean
+from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.files import write_json
 from studies import ROOT
 
@@ -224,8 +227,8 @@ def run(study: Study, gpus: Sequence[str], tiny: bool) -> None:
     folder = study.folder
     (folder / "data").mkdir(parents=True, exist_ok=True)
     paths = sysconfig.get_paths()
-    sources = [Path(paths[where]) / package for where in ("purelib", "platlib") for package in PACKAGES]
-    sources = [str(path) for path in dict.fromkeys(sources) if path.is_dir()]
+    packages = [Path(paths[where]) / package for where in ("purelib", "platlib") for package in PACKAGES]
+    sources = [str(path) for path in dict.fromkeys(packages) if path.is_dir()]
     sources = sources[:1] if tiny else [paths["stdlib"], *sources]
     corpus = [
         "scripts/prepare_data.py", *sources, "--glob", "*.py", "--tokenizer", f"train:{sizes.vocabulary}",
@@ -438,19 +441,17 @@ def _speed() -> dict[str, Any]:
             for _ in range(3)
         )
         gate = torch.full((2, 8192, heads), -1 / 32768, device="cuda", requires_grad=True)
-        ways = {
-            "none": lambda q=q, k=k, v=v: causal_attention(q, k, v),
-            "open": lambda q=q, k=k, v=v, gate=gate: forgetting_attention(q, k, v, gate),
-            "open, pruning": lambda q=q, k=k, v=v, gate=gate: forgetting_attention(
-                q, k, v, gate, adaptive_threshold="auto"
-            ),
+        ways: dict[str, Callable[[], Any]] = {
+            "none": partial(causal_attention, q, k, v),
+            "open": partial(forgetting_attention, q, k, v, gate),
+            "open, pruning": partial(forgetting_attention, q, k, v, gate, adaptive_threshold="auto"),
         }
         for name, call in ways.items():
             times = []
             for _ in range(15):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
-                out: Any = call()
+                out = call()
                 out.backward(out.detach())
                 end.record()
                 torch.cuda.synchronize()
@@ -499,6 +500,42 @@ def by_octave(loss_by_bin: Sequence[float], width: int) -> tuple[np.ndarray, np.
 
 def of_seeds(measured: dict[str, Any], arm: str) -> list[dict[str, Any]]:
     return [measured[name] for name in sorted(measured) if name.rpartition("_seed")[0] == arm]
+
+
+def sections(file: Path) -> dict[str, str]:
+    """Tables and numbers of the study's page, from results.json."""
+    found = json.loads(file.read_text("utf-8"))
+    settings, measured = found["settings"], found["measured"]
+    behind = settings["long"] // settings["bin"]
+
+    def mean_loss(run: dict[str, Any], part: slice) -> float:
+        return float(np.mean(run["loss_by_bin"][part]))
+
+    rows, texts = [], {}
+    base = of_seeds(measured, "original")
+    for arm, title in TITLES.items():
+        runs = of_seeds(measured, arm)
+        if not runs:
+            continue
+        row = [title, str(len(runs))]
+        for where, part in (("within", slice(0, behind)), ("behind", slice(behind, None))):
+            row.append(f"{np.mean([mean_loss(run, part) for run in runs]):.4f}")
+            apart = mean([mean_loss(a, part) - mean_loss(b, part) for a, b in zip(runs, base, strict=False)])
+            row.append("" if arm == "original" else apart.text("+"))
+            texts[f"{arm}_{where}"] = apart.text("+")
+        gates = [run for run in runs if "memory" in run]
+        for key in ("below_half", "pruned"):
+            values = [run[key] if key == "below_half" else run[key][str(settings["long"])] for run in gates]
+            row.append(f"{100 * np.mean(values):.0f} %" if gates else "")
+        rows.append(row)
+    header = ["trained on", "seeds", "to 8,192", "apart", "8,192 to 16,384", "apart", "heads below half", "pruned"]
+    costs = [run["loss"] for name, run in sorted(measured.items()) if name.startswith("cost_")]
+    cost = [[name, f"{np.mean([c[name] - c['inf'] for c in costs]):+.5f}"] for name in costs[0] if name != "inf"]
+    texts |= {f"cost_{name}": value for name, value in cost}
+    return texts | {
+        "arms": markdown_table(header, rows, "lrrrrrrr"),
+        "cost": markdown_table(["contexts", "loss more than with open gates, nats"], cost, "rr"),
+    }
 
 
 def draw(results: Path, path: Path) -> None:

@@ -290,6 +290,15 @@ def operations() -> dict[str, str]:
     }
 
 
+def use_a_model() -> dict[str, str]:
+    row = Results("converting_1b.json").row()
+    return {
+        "converted_parameters": f"{row['parameters'] / 1e9:.2f}",
+        "converted_seconds": f"{row['seconds']:.0f}",
+        "converted_memory": f"{row['peak_bytes'] / 1e9:.1f}",
+    }
+
+
 def sweep() -> dict[str, str]:
     search, comparison = (read_json(ROOT / "studies" / "demo" / f"{name}.json") for name in ("sweep_lr", "compare"))
     best = min(entry["heldout_loss"] for entry in search["rates"])
@@ -322,6 +331,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "benchmarks/results/README.md": lambda: {"files": tables.files()},
     "docs/operations.md": operations,
     "docs/sweep.md": sweep,
+    "docs/use_a_model.md": use_a_model,
 }
 
 if __name__ == "__main__":
