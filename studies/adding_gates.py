@@ -185,8 +185,8 @@ class Study:
             f"datamodule.train_batch_len={length}", f"datamodule.train_batch_size={batch // length}",
             f"train.grad_acc_tokens={batch}", f"train.max_tokens={tokens}", f"schedule.warmup_tokens={tokens // 20}",
             f"log_interval={batch * 4}", "train_eval_interval=1000000000000", "skip_eval=true", "final_eval=false",
-            "checkpoint_interval=1000000000000", "checkpoint_keep_interval=1000000000000", *self.sizes.overrides,
-            *overrides,
+            "checkpoint_interval=1000000000000", "checkpoint_keep_interval=1000000000000", "wandb.mode=disabled",
+            *self.sizes.overrides, *overrides,
         ]  # fmt: skip
         return self.run(name, command, gpu, reserve=45)
 
