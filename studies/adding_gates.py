@@ -195,18 +195,22 @@ def export_name(seed: int, contexts: Sequence[float]) -> str:
     return f"seed{seed}_" + ("_".join(f"{x:g}" for x in contexts) or "original")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "convert", "measure", "collect"])
     parser.add_argument("folder", type=command_line.path, metavar="FOLDER")
     parser.add_argument("names", nargs="*", metavar="NAME", help="runs to measure or export")
     parser.add_argument("--gpus", default="", help="a seed runs on each, as in 0,1,2")
-    parser.add_argument("--minutes", type=float, default=600, help="time for all")
+    parser.add_argument("--minutes", type=command_line.positive, default=600, help="time for all")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU")
     parser.add_argument("--cost", action="store_true", help="measure what gates cost before a step is made")
     parser.add_argument("--speed", action="store_true", help="measure attention with open gates and without")
     parser.add_argument("--out", type=command_line.path, default=ROOT / "studies" / "retrofit", metavar="DIR")
-    args = parser.parse_intermixed_args(argv)
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     sizes = TINY if args.tiny else Sizes()
     folder = args.folder.absolute()
     if args.command == "run":

@@ -334,6 +334,7 @@ def check_train(arguments: Sequence[str], processes: int, partial: bool) -> None
     elif found.config_dir:
         # What the reader's own folder offers is not known here.
         overrides = [ANY_EXPERIMENT if override.startswith("+experiment=") else override for override in overrides]
+        overrides = [override for override in overrides if not override.startswith("model=")]
     if partial and not any(override.startswith("+experiment/") for override in overrides):
         overrides.append(ANY_EXPERIMENT)
     if partial:
