@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=command_line.path, metavar="FOLDER")
     parser.add_argument("names", nargs="*", metavar="NAME", help="runs to measure or export")
     parser.add_argument("--gpus", default="", help="a seed runs on each, as in 0,1,2")
-    parser.add_argument("--minutes", type=float, default=600, help="time for all")
+    parser.add_argument("--minutes", type=command_line.positive, default=600, help="time for all")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU")
     parser.add_argument("--cost", action="store_true", help="measure what gates cost before a step is made")
     parser.add_argument("--speed", action="store_true", help="measure attention with open gates and without")
