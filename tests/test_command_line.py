@@ -32,7 +32,8 @@ def arguments_of(script: Path) -> dict[str, str | None]:
     found = {}
     for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
         declares = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("add_argument", "add")
-        if declares and node.args and isinstance(node.args[0], ast.Constant):
+        is_switch = declares and any(keyword.arg == "action" for keyword in node.keywords)
+        if declares and not is_switch and node.args and isinstance(node.args[0], ast.Constant):
             types = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "type"]
             found[str(node.args[0].value)] = types[0] if types else None
     return found

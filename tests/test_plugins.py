@@ -116,13 +116,6 @@ def test_keys_of_components_forbid_a_changed_resume_unless_they_are_free(config)
     assert changes(callbacks__bell=None) == ["callbacks.bell: (absent) -> {}"]
 
 
-def test_a_run_of_an_optimizer_that_is_not_here_any_more_differs(config, monkeypatch):
-    before = dataclasses.asdict(parsed(config))
-    monkeypatch.delitem(OPTIMIZERS._components, "lion")
-    now = dataclasses.asdict(parsed(config, optimizer__name="adamw"))
-    assert "optimizer.name: lion -> adamw" in changes_that_alter_the_run(before, now)
-
-
 def test_a_name_is_taken_once(added):
     with pytest.raises(ValueError, match=r"optimizer.name='lion' is registered already; choose another name"):
         OPTIMIZERS.register("lion")(lambda *_: None)

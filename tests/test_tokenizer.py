@@ -134,13 +134,6 @@ def test_text_that_is_not_json_is_decoded_as_far_as_it_goes(generated: str, expe
     assert json_unescape(generated).encode("utf-8")
 
 
-def test_pairs_escape_both_texts_and_begin_each_with_bos(tokenizer: JSONGPT2Tokenizer, bpe: Tokenizer) -> None:
-    bos, first, second = tokenizer.bos_token_id, bpe.encode(r"a\n").ids, bpe.encode(r"\"b").ids
-    assert tokenizer("a\n", '"b').input_ids == [bos, *first, bos, *second]
-    assert tokenizer(["a\n"], ['"b']).input_ids == [[bos, *first, bos, *second]]
-    assert tokenizer([("a\n", '"b')]).input_ids == [[bos, *first, bos, *second]]
-
-
 def test_a_batch_is_padded_on_the_left_with_the_end_of_text_token(tokenizer: JSONGPT2Tokenizer) -> None:
     assert tokenizer.bos_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id == len(tokenizer) - 1
     batch = tokenizer([EXAMPLE, "b"], padding=True, return_tensors="pt")

@@ -316,17 +316,3 @@ def test_only_changes_that_alter_the_run_count():
         "model.config.b: (absent) -> 1",
         "optimizer.lr: 0.001 -> 0.002",
     ]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "tag"),
-    [
-        (["+experiment/demo=fox_pro"], "demo_fox_pro"),
-        (["+experiment/demo=fox_pro", "model=gated_delta_net"], "demo_gated_delta_net"),
-        (["+experiment/longcrawl64/forgetting_transformer=pro_125m_2b", "model=mamba2"], "mamba2_125m_2b"),
-        (["+experiment/demo=fox_pro", "~model.label"], "demo_forgetting_transformer"),
-        (["+experiment/demo=fox_pro", "tag=mine"], "mine"),
-    ],
-)
-def test_tags_come_from_the_model(overrides, tag):
-    assert composed(*overrides).tag == tag

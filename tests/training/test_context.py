@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
+from forgetting_transformer.training import ConfigError, check, parse
 from tests.training.conftest import STEP, changed, rank_log, refused, train
 from tests.training.test_compile import run
 from tests.training.test_resume import assert_same_run, lines, losses
@@ -123,11 +125,6 @@ def test_compiled_graphs_go_through_the_exchange(shared, finished, tmp_path, mon
             "datamodule.eval_batch_len=31 tokens have no equal parts for strategy.context=2 ranks",
         ),
         (
-            {"strategy__context": 2, "model__config__num_heads": 1},
-            2,
-            "model.name=forgetting_transformer (ForgettingAttentionLayer has 1 heads)",
-        ),
-        (
             {"strategy__context": 2, "datamodule__train_batch_size": 3},
             4,
             "cannot be shared equally by 2 groups of 2 processes",
@@ -135,4 +132,10 @@ def test_compiled_graphs_go_through_the_exchange(shared, finished, tmp_path, mon
     ],
 )
 def test_what_ranks_cannot_share_is_refused_by_name(tiny, changes, world_size, message):
-    assert message in refused(changed(tiny, **changes), world_size)
+    with pytest.raises(ConfigError, match=message):
+        check(parse(OmegaConf.create(changed(tiny, **changes))), world_size)
+
+
+def test_heads_that_ranks_cannot_share_are_refused(tiny):
+    said = refused(changed(tiny, strategy__context=2, model__config__num_heads=1), 2)
+    assert "model.name=forgetting_transformer (ForgettingAttentionLayer has 1 heads)" in said

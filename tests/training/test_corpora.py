@@ -6,9 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from omegaconf import OmegaConf
 
-from forgetting_transformer import training
 from tests.tiny import DOC_LEN, DOCUMENTS, VOCAB
 from tests.training.conftest import STEP, changed, made_once, refused, train
 from tests.training.test_resume import assert_same_run, lines, losses
@@ -93,11 +91,6 @@ def test_a_mixture_whose_parts_end_within_a_batch_reads_them_again(tiny, texts):
     train(tiny)
     assert [line["step"] for line in lines(tiny["output_dir"], "train")] == [512 * 32, 2 * 512 * 32]
     assert "set datamodule.repeat=true to read the data again" in refused(changed(tiny, datamodule__repeat=False))
-
-
-def test_a_mixture_is_called_by_its_parts(tiny):
-    tiny = changed(tiny, datamodule__name="mixture", datamodule__parts={"tales": 3, "notes": 1})
-    assert training.parse(OmegaConf.create(tiny)).datamodule.dataset == "notes+tales"
 
 
 def test_other_parts_and_models_that_carry_a_state_are_refused(tiny, texts, tmp_path):

@@ -10,7 +10,7 @@ from torch import nn
 
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.training import ConfigError, parse
-from forgetting_transformer.training.execution.graphs import Graphs, choose, flops_in_a_block, possible
+from forgetting_transformer.training.execution.graphs import Graphs, choose, possible
 from tests.tiny import STEP
 from tests.training.conftest import Job, changed, checkpoint_tensors
 
@@ -82,17 +82,6 @@ def test_what_graphs_do_not_work_with_is_refused_by_name(tiny, changes, world_si
 def test_auto_records_small_micro_batches_where_graphs_are_possible(tiny, wanted, compiled, device, flops, on):
     config = parse(OmegaConf.create(changed(tiny, train__cuda_graphs=wanted, fabric__peak_flops=1e15)))
     assert choose(config, torch.device(device), 1, compiled, flops) is on
-
-
-@pytest.mark.parametrize(
-    ("grad_acc_tokens", "world_size", "context", "tokens"),
-    [(64, 1, 1, 64), (64, 2, 1, 64), (1024, 1, 1, 128), (1024, 2, 1, 64), (1024, 2, 2, 128), (8, 1, 1, 32)],
-)
-def test_a_block_computes_a_micro_batch(tiny, grad_acc_tokens, world_size, context, tokens):
-    """Of this rank's part of 4 sequences of 32 tokens, and never less than a sequence."""
-    changes = {"train__grad_acc_tokens": grad_acc_tokens, "strategy__context": context}
-    config = parse(OmegaConf.create(changed(tiny, **changes)))
-    assert flops_in_a_block(config, world_size, flops_per_token=10.0, blocks=2) == 10 * tokens / 2
 
 
 @pytest.mark.parametrize(

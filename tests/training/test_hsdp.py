@@ -13,6 +13,7 @@ from tests.training.conftest import (
     status,
     train,
 )
+from tests.training.test_corruption import FLIP, MOMENT
 from tests.training.test_resume import assert_same_run, lines, losses
 from tests.training.test_start_block import blocks
 
@@ -76,3 +77,12 @@ def test_nodes_of_different_sizes_are_refused(hsdp, monkeypatch):
     ):
         _shard_size(parse(hsdp), 4)
     assert _shard_size(parse(changed(hsdp, strategy__shard_size=2)), 4) == 2
+
+
+def test_a_copy_that_differs_stops_the_run_and_names_its_rank(hsdp):
+    hsdp = changed(hsdp, strategy__compare_steps=2)
+    flip = FLIP.replace("flat = tensor", "flat = tensor.to_local()").format(batch=6, rank=3, tensor=MOMENT)
+    job = Job(hsdp, 4, patch=flip, nodes=2)
+    assert job.wait() == [1] * 4, "one process differs"
+    # With two copies nobody knows which of both is wrong.
+    assert status(hsdp)["status"] == "failed" and "ranks 1, 3 differ in" in status(hsdp)["reason"], status(hsdp)

@@ -184,5 +184,5 @@ def test_folders_of_runs_and_models_are_left_alone_and_the_official_one_is_not_t
         with pytest.raises(RunDirectoryError, match="choose another"):
             import_run(official, folder)
     for resume in (True, False):
-        with pytest.raises(RunDirectoryError, match=r"is a run of the authors' code .*import_checkpoint"):
+        with pytest.raises(RunDirectoryError, match=r"is a run of the authors' code: .*import_checkpoint"):
             RunDirectory(official).check_ours(resume)

@@ -78,7 +78,7 @@ def no_gpu_warnings(tiny: dict, caplog, monkeypatch, large: int = 1000, **change
     monkeypatch.setattr(gpus, "LARGE", large)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        gpus.warn_without(config, torch.device("cpu"), lambda: setup.outline(config, data.train_info()))
+        gpus.warn_without(config, torch.device("cpu"), setup.outline(config, data.train_info()))
     return [record.getMessage() for record in caplog.records]
 
 

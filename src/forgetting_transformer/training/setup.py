@@ -115,7 +115,6 @@ def open_data(
             log.warning("eval_sets is not evaluated, because of skip_eval=true; set skip_eval=false")
 
     on_rank_zero(fabric, check_texts)  # on one rank: what lies at a URL is fetched
-    gpus.warn_without(config, fabric.device, lambda: outline(config, info))
     return data, eval_sets
 
 
@@ -172,6 +171,7 @@ def model_and_kernels(
     info = data.train_info()
     with ThreadPoolExecutor(1, "model") as thread:
         empty = outline(config, info)
+        gpus.warn_without(config, fabric.device, empty)
         _check_fits(empty, config, data.packed)
         weights = None
         if config.init_from and origin.checkpoint is None:

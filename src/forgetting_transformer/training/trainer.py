@@ -97,15 +97,15 @@ class Trainer:
         self.guard = StepGuard(fabric.device, config.train.spike_factor)
         self.directory.make(self.directory.checkpoints)
         on_rank_zero(fabric, self.checkpointer.clean)
-        whole, moments = self.model.module, self.optimizer.optimizer
-        resume.load(self.origin, config, self.data_info, self.checkpointer, whole, moments, self.guard)
+        model, optimizer = self.model.module, self.optimizer.optimizer  # without Fabric's wrappers
+        resume.load(self.origin, config, self.data_info, self.checkpointer, model, optimizer, self.guard)
         self.counters = self.origin.counters
         self.saver = Saver(self.checkpointer, self.origin.saved_step)
         self.execution = execution.choose(
             config.train.compile, fabric.device, self.origin.execution, self.backends, fabric.global_rank
         )
-        self.graphs = setup.graphs_of(config, fabric, self.model.module, self.compiled, self.flops_per_token)
-        self.compilation.compile(self.model.module if self.compiled else None)
+        self.graphs = setup.graphs_of(config, fabric, model, self.compiled, self.flops_per_token)
+        self.compilation.compile(model if self.compiled else None)
 
         self.begin("logs")
         self.latest: Step | None = None

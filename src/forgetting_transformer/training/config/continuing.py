@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgetting_transformer import plugins
@@ -91,8 +90,6 @@ def check_continues(
     if said := plugins.missing(before.get("plugins"), f"{checkpoint}: this run"):
         raise ConfigError(said)
     before, after = ({**whole, "model": _with_defaults(whole["model"])} for whole in (before, after))
-    if _same_source(before.get("init_from"), config.init_from, state.get("weights_from")):
-        after["init_from"] = before["init_from"]
     if model := state.get("model_config"):
         # Null stands for what the corpus says, so what it came to is compared.
         for key in ("vocab_size", "bos_token_id", "eos_token_id"):
@@ -118,13 +115,6 @@ def check_continues(
             + ("" if forked else " (with fork_dir and fork_step to start from its weights)")
             + ("" if config.fork_dir else ", or start over with resume=false")
         )
-
-
-def _same_source(before: str | None, now: str | None, record: Mapping[str, Any] | None) -> bool:
-    """Whether `init_from` names in other words, or from another folder, what the run began with."""
-    if not before or not now or not record:
-        return False
-    return Path(now).expanduser().resolve() == Path(str(record.get("source"))).resolve()
 
 
 def _with_defaults(model: dict[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 import logging
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from forgetting_transformer.training.config import Config
 
@@ -48,11 +48,11 @@ def missing() -> str | None:
     )
 
 
-def warn_without(config: "Config", device: "torch.device", model: Callable[[], Any]) -> None:
+def warn_without(config: "Config", device: "torch.device", model: "nn.Module") -> None:
     """A large model on a CPU is seldom meant, and would start without a complaint."""
     if device.type != "cpu" or os.environ.get("LT_ACCELERATOR", config.fabric.accelerator) != "auto":
         return
-    parameters = sum(p.numel() for p in model().parameters())
+    parameters = sum(p.numel() for p in model.parameters())
     if parameters >= LARGE:
         log.warning(
             "no GPU was found, and %.1fM parameters train very slowly on a CPU. %s. Choose the CPU with "

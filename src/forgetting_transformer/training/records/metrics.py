@@ -2,15 +2,14 @@
 
 Files under `output_dir/metrics/`: `jsonlines/<kind>.jsonl`, one object per report with `step` in training tokens, and
 `npz/<kind>/step-%015d.npz` for loss at every position. After a resume everything past the checkpoint is cut off, and
-the same steps are then written again, so no step is missing or doubled. A damaged line is lost, with a warning, and the
-file as it was is kept beside it as `<kind>.jsonl.damaged`.
+the same steps are then written again, so no step is missing or doubled. A damaged line is lost, with a warning.
 """
 
+import contextlib
 import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -162,37 +161,21 @@ def with_tables(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file, without damaged lines and without a last line that a crash cut short."""
-    return _parse(file)[0]
+    entries = []
+    for line in file.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+            entry = json.loads(line)
+            if isinstance(entry["step"], int):
+                entries.append(entry)
+    return entries
 
 
 def truncate(file: Path, step: int) -> None:
-    """Drops the lines past `step`, all at once. Where lines are damaged, a copy of the file stays beside it."""
-    entries, damaged = _parse(file)
-    if damaged:
-        copy, number = file.with_name(f"{file.name}.damaged"), 0
-        while copy.exists():
-            number += 1
-            copy = file.with_name(f"{file.name}.damaged.{number}")
-        shutil.copyfile(file, copy)
-        lines = f"line {damaged[0]} is" if len(damaged) == 1 else f"lines {', '.join(map(str, damaged))} are"
-        log.warning("%s: %s damaged and left out; the file as it was is %s", file, lines, copy.name)
+    """Drops the lines past `step`, all at once, and damaged ones."""
+    entries = read_lines(file)
+    if (damaged := file.read_bytes().count(b"\n") - len(entries)) > 0:
+        log.warning("%s: %d damaged lines are left out", file, damaged)
     write_atomically(file, "".join(json.dumps(entry) + "\n" for entry in entries if entry["step"] <= step))
-
-
-def _parse(file: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The objects of a file, and the numbers of its damaged lines, from 1."""
-    entries, damaged = [], []
-    *lines, last = file.read_bytes().split(b"\n")
-    for number, line in enumerate([*lines, last], 1):
-        try:
-            entry = json.loads(line)
-            if not isinstance(entry["step"], int):
-                raise TypeError("step is not a number")
-            entries.append(entry)
-        except (ValueError, LookupError, TypeError, RecursionError):
-            if number <= len(lines):  # else there is no end of line: a crash came before it was written
-                damaged.append(number)
-    return entries, damaged
 
 
 def duration(seconds: float) -> str:
