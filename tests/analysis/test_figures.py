@@ -101,7 +101,8 @@ def test_losses_on_every_held_out_set(make_run: MakeRun, drawn: list[Figure], tm
     for name in ("web", "ema"):
         write_lines(folder, f"val_{name}", [{"step": STEPS[0], f"val_{name}/loss": 4.0}])
     losses.loss_on_sets([read_run(folder)], tmp_path / "x.png")
-    assert [axes.get_title("left") for axes in drawn[0].axes] == ["held-out documents of the corpus", "ema", "web"]
+    titles = ["held-out documents of the corpus", "held-out documents, EMA weights", "web"]
+    assert [axes.get_title("left") for axes in drawn[0].axes] == titles
     assert drawn[0].axes[2].lines[0].get_xydata().tolist() == [[STEPS[0], 4.0]]
 
 
