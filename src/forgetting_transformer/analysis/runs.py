@@ -253,7 +253,7 @@ def read_position_losses(run: Run) -> dict[str, np.ndarray]:
     It is of held-out documents, else of training batches; of another set, of that alone. {} before any validation.
 
     Raises:
-        ValueError: the newest file is not whole, or does not hold the array.
+        AnalysisError: the newest file is not whole, or does not hold the array.
     """
     folder = run.output_dir / "metrics" / "npz"
     of = {names.VAL: "held-out", names.TRAIN_EVAL: "training batches"}
