@@ -183,15 +183,15 @@ def test_scores_over_training(make_run: MakeRun, drawn: list[Figure], tmp_path: 
     runs = [read_run(add_callbacks(make_run("a"))), read_run(add_callbacks(make_run("b"), 0.1))]
     training.scores_over_training(runs, tmp_path / "x.png", ["65 M parameters"])
     found = {axes.get_title("left"): axes for axes in drawn[0].axes if axes.axison}
-    needle = [f"length {length} {metric}" for length in (512, 1024) for metric in ("loss", "accuracy")]
+    needle = [f"needle length {length} {metric}" for length in (512, 1024) for metric in ("loss", "accuracy")]
     # The paper's metric of a task, not all that lm_eval has.
-    assert [*found] == ["arc easy acc", "wikitext word perplexity", "mine exact match,strict", *needle, "longest"]
+    assert [*found] == ["arc easy acc", "wikitext word perplexity", "mine exact match,strict", *needle, "gates longest"]
     scores, chance, other, _ = found["arc easy acc"].lines
     assert scores.get_ydata() == pytest.approx([0.25, 0.35, 0.45]) and set(chance.get_ydata()) == {0.25}
     assert other.get_ydata() == pytest.approx([0.35, 0.45, 0.55]) and chance.get_linestyle() == ":"
     bars = found["arc easy acc"].containers[0].lines[2][0].get_segments()
     assert bars[0][:, 1].tolist() == pytest.approx([0.25 - 1.96 * 0.02, 0.25 + 1.96 * 0.02])
-    assert set(found["length 512 loss"].lines[1].get_ydata()) == {5.5}, "without a needle"
+    assert set(found["needle length 512 loss"].lines[1].get_ydata()) == {5.5}, "without a needle"
     assert legend(drawn[0]) == ["a", "b"] and "65 M parameters · dotted: a guess" in title_and_note(drawn[0])[1]
 
 
