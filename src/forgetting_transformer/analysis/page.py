@@ -144,7 +144,8 @@ def _evaluations(folders: Sequence[Path], left_out: list[str], shown: Mapping[st
         models: dict[str, Evaluation] = {}
         for one in (one for one in found if one.kind == kind):
             name = shown.get(one.model, one.model)
-            models[name if name not in models else f"{name} ({len(models) + 1})"] = one
+            again = sum(other.model == one.model for other in models.values())
+            models[f"{name} ({again + 1})" if again else name] = one
         content = _position_losses(models) if kind == "per_token_loss" else _scores(models, kind)
         shown_together = bool(content)
         for name, one in models.items():
