@@ -101,7 +101,8 @@ def test_losses_on_every_held_out_set(make_run: MakeRun, drawn: list[Figure], tm
     for name in ("web", "ema"):
         write_lines(folder, f"val_{name}", [{"step": STEPS[0], f"val_{name}/loss": 4.0}])
     losses.loss_on_sets([read_run(folder)], tmp_path / "x.png")
-    assert [axes.get_title("left") for axes in drawn[0].axes] == ["held-out documents of the corpus", "ema", "web"]
+    titles = ["held-out documents of the corpus", "held-out documents, EMA weights", "web"]
+    assert [axes.get_title("left") for axes in drawn[0].axes] == titles
     assert drawn[0].axes[2].lines[0].get_xydata().tolist() == [[STEPS[0], 4.0]]
 
 
@@ -182,15 +183,15 @@ def test_scores_over_training(make_run: MakeRun, drawn: list[Figure], tmp_path: 
     runs = [read_run(add_callbacks(make_run("a"))), read_run(add_callbacks(make_run("b"), 0.1))]
     training.scores_over_training(runs, tmp_path / "x.png", ["65 M parameters"])
     found = {axes.get_title("left"): axes for axes in drawn[0].axes if axes.axison}
-    needle = [f"length {length} {metric}" for length in (512, 1024) for metric in ("loss", "accuracy")]
+    needle = [f"needle length {length} {metric}" for length in (512, 1024) for metric in ("loss", "accuracy")]
     # The paper's metric of a task, not all that lm_eval has.
-    assert [*found] == ["arc easy acc", "wikitext word perplexity", "mine exact match,strict", *needle, "longest"]
+    assert [*found] == ["arc easy acc", "wikitext word perplexity", "mine exact match,strict", *needle, "gates longest"]
     scores, chance, other, _ = found["arc easy acc"].lines
     assert scores.get_ydata() == pytest.approx([0.25, 0.35, 0.45]) and set(chance.get_ydata()) == {0.25}
     assert other.get_ydata() == pytest.approx([0.35, 0.45, 0.55]) and chance.get_linestyle() == ":"
     bars = found["arc easy acc"].containers[0].lines[2][0].get_segments()
     assert bars[0][:, 1].tolist() == pytest.approx([0.25 - 1.96 * 0.02, 0.25 + 1.96 * 0.02])
-    assert set(found["length 512 loss"].lines[1].get_ydata()) == {5.5}, "without a needle"
+    assert set(found["needle length 512 loss"].lines[1].get_ydata()) == {5.5}, "without a needle"
     assert legend(drawn[0]) == ["a", "b"] and "65 M parameters · dotted: a guess" in title_and_note(drawn[0])[1]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgetting_transformer.analysis import AnalysisError, position_loss
+from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.evaluations import (
     LONGBENCH,
     from_gates,
@@ -108,19 +108,6 @@ def test_one_page_holds_everything_and_nothing_but_text_from_texts(runs, tmp_pat
     assert ["optimizer.lr", "0.003", "0.003"] in rows_of(text), "what agrees is there too"
 
 
-def test_a_page_replaces_its_own_alone(tmp_path):
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results/results.json").write_text('{"piqa": {"acc,none": 0.625}}')
-    for _ in range(2):
-        write_report([], [tmp_path / "results"], tmp_path / "page")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/report.html").write_text("mine")
-    for out, said in ((tmp_path / "mine", "report.html is not as"), (tmp_path / "mine/report.html", "cannot write to")):
-        with pytest.raises(AnalysisError, match=said):
-            write_report([], [tmp_path / "results"], out)
-    assert (tmp_path / "mine/report.html").read_text() == "mine"
-
-
 @pytest.mark.slow
 def test_what_is_left_out_is_named(make_run, tmp_path):
     new, other = tmp_path / "new", tmp_path / "other"
@@ -143,14 +130,3 @@ def test_what_cannot_be_reported_is_refused(tmp_path):
             write_report(runs, results, tmp_path / "page")
     done = run_script(SCRIPT, tmp_path, "--out", "page.html")
     assert done.returncode == 2 and "--out=page.html: give a folder, in which the page is" in done.stderr
-
-
-def test_results_that_are_called_the_same_by_chance_are_no_seeds(tmp_path):
-    for folder in "ab":
-        (tmp_path / folder / "fox").mkdir(parents=True)
-        np.savez(tmp_path / folder / "fox/results.npz", **{"val/loss_per_token": np.full(8, 3.0)})
-    paths = [f"{tmp_path / folder}/fox" for folder in "ab"]
-    with pytest.raises(AnalysisError, match="two results are called 'fox': give them names, NAME=FOLDER"):
-        position_loss.read_named(paths)
-    seeds = position_loss.group_seeds(position_loss.read_named([f"FoX={path}" for path in paths]))
-    assert {name: loss.shape for name, loss in seeds.items()} == {"FoX": (2, 8)}

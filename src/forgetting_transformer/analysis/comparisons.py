@@ -14,7 +14,7 @@ import numpy as np
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError, statistics
-from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
+from forgetting_transformer.analysis.runs import EMA, TRAIN_WINDOW, Run, read_run
 from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.files import flatten
 
@@ -235,7 +235,8 @@ def table(comparison: Comparison, baseline: str) -> str:
     """A Markdown table with a title; differences are to `baseline`, with Welch's 95 % interval. The best is bold."""
     amount = f"{comparison.amount:,.0f}" if comparison.what == "training tokens" else f"{comparison.amount:.3e}"
     eval_set = comparison.points[0].model.eval_set
-    loss_name = f"held-out loss{f' on {eval_set}' if eval_set else ''}"
+    loss_name = "held-out loss" + (f" on {eval_set}" if eval_set not in ("", EMA) else "")
+    loss_name += " of the EMA weights" if eval_set == EMA else ""
     if not comparison.heldout:
         loss_name = f"training loss over the last {TRAIN_WINDOW:.0%} of tokens"
     best = min(comparison.points, key=lambda point: point.mean)

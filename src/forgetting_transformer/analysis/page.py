@@ -21,7 +21,7 @@ from forgetting_transformer.analysis.plots.losses import loss_against_position, 
 from forgetting_transformer.analysis.plots.style import DOTS_PER_INCH
 from forgetting_transformer.analysis.position_loss import comparison_table
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_table
-from forgetting_transformer.analysis.runs import Run
+from forgetting_transformer.analysis.runs import EMA, Run
 from forgetting_transformer.analysis.tables import Table, format_tokens, has_numbers, score_table
 from forgetting_transformer.files import flatten
 
@@ -108,6 +108,7 @@ def _facts(run: Run, sets: Sequence[str]) -> dict[str, str]:
         run.last(kind) for kind in (names.TRAIN, names.VAL, names.THROUGHPUT, names.GOODPUT)
     )
     loss, memory = heldout.get(names.name_of(names.VAL, names.LOSS)), speed.get(names.PEAK_MEMORY)
+    of_sets = {"EMA weights" if name == EMA else name: run.on(name).heldout.values[-1:] for name in sets}
     hours = goodput.get(names.name_of(names.GOODPUT, names.HOURS))
     return {
         "Model": run.setting("model", "label") or run.setting("model", "name") or "–",
@@ -117,7 +118,7 @@ def _facts(run: Run, sets: Sequence[str]) -> dict[str, str]:
         "Training loss, last logged": _number(train.get(names.TRAIN_LOSS)),
         "Held-out loss": _number(loss),
         "Held-out perplexity": _number(None if loss is None else math.exp(min(loss, 700.0)), 2),
-        **{f"Held-out loss, {name}": _number(next(iter(run.on(name).heldout.values[-1:]), None)) for name in sets},
+        **{f"Held-out loss, {name}": _number(next(iter(values), None)) for name, values in of_sets.items()},
         "Tokens/s": _number(speed.get(names.per_second("token_count", "total", "cum")), 0),
         "MFU": _percent(speed.get(names.mfu("total", "cum"))),
         "Peak memory": "–" if memory is None else f"{memory / 1e9:.3g} GB",
@@ -143,7 +144,8 @@ def _evaluations(folders: Sequence[Path], left_out: list[str], shown: Mapping[st
         models: dict[str, Evaluation] = {}
         for one in (one for one in found if one.kind == kind):
             name = shown.get(one.model, one.model)
-            models[name if name not in models else f"{name} ({len(models) + 1})"] = one
+            again = sum(other.model == one.model for other in models.values())
+            models[f"{name} ({again + 1})" if again else name] = one
         content = _position_losses(models) if kind == "per_token_loss" else _scores(models, kind)
         shown_together = bool(content)
         for name, one in models.items():

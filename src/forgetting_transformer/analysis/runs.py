@@ -28,6 +28,8 @@ from forgetting_transformer.files import parse_json_lines, read_yaml
 
 #: Training loss at some tokens is the mean of what was logged over the last 5 % of the tokens before.
 TRAIN_WINDOW = 0.05
+#: The "set" of losses on the corpus's own held-out documents under the moving average that the callback ema keeps.
+EMA = names.VAL_EMA.removeprefix(names.VAL_SET)
 _NOT_FINITE = re.compile(r"infinite or NaN|not finite")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -140,8 +142,7 @@ class Run:
 
     @property
     def eval_sets(self) -> list[str]:
-        """Names of the other held-out sets that it has losses of; "ema" is the corpus's own, under the moving average
-        of the weights that the callback ema keeps."""
+        """Names of the other held-out sets that it has losses of, with `EMA`."""
         kinds = self.kinds - {names.VAL_DATA_INFO}
         return sorted(kind.removeprefix(names.VAL_SET) for kind in kinds if kind.startswith(names.VAL_SET))
 
@@ -252,7 +253,7 @@ def read_position_losses(run: Run) -> dict[str, np.ndarray]:
     It is of held-out documents, else of training batches; of another set, of that alone. {} before any validation.
 
     Raises:
-        ValueError: the newest file is not whole, or does not hold the array.
+        AnalysisError: the newest file is not whole, or does not hold the array.
     """
     folder = run.output_dir / "metrics" / "npz"
     of = {names.VAL: "held-out", names.TRAIN_EVAL: "training batches"}

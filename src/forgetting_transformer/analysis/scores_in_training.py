@@ -30,11 +30,12 @@ class Score(NamedTuple):
 def read_scores(run: Run) -> dict[str, Score]:
     """The scores that are drawn of a run by their names, as in "arc_easy acc": of every task of lm_eval its main
     metrics, of needles loss and accuracy at each length, of gates the shortest, median and longest memory."""
-    found = {
-        f"{task} {metric}".strip().replace("_", " "): _score(run, kind, task, metric, baseline)
-        for kind, task, metric, baseline in (*_lm_eval(run), *_needle(run), *_gates())
-    }
-    return {name: score for name, score in found.items() if score.series.tokens.size}
+    found = {}
+    for kind, task, metric, baseline in (*_lm_eval(run), *_needle(run), *_gates()):
+        name = f"{task} {metric}" if kind == names.LM_EVAL else f"{kind} {task} {metric}"
+        if (score := _score(run, kind, task, metric, baseline)).series.tokens.size:
+            found[" ".join(name.replace("_", " ").split())] = score
+    return found
 
 
 def _lm_eval(run: Run) -> Iterator[tuple[str, str, str, str]]:

@@ -32,7 +32,7 @@ from forgetting_transformer.analysis.plots.style import (
     set_limits,
     token_axis,
 )
-from forgetting_transformer.analysis.runs import Run
+from forgetting_transformer.analysis.runs import EMA, Run
 
 #: Reach of the average of a training loss: this part of the tokens before, to either side, up to a part of all logs.
 _SMOOTHING, _MOST_OF_LOGS = 0.25, 1 / 40
@@ -219,7 +219,7 @@ def loss_on_sets(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()
         for axes, (name, members) in zip(drawn.axes.flat, parts.items(), strict=False):
             for run, style in zip(members, styles, strict=True):
                 draw_line(axes, style, *run.heldout, marker=style.marker)
-            axes.set_title(plain_text(name, 34), loc="left")
+            axes.set_title("held-out documents, EMA weights" if name == EMA else plain_text(name, 34), loc="left")
             axes.set_ylabel(LOSS_LABEL)
             token_axis(axes)
         drawn.handles += [line_handle(style, run.name, True) for style, run in zip(styles, runs, strict=True)]
