@@ -19,7 +19,7 @@ def main() -> None:
     parser = command_line.make_parser(__doc__)
     parser.add_argument("run", type=command_line.path, metavar="RUN", help="output_dir of a training run")
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--last", type=count, help="how many checkpoints, the newest valid ones")
+    which.add_argument("--last", type=count, help="how many checkpoints, the newest ones")
     which.add_argument("--steps", type=step, nargs="+", help="training tokens of each checkpoint")
     parser.add_argument("--out", type=command_line.path, help="folder to write; default RUN-average")
     parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, if the run has no tokenizer")

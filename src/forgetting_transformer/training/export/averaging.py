@@ -13,7 +13,6 @@ from forgetting_transformer.training.checkpoint.folder import Checkpoint, Checkp
 from forgetting_transformer.training.checkpoint.reading import check_weights, read_weights
 from forgetting_transformer.training.config.continuing import changes_that_alter_the_run
 from forgetting_transformer.training.export import folder as exports
-from forgetting_transformer.training.export import official_checkpoint
 from forgetting_transformer.training.export.contents import build_model
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
@@ -29,7 +28,7 @@ def average(
     """Writes the mean of some checkpoints to `save_folder`, and returns a line that says so. The run is only read.
 
     Args:
-        last: how many, the newest valid ones; or steps: the training tokens of each.
+        last: how many, the newest ones; or steps: the training tokens of each.
         tokenizer: folder or hub id; None for the run's own.
         replace: replace another run's export too.
 
@@ -65,32 +64,23 @@ def _find(directory: RunDirectory, last: int | None, steps: list[int] | None) ->
     """The checkpoints to average, the oldest first, each checked against its manifest.
 
     Raises:
-        CheckpointError: one is missing, or there are fewer valid ones than `last`.
+        CheckpointError: one is missing or not valid.
     """
-    folder = directory.checkpoints
-    if official_checkpoint.is_official(directory):
-        raise CheckpointError(
-            f"{directory.root} is a run of the authors' code; make runs of its checkpoints with "
-            "scripts/import_checkpoint.py first"
-        )
+    folder, found = directory.checkpoints, []
     held = steps_in(folder)
-    if not held:
-        raise CheckpointError(f"{folder} holds no checkpoints; give the output_dir of a run")
-    found: list[Checkpoint] = []
-    for step in sorted(held if steps is None else steps, reverse=True):
-        checkpoint = newest_valid(folder, step)
-        if checkpoint is not None:
-            found.append(checkpoint)
-        elif steps is not None:
-            raise CheckpointError(f"no valid checkpoint at step {step} in {folder}; it holds {held}")
-        if len(found) == last:
-            break
-    if last is not None and len(found) < last:
+    if steps is None and len(held) < (last or 0):
         raise CheckpointError(
-            f"--last={last}: {folder} has {len(found)} valid checkpoints ({held}); average fewer, or let a "
-            "run keep more (checkpoint_keep_last, checkpoint_keep_interval)"
+            f"--last={last}: {folder} holds {len(held)} checkpoints ({held}); average fewer, or let a run keep more "
+            "(checkpoint_keep_last, checkpoint_keep_interval)"
         )
-    return found[::-1]
+    for step in sorted(steps or held[-(last or 0) :]):
+        checkpoint = newest_valid(folder, step)
+        if checkpoint is None:
+            raise CheckpointError(
+                f"no valid checkpoint at step {step} in {folder}; it holds {held}; choose with --steps"
+            )
+        found.append(checkpoint)
+    return found
 
 
 def _check_same(checkpoints: list[Checkpoint], states: list[dict[str, Any]]) -> None:

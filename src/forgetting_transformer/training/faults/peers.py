@@ -118,7 +118,9 @@ class Peers:
 
 
 def _machine() -> str:
-    """Where a process number means the same."""
+    """Where a process number means the same: this machine, and on it this container."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
