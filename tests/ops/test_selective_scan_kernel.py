@@ -76,8 +76,9 @@ def test_numbers_per_channel_may_be_a_column_of_a_wider_tensor_or_one_number_for
     def one(D, dt_bias, **rest):
         return scan(D=D[:1].expand(8), dt_bias=dt_bias[:1].expand(8), **rest)
 
-    for function in (spread, one):
-        expect_float64(function, function, make_inputs(1, 9, 8, 4), 2e-5)
+    for function in (spread, one):  # the gradient of one number for all is a sum, which may nearly cancel
+        floors = {"d_A": 1e-4, "d_D": 1e-4, "d_dt_bias": 1e-4}
+        expect_float64(function, function, make_inputs(1, 9, 8, 4), 2e-5, **floors)
 
 
 @pytest.mark.slow
