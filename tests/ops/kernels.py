@@ -8,6 +8,7 @@ import contextlib
 import functools
 import math
 import pickle
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,13 @@ def on_every_device(test: Callable[..., None]) -> Callable[..., None]:
             test(device, **arguments)
 
     return pytest.mark.parametrize("device", DEVICES)(run)
+
+
+def draws(device: str, on_cpu: int = 1) -> Iterator[random.Random]:
+    """Seeded draws of random cases: as many in the interpreter as asked for, ten on a GPU."""
+    for seed in range(on_cpu if device == "cpu" else 10):
+        torch.manual_seed(seed)
+        yield random.Random(seed)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from forgetting_transformer import forgetting_attention, forgetting_attention_decode
+from forgetting_transformer import forgetting_attention_decode
 from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate, forgetting_attention_reference
 from tests.ops.kernels import compile_kernel, on_every_device
 
@@ -37,15 +37,14 @@ def decode(q, k, v, log_fgate, **options):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("queries, keys", [(1, 1), (1, 40), (5, 40), (40, 40)])
-@pytest.mark.parametrize("groups", [4, 2, 1])
-def test_equals_the_definition(queries, keys, groups, dtype, tolerance):
-    inputs = make_inputs(queries, keys, groups=groups, dtype=dtype)
-    out, log_normaliser = decode(*inputs)
-    want, want_log_normaliser = reference(*inputs)
-    assert out.dtype == dtype and out.shape == inputs[0].shape
-    torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(log_normaliser.double(), want_log_normaliser, rtol=tolerance, atol=tolerance)
+def test_equals_the_definition(dtype, tolerance):
+    for queries, keys, groups in ((1, 1, 4), (1, 40, 1), (5, 40, 2), (40, 40, 4)):
+        inputs = make_inputs(queries, keys, groups=groups, dtype=dtype)
+        out, log_normaliser = decode(*inputs)
+        want, want_log_normaliser = reference(*inputs)
+        assert out.dtype == dtype and out.shape == inputs[0].shape
+        torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(log_normaliser.double(), want_log_normaliser, rtol=tolerance, atol=tolerance)
 
 
 def test_head_first_scale_and_the_single_output():
@@ -92,14 +91,6 @@ def test_running_sums_may_come_in_pieces_and_start_anywhere():
     torch.testing.assert_close(got, reference(q, k, v, log_fgate)[0])
 
 
-def test_decoding_equals_the_op_for_whole_sequences():
-    inputs = make_inputs(4, 60, dtype=torch.float32)
-    whole, whole_normaliser = forgetting_attention(*inputs, return_log_normaliser=True)
-    out, log_normaliser = decode(*inputs)
-    torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(log_normaliser, whole_normaliser.float(), rtol=1e-4, atol=1e-5, check_dtype=False)
-
-
 @pytest.mark.slow
 def test_compiles_into_one_graph_for_all_lengths():
     from torch._dynamo.testing import CompileCounter
@@ -132,20 +123,8 @@ def with_argument(name, value):
     "name, value, error, message",
     [
         ("cum_log_fgate", torch.zeros(2, 39, 4), ValueError, r"cum_log_fgate has shape \(2, 39, 4\)"),
-        (
-            "cum_log_fgate",
-            torch.zeros(2, 40, 4, dtype=torch.bfloat16),
-            TypeError,
-            "cum_log_fgate has dtype torch.bfloat16",
-        ),
-        ("q", torch.zeros(2, 41, 4, 8, dtype=torch.float64), ValueError, "q has 41 positions and k only 40"),
         ("seq_end", torch.tensor([1, 40]), ValueError, r"seq_end is \[1, 40\]; .* in \[2, 40\]"),
-        ("seq_end", torch.tensor([40]), ValueError, r"seq_end has shape \(1,\)"),
-        ("seq_start", torch.tensor([0, 41]), ValueError, r"seq_start is \[0, 41\]; .* in \[0, 40\]"),
-        ("seq_start", torch.zeros(2), TypeError, "seq_start has dtype torch.float32"),
         ("adaptive_threshold", "auto", TypeError, "adaptive_threshold is 'auto'; decoding takes a number or a tensor"),
-        ("adaptive_threshold", 1.0, ValueError, "adaptive_threshold is 1.0"),
-        ("sm_scale", -1.0, ValueError, "sm_scale is -1.0"),
         ("q", torch.zeros(2, 2, 4, 8, dtype=torch.float64, requires_grad=True), RuntimeError, "has no gradients"),
     ],
 )
@@ -206,19 +185,16 @@ def test_kernel_at_ragged_lengths_and_any_number_of_parts(device):
             expect_float64(kernel_inputs(length, 16))
 
 
-KINDS = pytest.mark.rare("tests/ops/test_forgetting_attention_decode.py::test_kernel_at_head_dimensions_of_all_kinds")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [24, 64, *(pytest.param(d, marks=KINDS) for d in (1, 8, 80, 128, 192, 256))])
 @on_every_device
-def test_kernel_at_head_dimensions_of_all_kinds(device, head_dim):
+def test_kernel_at_head_dimensions_of_all_kinds(device):
     use_splits(device, 3)
-    length = 150 if device == "cpu" else 1111
-    expect_float64(kernel_inputs(length, head_dim))
-    expect_float64(kernel_inputs(length, head_dim, torch.float16, heads=6, groups=2))
-    if device == "cuda":
-        expect_float64(kernel_inputs(length, head_dim, torch.bfloat16, heads=6, groups=2, queries=3))
+    for head_dim in (24, 64) if device == "cpu" else (1, 8, 24, 64, 80, 128, 192, 256):
+        length = 150 if device == "cpu" else 1111
+        expect_float64(kernel_inputs(length, head_dim))
+        expect_float64(kernel_inputs(length, head_dim, torch.float16, heads=6, groups=2))
+        if device == "cuda":
+            expect_float64(kernel_inputs(length, head_dim, torch.bfloat16, heads=6, groups=2, queries=3))
 
 
 @pytest.mark.slow
@@ -396,27 +372,15 @@ def test_parts_are_as_many_as_fill_the_gpu_and_not_shorter_than_they_are_worth()
 ONES = {"num_queries": 1, "groups": 1, "num_splits": 1, "num_keys": 1, "heads": 1, "SPLITS": 1}
 OPTIONAL = {"seq_start_ptr": "*i64", "seq_end_ptr": "*i32", "threshold_ptr": "*fp32"}
 COMPILED = {
-    "one token": (64, torch.bfloat16, {"num_queries": 1}),
     "one of everything": (64, torch.float16, ONES),
     "everything optional": (64, torch.bfloat16, {**OPTIONAL, "GROUP": 3}),
-    "wide heads": (256, torch.bfloat16, {**OPTIONAL, "num_queries": 1}),
-    "float32": (64, torch.float32, {**OPTIONAL, "SPLITS": 64}),
-    "float32, wide heads": (256, torch.float32, {"GROUP": 6}),
+    "wide heads": (256, torch.float32, {"GROUP": 6}),
 }
-USUAL = ((90, "one token"), (90, "everything optional"), (86, "wide heads"))
-COMPILES = pytest.mark.rare(
-    "tests/ops/test_forgetting_attention_decode.py::test_kernels_compile_for_gpus_that_are_not_here"
-)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "capability, case",
-    [
-        pytest.param(capability, case, marks=[] if (capability, case) in USUAL else [COMPILES])
-        for capability in (86, 90)
-        for case in COMPILED
-    ],
+    "capability, case", [(90, "everything optional"), (86, "one of everything"), (86, "wide heads")]
 )
 def test_kernels_compile_for_gpus_that_are_not_here(case, capability, tmp_path, monkeypatch):
     """The compiler refuses what the interpreter lets pass, such as a variable whose shape changes in a loop."""

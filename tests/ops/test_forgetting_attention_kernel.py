@@ -37,25 +37,19 @@ def test_compiled_graphs_see_a_constant_where_the_kernel_is_looked_for(monkeypat
     assert compiled(torch.zeros(2)).tolist() == [1.0, 1.0] and calls == [0]
 
 
-RAGGED = pytest.mark.rare(
-    "tests/ops/test_forgetting_attention_kernel.py::test_outputs_and_gradients_are_the_references_at_ragged_lengths"
-)
-
-
 @pytest.mark.parametrize(
-    "head_dim", [pytest.param(24, marks=pytest.mark.quick), 64, *(pytest.param(d, marks=RAGGED) for d in (16, 80, 256))]
+    "head_dim, lengths", [pytest.param(24, (2, 129, 260), marks=pytest.mark.quick), (64, (63, 128))]
 )
-def test_outputs_and_gradients_are_the_references_at_ragged_lengths(head_dim):
+def test_outputs_and_gradients_are_the_references_at_ragged_lengths(head_dim, lengths):
     """Head dimensions that are no powers of two, too. Log-normalisers have gradients, too.
 
     A stretch is 128 positions, tiles are 32 to 128 wide; how they follow each other does not depend on the head
     dimension.
     """
-    lengths = {16: (2, 63, 128, 129, 260), 24: (2, 129, 260), 64: (63, 128)}.get(head_dim, (2, 130))
     interpret(
         f"""
 for length in {lengths}:
-    check(*inputs(length, {head_dim}, heads=2 if {head_dim} in (16, 256) and length < 200 else 1), 1e-5)
+    check(*inputs(length, {head_dim}, heads=1), 1e-5)
 check(*inputs(70, {head_dim}, torch.float16, heads=1), 2e-3)
 """
     )
@@ -139,17 +133,11 @@ for distance in (1, 16, 64):
     )
 
 
-PRUNING = pytest.mark.rare(
-    "tests/ops/test_forgetting_attention_kernel.py::test_pruning_skips_work_and_changes_rows_by_less_than_its_tolerance"
-)
-
-
-@pytest.mark.parametrize("log_tolerance, queries", [(-10.0, 150), pytest.param(-3.0, 24, marks=PRUNING)])
-def test_pruning_skips_work_and_changes_rows_by_less_than_its_tolerance(log_tolerance, queries):
+def test_pruning_skips_work_and_changes_rows_by_less_than_its_tolerance():
     """By one threshold for a head, and by bounds for every tile."""
     interpret(
-        f"""
-q, k, v, log_fgate, d_out = inputs(400, 16, shift=0.0, queries={queries})
+        """
+q, k, v, log_fgate, d_out = inputs(400, 16, shift=0.0, queries=150)
 k[:, :, 130:140] *= 3  # norms differ from tile to tile
 log_fgate[:, 1] *= 0.01  # a head that remembers: nothing to skip
 v = v / v.norm(dim=-1, keepdim=True)
@@ -157,24 +145,26 @@ scale = 0.25
 bound = scale * q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1)
 exact = run(attend, q, k, v, log_fgate, d_out, None, scale)
 for bounded in (False, True):
-    threshold = torch.full((1, 2), {log_tolerance}) - (0 if bounded else 2 * bound + math.log(400))
+    threshold = torch.full((1, 2), -10.0) - (0 if bounded else 2 * bound + math.log(400))
     pruned = run(attend, q, k, v, log_fgate, d_out, None, scale, threshold, bounded)
     bounds = kernel._bounds(q, k, None, scale) if bounded else [None] * 3
-    decay = kernel.Decay(*kernel._decay(log_fgate, {queries}, threshold, *bounds, None))
+    decay = kernel.Decay(*kernel._decay(log_fgate, 150, threshold, *bounds, None))
     assert decay.first_stretch[0].max() >= 2
     assert decay.first_stretch[1].max() == 0
-    blocks, shift = -(-{queries} // 128), 400 - {queries}
+    blocks, shift = -(-150 // 128), 400 - 150
     kept = torch.zeros(blocks, 4, dtype=torch.bool)
     for block in range(blocks):
-        kept[block, decay.first_stretch[0, block]:(min(block * 128 + 127, {queries} - 1) + shift) // 128 + 1] = True
+        kept[block, decay.first_stretch[0, block]:(min(block * 128 + 127, 150 - 1) + shift) // 128 + 1] = True
     for key in range(4):
         last = max(kept[:, key].nonzero().flatten().tolist(), default=-1)
         assert last == decay.end_block[0, key] - 1, "forward and backward must skip the same"
     # Weights are non-negative and values have norm 1: a row moves by at most twice what was left out.
-    assert (exact[0] - pruned[0]).norm(dim=-1).max() <= 2 * math.exp({log_tolerance}) + 1e-6
+    assert (exact[0] - pruned[0]).norm(dim=-1).max() <= 2 * math.exp(-10.0) + 1e-6
     assert torch.equal(exact[0][:, 1], pruned[0][:, 1])
     for a, b in zip(exact[2:], pruned[2:]):
-        assert (a - b).norm() <= 10 * math.exp({log_tolerance}) * a.norm()
+        assert (a - b).norm() <= 10 * math.exp(-10.0) * a.norm()
+unpruned = run(attend, q, k, v, log_fgate, d_out, None, scale, torch.full((1, 2), math.nan))
+assert all(torch.equal(a, b) for a, b in zip(exact, unpruned))
 """
     )
 
@@ -218,20 +208,6 @@ expected = definition.score_bounds(*clean, 0.25)
 _, self_score, key_norm = kernel._bounds(padded_q, padded_k, first_key, 0.25)
 torch.testing.assert_close(key_norm[:, 2:].double(), expected.key_norm_BHS[0], rtol=1e-5, atol=1e-5)
 assert (key_norm[:, :2] == 0).all() and self_score[:, :2].isposinf().all()
-"""
-    )
-
-
-def test_a_threshold_that_prunes_too_much_is_seen_and_one_that_is_nan_prunes_nothing():
-    """The bound above can fail: without the margin for scores, rows change."""
-    interpret(
-        """
-q, k, v, log_fgate, d_out = inputs(170, 16, shift=6.0, queries=30)
-exact = run(attend, q, k, v, log_fgate, d_out, None, 0.25)
-pruned = run(attend, q, k, v, log_fgate, d_out, None, 0.25, torch.full((1, 2), -0.01))
-assert (exact[0] - pruned[0]).abs().max() > 1e-2
-unpruned = run(attend, q, k, v, log_fgate, d_out, None, 0.25, torch.full((1, 2), math.nan))
-assert all(torch.equal(a, b) for a, b in zip(exact, unpruned))
 """
     )
 

