@@ -154,6 +154,7 @@ def _executed(folder: Path, tree: Path) -> dict[str, list[int]]:
 def covering(mutant: Mutant, entries: list[dict[str, Any]]) -> list[str]:
     """Test files that execute the statement of a mutant, then those that execute a function of its module.
 
+    Files that are named after the module, or lie in the folder of its tests, come first; short ones before long ones.
     Lines of a Triton kernel are not traced: files that reach its module or one that imports it count.
     """
     file, source = mutant.place, mutant.place.read_text(encoding="utf-8")
@@ -173,10 +174,13 @@ def covering(mutant: Mutant, entries: list[dict[str, Any]]) -> list[str]:
         executed = {name: bodies[name].intersection(entry["lines"].get(name, [])) for name in bodies}
         at_line = edited & set(entry["lines"].get(own, []))
         if at_line or any(executed.values()):
-            ranks[entry["tests"]] = (not at_line, not executed[own], entry["seconds"])
+            tests = Path(entry["tests"])
+            named = tests.stem.removeprefix("test_") in file.stem or file.stem in tests.stem
+            elsewhere = tests.parent.name not in file.parts
+            ranks[entry["tests"]] = (not at_line, not executed[own], not named, elsewhere, entry["seconds"])
     files, total = [], 0.0
     for tests in sorted(ranks, key=ranks.__getitem__):
-        total += ranks[tests][2]
+        total += ranks[tests][-1]
         if total <= MOST or not files:
             files.append(tests)
     return files
