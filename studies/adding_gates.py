@@ -204,7 +204,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=command_line.positive, default=600, help="time for all")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU")
     parser.add_argument("--cost", action="store_true", help="measure what gates cost before a step is made")
-    parser.add_argument("--speed", action="store_true", help="measure attention with open gates and without")
+    parser.add_argument("--attention", action="store_true", help="measure attention with open gates and without")
     parser.add_argument("--out", type=command_line.path, default=ROOT / "studies" / "retrofit", metavar="DIR")
     return parser.parse_intermixed_args(argv)
 
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.command == "convert":
         convert(folder, args.names[0], sizes)
     elif args.command == "measure":
-        measure(folder, args.names, sizes, args.cost, args.speed)
+        measure(folder, args.names, sizes, args.cost, args.attention)
     else:
         collect(folder, args.out, sizes)
     return 0
@@ -278,7 +278,7 @@ def run(study: Study, gpus: Sequence[str], tiny: bool) -> None:
         )
         _all(jobs)
         names = [f"{arm}_seed{of}" for arm, of in arms]
-        study.run(f"measure_arms_{seed}", [*measured, *names, *["--speed"] * (seed == 0), *option], gpu)
+        study.run(f"measure_arms_{seed}", [*measured, *names, *["--attention"] * (seed == 0), *option], gpu)
 
     _all([threading.Thread(target=one_seed, args=pair) for pair in zip(seeds, gpus, strict=True)])
 
@@ -515,28 +515,41 @@ def sections(file: Path) -> dict[str, str]:
     def mean_loss(run: dict[str, Any], part: slice) -> float:
         return float(np.mean(run["loss_by_bin"][part]))
 
-    rows, texts = [], {}
     base = of_seeds(measured, "original")
-    for arm, title in TITLES.items():
-        runs = of_seeds(measured, arm)
+    rows: list[list[str]] = []
+    texts: dict[str, str] = {}
+    # Variants that seed 0 alone has are compared with the same gates of that seed.
+    listed = [(arm, of_seeds(measured, arm)) for arm in TITLES]
+    listed[3:3] = [("gates_seed_0", of_seeds(measured, "gates")[:1])]
+    for arm, runs in listed:
         if not runs:
             continue
-        row = [title, str(len(runs))]
+        row = [TITLES.get(arm, "the same, seed 0"), str(len(runs))]
         for where, part in (("within", slice(0, behind)), ("behind", slice(behind, None))):
-            row.append(f"{np.mean([mean_loss(run, part) for run in runs]):.4f}")
             apart = mean([mean_loss(a, part) - mean_loss(b, part) for a, b in zip(runs, base, strict=False)])
-            row.append("" if arm == "original" else apart.text("+"))
             texts[f"{arm}_{where}"] = apart.text("+")
+            row.append(f"{np.mean([mean_loss(run, part) for run in runs]):.4f}" if len(runs) == len(base) else "")
+            row.append("" if arm == "original" else apart.text("+"))
         gates = [run for run in runs if "memory" in run]
-        for key in ("below_half", "pruned"):
-            values = [run[key] if key == "below_half" else run[key][str(settings["long"])] for run in gates]
-            row.append(f"{100 * np.mean(values):.0f} %" if gates else "")
-        rows.append(row)
+        shares = [[run["below_half"], run["pruned"][str(settings["long"])]] for run in gates]
+        for key, share in zip(("half", "pruned"), np.mean(shares, 0) if gates else (), strict=False):
+            row.append(f"{100 * share:.0f} %")
+            texts[f"{arm}_{key}"] = row[-1]
+        rows.append(row if gates else [*row, "", ""])
     header = ["trained on", "seeds", "to 8,192", "apart", "8,192 to 16,384", "apart", "heads below half", "pruned"]
     costs = [run["loss"] for name, run in sorted(measured.items()) if name.startswith("cost_")]
     cost = [[name, f"{np.mean([c[name] - c['inf'] for c in costs]):+.5f}"] for name in costs[0] if name != "inf"]
     texts |= {f"cost_{name}": value for name, value in cost}
+    speed = measured.get("speed", {})
+    times = [
+        [str(dim), *(f"{speed[f'head_dim {dim}, gates {way}']:.2f}" for way in ("none", "open", "open, pruning"))]
+        for dim in (64, 128)
+        if speed
+    ]
+    logits = ("bf16 error of the original", "bf16 error with open gates")
+    texts |= {name.replace(" ", "_"): f"{speed[name]:.3f}" for name in logits if speed}
     return texts | {
+        "speed": markdown_table(["head dimension", "no gates, ms", "open gates", "open, pruning on"], times, "rrrr"),
         "arms": markdown_table(header, rows, "lrrrrrrr"),
         "cost": markdown_table(["contexts", "loss more than with open gates, nats"], cost, "rr"),
     }
@@ -583,6 +596,8 @@ def draw(results: Path, path: Path) -> None:
                 draw_line(difference, styles[name], position, apart.mean(0))
                 difference.fill_between(position, apart.min(0), apart.max(0), **shade(styles[name]))
         difference.axhline(0, color="#555555", linewidth=0.8)
+        low, high = difference.get_ylim()
+        difference.set_ylim(low, min(high, -2 * low))
         difference.set_ylabel("loss minus that without gates")
         for axes in (losses, difference):
             axes.set_xscale("log", base=2)

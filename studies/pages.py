@@ -26,6 +26,7 @@ from tables import Results
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.statistics import difference
 from forgetting_transformer.analysis.tables import markdown_table
+from studies import adding_gates
 from studies.engine import tables as study_tables
 from studies.engine.claims import UNDECIDED, verdicts
 from studies.engine.noise import against_baseline
@@ -33,6 +34,7 @@ from studies.engine.results import Study, read_study
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_760M = "forgetting_transformer/pro_760m_16b"
+RETROFIT = ROOT / "studies" / "retrofit" / "results.json"
 #: A table stands on separate lines between <!-- NAME --> and <!-- end of NAME -->, a number in a sentence between
 #: <!-- NAME --> and <!-- end -->.
 _MARKED = re.compile(r"<!-- (\w+) -->(?:\n.*?<!-- end of \1 -->|[^\n]*?<!-- end -->)", re.DOTALL)
@@ -259,7 +261,7 @@ STUDIES = {
 def results() -> dict[str, str]:
     """Claims with their verdicts in all studies, and single numbers of each study."""
     cells: dict[tuple[str, str, str], dict[str, str]] = {}
-    found = longer_sequences() | equal_rates(read_study(ROOT / "studies" / "three_seeds_100m"))
+    found = longer_sequences() | equal_rates(read_study(ROOT / "studies" / "three_seeds_100m")) | retrofit()
     for name, (column, begin) in STUDIES.items():
         folder = ROOT / "studies" / name
         found |= {f"{begin}_{key}": text for key, text in study_tables.sections(folder, folder / "README.md").items()}
@@ -290,9 +292,15 @@ def operations() -> dict[str, str]:
     }
 
 
+def retrofit() -> dict[str, str]:
+    """Tables and numbers of the study of forget gates that are added to a pretrained model."""
+    return {f"retrofit_{name}": text for name, text in adding_gates.sections(RETROFIT).items()}
+
+
 def use_a_model() -> dict[str, str]:
     row = Results("converting_1b.json").row()
     return {
+        **retrofit(),
         "converted_parameters": f"{row['parameters'] / 1e9:.2f}",
         "converted_seconds": f"{row['seconds']:.0f}",
         "converted_memory": f"{row['peak_bytes'] / 1e9:.1f}",
@@ -332,6 +340,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "docs/operations.md": operations,
     "docs/sweep.md": sweep,
     "docs/use_a_model.md": use_a_model,
+    "studies/retrofit/README.md": retrofit,
 }
 
 if __name__ == "__main__":
