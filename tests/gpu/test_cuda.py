@@ -59,6 +59,7 @@ def assert_like_reference(queries, keys, head_dim, dtype, gates="slow", batch=2,
         assert error < allowed, f"{name}: {error:.2e}, {case}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, queries, keys",
     [
@@ -75,6 +76,7 @@ def test_the_op_and_its_gradients_agree_with_float64(dtype, queries, keys, head_
         assert_like_reference(queries, keys, head_dim, dtype, gates, seq_start=seq_start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, head_dim",
     [

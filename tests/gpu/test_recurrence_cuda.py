@@ -31,6 +31,7 @@ PUBLISHED = dict(HEAD_DIMS)
 BY_CHANNEL = ("gla", "kda")  # a decay for every key channel
 HEADS = 3
 
+pytestmark = pytest.mark.slow
 with_fla = pytest.mark.skipif(find_spec("fla") is None, reason="flash-linear-attention is not installed")
 
 

@@ -21,6 +21,7 @@ def choose(*uses, dtype=torch.bfloat16, lengths=(2048,)):
     return selftest.choose_backends(uses, dtype, GPU, lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head_dim, lengths, dtype",
     [
