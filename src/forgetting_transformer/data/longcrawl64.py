@@ -33,29 +33,12 @@ PREFETCHED_BATCHES = 8
 class LongCrawl64DataModule:
     """Loaders over LongCrawl64 or any corpus in its format.
 
+    Its keys are explained in configs/datamodule/longcrawl64.yaml; here are the others.
+
     Args:
         data_dir: folder or URL (s3://, gs://, hf://, https://, …) with `<dataset>/train.zarr` and
             `<dataset>/heldout.zarr`.
-        dataset: folder name of the corpus.
-        train_batch_len: tokens in a training sequence; must divide the documents' length.
-        train_batch_size: sequences in a global batch.
-        train_num_workers: 1 reads ahead in a process of each rank; 0 reads in the training process. More are as 1: one
-            process decodes each chunk once.
-        eval_tokens: held-out tokens to evaluate on; None for all. Rounded down to whole documents.
-        eval_batch_len: tokens in an evaluation sequence; must divide the documents' length.
-        eval_local_batch_size: sequences in one evaluation batch of one rank.
-        eval_num_workers: as train_num_workers, for evaluation.
-        vocab_size, bos_token_id, eos_token_id: of the tokenizer that made the corpus; None reads them from the
-            corpus's manifest.json. Only LongCrawl64, with documents of 65,536 tokens, needs none: it is GPT-2's
-            50,257 and 50,256. EOS is BOS where nothing else is said.
-        repeat: read the data again, in the same order, when it has been read once.
         packed: texts in a row are documents that the model keeps apart (`data.corpus.keep_apart`).
-        missing_chunks: "error", or "skip" to use a partial copy on purpose: the documents of which every chunk is
-            there, in order, as if there were no others.
-        cache_dir: where files of a URL are kept, on a disk of this machine; None is ~/.cache/forgetting_transformer.
-            Ranks and runs may share it.
-        cache_gb: gigabytes (10^9 bytes) that they may take; those used longest ago make room. Other people's files
-            there do not count.
         recorded: the vocabulary that a run has used so far, for a corpus that does not say which it has.
 
     Raises:

@@ -5,6 +5,7 @@ goes silent and a server that is busy are tried again, as late as the server ask
 what came is compared with the size and the SHA-256 that the source states.
 """
 
+import functools
 import hashlib
 import logging
 import os
@@ -36,8 +37,7 @@ LONGEST_ASKED_WAIT = 330.0
 LONGEST_WAITING = 1000.0
 #: HTTP answers that mean "later".
 PASSING = {408, 425, 429, 500, 502, 503, 504}
-#: HTTP file systems by process, never let go: where a forked process collects its parent's, closing waits a second.
-_HTTP: dict[tuple[Any, ...], Any] = {}
+_CONNECTING = threading.Lock()
 _HUB = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?(?:/(?P<folder>.*))?")
 
 
@@ -80,7 +80,7 @@ class RemoteFolder:
     """A folder of files at a URL: hf://datasets/OWNER/NAME[@REVISION][/FOLDER], https://… or another that fsspec reads.
 
     HF_ENDPOINT and HF_TOKEN mean what they mean to huggingface_hub. Objects may be used from several threads and handed
-    to worker processes; connections are made in each process.
+    to worker processes.
 
     Attributes:
         address: the URL as it was given, perhaps with a password.
@@ -103,15 +103,7 @@ class RemoteFolder:
             if match is None:
                 raise DataError(f"{url} is not of the form hf://datasets/OWNER/NAME[@REVISION][/FOLDER]")
             self._repository = match["repo"], match["revision"] or "main", match["folder"] or ""
-        self._connections: dict[int, tuple[Any, str]] = {}
-        self._lock = threading.Lock()
         self._connection()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_connections", "_lock")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _connections={}, _lock=threading.Lock())
 
     def files(self, folder: str) -> dict[str, RemoteFile] | None:
         """All files below `folder` by their path in it; None where the source cannot list (plain HTTP).
@@ -177,15 +169,7 @@ class RemoteFolder:
             raise RemoteError(f"cannot list {self.url}: HF_HUB_OFFLINE is set; unset it") from error
 
     def _connection(self) -> tuple[Any, str]:
-        """File system and folder in it, one for each process: one inherited through fork shares sockets."""
-        with self._lock:
-            if os.getpid() not in self._connections:
-                self._connections[os.getpid()] = self._connect()
-            return self._connections[os.getpid()]
-
-    def _connect(self) -> tuple[Any, str]:
-        import fsspec
-
+        """File system and folder in it."""
         base, headers = self.address, {"accept-encoding": "identity"}  # chunks are compressed already
         if self._repository is not None:
             from huggingface_hub import constants
@@ -195,18 +179,10 @@ class RemoteFolder:
             base = join(f"{constants.ENDPOINT}/datasets/{repository}/resolve/{revision}", folder)
             headers |= build_hf_headers()
         try:
-            if base.startswith(("http://", "https://")):
-                import aiohttp
-
-                timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_SECONDS, sock_read=SILENCE_SECONDS)
-                client = {"timeout": timeout, "trust_env": True}
-                key = os.getpid(), SILENCE_SECONDS, tuple(headers.items())
-                if key not in _HTTP:
-                    _HTTP[key] = fsspec.filesystem(
-                        "http", client_kwargs=client, headers=headers, skip_instance_cache=True
-                    )
-                return _HTTP[key], base
-            return fsspec.core.url_to_fs(base)
+            with _CONNECTING:
+                if base.startswith(("http://", "https://")):
+                    return _http(os.getpid(), SILENCE_SECONDS, tuple(headers.items())), base
+                return _other(os.getpid(), base)
         except ImportError as error:
             cure = f"{how_to_install('remote')} brings S3 and GCS"
             raise DataError(f"{self.url} cannot be read: {error}. {cure}") from error
@@ -252,6 +228,27 @@ class RemoteFolder:
                 log.warning(line, place, redact(said), attempt + 1, ATTEMPTS, wait, wish)
             waited += wait
             time.sleep(wait)
+
+
+# File systems are made once for each process: one inherited through fork shares sockets. They are never let go: where
+# a forked process collects its parent's, closing waits a second.
+
+
+@functools.cache
+def _http(pid: int, silence: float, headers: tuple[tuple[str, str], ...]) -> Any:
+    import aiohttp
+    import fsspec
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence, sock_read=silence)
+    client = {"timeout": timeout, "trust_env": True}
+    return fsspec.filesystem("http", client_kwargs=client, headers=dict(headers), skip_instance_cache=True)
+
+
+@functools.cache
+def _other(pid: int, base: str) -> tuple[Any, str]:
+    import fsspec
+
+    return fsspec.core.url_to_fs(base)
 
 
 def _asked_wait(headers: Any) -> float | None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class LongCrawl64Config(DataModuleConfig):
-    """Keys of data.LongCrawl64DataModule, which documents them."""
+    """Keys that configs/datamodule/longcrawl64.yaml explains."""
 
     missing_chunks: Literal["error", "skip"] = "error"
     cache_dir: Text | None = None
@@ -39,7 +39,7 @@ def packed(data_dir: str, config: LongCrawl64Config) -> "Corpus":
 
 @dataclass(kw_only=True)
 class MixtureConfig(LongCrawl64Config):
-    """Keys of data.mixture.MixtureDataModule, which documents them."""
+    """Keys that configs/datamodule/mixture.yaml explains."""
 
     #: Overwritten with the joined names of the parts, so that a recipe's dataset does not name the mixture.
     dataset: str = "mixture"
