@@ -12,7 +12,7 @@ import zarr
 from forgetting_transformer.data import DataError, TokenArray
 from forgetting_transformer.data.checksums import write_list
 from forgetting_transformer.data.remote_cache import CacheSettings
-from tests.data.corpus_helpers import module, package_tree, prepare, rewrite, rows, write_array
+from tests.data.corpus_helpers import package_tree, prepare, rewrite, rows, write_array
 from tests.data.mirror import CHUNK, DOC_LEN, serve, tokens_of_corpus, write_layout
 
 VOCAB = 50_257
@@ -90,8 +90,6 @@ def test_a_prepared_corpus_comes_with_its_list(tmp_path):
         files = [f for f in (tmp_path / f"out/{name}.zarr").rglob("*") if f.is_file() and f.name[-1].isdigit()]
         assert {line.split("  ")[1] for line in listed} == {str(f.relative_to(tmp_path / "out")) for f in files}
         assert {line[:64] for line in listed} == {hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
-    sizes = {"train_batch_len": 64, "eval_batch_len": 64, "vocab_size": None, "bos_token_id": None}
-    assert module(tmp_path, dataset="out", **sizes).train_info().checksums
     array = zarr.open_array(tmp_path / "out/train.zarr", mode="r+")
     array[0, 0] = (int(array[0, 0]) + 1) % 256
     with pytest.raises(DataError, match=r"is not the file that train\.sha256 lists"):

@@ -24,14 +24,9 @@ def test_groups_are_the_largest_folders_that_are_small_enough():
     assert find_groups(table(texts), 10).tolist() == [0, 3, 5, 6]
     # At most 6: a is divided into x and y, b into its files.
     assert find_groups(table(texts), 6).tolist() == [0, 2, 3, 4, 5, 6]
-    assert find_groups(table(texts), 0).tolist() == list(range(7))
     assert find_groups(table(texts), 1000).tolist() == [0]
-
-
-def test_groups_end_where_a_folder_ends_even_if_the_next_has_a_child_of_the_same_name():
-    texts = {"in/a/x/1": 4, "in/b/x/1": 4, "other/b/x/1": 4}
-    assert find_groups(table(texts), 4).tolist() == [0, 1, 2]
-    assert find_groups(table(texts), 8).tolist() == [0, 2]
+    # A group ends where a folder ends, even if the next has a child of the same name.
+    assert find_groups(table({"in/a/x/1": 4, "in/b/x/1": 4, "other/b/x/1": 4}), 8).tolist() == [0, 2]
 
 
 def test_held_out_groups_come_near_the_target():

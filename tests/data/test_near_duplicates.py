@@ -1,6 +1,5 @@
 """scripts/prepare_data.py --dedup: near-duplicates of earlier texts are left out before anything is held out."""
 
-import functools
 import random
 
 import pytest
@@ -50,24 +49,22 @@ def test_near_duplicates_are_left_out_and_counted_apart_from_exact_ones(tree, tm
 
 def test_a_killed_search_keeps_its_sketches_and_comes_to_the_same_result(tree, tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SHARD_BYTES", 4000)
-    sketch, calls = near_duplicates.sketch_texts, []
+    sketch, calls, dies_at = near_duplicates.sketch_texts, [], [0]
 
-    def counts(bodies, words, dies_at=0):
+    def counted(bodies, words):
         calls.append(bodies)
-        if len(calls) == dies_at:
+        if len(calls) == dies_at[0]:
             raise KeyboardInterrupt
         return sketch(bodies, words)
 
-    monkeypatch.setattr(near_duplicates, "sketch_texts", counts)
+    monkeypatch.setattr(near_duplicates, "sketch_texts", counted)
     straight, total = prepare(tree, tmp_path / "straight"), len(calls)
-    calls.clear()
-    monkeypatch.setattr(near_duplicates, "sketch_texts", functools.partial(counts, dies_at=5))
+    dies_at[0] = total + 5
     with pytest.raises(KeyboardInterrupt):
         prepare(tree, tmp_path / "out")
-    monkeypatch.setattr(near_duplicates, "sketch_texts", counts)
-    sketches = Place(tmp_path / "out").work / "sketches"
-    committed = len((sketches / "shards.jsonl").read_text().splitlines())
+    committed = len((Place(tmp_path / "out").work / "sketches/shards.jsonl").read_text().splitlines())
     calls.clear()
+    dies_at[0] = 0
     assert prepare(tree, tmp_path / "out")["arrays"] == straight["arrays"]
     assert committed > 0 and len(calls) == total - committed
 

@@ -56,7 +56,6 @@ def test_missing_chunks_are_named_unless_the_array_is_sparse_on_purpose(verify, 
     assert code == 1 and "no row of chunks is whole" in said
 
 
-@pytest.mark.slow
 def test_what_cannot_be_decoded_or_is_not_of_the_vocabulary_or_is_zero_is_named(verify, array):
     # numcodecs decodes most of a file that was cut short, and silently fills the rest with what it finds in memory.
     (array / "3.1").write_bytes((array / "3.1").read_bytes()[:-4])
