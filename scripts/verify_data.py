@@ -75,9 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
                 raise DataError(f"no arrays (NAME.zarr) in {path}")
             for array in arrays:
                 vocab_size = args.vocab_size or read_manifest(array.parent).get("vocab_size", GPT2_VOCAB_SIZE)
-                report = verify(array, vocab_size, args.missing_chunks, args.share, args.workers)
-                print(report.table())
-                sound &= not report.problems
+                table, is_sound = verify(array, vocab_size, args.missing_chunks, args.share, args.workers)
+                print(table)
+                sound &= is_sound
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

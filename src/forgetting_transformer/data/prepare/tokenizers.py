@@ -48,23 +48,14 @@ class TokenizerInfo:
 
 def byte_tokenizer() -> Tokenizer:
     """Ids 0…255 are the bytes of UTF-8, 256 is <|endoftext|>."""
-    vocab = {char: byte for byte, char in enumerate(_byte_chars())}
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    vocab = {char: byte for byte, char in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
-
-
-def _byte_chars() -> list[str]:
-    """The visible character that stands for each byte in byte-level BPE.
-
-    Bytes that are visible in Latin-1 stand for themselves; the others follow, in order, from U+0100 on.
-    """
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    itself = {ord(char): char for char in alphabet if ord(char) < 256}
-    others = iter(char for char in alphabet if ord(char) >= 256)
-    return [itself[byte] if byte in itself else next(others) for byte in range(256)]
 
 
 def train_tokenizer(sample: Iterable[str], vocab_size: int) -> Tokenizer:
