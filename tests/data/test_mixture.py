@@ -1,11 +1,11 @@
 """A mixture: the sequences of every step are a function of its number, each corpus in its order and proportion."""
 
 import itertools
-import json
 import shutil
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from forgetting_transformer.data import DataError
 from forgetting_transformer.data.mixture import Interleaving, MixtureDataModule
@@ -120,8 +120,8 @@ def test_parts_that_cannot_be_mixed_are_refused_in_a_line(corpora):
 def test_corpora_of_different_tokenizers_of_one_size_are_refused(corpora):
     for name, order in (("prose", "ab"), ("web", "ba")):  # and none for code
         (corpora / name / "tokenizer").mkdir()
-        content = {"model": {"vocab": {token: id for id, token in enumerate(order)}}}
-        (corpora / name / "tokenizer/tokenizer.json").write_text(json.dumps(content))
+        model = models.WordLevel({token: id for id, token in enumerate(order)}, unk_token="a")
+        Tokenizer(model).save(str(corpora / name / "tokenizer/tokenizer.json"))
     with pytest.raises(
         DataError, match=r"web was made with another tokenizer than prose: id 0 is 'b' there and 'a' in"
     ):

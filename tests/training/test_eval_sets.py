@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import zarr
 from omegaconf import OmegaConf
+from tokenizers import Tokenizer, models
 
 from forgetting_transformer import training
 from forgetting_transformer.analysis.runs import read_run
@@ -201,8 +202,8 @@ def test_what_cannot_be_evaluated_is_refused_before_the_first_step(config, sets,
     shutil.copytree(config["data_dir"], tmp_path / "data")
     for folder, first in ((tmp_path / "other", "b"), (tmp_path / "data/tiny", "a")):
         (folder / "tokenizer").mkdir()
-        content = {"model": {"vocab": {first: 0, "c": 1}}, "added_tokens": [{"content": "<eos>", "id": 2}]}
-        (folder / "tokenizer/tokenizer.json").write_text(json.dumps(content))
+        words = Tokenizer(models.WordLevel({first: 0, "c": 1}, unk_token="c"))
+        words.save(str(folder / "tokenizer/tokenizer.json"))
     line = said(tmp_path / "other", data_dir=str(tmp_path / "data"))
     assert "id 0 is 'b' there and 'a' in" in line and "with another tokenizer; prepare it again" in line
 

@@ -11,11 +11,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from forgetting_transformer.console import redact
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.remote import RemoteFolder, is_url
-from forgetting_transformer.files import UnreadableError, parse_json, read_json
+from forgetting_transformer.files import UnreadableError, parse_json
 from forgetting_transformer.ranges import COUNT, Range, refusal
 
 #: LongCrawl64 is tokenised with GPT-2's BPE: 50,257 ids, of which the last begins and ends a text.
@@ -183,7 +184,7 @@ def other_tokens(folder: Path, reference: Path) -> str | None:
 
 
 def tokens_of(folder: Path) -> dict[int, str] | None:
-    """Id -> token of the tokenizer in `folder/tokenizer`; None where there is none in the form of prepare_data.py.
+    """Id -> token of the tokenizer in `folder/tokenizer`; None where there is none.
 
     Raises:
         DataError: its tokenizer.json is damaged.
@@ -192,15 +193,7 @@ def tokens_of(folder: Path) -> dict[int, str] | None:
     if not file.is_file():
         return None
     try:
-        content = read_json(file)
-        vocabulary = content["model"]["vocab"]
-        # Of a Unigram model it is a list of tokens with their scores.
-        named = (
-            {token: id for token, id in vocabulary.items()}
-            if isinstance(vocabulary, dict)
-            else {token: id for id, (token, _) in enumerate(vocabulary)}
-        )
-        named |= {added["content"]: added["id"] for added in content.get("added_tokens") or ()}
-        return {int(id): token for token, id in named.items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises plain Exception
         raise DataError(f"{file} is not a tokenizer ({error}); bring back a copy of it, or delete it") from error
+    return {id: token for token, id in tokenizer.get_vocab().items()}
