@@ -133,7 +133,7 @@ def test_metadata_from_a_stranger_runs_no_code_and_fills_no_memory(corpus, chang
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("[" * 100_000, "line 1: not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
         ('{"vocab_size": "64"}', "vocab_size='64' must be a whole number from 1"),
         ('{"arrays": {"train": 5}}', "it is not an object with an object for each array"),
     ],
