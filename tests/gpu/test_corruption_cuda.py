@@ -45,7 +45,7 @@ def test_a_gpu_that_differs_stops_the_run(on_gpus):  # noqa: F811
 
 @two_gpus
 def test_killed_at_a_random_moment_it_ends_in_the_same_weights(on_gpus, tmp_path):  # noqa: F811
-    config = on_gpus("fsdp", 2, checkpoint_interval=2 * STEP)
+    config = on_gpus("fsdp", 2, checkpoint_interval=2 * STEP, strategy__timeout_seconds=20)
     straight = changed(config, output_dir=str(tmp_path / "straight"))
     run(straight, 2)
     generator = random.Random(0)
@@ -59,7 +59,7 @@ def test_killed_at_a_random_moment_it_ends_in_the_same_weights(on_gpus, tmp_path
     victim = generator.choice(job.processes)
     victim.kill()
     for process in job.processes:
-        process.join()  # the one that waits in NCCL for a killed one takes half a minute to notice
+        process.join()  # the one that waits in NCCL for a killed one takes its timeout to notice
     assert victim.exitcode in (-signal.SIGKILL, 0)
     run(config, 2)
     assert_same_run(straight["output_dir"], config["output_dir"])

@@ -27,9 +27,7 @@ def choose(*uses, dtype=torch.bfloat16, lengths=(2048,)):
     [
         (64, (16384,), torch.bfloat16),
         (64, None, torch.bfloat16),
-        (128, (4096, 1000), torch.bfloat16),
         (128, None, torch.bfloat16),
-        (64, (384,), torch.float16),
         (64, (384,), torch.float32),
     ],
 )

@@ -42,9 +42,13 @@ def distances(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) ->
     return {key: ((found[key] - x).norm() / x.norm().clamp(min=1e-6)).item() for key, x in exact.items()}
 
 
-#: Of the models, what differs in the kernels or in what is exchanged; two halves, which compile beside each other.
-ATTENTION = ["fox_pro_pruned", "fox_window_one_key_head", "transformer_two_key_heads", "path_fox", "samba"]
-RECURRENT = ["delta_net", "gated_delta_net", "kda", "hgrn2", "mamba2_groups", "hybrid"]
+#: Of the models, what differs in the kernels or in what is exchanged; groups, which compile beside each other.
+GROUPS = [
+    ["fox_pro_pruned", "fox_window_one_key_head", "transformer_two_key_heads"],
+    ["path_fox", "samba"],
+    ["delta_net", "gated_delta_net", "hybrid"],
+    ["kda", "hgrn2", "mamba2_groups"],
+]
 
 
 def _share(folder: Path, rank: int, size: int, names: list[str]) -> None:
@@ -68,9 +72,9 @@ def _share(folder: Path, rank: int, size: int, names: list[str]) -> None:
         raise
 
 
-@pytest.mark.parametrize("names", [ATTENTION, RECURRENT], ids=["attention", "recurrent"])
+@pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
 def test_two_gpus_compute_what_one_does_for_every_architecture(tmp_path, names):
-    assert {MODELS[name][0] for name in (*ATTENTION, *RECURRENT)} == {*registry.model_names()}
+    assert {MODELS[name][0] for group in GROUPS for name in group} == {*registry.model_names()}
     processes = [server.Process(target=_share, args=(tmp_path, rank, 2, names)) for rank in range(2)]
     for process in processes:
         process.start()

@@ -69,31 +69,23 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: flo
 
 SHAPES = [(1, 1), (1, 90), (90, 90), (100, 100), (33, 90), (64, 65)]
 WINDOWS = [None, 1, 7, 64, 1000]
-SEQ_STARTS = {"no padding": None, "padding": torch.tensor([0, 41]), "one all padding": torch.tensor([90, 5])}
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("groups", [4, 2, 1])
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("t, n", SHAPES)
-def test_equals_the_definition(t, n, window, groups):
-    inputs = make_inputs(t, n, groups)
-    want = run(reference, inputs, window_size=window)
-    assert_close(run(causal_attention, inputs, window_size=window), want, 1e-12)
-    single = [x.float() for x in inputs]
-    want = run(reference, [x.double() for x in single], window_size=window)
-    assert_close(run(causal_attention, single, window_size=window), want, 3e-6)
 
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("t, n", [(1, 90), (90, 90), (33, 90)])
-@pytest.mark.parametrize("seq_start", SEQ_STARTS.values(), ids=SEQ_STARTS.keys())
-def test_left_padding_equals_the_definition(seq_start, t, n, window):
-    inputs = make_inputs(t, n)
-    want = run(reference, inputs, window_size=window, seq_start=seq_start)
-    got = run(causal_attention, inputs, window_size=window, seq_start=seq_start)
-    assert_close(got, want, 1e-12)
+def test_equals_the_definition(window):
+    for t, n in SHAPES:
+        for groups in (4, 2, 1):
+            inputs = make_inputs(t, n, groups)
+            want = run(reference, inputs, window_size=window)
+            assert_close(run(causal_attention, inputs, window_size=window), want, 1e-12)
+        single = [x.float() for x in inputs]
+        want = run(reference, [x.double() for x in single], window_size=window)
+        assert_close(run(causal_attention, single, window_size=window), want, 3e-6)
+    for t in (1, 33, 90):
+        for start in (torch.tensor([0, 41]), torch.tensor([90, 5])):  # the second: one sequence of padding
+            inputs, options = make_inputs(t, 90), {"window_size": window, "seq_start": start}
+            assert_close(run(causal_attention, inputs, **options), run(reference, inputs, **options), 1e-12)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -111,19 +103,8 @@ def test_padding_gives_exact_zeros_whatever_it_holds(window):
         assert torch.equal(x, clean[name]), name
 
 
-BLOCKS = pytest.mark.rare("tests/ops/test_attention.py::test_several_default_blocks_equal_the_definition")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("t", "window"),
-    [
-        (1100, None),
-        (1100, 2000),
-        (1500, 300),
-        *(pytest.param(*case, marks=BLOCKS) for case in [(1100, 300), (1500, None), (1500, 2000)]),
-    ],
-)
+@pytest.mark.parametrize(("t", "window"), [(1100, None), (1500, 300)])
 def test_several_default_blocks_equal_the_definition(t, window):
     inputs = make_inputs(t, 1500, dtype=torch.float32)
     want = run(reference, [x.double() for x in inputs], window_size=window)
@@ -134,13 +115,6 @@ def test_gradients_are_derivatives():
     inputs = [x.requires_grad_() for x in make_inputs(5, 7, d=4)]
     start = torch.tensor([0, 3])
     assert torch.autograd.gradcheck(lambda *x: causal_attention(*x, window_size=4, seq_start=start), inputs)
-
-
-@pytest.mark.parametrize("window", [6, 8])
-def test_the_comparison_notices_a_window_off_by_one(window):
-    inputs = make_inputs(90, 90)
-    with pytest.raises(AssertionError):
-        assert_close(run(causal_attention, inputs, window_size=window), run(reference, inputs, window_size=7), 1e-2)
 
 
 def test_scale_multiplies_the_scores():
@@ -160,12 +134,6 @@ def test_half_precision_runs_in_its_own_dtype_under_autocast_too(dtype, toleranc
     assert_close(got, want, tolerance)
 
 
-def test_autocast_does_not_change_the_dtype():
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = causal_attention(*make_inputs(8, 8, dtype=torch.float32), window_size=3)
-    assert out.dtype == torch.float32
-
-
 def saved_elements(**options) -> int:
     """Elements of all tensors kept for the backward pass of 4,096 tokens, those that share memory counted once."""
     saved = {}
@@ -183,13 +151,8 @@ def saved_elements(**options) -> int:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"window_size": 256},
-        {"seq_start": torch.tensor([0, 9])},
-        {"window_size": 256, "seq_start": torch.tensor([0, 9])},
-    ],
-    ids=["triangle", "window", "padding", "window and padding"],
+    [{}, {"window_size": 256, "seq_start": torch.tensor([0, 9])}],
+    ids=["triangle", "window and padding"],
 )
 def test_memory_is_linear_in_the_sequence(options):
     assert saved_elements(**options) < 4096 * 4096 / 8
@@ -207,10 +170,17 @@ def test_a_window_costs_its_length_per_token():
     assert attention_flops(8192, 512) <= 2 * (2 * 2 * 2 * 16 * 8192 * 512)  # at most twice the pairs it needs
 
 
-@pytest.mark.parametrize("on_gpu", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("t", [1, 2, 90])
-def test_gpus_run_more_than_one_16_bit_query_through_the_kernels(t, dtype, on_gpu, monkeypatch):
+@pytest.mark.parametrize(
+    "t, dtype, on_gpu, taken",
+    [
+        (2, torch.bfloat16, True, True),
+        (90, torch.float16, True, True),
+        (1, torch.bfloat16, True, False),
+        (90, torch.float32, True, False),
+        (90, torch.bfloat16, False, False),
+    ],
+)
+def test_gpus_run_more_than_one_16_bit_query_through_the_kernels(t, dtype, on_gpu, taken, monkeypatch):
     calls = []
 
     def attend_with_kernel(q, k, v, log_fgate, **options):
@@ -221,10 +191,8 @@ def test_gpus_run_more_than_one_16_bit_query_through_the_kernels(t, dtype, on_gp
     monkeypatch.setattr(attention, "attend_with_kernel", attend_with_kernel)
     start = torch.tensor([0, 3])
     causal_attention(*make_inputs(t, 90, dtype=dtype), window_size=7, seq_start=start, sm_scale=0.5)
-    if not on_gpu or t == 1 or dtype in (torch.float32, torch.float64):
-        assert not calls
-    else:
-        ((log_fgate, options),) = calls
+    assert len(calls) == taken
+    for log_fgate, options in calls:
         assert log_fgate is None and options["seq_start_B"] is start and options["sm_scale"] == 0.5
         want = (torch.arange(90 - t, 90) - 6).clamp(min=0).int()
         assert torch.equal(options["first_key_BT"], want.expand(2, -1))
@@ -248,23 +216,12 @@ def test_kernels_are_taken_where_they_exist_and_fit(change, taken, monkeypatch):
     assert dispatch.takes_kernel(SimpleNamespace(**(q | change))) == taken
 
 
-Q = torch.zeros(2, 5, 4, 8)
-K = torch.zeros(2, 9, 2, 8)
-
-
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ({"q": Q[..., :4]}, ValueError, r"k has shape .*\(B, N, G, D\) = \(2, 9, 2, 4\)"),
-        ({"q": Q[:, :, :3]}, ValueError, "k has 2 heads and q 3"),
-        ({"q": Q.repeat(1, 2, 1, 1)}, ValueError, "q has 10 positions and k only 9"),
-        ({"window_size": 0}, ValueError, "window_size is 0"),
-        ({"sm_scale": 0.0}, ValueError, "sm_scale is 0.0"),
-        ({"seq_start": 3}, TypeError, "seq_start is a int"),
-        ({"seq_start": torch.tensor([0, 10])}, ValueError, r"must lie in \[0, 9\]"),
-    ],
-)
-def test_inputs_that_do_not_fit_are_refused_by_name(arguments, error, message):
-    arguments = {"q": Q, "k": K, "v": K, **arguments}
-    with pytest.raises(error, match=message):
-        causal_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+def test_inputs_that_do_not_fit_are_refused_by_name():
+    """As forgetting attention refuses them, with this op's layout."""
+    q, k = torch.zeros(2, 5, 4, 8), torch.zeros(2, 9, 2, 8)
+    with pytest.raises(ValueError, match="k has 2 heads and q 3"):
+        causal_attention(q[:, :, :3], k, k)
+    with pytest.raises(ValueError, match="window_size is 0"):
+        causal_attention(q, k, k, window_size=0)
+    with pytest.raises(ValueError, match=r"must lie in \[0, 9\]"):
+        causal_attention(q, k, k, seq_start=torch.tensor([0, 10]))

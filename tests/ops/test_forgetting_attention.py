@@ -78,10 +78,9 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, scale: float
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("m, n", [(7, 7), (3, 7), (1, 7)])
-@pytest.mark.parametrize("gates", ["random", "resets"])
-def test_reference_is_the_definition(m, n, gates):
-    q, k, v, log_fgate = make_inputs(m, n, 4, gates)
+@pytest.mark.parametrize("m, gates", [(7, "resets"), (3, "random")])
+def test_reference_is_the_definition(m, gates):
+    q, k, v, log_fgate = make_inputs(m, 7, 4, gates)
     out, _ = forgetting_attention_reference(q, k, v, log_fgate, None, 0.7)
     for b in range(2):
         for h in range(3):
@@ -97,23 +96,20 @@ def test_gradients_are_derivatives(backend, seq_start):
 
 
 @pytest.mark.parametrize("gates", FLOAT32_TOLERANCE)
-@pytest.mark.parametrize(
-    "m, n, d", [(1, 1, 16), (1, 63, 60), (63, 63, 64), (100, 100, 16), (40, 100, 64), (33, 65, 128)]
-)
 @pytest.mark.parametrize("backend", list(BACKENDS)[1:])
-def test_portable_equals_reference(backend, m, n, d, gates):
-    inputs = make_inputs(m, n, d, gates)
-    want = run(forgetting_attention_reference, inputs)
-    assert_close(run(BACKENDS[backend], inputs), want, 1e-11)
-    single = [x.float() for x in inputs]
-    want = run(forgetting_attention_reference, [x.double() for x in single])
-    assert_close(run(BACKENDS[backend], single), want, FLOAT32_TOLERANCE[gates])
+def test_portable_equals_reference(backend, gates):
+    for m, n, d in ((1, 1, 16), (1, 63, 60), (100, 100, 16), (40, 100, 64), (33, 65, 128)):
+        inputs = make_inputs(m, n, d, gates)
+        want = run(forgetting_attention_reference, inputs)
+        assert_close(run(BACKENDS[backend], inputs), want, 1e-11)
+        single = [x.float() for x in inputs]
+        want = run(forgetting_attention_reference, [x.double() for x in single])
+        assert_close(run(BACKENDS[backend], single), want, FLOAT32_TOLERANCE[gates])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("m", [1100, 60])
-def test_portable_equals_reference_over_several_default_blocks(m):
-    inputs = [x.float() for x in make_inputs(m, 1100, 16)]
+def test_portable_equals_reference_over_several_default_blocks():
+    inputs = [x.float() for x in make_inputs(1060, 1100, 16)]
     want = run(forgetting_attention_reference, [x.double() for x in inputs])
     assert_close(run(forgetting_attention_portable, inputs), want, 5e-5)
 
@@ -137,9 +133,8 @@ def test_half_precision_costs_no_more_than_rounding_inputs_and_outputs(dtype, to
     assert_close({"dlog_fgate": got["dlog_fgate"]}, {"dlog_fgate": want["dlog_fgate"]}, 5e-5)
 
 
-@pytest.mark.parametrize("gates", ["random", "slow", "absent"])
-def test_three_bfloat16_channels_carry_the_bias(gates):
-    inputs = make_inputs(200, 200, 64, gates)
+def test_three_bfloat16_channels_carry_the_bias():
+    inputs = make_inputs(200, 200, 64)
     inputs = [*(x.bfloat16() for x in inputs[:3]), inputs[3].float()]
     want = run(forgetting_attention_reference, [x.double() for x in inputs])
     got = run(functools.partial(forgetting_attention_portable, compute_dtype=torch.bfloat16), inputs)
@@ -184,12 +179,6 @@ def test_nothing_is_seen_across_a_hard_reset(backend):
     assert (got["dlog_fgate"][..., 50] == 0).all()
 
 
-def test_without_forgetting_it_is_ordinary_attention():
-    q, k, v, log_fgate = (x.float() for x in make_inputs(70, 70, 16, "absent"))
-    out = forgetting_attention(q, k, v, log_fgate, head_first=True)
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
-
-
 @pytest.mark.parametrize("m", [60, 90])
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 def test_left_padding_equals_no_padding_whatever_it_holds(backend, m):
@@ -214,37 +203,27 @@ def short_alone(backend, hidden_queries, q, k, v, log_fgate, _, sm_scale) -> tup
     return torch.cat((first, F.pad(second, (0, 0, hidden_queries, 0)))), None
 
 
-def test_a_sequence_of_padding_only_gives_zeros():
-    q, k, v, log_fgate = (x.float() for x in make_inputs(5, 5, 8))
-    out = forgetting_attention(q, k, v, log_fgate, head_first=True, seq_start=torch.tensor([5, 0]))
-    assert (out[0] == 0).all() and (out[1] != 0).any()
-
-
-def test_head_first_only_moves_the_axis():
-    inputs = [x.float() for x in make_inputs(9, 12, 8)]
+def test_layouts_scale_autocast_and_a_sequence_of_padding():
+    q, k, v, log_fgate = inputs = [x.float() for x in make_inputs(9, 12, 16)]
     out = forgetting_attention(*inputs, head_first=True)
-    head_last = forgetting_attention(*(x.transpose(1, 2) for x in inputs))
-    torch.testing.assert_close(head_last, out.transpose(1, 2))
-
-
-def test_autocast_does_not_round_inside():
-    inputs = [x.float() for x in make_inputs(70, 70, 16)]
+    torch.testing.assert_close(forgetting_attention(*(x.transpose(1, 2) for x in inputs)), out.transpose(1, 2))
+    assert torch.equal(out, forgetting_attention(*inputs, head_first=True, sm_scale=0.25))
+    assert not torch.equal(out, forgetting_attention(*inputs, head_first=True, sm_scale=0.5))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        under_autocast = forgetting_attention(*inputs, head_first=True)
-    assert torch.equal(under_autocast, forgetting_attention(*inputs, head_first=True))
+        assert torch.equal(forgetting_attention(*inputs, head_first=True), out)
+    padded = forgetting_attention(*inputs, head_first=True, seq_start=torch.tensor([12, 0]))
+    assert (padded[0] == 0).all()
+    torch.testing.assert_close(padded[1], out[1])
+    plain = forgetting_attention(q, k[:, :, :9], v[:, :, :9], 0 * log_fgate[:, :, :9], head_first=True)
+    want = F.scaled_dot_product_attention(q, k[:, :, :9], v[:, :, :9], is_causal=True)
+    torch.testing.assert_close(plain, want)
 
 
-def test_sm_scale_defaults_to_one_over_root_d():
-    inputs = [x.float() for x in make_inputs(9, 9, 16)]
-    assert torch.equal(forgetting_attention(*inputs), forgetting_attention(*inputs, sm_scale=0.25))
-    assert not torch.equal(forgetting_attention(*inputs), forgetting_attention(*inputs, sm_scale=0.5))
-
-
-@pytest.mark.parametrize("threshold", ["auto", -10.0, -5, torch.tensor(-3.0), torch.full((2, 1), -3.0), torch.zeros(9)])
-def test_exact_backends_skip_nothing(threshold):
+def test_exact_backends_skip_nothing():
     inputs = [x.float() for x in make_inputs(9, 9, 16)]  # read as (B, T, H, D): 3 positions of 9 heads
-    out = forgetting_attention(*inputs, adaptive_threshold=threshold)
-    assert torch.equal(out, forgetting_attention(*inputs))
+    want = forgetting_attention(*inputs)
+    for threshold in ("auto", -5, torch.tensor(-3.0), torch.full((2, 1), -3.0), torch.zeros(9)):
+        assert torch.equal(forgetting_attention(*inputs, adaptive_threshold=threshold), want)
 
 
 def test_memory_for_the_backward_pass_grows_with_length_not_its_square():
@@ -268,8 +247,7 @@ def repeated(k: Tensor, group: int) -> Tensor:
     return k.repeat_interleave(group, dim=2)
 
 
-@pytest.mark.parametrize("block", [1024, 32])
-@pytest.mark.parametrize("m, n", [(70, 70), (9, 70), (1, 70)])
+@pytest.mark.parametrize("m, n, block", [(70, 70, 32), (9, 70, 1024)])
 def test_query_heads_share_keys_in_order(m, n, block, monkeypatch):
     monkeypatch.setattr(
         package, "forgetting_attention_portable", functools.partial(forgetting_attention_portable, block_size=block)
@@ -388,45 +366,25 @@ GOOD = {
         ({"q": torch.zeros(2, 5, 3, 8, dtype=torch.long)}, TypeError, "q has dtype torch.int64"),
         ({"q": [1.0]}, TypeError, "q is a list"),
         ({"k": torch.zeros(2, 6, 3, 8).half()}, ValueError, "k is torch.float16 and q torch.float32"),
-        ({"k": torch.zeros(2, 6, 3, 8, device="meta")}, ValueError, "k is on meta and q on cpu"),
         ({"v": torch.zeros(2, 5, 3, 8)}, ValueError, "v has shape"),
-        (
-            {"k": torch.zeros(4, 6, 3, 8), "v": torch.zeros(4, 6, 3, 8)},
-            ValueError,
-            r"k has shape .*\(B, N, G, D\) = \(2, 6, 3, 8\)",
-        ),
-        ({"k": torch.zeros(2, 6, 3, 4), "v": torch.zeros(2, 6, 3, 4)}, ValueError, r"k has shape .* = \(2, 6, 3, 8\)"),
         (
             {"k": torch.zeros(2, 6, 2, 8), "v": torch.zeros(2, 6, 2, 8)},
             ValueError,
             r"k has 2 heads and q 3; .* multiple .*\(axes \(B, T, H, D\), head_first=False\)",
         ),
-        (
-            {"log_fgate": torch.zeros(2, 5, 3)},
-            ValueError,
-            r"log_fgate has shape \(2, 5, 3\); it must be \(B, N, H\) = \(2, 6, 3\)",
-        ),
         ({"log_fgate": torch.full((2, 6, 3), 0.5)}, ValueError, r"log_fgate has entries up to 0\.5;.*logsigmoid"),
+        ({"log_fgate": torch.zeros(2, 3, 6)}, ValueError, r"log_fgate has shape .* \(B, N, H\) = \(2, 6, 3\)"),
         ({"window_size": 0}, ValueError, "window_size is 0"),
-        ({"window_size": 2.0}, ValueError, "window_size is 2.0"),
         ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, "batch size 1 .got 2."),
         ({"cu_seqlens": torch.tensor([0.0, 6.0])}, TypeError, "cu_seqlens has dtype torch.float32"),
-        ({"cu_seqlens": [0, 6]}, TypeError, "cu_seqlens is a list"),
-        ({"log_fgate": torch.zeros(2, 3, 6)}, ValueError, "log_fgate has shape"),
         ({"seq_start": torch.tensor([0, 7])}, ValueError, r"seq_start is \[0, 7\].* \[0, 6\]"),
-        ({"seq_start": torch.tensor([-1, 0])}, ValueError, "seq_start is"),
         ({"seq_start": torch.tensor([0])}, ValueError, "seq_start has shape"),
-        ({"seq_start": torch.tensor([0.0, 1.0])}, TypeError, "seq_start has dtype torch.float32"),
-        ({"seq_start": [0, 0]}, TypeError, "seq_start is a list"),
-        ({"sm_scale": 0.0}, ValueError, "sm_scale is 0.0"),
         ({"sm_scale": math.nan}, ValueError, "sm_scale is nan"),
         ({"adaptive_threshold": "fast"}, ValueError, "'auto'"),
         ({"adaptive_threshold": 1.0}, ValueError, "adaptive_threshold is 1.0"),
-        ({"adaptive_threshold": math.nan}, ValueError, "adaptive_threshold is nan"),
         ({"adaptive_threshold": True}, TypeError, "adaptive_threshold is a bool"),
         ({"adaptive_threshold": torch.zeros(6)}, ValueError, r"broadcast to \(B, H\) = \(2, 3\)"),
         ({"adaptive_threshold": torch.ones(3)}, ValueError, "positive or NaN"),
-        ({"adaptive_threshold": torch.zeros(3, dtype=torch.long)}, TypeError, "floating"),
     ],
 )
 def test_refused_inputs_name_the_argument(change, error, message):

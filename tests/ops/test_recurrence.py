@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from forgetting_transformer.ops import backends, recurrence
@@ -45,19 +44,6 @@ PORTABLE = {op: by_position(scan if op == "selective_scan" else chunked, op) for
 REFERENCE = {op: by_position(reference, op) for op in OPS}
 # "resets": a tenth of the tokens erase the state, the others keep most of it.
 DECAYS = ["random", "none", "strong", "resets"]
-OPS_AND_DECAYS = [(op, decay) for op in OPS for decay in (["none"] if op == "delta_rule" else DECAYS)]
-LENGTHS = [1, 5, 63, 64, 65, 130, 200]
-#: A decay of heads, the delta rule with one of channels, and the scan; the others run over several segments.
-USUAL = {
-    (op, decay, length)
-    for op in ("simple_gla", "kda", "selective_scan")
-    for decay in ("none", "strong")
-    for length in (1, 65, 200)
-}
-
-
-def rare_unless(usual: bool, test: str) -> list[pytest.MarkDecorator]:
-    return [] if usual else [pytest.mark.rare(f"tests/ops/test_recurrence.py::{test}")]
 
 
 def make_log_decay(kind: str, *shape: int) -> Tensor:
@@ -163,48 +149,34 @@ def test_the_reference_of_the_scan_is_the_definition():
     inputs = make_inputs("selective_scan", 7)
     x, dt, A, B, C, state = inputs.values()
     out, final_state = call(reference.selective_scan, inputs)
-    for b in range(2):
-        for e in range(6):
-            for n in range(9):
-                h = state[b, e, n]
-                contributions = []
-                for t in range(7):
-                    h = math.exp(dt[b, t, e] * A[e, n]) * h + dt[b, t, e] * x[b, t, e] * B[b, t, n]
-                    contributions.append(h * C[b, t, n])
-                torch.testing.assert_close(final_state[b, e, n], h)
-                if n == 0:
-                    total = torch.zeros(7, dtype=torch.float64)
-                total += torch.stack(contributions)
-            torch.testing.assert_close(out[b, :, e], total)
+    want = torch.zeros_like(out)
+    for b, e, n in itertools.product(range(2), range(6), range(9)):
+        h = state[b, e, n]
+        for t in range(7):
+            h = math.exp(dt[b, t, e] * A[e, n]) * h + dt[b, t, e] * x[b, t, e] * B[b, t, n]
+            want[b, t, e] += h * C[b, t, n]
+        torch.testing.assert_close(final_state[b, e, n], h)
+    torch.testing.assert_close(out, want)
 
 
-@pytest.mark.parametrize("length", [1, 6])
-@pytest.mark.parametrize("backend", [REFERENCE, PORTABLE], ids=["reference", "portable"])
 @pytest.mark.parametrize("op", OPS)
-def test_gradients_are_derivatives(op, backend, length):
-    inputs = make_inputs(op, length, key_dim=2, value_dim=3)
+def test_gradients_are_derivatives(op):
+    inputs = make_inputs(op, 3, key_dim=2, value_dim=3)
     leaves = [x.requires_grad_() for x in inputs.values()]
-    assert torch.autograd.gradcheck(lambda *x: call(backend[op], dict(zip(inputs, x, strict=True))), leaves)
+    for backend in (REFERENCE, PORTABLE):
+        function = backend[op]
+        assert torch.autograd.gradcheck(lambda *x: call(function, dict(zip(inputs, x, strict=True))), leaves)  # noqa: B023
 
 
-@pytest.mark.parametrize(
-    "op, decay, length",
-    [
-        pytest.param(
-            *case,
-            length,
-            marks=rare_unless((*case, length) in USUAL, "test_portable_equals_reference_over_several_segments"),
-        )
-        for case in OPS_AND_DECAYS
-        for length in LENGTHS
-    ],
-)
-def test_portable_equals_reference(op, decay, length):
-    inputs = make_inputs(op, length, decay)
-    assert_close(run(PORTABLE[op], inputs), run(REFERENCE[op], inputs), 1e-11)
-    single = rounded(inputs, torch.float32)
-    want = run(REFERENCE[op], {name: x.double() for name, x in single.items()})
-    assert_close(run(PORTABLE[op], single), want, 1e-5)
+@pytest.mark.parametrize("op", OPS)
+def test_portable_equals_reference(op):
+    for decay in ["none"] if op == "delta_rule" else DECAYS:
+        for length in (1, 65, 200):
+            inputs = make_inputs(op, length, decay)
+            assert_close(run(PORTABLE[op], inputs), run(REFERENCE[op], inputs), 1e-11)
+            single = rounded(inputs, torch.float32)
+            want = run(REFERENCE[op], {name: x.double() for name, x in single.items()})
+            assert_close(run(PORTABLE[op], single), want, 1e-5)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -217,15 +189,6 @@ def test_portable_equals_reference_over_several_segments(op, monkeypatch):
         out, state = call(PORTABLE[op], inputs)
     want_out, want_state = call(REFERENCE[op], inputs)
     assert_close({"out": out, "state": state}, {"out": want_out, "state": want_state}, 1e-11)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_the_comparison_notices_an_input_shifted_by_one_token(op):
-    inputs = make_inputs(op, 130)
-    want = run(REFERENCE[op], inputs)
-    for name in inputs.keys() - {"initial_state", "A"}:
-        with pytest.raises(AssertionError):
-            assert_close(run(PORTABLE[op], inputs | {name: inputs[name].roll(1, dims=1)}), want, 1e-2)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -244,20 +207,13 @@ def test_bfloat16_costs_no_more_than_rounding_inputs_and_outputs(op):
     )
 
 
-@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("op", DELTA_RULES)
-def test_the_delta_rules_at_the_ends_of_beta(op, beta):
-    inputs = make_inputs(op, 130)
-    inputs["beta"] = torch.full_like(inputs["beta"], beta)
-    assert_close(run(PORTABLE[op], inputs), run(REFERENCE[op], inputs), 1e-9)
-    if beta == 0.0 and op == "delta_rule":
-        _, state = call(PORTABLE[op], inputs)
-        assert torch.equal(state, inputs["initial_state"])
-
-
-@pytest.mark.parametrize("op", DELTA_RULES)
-def test_the_delta_rules_with_one_key_repeated(op):
-    """The worst case of the triangular system: every key is in the way of every other."""
+def test_the_delta_rules_at_the_ends_of_beta_and_with_one_key_repeated(op):
+    for beta in (0.0, 1.0, 2.0):
+        inputs = make_inputs(op, 130)
+        inputs["beta"] = torch.full_like(inputs["beta"], beta)
+        assert_close(run(PORTABLE[op], inputs), run(REFERENCE[op], inputs), 1e-9)
+    # The worst case of the triangular system: every key is in the way of every other.
     inputs = make_inputs(op, 130, "none")
     inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"])
     inputs = rounded(inputs, torch.float32)
@@ -301,36 +257,15 @@ def test_a_gate_next_to_a_strong_decay_keeps_its_digits(op):
     assert_close(run(PORTABLE[op], inputs), want, 2e-6)
 
 
-@pytest.mark.parametrize(
-    "op, by_head",
-    [("simple_gla", "simple_gla"), ("gla", "simple_gla"), ("kda", "gated_delta_rule")],
-)
-def test_a_decay_given_per_head_equals_the_same_decay_in_every_key_channel(op, by_head):
-    inputs = make_inputs(by_head, 130)
-    want = run(REFERENCE[by_head], inputs)
-    if op in BY_CHANNEL:
-        inputs["log_decay"] = inputs["log_decay"][..., None].expand(-1, -1, -1, 6)
-    got = run(PORTABLE[op], inputs)
-    got["dlog_decay"] = got["dlog_decay"].reshape(2, 130, 3, -1).sum(-1)
-    assert_close(got, want, 1e-11)
-
-
-@pytest.mark.parametrize(
-    "cuts",
-    [
-        pytest.param(cuts, marks=rare_unless(cuts in ((64,), (1, 2, 3, 70)), "test_a_sequence_may_be_cut_anywhere"))
-        for cuts in ((1,), (64,), (100,), (129,), (1, 2, 3, 70))
-    ],
-)
 @pytest.mark.parametrize("op", OPS)
-def test_a_sequence_may_be_cut_anywhere(op, cuts):
+def test_a_sequence_may_be_cut_anywhere(op):
     inputs = make_inputs(op, 130)
     whole = run(PORTABLE[op], inputs)
 
     def in_parts(*arguments):
         *sequences, state = arguments
         outs = []
-        for start, stop in zip((0, *cuts), (*cuts, 130), strict=True):
+        for start, stop in itertools.pairwise((0, 1, 2, 3, 64, 130)):
             parts = [x[:, start:stop] if isinstance(x, Tensor) and x.ndim > 2 else x for x in sequences]
             scale = {} if op == "selective_scan" else {"scale": parts.pop()}
             out, state = walk(op, *parts, **scale, state=state)
@@ -352,30 +287,18 @@ def test_tokens_without_key_and_decay_leave_the_state_untouched(op):
     torch.testing.assert_close(state, want_state, rtol=1e-11, atol=1e-12)
 
 
-def public(op: str, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Call the public function without an initial state."""
-    return walk(op, *(x for name, x in inputs.items() if name != "initial_state"))
-
-
 @pytest.mark.parametrize("length", [1, 70])
 @pytest.mark.parametrize("op", OPS)
-def test_without_an_initial_state_it_is_zero(op, length):
-    inputs = make_inputs(op, length)
-    out, state = public(op, inputs)
-    inputs["initial_state"].zero_()
-    want, want_state = call(REFERENCE[op], inputs)
+def test_the_first_state_is_zero_and_autocast_does_not_round_inside(op, length):
+    inputs = rounded(make_inputs(op, length), torch.float32)
+    given = [x for name, x in inputs.items() if name != "initial_state"]
+    out, state = walk(op, *given)
+    want, want_state = call(REFERENCE[op], inputs | {"initial_state": torch.zeros_like(inputs["initial_state"])})
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(state, want_state)
-
-
-@pytest.mark.parametrize("length", [1, 70])
-@pytest.mark.parametrize("op", OPS)
-def test_autocast_does_not_round_inside(op, length):
-    inputs = rounded(make_inputs(op, length), torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, state = public(op, inputs)
-    want, want_state = public(op, inputs)
-    assert torch.equal(out, want) and torch.equal(state, want_state)
+        inside, inside_state = walk(op, *given)
+    assert torch.equal(inside, out) and torch.equal(inside_state, state)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -398,9 +321,8 @@ def test_memory_kept_for_the_backward_pass(op, monkeypatch):
     assert sum(storages.values()) <= 1.5 * (sum(x.numel() * 4 for x in leaves.values()) + out.numel() * 4 + states)
 
 
-@pytest.mark.parametrize("key_dim, value_dim", [(64, 64), (128, 64), (32, 96)])
 @pytest.mark.parametrize("op", OPS[:-1])
-def test_flops_per_token_are_those_of_the_chunked_products(op, key_dim, value_dim):
+def test_flops_per_token_are_those_of_the_chunked_products(op, key_dim=32, value_dim=96):
     inputs = make_inputs(op, 256, key_dim=key_dim, value_dim=value_dim)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         call(PORTABLE[op], inputs)
@@ -416,25 +338,6 @@ def test_flops_per_token_are_those_of_the_chunked_products(op, key_dim, value_di
     assert formula(3, key_dim, value_dim) == pytest.approx(counted, rel=1e-12)
 
 
-def test_flops_per_token_of_the_scan_are_those_of_its_definition():
-    class CountElements(TorchDispatchMode):
-        total = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            name = func.overloadpacket.__name__
-            if name in ("mul", "add", "exp"):
-                self.total += out.numel()
-            elif name == "sum":
-                self.total += args[0].numel()
-            return out
-
-    inputs = make_inputs("selective_scan", 5)
-    with CountElements() as counter:
-        call(reference.selective_scan, inputs)
-    assert recurrence.selective_scan_flops_per_token(6, 9) == counter.total / (2 * 5)
-
-
 GOOD = {"q": (2, 5, 3, 8), "k": (2, 5, 3, 8), "v": (2, 5, 3, 4), "beta": (2, 5, 3), "log_decay": (2, 5, 3)}
 
 
@@ -442,43 +345,24 @@ GOOD = {"q": (2, 5, 3, 8), "k": (2, 5, 3, 8), "v": (2, 5, 3, 4), "beta": (2, 5, 
     "change, error, message",
     [
         ({"k": torch.zeros(2, 6, 3, 8)}, ValueError, r"k has shape .*\(B, T, H, K\) = \(2, 5, 3, 8\)"),
-        ({"k": torch.zeros(2, 5, 1, 8)}, ValueError, r"k has shape .*\(B, T, H, K\) = \(2, 5, 3, 8\)"),
-        ({"v": torch.zeros(2, 5, 3, 4).bfloat16()}, ValueError, "v is torch.bfloat16 and q torch.float32; cast"),
-        ({"beta": torch.zeros(2, 3, 5)}, ValueError, r"beta has shape .*\(B, T, H\) = \(2, 5, 3\)"),
         ({"log_decay": torch.zeros(2, 5, 3, 7)}, ValueError, r"log_decay has shape .*\(B, T, H, K\) = \(2, 5, 3, 8\)"),
-        ({"log_decay": torch.zeros(2, 5)}, ValueError, r"log_decay has shape .* 3 axes, \(B, T, H\)"),
         ({"log_decay": 0.5}, TypeError, "log_decay is a float"),
-        ({"initial_state": torch.zeros(2, 3, 4, 8)}, ValueError, r"state has shape .*\(B, H, K, V\) = \(2, 3, 8, 4\)"),
-        ({"scale": 0.0}, ValueError, "scale is 0.0; it must be a positive finite number"),
-        ({"scale": math.nan}, ValueError, "scale is nan"),
+        ({"log_decay": None, "beta": None}, ValueError, "log_decay and beta are both None; give one of them"),
+        ({"state": torch.zeros(2, 3, 4, 8)}, ValueError, r"state has shape .*\(B, H, K, V\) = \(2, 3, 8, 4\)"),
+        ({"scale": math.nan}, ValueError, "scale is nan; it must be a positive finite number"),
     ],
 )
 def test_refused_inputs_are_named(change, error, message):
-    arguments = {name: torch.zeros(shape) for name, shape in GOOD.items()} | change
-    scale, state = arguments.pop("scale", 1.0), arguments.pop("initial_state", None)
+    q, k, v, beta, log_decay = (torch.zeros(shape) for shape in GOOD.values())
+    arguments = {"q_BTGK": q, "k_BTGK": change.pop("k", k), "v_BTHV": v, "beta": beta, "log_decay": log_decay} | change
     with pytest.raises(error, match=message):
-        walk("gated_delta_rule", *arguments.values(), scale=scale, state=state)
+        recurrence.recurrence(**arguments)
 
 
-def test_every_op_checks_its_own_arguments():
-    q, v, gate = torch.zeros(2, 5, 3, 8), torch.zeros(2, 5, 3, 4), torch.zeros(2, 5, 3)
-    with pytest.raises(ValueError, match="log_decay has shape"):
-        recurrence.recurrence(q, q, v, log_decay=gate[:, :4])
-    with pytest.raises(ValueError, match=r"log_decay has shape .*\(B, T, H, K\) = \(2, 5, 3, 8\)"):
-        recurrence.recurrence(q, q, v, log_decay=q[..., :4])
-    with pytest.raises(TypeError, match="log_decay is a float"):
-        recurrence.recurrence(q, q, v, log_decay=0.5)
-    with pytest.raises(TypeError, match="q is a NoneType"):
-        recurrence.recurrence(None, q, v, log_decay=gate)
-    with pytest.raises(ValueError, match="log_decay and beta are both None; give one of them"):
-        recurrence.recurrence(q, q, v)
-    with pytest.raises(ValueError, match="beta has shape"):
-        recurrence.recurrence(q, q, v, beta=gate[:1])
+def test_the_scan_checks_its_own_arguments():
     x, A, B = torch.zeros(2, 5, 6), torch.zeros(6, 4), torch.zeros(2, 5, 4)
     with pytest.raises(ValueError, match=r"dt has shape .*\(B, T, I\) = \(2, 5, 6\)"):
         recurrence.selective_scan(x, x[..., :1], A, B, B)
-    with pytest.raises(ValueError, match=r"A has shape .*\(I, K\) = \(6, 6\)|A has shape .* 2 axes"):
-        recurrence.selective_scan(x, x, A[None], B, B)
     with pytest.raises(ValueError, match=r"C has shape .*\(B, T, K\) = \(2, 5, 4\)"):
         recurrence.selective_scan(x, x, A, B, B[..., :3])
 
@@ -606,13 +490,14 @@ def on_hopper(monkeypatch):
 GATED = ("simple_gla", "gated_delta_rule", "kda")
 
 
-@pytest.mark.parametrize("refuses, is_right", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("op", FLA_KERNELS)
-def test_fla_gets_every_argument_under_its_name(op, refuses, is_right, stand_in_fla, on_hopper):
-    on_hopper(refuses, is_right)
-    miscompiled = not is_right if op == "kda" else refuses and not is_right
+def test_fla_gets_every_argument_under_its_name(op, stand_in_fla, on_hopper):
     inputs = rounded(make_inputs(op, 9, key_dim=128, value_dim=64), torch.bfloat16)
-    assert fla.supports(op, inputs["q"], inputs["v"]) == (not (miscompiled and op in GATED))
+    for refuses, is_right in ((False, False), (True, False), (True, True)):
+        on_hopper(refuses, is_right)
+        miscompiled = not is_right if op == "kda" else refuses and not is_right
+        assert fla.supports(op, inputs["q"], inputs["v"]) == (not (miscompiled and op in GATED))
+        backends._faults.clear()
     assert_close(run(by_position(fla, op), inputs), run(REFERENCE[op], inputs), 1e-6)
     [(name, arguments)] = stand_in_fla.items()
     assert name == FLA_KERNELS[op][1]
@@ -624,18 +509,14 @@ def supported(op: str, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool
     return fla.supports(op, torch.zeros(1, 9, 1, key_dim, dtype=dtype), torch.zeros(1, 9, 1, value_dim, dtype=dtype))
 
 
-def test_fla_is_for_16_bits_and_whole_tiles(stand_in_fla, monkeypatch):
+def test_fla_serves_16_bits_whole_tiles_and_on_hopper_gates_where_they_were_right(stand_in_fla, on_hopper, monkeypatch):
+    """On Hopper it was wrong (16 × 32, Triton 3.6) or needed too much shared memory (256 × 256, every Triton)."""
     monkeypatch.setattr(fla_on_hopper, "is_hopper", lambda device_index: False)
     for op in FLA_KERNELS:
-        assert supported(op, 64, 128, torch.bfloat16) and supported(op, 64, 128, torch.float16)
-        assert not supported(op, 64, 128, torch.float32) and not supported(op, 64, 128, torch.float64)
+        assert supported(op, 64, 128, torch.bfloat16) and supported(op, 32, 64, torch.float16)
+        assert not supported(op, 64, 128, torch.float32)
         assert not supported(op, 60, 128, torch.bfloat16) and not supported(op, 64, 33, torch.bfloat16)
         assert supported(op, 512, 512, torch.bfloat16) == (op not in DELTA_RULES)
-        assert supported(op, 32, 64, torch.bfloat16) and supported(op, 64, 32, torch.bfloat16)
-
-
-def test_on_hopper_fla_serves_gates_where_they_were_right(stand_in_fla, on_hopper):
-    """Elsewhere it was wrong (16 × 32, Triton 3.6) or needed too much shared memory (256 × 256, every Triton)."""
     on_hopper(refuses=False, is_right=True)
     for op in FLA_KERNELS:
         assert supported(op, 128, 64, torch.bfloat16) and supported(op, 128, 128, torch.bfloat16)
@@ -647,9 +528,7 @@ def test_on_hopper_fla_serves_gates_where_they_were_right(stand_in_fla, on_hoppe
     "op, key_dim, value_dim, calls",
     [
         ("delta_rule", 96, 192, [(128, 192)]),
-        ("gated_delta_rule", 96, 192, [(128, 128), (128, 64)]),
         ("gated_delta_rule", 48, 96, [(64, 64), (64, 64)]),
-        ("gated_delta_rule", 128, 320, [(128, 128), (128, 128), (128, 64)]),
         ("kda", 96, 192, [(128, 128), (128, 64)]),
     ],
 )
@@ -695,21 +574,6 @@ def test_kernels_of_kimi_delta_attention_that_are_wrong_are_ruled_out_with_a_war
     fla_on_hopper.kda_is_right.cache_clear()
 
 
-def test_each_gated_op_is_compared_though_the_first_lifted_the_refusal(monkeypatch):
-    chunk_o = types.SimpleNamespace(TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_7_1=False)
-    monkeypatch.setitem(sys.modules, "fla.ops.common.chunk_o", chunk_o)
-    compared = []
-    monkeypatch.setattr(fla_on_hopper, "_agrees", lambda op, *_: compared.append(op) or True)
-    caches = (fla_on_hopper.gated_backward_is_right, fla_on_hopper.refuses_gated_backward)
-    for cached in caches:
-        cached.cache_clear()
-    for op in GATED:
-        assert fla_on_hopper.serves_gated(op, 128, 64, torch.bfloat16, 0)
-    assert tuple(compared) == GATED
-    for cached in caches:
-        cached.cache_clear()
-
-
 @pytest.mark.slow
 def test_the_scan_is_an_operator_that_torch_compile_can_take(monkeypatch):
     monkeypatch.setattr(scan, "_CPU_STATES", 2 * 6 * 9 * 16)  # segments of 16 positions
@@ -729,29 +593,15 @@ def test_one_warning_says_what_to_install(fresh_fla, monkeypatch):
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize(
-    ("missing", "said", "cure"),
-    [
-        ("fla.layers", "needs flash-linear-attention, which is not installed", 'pip install -e ".[cuda]" in a clone'),
-        ("einops", "needs einops, which is not installed", "pip install einops"),
-        (
-            "fla.utils",
-            "version 0.6.0 is installed but broken",
-            "pip install --force-reinstall --no-deps fla-core==0.6.0",
-        ),
-    ],
-)
-def test_the_package_that_flash_linear_attention_lacks_is_named(monkeypatch, missing, said, cure):
+def test_the_package_that_flash_linear_attention_lacks_is_named(monkeypatch):
     def fails(module):
-        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+        raise ModuleNotFoundError("No module named 'einops'", name="einops")
 
-    monkeypatch.setattr(backends, "installed_version", lambda package: "0.6.0" if package == "fla-core" else "3.6.0")
+    monkeypatch.setattr(backends, "installed_version", lambda package: "0.6.0")
     monkeypatch.setattr(backends, "_faults", {})
     monkeypatch.setattr(backends.importlib, "import_module", fails)
-    with pytest.warns(RuntimeWarning) as caught:
+    with pytest.warns(RuntimeWarning, match="needs einops, which is not installed.* To mend it, pip install einops"):
         assert not backends.load_fla("recurrences", fla._KERNELS)
-    (message,) = [str(warning.message) for warning in caught]
-    assert said in message and cure in message.partition("To mend it, ")[2]
 
 
 @pytest.mark.slow
@@ -780,37 +630,27 @@ def test_step_sizes_from_a_bias_and_a_skip_are_those_of_the_definition():
 
 
 def test_a_scan_of_packed_documents_is_the_scans_of_the_documents():
-    """Documents of one token and of several, which end with rows; ends are repeated."""
-    x, dt, A, B, C, _ = make_inputs("selective_scan", 40).values()
-    bounds = [0, 1, 23, 40, 70, 80, 80]
-    got, state = recurrence.selective_scan(x, dt, A, B, C, cu_seqlens=torch.tensor(bounds), output_final_state=True)
+    """Documents of one token and of several; ends are repeated; the first of a row goes on from the initial state."""
+    x, dt, A, B, C, initial = make_inputs("selective_scan", 40).values()
+    got, state = recurrence.selective_scan(
+        x, dt, A, B, C, initial_state_BIK=initial, cu_seqlens=torch.tensor([0, 1, 23, 70, 80, 80]),
+        output_final_state=True,
+    )  # fmt: skip
     flat = [tensor.flatten(0, 1)[None] for tensor in (x, dt, B, C)]
     for start, stop in [(0, 1), (1, 23), (23, 40), (40, 70), (70, 80)]:
         part = [tensor[:, start:stop] for tensor in flat]
-        want, last = reference.selective_scan(*part[:2], A, *part[2:], None)
+        before = initial[start // 40, None] if start % 40 == 0 else None
+        want, last = reference.selective_scan(*part[:2], A, *part[2:], before)
         torch.testing.assert_close(got.flatten(0, 1)[None, start:stop], want)
         if stop % 40 == 0:
             torch.testing.assert_close(state[stop // 40 - 1], last[0])
-
-
-def test_every_row_of_a_scan_begins_a_document():
-    x, dt, A, B, C, _ = make_inputs("selective_scan", 40).values()
-    given, named = (
-        recurrence.selective_scan(x, dt, A, B, C, cu_seqlens=torch.tensor(bounds), output_final_state=True)
-        for bounds in ([0, 23, 80], [0, 23, 40, 80])
-    )
-    for got, want in zip(given, named, strict=True):
-        assert got.shape == want.shape
-        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(
     "cu_seqlens, message",
     [
         ([0, 5, 9], "must rise from 0 to the 10 tokens"),
-        ([2, 5, 10], "must rise from 0 to the 10 tokens"),
         ([0, 7, 5, 10], "must rise from 0 to the 10 tokens"),
-        ([0, 5, 20], "must rise from 0 to the 10 tokens"),
         ([0.0, 10.0], "cu_seqlens has dtype torch.float32; it must be int32 or int64"),
         ([[0, 10]], r"cu_seqlens has shape \(1, 2\)"),
     ],
@@ -824,17 +664,6 @@ def test_boundaries_of_documents_that_do_not_fit_are_refused(cu_seqlens, message
     q, log_decay = torch.randn(2, 5, 1, 4), torch.zeros(2, 5, 1)
     with pytest.raises((TypeError, ValueError), match=message):
         recurrence.recurrence(q, q, q, log_decay=log_decay, cu_seqlens=bounds)
-
-
-def test_the_first_document_of_each_row_goes_on_from_the_initial_state():
-    x, dt, A, B, C, state = make_inputs("selective_scan", 5).values()
-    got, _ = recurrence.selective_scan(
-        x, dt, A, B, C, initial_state_BIK=state, cu_seqlens=torch.tensor([0, 2, 5, 10]), output_final_state=True
-    )
-    whole, _ = reference.selective_scan(x, dt, A, B, C, state)
-    later, _ = reference.selective_scan(x[:1, 2:], dt[:1, 2:], A, B[:1, 2:], C[:1, 2:], torch.zeros_like(state[:1]))
-    want = torch.cat((torch.cat((whole[:1, :2], later), dim=1), whole[1:]))
-    torch.testing.assert_close(got, want)
 
 
 def test_a_scan_whose_kernels_do_not_compile_runs_in_pytorch(monkeypatch):
@@ -853,17 +682,9 @@ def test_a_scan_whose_kernels_do_not_compile_runs_in_pytorch(monkeypatch):
     torch.testing.assert_close(got, reference.selective_scan(x, dt, A, B, C, state)[0])
 
 
-LAST_STATE = "test_the_last_state_needs_no_walk"
-
-
-@pytest.mark.parametrize(
-    "length", [pytest.param(n, marks=rare_unless(n in (1, 600), LAST_STATE)) for n in (1, 5, 256, 600)]
-)
 @pytest.mark.parametrize(("op", "groups"), [("simple_gla", 3), ("simple_gla", 1), ("gla", 3)])
-@pytest.mark.parametrize(
-    "decay", [pytest.param(x, marks=rare_unless(x in ("none", "resets"), LAST_STATE)) for x in DECAYS]
-)
-def test_the_last_state_needs_no_walk(op, groups, length, decay):
+@pytest.mark.parametrize("decay", ["none", "resets"])
+def test_the_last_state_needs_no_walk(op, groups, decay, length=600):
     """What tokens add to the state and leave of it, and their gradients, as a walk from another state has them."""
     inputs = make_inputs(op, length, decay)
     names = ["k", "v", "log_decay"] + ["step"] * (op == "simple_gla")
@@ -913,13 +734,12 @@ def test_the_state_before_a_part_is_compiled_without_running_sums(op, monkeypatc
 
 
 @pytest.mark.parametrize("op", ["simple_gla", "gla"])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_the_last_state_of_bfloat16_inputs_is_not_rounded_to_it(op, autocast):
+def test_the_last_state_of_bfloat16_inputs_is_not_rounded_to_it(op):
     """Only decayed keys or values are; their products are added in float32."""
     inputs = make_inputs(op, 600)
     k, v = (inputs[name].bfloat16() for name in ("k", "v"))
     log_decay = inputs["log_decay"].float()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast("cpu", torch.bfloat16):
         state, _ = recurrence.last_state(k, v, log_decay)
     weight = torch.cat((log_decay[:, 1:], torch.zeros_like(log_decay[:, :1])), dim=1).flip(1).cumsum(1).flip(1).exp()
     if op == "gla":
@@ -930,11 +750,6 @@ def test_the_last_state_of_bfloat16_inputs_is_not_rounded_to_it(op, autocast):
         state.double(), torch.einsum("bthk,bthv->bhkv", k.double(), v.double()), rtol=1e-4, atol=1e-4
     )
     assert state.dtype == torch.float32
-
-
-def test_the_last_state_of_no_sequence_is_empty():
-    k, log_decay = torch.ones(0, 5, 2, 4), torch.zeros(0, 5, 2)
-    assert recurrence.last_state(k, k, log_decay)[0].shape == (0, 2, 4, 4)
 
 
 @pytest.mark.slow
