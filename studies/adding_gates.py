@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ PACKAGES = ("torch", "transformers", "sympy", "scipy", "numpy", "pandas", "sklea
 #: Contexts of the original in a memory length, for which the loss is computed before a step is made.
 CONTEXTS = (1, 4, 16, 64, 256, math.inf)
 PRETRAINED = "pretrained"
+COMMAND = "python -m studies.adding_gates run output/retrofit --gpus 1,2,3 --minutes 6.6"
 #: Points of a curve of the loss by position, each a mean.
 BINS = 128
 
@@ -491,7 +493,18 @@ def collect(folder: Path, out: Path, sizes: Sizes) -> None:
     measured = {file.stem: json.loads(file.read_text("utf-8")) for file in files}
     settings = {"short": sizes.short, "long": sizes.long, "evaluated": sizes.evaluated, "bin": sizes.evaluated // BINS}
     settings |= {"pretraining": sizes.pretraining, "training": sizes.training}
-    write_json(out / "results.json", {"settings": settings, "measured": measured})
+    if not measured:
+        raise command_line.CommandError(f"{folder} has no measured/*.json; run `studies.adding_gates run` first")
+    one = next(run for run in measured.values() if "torch" in run)
+    environment = {
+        "date": datetime.fromtimestamp(min(file.stat().st_mtime for file in files), UTC).isoformat("T", "seconds"),
+        "hardware": {"device": one["device"]}, "versions": {"torch": one["torch"]}, "command": COMMAND,
+        "commit": os.environ.get("BENCHMARK_COMMIT", ""),
+    }  # fmt: skip
+    found = {"environment": environment, "settings": settings, "measured": measured}
+    if not environment["commit"]:
+        found["source"] = "a copy of the repository whose commit is not known (BENCHMARK_COMMIT says it)"
+    write_json(out / "results.json", found)
     draw(out / "results.json", out / "positions.png")
 
 
