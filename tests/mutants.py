@@ -690,10 +690,6 @@ LIST = r"""
 - self.num_tokens += num_new_tokens
 + self.num_tokens = num_new_tokens
 # A recurrent cache counts the last tokens only.
-= cache.key_norm model/generation/cache.py
-- self.max_key_norm = torch.maximum(self.max_key_norm, norm)
-+ self.max_key_norm = norm
-# The bound of scores forgets earlier keys.
 
 == Corpus
 

@@ -142,7 +142,7 @@ def test_the_pruned_share_follows_the_models_rule():
 
 def test_models_without_forgetting_attention_and_layers_they_lack_are_refused():
     with pytest.raises(EvaluationError, match="has no forgetting-attention layer"):
-        forget_gates.attention_layers(small("transformer"))
+        forget_gates.attention_layers(small("hgrn2"))
     with pytest.raises(EvaluationError, match=r"--layers=5: the model's forgetting-attention layers are 0, 1"):
         forget_gates.visit(small_model(), torch.zeros(4, dtype=torch.long), [5], print)
     with pytest.raises(EvaluationError, match=r"every forgetting-attention layer of \S+ has a window"):

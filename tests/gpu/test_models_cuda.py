@@ -17,7 +17,7 @@ from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops.forgetting_attention import forgetting_attention
 from tests.gpu.test_cuda import relative_error
 from tests.model.small_models import PRO, small
-from tests.model.test_grouped_keys_and_windows import by_equations
+from tests.model.test_equations import attention
 
 GOLDEN = Path(__file__).parents[1] / "data/golden/fox_pro_sharedqk.pt"
 KINDS = {
@@ -83,7 +83,8 @@ def test_grouped_keys_and_windows_are_the_equations_in_float64(options, dtype):
     layer = copy.deepcopy(exact).to("cuda", dtype)
     x, weight = (torch.randn(2, 300, 256).to(dtype) for _ in range(2))
     results = []
-    for function, inputs in ((lambda x: layer(x)[0], x.cuda()), (lambda x: by_equations(exact, x), x.double())):
+    weights = dict(exact.named_parameters())
+    for function, inputs in ((lambda x: layer(x)[0], x.cuda()), (lambda x: attention(exact, weights, x), x.double())):
         inputs.requires_grad_()
         out = function(inputs)
         (out * weight.to(out)).sum().backward()

@@ -1,10 +1,8 @@
 """Small models for the tests in this folder."""
 
-import itertools
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from forgetting_transformer.model import DecoderForCausalLM, ForgettingTransformerForCausalLM, registry
 
@@ -80,34 +78,3 @@ def small(name: str, seed: int = 0, **fields: Any) -> DecoderForCausalLM:
 def small_model(seed: int = 0, **fields: Any) -> ForgettingTransformerForCausalLM:
     """A two-layer FoX in evaluation mode."""
     return small("forgetting_transformer", seed, **fields)
-
-
-def counted_flops_per_token(model: DecoderForCausalLM, seq_len: int = 256) -> float:
-    """FLOPs of a forward pass as PyTorch counts them: matrix products and convolutions it knows."""
-    ids = torch.zeros(2, seq_len, dtype=torch.long)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, use_cache=False)
-    return counter.get_total_flops() / ids.numel()
-
-
-OPTION_COMBINATIONS = [
-    {
-        "fgate_type": fgate_type,
-        **({"fgate_bias_init": True, "decay_time_min": 2.0, "decay_time_max": 64.0} if decay_times else {}),
-        "use_rope": use_rope,
-        "qk_norm": qk_norm != "none",
-        "qk_norm_share_param_across_head": qk_norm == "shared",
-        "use_output_gate": gate is not None,
-        "ogate_act": gate or "sigmoid",
-        "use_output_norm": norm,
-        "use_k_shift": k_shift,
-        "use_v_shift": v_shift,
-    }
-    for (fgate_type, decay_times), (use_rope, norm), qk_norm, gate, (k_shift, v_shift) in itertools.product(
-        [("full", False), ("bias_only", False), ("bias_only", True), ("fixed", True), ("none", False)],
-        [(False, False), (True, True), (False, True)],
-        ["none", "per head", "shared"],
-        [None, "sigmoid", "silu"],
-        [(False, False), (True, False), (False, True)],
-    )
-]

@@ -180,9 +180,8 @@ def test_another_architecture_is_a_mixer_and_a_config(ids, tmp_path):
     assert config.flops_per_token(100) == 3 * (2 * 2 * 64 + 2 * 8 * 61)
 
 
-@pytest.mark.parametrize("name", ["use_rope", "gives_attentions"])
-def test_a_mixer_that_needs_the_span_must_take_it(name, monkeypatch):
-    """Otherwise positions of packed documents, or maps, would be left out without a word."""
-    monkeypatch.setattr(RunningSum, name, True, raising=False)
-    with pytest.raises(TypeError, match=f"RunningSum has {name}, which needs the span of the tokens"):
+def test_a_mixer_that_gives_maps_must_take_the_span(monkeypatch):
+    """Otherwise maps would be left out without a word."""
+    monkeypatch.setattr(RunningSum, "gives_attentions", True, raising=False)
+    with pytest.raises(TypeError, match="RunningSum has gives_attentions, which needs the span of the tokens"):
         RunningSumForCausalLM(RunningSumConfig(vocab_size=61, hidden_size=8, num_hidden_layers=1))

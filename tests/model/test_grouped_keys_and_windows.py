@@ -1,108 +1,15 @@
-"""FoX with grouped keys and windows: what the layer computes, by the paper's equations in float64, pair by pair."""
+"""FoX with grouped keys and windows beside Llama and Mistral; `test_equations.py` holds it to float64."""
 
-import math
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from forgetting_transformer.model import ForgettingAttentionLayer
-from forgetting_transformer.model.mixers.transformer import AttentionLayer
-from forgetting_transformer.ops.layers.rotary import rotate
 from tests.model.small_models import GROUPED, PRO, WINDOWS, small, small_model
 
 LENGTH = 24
-LAYERS = {
-    "grouped": {"num_kv_heads": 2},
-    "one key head": {"num_kv_heads": 1, "use_k_shift": True, "use_v_shift": True},
-    "window": {"window_size": 7, "use_rope": True},
-    "window of one token": {"window_size": 1},
-    "window as long as the sequence": {"window_size": LENGTH},
-    "pro": {"num_kv_heads": 2, "window_size": 7, "qk_norm": True, "use_k_shift": True, "use_v_shift": True},
-    "pro, shared norms, pruned": {
-        "num_kv_heads": 2,
-        "window_size": 7,
-        "qk_norm": True,
-        "qk_norm_share_param_across_head": True,
-        "log_pruning_tolerance": -10.0,
-        "use_output_gate": True,
-        "use_output_norm": True,
-    },
-    "pruned by norms": {"num_kv_heads": 2, "window_size": 7, "log_pruning_tolerance": -10.0},
-    "no gates": {"num_kv_heads": 2, "window_size": 7, "fgate_type": "none", "use_rope": True},
-    "transformer": None,
-}
-
-
-def by_equations(layer: nn.Module, x_BTE: Tensor) -> Tensor:
-    """The output of a layer, from its weights alone, with a loop over heads and queries."""
-    weights = dict(layer.named_parameters())
-    heads, size, q_norm = layer.num_heads, layer.head_dim, getattr(layer, "q_norm", None)
-    key_heads = next(len(x) for name, x in weights.items() if name in ("k_proj.weight", "k_proj.linear.weight")) // size
-
-    def project(name: str, number: int) -> Tensor:
-        if f"{name}.weight" in weights:
-            y = x_BTE @ weights[f"{name}.weight"].T
-        else:
-            y = x_BTE @ weights[f"{name}.linear.weight"].T
-            alpha = (x_BTE @ weights[f"{name}.shift_proj.weight"].T).sigmoid().repeat_interleave(size, -1)
-            y = alpha * F.pad(y, (0, 0, 1, 0))[:, :-1] + (1 - alpha) * y
-        return y.unflatten(-1, (number, size))
-
-    def normalise(y: Tensor, weight: Tensor, eps: float) -> Tensor:
-        per_head = weight.view(-1, size) if len(weight) > size else weight
-        return y / (y.square().mean(-1, keepdim=True) + eps).sqrt() * per_head
-
-    q, k, v = project("q_proj", heads), project("k_proj", key_heads), project("v_proj", key_heads)
-    if q_norm is not None:
-        q, k = normalise(q, weights["q_norm.weight"], 1e-5), normalise(k, weights["k_norm.weight"], 1e-5)
-    if layer.use_rope:
-        q, k = rotate(q, 0, layer.rope_base), rotate(k, 0, layer.rope_base)
-    log_f = torch.zeros(*x_BTE.shape[:2], heads, dtype=x_BTE.dtype)
-    if "fgate_proj.weight" in weights:
-        log_f = F.logsigmoid(x_BTE @ weights["fgate_proj.weight"].T + weights["fgate_proj.bias"])
-    out = []
-    for h in range(heads):
-        for i in range(x_BTE.shape[1]):
-            first = 0 if layer.window_size is None else max(0, i - layer.window_size + 1)
-            keys, values = (x[:, first : i + 1, h // (heads // key_heads)] for x in (k, v))
-            # Σ_{l=j+1..i} log f_l for j = first … i
-            decay = log_f[:, first + 1 : i + 1, h].flip(1).cumsum(1).flip(1)
-            scores = (keys @ q[:, i, h, :, None])[..., 0] / math.sqrt(size) + F.pad(decay, (0, 1))
-            out.append((scores.softmax(-1)[..., None] * values).sum(1))
-    o = torch.stack(out, 1).unflatten(1, (heads, -1)).transpose(1, 2)
-    if "output_norm.weight" in weights:
-        o = normalise(o, weights["output_norm.weight"], 1e-6)
-    o = o.flatten(-2)
-    if "ogate_proj.weight" in weights:
-        o = o * (x_BTE @ weights["ogate_proj.weight"].T).sigmoid()
-    return o @ weights["o_proj.weight"].T
-
-
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_the_layer_computes_the_equations_and_their_gradients(options):
-    torch.manual_seed(0)
-    if options is None:
-        layer: nn.Module = AttentionLayer(32, 4, num_kv_heads=2, window_size=7).double()
-    else:
-        layer = ForgettingAttentionLayer(32, 4, **options, initializer_range=0.4).double()
-    for parameter in layer.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    x = torch.randn(2, LENGTH, 32, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(2, LENGTH, 32, dtype=torch.float64)
-    results = []
-    for function in (lambda: layer(x)[0], lambda: by_equations(layer, x)):
-        layer.zero_grad()
-        x.grad = None
-        out = function()
-        (out * weight).sum().backward()
-        results.append([out.detach(), x.grad.clone(), *(p.grad.clone() for p in layer.parameters())])
-    for got, want in zip(*results, strict=True):
-        # Gates are float32 in the layer, also where it is float64.
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-10 + 1e-5 * want.abs().max().item())
 
 
 def test_a_window_and_groups_that_change_nothing_give_the_same_bits():
@@ -120,17 +27,6 @@ def test_two_layers_of_a_window_see_two_windows_back():
     is_reached = ~torch.isclose(model(input_ids=changed).logits, model(input_ids=ids).logits, atol=1e-6).all(-1)[0]
     # The shift of keys and values reaches one token further in every layer.
     assert is_reached.nonzero().flatten().tolist() == [2, 3, 4, 5, 6, 7, 8]
-
-
-def test_names_and_shapes_of_grouped_weights():
-    shapes = {name: tuple(x.shape) for name, x in ForgettingAttentionLayer(
-        64, 4, 2, use_k_shift=True, qk_norm=True, use_output_norm=True
-    ).state_dict().items()}  # fmt: skip
-    assert shapes == {
-        "q_proj.weight": (64, 64), "k_proj.linear.weight": (32, 64), "k_proj.shift_proj.weight": (2, 64),
-        "v_proj.weight": (32, 64), "o_proj.weight": (64, 64), "fgate_proj.weight": (4, 64), "fgate_proj.bias": (4,),
-        "output_norm.weight": (64,), "q_norm.weight": (64,), "k_norm.weight": (32,),
-    }  # fmt: skip
 
 
 def test_a_hybrid_of_windows_has_one_architecture_and_a_window_where_its_pattern_says():

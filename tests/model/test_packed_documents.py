@@ -98,7 +98,6 @@ def test_what_does_not_go_with_packing_is_refused():
     for others in (
         {"attention_mask": torch.ones_like(input_ids)},
         {"use_cache": True},
-        {"position_ids": torch.arange(12)[None]},
         {"output_attentions": True},
     ):
         with pytest.raises(ValueError, match="cu_seqlens is given with attention_mask, past_key_values"):

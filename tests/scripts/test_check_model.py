@@ -254,7 +254,7 @@ def test_it_prints_a_line_for_each_check(script):
     assert done.code == 0
     *lines, last = done.out.splitlines()
     assert [line.split()[:2] for line in lines] == [["ok", name] for name in CHECKS]
-    assert last == "all checks are ok" and "HGRN2Attention, AttentionLayer" in lines[0]
+    assert last == "all checks are ok" and "HGRN2Attention, ForgettingAttentionLayer" in lines[0]
 
 
 def test_what_failed_is_named_and_the_code_is_1(script, register):

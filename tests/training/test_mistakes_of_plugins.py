@@ -69,8 +69,8 @@ def test_a_batch_as_it_should_be_is_taken():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda x: x, r"a float32 tensor \(2, 8, 64\) and no tuple"),
-        (lambda x: (x[..., :1], None), r"a tuple with a float32 tensor \(2, 8, 1\) first"),
+        (lambda x: x, r"torch.float32 \(2, 8, 64\)"),
+        (lambda x: (x[..., :1], None), r"a tuple of torch.float32 \(2, 8, 1\)"),
     ],
 )
 def test_a_mixer_that_returns_something_else_than_its_output_is_named(returned, message):

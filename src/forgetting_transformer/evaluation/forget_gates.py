@@ -90,7 +90,7 @@ def attention_layers(model: Any) -> dict[int, ForgettingAttentionLayer]:
     if not found:
         raise EvaluationError(
             f"{type(model).__name__} has no forgetting-attention layer; this evaluation is for FoX, and for "
-            "Transformer (Pro), whose gates are all 1"
+            "Transformers, whose gates are all 1"
         )
     found = {i: mixer for i, mixer in found.items() if mixer.window_size is None}
     if not found:

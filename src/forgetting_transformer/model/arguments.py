@@ -3,17 +3,12 @@
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from forgetting_transformer.model.generation.cache import DecoderCache, one_cache
-
-
-def has_rope(block: nn.Module) -> bool:
-    return getattr(block.sequence_mixer, "use_rope", False)
+from forgetting_transformer.ops import context
 
 
 def check_shape(decoder: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
@@ -55,7 +50,7 @@ def check_sharing(decoder: Any, size: int, others: tuple[Any, ...]) -> None:
         raise ValueError(f"{size} processes cannot share sequences: {', '.join(reasons)}")
     if any(x is not None for x in others):
         raise ValueError(
-            "attention_mask, past_key_values, position_ids or output_attentions is given, which a model does not "
+            "attention_mask, past_key_values or output_attentions is given, which a model does not "
             "take where processes share sequences; leave them out, or give it whole sequences"
         )
 
@@ -69,7 +64,7 @@ def check_packing(decoder: Any, cu_seqlens: Tensor, shape: tuple[int, ...], othe
         )
     if any(x is not None for x in others):
         raise ValueError(
-            "cu_seqlens is given with attention_mask, past_key_values, position_ids or output_attentions, which "
+            "cu_seqlens is given with attention_mask, past_key_values or output_attentions, which "
             "packed documents do not take; leave them out"
         )
     if cu_seqlens.ndim != 1:
@@ -84,53 +79,17 @@ def check_packing(decoder: Any, cu_seqlens: Tensor, shape: tuple[int, ...], othe
             )
 
 
-def check_position_ids(
-    decoder: Any, position_ids: Tensor, hidden_BTE: Tensor, seq_start_B: Tensor | None, num_past: int
-) -> None:
-    batch, length = hidden_BTE.shape[:2]
-    if not any(has_rope(block) for block in decoder.layers):
-        raise ValueError(
-            f"position_ids: this {type(decoder).__name__} has no rotary positions, so they would change nothing; "
-            "leave them out (packed documents are kept apart by cu_seqlens)"
-        )
-    if position_ids.is_floating_point() or position_ids.shape not in ((batch, length), (1, length)):
-        raise ValueError(
-            f"position_ids has shape {tuple(position_ids.shape)} and dtype {position_ids.dtype}; it must be "
-            f"integers of shape {(batch, length)} or {(1, length)}"
-        )
-    # Reading values breaks a compiled graph and makes the host wait for a GPU, so this is not done while decoding.
-    if length == 1 or torch.compiler.is_compiling():
-        return
-    falls_BT = position_ids.diff(dim=1) <= 0
-    if seq_start_B is not None:
-        index_T = torch.arange(num_past, num_past + length - 1, device=falls_BT.device)
-        falls_BT = falls_BT & (index_T >= seq_start_B[:, None])
-    if bool(falls_BT.any()):
-        raise ValueError(
-            "position_ids must rise along a sequence; where they start again, packed documents would see each "
-            "other. Give cu_seqlens in their place"
-        )
-
-
-def layers_to_show(decoder: Any, output_attentions: bool | Sequence[int] | None) -> Sequence[int]:
-    """The numbers of the blocks whose attention is asked for."""
+def shows_maps(decoder: Any, output_attentions: bool | None) -> bool:
+    """Whether the maps of all layers with attention are asked for."""
     if output_attentions is None:
         output_attentions = decoder.config.output_attentions
-    if output_attentions is False:
-        return ()
-    able = [i for i, block in enumerate(decoder.layers) if getattr(block.sequence_mixer, "gives_attentions", False)]
-    if not able:
+    if output_attentions and not any(gives_maps(block) for block in decoder.layers):
         raise ValueError(f"output_attentions: {type(decoder).__name__} has no attention layers; leave it out")
-    if output_attentions is True:
-        return able
-    if isinstance(output_attentions, int | str):
-        raise TypeError(
-            f"output_attentions is {output_attentions!r}; give True, or a list of layers such as [{able[0]}]"
-        )
-    for layer in output_attentions:
-        if layer not in able:
-            raise ValueError(f"output_attentions has {layer!r}; layers with attention are {', '.join(map(str, able))}")
-    return output_attentions
+    return bool(output_attentions)
+
+
+def gives_maps(block: Any) -> bool:
+    return getattr(block.sequence_mixer, "gives_attentions", False)
 
 
 def check_mixed(mixer: nn.Module, mixed: Any, hidden_BTE: Tensor) -> None:
@@ -139,15 +98,34 @@ def check_mixed(mixer: nn.Module, mixed: Any, hidden_BTE: Tensor) -> None:
     A tensor alone would be unpacked into the sequences of the batch, and one of a smaller shape broadcast.
     """
     in_tuple = isinstance(mixed, tuple | list)
-    first: Any = (mixed[0] if mixed else None) if in_tuple else mixed
+    first: Any = next(iter(mixed), None) if in_tuple else mixed
     is_tensor = isinstance(first, Tensor)
     if in_tuple and is_tensor and first.shape == hidden_BTE.shape and first.is_floating_point():
         return
-    what = type(first).__name__
-    if is_tensor:
-        what = f"{str(first.dtype).removeprefix('torch.')} tensor {tuple(first.shape)}"
-    returned = (f"a tuple with a {what} first" if mixed else "an empty tuple") if in_tuple else f"a {what} and no tuple"
+    what = f"{first.dtype} {tuple(first.shape)}" if is_tensor else type(first).__name__
     raise TypeError(
-        f"{type(mixer).__name__}.forward returned {returned}. It must return a tuple: the output, a floating-point "
-        f"tensor of its input's shape {tuple(hidden_BTE.shape)}, and the cache"
+        f"{type(mixer).__name__}.forward returned {'a tuple of ' if in_tuple else ''}{what}. It must return a tuple: "
+        f"the output, a floating-point tensor of its input's shape {tuple(hidden_BTE.shape)}, and the cache"
     )
+
+
+def check_loss_arguments(
+    model: Any, cu_seqlens: Tensor | None, logits_to_keep: int | Tensor, num_items_in_batch: int | Tensor | None
+) -> None:
+    """Refuse what the convention for labels has no use for."""
+    if model.config.loss == "per_token":
+        if num_items_in_batch is not None:
+            raise ValueError(
+                "num_items_in_batch is given, as transformers' Trainer does, but config.loss is 'per_token': a loss "
+                "(B, T) of labels that are not shifted. Set model.config.loss = 'causal_lm'"
+            )
+        return
+    if context.active() is not None:
+        raise ValueError(
+            "config.loss is 'causal_lm', whose shift loses the first label of each process's part where "
+            "processes share sequences; set it to 'per_token'"
+        )
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens is given and config.loss is 'causal_lm', whose shift crosses documents")
+    if not isinstance(logits_to_keep, int) or logits_to_keep:
+        raise ValueError("logits_to_keep is given with labels; the loss needs all logits, leave it out")

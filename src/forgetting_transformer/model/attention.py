@@ -60,19 +60,6 @@ class Pruning:
             return None
         return self.log_tolerance - (2 * self.score_bound_H + math.log(num_keys))
 
-    def threshold_for(self, q_BHTD: Tensor, k_new_BGTD: Tensor, max_key_norm_BG: Tensor, num_keys: int) -> Tensor:
-        """Threshold `(B, H)` for these queries, from the largest norm of their keys; no old key is read.
-
-        No score of query i is above U_i = |q_i|·max|k|/√D, and its own key has s_ii and no bias. So what has a bias
-        below ln ε - ln N - (U_i - s_ii) has a weight below ε/N.
-        """
-        q = q_BHTD.detach().float().unflatten(1, (k_new_BGTD.shape[1], -1))
-        self_score = (q * k_new_BGTD.detach().float()[:, :, None]).sum(-1)
-        excess = q.norm(dim=-1) * max_key_norm_BG[..., None, None] - self_score
-        # Queries in padding may be NaN, and what they skip does not matter.
-        excess_BH = excess.nan_to_num(nan=0.0).amax(-1).flatten(1).clamp(min=0) / math.sqrt(q.shape[-1])
-        return self.log_tolerance - math.log(num_keys) - excess_BH
-
 
 def attend(
     q_BTHD: Tensor,
@@ -104,9 +91,8 @@ def attend(
     held = Held(k_BGTD, v_BGTD, None, 0)
     if cache is not None:
         if span.padding_BT is not None and log_fgate_BHT is not None:
-            # Whatever padding holds must not enter the running sum and the largest norm.
+            # Whatever padding holds must not enter the running sum.
             log_fgate_BHT = log_fgate_BHT.masked_fill(span.padding_BT[:, None], 0)
-            k_BGTD = k_BGTD.masked_fill(span.padding_BT[:, None, :, None], 0)
         held = cache.update(k_BGTD, v_BGTD, log_fgate_BHT)
 
     seq_start_B = span.seq_start_B
@@ -115,7 +101,7 @@ def attend(
     num_new, num_keys = q_BHTD.shape[2], held.keys.shape[2]
     options: dict[str, Any] = {"seq_start": seq_start_B, "cu_seqlens": span.cu_seqlens, "window_size": window}
     if cache is not None and (cache.slot is not None or _decodes(num_new, num_keys, q_BHTD, held, window)):
-        out_BTHD = _decode(q_BHTD, k_BGTD, held, seq_start_B, cache, window, pruning).transpose(1, 2)
+        out_BTHD = _decode(q_BHTD, held, seq_start_B, cache, window, pruning).transpose(1, 2)
     elif log_fgate_BHT is None:
         length_first = (x.transpose(1, 2) for x in (q_BHTD, held.keys, held.values))
         out_BTHD = causal_attention(*length_first, **options)
@@ -148,7 +134,6 @@ def _decodes(num_new: int, num_keys: int, q_BHTD: Tensor, held: Held, window: in
 
 def _decode(
     q_BHTD: Tensor,
-    k_BGTD: Tensor,
     held: Held,
     seq_start_B: Tensor | None,
     cache: AttentionCache,
@@ -166,13 +151,7 @@ def _decode(
     options: dict[str, Any] = {"head_first": True, "seq_start": seq_start_B}
     options["seq_end"] = None if slot is None else slot.end_B
     if pruning is not None:
-        visible = _visible(num_keys, window)
-        if pruning.score_bound_H is None:
-            assert cache.max_key_norm is not None
-            k_new = k_BGTD if slot is None else held.keys.index_select(2, slot.new)
-            options["adaptive_threshold"] = pruning.threshold_for(q_BHTD, k_new, cache.max_key_norm, visible)
-        else:
-            options["adaptive_threshold"] = pruning.threshold(visible)
+        options["adaptive_threshold"] = pruning.threshold(_visible(num_keys, window))
     out: Any = forgetting_attention_decode(q_BHTD, held.keys, held.values, running_BHN, **options)
     return out
 
@@ -197,6 +176,24 @@ def _maps(
     return AttentionMaps(F.pad(weights_BHTN, before), F.pad(decay_BHTN, before, value=-torch.inf))
 
 
+def check_attention_options(
+    hidden_size: int, num_heads: int, num_kv_heads: int | None, window_size: int | None, use_rope: bool
+) -> None:
+    """Refuse options that do not fit together, naming the key and what to do."""
+    if hidden_size % num_heads:
+        raise ValueError(f"hidden_size is {hidden_size}; it must be a multiple of num_heads = {num_heads}")
+    if num_kv_heads is not None and (num_kv_heads < 1 or num_heads % num_kv_heads):
+        raise ValueError(
+            f"num_kv_heads is {num_kv_heads}; it must divide num_heads = {num_heads}, or be None for num_heads of them"
+        )
+    if window_size is not None and window_size < 1:
+        raise ValueError(f"window_size is {window_size}; a token sees itself, so at least 1, or None for no window")
+    if use_rope and (hidden_size // num_heads) % 2:
+        raise ValueError(
+            f"use_rope needs an even head dimension; hidden_size / num_heads is {hidden_size // num_heads}"
+        )
+
+
 # Where processes share sequences (`ops/context.py`).
 
 
@@ -205,7 +202,6 @@ class SharedHeads(NamedTuple):
 
     Attributes:
         order: which process takes which groups of heads; None: by their numbers.
-        groups: number of key heads in all processes where whole groups move together; 0 where heads move alone.
     """
 
     q: Tensor
@@ -213,7 +209,6 @@ class SharedHeads(NamedTuple):
     v: Tensor
     log_fgate: Tensor | None
     order: context.Order | None = None
-    groups: int = 0
 
 
 def _share_heads(
@@ -227,52 +222,42 @@ def _share_heads(
 ) -> SharedHeads:
     """All positions of some heads, of some positions of all heads; as it is where sequences are whole.
 
-    Where every process gets whole groups, they move as such, in an order that gives all processes about as much to do
-    where pruning leaves some heads more than others. Otherwise each head goes where its number says, with a copy of
-    its key head.
+    Whole groups move, each with its key head, in an order that gives all processes about as much to do where pruning
+    leaves some heads more than others. Key heads are copied where there are too few for all processes to have as many.
     """
     active = context.active()
     if active is None:
         return SharedHeads(q_BTHD, k_BTGD, v_BTGD, log_fgate_BTH)
-    packed, groups = span.cu_seqlens is not None, k_BTGD.shape[2]
-    if groups % active.size:
-        q, log_fgate = (None if x is None else context.to_heads(x, packed) for x in (q_BTHD, log_fgate_BTH))
-        k, v = (context.to_key_heads(x, packed) for x in (k_BTGD, v_BTGD))
-        return SharedHeads(cast(Tensor, q), k, v, log_fgate)
-    order = None
-    if pruning is not None and log_fgate_BTH is not None:
-        threshold_H = pruning.threshold(_visible(log_fgate_BTH.shape[1] * active.size, window))
-        order = _even_order(log_fgate_BTH, threshold_H, groups, span.cu_seqlens)
-    moved = [q_BTHD.unflatten(2, (groups, -1)), k_BTGD, v_BTGD]
+    copies = active.size // math.gcd(active.size, k_BTGD.shape[2])
+    if copies > 1:
+        k_BTGD, v_BTGD = (x.repeat_interleave(copies, dim=2) for x in (k_BTGD, v_BTGD))
+    packed, split, order = span.cu_seqlens is not None, (k_BTGD.shape[2], -1), None
+    moved = [q_BTHD.unflatten(2, split), k_BTGD, v_BTGD]
     if log_fgate_BTH is not None:
-        moved.append(log_fgate_BTH.unflatten(2, (groups, -1)))
+        gates_BTGR = log_fgate_BTH.unflatten(2, split)
+        moved.append(gates_BTGR)
+        if pruning is not None:
+            threshold_H = pruning.threshold(_visible(log_fgate_BTH.shape[1] * active.size, window))
+            # The head of a group that forgets most slowly stands for it.
+            threshold_G = None if threshold_H is None else threshold_H.unflatten(0, split).amin(-1)
+            with torch.no_grad():
+                order = context.even_order(gates_BTGR.amax(-1), threshold_G, span.cu_seqlens)
     q, k, v, *gates = (context.to_heads(x, packed, order) for x in moved)
-    return SharedHeads(q.flatten(2, 3), k, v, gates[0].flatten(2, 3) if gates else None, order, groups)
-
-
-@torch.no_grad()
-def _even_order(
-    log_fgate_BTH: Tensor, threshold_H: Tensor | None, groups: int, cu_seqlens: Tensor | None
-) -> context.Order | None:
-    """The order of groups; the head of a group that forgets most slowly stands for it."""
-    if groups < log_fgate_BTH.shape[2]:
-        log_fgate_BTH = log_fgate_BTH.unflatten(2, (groups, -1)).amax(-1)
-        threshold_H = None if threshold_H is None else threshold_H.unflatten(0, (groups, -1)).amin(-1)
-    return context.even_order(log_fgate_BTH, threshold_H, cu_seqlens)
+    return SharedHeads(q.flatten(2, 3), k, v, gates[0].flatten(2, 3) if gates else None, order)
 
 
 def _own_heads(threshold_H: Tensor | None, shared: SharedHeads) -> Tensor | None:
     """Entries of the heads that this process has."""
-    if threshold_H is None or context.active() is None:
+    active = context.active()
+    if threshold_H is None or active is None:
         return threshold_H
-    if not shared.groups:
-        return context.own_heads(threshold_H)
-    return context.own_heads(threshold_H.unflatten(0, (shared.groups, -1)), shared.order).flatten()
+    threshold_GR = threshold_H.unflatten(0, (shared.k.shape[2] * active.size, -1))
+    return context.own_heads(threshold_GR, shared.order).flatten()
 
 
 def _join_heads(out_BThD: Tensor, batch: int, shared: SharedHeads) -> Tensor:
     """Some positions of all heads, of all positions of some heads."""
-    if context.active() is None or not shared.groups:
-        return context.to_sequence(out_BThD, batch)
-    own_groups = shared.k.shape[2]
-    return context.to_sequence(out_BThD.unflatten(2, (own_groups, -1)), batch, shared.order).flatten(2, 3)
+    if context.active() is None:
+        return out_BThD
+    out_BTGRD = out_BThD.unflatten(2, (shared.k.shape[2], -1))
+    return context.to_sequence(out_BTGRD, batch, shared.order).flatten(2, 3)

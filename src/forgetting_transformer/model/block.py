@@ -17,8 +17,8 @@ It may also have
         How it calls its op, so that the op's kernels are tested before the first step on a GPU. Layers in it may have
         one too.
     takes_span = True
-        Its forward is called as forward(hidden_BTE, span, *mixer_inputs). It may then also have `use_rope`, if it reads
-        `span.position`, and `gives_attentions`, if it returns (out_BTE, AttentionMaps, …) where the span asks for maps.
+        Its forward is called as forward(hidden_BTE, span, *mixer_inputs). It may then also have `gives_attentions`, if
+        it returns (out_BTE, AttentionMaps, …) where the span asks for maps.
     packs_documents = True
         It keeps packed documents apart; without a span its forward takes the keyword `cu_seqlens`.
     static_cache = True
@@ -68,12 +68,11 @@ class DecoderBlock(GradientCheckpointingLayer):
         mixer = config.build_mixer(layer_idx)
         if not isinstance(mixer, nn.Module):
             raise TypeError(f"{type(config).__name__}.build_mixer returned {mixer!r}; it must return an nn.Module")
-        for name in ("use_rope", "gives_attentions"):
-            if getattr(mixer, name, False) and not getattr(mixer, "takes_span", False):
-                raise TypeError(
-                    f"{type(mixer).__name__} has {name}, which needs the span of the tokens: let its forward take "
-                    "(hidden_BTE, span) and set takes_span = True (docs/extend.md)"
-                )
+        if getattr(mixer, "gives_attentions", False) and not getattr(mixer, "takes_span", False):
+            raise TypeError(
+                f"{type(mixer).__name__} has gives_attentions, which needs the span of the tokens: let its forward "
+                "take (hidden_BTE, span) and set takes_span = True (docs/extend.md)"
+            )
         self.add_module(self.mixer_name, mixer)
         mlp = config.build_mlp(layer_idx)
         self.has_mlp = mlp is not None

@@ -16,14 +16,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from forgetting_transformer.model.arguments import check_shape, checked_cache, layers_to_show
+from forgetting_transformer.model.arguments import (
+    check_loss_arguments,
+    check_shape,
+    checked_cache,
+    gives_maps,
+    shows_maps,
+)
 from forgetting_transformer.model.attention import AttentionMaps
 from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.model.generation.cache import CACHE_NAME, DecoderCache, one_cache
 from forgetting_transformer.model.generation.hooks import DecoderGenerationMixin
 from forgetting_transformer.model.layers import FinalRMSNorm
-from forgetting_transformer.model.loss import check_loss_arguments, ignore_after_padding
 from forgetting_transformer.model.span import span_of_call
 from forgetting_transformer.ops import compiling, context
 from forgetting_transformer.ops.backends import OpUse
@@ -68,6 +73,7 @@ class DecoderPreTrainedModel(PreTrainedModel):
     config_class = DecoderConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _input_embed_layer = "embeddings"
     _no_split_modules = ["DecoderBlock"]  # noqa: RUF012 (as in the base class)
 
     @classmethod
@@ -137,12 +143,6 @@ class DecoderModel(DecoderPreTrainedModel):
         self.add_shared_parameters()
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embeddings
-
-    def set_input_embeddings(self, value: Any) -> None:
-        self.embeddings = value
-
     def new_cache(self) -> DecoderCache:
         """Make an empty cache for this model."""
         mixers = self._mixers()
@@ -169,8 +169,7 @@ class DecoderModel(DecoderPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        position_ids: Tensor | None = None,
-        output_attentions: bool | Sequence[int] | None = None,
+        output_attentions: bool | None = None,
         cu_seqlens: Tensor | None = None,
         cache: DecoderCache | None = None,
     ) -> DecoderOutput | tuple:
@@ -186,15 +185,12 @@ class DecoderModel(DecoderPreTrainedModel):
             use_cache: return a cache. Default: `config.use_cache` outside training.
             output_hidden_states: also return the input of every block and the normalised output of the last.
             return_dict: False gives a tuple.
-            position_ids: rotary positions of the new tokens `(B, T)` or `(1, T)`, rising along a sequence, for models
-                that have rotary positions. Default: the number of tokens before each. Only differences matter, so
-                padding needs none.
-            output_attentions: also return attention weights and decays, of all layers that have attention (True) or of
-                those with these numbers. `H·T·N` numbers each; for long texts see eval/forget_gates.
+            output_attentions: also return attention weights and decays of all layers that have attention, `H·T·N`
+                numbers each; for long texts see eval/forget_gates.
             cu_seqlens: packed documents: where each begins among the B·T tokens of all rows, one row after another, and
                 B·T, `(documents + 1,)`, int32 or int64, rising; ends may be repeated. A row begins a document. No
                 attention, state, shift or rotary position crosses from one document into another. Without a cache,
-                padding, maps and position_ids; not for mixers that carry states across (`packs_documents`).
+                padding and maps; not for mixers that carry states across (`packs_documents`).
             cache: `past_key_values`, as transformers calls it since version 5.24.
 
         Raises:
@@ -209,11 +205,11 @@ class DecoderModel(DecoderPreTrainedModel):
         if use_cache and past is None:
             past = self.new_cache()
         hidden_BTE = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        shape, shown_layers = hidden_BTE.shape, layers_to_show(self, output_attentions)
+        shape, is_shown = hidden_BTE.shape, shows_maps(self, output_attentions)
         if cu_seqlens is not None and context.active() is None:
             # All rows as one, which is how packed documents are kept apart.
             hidden_BTE = hidden_BTE.flatten(0, 1)[None]
-        span = span_of_call(self, hidden_BTE, shape, attention_mask, past, position_ids, cu_seqlens, shown_layers)
+        span = span_of_call(self, hidden_BTE, shape, attention_mask, past, cu_seqlens, is_shown)
 
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -223,9 +219,9 @@ class DecoderModel(DecoderPreTrainedModel):
         for i, (block, mixer_inputs) in enumerate(zip(self.layers, self.mixer_inputs(), strict=True)):
             if output_hidden_states:
                 all_hidden.append(hidden_BTE)
-            if past is not None or shown_layers:
+            if past is not None or is_shown:
                 layer_cache = None if past is None else past.layers[i]
-                span = replace(span, cache=layer_cache, output_attentions=i in shown_layers)
+                span = replace(span, cache=layer_cache, output_attentions=is_shown and gives_maps(block))
             hidden_BTE = block(hidden_BTE, span, *mixer_inputs)
             if span.output_attentions:
                 hidden_BTE, maps[i] = hidden_BTE
@@ -268,7 +264,6 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         self.add_module(self.base_model_prefix, self.model_class(config))
         self.lm_head: Any = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
         self._is_compiled = False
-        self._has_looked_at_labels = False
         self.loss_type = "ForCausalLM"
         self.post_init()
 
@@ -306,18 +301,6 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         """The model without the output layer, whatever its name is."""
         return getattr(self, self.base_model_prefix)
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.decoder.embeddings
-
-    def set_input_embeddings(self, value: Any) -> None:
-        self.decoder.embeddings = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        self.lm_head = value
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -329,8 +312,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
-        position_ids: Tensor | None = None,
-        output_attentions: bool | Sequence[int] | None = None,
+        output_attentions: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: DecoderCache | None = None,
@@ -354,7 +336,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         check_shape(self.decoder, input_ids, inputs_embeds)
         past_key_values = one_cache(past_key_values, cache)
         if labels is None and isinstance(past_key_values, DecoderCache) and past_key_values.graph is not None:
-            others = (inputs_embeds, position_ids, cu_seqlens, output_attentions, output_hidden_states)
+            others = (inputs_embeds, cu_seqlens, output_attentions, output_hidden_states)
             logits = None
             if all(x is None or x is False for x in others) and isinstance(logits_to_keep, int):
                 logits = self._logits_of_graph(input_ids, attention_mask, past_key_values, use_cache)
@@ -363,9 +345,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         if use_cache is None and labels is not None:
             use_cache = False
         if labels is not None:
-            check_loss_arguments(self, input_ids, labels, logits_to_keep, num_items_in_batch)
-            if cu_seqlens is not None and self.config.loss != "per_token":
-                raise ValueError("cu_seqlens is given and config.loss is 'causal_lm', whose shift crosses documents")
+            check_loss_arguments(self, cu_seqlens, logits_to_keep, num_items_in_batch)
         output = self.decoder(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -374,7 +354,6 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
-            position_ids=position_ids,
             output_attentions=output_attentions,
             cu_seqlens=cu_seqlens,
         )
@@ -402,7 +381,9 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
                 f"labels have shape {tuple(labels.shape)}; they must be {tuple(logits.shape[:2])}, one per token"
             )
         if attention_mask is not None:
-            labels = ignore_after_padding(labels, attention_mask)
+            # Padding predicts nothing, not even the first token behind it.
+            is_padding_BT = attention_mask[:, -labels.shape[1] : -1] == 0
+            labels = labels.masked_fill(F.pad(is_padding_BT, (1, 0)), -100)
         return self.loss_function(
             logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
         )

@@ -14,14 +14,14 @@ from torch import nn
 
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.config import DecoderConfig, SwiGLUDecoderConfig
-from forgetting_transformer.model.decoder import DecoderModel, model_classes
+from forgetting_transformer.model.decoder import model_classes
 
 #: Fields that the blocks of a hybrid have in common. A mixer's own configuration takes these from the hybrid's.
 _SHARED = ("hidden_size", "num_hidden_layers", "initializer_range", "vocab_size", "pad_token_id")
 
 
-#: Fields of a whole model, which have no effect in a mixer.
-_OF_THE_MODEL = registry.fields_of(SwiGLUDecoderConfig) - {"norm_eps", *_SHARED}
+#: Fields of a whole model, which an entry of `mixers` must not have.
+_OF_THE_MODEL = registry.fields_of(SwiGLUDecoderConfig) - {"norm_eps"}
 
 
 def _architectures() -> list[str]:
@@ -69,12 +69,10 @@ class HybridConfig(SwiGLUDecoderConfig):
             )
         # A YAML file may have mixers that no block has, for other patterns to choose from.
         for name, fields in ((name, mixers[name]) for name in pattern if name in mixers):
-            if not isinstance(fields, dict):
-                raise ValueError(f"mixers.{name} is {fields!r}; it must have architecture and that one's fields")
-            if "architecture" not in fields:
+            if not isinstance(fields, dict) or "architecture" not in fields:
                 raise ValueError(
-                    f"mixers.{name} has no architecture; set mixers.{name}.architecture to one of "
-                    f"{', '.join(_architectures())}"
+                    f"mixers.{name} is {fields!r}; it must have architecture, one of {', '.join(_architectures())}, "
+                    "and that one's fields"
                 )
         self.mixers = {name: dict(mixers.get(name, {"architecture": name})) for name in dict.fromkeys(pattern)}
         self.pattern = list(pattern)
@@ -104,33 +102,17 @@ class HybridConfig(SwiGLUDecoderConfig):
             raise ValueError(
                 f"mixers.{name}.architecture is {architecture!r}; it must be one of {', '.join(_architectures())}"
             )
-        if own := [key for key in _SHARED if key in fields]:
-            raise ValueError(f"mixers.{name} has {own[0]!r}, which all blocks share; set it for the whole model")
         if own := [key for key in fields if key in _OF_THE_MODEL]:
-            raise ValueError(f"mixers.{name} has {own[0]!r}, which mixers do not use; set it for the whole model")
+            raise ValueError(f"mixers.{name} has {own[0]!r}; set it for the whole model")
         shared = {key: getattr(self, key) for key in _SHARED}
         try:
             config = registry.build_config(architecture, **shared, **fields)
         except ValueError as error:
             raise ValueError(f"mixers.{name}: {error}") from error
-        silent = type(config).shared_parameters_key is DecoderConfig.shared_parameters_key
-        if silent and registry.get(architecture).model_class.mixer_inputs is not DecoderModel.mixer_inputs:
-            raise ValueError(
-                f"mixers.{name}: the blocks of {architecture} share parameters (mixer_inputs), which a hybrid does not "
-                "have; choose another architecture"
-            )
         if key := config.shared_parameters_key:
             raise ValueError(
                 f"mixers.{name}.{key} is {getattr(config, key)!r}: its blocks would share parameters, which a hybrid "
                 "does not have; leave it out"
-            )
-        blocks = self._names(self.num_hidden_layers).count(name)
-        attn = getattr(config, "attn", None)  # Samba's, whose layers are numbers of its own blocks here
-        numbers = attn.get("layers") if isinstance(attn, dict) else None
-        if beyond := [number for number in numbers or () if number >= blocks]:
-            raise ValueError(
-                f"mixers.{name}.attn.layers has {beyond[0]}: its blocks are counted among themselves, and there are "
-                f"{blocks}, from 0 on; name some of these"
             )
         return config
 

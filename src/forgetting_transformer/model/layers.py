@@ -4,8 +4,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -150,28 +149,28 @@ class GatedRMSNorm(GroupRMSNorm):
 MIN_TOKENS_TOGETHER = 1024
 
 
-def linear_together(x_BTE: Tensor, linears: Sequence[nn.Linear]) -> dict[nn.Module, Tensor]:
-    """Outputs of linear layers of one input as one matrix product, for `apply_linear`; empty where they are separate.
+#: Makes the output of a linear layer for an input that is known.
+Project = Callable[[nn.Linear], Tensor]
 
-    Compiled, with many tokens, the weights are stacked: large products are faster, and the gradients of x need no sum
-    over the layers in memory. Biases are then added in float32 or wider. A layer that is more than an `nn.Linear`
-    (hooks, LoRA, 8-bit weights) leaves all of them separate.
+
+def project_together(x_BTE: Tensor, linears: Sequence[nn.Linear]) -> Project:
+    """Project one input by several linear layers: the result gives each layer's output.
+
+    Compiled, with many tokens, the weights are stacked into one matrix product: large products are faster, and the
+    gradients of x need no sum over the layers in memory. Biases are then added in float32 or wider. A layer that is
+    more than an `nn.Linear` (hooks, LoRA, 8-bit weights) leaves all of them separate.
     """
     tokens = x_BTE.shape[:-1].numel()
     if not (torch.compiler.is_compiling() and tokens >= MIN_TOKENS_TOGETHER and all(map(is_plain, linears))):
-        return {}
+        return lambda layer: layer(x_BTE)
     weight = torch.cat([linear.weight for linear in linears])
-    outputs = split_columns(F.linear(x_BTE, weight), [linear.out_features for linear in linears])
-    wide = torch.promote_types(outputs[0].dtype, torch.float32)
-    return {
+    columns = split_columns(F.linear(x_BTE, weight), [linear.out_features for linear in linears])
+    wide = torch.promote_types(columns[0].dtype, torch.float32)
+    outputs = {
         linear: y if linear.bias is None else (y.to(wide) + linear.bias).to(y.dtype)
-        for y, linear in zip(outputs, linears, strict=True)
+        for y, linear in zip(columns, linears, strict=True)
     }
-
-
-def apply_linear(layer: nn.Linear, x_BTE: Tensor, together: Mapping[nn.Module, Tensor]) -> Tensor:
-    """The layer's output: out of `together`, what `linear_together` made of the same input, if it is there."""
-    return together[layer] if layer in together else layer(x_BTE)
+    return lambda layer: outputs[layer]
 
 
 def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
@@ -201,7 +200,7 @@ class ShiftLinear(nn.Module):
         previous_BE: Tensor | None = None,
         padding_BT: Tensor | None = None,
         begins_BT: Tensor | None = None,
-        together: Mapping[nn.Module, Tensor] = MappingProxyType({}),
+        project: Project | None = None,
         norm: GroupRMSNorm | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the mixed sequence `(B, T, out_features)` and y, the same before mixing.
@@ -212,15 +211,16 @@ class ShiftLinear(nn.Module):
                 sequence.
             padding_BT: True where y is to be taken as 0.
             begins_BT: True for the first token of each packed document, which mixes with 0.
-            together: outputs of the two linear layers, if `linear_together` has computed them.
+            project: gives the outputs of the two linear layers (`project_together`). Default: they are called.
             norm: normalises the heads of the mixed sequence.
         """
-        y_BTE = apply_linear(self.linear, x_BTE, together)
+        project = project or project_together(x_BTE, (self.linear, self.shift_proj))
+        y_BTE = project(self.linear)
         if padding_BT is not None:
             y_BTE = y_BTE.masked_fill(padding_BT[..., None], 0)
         if previous_BE is None and (before_B1E := context.before(y_BTE, 1)) is not None:
             previous_BE = before_B1E[:, 0]
-        shift_BTH = apply_linear(self.shift_proj, x_BTE, together)
+        shift_BTH = project(self.shift_proj)
         if norm is not None:
             return norm(y_BTE, shift_BTH, previous_BE, begins_BT), y_BTE
         mixed_BTE = shift_norm(y_BTE, self.num_heads, shift_BTH=shift_BTH, previous_BE=previous_BE, begins_BT=begins_BT)

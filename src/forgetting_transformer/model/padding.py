@@ -35,14 +35,14 @@ def positions_in_documents(cu_seqlens: Tensor, hidden_BTE: Tensor) -> Tensor:
     return document_positions(cu_seqlens, batch * length).view(batch, length)[:, shared.part(length)]
 
 
-def own_documents(cu_seqlens: Tensor, hidden_BTE: Tensor) -> Tensor:
+def own_documents(cu_seqlens: Tensor | None, hidden_BTE: Tensor) -> Tensor | None:
     """Return where documents begin and end among these tokens, all rows one after another; ends may be repeated.
 
     They are `cu_seqlens` itself, except where processes share sequences: there a part's first document may have begun
     in the part before it.
     """
     shared = context.active()
-    if shared is None:
+    if shared is None or cu_seqlens is None:
         return cu_seqlens
     own = hidden_BTE.shape[1]
     whole = own * shared.size

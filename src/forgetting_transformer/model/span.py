@@ -3,7 +3,6 @@
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from forgetting_transformer.model.arguments import check_packing, check_position_ids, check_sharing
+from forgetting_transformer.model.arguments import check_packing, check_sharing
 from forgetting_transformer.model.generation.cache import DecoderCache
 from forgetting_transformer.model.padding import find_seq_start, padding_mask, positions_in_documents
 from forgetting_transformer.ops import context
@@ -63,21 +62,20 @@ def span_of_call(
     shape: tuple[int, ...],
     attention_mask: Tensor | None,
     cache: DecoderCache | None,
-    position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
-    shown_layers: Sequence[int],
+    output_attentions: bool,
 ) -> Span:
     """The tokens of a decoder's call, from its arguments. Each layer's span has that layer's cache in its place.
 
     Args:
         hidden_BTE: the tokens; all rows as one where documents are packed.
         shape: as the caller gave them, `(B, T, E)`.
-        shown_layers: numbers of the layers whose maps are asked for.
+        output_attentions: whether maps are asked for.
 
     Raises:
         ValueError: arguments do not fit together. The message names the argument.
     """
-    shared, others = context.active(), (attention_mask, cache, position_ids, shown_layers or None)
+    shared, others = context.active(), (attention_mask, cache, output_attentions or None)
     if shared is not None:
         check_sharing(decoder, shared.size, others)
     if cu_seqlens is not None:
@@ -92,14 +90,8 @@ def span_of_call(
     seq_start_B = find_seq_start(attention_mask, hidden_BTE, num_past, known_B, allow_right=cache is None)
     if cache is not None:
         cache.seq_start_B = seq_start_B
-        if num_past and cache.has_position_ids and position_ids is None:
-            raise ValueError("the cached tokens were given position_ids; give them for the new tokens too")
-        cache.has_position_ids = position_ids is not None
-    if position_ids is not None:
-        check_position_ids(decoder, position_ids, hidden_BTE, seq_start_B, num_past)
-    if cache is not None and cache.slot is not None:
-        position_ids = cache.slot.new[None]
-    return Span(seq_start_B, padding_mask(hidden_BTE, seq_start_B, cache), position_ids)
+    position_BT = None if cache is None or cache.slot is None else cache.slot.new[None]
+    return Span(seq_start_B, padding_mask(hidden_BTE, seq_start_B, cache), position_BT)
 
 
 def span_of_layer(

@@ -17,7 +17,6 @@ processes that share a sequence.
 import contextlib
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -198,18 +197,6 @@ def to_heads(x_BtHX: Tensor, as_one_row: bool = False, order: Order | None = Non
     x_SBthX = x_BtHX.unflatten(2, (shared.size, -1)).movedim(2, 0)
     x_BThX = _exchange(x_SBthX).movedim(0, 1).flatten(1, 2)
     return x_BThX.flatten(0, 1)[None] if as_one_row else x_BThX
-
-
-def to_key_heads(x_BtGX: Tensor, as_one_row: bool = False) -> Tensor:
-    """`to_heads` for keys and values of grouped queries: with as many copies of each head as an equal share needs.
-
-    The process that has query head h gets the key head that it reads. Queries must be shared equally.
-    """
-    shared = _active
-    if shared is None:
-        return x_BtGX
-    copies = shared.size // math.gcd(shared.size, x_BtGX.shape[2])
-    return to_heads(x_BtGX if copies == 1 else x_BtGX.repeat_interleave(copies, dim=2), as_one_row)
 
 
 def to_sequence(x_BThX: Tensor, batch: int, order: Order | None = None) -> Tensor:

@@ -13,13 +13,13 @@ Axes: `forgetting_transformer/ops/__init__.py`. A buffer has room for more posit
 """
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -74,7 +74,6 @@ class DecoderCache(Cache):
     Attributes:
         seq_start_B: index of the first real token of each sequence `(B,)`, None without left padding. Kept here so that
             later calls need no attention mask.
-        has_position_ids: whether the caller gave positions of the last tokens. Then the next ones need them too.
         graph: runs single tokens as a CUDA graph (`graph.py`); None where none was asked for.
         slot: where its graph writes the next token; None while the cache is not static.
         is_writing: whether a token is being written there.
@@ -85,7 +84,6 @@ class DecoderCache(Cache):
     def __init__(self, layers: Sequence[CacheLayerMixin]) -> None:
         super().__init__(layers=list(layers))
         self.seq_start_B: Tensor | None = None
-        self.has_position_ids = False
         self.graph: Any = None
         self.slot: Slot | None = None
         self.is_writing = False
@@ -124,10 +122,10 @@ class DecoderCache(Cache):
     def writing_in_place(self) -> Iterator[None]:
         """For a single token of a static cache: layers write it at `slot`, in buffers that keep their addresses."""
         assert self.slot is not None
-        # A window's layer has dropped its first tokens, and counts from the first that is left.
-        slots = {dropped: self.slot.behind(dropped) for dropped in {layer.num_dropped for layer in self.layers}}
+        # What has dropped its first tokens counts from the first that is left.
+        behind = functools.cache(self.slot.behind)
         for layer in self.layers:
-            layer.slot = slots[layer.num_dropped]
+            layer.begin_writing(behind)
         self.is_writing = True
         try:
             yield
@@ -135,10 +133,6 @@ class DecoderCache(Cache):
             self.is_writing = False
             for layer in self.layers:
                 layer.slot = None
-
-    def holds(self, length: int) -> bool:
-        """Whether every layer has so many tokens."""
-        return all(layer.get_seq_length() == length for layer in self.layers)
 
     def advance(self) -> None:
         """Count a token that every layer has written in place."""
@@ -151,7 +145,6 @@ class DecoderCache(Cache):
             self.graph.reset()
         super().reset()
         self.seq_start_B = None
-        self.has_position_ids = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.make_dynamic()
@@ -183,7 +176,6 @@ class DecoderCache(Cache):
             super().crop(tokens_to_remove)
             if self.get_seq_length() == 0:
                 self.seq_start_B = None
-                self.has_position_ids = False
 
 
 class LayerCache(CacheLayerMixin):
@@ -208,6 +200,10 @@ class LayerCache(CacheLayerMixin):
 
     def make_dynamic(self) -> None:
         """Be as before `make_static`."""
+
+    def begin_writing(self, behind: Callable[[int], Slot]) -> None:
+        """Note where a token is to be written; `behind` gives the slot behind so many tokens."""
+        self.slot = behind(self.num_dropped)
 
     def advance(self) -> None:
         """Count a token that was written in place."""
@@ -280,16 +276,12 @@ class AttentionCache(LayerCache):
 
     Args:
         window: keys that a query sees; None is all.
-        keeps_key_norm: also keep the largest norm of each head's keys, for pruning bounds.
 
     Attributes (None before the first update):
         keys, values: `(B, G, N, D)`, after normalisation and rotation, ready for attention. Views of buffers
             (`GrowingTensor`).
         cum_log_fgate: running sums of log f `(B, H, N)`, float64; None without gates.
         num_dropped: tokens that came before `keys[:, :, 0]` and are no longer held.
-        max_key_norm: `(B, G)`, float32, no less than the norm of any key. None unless wanted.
-        shift_states: name → `(B, up to SHIFT_HISTORY, E)`, outputs of a `ShiftLinear` before mixing at the last
-            tokens. One token is enough to go on; more of them allow `crop`.
     """
 
     CROP_HISTORY = 128
@@ -299,19 +291,17 @@ class AttentionCache(LayerCache):
     values: Any
     cum_log_fgate: Tensor | None
 
-    def __init__(self, window: int | None = None, keeps_key_norm: bool = False) -> None:
+    def __init__(self, window: int | None = None) -> None:
         super().__init__()
-        self.window, self.keeps_key_norm = window, keeps_key_norm
+        self.window = window
         self.reset()
 
     def reset(self) -> None:
         self._tensors: tuple[GrowingTensor, ...] = ()
         self.is_initialized = False
         self.num_dropped = 0
-        self.max_key_norm: Tensor | None = None
-        self.shift_states: dict[str, Tensor] = {}
-        # Leading entries of a static cache's shift states that are of no token.
-        self._num_missing = 0
+        # Outputs of each `ShiftLinear` before mixing, at the last tokens: one to go on from, and others for `crop`.
+        self._shifts: dict[str, GrowingTensor] = {}
         self._refresh()
 
     def update(  # type: ignore[override]  # says too where keys begin
@@ -321,8 +311,6 @@ class AttentionCache(LayerCache):
         new = [key_states, value_states]
         if log_fgate is not None:
             new.append(cumulative_log_fgate(log_fgate, self._last_sum(), head_first=True))
-        if self.keeps_key_norm:
-            self._note_norms(key_states)
         if self.slot is not None:
             for x, new_x in zip(self._tensors, new, strict=True):
                 x.write(self.slot.new, new_x)
@@ -355,50 +343,41 @@ class AttentionCache(LayerCache):
             return self.cum_log_fgate[:, :, -1:]
         return self._tensors[2].whole.index_select(2, self.slot.last)
 
-    def _note_norms(self, key_states: Tensor) -> None:
-        norm = key_states.detach().float().norm(dim=-1).amax(-1)
-        if self.max_key_norm is None:
-            self.max_key_norm = norm
-        elif self.slot is None:
-            self.max_key_norm = torch.maximum(self.max_key_norm, norm)
-        else:
-            torch.maximum(self.max_key_norm, norm, out=self.max_key_norm)
-
     def reserve(self) -> int:
-        return min(x.reserve() for x in self._tensors)
+        return min(x.reserve() for x in self._growing())
 
-    def make_static(self) -> None:
-        if self.max_key_norm is not None:
-            self.max_key_norm = self.max_key_norm.clone()
-        if self.shift_states:
-            # One length, however few tokens are remembered.
-            missing = self.SHIFT_HISTORY - next(iter(self.shift_states.values())).shape[1]
-            padded = {name: F.pad(y_BNE, (0, 0, missing, 0)).clone() for name, y_BNE in self.shift_states.items()}
-            self.shift_states, self._num_missing = padded, missing
-
-    def make_dynamic(self) -> None:
-        self.shift_states = {name: y_BNE[:, self._num_missing :] for name, y_BNE in self.shift_states.items()}
-        self._num_missing = 0
+    def begin_writing(self, behind: Callable[[int], Slot]) -> None:
+        super().begin_writing(behind)
+        for x in self._shifts.values():  # all hold as many tokens
+            self._shift_slot = behind(self.get_seq_length() - x.length)
 
     def advance(self) -> None:
-        for x in self._tensors:
+        for x in self._growing():
             x.advance()
         self._refresh()
-        self._num_missing = max(0, self._num_missing - 1)
+
+    def _growing(self) -> list[GrowingTensor]:
+        return [*self._tensors, *self._shifts.values()]
 
     def last_shift_state(self, name: str) -> Tensor | None:
         """The un-mixed output `(B, E)` of the shifted projection `name` at the last cached token."""
-        return self.shift_states[name][:, -1] if name in self.shift_states else None
+        if (x := self._shifts.get(name)) is None:
+            return None
+        if self.slot is None:
+            return x.contents[:, 0, -1]
+        return x.whole.index_select(2, self._shift_slot.last)[:, 0, 0]
 
     def update_shift_state(self, name: str, y_BTE: Tensor) -> None:
         """Append un-mixed outputs of the shifted projection `name`."""
-        if name in self.shift_states:
-            y_BTE = torch.cat((self.shift_states[name], y_BTE), dim=1)
-        if self.slot is not None:
-            self.shift_states[name].copy_(y_BTE[:, 1:])
-            return
-        # A copy: a view of the last rows would keep the whole prompt alive.
-        self.shift_states[name] = y_BTE[:, -self.SHIFT_HISTORY :].clone()
+        y_B1TE, x = y_BTE[:, None], self._shifts.get(name)
+        if x is None:
+            # A copy: a view of the last rows would keep the whole prompt alive.
+            self._shifts[name] = GrowingTensor(y_B1TE[:, :, -self.SHIFT_HISTORY :].clone())
+        elif self.slot is not None:
+            x.write(self._shift_slot.new, y_B1TE)
+        else:
+            x.append(y_B1TE)
+            x.drop_first(max(0, x.length - self.SHIFT_HISTORY))
 
     def get_seq_length(self) -> int:
         return self.num_dropped + (self._tensors[0].length if self._tensors else 0)
@@ -409,23 +388,19 @@ class AttentionCache(LayerCache):
                 f"cannot remove {count} tokens from the cache: a sliding window of {self.window} keeps "
                 f"{self.CROP_HISTORY} more tokens than it needs. Reset the cache and run the prompt again"
             )
-        for y_BNE in self.shift_states.values():
-            if y_BNE.shape[1] <= count:
+        for x in self._shifts.values():
+            if x.length <= count:
                 raise ValueError(
-                    f"cannot remove {count} tokens from the cache: the token shift remembers {y_BNE.shape[1]} tokens, "
+                    f"cannot remove {count} tokens from the cache: the token shift remembers {x.length} tokens, "
                     "and needs one that stays. Reset the cache and run the prompt again"
                 )
-        self.shift_states = {name: y_BNE[:, :-count] for name, y_BNE in self.shift_states.items()}
-        for x in self._tensors:
+        for x in self._growing():
             x.drop_last(count)
         self._refresh()
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        for x in self._tensors:
+        for x in self._growing():
             x.map(fn)
-        if self.max_key_norm is not None:
-            self.max_key_norm = fn(self.max_key_norm)
-        self.shift_states = {name: fn(y) for name, y in self.shift_states.items()}
         self._refresh()
 
     def _refresh(self) -> None:

@@ -92,7 +92,7 @@ class DecodingGraph:
         if self._is_off or input_ids is None or not self._takes(model, cache, input_ids, attention_mask):
             self._tokens_in_a_row = 0
             return None
-        fits = cache.slot is not None and self._length < cache.slot.limit and cache.holds(self._length)
+        fits = cache.slot is not None and self._length < cache.slot.limit and cache.get_seq_length() == self._length
         if not fits or self._made_for is None or self._conditions(model, input_ids) != self._made_for:
             self._tokens_in_a_row += 1
             if self._tokens_in_a_row <= self._wait or not self._begin(model, cache, input_ids):
@@ -126,7 +126,7 @@ class DecodingGraph:
             and input_ids.shape[1] == 1
             and length > 0
             and (attention_mask is None or attention_mask.shape == (len(input_ids), length + 1))
-            and not (torch.is_grad_enabled() or model.training or model._is_compiled or cache.has_position_ids)
+            and not (torch.is_grad_enabled() or model.training or model._is_compiled)
             and not (config.output_attentions or config.output_hidden_states or torch.compiler.is_compiling())
             and not (all_modules._global_forward_hooks or all_modules._global_forward_pre_hooks)
             and context.active() is None

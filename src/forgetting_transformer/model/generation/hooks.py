@@ -85,7 +85,7 @@ class DecoderGenerationMixin(GenerationMixin):
                     f"assistant_model is a {type(self).__name__}, whose recurrent state cannot take rejected tokens "
                     "back; draft with FoX or a Transformer, or leave it out"
                 )
-            # The target's, whose draft may have no rotary positions; the cache counts for those that have.
+            # The target's. A model here counts for itself.
             model_kwargs.pop("position_ids", None)
         # Under both names, as `forward` takes it, whatever transformers calls it.
         given = one_cache(model_kwargs.pop("past_key_values", None), model_kwargs.pop("cache", None))
@@ -126,6 +126,3 @@ class DecoderGenerationMixin(GenerationMixin):
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         # generate(stop_strings=…, tokenizer=…) hands the tokenizer on, which other models swallow.
         return {key: value for key, value in inputs.items() if not key.endswith("tokenizer")}
-
-    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the cache knows how many tokens came before, and padding needs none (`ops/layers/rotary.py`)."""

@@ -7,8 +7,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,17 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.attention import AttentionMaps, Pruning, attend
+from forgetting_transformer.model.attention import AttentionMaps, Pruning, attend, check_attention_options
 from forgetting_transformer.model.generation.cache import AttentionCache, DecoderCache
 from forgetting_transformer.model.layers import (
     GatedRMSNorm,
     GroupRMSNorm,
+    Project,
     ShiftLinear,
-    apply_linear,
     exempt_from_decay,
-    linear_together,
+    project_together,
 )
-from forgetting_transformer.model.mixers.transformer import check_attention_options
 from forgetting_transformer.model.span import Span, span_of_layer
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.layers.norm import ACTIVATIONS
@@ -171,19 +169,19 @@ class ForgettingAttentionLayer(nn.Module):
         x_BTE = hidden_states
         if span is None:
             span = span_of_layer(self, x_BTE, attention_mask, past_key_values, use_cache, output_attentions)
-        together = linear_together(x_BTE, self._projections())
+        project = project_together(x_BTE, self._projections())
 
         # q, k, v = W x, keys and values mixed with those of the previous token; q, k = RMSNorm(q), RMSNorm(k)
-        q_BTE = apply_linear(self.q_proj, x_BTE, together)
+        q_BTE = project(self.q_proj)
         q_BTE = q_BTE if self.q_norm is None else self.q_norm(q_BTE)
-        k_BTE = self._project(self.k_proj, "key", self.k_norm, x_BTE, span, together)
-        v_BTE = self._project(self.v_proj, "value", None, x_BTE, span, together)
+        k_BTE = self._shift_and_norm(self.k_proj, "key", self.k_norm, x_BTE, span, project)
+        v_BTE = self._shift_and_norm(self.v_proj, "value", None, x_BTE, span, project)
         q_BTHD, k_BTGD, v_BTGD = (x.unflatten(-1, (-1, self.head_dim)) for x in (q_BTE, k_BTE, v_BTE))
         if self.use_rope:
             q_BTHD, k_BTGD = (self.rotate(x, span.position) for x in (q_BTHD, k_BTGD))
 
         # log f = logsigmoid(W_f x + b_f)
-        log_fgate_BTH = None if self.fgate_type == "none" else self.log_forget_gate(x_BTE, together)
+        log_fgate_BTH = None if self.fgate_type == "none" else self.log_forget_gate(x_BTE, project)
 
         # o_i = Σ_{j ≤ i} softmax_j(q_i·k_j / √D + Σ_{l=j+1..i} log f_l) v_j
         out_BTHD, maps = attend(
@@ -192,7 +190,7 @@ class ForgettingAttentionLayer(nn.Module):
 
         # W_o (act(W_g x) · RMSNorm(o))
         out_BTE = out_BTHD.flatten(-2)
-        gate_BTE = None if self.ogate_proj is None else apply_linear(self.ogate_proj, x_BTE, together)
+        gate_BTE = None if self.ogate_proj is None else project(self.ogate_proj)
         if self.output_norm is not None:
             out_BTE = self.output_norm(out_BTE, gate_BTE)
         elif gate_BTE is not None:
@@ -205,32 +203,30 @@ class ForgettingAttentionLayer(nn.Module):
         scaling = () if self.rope_factor == 1 else (self.rope_factor, *(self.rope_llama3 or ()))
         return rotate(x_BTHD, position, self.rope_base, scaling)
 
-    def log_forget_gate(
-        self, hidden_BTE: Tensor, together: Mapping[nn.Module, Tensor] = MappingProxyType({})
-    ) -> Tensor:
-        """Natural logarithm of the forget gates `(B, T, H)`, float32. `together`: see `linear_together`."""
+    def log_forget_gate(self, hidden_BTE: Tensor, project: Project | None = None) -> Tensor:
+        """Natural logarithm of the forget gates `(B, T, H)`, float32. `project`: see `project_together`."""
         if self.fgate_type == "full":
-            return F.logsigmoid(apply_linear(self.fgate_proj, hidden_BTE, together).float())
+            return F.logsigmoid((self.fgate_proj(hidden_BTE) if project is None else project(self.fgate_proj)).float())
         if self.fgate_type == "none":
             return torch.zeros((*hidden_BTE.shape[:2], self.num_heads), device=hidden_BTE.device)
         return F.logsigmoid(self.fgate_bias.float()).expand(*hidden_BTE.shape[:2], self.num_heads)
 
-    def _project(
+    def _shift_and_norm(
         self,
         projection: nn.Linear | ShiftLinear,
         name: str,
         norm: GroupRMSNorm | None,
         x_BTE: Tensor,
         span: Span,
-        together: Mapping[nn.Module, Tensor],
+        project: Project,
     ) -> Tensor:
-        """Apply the projection of keys or values, with token shift and norm if it has them."""
+        """Keys or values, with token shift and norm if they have them."""
         if not isinstance(projection, ShiftLinear):
-            y_BTE = apply_linear(projection, x_BTE, together)
+            y_BTE = project(projection)
             return y_BTE if norm is None else norm(y_BTE)
         cache: Any = span.cache
         previous_BE = None if cache is None else cache.last_shift_state(name)
-        shifted_BTE, y_BTE = projection(x_BTE, previous_BE, span.padding_BT, span.begins_BT, together, norm)
+        shifted_BTE, y_BTE = projection(x_BTE, previous_BE, span.padding_BT, span.begins_BT, project, norm)
         if cache is not None:
             cache.update_shift_state(name, y_BTE)
         return shifted_BTE
@@ -266,8 +262,7 @@ class ForgettingAttentionLayer(nn.Module):
         return (q_max_GR * k_max.expand(self.key_heads)[:, None] * math.sqrt(self.head_dim)).flatten()
 
     def new_cache(self) -> AttentionCache:
-        pruning = self.pruning()
-        return AttentionCache(self.window_size, keeps_key_norm=pruning is not None and pruning.score_bound_H is None)
+        return AttentionCache(self.window_size)
 
     @property
     def context_heads(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from forgetting_transformer.model.decoder import model_classes
 from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer, check_options
-from forgetting_transformer.model.mixers.transformer import AttentionConfig, AttentionLayer
+from forgetting_transformer.model.mixers.transformer import AttentionConfig, attention_flops_per_token
 
 
 class ForgettingTransformerConfig(AttentionConfig):
@@ -54,7 +54,7 @@ class ForgettingTransformerConfig(AttentionConfig):
         weights = hidden * width * self.use_output_gate
         weights += hidden * self.num_heads * (self.fgate_type == "full")
         weights += hidden * key_heads * (self.use_k_shift + self.use_v_shift)
-        return 2 * weights + AttentionLayer.flops_per_token(
+        return 2 * weights + attention_flops_per_token(
             hidden, self.num_heads, self.num_kv_heads, self.window_size, seq_len, width
         )
 

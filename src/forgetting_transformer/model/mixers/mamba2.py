@@ -30,15 +30,15 @@ from forgetting_transformer.model.mixers.state_space import (
     StateSpaceForCausalLM,
     StateSpaceMixer,
     StateSpaceModel,
-    end_with_documents,
     of_first_document,
 )
-from forgetting_transformer.model.padding import own_documents, positions_in_documents
+from forgetting_transformer.model.padding import own_documents
+from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.columns import split_columns
 from forgetting_transformer.ops.recurrence import last_state, recurrence, simple_gla_flops_per_token
-from forgetting_transformer.ops.recurrence.grouped import run_convolved
+from forgetting_transformer.ops.recurrence.grouped import LOG_ZERO, run_convolved
 
 
 class Mamba2Mixer(StateSpaceMixer):
@@ -127,9 +127,9 @@ class Mamba2Mixer(StateSpaceMixer):
         hidden_BTE: Tensor,
         padding_BT: Tensor | None,
         states: dict[str, Tensor],
-        cu_seqlens: Tensor | None = None,
+        span: Span | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        position_BT = None if cu_seqlens is None else positions_in_documents(cu_seqlens, hidden_BTE)
+        position_BT = None if span is None else span.position_BT
         z_BTI, xBC_BTC, dt_BTH = split_columns(self.in_proj(hidden_BTE), self.projected_sizes)
         dtype = torch.promote_types(dt_BTH.dtype, torch.float32)
         dt_BTH = F.softplus(dt_BTH.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.time_step_limit)
@@ -152,7 +152,7 @@ class Mamba2Mixer(StateSpaceMixer):
             )
         if convolved is None:
             xBC_BTC, conv_BCW = self.convolve(xBC_BTC, padding_BT, states.get("conv"), position_BT)
-            own = None if cu_seqlens is None else own_documents(cu_seqlens, hidden_BTE)
+            own = own_documents(None if span is None else span.cu_seqlens, hidden_BTE)
             y_BTHV, state_BHKV = self._read_states(xBC_BTC, dt_BTH, log_decay_BTH, states.get("ssm"), position_BT, own)
         else:
             y_BTHV, state_BHKV, conv_BCW = convolved
@@ -182,9 +182,10 @@ class Mamba2Mixer(StateSpaceMixer):
         x_BTHV = x_BTI.unflatten(-1, (self.num_heads, self.head_dim))
         C_BTGK, B_BTGK = (x.unflatten(-1, (self.n_groups, self.state_size)) for x in (C_BTC, B_BTC))
         if before_BHKV is None and context.active() is not None:
-            before_BHKV = context.state_before(
-                *last_state(B_BTGK, x_BTHV, end_with_documents(log_decay_BTH, position_BT), dt_BTH)
-            )
+            ended_BTH = log_decay_BTH
+            if position_BT is not None:  # no state goes on into a new document
+                ended_BTH = log_decay_BTH.masked_fill((position_BT == 0)[..., None], LOG_ZERO)
+            before_BHKV = context.state_before(*last_state(B_BTGK, x_BTHV, ended_BTH, dt_BTH))
             before_BHKV = of_first_document(before_BHKV, position_BT)
         gates = {"log_decay": log_decay_BTH, "step": dt_BTH, "skip": self.D, "cu_seqlens": cu_seqlens}
         return recurrence(C_BTGK, B_BTGK, x_BTHV, **gates, state=before_BHKV, scale=1.0)

@@ -16,6 +16,7 @@ from forgetting_transformer.model.config import SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import model_classes
 from forgetting_transformer.model.layers import ShortConvolution
 from forgetting_transformer.model.mixers.recurrent import RecurrentCache, RecurrentMixer, zero_padding
+from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.path_attention import Past, path_attention, path_attention_flops_per_token
@@ -62,13 +63,12 @@ class PathForgettingAttention(RecurrentMixer):
     def forward(
         self,
         hidden_BTE: Tensor,
-        seq_start_B: Tensor | None = None,
-        cache: RecurrentCache | None = None,
+        span: Span | None = None,
         *mixer_inputs: Any,
-        **options: Any,
     ) -> tuple[Tensor, RecurrentCache | None]:
         # States are made only where a cache keeps them.
-        return super().forward(hidden_BTE, seq_start_B, cache, cache is not None, **options)  # type: ignore[arg-type]
+        returns_states: Any = span is not None and span.cache is not None
+        return super().forward(hidden_BTE, span, returns_states)
 
     def mix(
         self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor], returns_states: bool

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from forgetting_transformer.model.generation.cache import LayerCache
-from forgetting_transformer.model.padding import padding_mask
-from forgetting_transformer.ops import context
+from forgetting_transformer.model.span import Span
 
 
 class RecurrentCache(LayerCache):
@@ -78,6 +77,7 @@ class RecurrentCache(LayerCache):
 class RecurrentMixer(nn.Module):
     """A recurrent mixer. Subclasses define `mix`, and set `num_heads` if they call `split_heads`."""
 
+    takes_span = True
     num_heads: int
 
     def new_cache(self) -> RecurrentCache:
@@ -86,25 +86,21 @@ class RecurrentMixer(nn.Module):
     def forward(
         self,
         hidden_BTE: Tensor,
-        seq_start_B: Tensor | None = None,
-        cache: RecurrentCache | None = None,
+        span: Span | None = None,
         *mixer_inputs: Tensor,
-        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, RecurrentCache | None]:
         """Return the output `(B, T, E)` and the cache.
 
         Args:
             hidden_BTE: T new tokens.
-            seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
-            cache: what `new_cache` returned, holding the tokens before these. Updated in place.
+            span: what is known of them. Default: whole sequences, without a cache.
             mixer_inputs: further arguments of `mix`.
-            cu_seqlens: of packed documents, as `DecoderModel.forward` passes it, for mixers with `packs_documents`.
-                Where processes share sequences (`ops/context.py`), of whole ones.
         """
-        padding_BT = padding_mask(hidden_BTE, seq_start_B, cache)
+        span = span or Span()
+        cache: Any = span.cache
         states = {} if cache is None else cache.states
-        packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-        mixed = self.mix(hidden_BTE, padding_BT, states, *mixer_inputs, **packed)
+        packed = {} if span.cu_seqlens is None else {"span": span}
+        mixed = self.mix(hidden_BTE, span.padding_BT, states, *mixer_inputs, **packed)
         if not isinstance(mixed, tuple | list) or len(mixed) != 2 or not isinstance(mixed[1], Mapping):
             raise TypeError(
                 f"{type(self).__name__}.mix must return a tuple of the output {tuple(hidden_BTE.shape)} and a "
@@ -125,31 +121,13 @@ class RecurrentMixer(nn.Module):
             states: what the call for the tokens before these returned; empty if there are none.
             mixer_inputs: what the model's `mixer_inputs` returned for this block.
 
-        A mixer with `packs_documents` also takes the keyword `cu_seqlens`.
+        A mixer with `packs_documents` also takes the keyword `span`, of packed documents.
         """
         raise NotImplementedError(f"{type(self).__name__} must define mix")
 
     def split_heads(self, x_BTC: Tensor) -> Tensor:
         """`(B, T, C)` to `(B, T, H, C / H)`."""
         return x_BTC.unflatten(-1, (self.num_heads, -1))
-
-
-def state_before(
-    op: Callable[..., tuple[Tensor, Tensor | None]], inputs: tuple[Tensor, ...], log_decay: Tensor, **options: Any
-) -> Tensor | None:
-    """The state before these tokens, where other processes hold what comes before; None where sequences are whole.
-
-    Walks the tokens once more than the output needs, from a state of 0.
-
-    Args:
-        op: a recurrence whose state decays and is added to, of `ops.recurrence`; with its inputs and options.
-        log_decay: logarithm of what these tokens leave of the state before them; broadcast to a state.
-    """
-    if context.active() is None:
-        return None
-    _, own = op(*inputs, output_final_state=True, **options)
-    assert own is not None
-    return context.state_before(own, log_decay)
 
 
 def zero_padding(x_BTC: Tensor, padding_BT: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from forgetting_transformer.model.attention import check_attention_options
 from forgetting_transformer.model.config import check_field
 from forgetting_transformer.model.decoder import model_classes
 from forgetting_transformer.model.layers import (
@@ -25,7 +26,7 @@ from forgetting_transformer.model.layers import (
     initial_dt_bias,
     swiglu_width,
 )
-from forgetting_transformer.model.mixers.recurrent import state_before
+from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer
 from forgetting_transformer.model.mixers.state_space import (
     StateSpaceConfig,
     StateSpaceForCausalLM,
@@ -33,8 +34,9 @@ from forgetting_transformer.model.mixers.state_space import (
     StateSpaceModel,
     of_first_document,
 )
-from forgetting_transformer.model.mixers.transformer import AttentionLayer, check_attention_options
-from forgetting_transformer.model.padding import own_documents, positions_in_documents
+from forgetting_transformer.model.mixers.transformer import attention_flops_per_token
+from forgetting_transformer.model.padding import own_documents
+from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import selective_scan
@@ -131,9 +133,9 @@ class MambaMixer(StateSpaceMixer):
         hidden_BTE: Tensor,
         padding_BT: Tensor | None,
         states: dict[str, Tensor],
-        cu_seqlens: Tensor | None = None,
+        span: Span | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        position_BT = None if cu_seqlens is None else positions_in_documents(cu_seqlens, hidden_BTE)
+        position_BT = None if span is None else span.position_BT
         x_BTI, z_BTI = self.in_proj(hidden_BTE).chunk(2, dim=-1)
         x_BTI, conv_BIW = self.convolve(x_BTI, padding_BT, states.get("conv"), position_BT)
         dt_BTR, B_BTK, C_BTK = self.x_proj(x_BTI).split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
@@ -141,15 +143,17 @@ class MambaMixer(StateSpaceMixer):
 
         A_IK, before_BIK = -self.A_log.float().exp(), states.get("ssm")
         inputs = (x_BTI, dt_BTI, A_IK, B_BTK, C_BTK)
-        options: dict[str, Tensor] = {"dt_bias_I": self.dt_proj.bias}
-        if cu_seqlens is not None:
-            options["cu_seqlens"] = own_documents(cu_seqlens, hidden_BTE)
+        own = own_documents(None if span is None else span.cu_seqlens, hidden_BTE)
+        options: dict[str, Any] = {"dt_bias_I": self.dt_proj.bias, "cu_seqlens": own}
         if before_BIK is None and context.active() is not None:
             step_BTI = F.softplus(dt_BTI.float() + self.dt_proj.bias.float())
             log_decay_BIK = step_BTI.sum(1)[..., None] * A_IK
             if position_BT is not None:  # of a state before these tokens nothing is left behind a new document
                 log_decay_BIK = log_decay_BIK.masked_fill((position_BT == 0).any(1)[:, None, None], LOG_ZERO)
-            before_BIK = of_first_document(state_before(selective_scan, inputs, log_decay_BIK, **options), position_BT)
+            # The state that these tokens alone make: they are walked once more than the output needs.
+            _, own_BIK = selective_scan(*inputs, output_final_state=True, **options)
+            assert own_BIK is not None
+            before_BIK = of_first_document(context.state_before(own_BIK, log_decay_BIK), position_BT)
         y_BTI, state_BIK = selective_scan(
             *inputs,
             D_I=self.D,
@@ -159,29 +163,16 @@ class MambaMixer(StateSpaceMixer):
         )
         return self.out_proj(y_BTI * F.silu(z_BTI)), {"conv": conv_BIW, "ssm": state_BIK}
 
-    @staticmethod
-    def flops_per_token(
-        hidden_size: int, inner_size: int, state_size: int, time_step_rank: int, conv_kernel: int
-    ) -> int:
-        """Forward FLOPs: two per weight of the projections and taps of the convolution, six per state.
 
-        Those six: `dt·A`, `(dt x)·B`, the decay and the sum of the update, and a multiply-add with C.
-        """
-        weights = 3 * hidden_size * inner_size  # in_proj, out_proj
-        weights += inner_size * (2 * time_step_rank + 2 * state_size)  # x_proj, dt_proj
-        weights += inner_size * conv_kernel
-        return 2 * weights + 6 * inner_size * state_size
-
-
-class SambaAttention(AttentionLayer):
+class SambaAttention(ForgettingAttentionLayer):
     """Sliding-window attention that starts from PyTorch's uniform law, `o_proj` scaled by `o_proj_scale`."""
 
     def __init__(self, *args: Any, o_proj_scale: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs, use_rope=True, fgate_type="none", initializer_range=None)
         self.o_proj_scale = o_proj_scale
 
     def init_own_weights(self) -> None:
-        for projection in (self.q_proj, self.k_proj, self.v_proj):
+        for projection in self._projections():
             init_uniform(projection)
         init_uniform(self.o_proj, self.o_proj_scale)
 
@@ -262,15 +253,13 @@ class SambaConfig(StateSpaceConfig):
             raise ValueError("attn has no num_heads; set it, or attn: null for Mamba blocks only")
         for key in ("num_heads", "num_kv_heads", "window_size"):
             check_field(f"attn.{key}", attn.get(key), int | None)
-        layers = attn.get("layers")
-        if layers is not None and not (isinstance(layers, list | tuple) and all(type(n) is int for n in layers)):
-            raise ValueError(
-                f"attn.layers is {layers!r}; it must be a list of block numbers, or null for every other block"
-            )
         check_attention_options(*self._attention_sizes(), use_rope=True)
-        for layer_idx in attn.get("layers") or ():
-            if not 0 <= layer_idx < self.num_hidden_layers:
-                raise ValueError(f"attn.layers has {layer_idx}; blocks are 0 to {self.num_hidden_layers - 1}")
+        blocks, layers = range(self.num_hidden_layers), attn.get("layers")
+        if layers is not None and not (isinstance(layers, list | tuple) and all(layer in blocks for layer in layers)):
+            raise ValueError(
+                f"attn.layers is {layers!r}; it must list blocks from 0 to {self.num_hidden_layers - 1}, or be null "
+                "for every other block"
+            )
 
     def _attention_sizes(self) -> tuple[int, int, int | None, int | None]:
         """hidden_size, num_heads, num_kv_heads and window_size of the attention blocks."""
@@ -314,11 +303,12 @@ class SambaConfig(StateSpaceConfig):
         return SambaMLP(self.hidden_size, self.mlp_width(layer_idx), down_proj_scale=self.residual_scale)
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
+        """Mamba: two per weight and tap, six per state: dt·A, (dt x)·B, decay and sum, a multiply-add with C."""
         if self.has_attention(layer_idx):
-            return AttentionLayer.flops_per_token(*self._attention_sizes(), seq_len)
-        return MambaMixer.flops_per_token(
-            self.hidden_size, self.inner_size, self.state_size, int(self.time_step_rank), self.conv_kernel
-        )
+            return attention_flops_per_token(*self._attention_sizes(), seq_len)
+        weights = 3 * self.hidden_size  # in_proj, out_proj
+        weights += 2 * int(self.time_step_rank) + 2 * self.state_size + self.conv_kernel  # x_proj, dt_proj, conv1d
+        return self.inner_size * (2 * weights + 6 * self.state_size)
 
     def mlp_flops_per_token(self, layer_idx: int) -> float:
         return SwiGLU.flops_per_token(self.hidden_size, self.mlp_width(layer_idx))

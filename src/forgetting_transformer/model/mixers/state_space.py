@@ -11,7 +11,6 @@ from forgetting_transformer.model.config import DecoderConfig, check_silu
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.layers import ShortConvolution, init_uniform
 from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
-from forgetting_transformer.ops.recurrence.grouped import LOG_ZERO
 
 
 class StateSpaceMixer(RecurrentMixer):
@@ -37,13 +36,6 @@ class StateSpaceMixer(RecurrentMixer):
         x_BTC, last_BCW = self.conv1d(zero_padding(x_BTC, padding_BT), previous_BCW, position_BT)
         # A second time, because the convolution adds its bias to padding too.
         return zero_padding(x_BTC, padding_BT), last_BCW
-
-
-def end_with_documents(log_decay_BTX: Tensor, position_BT: Tensor | None) -> Tensor:
-    """Log decays `(B, T, …)` with which no state goes on into a new document."""
-    if position_BT is None:
-        return log_decay_BTX
-    return log_decay_BTX.masked_fill((position_BT == 0)[(..., *[None] * (log_decay_BTX.ndim - 2))], LOG_ZERO)
 
 
 def of_first_document(state_BX: Tensor | None, position_BT: Tensor | None) -> Tensor | None:

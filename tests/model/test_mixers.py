@@ -1,0 +1,316 @@
+"""What is peculiar to one architecture; what holds for all is in the files beside this one."""
+
+import inspect
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+
+from forgetting_transformer import forgetting_attention
+from forgetting_transformer.model import (
+    ForgettingAttentionLayer,
+    ForgettingTransformerConfig,
+    ForgettingTransformerForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    layers,
+)
+from forgetting_transformer.model.mixers import mamba2, path_fox
+from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
+from forgetting_transformer.model.mixers.samba import MambaMixer, SambaAttention
+from forgetting_transformer.model.span import Span
+from tests.docs.commands import blocks, section
+from tests.model.small_models import PRO, small, small_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+# FoX
+
+
+def test_usage_example_of_the_op():
+    batch_size, num_heads, seq_len, head_dim, dtype = 4, 12, 512, 64, torch.bfloat16
+    q, k, v = (
+        torch.randn((batch_size, seq_len, num_heads, head_dim), dtype=dtype, requires_grad=True) for _ in range(3)
+    )
+    fgate_logit = torch.randn((batch_size, seq_len, num_heads), dtype=dtype, requires_grad=True)
+    log_fgate = torch.nn.functional.logsigmoid(fgate_logit.float())
+    out = forgetting_attention(q, k, v, log_fgate)
+    assert out.size() == (batch_size, seq_len, num_heads, head_dim)
+    out.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v, fgate_logit))
+
+
+def test_usage_example_of_the_layer():
+    x = torch.randn((2, 32, 96), requires_grad=True)
+    layer = ForgettingAttentionLayer(
+        hidden_size=96,
+        num_heads=6,
+        use_output_gate=True,
+        use_output_norm=True,
+        qk_norm=True,
+        use_k_shift=True,
+        use_v_shift=True,
+    )
+    out, *_ = layer(x)
+    assert out.size() == x.size()
+    lines = str(layer).splitlines()
+    assert "  (k_proj): ShiftLinear(96, 96)" in lines
+    assert "  (output_norm): GatedRMSNorm(6, 96, eps=1e-06)" in lines
+    assert "  (q_norm): GroupRMSNorm(6, 96, eps=1e-05)" in lines
+
+
+def test_usage_example_of_the_model():
+    batch_size, seq_len, vocab_size, bos_token_id = 2, 32, 128, 0
+    config = ForgettingTransformerConfig(vocab_size=vocab_size, hidden_size=96, num_hidden_layers=2, num_heads=6, **PRO)
+    model = ForgettingTransformerForCausalLM(config)
+    labels = torch.randint(0, vocab_size, size=(batch_size, seq_len))
+    input_ids = torch.roll(labels, shifts=1, dims=-1)
+    input_ids[:, 0] = bos_token_id
+    out = model(input_ids=input_ids, labels=labels)
+    assert out.loss.size() == (batch_size, seq_len)
+    assert out.logits is None
+    out = model(input_ids=input_ids)
+    assert out.logits.size() == (batch_size, seq_len, vocab_size)
+
+
+def test_decay_times_give_gates_that_decay_to_one_over_e():
+    bias = decay_time_bias(4, 2, 256)
+    assert bias.tolist() == pytest.approx([0.43275, 2.26047, 3.91797, 5.54322], abs=1e-5)
+    assert (-1 / torch.nn.functional.logsigmoid(bias.double())).tolist() == pytest.approx(
+        [2, 10.0794, 50.7968, 256], rel=1e-4
+    )
+    model = small_model(num_heads=4, fgate_type="bias_only", fgate_bias_init=True, decay_time_min=2, decay_time_max=256)
+    assert torch.equal(model.model.layers[1].attn.fgate_bias, bias)
+    assert (small_model(fgate_type="bias_only").model.layers[1].attn.fgate_bias == 0).all()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_pruning_bound_holds_and_pruning_changes_nothing(qk_norm, shared):
+    options = {"qk_norm": qk_norm, "qk_norm_share_param_across_head": shared}
+    model = small_model(**options, log_pruning_tolerance=-10.0)
+    layer = model.model.layers[0].attn
+    if qk_norm:
+        torch.nn.init.normal_(layer.q_norm.weight)
+    norms = [layer.q_norm or torch.nn.Identity(), layer.k_norm or torch.nn.Identity()]
+    q, k = (norm(torch.randn(2, 9, 32)).unflatten(-1, (2, 16)) for norm in norms)
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    if qk_norm:
+        largest_score = (q @ k.transpose(-1, -2)).abs().amax((-1, -2)) / math.sqrt(16)
+        bound = -(layer.pruning().threshold(9) + 10 + math.log(9)) / 2
+        assert (largest_score <= bound + 1e-5).all()
+    else:
+        assert layer.pruning().threshold(9) is None
+    ids = torch.arange(20)[None]
+    exact = small_model(**options)
+    exact.load_state_dict(model.state_dict())
+    assert torch.equal(model(input_ids=ids).logits, exact(input_ids=ids).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layer", "separate", "together"),
+    [
+        (ForgettingAttentionLayer(64, 4, initializer_range=None), 5, 2),
+        (ForgettingAttentionLayer(64, 4, use_output_gate=True, use_k_shift=True, use_v_shift=True, qk_norm=True), 8, 2),
+        (ForgettingAttentionLayer(64, 4, 2, fgate_type="none", use_rope=True), 4, 2),
+    ],
+    ids=["LLaMA", "Pro", "no gates, grouped keys"],
+)
+def test_projections_of_one_input_are_one_product_for_a_compiler(monkeypatch, layer, separate, together):
+    torch.manual_seed(0)
+    layer.double()  # its weights are random, and sums in another order must not decide
+    if isinstance(getattr(layer, "fgate_proj", None), nn.Linear):
+        nn.init.normal_(layer.fgate_proj.bias)
+    x, weight = torch.randn(2, 2, 40, 64, dtype=torch.float64)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def products(function) -> tuple[int, list[torch.Tensor]]:
+        torch.compiler.reset()
+        graphs.clear()
+        layer.zero_grad()
+        inputs = x.clone().requires_grad_()
+        out = function(inputs)[0]
+        (out * weight).sum().backward()
+        called = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+        found = sum("linear" in name for name in called)
+        return found, [out.detach(), inputs.grad, *(p.grad.clone() for p in layer.parameters())]
+
+    _, plain = products(layer)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    assert products(compiled)[0] == separate  # few tokens: the weights would cost more than what is computed
+    monkeypatch.setattr(layers, "MIN_TOKENS_TOGETHER", 80)
+    count, values = products(compiled)
+    assert count == together
+    for value, expected in zip(values, plain, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
+    handle = layer.q_proj.register_forward_hook(lambda *_: None)
+    assert products(compiled)[0] == separate  # a hook must get its calls
+    handle.remove()
+
+
+def test_biases_of_projections_that_are_computed_together_are_added_in_float64_there(monkeypatch):
+    monkeypatch.setattr(layers, "MIN_TOKENS_TOGETHER", 1)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    linears = [torch.nn.Linear(4, 3, dtype=torch.float64) for _ in range(2)]
+    x = torch.randn(1, 5, 4, dtype=torch.float64)
+    project = layers.project_together(x, linears)
+    for linear in linears:
+        torch.testing.assert_close(project(linear), linear(x), rtol=0, atol=1e-12)
+
+
+# Mamba-2
+
+
+@pytest.mark.parametrize("n_groups", [1, 2])
+def test_logits_and_gradients_are_those_of_transformers_mamba2(n_groups):
+    if n_groups > 1 and "group_size" not in inspect.signature(MambaRMSNormGated).parameters:
+        pytest.skip("this transformers normalises over all groups at once")
+    fields = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 8,
+        "expand": 2,
+        "n_groups": n_groups,
+    }
+    ours = Mamba2ForCausalLM(Mamba2Config(**fields)).eval()
+    theirs = AutoModelForCausalLM.from_config(transformers.Mamba2Config(**fields, chunk_size=32)).eval()
+    assert type(theirs) is transformers.Mamba2ForCausalLM  # which has a config class of the same name
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: 0.5 * torch.randn(x.shape, generator=generator) for name, x in ours.state_dict().items()}
+    ours.load_state_dict(weights, strict=True)
+    theirs.load_state_dict(weights, strict=True)
+    ids = torch.randint(0, 61, (2, 150), generator=generator)
+    results = []
+    for model in (ours, theirs):
+        logits = model(input_ids=ids, use_cache=False).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+        results.append((logits.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    (logits, gradients), (want_logits, want_gradients) = results
+    assert relative_error(logits, want_logits) < 1e-5
+    for name in want_gradients:
+        assert relative_error(gradients[name], want_gradients[name]) < 1e-4, name
+
+
+def test_what_watches_or_adapts_the_convolution_is_not_passed_by(monkeypatch):
+    """The kernel of convolution and recurrence reads the weights of the convolution, and calls no layer."""
+    asked = []
+    monkeypatch.setattr(mamba2, "run_convolved", lambda *_, **__: asked.append(1))
+    mixer = small("mamba2").decoder.layers[0].sequence_mixer
+    hidden = torch.randn(1, 5, mixer.in_proj.in_features)
+    mixer(hidden)
+    assert len(asked) == 1
+    called = []
+    mixer.conv1d.register_forward_hook(lambda *_: called.append(1))
+    mixer(hidden)
+    assert len(asked) == 1 and len(called) == 1
+
+
+# HGRN2
+
+
+def test_bounds_grow_with_depth_from_0_to_less_than_1():
+    model = small("hgrn2", num_hidden_layers=4, apply_lower_bounds=True).model
+    assert [bounds for bounds in model.mixer_inputs() if not bounds] == [()]
+    zeros = torch.stack([bound_E for (bound_E,) in model.mixer_inputs()[1:]])
+    torch.testing.assert_close(zeros, torch.tensor([0.25, 0.5, 0.75])[:, None].expand(3, 32))
+    with torch.no_grad():
+        model.lower_bounds.normal_()
+    bounds = torch.stack([bound_E for (bound_E,) in model.mixer_inputs()[1:]])
+    share = model.lower_bounds.exp() / model.lower_bounds.exp().sum(0)
+    torch.testing.assert_close(bounds, torch.stack([share[1], share[1] + share[2], 1 - share[0]]))
+
+
+def test_bounds_reach_the_mixers_and_are_learned_only_when_asked_for():
+    ids = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))
+    ignoring, applying = small("hgrn2"), small("hgrn2", apply_lower_bounds=True)
+    assert ignoring.state_dict().keys() == applying.state_dict().keys()
+    applying.load_state_dict(ignoring.state_dict())
+    with torch.no_grad():
+        logits, want = applying(input_ids=ids).logits, ignoring(input_ids=ids).logits
+        assert relative_error(logits, want) > 1e-3
+        ignoring.model.lower_bounds.normal_()
+        assert torch.equal(ignoring(input_ids=ids).logits, want)
+        applying.model.lower_bounds.normal_()
+        assert relative_error(applying(input_ids=ids).logits, logits) > 1e-3
+    assert not ignoring.model.lower_bounds.requires_grad
+    applying(input_ids=ids, labels=ids).loss.mean().backward()
+    # The first layer's row counts too: it is the share of the softmax that no bound gets.
+    assert (applying.model.lower_bounds.grad.norm(dim=1) > 0).all()
+
+
+# Samba
+
+
+@pytest.mark.parametrize(
+    "attn, kinds",
+    [
+        ({"num_heads": 2}, "MAMA"),
+        ({"num_heads": 2, "layers": [0, 3]}, "AMMA"),
+        ({"num_heads": 2, "layers": []}, "MMMM"),
+        (None, "MMMM"),
+    ],
+)
+def test_which_blocks_have_attention(attn, kinds, ids):
+    model = small("samba", attn=attn)
+    classes = {"M": MambaMixer, "A": SambaAttention}
+    assert [type(block.sequence_mixer) for block in model.backbone.layers] == [classes[kind] for kind in kinds]
+    widths = {"M": 256, "A": 512}  # of the two MLPs
+    model = small("samba", attn=attn, mamba_hidden_ratio=8, attn_hidden_ratio=16)
+    assert [block.mlp.down_proj.in_features for block in model.backbone.layers] == [widths[kind] for kind in kinds]
+    assert model(input_ids=ids, labels=ids).loss.isfinite().all()
+
+
+# PaTH-FoX
+
+
+def test_nothing_is_made_for_a_cache_that_is_not_there(monkeypatch):
+    """Training would carry every key to the end of the sequence for nothing."""
+    asked = []
+    original = path_fox.path_attention
+
+    def recorded(*args, **options):
+        asked.append(options["returns_past"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(path_fox, "path_attention", recorded)
+    mixer = small("path_fox").model.layers[0].attn
+    mixer(torch.randn(1, 5, 32))
+    mixer(torch.randn(1, 5, 32), Span(cache=mixer.new_cache()))
+    assert asked == [False, True]
+
+
+# Gated DeltaNet
+
+
+def test_the_documentation_shows_the_code_as_it_is():
+    page = section((ROOT / "docs/extend.md").read_text(), "The parts of a mixer")
+    model = ROOT / "src/forgetting_transformer/model"
+    sources = [model / f"mixers/{name}.py" for name in ("delta_net", "gated_delta_net")]
+    code = {line.strip() for source in sources for line in source.read_text().splitlines()}
+    shown = blocks(page, "python")
+    assert len(shown) > 5
+    for line in "".join(shown).splitlines():
+        assert not line.strip() or line.strip() in code, line
