@@ -124,6 +124,13 @@ def error_of(*overrides: str) -> str:
     return hydra_errors.explain(raised.value, ROOT / "configs")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_a_process_whose_parent_has_ended_already_ends_too():
+    script = "from forgetting_transformer import console; console.die_with_parent(0); print('lives')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGTERM and not done.stdout
+
+
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [

@@ -80,15 +80,21 @@ def die_with_launcher() -> None:
     """Asks Linux to end this rank when the process that started it ends, however that ends: a signal that a launcher
     does not handle, such as SIGUSR1, would otherwise leave ranks behind that hold the GPUs and the run's folder."""
     if signals.has_launcher() or os.environ.get("LOCAL_RANK", "0") != "0":
-        die_with_parent()
+        die_with_parent(signals.StartEnds.parent or os.getppid())
 
 
-def die_with_parent() -> None:
-    """Asks Linux to end this process, with SIGTERM, when the one that started it ends."""
+def die_with_parent(parent: int) -> None:
+    """Asks Linux to end this process, with SIGTERM, when the one that started it ends.
+
+    Args:
+        parent: process that started this one. If it has ended already, this process ends at once.
+    """
     if sys.platform != "linux":
         return
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def exit_code(outcome: str) -> int:

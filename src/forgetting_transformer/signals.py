@@ -29,7 +29,11 @@ class StartEnds:
     At its end a handler that somebody else has set meanwhile stays.
     """
 
+    #: Process that started this one. It is read here since it may end during the imports that follow.
+    parent = 0
+
     def __enter__(self) -> None:
+        StartEnds.parent = StartEnds.parent or os.getppid()
         self._process = os.getpid()
         self._before = {number: signal.signal(number, self._leave) for number in NUMBERS}
 

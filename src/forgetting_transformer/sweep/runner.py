@@ -3,6 +3,7 @@ cleanly on Ctrl-C.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -263,7 +264,7 @@ def _start(job: Job, machine: Machine, gpus: Sequence[str], log_dir: Path) -> _R
             # Ctrl-C must reach a job once, through the sweep, and not a second time from the terminal. In exchange the
             # kernel is asked to end the job if the sweep is killed.
             start_new_session=True,
-            preexec_fn=console.die_with_parent,
+            preexec_fn=functools.partial(console.die_with_parent, os.getpid()),
         )
         return _Running(job, gpus, process, log, output.tell(), time.monotonic(), status)
 

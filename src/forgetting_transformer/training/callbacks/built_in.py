@@ -6,6 +6,7 @@ from forgetting_transformer.plugins import CALLBACKS
 from forgetting_transformer.training.callbacks.base import LARGE, Callback, Callbacks
 from forgetting_transformer.training.callbacks.goodput import CheckpointTimes, Goodput
 from forgetting_transformer.training.callbacks.held_out import HeldOut
+from forgetting_transformer.training.callbacks.profile import Profile
 from forgetting_transformer.training.callbacks.progress import Progress
 from forgetting_transformer.training.callbacks.steps import BadSteps, Loss, LossByPosition, Norms
 from forgetting_transformer.training.callbacks.throughput import Throughput
@@ -33,6 +34,7 @@ def built_in(trainer: "TrainerInterface") -> list[Callback]:
         HeldOut(trainer.data),
         *(HeldOut(data, name) for name, data in trainer.eval_sets.items()),
         CheckpointTimes(),
+        *([Profile(*config.train.profile_steps)] if config.train.profile_steps else []),
         # Last: it shows what the others have found.
         Progress(config.train.max_tokens, counters.token_count, trainer.fabric.is_global_zero, throughput),
     ]

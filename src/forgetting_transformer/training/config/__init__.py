@@ -64,6 +64,8 @@ _Workers = Annotated[int, Field(ge=0, le=1024)]
 _DEVICES = 1024
 #: Of one of `eval_sets`.
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
+#: Steps of a trace: one of a large model has tens of thousands of events.
+_TRACED_STEPS = 100
 
 
 @dataclass(kw_only=True)
@@ -126,12 +128,21 @@ class TrainConfig:
     bias_weight_decay: bool = False
     normalization_weight_decay: bool = False
     conv_weight_decay: bool = True
+    #: [a, b]: write a trace of steps a to b of this start, on every rank, into `traces/`. Step 1 is the first of the
+    #: start and compiles. null: none.
+    profile_steps: list[int] | None = None
 
     def __post_init__(self) -> None:
         if self.block_inputs_on_host and not self.gradient_checkpointing:
             raise ConfigError(
                 "train.block_inputs_on_host=true moves what activation checkpointing keeps; set "
                 "train.gradient_checkpointing=true too"
+            )
+        steps = self.profile_steps
+        if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] < steps[0] + _TRACED_STEPS):
+            raise ConfigError(
+                f"train.profile_steps={steps} must be [first, last] with 1 <= first <= last, at most {_TRACED_STEPS} "
+                "steps, as in train.profile_steps=[10,12]"
             )
 
 

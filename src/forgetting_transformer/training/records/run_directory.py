@@ -17,7 +17,7 @@ PREVIOUS = "previous"
 #: `last_checkpoint.json`, which refuses a start that would not find the checkpoints. The lock, by which the run is
 #: recognised, is not moved.
 OWN_NAMES = (
-    "checkpoints", "logs", "metrics", "tokenizer", "plots", "wandb", "tensorboard", "goodput.json",
+    "checkpoints", "logs", "metrics", "tokenizer", "plots", "traces", "wandb", "tensorboard", "goodput.json",
     "model.txt", "decay_params.txt", "no_decay_params.txt", "status.json", "config.yaml", "last_checkpoint.json",
     "starts.jsonl",
 )  # fmt: skip
@@ -29,7 +29,7 @@ KINDS = (
 #: The same for arrays.
 ARRAY_KINDS = (names.TRAIN_EVAL, names.VAL)
 #: Folders in which other programs write too, such as a scheduler its logs; a start only adds to them.
-_SHARED = ("logs", "plots", "wandb")
+_SHARED = ("logs", "plots", "traces", "wandb")
 
 
 class RunDirectoryError(RuntimeError):
@@ -58,6 +58,7 @@ class RunDirectory:
         self.tensorboard = self.root / "tensorboard"
         self.tokenizer = self.root / "tokenizer"
         self.goodput = self.root / "goodput.json"
+        self.traces = self.root / "traces"
         self._lock_file = self.root / "run.lock"
         self._lock = contextlib.ExitStack()
         self.is_locked = False  # whether this process may write here

@@ -76,6 +76,7 @@ def _trial(config: Config, directory: RunDirectory) -> Iterator[Trainer]:
             init_from=None if continues else config.init_from,
             init_step=None if continues else config.init_step,
             init_allow=[] if continues else config.init_allow,
+            train=dataclasses.replace(config.train, profile_steps=None),
             wandb=dataclasses.replace(config.wandb, mode="disabled"),
         )
         start = Start(its_config)

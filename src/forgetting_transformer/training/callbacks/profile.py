@@ -1,0 +1,59 @@
+"""A trace of a few steps, for `train.profile_steps`: what the host and the GPU do, and when."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from forgetting_transformer.training.callbacks.base import Callback, Step
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training.interface import TrainerInterface
+
+log = logging.getLogger(__name__)
+
+
+class Profile(Callback):
+    """`traces/start-<tokens>-rank-<k>.json.gz`: a trace of the steps `first` to `last` of this start.
+
+    The first step of a start, which compiles, is step 1. What lies between two steps (an evaluation, a checkpoint) is
+    in the trace too. A start that ends earlier writes what it has.
+    """
+
+    name = "profile"
+    all_ranks = True
+
+    def __init__(self, first: int, last: int) -> None:
+        self._first, self._last = first, last
+        self._profiler: Any = None
+
+    def on_start(self, trainer: "TrainerInterface") -> None:
+        from torch import profiler
+
+        folder, rank = trainer.directory.traces, trainer.fabric.global_rank
+        file = folder / f"start-{trainer.counters.token_count:015d}-rank-{rank}.json.gz"
+        trainer.directory.make(folder)
+        activities = [profiler.ProfilerActivity.CPU]
+        if trainer.fabric.device.type == "cuda":
+            activities.append(profiler.ProfilerActivity.CUDA)
+
+        def write(profile: Any) -> None:
+            try:
+                profile.export_chrome_trace(str(file))
+                log.info("train.profile_steps: wrote %s; https://ui.perfetto.dev shows it", file)
+            except OSError as error:  # a full disk must not cost the run
+                log.warning("train.profile_steps: no trace, because %s cannot be written (%s)", file, error)
+
+        # The tracer itself starts one step earlier, so that its own start is not in the trace.
+        warmup = min(1, self._first - 1)
+        steps = profiler.schedule(
+            wait=self._first - 1 - warmup, warmup=warmup, active=self._last - self._first + 1, repeat=1
+        )
+        self._profiler = profiler.profile(activities=activities, schedule=steps, on_trace_ready=write)
+        self._profiler.start()
+
+    def on_step(self, trainer: "TrainerInterface", step: Step) -> None:
+        self._profiler.step()
+
+    def on_end(self, trainer: "TrainerInterface") -> None:
+        self._profiler.stop()
+        if (steps := self._profiler.step_num) < self._first:
+            log.warning("train.profile_steps: no trace, because this start took %d steps only", steps)

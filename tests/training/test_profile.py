@@ -1,0 +1,48 @@
+"""`train.profile_steps`: a trace of a few steps on every rank, without effect on the weights."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.training.conftest import STEP, Job, changed, refused, train
+from tests.training.test_resume import assert_same_run
+
+
+def steps_in(trace: Path) -> list[str]:
+    with gzip.open(trace, "rt") as stream:
+        events = json.load(stream)["traceEvents"]
+    return sorted({event["name"] for event in events if event.get("name", "").startswith("ProfilerStep")})
+
+
+@pytest.mark.slow
+def test_every_rank_traces_the_steps_and_the_weights_stay_the_same(tiny, finished):
+    straight = finished(tiny, 2)
+    train(changed(tiny, train__profile_steps=[2, 3]), 2)
+    assert_same_run(straight, tiny["output_dir"])
+    traces = sorted(Path(tiny["output_dir"]).glob("traces/*"))
+    assert [trace.name for trace in traces] == [f"start-{0:015d}-rank-{k}.json.gz" for k in range(2)]
+    assert all(steps_in(trace) == ["ProfilerStep#1", "ProfilerStep#2"] for trace in traces)
+
+
+@pytest.mark.slow
+def test_a_trace_that_cannot_be_written_costs_no_run_and_one_that_never_began_is_said(tiny):
+    full = """
+import errno, os
+from torch import profiler
+def write(*arguments, **options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+profiler.profile.export_chrome_trace = write
+"""
+    job = Job(changed(tiny, train__max_tokens=3 * STEP, train__profile_steps=[1, 2]), patch=full)
+    assert job.wait() == [0], job.errors()
+    train(changed(tiny, train__max_tokens=4 * STEP, train__profile_steps=[5, 6]))
+    log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
+    assert "WARNING train.profile_steps: no trace, because " in log and "cannot be written" in log
+    assert "WARNING train.profile_steps: no trace, because this start took 1 steps only" in log
+
+
+@pytest.mark.parametrize("steps", [[3], [5, 4], [1, 101]])
+def test_steps_that_are_no_range_are_refused(tiny, steps):
+    assert f"train.profile_steps={steps} must be [first, last]" in refused(changed(tiny, train__profile_steps=steps))
