@@ -8,7 +8,7 @@
 MODEL_PATH is an export of save_model.py, a training run's output_dir, or a hub id. OUT receives:
 
 gates.png       forget-gate matrix F of the chosen heads: the share of token j's weight that remains at token i
-attention.png   their attention weights; weights below --threshold stay white
+attention.png   their attention weights; weights below 0.5 stay white, as in the paper
 memory.png      memory length of every head: tokens after which its decay reaches 1/e, median over the text
 heads.json      memory length, and the share of tiles that pruning skips, for every head
 """
@@ -17,9 +17,8 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import at_least, log_of_small, number
+from forgetting_transformer.command_line import at_least
 from forgetting_transformer.evaluation import options
-from forgetting_transformer.ranges import Range
 
 
 def main() -> None:
@@ -43,18 +42,6 @@ def main() -> None:
     )
     parser.add_argument("--pixels", type=at_least(8), default=256, help="side of a picture; default %(default)s")
     parser.add_argument(
-        "--threshold",
-        type=number(Range(0, 1)),
-        default=0.5,
-        help="attention weights below it are not drawn; default %(default)s",
-    )
-    parser.add_argument(
-        "--log_pruning_tolerance",
-        type=log_of_small,
-        default=-10.0,
-        help="ln ε of pruning, for models that do not set it; default %(default)s",
-    )
-    parser.add_argument(
         "--out", type=command_line.path, required=True, metavar="DIR", help="folder to write to; made if needed"
     )
     args = parser.parse_args()
@@ -73,8 +60,6 @@ def main() -> None:
             layers=args.layers,
             heads=args.heads,
             pixels=args.pixels,
-            threshold=args.threshold,
-            tolerance=args.log_pruning_tolerance,
             precision=args.precision,
         )
         skipped = f"pruning skips {100 * found['pruned']:.1f} % of the tiles"

@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""Scores the answers of pred.py: pred/MODEL/result.json as the paper does, result_benchmark.json by LongBench's rules.
+"""Scores the answers of pred.py as the paper does: pred/MODEL/result.json.
 
     cd eval/longbench
     python eval.py --model fox-pro-760m-longcrawl64-48b
     python eval.py --model fox-pro-760m-longcrawl64-48b --e         # LongBench-E, in pred_e
 
-The paper's code keeps only the first line of every answer. LongBench does so only for TREC, TriviaQA and SAMSum.
+The paper's code keeps only the first line of every answer. LongBench does so only for TREC, TriviaQA and SAMSum:
+run_longbench.py answers and scores by its rules.
 """
 
 import sys
@@ -27,13 +28,12 @@ def main() -> None:
     scores, missing = longbench.score_sets(folder, args.e)
     if missing:
         print(f"warning: {', '.join(missing)} not finished by pred.py and left out", file=sys.stderr)
-    for file, found in scores.items():
-        evaluation = from_longbench(found)
-        rows, columns = (
-            published.longbench_by_length(evaluation) if args.e else published.longbench_table({file: [evaluation]})
-        )
-        shown = [column for column in columns if column.key in found]
-        print(f"{folder / file}\n\n{tables.markdown(rows, shown, 'Words' if args.e else 'Scores')}")
+    evaluation = from_longbench(scores)
+    rows, columns = (
+        published.longbench_by_length(evaluation) if args.e else published.longbench_table({args.model: [evaluation]})
+    )
+    shown = [column for column in columns if column.key in scores]
+    print(f"{folder / 'result.json'}\n\n{tables.markdown(rows, shown, 'Words' if args.e else 'Scores')}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ held-out documents of the model's training corpus, or Python's documentation if 
 paper_easy are the standard and the easy mode with the paper's prompts and answers of 1,024 tokens. SAVE_DIR/MODEL/MODE
 receives:
 
-predictions/*.json          one file per prompt; a later start computes only missing ones, on any number of GPUs
+answers.*.jsonl             the answers; a later start asks only for missing ones, on any number of GPUs
 scores.json                 every prediction with its scores
 words.png, exact.png        heat-maps: the share of the reference answer's words in the answer, in order; whether the
                             answer is exact

@@ -80,17 +80,7 @@ def parse_args() -> argparse.Namespace:
 
 def token_count(text: str) -> int | str:
     """A number of tokens, or "all"."""
-    if text == "all":
-        return text
-    try:
-        value = number(TOKENS)(text)
-        if value != int(value):
-            raise argparse.ArgumentTypeError
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be a number of tokens, such as 2147483648 or 1e9, or all"
-        ) from None
-    return int(value)
+    return text if text == "all" else number(TOKENS, whole=True)(text)
 
 
 def main() -> None:

@@ -76,8 +76,6 @@ port = number(Range(1, 2**16 - 1), whole=True)
 step = number(Range(0, TOKENS.high), whole=True)
 #: Tokens, FLOPs, or FLOPs per second, which may be written as 2e9.
 large = number(Range(0, 1e40, above=True))
-#: ln ε of a small ε.
-log_of_small = number(Range(-1e9, -1e-9))
 
 
 def whole_numbers(text: str) -> list[int]:

@@ -75,13 +75,13 @@ def index_few_tasks(patch: Callable[[type, str, object], None] = setattr) -> Non
     patch(_index.TaskIndex, "_iter_yaml_files", staticmethod(few))
 
 
-def short_answers(monkeypatch, module) -> list[int]:
+def short_answers(monkeypatch) -> list[int]:
     """Every answer has four tokens; the numbers of tokens that were asked for."""
-    asked = []
+    asked, whole = [], generation.continue_prompts
 
     def answer(model, prompts, max_new_tokens, *arguments, **options):
         asked.append(max_new_tokens)
-        return generation.continue_greedily(model, prompts, min(4, max_new_tokens), *arguments, **options)
+        return whole(model, prompts, min(4, max_new_tokens), *arguments, **options)
 
-    monkeypatch.setattr(module, "continue_greedily", answer)
+    monkeypatch.setattr(generation, "continue_prompts", answer)
     return asked

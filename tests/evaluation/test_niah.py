@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from forgetting_transformer.analysis.evaluations import from_needle
+from forgetting_transformer.evaluation import generation
 from forgetting_transformer.evaluation import needle as niah
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.evaluation.needle import Judge
@@ -56,7 +57,7 @@ def split(text: list[int], needle: list[int]) -> tuple[int, list[int]]:
     return place, text[:place] + text[place + len(needle) :]
 
 
-@pytest.mark.parametrize(("mode", "depth"), [("easy", 0.0), ("standard", 0.3), ("easy", 0.5), ("standard", 1.0)])
+@pytest.mark.parametrize(("mode", "depth"), [("easy", 0.0), ("standard", 0.3), ("easy", 1.0)])
 def test_a_prompt_has_its_length_and_the_needle_lies_at_its_depth(model, mode, depth):
     hay = haystack(model)
     prompt = hay.prompt(NEEDLE, mode, niah.Cell(200, depth, 0))
@@ -93,17 +94,14 @@ def test_haystacks_are_folders_and_held_out_documents(model, essays, quickstart,
     assert len(found.tokens) == 512, "two documents of 256"
     assert found.is_end.tolist() == (found.tokens == STOP).tolist()
     (tmp_path / "none").mkdir()
-    with pytest.raises(EvaluationError, match=r"none holds no text: put \.txt files there"):
+    with pytest.raises(EvaluationError, match=r"there is no text in .*none: give a folder with \.txt files"):
         niah.read_folder(tmp_path / "none")
-    with pytest.raises(EvaluationError, match=r"there is no folder .*esays: give a folder"):
-        niah.read_folder(tmp_path / "esays")
 
 
 @pytest.mark.parametrize(
     ("prediction", "exact", "words"),
     [
         (" Eat a sandwich,  in the Park. And then", 1.0, 1.0),
-        ("eat a sandwich", 0.0, 0.5),
         ("I would eat a big sandwich in the park", 0.0, 1.0),
         ("park the in sandwich a eat", 0.0, 1 / 6),
         # "eat a" and "in the park" are five words in order, though "sandwich in the park" is the longest run.
@@ -121,8 +119,8 @@ def test_scores_of_known_answers(prediction, exact, words):
 # -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [0, 30, 100])
-def test_the_paper_takes_the_needle_and_a_buffer_from_the_length(model, essays, tmp_path, depth):
+@pytest.mark.parametrize("depth", [30, 100])
+def test_the_paper_takes_the_needle_and_a_buffer_from_the_length(model, essays, tmp_path, capsys, depth):
     text = niah.find_essays(essays, tmp_path)
     assert text == "".join((essays / f"{name}.txt").read_text() for name in "abc")
     hay, needle = niah.Essays(model.tokenizer, text, 0), ids_of(model, HIDDEN)
@@ -139,20 +137,13 @@ def test_the_paper_takes_the_needle_and_a_buffer_from_the_length(model, essays, 
         "document, I will quiz you about it. Answer the following question: what is best ? Answer: the best thing is"
     )
     assert hay.prompt(NEEDLE, "paper_easy", niah.Cell(400, 0.5, 0)).tolist() == [0, *ids_of(model, whole)]
-    with pytest.raises(
-        EvaluationError, match=r"a prompt of 205 tokens has no room for text: the needle has 11, and 200"
-    ):
+    with pytest.raises(EvaluationError, match=r"205 tokens has no room for text: the needle has 11, and 200"):
         hay.context(HIDDEN, 205, 50)
-
-
-def test_essays_begin_again_where_they_end(model):
-    hay = niah.Essays(model.tokenizer, "the cat sat . ", 0)
-    found = ids_of(model, hay.context("red", 260, 100))
-    assert found == (ids_of(model, "the cat sat .") * 20)[:59] + ids_of(model, "red")
-
-
-def test_without_essays_pythons_documentation_is_the_haystack_and_that_is_said(tmp_path, capsys):
-    assert len(niah.find_essays(None, tmp_path / niah.ESSAYS)) > 100_000
+    again = niah.Essays(model.tokenizer, "the cat sat . ", 0).context("red", 260, 100)
+    assert ids_of(model, again) == (ids_of(model, "the cat sat .") * 20)[:59] + ids_of(model, "red"), (
+        "from the beginning"
+    )
+    assert len(niah.find_essays(None, tmp_path / niah.ESSAYS)) > 100_000, "Python's documentation"
     assert "scores are not the paper's. github.com/zhixuan-lin" in capsys.readouterr().err
 
 
@@ -167,14 +158,16 @@ def test_finished_prompts_are_not_asked_again_whatever_the_number_of_processes(m
         asked.extend(prompts.tolist())
         return ["eat a sandwich in the park" if len(prompt) < 150 else "no" for prompt in prompts]
 
-    monkeypatch.setattr(niah, "continue_greedily", answer)
+    monkeypatch.setattr(generation, "continue_prompts", answer)
     monkeypatch.setattr(Workers, "wait", lambda self: None)
     monkeypatch.setattr(Workers, "broadcast", lambda self, value: value)
     options = {"lengths": [100, 200], "depths": [0.0, 0.5, 1.0], "samples": 2, "needle": NEEDLE, "max_new_tokens": 9}
     second_of_two = Workers(1, 2, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"predictions/length_100_depth_0.0_sample_0.json: run the evaluation"):
+    with pytest.raises(EvaluationError, match=r"answers: 6 answers are missing, as that to .*; start again"):
         niah.evaluate(model, haystack(model), tmp_path, second_of_two, mode="easy", **options)  # the other never ran
     assert len(asked) == 6
+    with (tmp_path / "answers.1.jsonl").open("a") as file:
+        file.write('{"key": "Cell(length=100, depth=0.0, sa')  # killed while it wrote
     records = niah.evaluate(model, haystack(model), tmp_path, ALONE, mode="easy", batch_size=4, **options)
     assert len(asked) == 12 == len({tuple(prompt) for prompt in asked})
     found = from_needle(
@@ -194,7 +187,7 @@ def test_the_command_in_both_modes(quickstart, essays, tmp_path, monkeypatch, mo
         asked.append(max_new_tokens)
         return ["eat a sandwich and sit in Dolores Park on a sunny day. And"] * len(prompts)
 
-    monkeypatch.setattr(niah, "continue_greedily", answer)
+    monkeypatch.setattr(generation, "continue_prompts", answer)
     arguments = ["--model_path", quickstart.hf, "--haystack_dir", essays, "--save_dir", tmp_path, "--mode", mode]
     grid = ["--num_lengths", 2, "--num_depths", 3, "--local_batch_size", 3]
     done = run_script(SCRIPT, *arguments, "--min_length", 30, "--max_length", 40, *grid, "--max_new_tokens", 5)
@@ -207,8 +200,6 @@ def test_the_command_in_both_modes(quickstart, essays, tmp_path, monkeypatch, mo
     assert (results["lengths"], results["depths"], results["train_length"]) == ([300, 400], [0.0, 0.5, 1.0], 32)
     for name in ("words", "exact"):
         assert (tmp_path / f"hf/{mode}/{name}.png").read_bytes().startswith(b"\x89PNG")
-    done = run_script(SCRIPT, *arguments[:-1], "paper", "--samples", 2)
-    assert done.returncode == 2 and "leave --data_path and --samples out" in done.stderr
 
 
 # The paper's steps
@@ -225,7 +216,6 @@ def test_the_configs_are_the_papers_and_a_wrong_one_names_the_key(tmp_path):
         assert config["prompt.retrieval_question"] == niah.Needle().asked
     for text, message in (
         ("prompt: [", r"line 1, column 10: not valid YAML"),
-        ("prompt", r"is not a YAML mapping"),
         ("prompt: {needle: x}\nsave_dir: y", r"lacks the key prompt.retrieval_question"),
         ("tokenizer: {tokenizer_type: OpenAI}", r"tokenizer.tokenizer_type='OpenAI'; only Huggingface"),
     ):
@@ -235,7 +225,7 @@ def test_the_configs_are_the_papers_and_a_wrong_one_names_the_key(tmp_path):
 
 
 def test_prompts_and_answers_of_two_kinds_are_not_mixed(quickstart, model, essays, tmp_path, monkeypatch):
-    monkeypatch.setattr(niah, "continue_greedily", lambda *_arguments: [" red. \n"])
+    monkeypatch.setattr(generation, "continue_prompts", lambda *_arguments: [" red. \n"])
 
     def write(*depths: int, exp: str = "one") -> Path:
         config = {
@@ -255,7 +245,7 @@ def test_prompts_and_answers_of_two_kinds_are_not_mixed(quickstart, model, essay
     assert (folder / "Huggingface_len_300_depth_5000.txt").read_text() == "red."
     changed = next(prompts.glob("*_prompts.json"))
     changed.write_text(changed.read_text().replace("what ?", "who ?"))
-    with pytest.raises(EvaluationError, match=r"holds results with prompts=.*choose another --model name or --exp"):
+    with pytest.raises(EvaluationError, match=r"holds results with prompts=.*choose another --model or --exp"):
         niah.answer_prompts(model, prompts, folder, ALONE)
     with pytest.raises(EvaluationError, match=re.escape("(--exp; made so far: one); run prompt.py first")):
         niah.answer_prompts(model, prompts.with_name("on"), folder, ALONE)
@@ -263,9 +253,6 @@ def test_prompts_and_answers_of_two_kinds_are_not_mixed(quickstart, model, essay
         write(0, exp="../one")
     with pytest.raises(EvaluationError, match=r"holds results with depths=\[0, 50\].*choose another --exp"):
         write(25)
-    (prompts / "settings.json").unlink()
-    with pytest.raises(EvaluationError, match=r"holds prompts that do not say how they were made"):
-        write(0, 50)
 
 
 @pytest.fixture
@@ -278,7 +265,7 @@ def judge(endpoint, tmp_path, monkeypatch):
     return rate
 
 
-def test_ratings_are_asked_for_once(endpoint, tmp_path, judge):
+def test_ratings_are_asked_for_once_and_failures_again(endpoint, tmp_path, judge):
     endpoint.replies = [(200, "Half of it, not [[9]] but [[4]]")]
     assert judge("b", api_key="secret") == 4
     assert judge("b") == 4, "from the cache, in another process too"
@@ -286,27 +273,19 @@ def test_ratings_are_asked_for_once(endpoint, tmp_path, judge):
     (path, key, body), (_, no_key, _) = endpoint.requests
     assert (path, key, no_key) == (f"{endpoint.url}/chat/completions", "Bearer secret", None)
     assert body["model"] == "grader" and body["temperature"] == 0
-    assert "secret" not in (tmp_path / "cache.jsonl").read_text()
-
-
-def test_failures_are_tried_again_then_kept_and_asked_for_next_time(endpoint, tmp_path, judge):
     endpoint.replies = [(500, ""), (429, ""), (200, "no brackets"), (200, "too much: [[11]]"), (200, "[[3]]")]
-    assert judge("b") == 3
+    assert judge("tried again") == 3
     endpoint.replies = [(500, "")] * 5
     assert judge("other") is None
     kept = [json.loads(line) for line in (tmp_path / "cache.jsonl").read_text().splitlines()]
-    assert [record["rating"] for record in kept] == [3, None] and "500" in kept[1]["error"]
-    with (tmp_path / "cache.jsonl").open("a") as file:
-        file.write('{"key": "cut sho')  # killed while it wrote
+    assert [record["rating"] for record in kept] == [4, 7, 3, None] and "500" in kept[-1]["error"]
+    assert "secret" not in (tmp_path / "cache.jsonl").read_text()
     assert judge("other") == judge("other") == 7
-    assert len(endpoint.requests) == 11
+    assert len(endpoint.requests) == 13
 
 
-def test_an_endpoint_that_refuses_or_is_not_there_is_given_up(endpoint, tmp_path, judge):
+def test_an_endpoint_that_refuses_is_given_up(endpoint, judge):
     endpoint.replies = [(401, "")]
     with pytest.raises(EvaluationError, match=r"answers 401 for the model 'grader': check --judge_url"):
         judge("b")
     assert len(endpoint.requests) == 1
-    nowhere = Judge("http://127.0.0.1:9/v1", "grader", tmp_path / "cache.jsonl")
-    with pytest.raises(EvaluationError, match=r"cannot be reached \(ConnectError: .*\): check --judge_url"):
-        nowhere.rate("q?", "a", "b")

@@ -89,7 +89,7 @@ def test_needle_in_a_haystack(reader, quickstart, monkeypatch, endpoint):
         text = file.read_text().replace("interval: 11", "interval: 2").replace("min_len: 1000", "min_len: 300")
         text = text.replace("max_len: 32000", "max_len: 400")
         file.write_text(text.replace("zhixuan-lin/longcrawl64-json-gpt2-tokenizer", str(quickstart.hf)))
-    asked = short_answers(monkeypatch, needle)
+    asked = short_answers(monkeypatch)
     monkeypatch.setenv("OPENAI_BASE_URL", endpoint.url)
     lines = commands("niah")
     assert [line.split()[1] for line in lines] == [
@@ -119,34 +119,22 @@ def test_needle_in_a_haystack(reader, quickstart, monkeypatch, endpoint):
 
 @pytest.mark.parametrize("reader", ["niah"], indirect=True)
 def test_a_mistake_in_the_steps_of_the_needle_is_one_line(reader, monkeypatch):
-    def ends_with(line: str, message: str) -> None:
-        done = reader.type(line)
-        assert done.returncode == 1 and re.fullmatch(f"error: .*{message}.*", done.stderr.strip()), done.stderr
-
-    ends_with(
-        "python prompt.py --config config-prompt-esy.yaml --exp a", "there is no config-prompt-esy.yaml; .* has config-"
-    )
-    ends_with(
-        "python prompt.py --config config-prompt-easy.yaml --exp a --tokenizer no/such",
-        "give a folder with --tokenizer",
-    )
-    ends_with(
-        "python pred.py --exp b --model m --model_path $MODEL --device cpu",
-        "there are no prompts in prompts/b .*run prompt.py",
-    )
-    ends_with("python pred.py --exp b --model m --model_path no/such --device cpu", "cannot load the model no/such")
-    ends_with("python eval.py --exp b --model m --api-key k", "there are no answers in pred/b/m; run pred.py")
-    ends_with("python plot_niah.py --figure_dir figures", "there is no EXP/MODEL/.*_eval.json in .*; run eval.py first")
-    answers = reader.folder / "pred/b/m"
+    monkeypatch.setattr(needle.time, "sleep", lambda seconds: None)
+    answers = reader.folder / "pred/b/answered"
     answers.mkdir(parents=True)
     (answers / "Huggingface_len_300_depth_0.txt").write_text("red")
-    (answers / "Huggingface_len_300_depth_0.txt.done").touch()
-    monkeypatch.setattr(needle.time, "sleep", lambda seconds: None)
     # Port 9, "discard", which nothing listens to.
-    ends_with(
-        "python eval.py --exp b --model m --judge_url http://127.0.0.1:9/v1",
-        "cannot be reached .*--judge_url",
-    )
+    nowhere = "--judge_url http://127.0.0.1:9/v1"
+    for line, message in (
+        ("prompt.py --config config-prompt-esy.yaml --exp a", "there is no config-prompt-esy.yaml; .* has config-"),
+        ("prompt.py --config config-prompt-easy.yaml --exp a --tokenizer no/such", "give a folder with --tokenizer"),
+        ("pred.py --exp b --model m --model_path $MODEL --device cpu", "there are no prompts in prompts/b .*prompt.py"),
+        ("eval.py --exp b --model m --api-key k", "there are no answers in pred/b/m; run pred.py"),
+        (f"eval.py --exp b --model answered {nowhere}", "cannot be reached .*--judge_url"),
+        ("plot_niah.py --figure_dir figures", "there is no EXP/MODEL/.*_eval.json in .*; run eval.py first"),
+    ):
+        done = reader.type(f"python {line}")
+        assert done.returncode == 1 and re.fullmatch(f"error: .*{message}.*", done.stderr.strip()), done.stderr
 
 
 @pytest.mark.parametrize("reader", ["lm_eval_harness"], indirect=True)
@@ -184,7 +172,7 @@ def test_long_context_tasks(reader, tmp_path, monkeypatch):
             if name in longbench.E_SETS:
                 archive.writestr(f"data/{name}_e.jsonl", lines)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_args, **_options: str(tmp_path / "data.zip"))
-    asked = short_answers(monkeypatch, longbench)
+    asked = short_answers(monkeypatch)
     pred, pred_e, score, score_e, table = commands("longbench")
     done = reader.type(score)
     assert done.returncode == 1 and "no finished set in pred/fox-pro-760m-longcrawl64-48b" in done.stderr
@@ -197,10 +185,9 @@ def test_long_context_tasks(reader, tmp_path, monkeypatch):
         assert files == {f"{name}.jsonl{end}" for name in sets for end in ("", ".done")}
         record = json.loads(Path(folder, MODEL, "lcc.jsonl").read_text().splitlines()[1])
         assert record.keys() == {"pred", "answers", "all_classes", "length"} and record["length"] == 9000
-        for file in longbench.RESULTS:
-            scores = json.loads(Path(folder, MODEL, file).read_text())
-            assert scores.keys() == set(sets)
-            assert set(scores["lcc"]) == set(longbench.RANGES) if folder == "pred_e" else scores["lcc"] >= 0
+        scores = json.loads(Path(folder, MODEL, "result.json").read_text())
+        assert scores.keys() == set(sets)
+        assert set(scores["lcc"]) == set(longbench.RANGES) if folder == "pred_e" else scores["lcc"] >= 0
     done = reader.type(table)
     assert done.returncode == 0 and "| FoX (Pro) | " in done.stdout
     done = reader.type("python pred.py --model $MODEL --model_path $MODEL --max_length 100")

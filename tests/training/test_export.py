@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, Pre
 
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer import tokenizer as tokenizer_module
-from forgetting_transformer.evaluation.generation import continue_greedily
+from forgetting_transformer.evaluation.generation import continue_prompts
 from forgetting_transformer.evaluation.models import load_model
 from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
@@ -176,7 +176,7 @@ def test_a_corpus_with_two_tokens_around_texts_trains_and_its_export_stops_at_th
     evaluated = load_model(str(config["output_dir"]))
     evaluated.model.lm_head = model.lm_head
     assert evaluated.eos_token_ids == [1]
-    assert continue_greedily(evaluated, np.array([[0, 5, 6]]), 8) == [""]
+    assert continue_prompts(evaluated, np.array([[0, 5, 6]]), 8) == [""]
 
 
 @pytest.mark.parametrize("template", [None, "<s> $A", "<s> $A </s>"])

@@ -49,6 +49,10 @@ log = logging.getLogger(__name__)
 
 #: Entries of a strip of a T × T matrix that are held at once: 64 MiB in float32.
 _STRIP_ENTRIES = 2**24
+#: Attention weights below it stay white in pictures, as in the paper.
+_LEAST_WEIGHT = 0.5
+#: ln ε of pruning for models that do not prune.
+_TOLERANCE = -10.0
 
 
 @dataclass(frozen=True)
@@ -84,42 +88,18 @@ def attention_layers(model: Any) -> dict[int, ForgettingAttentionLayer]:
         EvaluationError: it has none.
     """
     blocks = enumerate(model.decoder.layers) if hasattr(model, "decoder") else []
+    mixers = {i: block.sequence_mixer for i, block in blocks}
     found = {
-        i: block.sequence_mixer for i, block in blocks if isinstance(block.sequence_mixer, ForgettingAttentionLayer)
+        i: mixer
+        for i, mixer in mixers.items()
+        if isinstance(mixer, ForgettingAttentionLayer) and mixer.window_size is None
     }
     if not found:
         raise EvaluationError(
-            f"{type(model).__name__} has no forgetting-attention layer; this evaluation is for FoX, and for "
-            "Transformers, whose gates are all 1"
-        )
-    found = {i: mixer for i, mixer in found.items() if mixer.window_size is None}
-    if not found:
-        raise EvaluationError(
-            f"every forgetting-attention layer of {type(model).__name__} has a window (window_size), which maps, "
-            "memory lengths and pruned shares would not show; this evaluation is for layers that see all keys"
+            f"{type(model).__name__} has no forgetting-attention layer that sees all keys (without window_size); this "
+            "evaluation is for FoX, and for Transformers, whose gates are all 1"
         )
     return found
-
-
-def visit(model: Any, input_ids_T: Tensor, layers: Sequence[int], use: Callable[[AttentionInputs], None]) -> None:
-    """Runs the model on one text and hands `use` the inputs of attention in each of the chosen layers.
-
-    It is called while the model runs, after each layer, so that only one layer's inputs are held at a time.
-
-    Raises:
-        EvaluationError: a layer that the model does not have.
-    """
-    available = attention_layers(model)
-    _check_layers(layers, available)
-    with watching({layer: available[layer] for layer in layers}, use):
-        # The blocks alone: this evaluation needs no logits.
-        model.decoder(input_ids=input_ids_T[None], use_cache=False)
-
-
-def _check_layers(layers: Sequence[int], available: Mapping[int, Any]) -> None:
-    if wrong := [layer for layer in layers if layer not in available]:
-        known = ", ".join(map(str, available))
-        raise EvaluationError(f"--layers={wrong[0]}: the model's forgetting-attention layers are {known}")
 
 
 @contextlib.contextmanager
@@ -167,13 +147,9 @@ def _attention_inputs(
     log_fgate_BTH = mixer.log_forget_gate(hidden_BTE)
     bound_H = None if mixer.q_norm is None else mixer.score_bound()
     for q_THD, k_THD, log_fgate_TH in zip(q_BTHD, k_BTHD, log_fgate_BTH, strict=True):
-        q_HTD, k_HTD = q_THD.transpose(0, 1), _per_query_head(k_THD.transpose(0, 1), mixer.num_heads)
+        # Query head h reads the keys of group h // (H / G).
+        q_HTD, k_HTD = (x.repeat_interleave(mixer.num_heads // x.shape[1], 1).transpose(0, 1) for x in (q_THD, k_THD))
         yield AttentionInputs(layer, q_HTD, k_HTD, log_fgate_TH.T.double(), bound_H, mixer.log_pruning_tolerance)
-
-
-def _per_query_head(values: Tensor, num_heads: int) -> Tensor:
-    """`(H, …)` of `(G, …)`: head h belongs to group h // (H / G), as in grouped-query attention."""
-    return values.repeat_interleave(num_heads // len(values), 0)
 
 
 def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,11 +168,11 @@ def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:
     return (query_T - first_HT).double().median(-1).values, is_bound_H
 
 
-def pruned_share(inputs: AttentionInputs, tolerance: float) -> Tensor:
-    """Share of causal tiles (128 × 128 positions) that pruning at ln ε = `tolerance` skips, `(H,)` float64, by the
-    model's rule: with QK-norm one threshold for a head, ln ε - (2U + ln T), without it the norms of
-    the vectors of each tile."""
+def pruned_share(inputs: AttentionInputs) -> Tensor:
+    """Share of causal tiles (128 × 128 positions) that pruning skips, `(H,)` float64, by the model's rule: with QK-norm
+    one threshold for a head, ln ε - (2U + ln T), without it the norms of the vectors of each tile."""
     log_fgate_BHT, length = inputs.log_fgate_HT[None], inputs.log_fgate_HT.shape[-1]
+    tolerance = _TOLERANCE if inputs.tolerance is None else inputs.tolerance
     threshold_BH = torch.full_like(log_fgate_BHT[..., 0], tolerance)
     if inputs.score_bound_H is not None:
         threshold_BH = threshold_BH - (2 * inputs.score_bound_H.double() + math.log(length))
@@ -265,12 +241,10 @@ class HeadReport:
 
 
 @torch.no_grad()
-def report_heads(inputs: AttentionInputs, tolerance: float) -> list[HeadReport]:
-    """Memory length and pruned share of every head of a layer, at `tolerance` = ln ε where the model has none."""
+def report_heads(inputs: AttentionInputs) -> list[HeadReport]:
+    """Memory length and pruned share of every head of a layer."""
     memory_H, is_bound_H = memory_lengths(inputs.log_fgate_HT)
-    tolerance = tolerance if inputs.tolerance is None else inputs.tolerance
-    pruned_H = pruned_share(inputs, tolerance)
-    rows = zip(memory_H.tolist(), is_bound_H.tolist(), pruned_H.tolist(), strict=True)
+    rows = zip(memory_H.tolist(), is_bound_H.tolist(), pruned_share(inputs).tolist(), strict=True)
     return [HeadReport(inputs.layer, head, *row) for head, row in enumerate(rows)]
 
 
@@ -283,8 +257,6 @@ def evaluate(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     pixels: int = 256,
-    threshold: float = 0.5,
-    tolerance: float = -10.0,
     precision: str = "auto",
 ) -> dict[str, Any]:
     """Draws gates.png, attention.png and memory.png of one text, and writes heads.json.
@@ -292,8 +264,7 @@ def evaluate(
     Args:
         text: what conditions call it.
         layers, heads: to draw; default four layers, evenly spaced, and their first four heads.
-        pixels: a picture's side. threshold: attention weights below it stay white.
-        tolerance: ln ε of pruning, for models that do not set it.
+        pixels: a picture's side.
 
     Returns:
         The content of heads.json.
@@ -311,14 +282,16 @@ def evaluate(
     heads = heads or list(range(min(4, num_heads)))
     if wrong := [head for head in heads if head >= num_heads]:
         raise EvaluationError(f"--heads={wrong[0]}: the model's heads are 0 to {num_heads - 1}")
-    _check_layers(layers, available)
+    if wrong := [layer for layer in layers if layer not in available]:
+        known = ", ".join(map(str, available))
+        raise EvaluationError(f"--layers={wrong[0]}: the model's forgetting-attention layers are {known}")
     input_ids_T = torch.from_numpy(tokens_T).to(model.device)
     gates, maps, titles = {}, {}, {}
     reports: list[HeadReport] = []
 
     def use(inputs: AttentionInputs) -> None:
-        reports.extend(report_heads(inputs, tolerance))
-        for report in reports[-num_heads:]:
+        for report in report_heads(inputs):
+            reports.append(report)
             if inputs.layer in layers and report.head in heads:
                 key = (inputs.layer, report.head)
                 gates[key] = gate_matrix(inputs.log_fgate_HT[report.head], pixels).cpu().numpy()
@@ -326,14 +299,14 @@ def evaluate(
                 memory = f"{'≥ ' * report.memory_is_bound}{report.memory:,.0f}" if report.memory >= 1 else "<1"
                 titles[key] = f"layer {key[0]}, head {key[1]}\nmemory {memory} token{'s' * (report.memory > 1)}"
 
-    with precision_context(precision, model.device):
-        visit(model.model, input_ids_T, list(available), use)
-    pruned = sum(report.pruned for report in reports) / len(reports)
+    with precision_context(precision, model.device), watching(available, use):
+        # The blocks alone: this evaluation needs no logits.
+        model.model.decoder(input_ids=input_ids_T[None], use_cache=False)
     summary = {
         "model": model.source,
         "tokens": len(input_ids_T),
         "train_tokens": model.train_tokens,
-        "pruned": pruned,
+        "pruned": sum(report.pruned for report in reports) / len(reports),
         "heads": [vars(report) for report in reports],
     }
     trained = [] if model.train_tokens is None else [f"after {format_tokens(model.train_tokens)} training tokens"]
@@ -353,8 +326,8 @@ def evaluate(
             draw_memory(new / name)
         write_json(new / "heads.json", summary)
         draw_matrices(gates, new / "gates.png", "Forget gates", "decay $F_{ij}$")
-        label = f"attention weight $A_{{ij}}$ (below {threshold:g}: white)"
-        draw_matrices(maps, new / "attention.png", "Attention", label, threshold)
+        label = f"attention weight $A_{{ij}}$ (below {_LEAST_WEIGHT:g}: white)"
+        draw_matrices(maps, new / "attention.png", "Attention", label, _LEAST_WEIGHT)
 
     evaluation = evaluations.from_gates(summary)
     evaluations.write_evaluation(evaluation, folder, evaluations.number_table(evaluation), write_more)
@@ -388,7 +361,7 @@ class GateStatistics(EvaluationCallback):
         def measure(inputs: AttentionInputs) -> None:
             memory[inputs.layer].append(memory_lengths(inputs.log_fgate_HT)[0])
             if inputs.tolerance is not None:
-                pruned[inputs.layer].append(pruned_share(inputs, inputs.tolerance))
+                pruned[inputs.layer].append(pruned_share(inputs))
 
         def means(of: dict[int, list[Tensor]]) -> Tensor:
             """`(L, H)` float64, over the sequences of all ranks."""

@@ -1,63 +1,154 @@
-"""Greedy continuations of prompts, and files that several processes may fill and a later start continues."""
+"""Greedy continuations of prompts, in files that several processes may fill and a later start continues."""
 
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
-from forgetting_transformer.analysis.evaluations import read_json
-from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, precision_context
-from forgetting_transformer.files import write_atomically
+from forgetting_transformer.analysis.evaluations import check_folder, read_json
+from forgetting_transformer.evaluation.models import (
+    EvaluatedModel,
+    EvaluationError,
+    fingerprint,
+    precision_context,
+    resolve,
+)
+from forgetting_transformer.evaluation.workers import Workers
+from forgetting_transformer.files import write_json
 
 
-def continue_greedily(
+def continue_prompts(
     model: EvaluatedModel,
     prompts_BT: np.ndarray,
     max_new_tokens: int,
     precision: str = "auto",
     *,
     stop_ids: Sequence[int] = (),
-    min_new_tokens: int = 0,
+    **options: Any,
 ) -> list[str]:
-    """The likeliest next token again and again, for prompts of one length; special tokens are left out of the texts.
+    """Continuations of prompts of one length, without special tokens: always the likeliest next token, if no option
+    says otherwise.
 
     Args:
         prompts_BT: token ids `(B, T)`.
         stop_ids: tokens that end a continuation, besides the model's own end-of-text token.
-        min_new_tokens: tokens before which nothing ends it.
+        options: of transformers' `generate`.
     """
     tokenizer = model.require_tokenizer()
     # It warns of texts longer than those of training, which are what is asked for here.
     logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.ERROR)
     own, pad = model.eos_token_ids, tokenizer.pad_token_id
-    eos = sorted({*own, *stop_ids})
     input_ids = torch.from_numpy(prompts_BT).to(model.device)
-    options: dict[str, Any] = {"min_new_tokens": min_new_tokens} if min_new_tokens else {}
+    settings: dict[str, Any] = {"do_sample": False, "num_beams": 1, "eos_token_id": sorted({*own, *stop_ids}) or None}
     with precision_context(precision, model.device):
         output = model.model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=max_new_tokens,
-            do_sample=False,
-            num_beams=1,
-            eos_token_id=eos or None,
             pad_token_id=pad if pad is not None else own[0] if own else 0,
-            **options,
+            **settings | options,
         )
     return tokenizer.batch_decode(output[:, input_ids.shape[1] :], skip_special_tokens=True)
+
+
+def answer(
+    model: EvaluatedModel,
+    file: Path,
+    asked: Mapping[str, Mapping[str, Any]],
+    prompt_of: Callable[[int], np.ndarray],
+    max_new_tokens: int,
+    workers: Workers,
+    precision: str,
+    batch_size: int = 1,
+    **options: Any,
+) -> list[str]:
+    """The answers to numbered prompts, in their order; what any process has answered before is not asked again.
+
+    Every process adds lines to its own file, `<file>.<rank>.jsonl`.
+
+    Args:
+        asked: key of every prompt -> what its line says besides the answer.
+        prompt_of: token ids `(T,)` of a prompt by its number.
+        batch_size: prompts in one batch; only those of one length share it, so that nothing is padded.
+        options: as of `continue_prompts`.
+
+    Raises:
+        EvaluationError: an answer is missing, which another process should have written.
+    """
+
+    def known() -> dict[str, str]:
+        files = sorted(file.parent.glob(f"{file.name}.*.jsonl"))
+        return {record["key"]: record["pred"] for one in files for record in read_records(one)}
+
+    keys, before = list(asked), known()
+    mine = [n for n in range(len(keys)) if n // batch_size % workers.world_size == workers.rank]
+    todo = [n for n in mine if keys[n] not in before]
+    bar = tqdm(total=len(todo), desc=f"{model.name}, {file.name}", unit="answer", disable=not workers.shows_progress)
+    while todo:
+        built = {n: prompt_of(n) for n in todo[:batch_size]}
+        batch = [n for n in built if len(built[n]) == len(built[todo[0]])]
+        todo = [n for n in todo if n not in batch]
+        prompts_BT = np.stack([built[n] for n in batch])
+        texts = continue_prompts(model, prompts_BT, max_new_tokens, precision, **options)
+        for n, text in zip(batch, texts, strict=True):
+            own = file.with_name(f"{file.name}.{workers.rank}.jsonl")
+            append_record(own, {"key": keys[n], "pred": text, **asked[keys[n]]})
+        bar.update(len(batch))
+    bar.close()
+    workers.wait()
+    found = known()
+    if missing := [key for key in keys if key not in found]:
+        raise EvaluationError(f"{file}: {len(missing)} answers are missing, as that to {missing[0]}; start again")
+    return [found[key] for key in keys]
+
+
+def begin(
+    model: EvaluatedModel,
+    folder: Path,
+    workers: Workers,
+    precision: str,
+    settings: Mapping[str, Any],
+    kind: str = "",
+    own: Sequence[str] = (),
+    cure: str = "choose another --save_dir or --model name, or delete the folder",
+) -> dict[str, Any]:
+    """Takes up an evaluation in a folder, or makes the folder; every process calls it.
+
+    Args:
+        settings: what its results depend on, besides the weights and the precision.
+        kind: of the evaluation, if it writes what `write_evaluation` does, and `own` files besides.
+        cure: what to do where the folder holds other results.
+
+    Returns:
+        All settings.
+
+    Raises:
+        EvaluationError: the folder holds results that were made with other settings, or files of others.
+    """
+    known = {"weights": fingerprint(model.model), "precision": resolve(precision, workers.device), **settings}
+
+    def check() -> None:
+        if kind:
+            check_folder(folder, kind, *own)
+        check_settings(folder, known, cure)
+
+    workers.on_first(check)
+    return known
 
 
 def check_settings(
     folder: Path,
     settings: dict[str, Any],
-    cure: str = "choose another --save_dir or --model name, or delete the folder",
+    cure: str,
 ) -> None:
-    """Writes the settings of an evaluation beside its results, or refuses to mix results of others with them.
+    """Writes the settings of an evaluation beside its results, or refuses to mix results of others with them; makes the
+    folder.
 
     Args:
         cure: what to do then.
@@ -79,18 +170,8 @@ def check_settings(
                     f"{settings.get(key)!r}: {cure}"
                 )
         return
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(file, settings)
-
-
-def write_json(file: Path, value: Any) -> None:
-    """Writes a file that is whole or not there, and makes its folder."""
-    write_text(file, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-
-
-def write_text(file: Path, text: str) -> None:
-    """The same of a text."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, text)
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:

@@ -30,13 +30,11 @@ from tqdm import tqdm
 from forgetting_transformer import files
 from forgetting_transformer.analysis import evaluations, outputs, question_scores, tables
 from forgetting_transformer.analysis.published import TASKS, lm_eval_table
-from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, write_json
+from forgetting_transformer.evaluation.generation import begin, continue_prompts
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
-    fingerprint,
     precision_context,
-    resolve,
     token_losses,
 )
 from forgetting_transformer.evaluation.workers import Workers
@@ -105,27 +103,29 @@ class HarnessModel(TemplateLM):
                     f"a continuation of {len(continuation):,} tokens, {text[:40]!r}…, does not fit --max_length="
                     f"{self.max_length:,}, and would be scored in part; give a longer one"
                 )
-        sequences = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
+        inputs = [(context + continuation)[-self.max_length - 1 : -1] for _, context, continuation in requests]
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         # Longest first: running out of memory, if it must be, comes at once and not after an hour.
-        order = sorted(range(len(requests)), key=lambda n: -len(sequences[n]))
+        order = sorted(range(len(requests)), key=lambda n: -len(inputs[n]))
         bar = tqdm(total=len(order), desc="log-likelihoods", disable=disable_tqdm or not self.workers.shows_progress)
         for start in range(0, len(order), self.batch_size):
             self.on_batch()
             chosen = order[start : start + self.batch_size]
-            inputs = [sequences[n][:-1] for n in chosen]
-            continuations = [requests[n][2][-len(inputs[i]) :] for i, n in enumerate(chosen)]
-            width = max(map(len, inputs))
-            needed = max(
-                width - len(ids) + len(continuation) for ids, continuation in zip(inputs, continuations, strict=True)
-            )
-            log_probs_BtV = self._log_probs(_pad(inputs, width, self.prefix_token_id), needed)
-            for n, ids, continuation, row_KV in zip(chosen, inputs, continuations, log_probs_BtV, strict=True):
-                end = needed - (width - len(ids))
-                row_KV = row_KV[end - len(continuation) : end]
-                target = torch.tensor(continuation, device=row_KV.device)
-                greedy = bool((row_KV.argmax(-1) == target).all())
-                answers[n] = (float(row_KV.gather(-1, target[:, None]).sum()), greedy)
+            width = len(inputs[chosen[0]])
+            # Padding is on the right, where it cannot change what comes before it.
+            padded = [[*inputs[n], *[self.prefix_token_id] * (width - len(inputs[n]))] for n in chosen]
+            needed = max(width - len(inputs[n]) + len(requests[n][2]) for n in chosen)
+            with precision_context(self.precision, self.evaluated.device):
+                logits = self.evaluated.model(
+                    input_ids=torch.tensor(padded, device=self.device), use_cache=False, logits_to_keep=needed
+                ).logits
+            log_probs_BtV = logits[:, -needed:].float().log_softmax(-1)
+            for n, log_probs_tV in zip(chosen, log_probs_BtV, strict=True):
+                continuation, end = requests[n][2], needed - (width - len(inputs[n]))
+                log_probs_KV = log_probs_tV[end - len(continuation) : end]
+                target_K = torch.tensor(continuation, device=self.device)
+                greedy = bool((log_probs_KV.argmax(-1) == target_K).all())
+                answers[n] = (float(log_probs_KV.gather(-1, target_K[:, None]).sum()), greedy)
             bar.update(len(chosen))
         bar.close()
         return answers
@@ -155,7 +155,7 @@ class HarnessModel(TemplateLM):
             options = self._options(given)
             count = options["max_gen_toks"]
             ids = self.tok_encode(context)[-(self.max_length - count) :]
-            (text,) = continue_greedily(self.evaluated, np.array([ids]), count, self.precision)
+            (text,) = continue_prompts(self.evaluated, np.array([ids]), count, self.precision)
             answers.append(postprocess_generated_text(text, options["until"], None))
         return answers
 
@@ -193,18 +193,6 @@ class HarnessModel(TemplateLM):
     def barrier(self) -> None:
         self.workers.wait()
 
-    def _log_probs(self, input_ids_BT: Tensor, needed: int) -> Tensor:
-        """`(B, K, V)` float32 of the last `needed` positions; right padding cannot change what comes before it."""
-        with precision_context(self.precision, self.evaluated.device):
-            logits = self.evaluated.model(
-                input_ids=input_ids_BT.to(self.device), use_cache=False, logits_to_keep=needed
-            ).logits
-        return logits[:, -needed:].float().log_softmax(-1)
-
-
-def _pad(sequences: Sequence[list[int]], width: int, token: int) -> Tensor:
-    return torch.tensor([[*ids, *[token] * (width - len(ids))] for ids in sequences])
-
 
 def evaluate(
     model: EvaluatedModel,
@@ -238,20 +226,10 @@ def evaluate(
     length = max_length or model.train_length
     if length is None:
         raise EvaluationError(f"{model.source} does not say at which length it was trained: set --max_len")
-    settings = {
-        "weights": fingerprint(model.model),
-        "max_length": length,
-        "precision": resolve(precision, workers.device),
-        "limit": limit,
-    }
+    settings = {"max_length": length, "limit": limit}
+    settings = begin(model, folder, workers, precision, settings, _KIND, [question_scores.FILE])
     file = folder / "results.json"
-
-    def known_results() -> dict[str, Any]:
-        evaluations.check_folder(folder, _KIND, question_scores.FILE)
-        check_settings(folder, settings)
-        return evaluations.read_json(file) if file.is_file() else {}
-
-    results = workers.on_first(known_results)
+    results = workers.on_first(lambda: evaluations.read_json(file) if file.is_file() else {})
     manager = task_manager(include_path)
     check_names(tasks, manager, "--tasks")
     adapter = HarnessModel(model, length, batch_size, precision, workers)
@@ -268,7 +246,7 @@ def evaluate(
                 known = question_scores.read_question_scores(folder) | {task: questions}
                 with outputs.writing(folder, _KIND) as new:
                     question_scores.write_question_scores(new, known)
-            write_json(file, results)
+            files.write_json(file, results)
     if workers.is_first:
         evaluation = evaluations.from_lm_eval(results, model.name, about=model.about, settings=settings)
         rows, columns = lm_eval_table({model.name: [evaluation]})
@@ -328,13 +306,11 @@ def check_names(tasks: Sequence[str], manager: TaskManager, option: str) -> None
     Raises:
         EvaluationError: lm_eval does not know a task that `option` named.
     """
-    if unknown := [task for task in tasks if task not in manager.all_tasks]:
-        close = {task: difflib.get_close_matches(task, manager.all_tasks, 1) for task in unknown}
-        meant = [f"for {task} did you mean {names[0]!r}?" for task, names in close.items() if names]
-        hint = f"{' '.join(meant)} " * bool(meant)
-        raise EvaluationError(
-            f"{option}={','.join(unknown)}: lm_eval does not know them; {hint}`lm_eval ls tasks` lists all"
-        )
+    for task in tasks:
+        if task not in manager.all_tasks:
+            close = difflib.get_close_matches(task, manager.all_tasks, 1)
+            meant = f"did you mean {close[0]!r}? " if close else ""
+            raise EvaluationError(f"{option}={task}: lm_eval does not know it; {meant}`lm_eval ls tasks` lists all")
 
 
 @functools.cache

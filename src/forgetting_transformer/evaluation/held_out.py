@@ -282,33 +282,28 @@ def read_tokens(
     Raises:
         EvaluationError: no such file or document, or an empty one.
     """
-    if text is not None:
-        if not text.is_file():
-            raise EvaluationError(f"--text={text}: no such file")
+    if text is None:
+        ids = read_documents(model, data_path, dataset, 1, document)
+    elif text.is_file():
         ids = model.encode(text.read_text(encoding="utf-8", errors="replace"))
     else:
-        data = _open_documents(model, data_path, dataset)
-        if document >= data.sequences:
-            raise EvaluationError(f"--document={document}: {data.array.path} has documents 0 to {data.sequences - 1}")
-        ids = data.read(document)[0].astype(np.int64)
+        raise EvaluationError(f"--text={text}: no such file")
     if len(ids) == 0:
         raise EvaluationError(f"--text={text} is empty")
-    model.check_ids(ids)
     return np.concatenate([model.first, ids])[:max_length]
 
 
-def read_documents(model: EvaluatedModel, data_path: str, dataset: str, needed: int) -> np.ndarray:
-    """Held-out documents of a corpus that was made with the model's tokenizer, as many as make `needed` tokens."""
-    data = _open_documents(model, data_path, dataset)
-    documents = min(data.sequences, -(-needed // data.length))
-    ids = np.concatenate([data.read(n)[0] for n in range(documents)]).astype(np.int64)
-    model.check_ids(ids)
-    return ids
+def read_documents(model: EvaluatedModel, data_path: str, dataset: str, needed: int, first: int = 0) -> np.ndarray:
+    """Held-out documents of a corpus that was made with the model's tokenizer, as many as make `needed` tokens.
 
-
-def _open_documents(model: EvaluatedModel, data_path: str, dataset: str) -> HeldOut:
+    Raises:
+        EvaluationError: there is no document number `first`, or the corpus is another tokenizer's.
+    """
     # A corpus that does not say what it was made with is taken to be the model's.
     recorded = Vocabulary(model.model.config.get_text_config().vocab_size, model.bos_token_id or 0)
     data = open_heldout(find_heldout(data_path, dataset), recorded=recorded)
     check_vocabulary(model, data)
-    return data
+    if first >= data.sequences:
+        raise EvaluationError(f"--document={first}: {data.array.path} has documents 0 to {data.sequences - 1}")
+    last = min(data.sequences, first - (-needed // data.length))
+    return np.concatenate([data.read(n)[0] for n in range(first, last)]).astype(np.int64)

@@ -124,11 +124,9 @@ def held_out_rows(trainer: TrainerInterface, model: EvaluatedModel) -> Iterator[
     """Held-out sequences of the corpus, alike on every rank, less the tokens that begin and end a text.
 
     Raises:
-        DataError: nothing is held out. EvaluationError: a token is not the model's.
+        DataError: nothing is held out.
     """
     trainer.data.eval_info()
     for batch in trainer.data.eval_loader(0, 1):
         for ids in batch["labels"][batch["weight"] > 0].numpy():
-            kept = ids[~np.isin(ids, [*model.first, *model.eos_token_ids])]
-            model.check_ids(kept)
-            yield kept
+            yield ids[~np.isin(ids, [*model.first, *model.eos_token_ids])]

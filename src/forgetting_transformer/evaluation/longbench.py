@@ -14,11 +14,11 @@ LongBench-E has further examples for eleven of them, as many of each length, and
 The paper's code differs in three points (`as_in_paper`): a cut prompt is made text and encoded again, SAMSum has no
 special rule, and the first line of every answer alone counts, of summaries too.
 
-`evaluate` goes by the benchmark's rules. `answer_sets` and `score_sets` are the two steps of the paper's repository:
+`evaluate` goes by the benchmark's rules. `answer_sets` and `score_sets`, the two steps of the paper's repository, go by
+the paper's:
 
     pred/MODEL/<set>.jsonl           the answers, in the order of the examples, and an empty .jsonl.done beside them
-    pred/MODEL/result.json           set -> score as the paper's code scores
-    pred/MODEL/result_benchmark.json set -> score by LongBench's own rules
+    pred/MODEL/result.json           set -> score
     pred_e/MODEL/…                   the same for LongBench-E, set -> range of lengths -> score
 """
 
@@ -35,34 +35,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from forgetting_transformer.analysis import question_scores, tables
-from forgetting_transformer.analysis.evaluations import check_folder, from_longbench, write_evaluation
+from forgetting_transformer.analysis.evaluations import from_longbench, write_evaluation
 from forgetting_transformer.analysis.published import longbench_table
 from forgetting_transformer.analysis.statistics import mean_and_error
-from forgetting_transformer.evaluation.generation import (
-    append_record,
-    check_settings,
-    continue_greedily,
-    read_records,
-    write_json,
-    write_text,
-)
-from forgetting_transformer.evaluation.models import (
-    EvaluatedModel,
-    EvaluationError,
-    fingerprint,
-    folder_name,
-    resolve,
-)
+from forgetting_transformer.evaluation.generation import answer, begin, read_records
+from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, folder_name
 from forgetting_transformer.evaluation.workers import Workers
-from forgetting_transformer.files import parse_json_lines
+from forgetting_transformer.files import parse_json_lines, write_atomically, write_json
 from forgetting_transformer.hub_connection import only_cached
 from forgetting_transformer.versions import how_to_install
 
-#: File of scores -> whether they are the paper's, or the benchmark's.
-RESULTS = {"result.json": True, "result_benchmark.json": False}
 HUB_ID, ARCHIVE = "THUDM/LongBench", "data.zip"
 
 
@@ -338,7 +322,7 @@ def score_example(name: str, record: Mapping[str, Any], as_in_paper: bool = Fals
     """0 to 1, the best over the reference answers.
 
     Args:
-        record: an answer as `answer` returns it.
+        record: an answer as `answer_set` returns it.
         as_in_paper: the first line alone counts, whatever the set.
     """
     chosen, prediction = SETS[name], record["pred"]
@@ -372,21 +356,15 @@ def evaluate(
     if max_length is None and model.train_length is None:
         raise EvaluationError(f"{model.source} does not say at which length it was trained: set --max_length")
     trained = model.train_length or 0  # not needed where max_length is given
-    settings = {"max_length": max_length, "precision": resolve(precision, workers.device), "limit": limit}
-    settings = {"weights": fingerprint(model.model), **settings}
-
-    def check() -> None:
-        check_folder(folder, "longbench", question_scores.FILE)
-        check_settings(folder, settings)
-
-    workers.on_first(check)
+    settings = {"max_length": max_length, "limit": limit}
+    settings = begin(model, folder, workers, precision, settings, "longbench", [question_scores.FILE])
     scores: dict[str, float] = {}
     errors: dict[tuple[str, str | None], tuple[float | None, int]] = {}
     by_question: dict[str, question_scores.QuestionScores] = {}
     for name in sets:
         examples = read_examples(name, data)[:limit]
         length = max_length or max(trained - SETS[name].max_new_tokens, trained // 2)
-        records = answer(model, name, examples, length, folder / "pred", workers, precision)
+        records = answer_set(model, name, examples, length, folder / "pred", workers, precision)
         found = np.array([score_example(name, record) for record in records])
         scores[name] = score(name, records)
         errors[name, None] = mean_and_error(100 * found)[1] if found.size > 1 else None, found.size
@@ -443,25 +421,23 @@ def answer_sets(
     todo = [name for name in sets if not _done(folder / f"{name}.jsonl").is_file()]
     if todo:
         read_examples(todo[0], data, even)  # missing data is said before anything is written
-    settings = {"max_length": max_length, "precision": resolve(precision, workers.device), "limit": limit}
-    settings = {"weights": fingerprint(model.model), **settings}
     cure = "choose another --model name, or delete the folder"
-    workers.on_first(lambda: check_settings(folder, settings, cure))
+    begin(model, folder, workers, precision, {"max_length": max_length, "limit": limit}, cure=cure)
     for name in todo:
         file = folder / f"{name}.jsonl"
         examples, parts = read_examples(name, data, even)[:limit], folder / "unfinished"
-        records = answer(model, name, examples, max_length, parts, workers, precision, as_in_paper=True)
+        records = answer_set(model, name, examples, max_length, parts, workers, precision, as_in_paper=True)
         if workers.is_first:
-            write_text(file, "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
+            write_atomically(file, "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
             _done(file).touch()
         workers.wait()
 
 
-def score_sets(folder: Path, even: bool = False) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Scores every finished set of a folder and writes the files of `RESULTS`.
+def score_sets(folder: Path, even: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """Scores every finished set of a folder and writes result.json.
 
     Returns:
-        File -> its scores, and the sets that are not finished.
+        The scores, and the sets that are not finished.
 
     Raises:
         EvaluationError: no set is.
@@ -473,12 +449,8 @@ def score_sets(folder: Path, even: bool = False) -> tuple[dict[str, dict[str, An
             f"no finished set in {folder} (<set>.jsonl.done); run pred.py with the same --model first"
         )
     of_set = score_by_length if even else score
-    scores = {
-        file: {name: of_set(name, records, as_in_paper) for name, records in finished.items() if records}
-        for file, as_in_paper in RESULTS.items()
-    }
-    for file, found in scores.items():
-        write_json(folder / file, found)
+    scores = {name: of_set(name, records, as_in_paper=True) for name, records in finished.items() if records}
+    write_json(folder / "result.json", scores)
     return scores, [name for name in answers if name not in finished]
 
 
@@ -486,7 +458,7 @@ def _done(file: Path) -> Path:
     return file.with_name(f"{file.name}.done")
 
 
-def answer(
+def answer_set(
     model: EvaluatedModel,
     name: str,
     examples: Sequence[Mapping[str, Any]],
@@ -496,42 +468,29 @@ def answer(
     precision: str,
     as_in_paper: bool = False,
 ) -> list[dict[str, Any]]:
-    """The answers to all examples of a set, in their order; what any process has answered before is left as it is.
-
-    Every process appends to its own file, `folder/<set>.<process>.jsonl`.
+    """The answers to all examples of a set, in their order, in `folder/<set>.<process>.jsonl`.
 
     Returns:
         For each example `pred`, and of the example `answers`, `all_classes` and `length`.
-
-    Raises:
-        EvaluationError: an answer is missing, which another process should have written.
     """
-
-    def answered() -> dict[int, dict[str, Any]]:
-        files = sorted(folder.glob(f"{name}.*.jsonl"))
-        return {record["index"]: record for file in files for record in read_records(file)}
-
-    known = answered()
-    mine = [n for n in range(len(examples)) if n % workers.world_size == workers.rank and n not in known]
+    kept = [{key: example.get(key) for key in ("answers", "all_classes", "length")} for example in examples]
     own_rule = name == "samsum" and not as_in_paper
     options: dict[str, Any] = {"min_new_tokens": 1, "stop_ids": _line_break(model)} if own_rule else {}
-    for n in tqdm(mine, desc=f"{model.name}, {name}", unit="answer", disable=not workers.shows_progress):
-        prompt = build_prompt(model, name, examples[n], max_length, as_in_paper)
-        (prediction,) = continue_greedily(model, prompt[None], SETS[name].max_new_tokens, precision, **options)
-        kept = {key: examples[n].get(key) for key in ("answers", "all_classes", "length")}
-        append_record(folder / f"{name}.{workers.rank}.jsonl", {"index": n, "pred": prediction, **kept})
-    workers.wait()
-    known = answered()
-    missing = sum(n not in known for n in range(len(examples)))
-    if missing:
-        raise EvaluationError(f"{folder}: {name} lacks the answers to {missing} examples; start again")
-    return [
-        {key: known[n].get(key) for key in ("pred", "answers", "all_classes", "length")} for n in range(len(examples))
-    ]
+    texts = answer(
+        model,
+        folder / name,
+        {str(n): about for n, about in enumerate(kept)},
+        lambda n: build_prompt(model, name, examples[n], max_length, as_in_paper),
+        SETS[name].max_new_tokens,
+        workers,
+        precision,
+        **options,
+    )
+    return [{"pred": text, **about} for text, about in zip(texts, kept, strict=True)]
 
 
 def score(name: str, records: Sequence[Mapping[str, Any]], as_in_paper: bool = False) -> float:
-    """The score of a set, 0 to 100: the mean over its answers as `answer` returns them."""
+    """The score of a set, 0 to 100: the mean over its answers as `answer_set` returns them."""
     found = [score_example(name, record, as_in_paper) for record in records]
     return round(100 * sum(found) / len(found), 2)
 

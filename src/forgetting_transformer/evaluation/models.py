@@ -12,7 +12,7 @@ import logging
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,19 +124,6 @@ class EvaluatedModel:
         """Token ids `(T,)` of a text, int64: `model_tokenizer.encode`."""
         return np.array(encode(self.require_tokenizer(), text), dtype=np.int64)
 
-    def check_ids(self, ids: np.ndarray) -> None:
-        """Refuses tokens that the model does not know.
-
-        Raises:
-            EvaluationError: naming the last of them.
-        """
-        vocab_size = self.model.config.get_text_config().vocab_size
-        if ids.size and int(ids.max()) >= vocab_size:
-            raise EvaluationError(
-                f"token {int(ids.max())} is not among the {vocab_size:,} of {self.source}: the text was tokenised for "
-                "another model"
-            )
-
     def require_tokenizer(self) -> Any:
         """The tokenizer, for an evaluation that reads text.
 
@@ -216,21 +203,12 @@ def pick_device(device: str | None = None) -> torch.device:
     Raises:
         EvaluationError: this machine has no such device.
     """
-    if not device:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-        if chosen.type == "cuda":  # counted, and not touched: workers may be forked yet
-            there = (chosen.index or 0) < torch.cuda.device_count()
-        else:
-            there = torch.empty(0, device=chosen).device.type != "meta"
-    except (RuntimeError, AssertionError):
-        there = False
-    if not there:
-        gpus = torch.cuda.device_count()
-        usable = "cpu" if not gpus else "cpu or cuda" if gpus == 1 else f"cpu, or cuda:0 to cuda:{gpus - 1}"
-        raise EvaluationError(f"--device={device}: no such device here; use {usable}")
-    return chosen
+    gpus = torch.cuda.device_count()  # counted, and not touched: workers may be forked yet
+    usable = ["cpu", *["mps"] * torch.backends.mps.is_available()]
+    usable += ["cuda", *(f"cuda:{n}" for n in range(gpus))] if gpus else []
+    if device and device not in usable:
+        raise EvaluationError(f"--device={device}: no such device here; use {', '.join(usable)}")
+    return torch.device(device or ("cuda" if gpus else "cpu"))
 
 
 @contextlib.contextmanager
@@ -296,16 +274,24 @@ def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> Evaluate
         held = ", ".join(map(str, steps_in(directory.checkpoints))) or "nothing"
         raise EvaluationError(f"{wanted} in {directory.checkpoints}; it holds {held}")
     checkpoint, state, model = loaded
-    found, problem = None, ""
-    try:
-        found = export.tokenizer_of_run(directory, state, tokenizer)
-    except (OSError, ValueError) as error:
-        if tokenizer is not None:
-            raise EvaluationError(f"--tokenizer={tokenizer}: {one_line(error)}") from error
-        problem = one_line(error)
+    found, problem = _tokenizer(lambda: export.tokenizer_of_run(directory, state, tokenizer), tokenizer)
     config = state["config"]
     length = config["datamodule"]["train_batch_len"]
     return EvaluatedModel(model, found, "", "", length, checkpoint.step, problem, config.get("seed"))
+
+
+def _tokenizer(load: Callable[[], Any], chosen: str | None) -> tuple[Any, str]:
+    """The tokenizer, or None and why there is none.
+
+    Raises:
+        EvaluationError: it was chosen with --tokenizer, and there is none.
+    """
+    try:
+        return load(), ""
+    except (OSError, ValueError, KeyError) as error:
+        if chosen is not None:
+            raise EvaluationError(f"--tokenizer={chosen}: {one_line(error)}") from error
+        return None, one_line(error)
 
 
 def _load_pretrained(source: str, tokenizer: str | None) -> EvaluatedModel:
@@ -345,14 +331,13 @@ def _load_pretrained(source: str, tokenizer: str | None) -> EvaluatedModel:
         ) from error
     _check_weights(source, model, loading)
     config = model.config.get_text_config()
-    found, problem = None, ""
-    try:
+
+    def load() -> Any:
         found = load_tokenizer(tokenizer or source)
         check_vocabulary(found, config.vocab_size)
-    except (OSError, ValueError, KeyError) as error:
-        if tokenizer is not None:
-            raise EvaluationError(f"--tokenizer={tokenizer}: {one_line(error)}") from error
-        found, problem = None, one_line(error)
+        return found
+
+    found, problem = _tokenizer(load, tokenizer)
     length = getattr(found, "model_max_length", None)
     if length is None or length > _NO_LIMIT:
         length = getattr(config, "max_position_embeddings", None)
@@ -370,24 +355,20 @@ def _check_weights(source: str, model: nn.Module, loading: dict[str, Any]) -> No
         EvaluationError: naming a weight that is missing or has another shape, or one that this project's models do not
             have. Other models' files may hold more than is used, such as masks.
     """
-    shapes = {name: (tuple(stored), tuple(wanted)) for name, stored, wanted in loading["mismatched_keys"]}
-    missing, unexpected = sorted({*loading["missing_keys"]} - shapes.keys()), sorted(loading["unexpected_keys"])
-    if shapes:
-        name, (stored, wanted) = min(shapes.items())
-        raise EvaluationError(
-            f"the weights of {source} do not fit its config.json: {name} has the shape {stored}, and the model "
-            f"{wanted} ({len(shapes)} such in all); save the model again, with the configuration it was trained with"
-        )
-    if missing:
-        left = f"; {len(unexpected)} belong to another model, among them {unexpected[0]}" if unexpected else ""
-        raise EvaluationError(
-            f"the weights of {source} are incomplete: {missing[0]} is missing ({len(missing)} in all{left}), and a "
-            "result would be that of random weights; save the model again, or download all of its files"
-        )
-    if unexpected and is_own(model):
-        raise EvaluationError(
-            f"the weights of {source} do not fit its config.json: the model has no {unexpected[0]} ({len(unexpected)} "
-            "such in all); save the model again, with the configuration it was trained with"
-        )
-    if unexpected:
+    shapes = {
+        name: f"{name} has the shape {tuple(stored)}, and the model {tuple(wanted)}"
+        for name, stored, wanted in loading["mismatched_keys"]
+    }
+    unexpected = sorted(loading["unexpected_keys"])
+    problems = [shapes[name] for name in sorted(shapes)]
+    problems += [f"{name} is missing" for name in sorted({*loading["missing_keys"]} - shapes.keys())]
+    if is_own(model):
+        problems += [f"the model has no {name}" for name in unexpected]
+    elif unexpected:
         log.warning("%s: %s is not used (%d such in all)", source, unexpected[0], len(unexpected))
+    if problems:
+        others = f", the file has {unexpected[0]}" if unexpected and unexpected[0] not in problems[0] else ""
+        raise EvaluationError(
+            f"the weights of {source} do not fit its config.json: {problems[0]}{others} ({len(problems)} such in all); "
+            "save the model again with the configuration it was trained with, or download all of its files"
+        )

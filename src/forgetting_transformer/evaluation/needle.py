@@ -33,14 +33,12 @@ The callback `needle` is a small test of the model that is being trained:
 
 Nothing is generated there: one forward pass over prompt and answer gives the loss of the answer, which moves long
 before a model can write it, and tells whether greedy decoding would give it word for word. Writes needle.jsonl, for
-every length L and depth D:
+every length L:
 
     needle/length_<L>/loss              of the answer, nats per token, mean over depths and samples
     needle/length_<L>/loss_without      the same with no needle in the text: what the model guesses without looking
     needle/length_<L>/accuracy          share of prompts whose answer greedy decoding gives, token for token
-    needle/length_<L>/tokens_right      share of the answer's tokens that are the likeliest ones
     needle/length_<L>/…_stderr          standard errors of these means over prompts
-    needle/length_<L>/depth_<D>/…       loss, accuracy and tokens_right at one depth, in percent of the text
     needle/mode, depths, samples        the keys of the config; a line with others is a point of another curve
 
 Axes: B prompts, T tokens of a prompt, K tokens of an answer, S = T + K - 1.
@@ -48,7 +46,6 @@ Axes: B prompts, T tokens of a prompt, K tokens of an answer, S = T + K - 1.
 
 import hashlib
 import itertools
-import json
 import re
 import sys
 import time
@@ -68,14 +65,9 @@ from forgetting_transformer import files, model_tokenizer, plugins
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import evaluations, known_models
 from forgetting_transformer.analysis.plots.heatmaps import draw_needles
-from forgetting_transformer.evaluation.generation import (
-    append_record,
-    check_settings,
-    continue_greedily,
-    read_records,
-    write_json,
-    write_text,
-)
+from forgetting_transformer.analysis.statistics import mean_and_error
+from forgetting_transformer.command_line import one_line
+from forgetting_transformer.evaluation.generation import answer, append_record, begin, check_settings, read_records
 from forgetting_transformer.evaluation.held_out import read_documents
 from forgetting_transformer.evaluation.in_training import (
     EvaluationCallback,
@@ -88,10 +80,8 @@ from forgetting_transformer.evaluation.in_training import (
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
-    fingerprint,
     folder_name,
     precision_context,
-    resolve,
 )
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.training.config import ConfigError, Count, Text, Tokens
@@ -157,10 +147,6 @@ class Cell:
     length: int
     depth: float
     sample: int
-
-    @property
-    def file_name(self) -> str:
-        return f"length_{self.length}_depth_{100 * self.depth:.1f}_sample_{self.sample}.json"
 
 
 def grid(lengths: Sequence[int], depths: Sequence[float], samples: int) -> list[Cell]:
@@ -318,28 +304,17 @@ def read_folder(folder: Path, pattern: str = "**/*") -> list[str]:
     Raises:
         EvaluationError: it is not there, or holds no text.
     """
-    if not folder.is_dir():
-        raise EvaluationError(f"there is no folder {folder}: give a folder of texts")
-    files = sorted(path for path in folder.glob(pattern) if path.suffix in _TEXT_SUFFIXES and path.is_file())
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    found = sorted(path for path in folder.glob(pattern) if path.suffix in _TEXT_SUFFIXES and path.is_file())
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in found]
     if not any(text.strip() for text in texts):
-        raise EvaluationError(f"{folder} holds no text: put .txt files there")
+        raise EvaluationError(f"there is no text in {folder}: give a folder with .txt files")
     return texts
 
 
 def free_text() -> str:
-    """Python's reference documentation, 465 kB of English in Python 3.11; other versions have other texts.
+    """Python's reference documentation, 465 kB of English in Python 3.11; other versions have other texts."""
+    from pydoc_data.topics import topics
 
-    Raises:
-        EvaluationError: this Python comes without it.
-    """
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise EvaluationError(
-            "this Python comes without its documentation (the module pydoc_data): give a "
-            "folder of texts with --haystack_dir"
-        ) from error
     return "".join(topics[name] for name in sorted(topics))
 
 
@@ -412,72 +387,51 @@ def evaluate(
     batch_size: int = 1,
     precision: str = "auto",
 ) -> list[dict[str, Any]]:
-    """Asks for every cell of the grid that has no file yet in `folder/predictions`, and scores all of them.
+    """Asks for every cell of the grid that has no answer yet in `folder/answers.*.jsonl`, and scores all of them.
 
     scores.json gets every prediction with its scores, and words.png and exact.png are their heat-maps.
 
     Returns:
         A record per cell: length, depth, sample, prediction, `exact` and `words` (0 to 1).
     """
-    settings = {
-        "weights": fingerprint(model.model),
-        "mode": mode,
-        **vars(needle),
-        "max_new_tokens": max_new_tokens,
-        "precision": resolve(precision, workers.device),
-        "haystack": haystack.digest,
-    }
-
-    def check() -> None:
-        evaluations.check_folder(folder, "niah", *_PICTURES, "scores.json")
-        check_settings(folder, settings)
-
-    workers.on_first(check)
+    settings = {"mode": mode, **vars(needle), "max_new_tokens": max_new_tokens, "haystack": haystack.digest}
+    begin(model, folder, workers, precision, settings, "niah", [*_PICTURES, "scores.json"])
     cells = grid(lengths, depths, samples)
-    mine = [cell for n, cell in enumerate(cells) if n // batch_size % workers.world_size == workers.rank]
-    todo = [cell for cell in mine if not (folder / "predictions" / cell.file_name).is_file()]
-    bar = tqdm(total=len(todo), desc=f"{model.name}, {mode}", unit="prompt", disable=not workers.shows_progress)
-    while todo:
-        # Prompts of one length only: nothing is padded.
-        built = [(cell, haystack.prompt(needle, mode, cell)) for cell in todo[:batch_size]]
-        batch = [cell for cell, prompt in built if len(prompt) == len(built[0][1])]
-        todo = [cell for cell in todo if cell not in batch]
-        prompts = np.stack([prompt for cell, prompt in built if cell in batch])
-        predictions = continue_greedily(model, prompts, max_new_tokens, precision)
-        for cell, prediction in zip(batch, predictions, strict=True):
-            write_json(folder / "predictions" / cell.file_name, {**vars(cell), "prediction": prediction})
-        bar.update(len(batch))
-    bar.close()
-    workers.wait()
+    predictions = answer(
+        model,
+        folder / "answers",
+        {str(cell): vars(cell) for cell in cells},
+        lambda n: haystack.prompt(needle, mode, cells[n]),
+        max_new_tokens,
+        workers,
+        precision,
+        batch_size,
+    )
     records = []
-    for cell in cells:
-        record = evaluations.read_json(folder / "predictions" / cell.file_name)
-        scores = {name: match(record["prediction"], needle.answer) for name, match in _SCORES.items()}
-        records.append({**record, **scores})
+    for cell, prediction in zip(cells, predictions, strict=True):
+        scores = {name: match(prediction, needle.answer) for name, match in _SCORES.items()}
+        records.append({**vars(cell), "prediction": prediction, **scores})
     if workers.is_first:
         shape = {"lengths": lengths, "depths": depths, "train_length": model.train_length}
-        _write_results(folder, {"model": model.name, "mode": mode, **shape, "records": records})
+        found = {"model": model.name, "mode": mode, **shape, "records": records}
+        evaluation = evaluations.from_needle(found)
+
+        def write_more(new: Path) -> None:
+            files.write_json(new / "scores.json", found)
+            for name in _PICTURES:
+                draw_needles(evaluation, Path(name).stem, new / name)
+            draw_needles(evaluation, "words", new / evaluations.FIGURE)
+
+        evaluations.write_evaluation(evaluation, folder, evaluations.number_table(evaluation), write_more)
     return records
-
-
-def _write_results(folder: Path, scores: dict[str, Any]) -> None:
-    evaluation = evaluations.from_needle(scores)
-
-    def write_more(new: Path) -> None:
-        write_json(new / "scores.json", scores)
-        for name in _PICTURES:
-            draw_needles(evaluation, Path(name).stem, new / name)
-        draw_needles(evaluation, "words", new / evaluations.FIGURE)
-
-    evaluations.write_evaluation(evaluation, folder, evaluations.number_table(evaluation), write_more)
 
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def _repr(value: object) -> bytes:
-    return repr(value).encode("utf-8", "surrogatepass")
+def _digest_of(value: object) -> str:
+    return _digest(repr(value).encode("utf-8", "surrogatepass"))
 
 
 # The paper's steps
@@ -531,23 +485,6 @@ def numbers_of(config: ConfigFile, section: str, least: str, most: str) -> list[
         ) from error
 
 
-def load_prompt_tokenizer(source: str) -> Any:
-    """The tokenizer that prompts are counted with.
-
-    Raises:
-        EvaluationError: there is none.
-    """
-    try:
-        if source == _HUB_TOKENIZER and not Path(source).is_dir():
-            return model_tokenizer.longcrawl64_tokenizer()
-        return model_tokenizer.load_tokenizer(source)
-    except (OSError, ValueError, KeyError) as error:
-        raise EvaluationError(
-            f"the tokenizer {source} cannot be loaded ({str(error).strip().splitlines()[0]}); "
-            "give a folder with --tokenizer"
-        ) from error
-
-
 def write_prompts(file: Path, exp: str, tokenizer: str | None = None, folder: Path | None = None) -> tuple[Path, int]:
     """Writes a prompt for every length and depth of an official config, and returns their folder and how many they are.
 
@@ -568,28 +505,31 @@ def write_prompts(file: Path, exp: str, tokenizer: str | None = None, folder: Pa
     depths = numbers_of(config, "document_depth", "min_percent", "max_percent")
     target = Path(config["save_dir"]) / folder_name("--exp", exp)
     essays = Path(config["prompt.haystack_dir"])
-    if not essays.is_dir() and (file.parent / essays).is_dir():
+    if not essays.is_dir():
         essays = file.parent / essays
     source = tokenizer or config["tokenizer.model_name"]
-    counted = load_prompt_tokenizer(source)
+    try:
+        is_official = source == _HUB_TOKENIZER and not Path(source).is_dir()
+        counted = model_tokenizer.longcrawl64_tokenizer() if is_official else model_tokenizer.load_tokenizer(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise EvaluationError(
+            f"the tokenizer {source} cannot be loaded ({one_line(error)}); give a folder with --tokenizer"
+        ) from error
     haystack = Essays(counted, find_essays(folder, essays), counted.bos_token_id)
-    cure = "choose another --exp, or delete the folder"
-    if any(target.glob("*_prompts.json")) and not (target / "settings.json").is_file():
-        raise EvaluationError(f"{target} holds prompts that do not say how they were made: {cure}")
     settings = {
         "needle": needle,
         "question": asked,
         "lengths": lengths,
         "depths": depths,
         "tokenizer": source,
-        "vocabulary": _digest(_repr(sorted(counted.get_vocab().items()))),
+        "vocabulary": _digest_of(sorted(counted.get_vocab().items())),
         "haystack": haystack.digest,
     }
-    check_settings(target, settings, cure)
+    check_settings(target, settings, "choose another --exp, or delete the folder")
     for length, depth in itertools.product(lengths, depths):
         prompt = haystack.prompt_text(needle, asked, length, depth)
         messages = [{"role": "system", "content": ""}, {"role": "user", "content": prompt}]
-        write_json(target / f"Huggingface_len_{length}_depth_{100 * depth}_prompts.json", messages)
+        files.write_json(target / f"Huggingface_len_{length}_depth_{100 * depth}_prompts.json", messages)
     return target, len(lengths) * len(depths)
 
 
@@ -602,60 +542,46 @@ def answer_prompts(
     max_new_tokens: int = PAPER_NEW_TOKENS,
     precision: str = "auto",
 ) -> int:
-    """Answers the prompts of a folder that have no `.txt.done` yet, greedily; returns how many prompts there are.
+    """Answers the prompts of a folder greedily and returns how many they are.
 
     Args:
-        folder: for the answers; `settings.json` in it says how they were made.
+        folder: for the answers. Those of an unfinished start are in `unfinished` in it, and `settings.json` says how
+            they were made.
 
     Raises:
         EvaluationError: there are no prompts, or the folder holds answers of another model or to other prompts.
     """
-    found = {match[0]: file for file in prompts.glob("*_prompts.json") if (match := _NAME.match(file.name))}
-    if not found:
+    asked = _by_cell(prompts, "_prompts.json")
+    if not asked:
         made = ", ".join(sorted(path.name for path in prompts.parent.glob("*/"))) or "none"
         raise EvaluationError(f"there are no prompts in {prompts} (--exp; made so far: {made}); run prompt.py first")
-    asked = sorted(found, key=_length_and_depth)
-    questions = {name: _question(found[name]) for name in asked}
-    settings = {
-        "weights": fingerprint(model.model),
-        "prompts": _digest(_repr(sorted(questions.items()))),
-        "max_new_tokens": max_new_tokens,
-        "precision": resolve(precision, workers.device),
-        "train_length": model.train_length,
-    }
-    cure = "delete the folder, or choose another --model name or --exp"
-    workers.on_first(lambda: check_settings(folder, settings, cure))
-    mine = [name for number, name in enumerate(asked) if number % workers.world_size == workers.rank]
-    todo = [name for name in mine if not _done(folder, name).is_file()]
-    for name in tqdm(todo, desc=model.name, unit="prompt", disable=not workers.shows_progress):
-        ids = np.concatenate([model.first, model.encode(questions[name])])
-        (answer,) = continue_greedily(model, ids[None], max_new_tokens, precision)
-        write_text(folder / f"{name}.txt", answer.strip())
-        _done(folder, name).touch()
-    workers.wait()
+    questions = {name: evaluations.read_json(prompts / f"{name}_prompts.json")[1]["content"] for name in asked}
+    digest = _digest_of(sorted(questions.items()))
+    settings = {"prompts": digest, "max_new_tokens": max_new_tokens, "train_length": model.train_length}
+    cure = "delete the folder, or choose another --model or --exp"
+    begin(model, folder, workers, precision, settings, cure=cure)
+
+    def prompt_of(n: int) -> np.ndarray:
+        return np.concatenate([model.first, model.encode(questions[asked[n]])])
+
+    parts = folder / "unfinished" / "answers"
+    answers = answer(model, parts, {name: {} for name in asked}, prompt_of, max_new_tokens, workers, precision)
+    if workers.is_first:
+        for name, text in zip(asked, answers, strict=True):
+            files.write_atomically(folder / f"{name}.txt", text.strip())
+            (folder / f"{name}.txt.done").touch()
     return len(asked)
 
 
-def _question(file: Path) -> str:
-    messages = evaluations.read_json(file)
-    try:
-        return messages[1]["content"]
-    except (LookupError, TypeError) as error:
-        raise EvaluationError(
-            f"{file} is not a prompt as prompt.py writes it; delete it and run prompt.py again"
-        ) from error
-
-
-def _done(folder: Path, name: str) -> Path:
-    return folder / f"{name}.txt.done"
+def _by_cell(folder: Path, ending: str) -> list[str]:
+    """Names of the files of a folder that are called Huggingface_len_L_depth_D and the ending, short prompts first."""
+    found = [file.name.removesuffix(ending) for file in folder.glob(f"*{ending}")]
+    return sorted(filter(_NAME.fullmatch, found), key=_length_and_depth)
 
 
 def _length_and_depth(name: str) -> tuple[int, int]:
-    match = _NAME.match(name)
-    if match is None:
-        raise EvaluationError(
-            f"{name}.txt is not named as pred.py names answers, Huggingface_len_L_depth_D.txt; move it elsewhere"
-        )
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
     return int(match[1]), int(match[2])
 
 
@@ -681,7 +607,8 @@ class Judge:
     """A language model behind an OpenAI-compatible endpoint that rates answers.
 
     Every rating is kept in a file under a hash of what was asked, so that nothing is asked, or paid for, twice. A
-    request that fails is tried again, longer and longer apart; what still fails is kept too, and asked again next time.
+    request that fails is tried again, longer and longer apart; why it failed is kept too, and it is asked again at the
+    next start.
 
     Attributes:
         base_url: such as https://api.openai.com/v1 or http://localhost:8000/v1; `/chat/completions` is added.
@@ -701,31 +628,25 @@ class Judge:
         Raises:
             EvaluationError: the endpoint refuses, or after all tries nothing answers at its address.
         """
-        prompt = _PROMPT.format(question=question, reference=reference, answer=answer)
-        key = hashlib.sha256(f"{self.base_url}\n{self.model}\n{prompt}".encode()).hexdigest()
-        known = {record["key"]: record.get("rating") for record in read_records(self.cache) if "key" in record}
-        if known.get(key) is not None:
-            return known[key]
-        failure: Exception | None = None
-        for number in range(_TRIES):
-            if number:
-                time.sleep(2.0**number)
-            try:
-                reply = self._ask(prompt)
-                ratings = [int(rating) for rating in _RATING.findall(reply)]
-                if not ratings or not 1 <= ratings[-1] <= 10:
-                    raise ValueError(f"no rating from 1 to 10 in double brackets in the reply {reply[:200]!r}")
-            except EvaluationError:
-                raise
-            except Exception as error:  # a network has many ways to fail, and none may cost the other ratings
-                failure = error
-            else:
-                append_record(self.cache, {"key": key, "rating": ratings[-1], "reply": reply})
-                return ratings[-1]
         import httpx
 
+        prompt = _PROMPT.format(question=question, reference=reference, answer=answer)
+        key = hashlib.sha256(f"{self.base_url}\n{self.model}\n{prompt}".encode()).hexdigest()
+        known = {record["key"]: record["rating"] for record in read_records(self.cache)}
+        if known.get(key) is not None:
+            return known[key]
+        for number in range(_TRIES):
+            time.sleep(2.0**number if number else 0)
+            try:
+                rating = self._ask(prompt)
+                append_record(self.cache, {"key": key, "rating": rating})
+                return rating
+            except EvaluationError:
+                raise
+            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                failure: Exception = error
         said = f"{type(failure).__name__}: {failure}"
-        append_record(self.cache, {"key": key, "rating": None, "error": said, "tries": _TRIES})
+        append_record(self.cache, {"key": key, "rating": None, "error": said})
         if isinstance(failure, httpx.ConnectError):
             # It would be the same, after the same waits, for every other answer.
             raise EvaluationError(
@@ -733,7 +654,7 @@ class Judge:
             )
         return None
 
-    def _ask(self, prompt: str) -> str:
+    def _ask(self, prompt: str) -> int:
         import httpx
 
         body = {"model": self.model, "temperature": 0, "messages": [{"role": "user", "content": prompt}]}
@@ -746,28 +667,28 @@ class Judge:
                 f"{url} answers {response.status_code} for the model {self.model!r}: check "
                 "--judge_url, --judge_model and the key"
             )
-        response.raise_for_status()
-        return json.loads(response.text)["choices"][0]["message"]["content"] or ""
+        reply = response.raise_for_status().json()["choices"][0]["message"]["content"] or ""
+        ratings = [int(rating) for rating in _RATING.findall(reply)]
+        if not ratings or not 1 <= ratings[-1] <= 10:
+            raise ValueError(f"no rating from 1 to 10 in double brackets in the reply {reply[:200]!r}")
+        return ratings[-1]
 
 
 def rate_answers(answers: Path, results: Path, question: str, reference: str, judge: Judge) -> tuple[Path, int]:
-    """Has every answer rated that is whole, and writes all ratings; returns their file and how many answers have none.
+    """Has every answer rated and writes all ratings; returns their file and how many answers have none.
 
     Raises:
         EvaluationError: there are no answers, or the endpoint refuses.
     """
-    found = sorted((file.stem for file in answers.glob("*.txt")), key=_length_and_depth)
-    whole = [name for name in found if _done(answers, name).is_file()]
-    if not whole:
+    found = _by_cell(answers, ".txt")
+    if not found:
         raise EvaluationError(f"there are no answers in {answers}; run pred.py with the same --exp and --model first")
-    if len(whole) < len(found):
-        print(f"warning: {len(found) - len(whole)} unfinished answers in {answers} are left out", file=sys.stderr)
     rated = {}
-    for name in tqdm(whole, desc="ratings", disable=not sys.stderr.isatty()):
+    for name in tqdm(found, desc="ratings", disable=not sys.stderr.isatty()):
         prediction = (answers / f"{name}.txt").read_text(encoding="utf-8").strip()
         rated[name] = {"prediction": prediction, "score": judge.rate(question, reference, prediction)}
     file = results / f"OpenAI_{judge.model.replace('/', '_')}_eval.json"
-    write_json(file, rated)
+    files.write_json(file, rated)
     return file, sum(entry["score"] is None for entry in rated.values())
 
 
@@ -790,7 +711,7 @@ def draw_ratings(results: Path, answers: Path, figures: Path, train_length: int 
         exp, model = file.parent.parent.name, file.parent.name
         judge = file.stem.removesuffix("_eval").removeprefix("OpenAI_")
         settings = answers / exp / model / "settings.json"
-        trained = evaluations.read_json(settings).get("train_length") if settings.is_file() else None
+        trained = evaluations.read_json(settings)["train_length"] if settings.is_file() else None
         records = []
         for name, entry in evaluations.read_json(file).items():
             length, depth = _length_and_depth(name)
@@ -805,9 +726,6 @@ def draw_ratings(results: Path, answers: Path, figures: Path, train_length: int 
 
 # In training
 # -------------------------------------------------------------------------------------------------------------
-
-#: Scores of a prompt: of its answer the mean loss, the share of tokens that are right, and whether all are.
-_ANSWER_SCORES = (names.ANSWER_LOSS, "tokens_right", names.ACCURACY)
 
 
 @dataclass
@@ -825,11 +743,9 @@ class NeedleConfig:
     #: "easy" hides the question with its answer, "standard" the answer alone.
     mode: Literal["easy", "standard"] = "easy"
     #: What is hidden and asked; the question's answer begins with the statement.
-    question: Text = "What is the best thing to do in San Francisco?"
-    statement: Text = "The best thing to do in San Francisco is"
-    answer: Text = "eat a sandwich and sit in Dolores Park on a sunny day"
-    #: Folder of texts to hide it in; null: held-out documents of the corpus.
-    haystack: Text | None = None
+    question: Text = Needle.question
+    statement: Text = Needle.statement
+    answer: Text = Needle.answer
     #: Prompts in one forward pass of one rank.
     batch_size: Count = 4
     #: Folder or hub id; null: the corpus's.
@@ -843,87 +759,55 @@ class NeedleTest(EvaluationCallback):
     def prepare(self, trainer: TrainerInterface) -> None:
         """Makes all prompts."""
         config, length = self.config, trainer.config.datamodule.train_batch_len
-        self._model, self._workers = evaluated_model(trainer, "needle", config.tokenizer), share(trainer)
+        model, self._workers = evaluated_model(trainer, "needle", config.tokenizer), share(trainer)
         needle = Needle(config.question, config.statement, config.answer)
-        self._answer_K = self._model.encode(f" {needle.answer}")
+        self._model, self._answer_K = model, model.encode(f" {needle.answer}")
         around = (needle.text(config.mode), needle.query)
-        least = len(self._model.first) + len(self._answer_K) + 1
-        least += sum(len(self._model.encode(text)) for text in around)
-        half = [length // 2] if length // 2 >= least else []
-        self._lengths = sorted({*(config.lengths or [*half, length])})
-        self._depths = sorted({*config.depths})
-        if self._lengths[0] < least:
-            given = f"callbacks.needle.lengths={config.lengths or 'null'}"
+        least = len(model.first) + len(self._answer_K) + 1 + sum(len(model.encode(text)) for text in around)
+        lengths = sorted({*(config.lengths or [length, *[length // 2] * (length // 2 >= least)])})
+        if lengths[0] < least:
             raise ConfigError(
-                f"{given} has prompts of {self._lengths[0]} tokens, and needle, question and answer alone have "
-                f"{least - 1}; give lengths of {least} or more"
+                f"callbacks.needle.lengths={config.lengths or 'null'} has prompts of {lengths[0]} tokens, and needle, "
+                f"question and answer alone have {least - 1}; give lengths of {least} or more"
             )
-        haystack = self._haystack(trainer, config.samples * self._lengths[-1])
-        #: Every prompt that is to be scored: its cell, whether there is a needle in it, and its tokens.
-        self._prompts: list[tuple[Cell, bool, np.ndarray]] = []
-        for at in self._lengths:
-            hidden = [(cell, True) for cell in grid([at], self._depths, config.samples)]
-            for cell, inside in [*hidden, *((cell, False) for cell in grid([at], [0], config.samples))]:
-                shorter = Cell(at - len(self._answer_K), cell.depth, cell.sample)
-                prompt = haystack.prompt(needle, config.mode if inside else None, shorter)
-                self._prompts.append((cell, inside, prompt))
+        texts: list[np.ndarray] = []
+        for ids in held_out_rows(trainer, model):
+            texts.append(ids)
+            if sum(map(len, texts)) >= config.samples * lengths[-1]:
+                break
+        haystack = Haystack(model, np.concatenate(texts))
+        #: Tokens of a prompt with its answer, and whether there is a needle in it -> the prompts, `(N, T)`.
+        self._prompts: dict[tuple[int, bool], np.ndarray] = {}
+        for length in lengths:
+            for mode, depths in ((config.mode, sorted({*config.depths})), (None, [0])):
+                cells = grid([length - len(self._answer_K)], depths, config.samples)
+                self._prompts[length, mode is not None] = np.stack([haystack.prompt(needle, mode, c) for c in cells])
 
     def evaluate(self, trainer: TrainerInterface) -> dict[str, Any]:
-        scores_N3 = torch.zeros(len(self._prompts), 3, dtype=torch.float64, device=trainer.fabric.device)
-        for rows in self._batches():
-            beat(trainer)
-            if rows:
-                prompts_BT = np.stack([self._prompts[n][2] for n in rows])
+        workers, size = self._workers, self.config.batch_size
+        batches = [(key, n) for key, prompts in self._prompts.items() for n in range(0, len(prompts), size)]
+        scores = {
+            key: torch.zeros(2, len(prompts), dtype=torch.float64, device=trainer.fabric.device)
+            for key, prompts in self._prompts.items()
+        }
+        for start in range(0, len(batches), workers.world_size):
+            beat(trainer)  # as often on every rank, whether it has a batch or not
+            for key, n in batches[start + workers.rank :][:1]:
+                prompts_BT = self._prompts[key][n : n + size]
                 losses_BK, right_BK = answer_losses(self._model, prompts_BT, self._answer_K, precision(trainer))
-                shares = right_BK.double().mean(1), right_BK.all(1).double()
-                scores_N3[rows] = torch.stack([losses_BK.mean(1), *shares], dim=1)
-        if self._workers.world_size > 1:
-            trainer.sum_over_ranks(scores_N3)
-        depths = " ".join(f"{100 * depth:g}" for depth in self._depths)
+                scores[key][:, n : n + size] = torch.stack([losses_BK.mean(1), right_BK.all(1).double()])
+        values: dict[str, Any] = {}
+        for (length, has_needle), scores_2N in scores.items():
+            if workers.world_size > 1:
+                trainer.sum_over_ranks(scores_2N)
+            means = (names.ANSWER_LOSS, names.ACCURACY) if has_needle else (names.LOSS_WITHOUT_NEEDLE,)
+            for name, scores_N in zip(means, scores_2N.cpu().numpy(), strict=False):
+                at = names.name_of(names.NEEDLE, f"{names.LENGTH}{length}", name)
+                values[at], error = mean_and_error(scores_N)
+                values |= {} if error is None else {f"{at}{names.STANDARD_ERROR}": error}
+        depths = " ".join(f"{100 * depth:g}" for depth in sorted({*self.config.depths}))
         test = {names.MODE: self.config.mode, names.DEPTHS: depths, names.PROMPTS: self.config.samples}
-        return self._values(scores_N3.cpu().numpy()) | prefixed(names.NEEDLE, test)
-
-    def _haystack(self, trainer: TrainerInterface, needed: int) -> Haystack:
-        """At least `needed` tokens of text where there are as many."""
-        if (folder := self.config.haystack) is not None:
-            try:
-                text = "\n\n".join(read_folder(Path(folder).expanduser()))
-            except EvaluationError as error:
-                raise ConfigError(f"callbacks.needle.haystack={folder}: {error}") from error
-            return Haystack(self._model, self._model.encode(text))
-        found: list[np.ndarray] = []
-        for ids in held_out_rows(trainer, self._model):
-            found.append(ids)
-            if sum(map(len, found)) >= needed:
-                break
-        return Haystack(self._model, np.concatenate(found))
-
-    def _batches(self) -> list[list[int]]:
-        """The prompts of this rank, in batches of one length: of every rank as many batches, the last perhaps empty."""
-        rank, world_size, size = self._workers.rank, self._workers.world_size, self.config.batch_size
-        found = []
-        for length in self._lengths:
-            rows = [n for n, (cell, _, _) in enumerate(self._prompts) if cell.length == length]
-            mine, most = rows[rank::world_size], -(-len(rows) // world_size)
-            found += [mine[start : start + size] for start in range(0, most, size)]
-        return found
-
-    def _values(self, scores_N3: np.ndarray) -> dict[str, float]:
-        """Values of a line of needle.jsonl; the module docstring explains them."""
-        values: dict[str, float] = {}
-        for length in self._lengths:
-
-            def chosen(hidden: bool, *depths: float, length: int = length) -> np.ndarray:
-                cells = [(cell.length, inside, cell.depth) for cell, inside, _ in self._prompts]
-                return scores_N3[[(at, inside) == (length, hidden) and d in depths for at, inside, d in cells]]
-
-            at = names.name_of(names.NEEDLE, f"{names.LENGTH}{length}")
-            values |= _answer_means(at, _ANSWER_SCORES, chosen(True, *self._depths))
-            values |= _answer_means(at, (names.LOSS_WITHOUT_NEEDLE,), chosen(False, 0))
-            for depth in self._depths:
-                means = zip(_ANSWER_SCORES, chosen(True, depth).mean(0).tolist(), strict=True)
-                values |= {names.name_of(at, f"depth_{100 * depth:g}", name): value for name, value in means}
-        return values
+        return values | prefixed(names.NEEDLE, test)
 
 
 def answer_losses(
@@ -947,14 +831,3 @@ def answer_losses(
         ).logits[:, -len(answer_K) :]
     losses_BK = F.cross_entropy(logits.double().transpose(1, 2), target_BK, reduction="none")
     return losses_BK, logits.argmax(-1) == target_BK
-
-
-def _answer_means(at: str, scores: Sequence[str], scores_N3: np.ndarray) -> dict[str, float]:
-    """Means over prompts, with their standard errors where there are several."""
-    found = {}
-    for name, scores_N in zip(scores, scores_N3.T, strict=False):
-        found[names.name_of(at, name)] = float(scores_N.mean())
-        if scores_N.size > 1:
-            error = scores_N.std(ddof=1) / np.sqrt(scores_N.size)
-            found[names.name_of(at, f"{name}{names.STANDARD_ERROR}")] = float(error)
-    return found

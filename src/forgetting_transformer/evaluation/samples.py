@@ -10,11 +10,13 @@ import itertools
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import Field
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer import plugins
+from forgetting_transformer.evaluation.generation import continue_prompts
 from forgetting_transformer.evaluation.in_training import (
     EvaluationCallback,
     beat,
@@ -23,7 +25,6 @@ from forgetting_transformer.evaluation.in_training import (
     precision,
     share,
 )
-from forgetting_transformer.evaluation.models import precision_context
 from forgetting_transformer.training.config import Count, Text, Tokens
 from forgetting_transformer.training.interface import TrainerInterface
 
@@ -66,30 +67,18 @@ class Samples(EvaluationCallback):
 
     def evaluate(self, trainer: TrainerInterface) -> dict[str, Any]:
         torch.manual_seed(self.config.seed)  # the trainer puts back what was there
-        decode, values = self._model.require_tokenizer().decode, {}
+        # All ranks that hold a part of the model go on until each has come to its end.
+        options: dict[str, Any] = {"synced_gpus": self._shared.world_size < trainer.fabric.world_size}
+        if self.config.temperature > 0:
+            options |= {"do_sample": True, "temperature": self.config.temperature, "top_k": 0}
+        decode, values = self._model.require_tokenizer().decode, dict[str, Any]()
         for number, (prompt, document) in enumerate(self._texts):
             beat(trainer)
             if not self._shared.is_first:
                 continue
-            written = {names.PROMPT: prompt, names.CONTINUATION: self._continue(trainer, prompt)}
-            written |= {names.DOCUMENT: document} if document else {}
-            for name, ids in written.items():
-                values[names.name_of(names.SAMPLES, str(number), name)] = decode(ids, skip_special_tokens=True)
+            ids = np.array([[*self._model.first, *prompt]], dtype=np.int64)
+            (text,) = continue_prompts(self._model, ids, self.config.max_new_tokens, precision(trainer), **options)
+            written = {names.PROMPT: decode(prompt, skip_special_tokens=True), names.CONTINUATION: text}
+            written |= {names.DOCUMENT: decode(document, skip_special_tokens=True)} if document else {}
+            values |= {names.name_of(names.SAMPLES, str(number), name): each for name, each in written.items()}
         return values
-
-    def _continue(self, trainer: TrainerInterface, prompt: list[int]) -> list[int]:
-        model, drawn = self._model, self.config.temperature > 0
-        sampling = {"temperature": self.config.temperature, "top_k": 0} if drawn else {}
-        input_ids = torch.tensor([[*model.first.tolist(), *prompt]], device=model.device)
-        with precision_context(precision(trainer), model.device):
-            output_ids = model.model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=self.config.max_new_tokens,
-                pad_token_id=0,
-                do_sample=drawn,
-                # All ranks hold a part of the model, so that all go on until each has come to its end.
-                synced_gpus=self._shared.world_size < trainer.fabric.world_size,
-                **sampling,
-            )
-        return output_ids[0, input_ids.shape[1] :].tolist()
