@@ -233,7 +233,7 @@ def test_options_of_hydra_may_stand_anywhere_on_the_command_line(given, wanted):
         ("train.compile=1", "train.compile=1 must be 'auto', true or false"),
         ("preflight=0", "preflight=0 must be 'check', true or false"),
         ("optimizer.lr=true", "optimizer.lr=True must be a number"),
-        ("train.profile_steps=[true,3]", "train.profile_steps.0=True must be a whole number"),
+        ("train.profile_steps=[true,3]", "train.profile_steps.0=True must be a number"),
         ("optimizer.betas=[]", "optimizer.betas=[] is empty; give at least one value"),
     ],
 )
