@@ -374,7 +374,7 @@ def _gates(model: Any, data: Any, device: str, sizes: Sizes) -> dict[str, Any]:
     """Memory length of every head and the share of tiles that pruning skips, mean over eight documents."""
     import torch
 
-    from forgetting_transformer.evaluation.forget_gates import attention_layers, memory_lengths, pruned_share, visit
+    from forgetting_transformer.evaluation.forget_gates import attention_layers, memory_lengths, pruned_share, watching
     from forgetting_transformer.evaluation.models import EvaluationError, precision_context
 
     try:
@@ -389,12 +389,12 @@ def _gates(model: Any, data: Any, device: str, sizes: Sizes) -> dict[str, Any]:
         for length in pruned:
 
             def use(inputs: Any, length: int = length) -> None:
-                pruned[length].append(pruned_share(inputs, inputs.tolerance or -10.0).mean().item())
+                pruned[length].append(pruned_share(inputs).mean().item())
                 if length == sizes.evaluated:
                     memory[inputs.layer].append(memory_lengths(inputs.log_fgate_HT)[0].cpu())
 
-            with precision_context("auto", torch.device(device)):
-                visit(model, ids_T[:length], [*layers], use)
+            with precision_context("auto", torch.device(device)), watching(layers, use):
+                model.decoder(input_ids=ids_T[None, :length], use_cache=False)
     memory_LH = torch.stack([torch.stack(rows).mean(0) for rows in memory.values()])
     return {
         "memory": memory_LH.round().tolist(),
