@@ -1,4 +1,4 @@
-"""Overrides of the command line in, configs, a machine and ranges out."""
+"""Configurations of searches and studies from overrides of a command line. `train.py` composes its own."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,7 +8,7 @@ A run has two clocks. One is of the whole start, whose categories goodput.json a
     evaluation, checkpoint (waiting for the copy, or for the last save to end), log
     start        from the first line of the program to the first step: imports, building, loading
 
-The other divides the time to the end of the first step into the stages of `Parts.begin`. All times are of this rank's
+The other divides the time to the end of the first step into the stages of `Trainer.begin`. All times are of this rank's
 host, which waits for the device where it logs.
 """
 

@@ -1,8 +1,8 @@
 """The training loop: `Trainer(config).fit()`.
 
 Everything that decides what the weights become is a function of the config and the step: the tokens (data/order.py),
-the learning rate (optimization/schedule.py), the random numbers (setup.seed_step). A checkpoint therefore carries only
-weights, moments and counters, and a run that was killed continues as if it had not been.
+the learning rate (optimization/schedule.py), the random numbers (setup.seed_step). A checkpoint therefore carries
+weights, moments, counters and the state of callbacks, and a run that was killed continues as if it had not been.
 
 setup.py builds what the trainer works with, interface.py says what each attribute is. What is measured or done besides
 training is a callback (callbacks/). What can go wrong has a folder, faults/.
@@ -247,7 +247,7 @@ class Trainer:
         self.saver.collect(self)
         self.guard.poll()
         wish = Stop.PREEMPTED if self.sentinel.request else Stop.NO
-        if self.guard.longest_row >= self.config.train.max_bad_steps:
+        if self.guard.most_in_a_row >= self.config.train.max_bad_steps:
             wish = Stop.BAD_STEPS
         if self.comparison is not None and self.comparison.difference() is not None:
             wish = Stop.CORRUPT

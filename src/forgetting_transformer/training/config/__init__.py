@@ -157,7 +157,7 @@ class WandbConfig:
     project: str = "forgetting-transformer"
     #: "offline": files only.
     mode: Literal["offline", "online", "disabled"] = "offline"
-    #: Text for wandb's own files; null is `output_dir`.
+    #: Folder for wandb's own files; null is `output_dir`.
     log_dir: Text | None = None
 
 
@@ -174,7 +174,8 @@ class StrategyConfig:
     #: So many ranks share each sequence, every one a part of it; the rest of the world is data parallel.
     context: Annotated[int, Field(ge=1, le=_DEVICES)] = 1
     #: Seconds without a step, or without a byte written of a checkpoint that is waited for, after which a rank is stuck
-    #: and ends itself; so long it waits for the others in a collective operation. The start has half an hour more.
+    #: and ends itself; so long it waits for the others in a collective operation. Each stage of the start
+    #: may take half an hour more.
     timeout_seconds: Annotated[int, Field(ge=1, le=10**8)] = 1800
     #: ddp and hsdp: steps between comparisons of weights and moments over the ranks that hold the same unless memory or
     #: a GPU failed; they are compared before every checkpoint too. null: never.
@@ -213,7 +214,7 @@ class DataModuleConfig:
     """What every corpus has. Those of this package are in training/config/corpora.py, with their own keys."""
 
     name: str = "longcrawl64"
-    #: Text of the corpus in `data_dir`.
+    #: Folder of the corpus in `data_dir`.
     dataset: Text = "longcrawl64"
     #: Tokens of a sequence, and sequences of a global batch.
     train_batch_len: Count
@@ -288,7 +289,7 @@ class Config:
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     #: Everything the run writes goes here; see docs/operations.md.
     output_dir: Text
-    #: Text that holds the corpus folder `datamodule.dataset`.
+    #: Folder that holds the corpus folder `datamodule.dataset`.
     data_dir: Text
     #: true: continue from the newest valid checkpoint in output_dir, if any. false: move what the run in output_dir
     #: wrote aside (into previous/) and start from the beginning.

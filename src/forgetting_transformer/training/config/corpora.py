@@ -43,7 +43,7 @@ class MixtureConfig(LongCrawl64Config):
 
     #: Overwritten with the joined names of the parts, so that a recipe's dataset does not name the mixture.
     dataset: str = "mixture"
-    #: Text names of corpora in `data_dir`, and how many sequences each gives in proportion to the others.
+    #: Folder names of corpora in `data_dir`, and how many sequences each gives in proportion to the others.
     parts: Annotated[dict[str, Positive], Field(min_length=1)]
     #: Whether texts in a row are kept apart, as with `packed`.
     packed: bool = False

@@ -70,7 +70,7 @@ class StepGuard:
         self._verdicts: Delayed[int] = Delayed()
         self._reports: list[BadStep] = []
         #: As far as the host knows.
-        self.longest_row = 0
+        self.most_in_a_row = 0
 
     def judge(self, batch: int, loss_B: Tensor, grad_norm: Tensor) -> Tensor:
         """1.0 on the device if the update of this step must be left out, else 0.0.
@@ -116,7 +116,7 @@ class StepGuard:
         for batch, verdict in self._verdicts.arrived(wait):
             bad, in_a_row, norm, *losses = verdict.tolist()
             if bad:
-                self.longest_row = max(self.longest_row, int(in_a_row))
+                self.most_in_a_row = max(self.most_in_a_row, int(in_a_row))
                 self._reports.append(BadStep(batch, int(in_a_row), sum(losses) / len(losses), norm, losses))
 
     def take_reports(self) -> list[BadStep]:
@@ -135,7 +135,7 @@ class StepGuard:
             TrainingError: after too many updates in a row that were left out.
         """
         raise TrainingError(
-            f"{self.longest_row} updates in a row were left out, because a loss or gradient was not finite or much "
+            f"{self.most_in_a_row} updates in a row were left out, because a loss or gradient was not finite or much "
             f"larger than usual; {last_good_checkpoint}, without them. metrics/jsonlines/bad_step.jsonl in {folder} "
             "names their documents and tokens. Lower optimizer.lr (in a fork), mend the data, or raise "
             "train.max_bad_steps"
