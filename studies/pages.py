@@ -286,7 +286,6 @@ def operations() -> dict[str, str]:
     (continued,) = (row["largest_difference"] for row in rows if row["check"] == "world_sizes")
     four, two = (row["losses"] for row in rows if row["check"] == "straight")
     return {
-        "corruption_share": f"{100 * Results('corruption_125m.json').rows()[0]['share']:.2f} %",
         "continued_difference": f"{continued:.1e}",
         "straight_difference": f"{max(abs(a - b) for a, b in zip(four, two, strict=True)):.1e}",
     }
