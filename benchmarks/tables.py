@@ -248,7 +248,15 @@ def attention(results: Results) -> str:
     return table(["kernel", *shapes], rows)
 
 
-# Checkpoints and interruptions.
+def layouts(results: Results) -> str:
+    """Time of forward and backward for a computed tile of 128 × 128 pairs, in times that of the full kernel."""
+    ratios = {(row["layout"], _shape(row)): row["ratio"][-1] for row in results.rows(table="layouts")}
+    names, shapes = (list(dict.fromkeys(key[i] for key in ratios)) for i in (0, 1))
+    rows = [
+        [name, *(_optional(ratios.get((name, shape)), lambda ratio: f"{ratio:.2f}") for shape in shapes)]
+        for name in names
+    ]
+    return table(["layout", *shapes], rows)
 
 
 # Cells.

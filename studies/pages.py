@@ -207,6 +207,8 @@ def performance() -> dict[str, str]:
     attention, scaling = Results("attention_triton*.json"), Results("scaling*.json")
     sections = {"steps": tables.steps(steps), "steps_conditions": steps.conditions}
     sections |= {"attention": tables.attention(attention), "attention_conditions": attention.conditions}
+    layouts = Results("attention_layouts*.json")
+    sections |= {"layouts": tables.layouts(layouts), "layouts_conditions": layouts.conditions}
     sections |= {"scaling": tables.scaling(scaling), "scaling_conditions": scaling.conditions}
     return sections | authors() | sentences()
 
