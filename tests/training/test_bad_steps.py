@@ -124,6 +124,16 @@ def test_a_run_that_skipped_steps_resumes_bitwise(tiny, tmp_path):
 
 
 @pytest.mark.quick
+def test_bad_steps_with_a_good_one_between_them_are_not_in_a_row():
+    guard = StepGuard(torch.device("cpu"))
+    for batch, norm in enumerate([math.inf, 1.0, math.nan, math.nan]):
+        guard.judge(batch, torch.ones(2), torch.tensor(norm))
+    guard.poll(wait=True)
+    assert [(bad.batch, bad.in_a_row) for bad in guard.take_reports()] == [(0, 1), (2, 1), (3, 2)]
+    assert guard.most_in_a_row == 2 and guard.left_out == 3
+
+
+@pytest.mark.quick
 def test_a_spike_is_judged_by_the_median_of_the_norms_before():
     guard = StepGuard(torch.device("cpu"), spike_factor=5.0)
     loss_B = torch.ones(3, dtype=torch.float64)
