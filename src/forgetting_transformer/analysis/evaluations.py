@@ -208,6 +208,11 @@ def named_folders(texts: Sequence[str]) -> list[tuple[str, Path]]:
     return found
 
 
+def _plain(number: float, digits: int) -> str:
+    """A number with so many digits that count, and no exponent below a million: 123.4 -> 120."""
+    return f"{float(f'{number:.{digits}g}'):g}"
+
+
 def number_table(evaluation: Evaluation) -> Table:
     """All numbers, a row each."""
     rows = [
@@ -215,7 +220,7 @@ def number_table(evaluation: Evaluation) -> Table:
             n.task,
             n.metric,
             ", ".join(f"{key} {value}" for key, value in n.at.items()),
-            f"{n.value:.4g}" if n.standard_error is None else f"{n.value:.4g} ± {n.standard_error:.2g}",
+            _plain(n.value, 4) if n.standard_error is None else f"{_plain(n.value, 4)} ± {_plain(n.standard_error, 2)}",
             "" if n.samples is None else str(n.samples),
         ]
         for n in evaluation.numbers

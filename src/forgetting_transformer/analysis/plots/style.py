@@ -77,8 +77,9 @@ _STYLES = [
 def curve_styles(names: Sequence[str]) -> list[CurveStyle]:
     """A style for each name, no two alike while there are enough.
 
-    A name with a known model in it ("fox_pro", "FoX (Pro)", "demo_fox_pro_seed1") gets that model's colour in
-    every figure, any other name one that depends on the name alone. Where two want the same, the first has it.
+    A name with a known model in it ("fox_pro", "FoX (Pro)", "demo_fox_pro_seed1") gets that model's colour in every
+    figure, any other name one that depends on its words before the first comma. Where two want the same, the first has
+    it.
     """
     wanted = [_preferred(name) for name in names]
     found: list[int] = []
@@ -91,8 +92,9 @@ def curve_styles(names: Sequence[str]) -> list[CurveStyle]:
 
 def _preferred(name: str) -> int:
     known = known_models.find(name)
-    number = known.style if known is not None else zlib.crc32(known_models.plain(name).encode(errors="replace"))
-    return number % len(_COLOURS)
+    if known is not None:
+        return known.style % len(_COLOURS)
+    return zlib.crc32(known_models.plain(name.split(",")[0]).encode(errors="replace")) % len(_COLOURS)
 
 
 @dataclass
