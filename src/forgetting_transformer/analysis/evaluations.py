@@ -209,7 +209,7 @@ def named_folders(texts: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def _plain(number: float, digits: int) -> str:
-    """A number with so many digits that count, and no exponent below a million: 123.4 -> 120."""
+    """A number with so many digits that count, and no exponent below a million: 123.4 with 2 -> 120."""
     return f"{float(f'{number:.{digits}g}'):g}"
 
 
