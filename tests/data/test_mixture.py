@@ -98,6 +98,13 @@ def test_the_budget_ends_with_the_first_corpus_that_is_read(corpora):
     assert labels(again, info.total_batches, info.total_batches + 3).shape == (3, 6, 16)
 
 
+def test_a_batch_goes_on_in_the_next_column_of_a_part(corpora):
+    data = mixture(corpora, {"code": 1, "prose": 5})
+    # Sequences 10 to 14 of prose: its last two of 12 documents, and in the next column the first three.
+    (batch,) = labels(data, 2, 3)
+    assert sorted(batch[:, 0].tolist())[-5:] == [200, 201, 202, 210, 211]
+
+
 def test_held_out_tokens_are_shared_out_by_weight_and_counted_once(corpora):
     data = mixture(corpora, {"code": 3, "prose": 1}, eval_tokens=64 * 12)
     assert data.eval_info().total_tokens == 64 * 12

@@ -249,6 +249,17 @@ def test_a_mixer_computes_its_equations_and_their_gradients(equations, make):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-10 + 1e-5 * want.abs().max().item())
 
 
+def test_bounds_of_hgrn2_grow_with_depth_from_0_to_less_than_1():
+    model = small("hgrn2", num_hidden_layers=4, apply_lower_bounds=True).model
+    with torch.no_grad():
+        model.lower_bounds.normal_()
+    first, *others = model.mixer_inputs()
+    share = model.lower_bounds.exp() / model.lower_bounds.exp().sum(0)
+    assert first == ()
+    bounds_LE = torch.stack([bound_E for (bound_E,) in others])
+    torch.testing.assert_close(bounds_LE, torch.stack([share[1], share[1] + share[2], 1 - share[0]]))
+
+
 def test_hgrn2_keeps_its_gates_above_their_bounds_and_their_precision_near_0_and_1():
     """A float32 1 - sigmoid(20) has lost every digit of a key that matters after many tokens."""
     layer = mixer("hgrn2")
