@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Prints the paper's Table 2 for any number of models: best bold, second best underlined.
 
-    python eval/longbench/table_longbench.py output/longbench/fox output/longbench/llama --out tables/longbench
+    python eval/longbench/table_longbench.py output/longbench/fox output/longbench/llama --out output/tables/longbench
     python eval/longbench/table_longbench.py "FoX (Pro)=output/longbench/fox" …
     cd eval/longbench && python table_longbench.py        # all models in ./pred, after pred.py and eval.py
 

@@ -2,7 +2,7 @@
 """Draws and tabulates results of run_per_token_loss.py.
 
     python eval/per_token_loss/plot_per_token_loss.py output/per_token_loss/fox output/per_token_loss/llama \\
-        --out figures
+        --out output/figures
     … "FoX=results/fox_seed0" "FoX=results/fox_seed1" "Transformer=results/llama_seed0"        # seeds with one name
     python eval/per_token_loss/plot_per_token_loss.py --result_dir results --figure_dir figures
 

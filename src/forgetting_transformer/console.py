@@ -68,7 +68,7 @@ def start_log() -> None:
 
 @contextlib.contextmanager
 def one_voice() -> Iterator[None]:
-    """What is printed in here is printed by the first process of the node only."""
+    """Context in which only the first process of a node prints."""
     if signals.first_of_node():
         yield
         return

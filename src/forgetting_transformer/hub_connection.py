@@ -5,8 +5,11 @@ import logging
 import socket
 import threading
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from forgetting_transformer.command_line import one_line
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,26 @@ def cached_model(name: str) -> Path:
         return Path(snapshot_download(name, local_files_only=True))
     except errors.LocalEntryNotFoundError:
         raise FileNotFoundError(f"{name} is not in the local cache") from None
+
+
+def model_folder(name: str, files: Sequence[str]) -> Path:
+    """The folder of the local cache with a model of the hub, which is downloaded if something answers.
+
+    Args:
+        files: patterns of the files that are needed.
+
+    Raises:
+        ValueError: it cannot be had; the text goes on after what `name` is not.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*files], local_files_only=only_cached()))
+    except Exception as error:  # of the client, or of what carries its requests
+        raise ValueError(
+            f"the hub's model of this name cannot be had ({one_line(error)}); without a network run "
+            f"`hf download {name} --local-dir FOLDER` elsewhere and give that folder"
+        ) from error
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from forgetting_transformer import cumulative_log_fgate, forgetting_attention, f
 from forgetting_transformer.model import registry
 from forgetting_transformer.ops import context
 from tests.model.small_models import PRO, small
-from tests.model.test_context import LENGTH, MODELS, inputs_of, model_of
+from tests.model.test_context import LENGTH, MODELS, inputs_of, model_of, summed_gradients
 from tests.model.test_decoding_graph import decode, random_ids
 from tests.processes import server
 from tests.training.conftest import STEP, changed, train
@@ -31,11 +31,7 @@ def measure(name: str, shared: context.Context | None, rank: int, bf16: bool) ->
     with context.sharing(shared), torch.autocast("cuda", torch.bfloat16, enabled=bf16):
         loss = model(**{key: x[:, part].contiguous().cuda(rank) for key, x in inputs.items()}).loss
         loss.sum().backward()
-    gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-    if shared is not None:
-        for gradient in gradients.values():
-            dist.all_reduce(gradient)
-    return {"loss": loss.detach(), **gradients}
+    return {"loss": loss.detach(), **summed_gradients(model, shared)}
 
 
 def distances(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:

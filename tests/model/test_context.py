@@ -95,11 +95,16 @@ def measure(name: str, packed: bool, checkpointing: bool, shared: context.Contex
     with context.sharing(shared, None):
         loss = model(**inputs).loss
         loss.sum().backward()
+    return {"loss": loss.detach(), **summed_gradients(model, shared)}
+
+
+def summed_gradients(model, shared) -> dict[str, torch.Tensor]:
+    """Gradients by name, of the processes that share a sequence together."""
     gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     if shared is not None:
         for gradient in gradients.values():
             dist.all_reduce(gradient)
-    return {"loss": loss.detach(), **gradients}
+    return gradients
 
 
 #: Most are checkpointed alone, since layers know nothing of it.

@@ -199,6 +199,17 @@ def rank_log(config: dict, rank: int) -> str:
     return (Path(config["output_dir"]) / f"logs/rank-{rank}.log").read_text()
 
 
+#: The process is gone in place of the step after `batches` steps of the run.
+DIES = """
+import os
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == {batches}:
+        os._exit(9)
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
 #: The signal comes in the middle of step 6, on one rank only.
 SIGNAL_IN_STEP_SIX = """
 import os, signal, time

@@ -33,7 +33,7 @@ from forgetting_transformer.training.checkpoint.reading import read_weights
 from forgetting_transformer.training.checkpoint.safe_reader import UnsafeCheckpointError, read_tensors
 from forgetting_transformer.training.checkpoint.writing import share
 from forgetting_transformer.training.records.run_directory import RunDirectory
-from tests.training.conftest import STEP, Job, changed, refused, train
+from tests.training.conftest import DIES, STEP, Job, changed, refused, train
 from tests.training.test_resume import lines
 from tests.waiting import HANG
 
@@ -365,18 +365,8 @@ def test_a_damaged_record_still_says_that_there_was_a_checkpoint(tmp_path, recor
 @pytest.mark.slow
 def test_a_run_goes_on_only_from_what_it_saved(tiny):
     """Killed before its first save, a run starts at 0; without its checkpoints, or their manifests, it is refused."""
-    patch = """
-import os
-from forgetting_transformer.training import trainer
-original = trainer.Trainer.step
-def step(self, batch):
-    if self.counters.batch_count == 3:
-        os._exit(9)
-    return original(self, batch)
-trainer.Trainer.step = step
-"""
     root = Path(tiny["output_dir"])
-    assert Job(tiny, patch=patch).wait() == [9]
+    assert Job(tiny, patch=DIES.format(batches=3)).wait() == [9]
     assert not (root / "last_checkpoint.json").exists()
     train(changed(tiny, train__max_tokens=8 * STEP))
     logged = lines(tiny["output_dir"], "train")

@@ -7,7 +7,7 @@ import pytest
 
 from forgetting_transformer.training.callbacks.goodput import Goodput, describe, shares
 from forgetting_transformer.training.clock import CATEGORIES, Clock
-from tests.training.conftest import STEP, Job, changed, train
+from tests.training.conftest import DIES, STEP, Job, changed, train
 from tests.training.test_resume import lines
 
 pytestmark = pytest.mark.slow
@@ -73,17 +73,7 @@ def test_damaged_bookkeeping_stops_nothing(tmp_path, damaged):
 
 
 def test_a_run_accounts_for_all_its_starts(tiny):
-    patch = """
-import os
-from forgetting_transformer.training import trainer
-original = trainer.Trainer.step
-def step(self, batch):
-    if self.counters.batch_count == 11:
-        os._exit(9)
-    return original(self, batch)
-trainer.Trainer.step = step
-"""
-    assert Job(changed(tiny, checkpoint_background=False), patch=patch).wait() == [9]
+    assert Job(changed(tiny, checkpoint_background=False), patch=DIES.format(batches=11)).wait() == [9]
     train(changed(tiny, datamodule__train_num_workers=1))
     ledger = json.loads((Path(tiny["output_dir"]) / "goodput.json").read_text())["starts"]
     assert [entry["from_step"] // STEP for entry in ledger] == [0, 8]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.campaign.runs import untimed
-from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused, train
+from tests.training.conftest import DIES, STEP, Job, changed, checkpoint_tensors, refused, train
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -216,17 +216,7 @@ def test_a_damaged_older_checkpoint_does_not_stop_training(tiny, interrupted):
 
 def test_every_kind_of_line_has_every_step_once_after_several_deaths(tiny):
     for dies_at in (2, 6, 11):  # before the first checkpoint, and between others
-        patch = f"""
-import os
-from forgetting_transformer.training import trainer
-original = trainer.Trainer.step
-def step(self, batch):
-    if self.counters.batch_count == {dies_at}:
-        os._exit(9)
-    return original(self, batch)
-trainer.Trainer.step = step
-"""
-        assert Job(tiny, patch=patch).wait() == [9]
+        assert Job(tiny, patch=DIES.format(batches=dies_at)).wait() == [9]
     train(tiny)
     for file in Path(tiny["output_dir"]).glob("metrics/jsonlines/*.jsonl"):
         steps = [entry["step"] for entry in lines(tiny["output_dir"], file.stem)]

@@ -38,7 +38,7 @@ from forgetting_transformer import files
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError, outputs
 from forgetting_transformer.analysis.statistics import Estimate, mean_and_error
-from forgetting_transformer.analysis.tables import Table
+from forgetting_transformer.analysis.tables import Table, plain_number
 
 FORMAT = 1
 #: Files of every evaluation.
@@ -208,9 +208,8 @@ def named_folders(texts: Sequence[str]) -> list[tuple[str, Path]]:
     return found
 
 
-def _plain(number: float, digits: int) -> str:
-    """A number with so many digits that count, and no exponent below a million: 123.4 with 2 -> 120."""
-    return f"{float(f'{number:.{digits}g}'):g}"
+def _error(standard_error: float | None) -> str:
+    return "" if standard_error is None else f" ± {plain_number(standard_error, 2)}"
 
 
 def number_table(evaluation: Evaluation) -> Table:
@@ -220,7 +219,7 @@ def number_table(evaluation: Evaluation) -> Table:
             n.task,
             n.metric,
             ", ".join(f"{key} {value}" for key, value in n.at.items()),
-            _plain(n.value, 4) if n.standard_error is None else f"{_plain(n.value, 4)} ± {_plain(n.standard_error, 2)}",
+            plain_number(n.value, 4) + _error(n.standard_error),
             "" if n.samples is None else str(n.samples),
         ]
         for n in evaluation.numbers

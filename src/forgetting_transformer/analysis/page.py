@@ -22,7 +22,7 @@ from forgetting_transformer.analysis.plots.style import DOTS_PER_INCH
 from forgetting_transformer.analysis.position_loss import comparison_table
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_table
 from forgetting_transformer.analysis.runs import EMA, Run
-from forgetting_transformer.analysis.tables import Table, format_tokens, has_numbers, score_table
+from forgetting_transformer.analysis.tables import Table, format_tokens, has_numbers, plain_number, score_table
 from forgetting_transformer.files import flatten
 
 #: Kinds of evaluations, in the order of the page, and the tables of those that have one.
@@ -122,7 +122,7 @@ def _facts(run: Run, sets: Sequence[str]) -> dict[str, str]:
         "Tokens/s": _number(speed.get(names.per_second("token_count", "total", "cum")), 0),
         "MFU": _percent(speed.get(names.mfu("total", "cum"))),
         "Peak memory": "–" if memory is None else f"{memory / 1e9:.3g} GB",
-        "Wall time": "–" if hours is None else f"{hours:,.3g} h" if hours >= 0.1 else f"{60 * hours:.2g} min",
+        "Wall time": _wall_time(hours),
         "of it in steps": _percent(goodput.get(names.name_of(names.GOODPUT, "steps"))),
         "Commit": ((start.get("git") or {}).get("commit") or "–")[:10],
         "Device": run.device or "–",
@@ -240,6 +240,12 @@ def _cell(text: str) -> str:
         if found := re.fullmatch(pattern, text):
             return f"<{tag}>{html.escape(found[1])}</{tag}>"
     return html.escape(text)
+
+
+def _wall_time(hours: float | None) -> str:
+    if hours is None:
+        return "–"
+    return f"{plain_number(hours, 3)} h" if hours >= 0.1 else f"{60 * hours:.2g} min"
 
 
 def _count(value: float | None) -> str:

@@ -72,6 +72,11 @@ def format_tokens(tokens: float) -> str:
     return f"{tokens:.6g}"
 
 
+def plain_number(number: float, digits: int) -> str:
+    """A number with so many digits that count, and no exponent below a million: 123.4 with 2 -> 120."""
+    return f"{float(f'{number:.{digits}g}'):g}"
+
+
 def rate_text(rate: float) -> str:
     """A learning rate of the grid, as in "2e-3"."""
     return f"{rate:.0e}".replace("e-0", "e-")

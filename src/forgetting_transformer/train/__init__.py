@@ -93,7 +93,7 @@ def _recorded_plugins(config: Path) -> list[str]:
 
 
 def _hydra_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """What Hydra's own parser reads of a command line, in whatever order options and overrides stand."""
+    """Options and overrides of a command line as Hydra's parser reads them, in any order."""
     return get_args_parser().parse_known_intermixed_args(list(arguments))[0]
 
 

@@ -1,4 +1,4 @@
-"""How far a run is, and what a start goes on from."""
+"""Progress of a run, and the origin of a start."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ class Counters:
 
 @dataclass
 class Origin:
-    """What a start goes on from; by default from nothing.
+    """Checkpoint or weights from which a start continues; by default none.
 
     Attributes:
         text: for people.

@@ -108,7 +108,7 @@ class _Building:
         self.stream = place.work / "stream"
 
     def manifest(self) -> dict[str, Any]:
-        """Of the corpus, which is complete but for it."""
+        """Manifest of the corpus: all else is written before it returns."""
         started, settings = time.monotonic(), self.settings
         stream.load_encoder.cache_clear()  # the worker may be this process, which may have worked in this folder before
         # One that is not trained first: it may not be there, and nothing else takes so little time.
@@ -144,7 +144,7 @@ class _Building:
         }
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` gives, and has given before a kill."""
+        """Result of `make`, from its file if a start before made it."""
         complete = self.place.work / name
         if not complete.exists():
             write_json(complete, make())

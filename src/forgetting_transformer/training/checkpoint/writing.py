@@ -63,7 +63,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict
 
 
 def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """What `rank` has to write: its shards, and of tensors that every rank holds whole about an equal share of bytes.
+    """Part of the state that `rank` writes: its shards, and an equal share of the tensors that every rank holds whole.
 
     Every rank computes the same division.
     """

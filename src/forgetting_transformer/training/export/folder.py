@@ -43,7 +43,7 @@ def export(
     licence: str | None = None,
     replace: bool = False,
 ) -> str:
-    """Writes `save_folder` and returns a line that says what was written.
+    """Writes `save_folder` and returns a summary of one line.
 
     A model card (README.md) is written too. One that no export wrote, or that was edited, is kept as it is.
 

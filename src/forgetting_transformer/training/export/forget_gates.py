@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import yaml
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -24,7 +23,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.files import explain, write_json
-from forgetting_transformer.hub_connection import cached_model, only_cached
+from forgetting_transformer.hub_connection import model_folder
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
 from forgetting_transformer.model.mixers.transformer import TransformerConfig
@@ -56,7 +55,7 @@ _LLAMA = {
 
 
 def add_forget_gates(source: str, out: Path, memory_length: Sequence[float] = ()) -> str:
-    """Writes `out` and returns a line that says what was written.
+    """Writes `out` and returns a summary of one line.
 
     Args:
         source: folder or hub id.
@@ -96,12 +95,9 @@ def _found(source: str) -> Path:
     folder = Path(source).expanduser()
     if not folder.exists():
         try:
-            folder = cached_model(source) if only_cached() else Path(snapshot_download(source, allow_patterns=[*_READ]))
-        except Exception as error:  # of the client, or of what carries its requests
-            raise ExportError(
-                f"SOURCE={source} is no folder, and no model of the hub that can be had ({one_line(error)}); without a "
-                f"network run `hf download {source} --local-dir FOLDER` elsewhere and give that folder"
-            ) from error
+            folder = model_folder(source, _READ)
+        except ValueError as error:
+            raise ExportError(f"SOURCE={source} is no folder, and {error}") from error
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ExportError(
             f"SOURCE={source} has no config.json with *.safetensors, and nothing else is read; give a folder of "

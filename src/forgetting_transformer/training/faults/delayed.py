@@ -27,7 +27,7 @@ class Delayed(Generic[T]):
         self._pending.append((label, tensor, event))
 
     def arrived(self, wait: bool = False) -> Iterator[tuple[T, Tensor]]:
-        """Those that have arrived since the last call; with `wait` all, for which the host then waits."""
+        """Values that have arrived since the last call; with `wait`, all of them, for which the host waits."""
         while self._pending:
             event = self._pending[0][2]
             if event is not None and not event.query():

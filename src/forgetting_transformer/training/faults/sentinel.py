@@ -55,7 +55,13 @@ AT_ONCE_SECONDS = 5.0
 
 
 class _Wait(NamedTuple):
-    """What is waited for besides a step: the beginning of "… for 5 s", and for how many seconds after a signal."""
+    """A wait for something other than a step.
+
+    Attributes:
+        missing: beginning of a message that goes on with "for 5 s".
+        after_signal: seconds that the wait may last after a signal.
+        hint: text added to the message.
+    """
 
     missing: str
     after_signal: float

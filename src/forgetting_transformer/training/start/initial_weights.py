@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -20,7 +19,7 @@ from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.data.vocabulary import other_token, tokens_of
 from forgetting_transformer.files import read_json
-from forgetting_transformer.hub_connection import only_cached
+from forgetting_transformer.hub_connection import model_folder
 from forgetting_transformer.model import registry
 from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.ops.finite import check_finite
@@ -142,13 +141,10 @@ def find(name: str, step: int | None = None) -> Source:
             "save_model.py wrote, or a hub id"
         )
     try:
-        downloaded = snapshot_download(name, allow_patterns=_FROM_THE_HUB, local_files_only=only_cached())
-    except Exception as error:  # of the client, or of what carries its requests
-        raise ValueError(
-            f"there is no such folder, and the hub's model of this name cannot be had ({one_line(error)}); without a "
-            f"network run `hf download {name} --local-dir FOLDER` elsewhere and give that folder"
-        ) from error
-    return _exported(Path(downloaded), {"source": name, "revision": Path(downloaded).name})
+        downloaded = model_folder(name, _FROM_THE_HUB)
+    except ValueError as error:
+        raise ValueError(f"there is no such folder, and {error}") from error
+    return _exported(downloaded, {"source": name, "revision": downloaded.name})
 
 
 def _of_run(directory: RunDirectory, step: int | None, official: bool) -> Source:
