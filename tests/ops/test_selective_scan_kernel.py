@@ -45,9 +45,9 @@ def scan(x, dt, A, both, D, dt_bias, state, cu_seqlens=None):
 
 def take_kernels(device):
     """In the interpreter too, with chunks of 8 tokens instead of 128, so that few tokens make several."""
-    if device == "cpu":
-        from forgetting_transformer.ops.recurrence import scan_triton
+    from forgetting_transformer.ops.recurrence import scan_triton  # which registers the operators
 
+    if device == "cpu":
         scan_triton.CHUNK = 8
         recurrence.scan_takes_kernel = lambda states, dtype, device: dtype != torch.float64
 

@@ -214,7 +214,8 @@ class ShiftLinear(nn.Module):
             project: gives the outputs of the two linear layers (`project_together`). Default: they are called.
             norm: normalises the heads of the mixed sequence.
         """
-        project = project or project_together(x_BTE, (self.linear, self.shift_proj))
+        if project is None:  # a function's truth is a branch that torch.compile before 2.12 cannot follow
+            project = project_together(x_BTE, (self.linear, self.shift_proj))
         y_BTE = project(self.linear)
         if padding_BT is not None:
             y_BTE = y_BTE.masked_fill(padding_BT[..., None], 0)
