@@ -9,17 +9,17 @@ The problems have the run's number of heads, and lengths that Triton specialises
 compiled here is what the run needs and is not compiled again. They cover several tiles, and what the run has of
 pruning, windows, ragged lengths and padding. They use no global random numbers.
 
-A new op is a row of `_OPS` and a function that calls it.
+A new op is a row of `_OPS`, at the end, and a function that calls it.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import decimal
-import logging
+import importlib
 import math
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +37,6 @@ from forgetting_transformer.ops.forgetting_attention import (
 from forgetting_transformer.ops.forgetting_attention.constants import STRETCH
 from forgetting_transformer.ops.forgetting_attention.dispatch import attention_backend, first_visible_key
 from forgetting_transformer.ops.layers import norm, residual_norm, shift_norm, short_convolution, swiglu
-
-log = logging.getLogger(__name__)
 
 #: ‖x - reference‖ / ‖reference‖ of outputs and gradients, of attention and scans. In 16 bits the kernels measured
 #: 1.8e-3 to 3.4e-3 (bfloat16) and a quarter of that (float16); a kernel that is wrong is off by far more.
@@ -99,36 +97,27 @@ def _choose(
         names = [find_backend(use, dtype, device) for use in uses]
         # The one that does most of the work stands for all: the fastest that any use has.
         name = min(names, key=backends.BACKENDS.get(op, (backends.PYTORCH,)).index)
-        loses_bits = device.type == "cuda" and (op, name) in _NOT_REPRODUCIBLE
-        notes = ", gradients not bitwise reproducible" * loses_bits
+        notes = ", gradients not bitwise reproducible" * (device.type == "cuda" and (op, name) in _NOT_REPRODUCIBLE)
         if name == backends.PYTORCH:
-            return Backend(name, _describe(name) + notes)
+            return Backend(name, "PyTorch" + notes)
+        triton = f"Triton {backends.installed_version('triton')}"
         try:
-            tested = [use for use, found in zip(uses, names, strict=True) if found != backends.PYTORCH]
+            tested = [use for use, its_name in zip(uses, names, strict=True) if its_name != backends.PYTORCH]
             error, where = max(check(use, dtype, device, lengths) for use in tested)
             if not backends.is_usable(op, name):  # the op itself went on to the next one
                 continue
-            allowed = _OPS[op].tolerances.get(dtype, 0.0)
-            if error <= allowed:
+            if error <= (allowed := _OPS[op].tolerances.get(dtype, 0.0)):
                 notes += f", from {MIN_KERNEL_TOKENS:,} tokens on" if op in _LAYERS else ""
-                return Backend(name, f"{_describe(name)}, self-test within {_rounded_up(error)}{notes}")
+                source = {backends.GLUON: f"{backends.TITLES[backends.GLUON]}, ", backends.TRITON: ""}
+                fla = f"FLA {backends.installed_version('fla-core')}, "
+                text = f"{source.get(name, fla)}{triton}, self-test within {_rounded_up(error)}{notes}"
+                return Backend(name, text)
             reason = f"its self-test found {where} off by {error:.1e} of its size where {allowed:.0e} is allowed"
         except Exception as failure:  # what a compiler raises is not one class
             if backends.is_failure_of_gpu(failure):
                 raise
             reason = f"its self-test failed with {backends.describe_error(failure)}"
-        backends.rule_out(op, name, f"with Triton {backends.installed_version('triton')} {reason}")
-
-
-def _describe(name: str) -> str:
-    """A backend for people, with the versions of what its kernels come from and are compiled with."""
-    if name == backends.PYTORCH:
-        return "PyTorch"
-    compiler = f"Triton {backends.installed_version('triton')}"
-    if name == backends.TRITON:
-        return compiler
-    source = backends.TITLES[name] if name == backends.GLUON else f"FLA {backends.installed_version('fla-core')}"
-    return f"{source}, {compiler}"
+        backends.rule_out(op, name, f"with {triton} {reason}")
 
 
 def _rounded_up(error: float) -> str:
@@ -141,15 +130,12 @@ def find_backend(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
     """The fastest backend that takes this use on this device and has not been ruled out."""
     if device.type != "cuda" or use.op not in _OPS:
         return backends.PYTORCH
-    if use.op == "attention":
-        return attention_backend(use, dtype, device)
     index = torch.cuda.current_device() if device.index is None else device.index
-    if use.op == "simple_gla":
-        heads, groups = use.heads, use.key_heads or use.heads
-        if recurrence.grouped.serves(heads, groups, use.key_dim, use.value_dim, dtype, index):
-            return backends.TRITON
+    served = _OPS[use.op].serves(use, dtype, index)
+    if isinstance(served, str):
+        return served
     # Of these ops the kernels of one package stand before PyTorch.
-    return backends.BACKENDS[use.op][-2] if _OPS[use.op].serves(use, dtype, index) else backends.PYTORCH
+    return backends.BACKENDS[use.op][-2] if served else backends.PYTORCH
 
 
 class _Op(NamedTuple):
@@ -158,9 +144,9 @@ class _Op(NamedTuple):
     Attributes:
         call: the op, a function of a use, a variant and inputs.
         inputs: name: axes, and a kind of `_KINDS`. Axes that begin with T have a batch axis of 1 before it.
+        serves: the backend of a use on the GPU of an index, or whether the kernels before PyTorch take it.
         tolerances: dtype: what is allowed.
         length: the length of the problem that stands for sequences of a length.
-        serves: whether the kernels before PyTorch take a use, on the GPU of an index.
         variants: further cases where any sequence may come: "padded" on the left, "decoding" the last token,
             "continued" from a state.
         by_heads: the first and the last group of heads stand for all of them in the reference: all scores of all heads
@@ -170,9 +156,9 @@ class _Op(NamedTuple):
 
     call: Callable[[OpUse, str, Mapping[str, Tensor]], Any]
     inputs: Mapping[str, str]
-    tolerances: Mapping[torch.dtype, float]
-    length: Callable[[int], int]
-    serves: Callable[[OpUse, torch.dtype, int], bool]
+    serves: Callable[[OpUse, torch.dtype, int], bool | str]
+    tolerances: Mapping[torch.dtype, float] = ELEMENTWISE_TOLERANCES
+    length: Callable[[int], int] = lambda _: MIN_KERNEL_TOKENS + 5
     variants: tuple[str, ...] = ()
     by_heads: bool = False
     on_cpu: bool = False
@@ -223,13 +209,13 @@ def check(use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequenc
         got = _results(leaves, outs, d_outs)
         for group in sorted({0, groups - 1}) if op.by_heads else [0]:
 
-            def part(x: Tensor, group: int = group) -> Tensor:
+            def own(x: Tensor, group: int = group) -> Tensor:
                 x = x.cpu() if op.on_cpu else x.to(device)
                 return x.chunk(groups, dim=2)[group] if op.by_heads else x
 
-            doubles = {name: part(x).double() for name, x in inputs.items()}
-            want = _results(*_call(use, variant, doubles), [part(d) for d in d_outs])
-            errors += [(_relative_error(part(x), want[name]), name) for name, x in got.items()]
+            doubles = {name: own(x).double() for name, x in inputs.items()}
+            want = _results(*_call(use, variant, doubles), [own(d) for d in d_outs])
+            errors += [(_relative_error(own(x), want[name]), name) for name, x in got.items()]
     return max(errors)
 
 
@@ -317,29 +303,15 @@ def _attention(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:
     elif use.pruning == "threshold":
         bound = _LOG_PRUNING_TOLERANCE - (2 * use.key_dim**0.5 + math.log(q.shape[1]))
         options["adaptive_threshold"] = torch.full((use.heads,), bound, device=q.device)
-    early = threading.Thread(target=_compile_backward, args=(q, k, v, *gates), daemon=True)
-    if q.is_cuda and is_plain:
-        early.start()
-    try:
+    with ThreadPoolExecutor(1) as beside:
+        if q.is_cuda and is_plain:
+            # The kernels of the backward pass, which are compiled meanwhile: half the wait for compilers. An error is
+            # found again where the test itself launches them.
+            launcher = importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
+            # Gradients of the output have the shape of queries.
+            head_first = [x.detach().transpose(1, 2) for x in (q, q, k, v, *gates)]
+            beside.submit(launcher.compile_backward, *head_first, use.key_dim**-0.5)
         return forgetting_attention(q, k, v, *gates, **options)
-    finally:
-        if early.ident is not None:
-            early.join()
-
-
-def _compile_backward(*tensors: Tensor) -> None:
-    """Compile the kernels of the backward pass beside those of the forward pass: half the wait for compilers."""
-    from forgetting_transformer.ops.forgetting_attention import triton as kernels
-
-    try:
-        q, k, v, log_fgate = (x.detach().transpose(1, 2) for x in tensors)
-        kernels.compile_backward(q, q, k, v, log_fgate, q.shape[-1] ** -0.5)  # gradients have the shape of queries
-    except Exception as error:  # the test itself does the same, and says what is wrong
-        log.debug("the backward pass was not compiled early: %s", error)
-
-
-def _path_attention(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:
-    return path_attention.path_attention(*inputs.values(), has_resets=False)[0]
 
 
 def _recurrence(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:
@@ -347,6 +319,13 @@ def _recurrence(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:
     options: dict[str, Any] = dict(zip([*inputs][3:], gates, strict=True))
     options |= {"cu_seqlens": _documents(use, q)} if use.key_heads is not None else {}
     return recurrence.recurrence(q, k, v, scale=1.0, **options)[0]
+
+
+def _serves_recurrence(use: OpUse, dtype: torch.dtype, index: int) -> bool | str:
+    sizes = (use.key_dim, use.value_dim, dtype, index)
+    if use.op == "simple_gla" and recurrence.grouped.serves(use.heads, use.key_heads or use.heads, *sizes):
+        return backends.TRITON
+    return recurrence.fla.serves(use.op, *sizes)
 
 
 def _selective_scan(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:
@@ -369,10 +348,6 @@ def _gated_norm(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:
     return norm.gated_rms_norm(inputs["x"], inputs.get("gate"), inputs["weight"], 1e-6, use.heads, **options)
 
 
-def _swiglu(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:
-    return swiglu.swiglu(*inputs.values())
-
-
 def _residual_norm(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:
     """Two norms, without a branch and with one, under the autocast of a run."""
     x, branch, weight = inputs.values()
@@ -393,34 +368,28 @@ _OPS = {
     "attention": _Op(
         _attention,
         {"q": "THK normed", "k": "TGK normed", "v": "TGV", "log f": "TH log gate of two speeds"},
+        lambda use, dtype, index: attention_backend(use, dtype, torch.device("cuda", index)),
         TOLERANCES,
         problem_length,
-        lambda use, dtype, index: attention_backend(use, dtype, torch.device("cuda", index)) != backends.PYTORCH,
         variants=("padded", "decoding"),
         by_heads=True,
     ),
     "path_attention": _Op(
-        _path_attention,
-        {
-            "q": "THK",
-            "k": "THK",
-            "v": "THV",
-            "w": "THK float32 unit",
-            "beta": "TH share of two",
-            "gates": "TH log gate",
-        },
+        lambda use, variant, inputs: path_attention.path_attention(*inputs.values(), has_resets=False)[0],
+        {"q": "THK", "k": "THK", "v": "THV"}
+        | {"w": "THK float32 unit", "beta": "TH share of two", "gates": "TH log gate"},
+        lambda use, dtype, index: path_attention_fla.serves(use.key_dim, use.value_dim, dtype, index),
         RECURRENCE_TOLERANCES,
         lambda _: 1160,  # these kernels go through 512 tokens at a time: three of these, the last one ragged
-        lambda use, dtype, index: path_attention_fla.serves(use.key_dim, use.value_dim, dtype, index),
         by_heads=True,
     ),
     **{
         op: _Op(
             _recurrence,
             {"q": "TGK", "k": "TGK unit", "v": "THV", **gates},
+            _serves_recurrence,
             RECURRENCE_TOLERANCES,
             lambda _: 200,  # four chunks of 64, the last one ragged
-            lambda use, dtype, index: recurrence.fla.serves(use.op, use.key_dim, use.value_dim, dtype, index),
             on_cpu=True,
         )
         for op, gates in {
@@ -435,50 +404,42 @@ _OPS = {
         _selective_scan,
         {"x": "TV", "dt": "TV", "A": "VK rate", "B": "TK", "C": "TK", "D": "V", "dt_bias": "V bias of steps"}
         | {"initial state": "1VK"},
+        lambda use, dtype, index: recurrence.scan_takes_kernel(use.key_dim, dtype, torch.device("cuda", index)),
         TOLERANCES,
         lambda _: 300,  # three chunks of 128
-        lambda use, dtype, index: recurrence.scan_takes_kernel(use.key_dim, dtype, torch.device("cuda", index)),
         variants=("continued",),
     ),
     "short_convolution": _Op(
         _short_convolution,
         {"x": "TV", "weight": "V1K", "bias": "V", "previous": "1VW"},
-        ELEMENTWISE_TOLERANCES,
-        lambda length: 128 + length % 16,  # what these kernels ask for is whether it is a multiple of 16
         lambda use, dtype, index: short_convolution.kernel_serves(
             dtype, use.key_dim, use.value_dim // max(1, use.heads), use.heads, index
         ),
+        length=lambda length: 128 + length % 16,  # what these kernels ask for is whether it is a multiple of 16
         variants=("continued",),
         on_cpu=True,
     ),
     "gated_norm": _Op(
         _gated_norm,
         {"x": "TV", "weight": "V", "gate": "TV"},
-        ELEMENTWISE_TOLERANCES,
-        lambda length: 128 + length % 16,
         lambda use, dtype, index: norm.gated_norm_takes_kernel(dtype, use.value_dim // use.heads, index),
+        length=lambda length: 128 + length % 16,
         on_cpu=True,
     ),
     # Layers treat every token alike, or look at the one before.
     "swiglu": _Op(
-        _swiglu,
+        lambda use, variant, inputs: swiglu.swiglu(*inputs.values()),
         {"gate and up": "TU"},
-        ELEMENTWISE_TOLERANCES,
-        lambda _: MIN_KERNEL_TOKENS + 5,
         lambda use, dtype, index: swiglu.kernel_serves(dtype, MIN_KERNEL_TOKENS, index),
     ),
     "residual_norm": _Op(
         _residual_norm,
         {"x": "TV float32", "branch": "TV", "weight": "V"},
-        ELEMENTWISE_TOLERANCES,
-        lambda _: MIN_KERNEL_TOKENS + 5,
         lambda use, dtype, index: residual_norm.kernel_serves(dtype, use.value_dim, MIN_KERNEL_TOKENS, index),
     ),
     "shift_norm": _Op(
         _shift_norm,
         {"y": "TV", "shift": "TH", "norm's weight": "K"},
-        ELEMENTWISE_TOLERANCES,
-        lambda _: MIN_KERNEL_TOKENS + 5,
         lambda use, dtype, index: shift_norm.kernel_serves(dtype, use.value_dim // use.heads, MIN_KERNEL_TOKENS, index),
     ),
 }
