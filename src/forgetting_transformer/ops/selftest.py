@@ -310,7 +310,7 @@ def _attention(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:
             launcher = importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
             # Gradients of the output have the shape of queries.
             head_first = [x.detach().transpose(1, 2) for x in (q, q, k, v, *gates)]
-            beside.submit(launcher.compile_backward, *head_first, use.key_dim**-0.5)
+            beside.submit(launcher.compile_backward, *head_first, sm_scale=use.key_dim**-0.5)
         return forgetting_attention(q, k, v, *gates, **options)
 
 
