@@ -34,6 +34,7 @@ from forgetting_transformer.ops import compiling, context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
+from forgetting_transformer.ops.layers.embedding import Embedding
 
 
 @dataclass
@@ -137,7 +138,7 @@ class DecoderModel(DecoderPreTrainedModel):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         padding_idx = config.pad_token_id if config.zero_padding_embedding else None
-        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=padding_idx)
+        self.embeddings = Embedding(config.vocab_size, config.hidden_size, padding_idx=padding_idx)
         self.layers: Any = nn.ModuleList(DecoderBlock(config, i) for i in range(config.num_hidden_layers))
         self.add_module(config.final_norm_name, FinalRMSNorm(config.hidden_size, config.norm_eps))
         self.add_shared_parameters()
