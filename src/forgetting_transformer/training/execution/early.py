@@ -38,7 +38,13 @@ def compiling(config: Config, fabric: Fabric, model: Any, packed: bool) -> Itera
         return
     before = backends.faults()
     # PyTorch's settings belong to a thread and what it takes over.
-    arguments = (_attempt, fabric, copy.deepcopy(model), _rows(config, fabric.world_size), config.datamodule.train_batch_len)
+    arguments = (
+        _attempt,
+        fabric,
+        copy.deepcopy(model),
+        _rows(config, fabric.world_size),
+        config.datamodule.train_batch_len,
+    )
     thread = threading.Thread(target=contextvars.copy_context().run, args=arguments, daemon=True)
     thread.start()
     try:
