@@ -77,7 +77,8 @@ def _attempt(fabric: Fabric, model: Any, rows: int, length: int) -> None:
     try:
         if fabric.device.type == "cuda":
             torch.cuda.set_device(fabric.device)  # a thread begins with the first
-        with fabric.autocast():
+        # Autograd has one thread for all backward passes of a GPU, and those that test kernels are not to wait there.
+        with fabric.autocast(), torch.autograd.set_multithreading_enabled(False):
             compile_parts(model, fabric.device, rows, length)
     except Exception as error:  # the first step will do the same, and say what is wrong
         log.debug("nothing was compiled early: %s", error)
