@@ -74,13 +74,14 @@ def _launch(
     num_queries, num_keys = q.shape[length_axis], k.shape[length_axis]
     padding_BT, missing = None, 0
     if q.dtype.itemsize == 2 and _has_gluon(q.device.index, q.shape[3]):
-        # These kernels load whole tiles. What nothing sees is multiplied by 0, and must not be NaN.
-        if seq_start_B is not None:
+        # These kernels take whole tiles. What nothing sees is multiplied by 0, and must not be NaN.
+        if seq_start_B is not None and num_queries % STRETCH == num_keys % STRETCH == 0:
             padding_BN = torch.arange(num_keys, device=q.device) < seq_start_B[:, None]
             padding_BT = padding_BN[:, num_keys - num_queries :].unsqueeze(head_axis)
             q = q.masked_fill(padding_BT[..., None], 0.0)
             k, v = (x.masked_fill(padding_BN.unsqueeze(head_axis)[..., None], 0.0) for x in (k, v))
-        if num_queries >= 2 * STRETCH and (num_keys - num_queries) % STRETCH == 0:
+        sees_all = first_key_BT is None and seq_start_B is None
+        if sees_all and num_queries >= 2 * STRETCH and (num_keys - num_queries) % STRETCH == 0:
             missing = -num_queries % STRETCH
     if missing:
         after = (0, missing) if head_first else (0, 0, 0, missing)
@@ -93,8 +94,7 @@ def _launch(
         start_BT = seq_start_B.to(torch.int32)[:, None].expand(-1, num_queries)
         first_key_BT = start_BT if first_key_BT is None else torch.maximum(first_key_BT, start_BT)
     if first_key_BT is not None:
-        last = first_key_BT[:, -1:].expand(-1, missing)
-        first_key_BT = torch.cat([first_key_BT, last], 1) if missing else first_key_BT.contiguous()
+        first_key_BT = first_key_BT.contiguous()
     out, log_normaliser_BHT = _attend(q, k, v, log_fgate, first_key_BT, threshold_BH, is_bounded, sm_scale, head_first)
     if missing:
         out = out.narrow(length_axis, 0, num_queries)
