@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 
 from forgetting_transformer.ops import backends
@@ -37,14 +36,10 @@ def compiling(config: Config, fabric: Fabric, model: Any, packed: bool) -> Itera
         yield
         return
     before = backends.faults()
+    data = config.datamodule
+    rows = min(data.train_batch_size, max(1, config.train.grad_acc_tokens // data.train_batch_len))
+    arguments = _attempt, fabric, copy.deepcopy(model), rows, data.train_batch_len
     # PyTorch's settings belong to a thread and what it takes over.
-    arguments = (
-        _attempt,
-        fabric,
-        copy.deepcopy(model),
-        _rows(config, fabric.world_size),
-        config.datamodule.train_batch_len,
-    )
     thread = threading.Thread(target=contextvars.copy_context().run, args=arguments, daemon=True)
     thread.start()
     try:
@@ -56,21 +51,15 @@ def compiling(config: Config, fabric: Fabric, model: Any, packed: bool) -> Itera
 
 
 def _serves(config: Config, fabric: Fabric, model: Any) -> bool:
-    """Whether the first step calls the blocks as this does: compiled, whole on each device, not as CUDA graphs, which
+    """Whether the first step calls the blocks as this does: compiled, by one process, and not as CUDA graphs, which
     belong to the thread that records them."""
-    if fabric.device.type != "cuda" or config.train.compile is False or config.strategy.context > 1:
+    if fabric.device.type != "cuda" or config.train.compile is False or fabric.world_size > 1:
         return False
-    if isinstance(fabric.strategy, ModelParallelStrategy) or not hasattr(model, "decoder"):
+    if not hasattr(model, "decoder"):
         return False
     flops_per_token = model.config.flops_per_token(config.datamodule.train_batch_len)
-    flops = graphs.flops_in_a_block(config, fabric.world_size, flops_per_token, model.config.num_hidden_layers)
-    return not graphs.choose(config, fabric.device, fabric.world_size, True, flops)
-
-
-def _rows(config: Config, world_size: int) -> int:
-    """Sequences of a micro-batch on one device."""
-    data = config.datamodule
-    return min(data.train_batch_size // world_size, max(1, config.train.grad_acc_tokens // data.train_batch_len))
+    flops = graphs.flops_in_a_block(config, 1, flops_per_token, model.config.num_hidden_layers)
+    return not graphs.choose(config, fabric.device, 1, True, flops)
 
 
 def _attempt(fabric: Fabric, model: Any, rows: int, length: int) -> None:
