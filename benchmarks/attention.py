@@ -7,8 +7,9 @@
 
 The first table has forward and backward of B,T,H,D in bf16. TFLOP/s counts 2·B·H·T²·D forward, the causal half of two
 products, and 2.5 times that backward, for every kernel, whatever it really computes. Baselines: PyTorch's
-scaled_dot_product_attention through cuDNN and FlashAttention-2, without gates (cudnn, flash); flash-linear-attention's
-forgetting attention (fla); and the fallbacks of this project without Gluon (triton) and without Triton (pytorch).
+scaled_dot_product_attention through cuDNN and FlashAttention-2, without gates (cudnn, flash); FlashAttention-4 without
+gates, from the package flash-attn-4 (flash4); flash-linear-attention's forgetting attention (fla); and the fallbacks of
+this project without Gluon (triton) and without Triton (pytorch). A package that is not installed is the row's status.
 
 The second table has pruning, with QK-normed inputs (weights 1, so scores are at most √D) and tolerance e^-10. `half`:
 all gates are 1/2, as at initialisation. `spread`: constant gates whose time constants are spread logarithmically over
@@ -16,8 +17,8 @@ the heads, from 4 to 10^6 tokens. `one`: nothing is forgotten, so nothing can be
 the `weights` of QK-norm, one for each head, or from the norms in each `tile`. `skipped` is the share of skipped blocks
 of 128 × 128 pairs. `search` is the share of time that bounds, sums of gates and the choice of blocks take.
 
-The third table has what leaves the fastest kernels: packed documents, windows, padding on the left, a length that is no
-multiple of 128, and query heads that share keys. `ratio` is the time of a tile of 128 × 128 pairs that a query sees
+The third table has layouts: packed documents, windows, padding on the left, a length that is no multiple of 128, and
+query heads that share keys. `ratio` is the time of a tile of 128 × 128 pairs that a query sees
 something of, relative to that time of the full kernel, which is measured in turn; forward, backward and both.
 
 In the first table forgetting attention has two more columns, of both passes together: `graph`, replayed from a CUDA
@@ -29,6 +30,7 @@ before Python has launched the next kernel, so runs of the second and third tabl
 
 import argparse
 import functools
+import importlib
 import itertools
 import math
 import statistics
@@ -40,7 +42,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import Case, parse, parser, run, run_main
+from cases import Case, NotMeasured, parse, parser, run, run_main
 
 from forgetting_transformer.command_line import count
 
@@ -175,7 +177,7 @@ def measure_kernel(case: Case, repeats: int) -> dict[str, float]:
                 return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
 
     elif kernel.startswith("FlashAttention-4"):
-        from flash_attn.cute import flash_attn_func
+        flash_attn_func = peer("flash_attn.cute", "flash_attn_func", "flash-attn-4")
 
         def attend(*inputs: Any) -> Any:
             out = flash_attn_func(*inputs, causal=True, deterministic="not reproducible" not in kernel)
@@ -184,7 +186,7 @@ def measure_kernel(case: Case, repeats: int) -> dict[str, float]:
     else:
         inputs.append(log_fgate)
         if kernel == "FLA forgetting attention":
-            from fla.ops.forgetting_attn import parallel_forgetting_attn as attend
+            attend = peer("fla.ops.forgetting_attn", "parallel_forgetting_attn", "fla-core")
         elif kernel != OURS:
             left_out = (backends.GLUON, backends.TRITON) if "PyTorch" in kernel else (backends.GLUON,)
     with backends.without("attention", *left_out):
@@ -192,6 +194,17 @@ def measure_kernel(case: Case, repeats: int) -> dict[str, float]:
         launched = time_launched(attend, inputs, repeats) if kernel == OURS else {}
     tflops = 7 * batch * heads * length**2 * head_dim / (forward + backward) / 1e9
     return {"forward_ms": forward, "backward_ms": backward, "tflops": tflops, **launched}
+
+
+def peer(module: str, function: str, package: str) -> Callable[..., Any]:
+    """
+    Raises:
+        NotMeasured: its package is not installed.
+    """
+    try:
+        return getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError:
+        raise NotMeasured(f"not measured: pip install {package}") from None
 
 
 def time_replayed(attend: Callable[..., Any], inputs: list[Any], repeats: int) -> tuple[float, float]:

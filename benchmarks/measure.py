@@ -8,8 +8,9 @@
 
 commands.yaml beside this script has the commands. Each writes its file into --folder, row by row (cases.py). The same
 command goes on where the last one ended: what is finished is left alone, and an unfinished file gets its missing rows.
-A command that needs more GPUs than there are is not run. A command that fails is named at the end, and the others still
-run. After a change of the code give another --folder: a file takes the rows of one commit only.
+A command that needs more GPUs than there are is not run, and the authors' code only where --authors says where it is. A
+command that fails is named at the end, and the others still run. After a change of the code give another --folder: a
+file takes the rows of one commit only.
 """
 
 import argparse
@@ -60,6 +61,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--time_limit", type=positive, help="seconds for this call; default: until everything is measured"
     )
     parser.add_argument("--gpus", type=at_least(0), help="as if there were so many (default: those of this machine)")
+    parser.add_argument("--authors", type=command_line.path, help="a checkout of the paper authors' code (authors.py)")
     parser.add_argument("--list", action="store_true", help="show the commands, and run none")
     args = parser.parse_args(argv)
     known = measurements()
@@ -95,8 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for found in measurements():
         if args.wanted and found.group not in args.wanted and found.name not in args.wanted:
             continue
+        if args.authors is not None:
+            found = found._replace(command=found.command.replace("{authors}", shlex.quote(str(args.authors))))
         if is_finished(found, args.folder):
             states[found] = "finished"
+        elif "{authors}" in found.command:
+            states[found] = "not run: needs --authors, a checkout of the paper authors' code"
         elif found.gpus > args.gpus:
             states[found] = f"not run: needs {found.gpus} GPU{'s' * (found.gpus > 1)}, there are {args.gpus}"
         elif args.list or (deadline and time.monotonic() >= deadline):

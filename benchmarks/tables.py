@@ -239,7 +239,7 @@ def _order(experiment: str) -> int:
 
 def attention(results: Results) -> str:
     """TFLOP/s of attention alone, forward and backward, each kernel with the newest Triton that measured it."""
-    newest = {(row["kernel"], _shape(row)): row for row in results.rows(table="kernels")}
+    newest = {(row["kernel"], _shape(row)): row for row in results.rows(table="kernels") if "tflops" in row}
     kernels, shapes = (list(dict.fromkeys(key[i] for key in newest)) for i in (0, 1))
     rows = [
         [kernel, *(_optional(newest.get((kernel, shape)), lambda row: f"{row['tflops']:.0f}") for shape in shapes)]

@@ -232,10 +232,8 @@ def sentences() -> dict[str, str]:
         "authors_least": f"{min(gains):.1f}",
         "authors_most": f"{max(gains):.1f}",
         "two_sequences_gain": f"{ratio(two, small | {'cuda_graphs': True}, small | {'cuda_graphs': False}):.2f}",
-        **{
-            f"start_{row['caches']}": f"{row['first_line_seconds']:.0f}"
-            for row in Results("start_760m_4_gpus_launch*.json").rows()
-        },
+        **{f"start_{row['caches']}": f"{row['first_line_seconds']:.0f}" for row in Results("start_125m*.json").rows()},
+        "start_imports": f"{Results('start_125m*.json').row(caches='empty')['imports_seconds']:.0f}",
     }
 
 

@@ -162,6 +162,8 @@ second:
 third:
   slow: {gpus: 0, command: fake.py --how waits}
   late: {gpus: 0, command: fake.py --how late}
+fourth:
+  theirs: {command: "fake.py --how {authors}"}
 """)
     monkeypatch.setattr(measure, "FOLDER", tmp_path)
     monkeypatch.setattr(measure, "COMMANDS", tmp_path / "commands.yaml")
@@ -178,6 +180,10 @@ third:
     assert measure.main(["third", *common, "--time_limit", "1"]) == 1
     said = capfd.readouterr().out
     assert "slow: out of time; the same command goes on" in said and "late: not measured yet" in said
+    assert measure.main(["fourth", *common]) == 0
+    assert "theirs: not run: needs --authors, a checkout" in capfd.readouterr().out
+    assert measure.main(["fourth", *common, "--authors", "their code"]) == 0
+    assert "measuring their code" in capfd.readouterr().out
     with pytest.raises(SystemExit):
         measure.parse_args(["firts"])
     assert "'firts' is no group and no file; groups are first, second, third," in capfd.readouterr().err

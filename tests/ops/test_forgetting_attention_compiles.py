@@ -53,8 +53,8 @@ def test_tiles_fit_the_shared_memory_of_every_generation(capability, head_dim, n
     )  # fmt: skip
 
 
-def compile_for_hopper(name: str, head_dim: int, group: int) -> None:
-    """Compile a kernel of `hopper.py`."""
+def compile_for_hopper(name: str, head_dim: int, has_first: bool) -> None:
+    """Compile a kernel of `hopper.py`, with first visible keys or without."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from forgetting_transformer.ops.forgetting_attention import hopper, hopper_backward
@@ -67,8 +67,9 @@ def compile_for_hopper(name: str, head_dim: int, group: int) -> None:
         kernel, tile, stages = hopper_backward.backward_kernel, hopper_backward.TILES[name, head_dim], 2
     else:
         kernel, (tile, stages) = getattr(hopper, f"{name}_kernel"), hopper.TILES[name, head_dim]
-    constants = {"HEAD_DIM": head_dim, "STAGES": stages, "GROUP": group, "N": tile, "M": tile}
-    streamed = ("q", "d_out") if name in ("key_gradient", "backward") else ("k", "v")
+    constants = {"HEAD_DIM": head_dim, "STAGES": stages, "HAS_FIRST": has_first, "N": tile, "M": tile}
+    constants |= {} if has_first else {"first_key_ptr": None, "end_query_ptr": None}
+    streamed = ("q", "d_out") if name == "backward" else ("k", "v")
     rows = {x: tile if x in streamed else 128 for x in ("q", "k", "v", "d_out")} | {"dk": 64, "dv": 64}
     descriptors = {argument: descriptor("bf16", [n, head_dim], 128, 16) for argument, n in rows.items()}
     vectors = ("suffix_vector", "log_normaliser", "delta", "row_sum")
@@ -81,26 +82,20 @@ def compile_for_hopper(name: str, head_dim: int, group: int) -> None:
     )  # fmt: skip
 
 
-# Heads that share keys change the loops of the key gradient, and addresses elsewhere.
-HOPPER = [
-    *((name, 64, group) for name in ("forward", "key_gradient") for group in (1, 3)),
-    *((name, 128, group) for name in KERNELS for group in (1, 3)),
-    ("backward", 64, 1),
-    ("backward", 128, 1),
-]
-USUAL = [("forward", 64, 3), ("key_gradient", 128, 3), ("query_gradient", 128, 3), ("backward", 64, 1)]
+HOPPER = [(name, head_dim, first) for name in ("forward", "backward") for head_dim in (64, 128) for first in (0, 1)]
+USUAL = [("forward", 64, 1), ("backward", 128, 1), ("backward", 64, 0)]
 IN_FLIGHT = "tests/ops/test_forgetting_attention_compiles.py::test_products_of_the_hopper_kernels_stay_in_flight"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, head_dim, group",
+    "name, head_dim, has_first",
     [pytest.param(*case, marks=[] if case in USUAL else [pytest.mark.rare(IN_FLIGHT)]) for case in HOPPER],
 )
-def test_products_of_the_hopper_kernels_stay_in_flight(name, head_dim, group, tmp_path, monkeypatch, capsys):
+def test_products_of_the_hopper_kernels_stay_in_flight(name, head_dim, has_first, tmp_path, monkeypatch, capsys):
     """The assembler says in its log when it makes every product wait for the one before: C7510 and so on."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
-    compile_for_hopper(name, head_dim, group)
+    compile_for_hopper(name, head_dim, bool(has_first))
     log = capsys.readouterr().out
     assert "registers" in log and "serialized" not in log

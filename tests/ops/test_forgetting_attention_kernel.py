@@ -102,6 +102,47 @@ for queries, length in ((150, 150), (5, 150)):
     )
 
 
+def test_kernels_for_whole_tiles_get_whole_tiles_without_what_padding_holds():
+    """Results are those of the ragged length. From 256 queries on it is filled up, where they see all keys before."""
+    interpret(
+        """
+from forgetting_transformer.ops.forgetting_attention import dispatch
+dispatch._has_gluon = lambda *_: True
+lengths, attend_whole = [], dispatch._attend
+def seen(*args):
+    lengths.append((args[0].shape[2 if args[-1] else 1], args[4] is not None and args[4].shape[1]))
+    assert args[0].shape[2 if args[-1] else 1] % 128 or all(x.isfinite().all() for x in args[:3])
+    return attend_whole(*args)
+dispatch._attend = seen
+for queries, keys, window, start, head_first in (
+    (260, 260, None, None, True), (260, 388, None, None, False), (260, 388, 100, None, False),
+    (300, 300, None, (270, 300), False), (128, 256, None, (200, 256), True), (260, 261, None, None, True),
+):
+    q, k, v, log_fgate, d_out = inputs(keys, 16, torch.float16, queries=queries, batch=2, heads=2, groups=1)
+    first_key = dispatch.first_visible_key(q, k, window=window)
+    seq_start = None
+    if start is not None:
+        seq_start = torch.tensor(start)
+        first_key = seq_start[:, None].expand(-1, queries).int().contiguous()
+        for row, first in enumerate(start):
+            k[row, :, :first] = v[row, :, :first] = math.nan
+            q[row, :, :max(0, first - (keys - queries))] = math.nan
+    def launch(*leaves):
+        leaves = leaves if head_first else [x.transpose(1, 2) for x in leaves]
+        given = None if window is None else first_key
+        out, log_normaliser = dispatch._launch(*leaves, head_first, 0.25, seq_start, given, None, False)
+        return out if head_first else out.transpose(1, 2), log_normaliser
+    got = run(launch, q, k, v, log_fgate, d_out)
+    want = run(reference, *(x.double() for x in (q, k, v, log_fgate, d_out)), first_key, 0.25)
+    for a, e in zip(got, want, strict=True):
+        finite = torch.isfinite(e)
+        assert a.shape == e.shape and torch.equal(a.isneginf(), e.isneginf()) and torch.isfinite(a[finite]).all()
+        assert (a.double() - e)[finite].norm() <= 3e-3 * e[finite].norm()
+assert lengths == [(384, False), (384, False), (260, 260), (300, 300), (128, 128), (260, False)], lengths
+"""
+    )
+
+
 def test_strong_absent_and_resetting_gates():
     interpret(
         """

@@ -156,7 +156,7 @@ def test_a_wrong_kernel_is_replaced_by_the_next(pretend_gpu, monkeypatch, how):
     assert found.name == TRITON and found.text.startswith("Triton 9.9.9, self-test within ")
     (message,) = backends.faults().values()
     assert "Gluon for Hopper is not used: with Triton 9.9.9 its self-test found the " in message
-    assert "Triton runs instead: attention takes 1.1 to 1.2 times as long. To mend it, install a Triton" in message
+    assert "Triton runs instead: attention takes 1.3 to 1.5 times as long. To mend it, install a Triton" in message
 
 
 def test_a_wrong_kernel_of_decoding_is_found(pretend_gpu, monkeypatch):
@@ -200,6 +200,7 @@ def test_short_lengths_stand_for_long_ones():
 
 def test_the_log_says_the_error_and_what_is_not_reproducible(pretend_gpu, monkeypatch):
     use = OpUse("path_attention", 3, 16, 16)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     for error, text in ((2.31e-3, "3e-3"), (2e-3, "2e-3"), (9.2e-4, "1e-3"), (0.0, "0e")):
         monkeypatch.setattr(selftest, "check", lambda *args: (error, "the output"))  # noqa: B023
         found = selftest.choose_backends([use], torch.bfloat16, torch.device("cuda", 0), [64])["path_attention"].text
@@ -396,7 +397,7 @@ def test_names_decide_whether_gluon_runs_and_not_versions():
     said = run_python(GLUON_IS_THERE, missing)
     assert said.startswith("False False False\n") and said.count("attention:") == 1
     assert "cannot import name 'warpgroup_mma'" in said
-    assert "Triton runs instead: attention takes 1.1 to 1.2 times as long" in said
+    assert "Triton runs instead: attention takes 1.3 to 1.5 times as long" in said
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

@@ -85,9 +85,21 @@ def choose_backends(
     for use in dict.fromkeys(uses):
         if use.op not in _LAYERS or device.type == "cuda":
             by_op.setdefault(use.op, []).append(use)
-    with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+    with warnings.catch_warnings(), ThreadPoolExecutor(max(1, len(by_op)), "self-test") as threads:
         warnings.simplefilter("ignore", RuntimeWarning)
-        return {op: _choose(op, op_uses, dtype, device, lengths) for op, op_uses in by_op.items()}
+        rest = dtype, device, lengths
+        chosen = {op: threads.submit(_choose_on_a_thread, op, op_uses, *rest) for op, op_uses in by_op.items()}
+        return {op: backend.result() for op, backend in chosen.items()}
+
+
+def _choose_on_a_thread(
+    op: str, uses: Sequence[OpUse], dtype: torch.dtype, device: torch.device, *rest: Any
+) -> Backend:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a thread begins with the first
+    # Autograd has one thread for all backward passes of a GPU, where tests would wait for each other's compilers.
+    with torch.autograd.set_multithreading_enabled(False):
+        return _choose(op, uses, dtype, device, *rest)
 
 
 def _choose(

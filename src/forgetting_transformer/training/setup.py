@@ -28,7 +28,7 @@ from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.config import Config, ConfigError, check
 from forgetting_transformer.training.counters import Origin
 from forgetting_transformer.training.eval_sets import check_same_texts, check_tokenizers, open_eval_sets
-from forgetting_transformer.training.execution import graphs
+from forgetting_transformer.training.execution import early, graphs
 from forgetting_transformer.training.execution.choice import choose_on_all_ranks
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.corruption import Comparison
@@ -161,7 +161,8 @@ def model_and_kernels(
 ) -> tuple[Any, dict[str, Backend]]:
     """The model on the CPU, with its initial weights unless a checkpoint has them; and what runs each op, tested here.
 
-    Drawing initial weights takes one core, and testing kernels waits for compilers: both go on at once.
+    Drawing initial weights takes one core, and testing kernels waits for compilers: both go on at once, and so does
+    compiling for the first step.
 
     Args:
         origin: gets what is known of the weights of `init_from`.
@@ -170,7 +171,7 @@ def model_and_kernels(
     log.info("building the model: %s", config.model.name)
     info = data.train_info()
     with ThreadPoolExecutor(1, "model") as thread:
-        empty = outline(config, info)
+        empty = as_trained(outline(config, info), config)
         gpus.warn_without(config, fabric.device, empty)
         _check_fits(empty, config, data.packed)
         weights = None
@@ -179,7 +180,8 @@ def model_and_kernels(
             origin.text, origin.weights_from, origin.notes = str(weights), weights.record, weights.notes
         draws = origin.checkpoint is None and (weights is None or bool(weights.fresh))
         building = thread.submit(build_model, config, info, initialise=draws)
-        backends = _choose_backends(config, fabric, data, empty)
+        with early.compiling(config, fabric, empty, data.packed):
+            backends = _choose_backends(config, fabric, data, empty)
         begin("model")
         model = building.result()
     if weights is not None:
@@ -258,6 +260,11 @@ def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.M
     train_only(model, config.train.only)
     if initialise:
         initialisation.initialise(model, config.seed)
+    return as_trained(model, config)
+
+
+def as_trained(model: Any, config: Config) -> Any:
+    """The model with what `config.train` says about activations."""
     if config.train.gradient_checkpointing:
         checkpoint_activations(model, True)
     if config.train.block_inputs_on_host:

@@ -9,10 +9,12 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 import importlib
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forgetting_transformer.ops import backends
 from forgetting_transformer.ops.eager import runs_eagerly
+from forgetting_transformer.ops.forgetting_attention.constants import STRETCH
 
 #: Largest head dimension of the Triton kernels.
 MAX_KERNEL_HEAD_DIM = 256
@@ -69,7 +71,22 @@ def _launch(
     is_bounded: bool,
 ) -> tuple[Tensor, Tensor]:
     head_axis, length_axis = (1, 2) if head_first else (2, 1)
-    num_queries = q.shape[length_axis]
+    num_queries, num_keys = q.shape[length_axis], k.shape[length_axis]
+    padding_BT, missing = None, 0
+    if q.dtype.itemsize == 2 and _has_gluon(q.device.index, q.shape[3]):
+        # These kernels take whole tiles. What nothing sees is multiplied by 0, and must not be NaN.
+        if seq_start_B is not None and num_queries % STRETCH == num_keys % STRETCH == 0:
+            padding_BN = torch.arange(num_keys, device=q.device) < seq_start_B[:, None]
+            padding_BT = padding_BN[:, num_keys - num_queries :].unsqueeze(head_axis)
+            q = q.masked_fill(padding_BT[..., None], 0.0)
+            k, v = (x.masked_fill(padding_BN.unsqueeze(head_axis)[..., None], 0.0) for x in (k, v))
+        sees_all = first_key_BT is None and seq_start_B is None
+        if sees_all and num_queries >= 2 * STRETCH and (num_keys - num_queries) % STRETCH == 0:
+            missing = -num_queries % STRETCH
+    if missing:
+        after = (0, missing) if head_first else (0, 0, 0, missing)
+        q, k, v = (F.pad(x, (0, 0, *after)) for x in (q, k, v))
+        log_fgate = None if log_fgate is None else F.pad(log_fgate, after)
     if log_fgate is None:
         gates = (*k.shape[:head_axis], q.shape[head_axis], *k.shape[head_axis + 1 : 3])
         log_fgate = torch.zeros((), dtype=torch.float32, device=q.device).expand(gates)
@@ -78,6 +95,27 @@ def _launch(
         first_key_BT = start_BT if first_key_BT is None else torch.maximum(first_key_BT, start_BT)
     if first_key_BT is not None:
         first_key_BT = first_key_BT.contiguous()
+    out, log_normaliser_BHT = _attend(q, k, v, log_fgate, first_key_BT, threshold_BH, is_bounded, sm_scale, head_first)
+    if missing:
+        out = out.narrow(length_axis, 0, num_queries)
+        log_normaliser_BHT = log_normaliser_BHT[:, :, :num_queries]
+    if padding_BT is not None:  # its gradient may be NaN too
+        out = out.masked_fill(padding_BT[..., None], 0.0)
+    return out, log_normaliser_BHT
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_fgate: Tensor,
+    first_key_BT: Tensor | None,
+    threshold_BH: Tensor | None,
+    is_bounded: bool,
+    sm_scale: float,
+    head_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """Through the operators, or past them where only autograd looks on."""
     if runs_eagerly(q, k, v, log_fgate):
         from forgetting_transformer.ops.forgetting_attention import triton as launcher
 
@@ -88,11 +126,21 @@ def _launch(
     bounds = (None, None, None)
     if is_bounded:
         bounds = kernels.forgetting_attention_bounds(q.detach(), k.detach(), first_key_BT, sm_scale)
-    decay = kernels.forgetting_attention_decay(log_fgate.detach(), num_queries, threshold_BH, *bounds, first_key_BT)
+    decay = kernels.forgetting_attention_decay(log_fgate.detach(), q.shape[2], threshold_BH, *bounds, first_key_BT)
     out_BHTD, log_normaliser_BHT = kernels.forgetting_attention_forward(
         q, k, v, log_fgate, *decay, first_key_BT, sm_scale
     )
     return out_BHTD if head_first else out_BHTD.transpose(1, 2), log_normaliser_BHT
+
+
+def _has_gluon(device_index: int, head_dim: int) -> bool:
+    """Whether kernels for Hopper GPUs take 16-bit tensors of whole tiles; a constant to compiled graphs."""
+    launcher = importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
+    return launcher.has_gluon(device_index, head_dim)
+
+
+# As of `backends.has_triton`.
+_has_gluon._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def in_layout_of_caller(
@@ -146,6 +194,4 @@ def attention_backend(use: backends.OpUse, dtype: torch.dtype, device: torch.dev
     index = torch.cuda.current_device() if device.index is None else device.index
     if not backends.has_triton("attention", _KERNELS, index):
         return backends.PYTORCH
-    launcher = importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
-    on_hopper = use.window is None and not use.packed and dtype.itemsize == 2 and launcher.has_gluon(index, use.key_dim)
-    return backends.GLUON if on_hopper else backends.TRITON
+    return backends.GLUON if dtype.itemsize == 2 and _has_gluon(index, use.key_dim) else backends.TRITON

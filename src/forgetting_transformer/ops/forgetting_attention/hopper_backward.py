@@ -57,7 +57,15 @@ from forgetting_transformer.ops.forgetting_attention.hopper import (
     located,
     vectors,
 )
-from forgetting_transformer.ops.forgetting_attention.layout import FUSED, Decay, Descriptors, Inputs, Launch, Located
+from forgetting_transformer.ops.forgetting_attention.layout import (
+    FUSED,
+    Decay,
+    Descriptors,
+    Inputs,
+    Launch,
+    Located,
+    empty_heads,
+)
 
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 _FLOAT_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -117,8 +125,8 @@ def _rounded(x, dtype: gl.constexpr):
 def _step(
     dk, dv, column_sum, m, stage, phase,
     k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
-    q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free, bias, key, before, scale,
-    W: gl.constexpr, MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr,
+    q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free, bias, key, limit, before, scale,
+    W: gl.constexpr, MASKED: gl.constexpr, HAS_FIRST: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
     """A tile of queries; keys are rows."""
     column = gl.arange(0, M, _columns_of(M))
@@ -141,7 +149,10 @@ def _step(
     # In this order: sums that need no scores would be computed early and take registers.
     weight_T = gl.exp2(score_T * scale - normaliser[None, :] + shift[:, None])
     if MASKED:
-        weight_T = gl.where(key[:, None] <= (m + before + column)[None, :], weight_T, 0.0)
+        seen = key[:, None] <= (m + before + column)[None, :]
+        if HAS_FIRST:
+            seen = seen & ((m + column)[None, :] < limit[:, None])
+        weight_T = gl.where(seen, weight_T, 0.0)
     mbarrier.wait(d_out_ready.index(stage), phase)  # for its branch
     d_weight_T, weight_T = warpgroup_mma_wait(0, deps=[d_weight_T, weight_T])
     delta = deltas.index(stage).load(_columns_of(M))
@@ -174,12 +185,15 @@ def _step(
 def _compute(
     k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
     once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
-    suffix, start_n, before, start, end, scale, sm_scale, dk_tiles, dv_tiles, d_row, d_column, column_sum_ptr,
-    W: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr,
+    suffix, end_queries, start_n, before, start, end_full, end, scale, sm_scale,
+    dk_tiles, dv_tiles, d_row, d_column, column_sum_ptr,
+    W: gl.constexpr, HAS_FIRST: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 keys against the tiles of queries that see them, from the diagonal down."""
     key = start_n + W * _ROWS + gl.arange(0, _ROWS, _rows_of(M))
-    bias = gl.load(suffix + key)
+    bias, limit = gl.load(suffix + key), key
+    if HAS_FIRST:
+        limit = gl.load(end_queries + key)
     dk = gl.zeros([_ROWS, HEAD_DIM], gl.float32, _accumulators(HEAD_DIM))
     dv = gl.zeros([_ROWS, HEAD_DIM], gl.float32, _accumulators(HEAD_DIM))
     column_sum = gl.zeros([_ROWS], gl.float32, _rows_of(M))
@@ -192,18 +206,28 @@ def _compute(
         dk, dv, column_sum = _step(
             dk, dv, column_sum, m, stage, phase,
             k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
-            q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free, bias, key, before, scale,
-            W, True, HEAD_DIM, M,
+            q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free, bias, key, limit, before, scale,
+            W, True, HAS_FIRST, HEAD_DIM, M,
         )  # fmt: skip
         stage, phase = _next_stage(stage, phase, _STAGES)
-    for m in range(end_diagonal, end, M):
+    for m in range(end_diagonal, end_full, M):
         dk, dv, column_sum = _step(
             dk, dv, column_sum, m, stage, phase,
             k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
-            q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free, bias, key, before, scale,
-            W, False, HEAD_DIM, M,
+            q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free, bias, key, limit, before, scale,
+            W, False, HAS_FIRST, HEAD_DIM, M,
         )  # fmt: skip
         stage, phase = _next_stage(stage, phase, _STAGES)
+    if HAS_FIRST:
+        for m in range(end_full, end, M):
+            dk, dv, column_sum = _step(
+                dk, dv, column_sum, m, stage, phase,
+                k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
+                q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free, bias, key, limit, before,
+                scale,
+                W, True, HAS_FIRST, HEAD_DIM, M,
+            )  # fmt: skip
+            stage, phase = _next_stage(stage, phase, _STAGES)
     gl.store(column_sum_ptr + key, column_sum)
     # Through the place of this warpgroup's values, which no other reads.
     place = v_tiles.index(0).slice(W * _ROWS, _ROWS)
@@ -320,21 +344,22 @@ def _add_in_turn(
 def backward_kernel(
     q, q_0, q_1, q_2, k, k_0, k_1, k_2, v, v_0, v_1, v_2, d_out, d_out_0, d_out_1, d_out_2,
     dk, dv, d_0, d_1, d_2, dq, row_sum,
-    log_normaliser, delta, suffix_ptr, running_ptr, reference_ptr, end_block_ptr, column_sum_ptr, turns_ptr,
-    heads, num_queries, num_keys, num_stretches, num_blocks, scale, sm_scale,
-    HEAD_DIM: gl.constexpr, M: gl.constexpr,
+    log_normaliser, delta, suffix_ptr, running_ptr, reference_ptr, end_block_ptr, end_query_ptr, column_sum_ptr,
+    turns_ptr, heads, group, num_queries, num_keys, num_stretches, num_blocks, scale, sm_scale,
+    HAS_FIRST: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of 128 keys and values and their column sums; its part of gradients of queries and of row sums.
+    """Gradients of 128 keys and values of a query head and their column sums; its part of gradients of queries and of
+    row sums.
 
     `turns_ptr`: int32 zeros, a ticket counter and then one of turns for each tile of queries `(Z, tiles)`.
     """
     ticket = gl.atomic_add(turns_ptr, 1)
     start_n = (num_stretches - 1 - ticket % num_stretches) * _STRETCH
     z = (ticket // num_stretches).to(gl.int64)
-    sequence, head = z // heads, z % heads
+    sequence, head, key_head = z // heads, z % heads, z % heads // group
     before = num_keys - num_queries
-    k_row, k_column = (sequence * k_0 + head * k_1).to(gl.int32) + start_n, (head * k_2).to(gl.int32)
-    v_row, v_column = (sequence * v_0 + head * v_1).to(gl.int32) + start_n, (head * v_2).to(gl.int32)
+    k_row, k_column = (sequence * k_0 + key_head * k_1).to(gl.int32) + start_n, (key_head * k_2).to(gl.int32)
+    v_row, v_column = (sequence * v_0 + key_head * v_1).to(gl.int32) + start_n, (key_head * v_2).to(gl.int32)
     q_row, q_column = (sequence * q_0 + head * q_1).to(gl.int32), (head * q_2).to(gl.int32)
     d_out_row, d_out_column = (sequence * d_out_0 + head * d_out_1).to(gl.int32), (head * d_out_2).to(gl.int32)
     d_row, d_column = (sequence * d_0 + head * d_1).to(gl.int32) + start_n, (head * d_2).to(gl.int32)
@@ -344,6 +369,13 @@ def backward_kernel(
     turns = turns_ptr + 1 + z * (num_queries // M)
     start = gl.maximum(start_n - before, 0)
     end = gl.minimum(gl.load(end_block_ptr + z * num_stretches + start_n // _STRETCH) * _STRETCH, num_queries)
+    end_full, end_queries = end, end_block_ptr
+    if HAS_FIRST:
+        end_queries = end_query_ptr + sequence * num_keys
+        end = gl.minimum(end, gl.cdiv(gl.load(end_queries + start_n + _STRETCH - 1), _STRETCH) * _STRETCH)
+        # The block on the diagonal, which is the first to add, also where its queries see nothing.
+        end = gl.maximum(end, start_n - before + _STRETCH)
+        end_full = gl.minimum(gl.maximum(gl.load(end_queries + start_n) // M * M, start + _STRETCH), end)
 
     k_tiles = gl.allocate_shared_memory(k.dtype, [1, 2 * _ROWS, HEAD_DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [1, 2 * _ROWS, HEAD_DIM], v.layout)
@@ -365,15 +397,15 @@ def backward_kernel(
                 k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas,
                 shifts, d_score_tiles, dq_tiles.index(0),
                 once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready_0, dq_free_0,
-                suffix, start_n, before, start, end, scale, sm_scale,
-                dk, dv, d_row, d_column, column_sum, 0, HEAD_DIM, M,
+                suffix, end_queries, start_n, before, start, end_full, end, scale, sm_scale,
+                dk, dv, d_row, d_column, column_sum, 0, HAS_FIRST, HEAD_DIM, M,
             )),
             (_compute, (
                 k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers,
                 deltas, shifts, d_score_tiles, dq_tiles.index(1),
                 once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready_1, dq_free_1,
-                suffix, start_n, before, start, end, scale, sm_scale,
-                dk, dv, d_row, d_column, column_sum, 1, HEAD_DIM, M,
+                suffix, end_queries, start_n, before, start, end_full, end, scale, sm_scale,
+                dk, dv, d_row, d_column, column_sum, 1, HAS_FIRST, HEAD_DIM, M,
             )),
             (_load, (
                 k, k_row, k_column, k_tiles.index(0), v, v_row, v_column, v_tiles.index(0), once_ready,
@@ -419,36 +451,46 @@ class _Backward:
         head_dim, m = q.size[3], TILES["backward", q.size[3]]
         self.q, self.d_out = located(q, m), located(d_out, m)
         self.k, self.v = located(k, _STRETCH.value), located(v, _STRETCH.value)
-        self.dk, self.dv, self.dq = located(k.like(), _ROWS.value), located(v.like(), _ROWS.value), Located(q.like())
+        self.wide = torch.Size((sizes.batch, sizes.heads, sizes.keys, head_dim))  # of dk and dv for each query head
+        wide = k._replace(size=self.wide).like()
+        self.dk, self.dv, self.dq = located(wide, _ROWS.value), located(wide, _ROWS.value), Located(q.like())
         self.total = sizes.rows * sizes.queries, head_dim
         self.total_tiles = Descriptors(TensorDescriptor, [*self.total], [head_dim, 1], [_ROWS.value] * 2, _FLOAT_TILE)
         self.rows = vectors(sizes.rows * sizes.queries, m)
-        self.numbers = sizes.heads, *sizes.lengths
-        self.launch = Launch(backward_kernel, sizes.stretches * sizes.rows, HEAD_DIM=head_dim, M=m, **_LAUNCH)
+        self.numbers = sizes.heads, sizes.group, *sizes.lengths
+        self.launch = Launch(
+            backward_kernel, sizes.stretches * sizes.rows, HAS_FIRST=inputs.has_first, HEAD_DIM=head_dim, M=m, **_LAUNCH
+        )
         self.finish = Launch(finish_kernel, sizes.blocks * sizes.rows, HEAD_DIM=head_dim, ROWS=_STRETCH.value, **FUSED)
 
 
 def backward(
     inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, log_normaliser: Tensor, delta: Tensor,
-    decay: Decay, sm_scale: float, turns: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, row_sum: Tensor,
-    column_sum: Tensor,
-) -> tuple[Tensor, ...] | None:  # fmt: skip
-    """Write gradients and sums, and return them; None where heads share keys.
+    decay: Decay, end_query: Tensor | None, sm_scale: float, turns: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    row_sum: Tensor, column_sum: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Write gradients and sums, and return them.
+
+    Heads that share keys have gradients of keys and values each, in 16 bits, which are then summed.
 
     Args:
         log_normaliser, delta, turns: as `delta_kernel` wrote them.
+        end_query: `(B, N)` int32, one past the last query that sees each key; None is all from the key on.
     """
-    if inputs.sizes.group > 1:
-        return None
-    prepared = inputs.kept(_Backward)
-    rows = prepared.rows
+    prepared, group = inputs.kept(_Backward), inputs.sizes.group
+    rows, wide_dk, wide_dv = prepared.rows, dk, dv
+    if group > 1:
+        wide_dk, wide_dv = (empty_heads(prepared.wide, x) for x in (k, v))
     total = torch.empty(prepared.total, dtype=torch.float32, device=q.device)
     prepared.launch(
         *prepared.q.of(q), *prepared.k.of(k), *prepared.v.of(v), *prepared.d_out.of(d_out),
-        prepared.dk.of(dk)[0], *prepared.dv.of(dv), prepared.total_tiles.of(total), rows.of(row_sum),
+        prepared.dk.of(wide_dk)[0], *prepared.dv.of(wide_dv), prepared.total_tiles.of(total), rows.of(row_sum),
         rows.of(log_normaliser), rows.of(delta),
-        decay.suffix, decay.running, decay.reference, decay.end_block, column_sum, turns,
+        decay.suffix, decay.running, decay.reference, decay.end_block, end_query, column_sum, turns,
         *prepared.numbers, sm_scale * LOG2_E, sm_scale,
     )  # fmt: skip
     prepared.finish(total, *prepared.dq.of(dq), inputs.sizes.heads, inputs.sizes.queries, sm_scale)
+    if group > 1:
+        for wide, narrow in ((wide_dk, dk), (wide_dv, dv)):
+            torch.sum(wide.unflatten(1, (-1, group)), 2, out=narrow)
     return dq, dk, dv, row_sum, column_sum

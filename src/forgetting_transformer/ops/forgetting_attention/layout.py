@@ -110,10 +110,15 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def empty_heads_like(x: Tensor) -> Tensor:
-    """A tensor of x's shape `(B, H, T, D)`, in memory `(B, T, H, D)`, as projections before and after want it."""
+def empty_heads(size: torch.Size, x: Tensor) -> Tensor:
+    """A tensor of this size `(B, H, T, D)`, in memory `(B, T, H, D)`, as projections before and after want it, with
+    x's dtype and device."""
     # Not a view of another tensor, which autograd would follow.
-    return torch.empty_strided(x.shape, _heads_within_positions(x.shape), dtype=x.dtype, device=x.device)
+    return torch.empty_strided(size, _heads_within_positions(size), dtype=x.dtype, device=x.device)
+
+
+def empty_heads_like(x: Tensor) -> Tensor:
+    return empty_heads(x.shape, x)
 
 
 def empty_gates_like(x: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ from forgetting_transformer.ops.forgetting_attention.layout import (
     with_whole_channels,
 )
 
-_GLUON_KERNELS = ("forward", "backward", "key_gradient", "query_gradient")
+_GLUON_KERNELS = ("forward", "backward")
 _MAX_CHUNK = 1024  # stretches or blocks that `running_kernel` works on at a time
 
 
@@ -214,7 +214,7 @@ class _Inputs(Inputs):
         """others: alignments of all that kernels read beside these tensors; of the first visible keys comes first."""
         super().__init__(tensors, others[0] is not None, device)
         q = self.heads[0]
-        fits = q.dtype.itemsize == 2 and not self.has_first and all(fits_descriptor(x) for x in self.heads)
+        fits = q.dtype.itemsize == 2 and all(fits_descriptor(x) for x in self.heads)
         self.gluon: set[str] = set()
         if device.type == "cuda" and fits and _loads_hopper(device.index):
             self.gluon = {name for name in _GLUON_KERNELS if (name, q.size[3]) in _hopper(name).TILES}
@@ -257,7 +257,7 @@ def forward(
     tensors = signature(q), signature(k), signature(v)
     inputs = _prepare_forward(tensors, alignments(first_key, *decay), q.device)
     log_normaliser = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if _on_hopper("forward", inputs, q, k, v, decay, sm_scale, out, log_normaliser) is not None:
+    if _on_hopper("forward", inputs, q, k, v, decay, first_key, sm_scale, out, log_normaliser) is not None:
         return log_normaliser
     prepared = inputs.kept(_Forward)
     in_q, in_k, in_v = prepared.located
@@ -385,29 +385,27 @@ def backward(
 
     dq, dk, dv = empty_heads_like(q), empty_heads_like(k), empty_heads_like(v)
     column_sum = torch.empty(prepared.column_sum, dtype=torch.float32, device=device)
-    rows = q, k, v, d_out, shifted, delta, decay, sm_scale
-    if _on_hopper("backward", prepared, *rows, turns, dq, dk, dv, row_sum, column_sum) is None:
+    end_query = None
+    if first_key is not None:
+        positions = torch.arange(sizes.keys, dtype=torch.int32, device=device).expand(sizes.batch, -1)
+        end_query = torch.searchsorted(first_key, positions.contiguous(), right=True, out_int32=True)
+    arguments = q, k, v, d_out, shifted, delta, decay, end_query, sm_scale, turns, dq, dk, dv, row_sum, column_sum
+    if _on_hopper("backward", prepared, *arguments) is None:
         scales = sm_scale * LOG2_E, sm_scale
-        if _on_hopper("key_gradient", prepared, *rows, dk, dv, column_sum) is None:
-            end_query = None
-            if first_key is not None:
-                positions = torch.arange(sizes.keys, dtype=torch.int32, device=device).expand(sizes.batch, -1)
-                end_query = torch.searchsorted(first_key, positions.contiguous(), right=True, out_int32=True)
-            keys = prepared.kept(_KeyGradient)
-            in_q, in_k, in_v, in_d_out = keys.located
-            keys.launch(
-                *in_q.of(q), *in_k.of(k), *in_v.of(v), *in_d_out.of(d_out), *keys.dk.of(dk), *keys.dv.of(dv),
-                shifted, delta, decay.suffix, decay.running, decay.reference, decay.end_block,
-                first_key, end_query, column_sum, *keys.numbers, *scales,
-            )  # fmt: skip
-        if _on_hopper("query_gradient", prepared, *rows, dq, row_sum) is None:
-            queries = prepared.kept(_QueryGradient)
-            in_q, in_k, in_v, in_d_out = queries.located
-            queries.launch(
-                *in_q.of(q), *in_k.of(k), *in_v.of(v), *in_d_out.of(d_out), *queries.dq.of(dq),
-                shifted, delta, decay.suffix, decay.running, decay.reference, decay.first_stretch, first_key, row_sum,
-                *queries.numbers, *scales,
-            )  # fmt: skip
+        keys = prepared.kept(_KeyGradient)
+        in_q, in_k, in_v, in_d_out = keys.located
+        keys.launch(
+            *in_q.of(q), *in_k.of(k), *in_v.of(v), *in_d_out.of(d_out), *keys.dk.of(dk), *keys.dv.of(dv),
+            shifted, delta, decay.suffix, decay.running, decay.reference, decay.end_block,
+            first_key, end_query, column_sum, *keys.numbers, *scales,
+        )  # fmt: skip
+        queries = prepared.kept(_QueryGradient)
+        in_q, in_k, in_v, in_d_out = queries.located
+        queries.launch(
+            *in_q.of(q), *in_k.of(k), *in_v.of(v), *in_d_out.of(d_out), *queries.dq.of(dq),
+            shifted, delta, decay.suffix, decay.running, decay.reference, decay.first_stretch, first_key, row_sum,
+            *queries.numbers, *scales,
+        )  # fmt: skip
 
     if not wants_gates:
         return dq, dk, dv, log_fgate.new_empty(0)
@@ -671,10 +669,10 @@ def _on_hopper(kernel: str, inputs: _Inputs, *arguments: Any) -> Any:
         return None
 
 
-def has_gluon(device_index: int, head_dim: int, kernel: str = "forward") -> bool:
-    """Whether this GPU runs a Gluon kernel at this head dimension: a Hopper GPU, a Triton that has what it needs."""
+def has_gluon(device_index: int, head_dim: int) -> bool:
+    """Whether this GPU runs the Gluon kernels at this head dimension: a Hopper GPU, a Triton that has what it needs."""
     usable = backends.is_usable("attention", backends.GLUON) and _loads_hopper(device_index)
-    return usable and (kernel, head_dim) in _hopper(kernel).TILES
+    return usable and ("forward", head_dim) in _hopper().TILES
 
 
 @functools.cache

@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 _MAX_VERSIONS = 64
 #: Most processes that compile kernels for one rank, TorchInductor's own limit.
 _MAX_WORKERS = 32
-#: Seconds of the first step on an H200 with nothing in the caches, for this package's architectures at 760M. Blocks of
-#: a kind share one compilation, so depth changes little.
-_USUAL_SECONDS = "15 to 25 s"
+#: Seconds of the first step on an H200 with nothing in the caches and nothing compiled early, for this package's
+#: architectures at 760M. Blocks of a kind share one compilation, so depth changes little.
+_MOST_SECONDS = 25
 
 
 class Compilation:
@@ -60,7 +60,7 @@ class Compilation:
         if self._talks:
             from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-            how_long = f"usually {_USUAL_SECONDS} on an H200" if self._on_cuda else "up to some minutes"
+            how_long = f"up to {_MOST_SECONDS} s on an H200" if self._on_cuda else "up to some minutes"
             log.info("compiling, %s; the next start finds the code in %s", how_long, cache_dir())
 
     def warn_of_uncompiled(self) -> None:
