@@ -120,10 +120,10 @@ def prune(args: argparse.Namespace) -> int:
         for path in reversed(folders(directory.checkpoints)):
             manifest = checkpoints.read_manifest(path)
             if manifest is None:
-                continue  # damaged, and perhaps somebody can mend it
+                continue  # damaged ones are kept: somebody may mend them
             if kept < args.keep:
                 try:
-                    # Only a checkpoint that was read from end to end counts as one that the run can go on from.
+                    # Only a checkpoint that was read from end to end counts as one to continue from.
                     checkpoints.inspect(path)
                     kept += 1
                 except CheckpointError as error:
@@ -149,7 +149,7 @@ def folders(folder: Path) -> list[Path]:
 
 
 def find(run: Path, step: str, read: Callable[[Checkpoint], T]) -> T:
-    """What `read` makes of a checkpoint by its step or "newest"; the run may be training."""
+    """Result of `read` on a checkpoint by its step or "newest"; the run may be training."""
     folder = RunDirectory(run).checkpoints
     if step != "newest" and not step.isdigit():
         raise CheckpointError(
