@@ -107,7 +107,7 @@ def diff(args: argparse.Namespace) -> int:
     equal = len(first.keys() & second.keys()) - len(changes)
     print(f"{equal} tensors are equal in every bit, {len(changes)} differ" + ("; the most:" if changes else ""))
     for change, name in changes[: args.top]:
-        print(f"  {name}: by {change:.1e} of its norm")
+        print(f"  {name}: by {change:.2g} times its norm")
     return int(bool(changes) or first.keys() != second.keys())
 
 

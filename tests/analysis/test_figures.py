@@ -185,9 +185,13 @@ def test_a_panel_for_everything_that_a_run_logs(make_run: MakeRun, drawn: list[F
 
 
 def test_axes_have_whole_numbers_where_values_differ_little(drawn: list[Figure], tmp_path: Path) -> None:
-    with style.picture(tmp_path / "x.png", "x", (3, 2)) as picture:
+    with style.picture(tmp_path / "x.png", "x", (3, 2), columns=2) as picture:
+        picture.axes[0, 1].plot([650, 1100])
         style.draw_line(picture.axes[0, 0], style.CurveStyle("black", "-", "o"), np.arange(3), 7 + 1e-4 * np.arange(3))
+        style.log_axis(picture.axes[0, 1])
     assert drawn[0].axes[0].yaxis.get_offset_text().get_text() == ""
+    ticks = [tick for tick in drawn[0].axes[1].get_yticks() if 640 < tick < 1110]
+    assert len(ticks) >= 3, "a logarithmic axis of less than a factor of two has numbers too"
 
 
 @pytest.mark.slow

@@ -227,7 +227,8 @@ def log_axis(axes: Axes) -> None:
     low, high = axes.get_ylim()
     if high < 500 * low:
         subs = (1, 2, 5) if high > 30 * low else (1, 1.5, 2, 3, 5, 7)
-        axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
+        few = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10])
+        axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20) if high > 4 * low else few)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
         axes.yaxis.set_minor_locator(NullLocator())
 
