@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from forgetting_transformer.data.corpus import Batch, check_batch, check_tokens
+from forgetting_transformer.data.batch_checks import check_batch, check_tokens
+from forgetting_transformer.data.corpus import Batch
 from forgetting_transformer.data.worker import shared_memory_hint
 from forgetting_transformer.training.errors import TrainingError
 

@@ -38,7 +38,7 @@ from forgetting_transformer.training.optimization.building import build_optimize
 from forgetting_transformer.training.optimization.parameter_groups import train_only
 from forgetting_transformer.training.parallel import gpus
 from forgetting_transformer.training.parallel.launch import launch
-from forgetting_transformer.training.parallel.ranks import Ranks, on_rank_zero
+from forgetting_transformer.training.parallel.ranks import on_rank_zero
 from forgetting_transformer.training.records.logs import start_logging
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 from forgetting_transformer.training.start import initialisation
@@ -88,9 +88,7 @@ def move_aside(directory: RunDirectory, fabric: Fabric) -> None:
     start_logging(directory, fabric.global_rank)
 
 
-def open_data(
-    config: Config, directory: RunDirectory, fabric: Fabric, ranks: Ranks
-) -> tuple[Corpus, dict[str, Corpus]]:
+def open_data(config: Config, directory: RunDirectory, fabric: Fabric) -> tuple[Corpus, dict[str, Corpus]]:
     """The corpus and the sets of `eval_sets`, checked against the config now and not after hours of training.
 
     Raises:
@@ -102,8 +100,7 @@ def open_data(
     _check_budget(config, directory, info)
     if not config.skip_eval:
         data.eval_info()
-    data.check_cache(ranks.data_size, evaluates=not config.skip_eval)
-    eval_sets = open_eval_sets(config, data, info, ranks.data_size)
+    eval_sets = open_eval_sets(config, data, info)
 
     def check_texts() -> None:
         if hasattr(data, "check_tokenizers"):
