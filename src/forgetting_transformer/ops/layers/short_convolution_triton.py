@@ -61,20 +61,20 @@ def _rows(
 
 
 @triton.jit
-def _place(position_ptr, row, start, length, HAS_DOCUMENTS: tl.constexpr):
+def _position(position_ptr, row, start, length, HAS_DOCUMENTS: tl.constexpr):
     """How many tokens of its document are before each at `start + row`; anything where documents are not packed."""
-    place = tl.zeros_like(row)
+    position = tl.zeros_like(row)
     if HAS_DOCUMENTS:
         inside = (start + row >= 0) & (start + row < length)
-        place = tl.load(position_ptr + row, mask=inside, other=0)
-    return place
+        position = tl.load(position_ptr + row, mask=inside, other=0)
+    return position
 
 
 @triton.jit
-def _within(x, place, DISTANCE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr):
+def _within(x, position, DISTANCE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr):
     """x of the positions whose document reaches DISTANCE tokens back, 0 of the others."""
     if HAS_DOCUMENTS:
-        x = tl.where((place >= DISTANCE)[:, None], x, 0.0)
+        x = tl.where((position >= DISTANCE)[:, None], x, 0.0)
     return x
 
 
@@ -84,10 +84,10 @@ def _filter(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias):
 
 
 @triton.jit
-def _filter_at(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias, place, HAS_DOCUMENTS: tl.constexpr):
+def _filter_at(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias, position, HAS_DOCUMENTS: tl.constexpr):
     """The filter at the positions of x_3."""
-    x_0, x_1 = _within(x_0, place, 3, HAS_DOCUMENTS), _within(x_1, place, 2, HAS_DOCUMENTS)
-    x_2 = _within(x_2, place, 1, HAS_DOCUMENTS)
+    x_0, x_1 = _within(x_0, position, 3, HAS_DOCUMENTS), _within(x_1, position, 2, HAS_DOCUMENTS)
+    x_2 = _within(x_2, position, 1, HAS_DOCUMENTS)
     return _filter(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias)
 
 
@@ -138,13 +138,13 @@ def convolution_forward_kernel(
     x_4 = _rows(x_ptr, row + 1, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
     x_5 = _rows(x_ptr, row + 2, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
     x_6 = _rows(x_ptr, row + 3, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
-    p_0 = _place(position_ptr, row, start, length, HAS_DOCUMENTS)
+    p_0 = _position(position_ptr, row, start, length, HAS_DOCUMENTS)
     z_0 = _filter_at(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias, p_0, HAS_DOCUMENTS)
-    p_1 = _place(position_ptr, row + 1, start, length, HAS_DOCUMENTS)
+    p_1 = _position(position_ptr, row + 1, start, length, HAS_DOCUMENTS)
     z_1 = _filter_at(x_1, x_2, x_3, x_4, w_0, w_1, w_2, w_3, bias, p_1, HAS_DOCUMENTS)
-    p_2 = _place(position_ptr, row + 2, start, length, HAS_DOCUMENTS)
+    p_2 = _position(position_ptr, row + 2, start, length, HAS_DOCUMENTS)
     z_2 = _filter_at(x_2, x_3, x_4, x_5, w_0, w_1, w_2, w_3, bias, p_2, HAS_DOCUMENTS)
-    p_3 = _place(position_ptr, row + 3, start, length, HAS_DOCUMENTS)
+    p_3 = _position(position_ptr, row + 3, start, length, HAS_DOCUMENTS)
     z_3 = _filter_at(x_3, x_4, x_5, x_6, w_0, w_1, w_2, w_3, bias, p_3, HAS_DOCUMENTS)
     _store_activated(z_0, y_ptr, row, channels, channel, exists, start, length, epsilon, SILU, NORM)
     _store_activated(z_1, y_ptr, row + 1, channels, channel, exists, start, length, epsilon, SILU, NORM)
@@ -247,11 +247,11 @@ def convolution_backward_kernel(
     x_7 = _rows(x_ptr, row, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
     x_8 = _rows(x_ptr, row + 1, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
     x_9 = _rows(x_ptr, row + 2, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
-    p_4 = _place(position_ptr, row, first, length, HAS_DOCUMENTS)
+    p_4 = _position(position_ptr, row, first, length, HAS_DOCUMENTS)
     z_4 = _filter_at(x_4, x_5, x_6, x_7, w_0, w_1, w_2, w_3, bias, p_4, HAS_DOCUMENTS)
-    p_5 = _place(position_ptr, row + 1, first, length, HAS_DOCUMENTS)
+    p_5 = _position(position_ptr, row + 1, first, length, HAS_DOCUMENTS)
     z_5 = _filter_at(x_5, x_6, x_7, x_8, w_0, w_1, w_2, w_3, bias, p_5, HAS_DOCUMENTS)
-    p_6 = _place(position_ptr, row + 2, first, length, HAS_DOCUMENTS)
+    p_6 = _position(position_ptr, row + 2, first, length, HAS_DOCUMENTS)
     z_6 = _filter_at(x_6, x_7, x_8, x_9, w_0, w_1, w_2, w_3, bias, p_6, HAS_DOCUMENTS)
     d_4 = _gradient(z_4, dy_ptr, row, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
     d_5 = _gradient(z_5, dy_ptr, row + 1, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
@@ -264,13 +264,13 @@ def convolution_backward_kernel(
         x_1 = _rows(x_ptr, row - 2, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
         x_2 = _rows(x_ptr, row - 1, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
         x_3 = _rows(x_ptr, row, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
-        p_0 = _place(position_ptr, row, first, length, HAS_DOCUMENTS)
+        p_0 = _position(position_ptr, row, first, length, HAS_DOCUMENTS)
         z_0 = _filter_at(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias, p_0, HAS_DOCUMENTS)
-        p_1 = _place(position_ptr, row + 1, first, length, HAS_DOCUMENTS)
+        p_1 = _position(position_ptr, row + 1, first, length, HAS_DOCUMENTS)
         z_1 = _filter_at(x_1, x_2, x_3, x_4, w_0, w_1, w_2, w_3, bias, p_1, HAS_DOCUMENTS)
-        p_2 = _place(position_ptr, row + 2, first, length, HAS_DOCUMENTS)
+        p_2 = _position(position_ptr, row + 2, first, length, HAS_DOCUMENTS)
         z_2 = _filter_at(x_2, x_3, x_4, x_5, w_0, w_1, w_2, w_3, bias, p_2, HAS_DOCUMENTS)
-        p_3 = _place(position_ptr, row + 3, first, length, HAS_DOCUMENTS)
+        p_3 = _position(position_ptr, row + 3, first, length, HAS_DOCUMENTS)
         z_3 = _filter_at(x_3, x_4, x_5, x_6, w_0, w_1, w_2, w_3, bias, p_3, HAS_DOCUMENTS)
         d_0 = _gradient(z_0, dy_ptr, row, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
         d_1 = _gradient(z_1, dy_ptr, row + 1, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
