@@ -1,4 +1,4 @@
-"""What a model's mixers can do, which is asked before a run, and how its blocks are run.
+"""Abilities of a model's mixers, which are asked for before a run, and the compilation of its blocks.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -22,7 +22,7 @@ class MixerAbilities:
         return [block.sequence_mixer for block in decoder.layers]
 
     def op_uses(self) -> list[OpUse]:
-        """How mixers, and layers in them, call ops whose kernels can be tested before use; see `ops/selftest.py`."""
+        """Calls of ops by mixers and layers in them, whose kernels can be tested before use; see `ops/selftest.py`."""
         modules: Iterator[Any] = self.modules()
         return [module.op_use() for module in modules if hasattr(module, "op_use")]
 
@@ -64,7 +64,7 @@ class MixerAbilities:
         self._is_compiled = True
 
     def keep_block_inputs_on_host(self) -> None:
-        """With activation checkpointing, keep what blocks start from in the host's memory until the backward pass.
+        """Keep what blocks start from in the host's memory until the backward pass, with activation checkpointing.
 
         Saves the GPU 4·E bytes per token and block (2·E where the residual stream has 16 bits). They go to pinned
         memory and back, through PyTorch's `save_on_cpu`. Nothing changes on a CPU.

@@ -46,7 +46,7 @@ class Span:
 
     @property
     def begins_BT(self) -> Tensor | None:
-        """Where packed documents begin; None for other tokens."""
+        """Mask of the tokens that begin a packed document; None where documents are not packed."""
         return None if self.cu_seqlens is None or self.position_BT is None else self.position_BT == 0
 
     def to(self, device: Any, **options: Any) -> "Span":

@@ -219,5 +219,5 @@ class DecodingGraph:
 
 @functools.cache
 def _stream(device_index: int) -> Any:
-    """For recordings on this GPU. The default one of `torch.cuda.graph` is of the device that first used it."""
+    """Stream of recordings on this GPU. The default one of `torch.cuda.graph` is on the device that first used it."""
     return torch.cuda.Stream(device_index)
