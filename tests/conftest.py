@@ -1,3 +1,4 @@
+import functools
 import math
 import os
 import re
@@ -18,10 +19,28 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # after -m has left some out
 def pytest_collection_modifyitems(config, items):
+    _check_rare(items)
     left = items if config.getoption("--all") else [item for item in items if not item.get_closest_marker("rare")]
     left = _fast(left) if config.getoption("--fast") else left
     config.hook.pytest_deselected(items=[*{*items} - {*left}])
     items[:] = _slow_first(left, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _check_rare(items: list[pytest.Item]) -> None:
+    """
+    Raises:
+        pytest.UsageError: a test is marked rare, and the test that it names is not there.
+    """
+    for item in items:
+        for mark in item.iter_markers("rare"):
+            file, _, name = mark.args[0].partition("::")
+            if not file.startswith("no contract: ") and f"\ndef {name}(" not in _text(item.config.rootpath / file):
+                raise pytest.UsageError(f"{item.nodeid} is marked rare, and there is no test {mark.args[0]}")
+
+
+@functools.cache
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 def _fast(items: list[pytest.Item]) -> list[pytest.Item]:

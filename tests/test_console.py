@@ -127,7 +127,7 @@ def error_of(*overrides: str) -> str:
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_a_process_whose_parent_has_ended_already_ends_too():
     script = "from forgetting_transformer import console; console.die_with_parent(0); print('lives')"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_command("-c", script)
     assert done.returncode == -signal.SIGTERM and not done.stdout
 
 
@@ -210,15 +210,26 @@ def test_a_group_that_does_not_exist_is_named():
      (["--config-name=foo"], "ConfigError: --config-name=foo: there is no such file in "),
      (["+experiment/demo=fox_pro", "data_dir=data", "output_dir= "], "ConfigError: output_dir")],
 )  # fmt: skip
-def test_what_hydra_raises_raw_is_one_line(rank, monkeypatch, capsys, tmp_path, arguments, said):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    monkeypatch.setattr(console, "_has_log", False)
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    error = capsys.readouterr().err
-    assert end.value.code == 1 and error.startswith(said) and error.count("\n") == 1
+def test_what_hydra_raises_raw_is_one_line(said_by_train, tmp_path, arguments, said):
+    assert said_by_train(*arguments).startswith(said)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def said_by_train(rank, monkeypatch, capsys, tmp_path):
+    """Starts train.py in an empty folder; returns the one line with which it ends."""
+
+    def start(*arguments: str) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        monkeypatch.setattr(console, "_has_log", False)
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        error = capsys.readouterr().err
+        assert end.value.code == 1 and error.count("\n") == 1
+        return error
+
+    return start
 
 
 @pytest.mark.parametrize(
@@ -234,18 +245,11 @@ def test_what_hydra_raises_raw_is_one_line(rank, monkeypatch, capsys, tmp_path, 
         (b"tag: ${\n", ": "),
     ],
 )
-def test_a_config_of_ones_own_that_is_broken_is_one_line(rank, monkeypatch, capsys, tmp_path, content, said):
+def test_a_config_of_ones_own_that_is_broken_is_one_line(said_by_train, tmp_path, content, said):
     file = tmp_path / "mine/experiment/my_model.yaml"
     file.parent.mkdir(parents=True)
     file.write_bytes(content)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--config-dir=mine", "+experiment=my_model"])
-    monkeypatch.setattr(console, "_has_log", False)
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    error = capsys.readouterr().err
-    assert end.value.code == 1 and error.count("\n") == 1
-    assert error.startswith(f"ConfigError: {file}{said}")
+    assert said_by_train("--config-dir=mine", "+experiment=my_model").startswith(f"ConfigError: {file}{said}")
 
 
 def test_a_config_with_a_byte_order_mark_is_read(monkeypatch, tmp_path):

@@ -13,12 +13,14 @@ from forgetting_transformer.data.prepare.sources import _dataset_rows
 from forgetting_transformer.evaluation.models import EvaluationError, _load_pretrained
 from forgetting_transformer.hub_connection import only_cached
 from forgetting_transformer.model_tokenizer import load_tokenizer
+from tests.waiting import HANG
 
 
 @pytest.fixture
 def hub_at(monkeypatch):
     """The process of a user who set nothing. Returns how to set the hub's address."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub_connection, "TIMEOUT", HANG)
     monkeypatch.setattr(hub_connection.urllib.request, "getproxies", dict)
     hub_connection._answers.cache_clear()
     return lambda address: monkeypatch.setattr(constants, "ENDPOINT", address)

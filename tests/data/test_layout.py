@@ -57,6 +57,14 @@ def test_every_token_is_in_exactly_one_row_or_dropped():
     assert (np.diff(train, axis=1) > 0).all(), "tokens of a row are in path order"
 
 
+def test_the_end_of_a_text_is_held_out_where_no_whole_one_fits():
+    lengths = [1, 1, 60, 60, 60]
+    split = make_split(table({f"in/{n}": length for n, length in enumerate(lengths)}), settings(heldout_docs=1))
+    assert split.cut_text and split.n_groups_heldout == 2
+    spans = [*zip(split.heldout.starts.tolist(), split.heldout.stops.tolist(), strict=True)]
+    assert spans == [(0, 1), (1, 2), (54, 62)], "ten tokens: two short texts, and the end of a long one"
+
+
 def test_order_of_rows_is_a_permutation_and_fixed_for_ever():
     order = make_split(table({f"in/{i}": 10 for i in range(12)}), settings(heldout_docs=2, seed=3)).train.order
     assert order.tolist() == [0, 4, 9, 7, 1, 5, 6, 3, 8, 2]

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from forgetting_transformer.evaluation import generation
@@ -60,9 +61,13 @@ def _run_here(command: list[str]) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(command, status or 0, out.getvalue(), err.getvalue())
 
 
-def index_few_tasks(patch: Callable[[type, str, object], None] = setattr) -> None:
-    """lm_eval indexes its own folders of the paper's tasks alone. All of its 14,000 files take eight seconds."""
+def index_few_tasks(patch: Callable[[Any, str, object], None] = setattr) -> None:
+    """lm_eval indexes its own folders of the paper's tasks alone, and starts no pip to record what is installed.
+
+    All of its 14,000 files take eight seconds.
+    """
     from lm_eval.tasks import TaskManager, _index
+    from torch.utils import collect_env
 
     own = Path(inspect.getfile(TaskManager)).parent
     names = ("arc", "hellaswag", "lambada", "openbookqa", "piqa", "sciq", "super_glue", "wikitext", "winogrande")
@@ -73,6 +78,7 @@ def index_few_tasks(patch: Callable[[type, str, object], None] = setattr) -> Non
             yield from files_of(folder)
 
     patch(_index.TaskIndex, "_iter_yaml_files", staticmethod(few))
+    patch(collect_env, "get_pretty_env_info", lambda: "not looked at")
 
 
 def short_answers(monkeypatch) -> list[int]:

@@ -14,9 +14,8 @@ import zarr
 
 from forgetting_transformer.model import registry
 from tests.campaign.runs import untimed
-from tests.training.conftest import Job, changed, checkpoint_tensors, rank_log, tiny_config
+from tests.training.conftest import Job, changed, checkpoint_tensors, lines, losses, rank_log, tiny_config
 from tests.training.test_compile import assert_same_bits
-from tests.training.test_resume import lines, losses
 
 LENGTH, SEQUENCES, VOCABULARY = 512, 16, 2048
 STEP = LENGTH * SEQUENCES

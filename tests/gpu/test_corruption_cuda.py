@@ -11,9 +11,8 @@ import torch
 from forgetting_transformer.training.checkpoint.folder import newest_valid
 from forgetting_transformer.training.faults.corruption import digests
 from tests.gpu.test_reliability_cuda import on_gpus, run  # noqa: F401 (a fixture)
-from tests.training.conftest import STEP, Job, changed, rank_log
+from tests.training.conftest import STEP, Job, assert_same_run, changed, losses, rank_log
 from tests.training.test_corruption import FLIP, MOMENT
-from tests.training.test_resume import assert_same_run, losses
 from tests.waiting import wait_until
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")

@@ -9,18 +9,21 @@ import torch
 
 from tests.processes import run_command
 from tests.training.conftest import (
-    SIGNAL_IN_STEP_SIX,
+    HEARD,
     STEP,
+    STOP,
     Job,
+    assert_same_run,
     changed,
     checkpoint_tensors,
     command_line,
+    in_step,
+    losses,
     rank_log,
     start,
     status,
     wait_for_training,
 )
-from tests.training.test_resume import assert_same_run, losses
 from tests.waiting import HANG
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
@@ -52,7 +55,7 @@ def test_a_signal_on_the_last_rank_stops_all_and_the_run_goes_on_bitwise(on_gpus
     config = on_gpus(strategy, world_size, fabric__precision="32-true" if strategy == "ddp" else "bf16-mixed")
     straight = changed(config, output_dir=str(tmp_path / "straight"))
     run(straight, world_size)
-    run(config, world_size, SIGNAL_IN_STEP_SIX.format(name="SIGTERM", rank=world_size - 1))
+    run(config, world_size, in_step(STOP + HEARD, 5, str(world_size - 1)))
     assert status(config)["status"] == "preempted"
     assert status(config)["step"] == (6 if world_size == 1 else 7) * STEP
     run(config, world_size)
@@ -111,18 +114,7 @@ trainer.Trainer.step, trainer.Trainer.should_stop = strictly(step), strictly(vot
 
 @two_gpus
 def test_a_rank_that_hangs_ends_the_run_and_says_where(on_gpus):
-    patch = """
-import time
-from forgetting_transformer.training import trainer
-original = trainer.Trainer.step
-def lost_in_thought():
-    time.sleep(600)
-def step(self, batch):
-    if self.counters.batch_count == 5 and self.fabric.global_rank == 1:
-        lost_in_thought()
-    return original(self, batch)
-trainer.Trainer.step = step
-"""
+    patch = in_step("def lost_in_thought():\n    time.sleep(600)\nlost_in_thought()", 5, "1")
     config = on_gpus("fsdp", 2, strategy__timeout_seconds=20)
     job = Job(config, 2, patch=patch, accelerator="cuda")
     codes = job.wait()
@@ -134,16 +126,7 @@ trainer.Trainer.step = step
 @two_gpus
 def test_a_rank_that_is_killed_is_named(on_gpus):
     """Rank 0 waits for it in a CUDA call. There is no launcher, which would ask it to stop."""
-    patch = """
-import os
-from forgetting_transformer.training import trainer
-original = trainer.Trainer.step
-def step(self, batch):
-    if self.counters.batch_count == 9 and self.fabric.global_rank == 1:
-        os.kill(os.getpid(), 9)
-    return original(self, batch)
-trainer.Trainer.step = step
-"""
+    patch = in_step("os.kill(os.getpid(), 9)", 9, "1")
     config = on_gpus("ddp", 2, strategy__timeout_seconds=20)
     job = Job(config, 2, patch=patch, accelerator="cuda")
     assert job.wait() == [1, -signal.SIGKILL]

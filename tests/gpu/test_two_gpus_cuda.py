@@ -17,8 +17,7 @@ from tests.model.small_models import PRO, small
 from tests.model.test_context import LENGTH, MODELS, inputs_of, model_of, summed_gradients
 from tests.model.test_decoding_graph import decode, random_ids
 from tests.processes import server
-from tests.training.conftest import STEP, changed, train
-from tests.training.test_resume import assert_same_run
+from tests.training.conftest import STEP, assert_same_run, changed, train
 from tests.waiting import HANG, wait_until
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")

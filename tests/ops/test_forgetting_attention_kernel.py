@@ -237,6 +237,17 @@ for queries, keys, groups, kernel._MAX_CHUNK in ((1, 129, 3, 1024), (700, 700, 1
         totals[rule] += definition.skipped_share(log_fgate, queries, given, bounds).sum()
 assert 1 < totals[0] < totals[1], totals
 
+# A later block that looks back further takes the earlier ones of its chunk with it.
+q, k, *_ = inputs(900, 16, heads=1)
+q[:, :, :640] *= 0.1
+q[:, :, 640:] *= 10
+slow, threshold = torch.full((1, 1, 900), -0.05), torch.full((1, 1), -10.0)
+first = kernel.Decay(*kernel._decay(slow, 900, threshold, *kernel._bounds(q, k, None, 0.25), None)).first_stretch
+walked = definition.first_kept_stretch(slow, 900, threshold, definition.score_bounds(q, k, 0.25))[0]
+bounds = definition.score_bounds(q[:, :, :640], k[:, :, :640], 0.25)
+alone = definition.first_kept_stretch(slow[..., :640], 640, threshold, bounds)
+assert torch.equal(first.long(), walked) and (walked[..., :5] < alone[0]).any()
+
 q, k, _, log_fgate, _ = inputs(600, 16)
 padded_q, padded_k = q.clone(), k.clone()
 for x in (padded_q, padded_k):

@@ -1,7 +1,7 @@
 """A tiny corpus, a tiny configuration and real training processes.
 
-With several processes they get the environment that `fabric run` would give them. Runs that several tests begin with
-are trained once: `finished` and `interrupted`.
+A run costs the same in a process that is forked as in the test's own, and leaves nothing there. Several processes get
+the environment that `fabric run` would give them. Runs that several tests begin with are trained once: `finished`.
 """
 
 import contextlib
@@ -13,18 +13,21 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
 
 from forgetting_transformer import training
+from tests.campaign.runs import untimed
 from tests.processes import Command, free_port, server, start_as_by_default
-from tests.tiny import STEP, make_corpus, tiny_config
+from tests.tiny import STEP, VOCAB, make_corpus, tiny_config
 from tests.waiting import HANG, wait_until
 
 
@@ -199,30 +202,119 @@ def rank_log(config: dict, rank: int) -> str:
     return (Path(config["output_dir"]) / f"logs/rank-{rank}.log").read_text()
 
 
-#: The process is gone in place of the step after `batches` steps of the run.
-DIES = """
-import os
-from forgetting_transformer.training import trainer
-original = trainer.Trainer.step
-def step(self, batch):
-    if self.counters.batch_count == {batches}:
-        os._exit(9)
-    return original(self, batch)
-trainer.Trainer.step = step
+def lines(output_dir: str, kind: str) -> list[dict]:
+    return [
+        json.loads(line) for line in (Path(output_dir) / f"metrics/jsonlines/{kind}.jsonl").read_text().splitlines()
+    ]
+
+
+def losses(output_dir: str) -> dict[int, float]:
+    entries = lines(output_dir, "train")
+    assert len({e["step"] for e in entries}) == len(entries), "a step was logged twice"
+    return {e["step"]: e["train/loss"] for e in entries}
+
+
+def assert_same_run(a: str, b: str) -> None:
+    """Bitwise: last weights and moments, logged losses and norms, loss at every position, held-out losses."""
+    step = max(int(path.name.removeprefix("step-")) for path in Path(a).glob("checkpoints/step-*"))
+    first, second = checkpoint_tensors(a, step), checkpoint_tensors(b, step)
+    assert first.keys() == second.keys() and len(first) > 30
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+    assert losses(a) == losses(b)
+    for kind in ("train", "norm", "train_eval", "val"):
+        for x, y in zip(lines(a, kind), lines(b, kind), strict=True):
+            assert {k: x[k] for k in untimed(x)} == {k: y[k] for k in untimed(y)}
+    files = sorted(p.relative_to(a) for p in Path(a).glob("metrics/npz/*/*.npz"))
+    assert files == sorted(p.relative_to(b) for p in Path(b).glob("metrics/npz/*/*.npz")) and len(files) >= 4
+    for file in files:
+        x, y = np.load(Path(a) / file), np.load(Path(b) / file)
+        assert x.files == y.files and all(np.array_equal(x[k], y[k], equal_nan=True) for k in untimed(x.files))
+
+
+def blocks(output_dir: str) -> list[dict[str, str]]:
+    """The rows of every block in rank 0's log."""
+    found: list[dict[str, str]] = []
+    for line in (Path(output_dir) / "logs/rank-0.log").read_text().splitlines():
+        if "about to train" in line:
+            found.append({})
+        elif found and line.startswith("  "):
+            name, _, value = line.strip().partition(" ")
+            found[-1].setdefault(name, value.strip())
+    return found
+
+
+def word_tokenizer(folder: Path) -> Path:
+    """Saves one of the tiny corpus: token n is the word "wn"."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"w{n}": n for n in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0", bos_token="w0").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def tokenizer(tmp_path) -> str:
+    """A folder with the tokenizer of the tiny corpus."""
+    return str(word_tokenizer(tmp_path / "tokenizer"))
+
+
+@pytest.fixture
+def continued(finished) -> Callable[..., str]:
+    """Ends a run of `config` that was killed soon after its checkpoint at step 8, which must be the run that was not.
+
+    The output_dir of that one is returned.
+    """
+
+    def run(config: dict, world_size: int = 1) -> str:
+        straight = finished(config, world_size)
+        shutil.copytree(straight, config["output_dir"])
+        for path in Path(config["output_dir"]).glob("checkpoints/step-*"):
+            if int(path.name.removeprefix("step-")) > 8 * STEP:
+                shutil.rmtree(path)
+        train(config, world_size)
+        assert_same_run(straight, config["output_dir"])
+        return straight
+
+    return run
+
+
+# Faults that are injected into training processes: code, which runs before anything else does.
+
+
+def before(owner: str, method: str, what: str, condition: str = "True", arguments: str = "self, *arguments") -> str:
+    """Does `what` in a method, or a function of a module, before its own work, where `condition` holds."""
+    original = f"{owner}_{method}".replace(".", "_")
+    return f"""
+import os, pkgutil, signal, sys, time, torch
+from forgetting_transformer.training.faults import sentinel
+owner = pkgutil.resolve_name("forgetting_transformer.{owner}")
+{original} = owner.{method}
+def patched({arguments}, **options):
+    if {condition}:
+{textwrap.indent(what, "        ")}
+    return {original}({arguments}, **options)
+owner.{method} = patched
 """
-#: The signal comes in the middle of step 6, on one rank only.
-SIGNAL_IN_STEP_SIX = """
-import os, signal, time
-from forgetting_transformer.training import trainer
-original = trainer.Trainer.step
-def step(self, batch):
-    if self.counters.batch_count == 5 and self.fabric.global_rank == {rank}:
-        os.kill(os.getpid(), signal.{name})
-        while self.sentinel.request is None:  # until it is heard
-            time.sleep(0.001)
-    return original(self, batch)
-trainer.Trainer.step = step
-"""
+
+
+def in_step(what: str, batch: int = 9, ranks: str = "0") -> str:
+    """Before the update with so many before it, on these ranks."""
+    condition = f"self.counters.batch_count == {batch} and str(self.fabric.global_rank) in '{ranks}'"
+    return before("training.trainer.Trainer", "step", what, condition, "self, batch")
+
+
+def dies(batch: int) -> str:
+    """The process is gone in place of the update with so many before it."""
+    return in_step("os._exit(9)", batch)
+
+
+#: A signal comes, and is heard.
+STOP = "os.kill(os.getpid(), signal.SIGTERM)"
+HEARD = "\nwhile self.sentinel.request is None:\n    time.sleep(0.001)"
 
 
 FABRIC = [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--accelerator", "cpu"]

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from forgetting_transformer.training.faults.step_guard import WINDOW, StepGuard
-from tests.training.conftest import SIGNAL_IN_STEP_SIX, STEP, Job, changed, checkpoint_tensors, refused
-from tests.training.test_resume import lines, losses
+from tests.training.conftest import HEARD, STEP, STOP, Job, changed, checkpoint_tensors, in_step, lines, losses
 
 pytestmark = pytest.mark.slow
 
@@ -43,16 +42,20 @@ def single(config: dict) -> dict:
 
 def test_a_bad_gradient_on_one_rank_skips_the_update_on_all(tiny):
     """Weights and moments afterwards are those of a run whose learning rate and data skip the step."""
-    tiny = single(changed(tiny, strategy__name="ddp", checkpoint_interval=STEP, checkpoint_keep_last=30))
+    tiny = single(
+        changed(
+            tiny, strategy__name="ddp", checkpoint_interval=STEP, checkpoint_keep_last=30, train__max_tokens=12 * STEP
+        )
+    )
     job = Job(tiny, 2, patch=POISON.format(values={8: "inf"}, rank=1))
     assert job.wait() == [0, 0], job.errors()
     before, after = (checkpoint_tensors(tiny["output_dir"], step * STEP) for step in (8, 9))
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), name
-    later = checkpoint_tensors(tiny["output_dir"], 20 * STEP)
+    later = checkpoint_tensors(tiny["output_dir"], 12 * STEP)
     assert all(torch.isfinite(tensor).all() for tensor in later.values())
     steps = {name: tensor.item() for name, tensor in later.items() if name.endswith(".step")}
-    assert set(steps.values()) == {19.0}, "AdamW's bias correction counts the updates that were made"
+    assert set(steps.values()) == {11.0}, "AdamW's bias correction counts the updates that were made"
     (line,) = bad_steps(tiny)
     assert line["step"] == 9 * STEP and line["bad_step/batch"] == 8 and line["bad_step/in_a_row"] == 1
     assert not math.isfinite(line["bad_step/global_grad_norm"])
@@ -61,24 +64,16 @@ def test_a_bad_gradient_on_one_rank_skips_the_update_on_all(tiny):
 
 
 def test_a_bad_loss_names_its_document_and_leaves_the_averages_alone(tiny):
-    patch = """
-from forgetting_transformer.training import trainer
-original = trainer.Trainer.step
-def step(self, batch):
-    module = self.model.module
-    hook = None
-    if self.counters.batch_count == 2:
-        def poison(module, arguments, output):
-            output.loss = output.loss.clone()
-            output.loss[1, 5] = float("nan")
-            return output
-        hook = module.register_forward_hook(poison)
-    result = original(self, batch)
-    if hook is not None:
-        hook.remove()
-    return result
-trainer.Trainer.step = step
-"""
+    patch = in_step(
+        """
+def poison(module, arguments, output):
+    output.loss = output.loss.clone()
+    output.loss[1, 5] = float("nan")
+    hook.remove()
+    return output
+hook = self.model.module.register_forward_hook(poison)""",
+        2,
+    )
     job = Job(single(tiny), patch=patch)
     assert job.wait() == [0], job.errors()
     (line,) = bad_steps(tiny)
@@ -112,7 +107,7 @@ def test_a_run_that_skipped_steps_resumes_bitwise(tiny, tmp_path):
     patch += POISON.format(values={2: "nan", 4: "nan", 5: "nan", 6: "1e6"}, rank=0)
     tiny = single(changed(tiny, train__spike_factor=100.0, train__max_tokens=9 * STEP, skip_eval=True))
     straight = changed(tiny, output_dir=str(tmp_path / "straight"))
-    stopped = patch + SIGNAL_IN_STEP_SIX.format(name="SIGTERM", rank=0)  # two updates in a row left out by then
+    stopped = patch + in_step(STOP + HEARD, 5)  # two updates in a row left out by then
     for config, faults in ((straight, patch), (tiny, stopped), (tiny, patch)):
         job = Job(config, patch=faults)
         assert job.wait() == [0], job.errors()
@@ -148,14 +143,10 @@ def test_a_spike_is_judged_by_the_median_of_the_norms_before():
     assert (bad.batch, bad.in_a_row, bad.loss) == (WINDOW + 1, 1, 1.0) and bad.grad_norm == pytest.approx(5.1)
     resumed = StepGuard(torch.device("cpu"), spike_factor=5.0)
     resumed.load(guard.state())
+    assert resumed.left_out == guard.left_out == 1
     for _ in range(WINDOW // 2):
         judge(0, 10.0)
     assert not judge(0, 10.0), "norms that stay large become the usual ones"
     assert bool(resumed.judge(0, loss_B, torch.tensor(10.0)))
     without = StepGuard(torch.device("cpu"))
     assert not any(bool(without.judge(n, loss_B, torch.tensor(10.0**n))) for n in range(2 * WINDOW) if n < 30)
-
-
-def test_a_spike_factor_that_would_skip_ordinary_steps_is_refused(tiny):
-    said = refused(changed(tiny, train__spike_factor=0.5))
-    assert "train.spike_factor=0.5 must be greater than 1, or null" in said

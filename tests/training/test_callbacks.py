@@ -12,8 +12,7 @@ from forgetting_transformer.training.callbacks.base import Callback, Callbacks
 from forgetting_transformer.training.callbacks.built_in import chosen
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.errors import TrainingError
-from tests.training.conftest import DIES, STEP, Job, changed, status
-from tests.training.test_resume import assert_same_run, lines
+from tests.training.conftest import STEP, Job, assert_same_run, changed, dies, lines, status
 
 pytestmark = pytest.mark.slow
 
@@ -118,7 +117,7 @@ def test_hooks_are_called_in_the_order_that_is_written_down(tiny):
 
 def test_state_comes_back_and_lines_past_the_checkpoint_are_cut(tiny):
     tiny = with_callbacks(tiny, "diary", checkpoint_background=False)
-    assert Job(tiny, patch=DIARY + DIES.format(batches=11)).wait() == [9]
+    assert Job(tiny, patch=DIARY + dies(11)).wait() == [9]
     folder = Path(tiny["output_dir"])
     with (folder / "metrics/jsonlines/diary.jsonl").open("a") as file:
         file.write(json.dumps({"step": 11 * STEP, "diary/steps": 11}) + "\n")  # of the time that is lost

@@ -34,8 +34,7 @@ from forgetting_transformer.training.checkpoint.reading import read_weights
 from forgetting_transformer.training.checkpoint.safe_reader import UnsafeCheckpointError, read_tensors
 from forgetting_transformer.training.checkpoint.writing import share
 from forgetting_transformer.training.records.run_directory import RunDirectory
-from tests.training.conftest import DIES, STEP, Job, changed, refused, train
-from tests.training.test_resume import lines
+from tests.training.conftest import STEP, Job, changed, dies, lines, refused, train
 from tests.waiting import HANG
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -125,11 +124,6 @@ def test_death_between_any_two_writes_leaves_a_whole_checkpoint(tmp_path):
     assert process.exitcode == 0 and moment > 12, "a save is at least a dozen changes, and all were tried"
 
 
-def test_what_training_changes_meanwhile_is_not_saved(tmp_path):
-    expected = save(tmp_path, 3, background=True)
-    assert_holds(newest_valid(tmp_path).path, expected)
-
-
 def test_one_save_is_in_flight_at_a_time_and_its_error_is_told_once(tmp_path, monkeypatch):
     model, optimizer = trained(1)
     checkpointer = Checkpointer(tmp_path, 1, 0, 1, background=True)
@@ -148,6 +142,36 @@ def test_one_save_is_in_flight_at_a_time_and_its_error_is_told_once(tmp_path, mo
     saved = checkpointer.finished(wait=True)
     assert saved.step == 1 and str(saved.error) == "no room"
     assert checkpointer.finished(wait=True) is None
+
+
+def test_what_goes_before_the_manifest_is_done_before_a_checkpoint_counts(tmp_path):
+    """Lines of metrics, say: a run that is continued cuts those behind its checkpoint, and must have those before."""
+    model, optimizer = trained(1)
+    found: list[object] = []
+    Checkpointer(tmp_path, 1, 0, 1).save(
+        1, model, optimizer, {"token_count": 1}, {}, False, before_manifest=lambda: found.append(newest_valid(tmp_path))
+    )
+    assert found == [None] and newest_valid(tmp_path).step == 1
+
+
+def test_a_newer_checkpoint_that_is_damaged_pushes_out_no_good_one(tmp_path):
+    save(tmp_path, 1)
+    shutil.copytree(tmp_path / f"step-{1:015d}", tmp_path / f"step-{9:015d}")
+    next((tmp_path / f"step-{9:015d}/state").glob("*.distcp")).write_bytes(b"")
+    save(tmp_path, 2)
+    assert newest_valid(tmp_path).step == 2
+
+
+def test_moments_of_another_optimizer_begin_at_zero_in_a_fork_alone(tmp_path):
+    save(tmp_path, 3)
+    model, checkpointer = nn.Linear(8, 8), Checkpointer(tmp_path, 1, 0, 1)
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+    with pytest.raises(CheckpointError, match=r"with another optimizer: it has no .*max_exp_avg_sq"):
+        checkpointer.load(newest_valid(tmp_path), model, optimizer)
+    checkpointer.forked = True
+    checkpointer.load(newest_valid(tmp_path), model, optimizer)
+    assert_holds(newest_valid(tmp_path).path, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
+    assert not optimizer.state, "no step is counted"
 
 
 def test_the_copy_is_reused():
@@ -334,16 +358,39 @@ def test_a_damaged_checkpoint_in_the_way_of_a_new_one_is_kept_beside_it(tmp_path
     assert [(p / "state/kept").read_text() for p in kept] == ["0", "1"]
 
 
-@pytest.mark.parametrize("manifest", ["[[]]", "null", '{"format": 1', '{"format": 1, "files": [], "permanent": false}'])
-def test_a_damaged_manifest_is_a_damaged_checkpoint(tmp_path, manifest):
-    save(tmp_path, 1)
-    file = tmp_path / f"step-{1:015d}/manifest.json"
-    file.write_text(manifest)
-    with pytest.raises(CheckpointError, match=r"its manifest\.json is damaged"):
-        inspect(file.parent)
-    assert read_manifest(file.parent) is None  # for listings
-    (tmp_path / f"step-{2:015d}").symlink_to(tmp_path / "nowhere")
-    assert newest_valid(tmp_path) is None
+#: Fault -> what it does to a checkpoint, and what is said of it.
+DAMAGES = {
+    "cut": (lambda path, shard: shard.write_bytes(shard.read_bytes()[:-1]), "state/{shard} has"),
+    "flipped": (
+        lambda path, shard: shard.write_bytes(bytes(b ^ (n == 9) for n, b in enumerate(shard.read_bytes()))),
+        "the contents of state/{shard} do not match its checksum",
+    ),
+    "gone": (lambda path, shard: shard.unlink(), "state/{shard} is missing"),
+    "half-written": (lambda path, shard: (path / "manifest.json").unlink(), "it has no manifest.json, so part of it"),
+    **{
+        text: (lambda path, shard, text=text: (path / "manifest.json").write_text(text), "its manifest.json is damaged")
+        for text in ("", "[[]]", "null", '{"format": 1', '{"format": 1, "files": [], "permanent": false}')
+    },
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path, caplog, damage):
+    run, expected = tmp_path / "run", save(tmp_path / "run", 1)
+    save(tmp_path / "later", 2)
+    newest = (tmp_path / f"later/step-{2:015d}").rename(run / f"step-{2:015d}")
+    shard = next((newest / "state").glob("*.distcp"))
+    act, reason = DAMAGES[damage]
+    act(newest, shard)
+    reason = reason.format(shard=shard.name)
+    with pytest.raises(CheckpointError, match=re.escape(reason)):
+        inspect(newest)
+    (run / f"step-{3:015d}").symlink_to(tmp_path / "nowhere")
+    found = newest_valid(run)
+    assert found.step == 1 and f"passing over checkpoint {newest}: {reason}" in caplog.text
+    assert_holds(found.path, expected)
+    if "manifest" in reason:
+        assert read_manifest(newest) is None  # for listings
 
 
 def test_too_many_open_files_are_no_damage(tmp_path, monkeypatch):
@@ -370,7 +417,7 @@ def test_a_damaged_record_still_says_that_there_was_a_checkpoint(tmp_path, recor
 def test_a_run_goes_on_only_from_what_it_saved(tiny):
     """Killed before its first save, a run starts at 0; without its checkpoints, or their manifests, it is refused."""
     root = Path(tiny["output_dir"])
-    assert Job(tiny, patch=DIES.format(batches=3)).wait() == [9]
+    assert Job(tiny, patch=dies(3)).wait() == [9]
     assert not (root / "last_checkpoint.json").exists()
     train(changed(tiny, train__max_tokens=8 * STEP))
     logged = lines(tiny["output_dir"], "train")

@@ -26,8 +26,7 @@ from forgetting_transformer.training.execution.compilation import Compilation
 from forgetting_transformer.training.parallel.sharding import shard, units
 from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB
-from tests.training.conftest import STEP, Job, changed, checkpoint_tensors
-from tests.training.test_resume import lines, losses
+from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, lines, losses
 
 #: For a training process: torch.compile that captures graphs and runs them as they are, within a second.
 CAPTURE_ONLY = """

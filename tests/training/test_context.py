@@ -1,6 +1,5 @@
 """strategy.context: ranks that share sequences train the run that one process trains."""
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,22 +7,21 @@ import pytest
 from omegaconf import OmegaConf
 
 from forgetting_transformer.training import ConfigError, check, parse
-from tests.training.conftest import STEP, changed, rank_log, refused, train
+from tests.training.conftest import STEP, changed, lines, losses, rank_log, refused, train
 from tests.training.test_compile import run
-from tests.training.test_resume import assert_same_run, lines, losses
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def shared(tiny) -> dict:
-    return changed(tiny, model__config__num_heads=4)
+    return changed(tiny, model__config__num_heads=4, train__max_tokens=12 * STEP)
 
 
 def assert_same_losses(a: str, b: str) -> None:
     """To 1e-6: training, held-out, and at every position; the same counts and counters."""
     ours, theirs = losses(a), losses(b)
-    assert ours.keys() == theirs.keys() and len(ours) == 20
+    assert ours.keys() == theirs.keys() and len(ours) == 12
     assert max(abs(ours[s] - theirs[s]) for s in ours) < 1e-6
     for kind in ("train_eval", "val"):
         for x, y in zip(lines(a, kind), lines(b, kind), strict=True):
@@ -32,7 +30,7 @@ def assert_same_losses(a: str, b: str) -> None:
     sizes = [lines(run, "train_data_info")[0]["train_data_info/global_batch_size"] for run in (a, b)]
     assert sizes == [4, 4]
     files = sorted(p.relative_to(a) for p in Path(a).glob("metrics/npz/*/*.npz"))
-    assert len(files) >= 5
+    assert len(files) >= 4
     for file in files:
         x, y = np.load(Path(a) / file), np.load(Path(b) / file)
         (key,) = [key for key in x.files if key.endswith("loss_per_token")]
@@ -40,15 +38,9 @@ def assert_same_losses(a: str, b: str) -> None:
         np.testing.assert_allclose(x[key], y[key], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world_size", "context"),
-    [
-        ("ddp", 2, 2),
-        ("fsdp", 4, 2),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "world_size", "context"), [("ddp", 2, 2), ("fsdp", 4, 2)])
 def test_the_run_is_that_of_one_process(shared, finished, strategy, world_size, context):
-    strategy = {"name": strategy, "context": context, **({"shard_size": 2} if strategy == "hsdp" else {})}
+    strategy = {"name": strategy, "context": context}
     together = finished(changed(shared, strategy=strategy), world_size)
     assert_same_losses(finished(shared), together)
     (block,) = [part for part in rank_log({"output_dir": together}, 0).split("about to train")[1:]]
@@ -60,49 +52,21 @@ def test_on_a_corpus_of_packed_documents_too(shared, finished):
     assert_same_losses(finished(packed), finished(changed(packed, strategy__context=2), 2))
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [(5, "ddp", 2, 2), (9, "auto", 1, 1), (20, "ddp", 2, 2)],
-    ],
-)
-def test_continued_by_other_numbers_of_ranks_that_share_it_is_the_same_run(shared, finished, parts):
-    for steps, strategy, world_size, context in parts:
+def test_continued_by_other_numbers_of_ranks_that_share_it_is_the_same_run(shared, finished):
+    for steps, strategy, world_size, context in [(4, "ddp", 2, 2), (8, "auto", 1, 1), (12, "ddp", 2, 2)]:
         strategy = {"strategy__name": strategy, "strategy__context": context}
         train(changed(shared, **strategy, train__max_tokens=steps * STEP), world_size)
     ours, theirs = losses(shared["output_dir"]), losses(finished(shared))
-    assert ours.keys() == theirs.keys() and len(ours) == 20
+    assert ours.keys() == theirs.keys() and len(ours) == 12
     assert max(abs(ours[s] - theirs[s]) for s in ours) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world_size", "changes"),
-    [
-        ("ddp", 2, {}),
-    ],
-)
-def test_continued_by_as_many_it_is_bitwise_the_straight_run(shared, finished, strategy, world_size, changes):
-    shared = changed(shared, strategy__name=strategy, strategy__context=2, **changes)
-    straight = finished(shared, world_size)
-    shutil.copytree(straight, shared["output_dir"])
-    for step in (16, 20):
-        shutil.rmtree(Path(shared["output_dir"]) / f"checkpoints/step-{step * STEP:015d}")
-    train(shared, world_size)
-    assert_same_run(straight, shared["output_dir"])
-
-
-@pytest.mark.parametrize(
-    "checkpointing",
-    [
-        True,
-    ],
-)
-def test_compiled_graphs_go_through_the_exchange(shared, finished, tmp_path, monkeypatch, checkpointing):
+def test_compiled_graphs_go_through_the_exchange(shared, finished, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     # Pruned, so that heads are dealt out by their gates.
     shared = changed(shared, train__max_tokens=4 * STEP, skip_eval=True, model__config__log_pruning_tolerance=-10.0)
-    compiled = {"train__compile": True, "train__gradient_checkpointing": checkpointing}
+    compiled = {"train__compile": True, "train__gradient_checkpointing": True}
     log = run(changed(shared, strategy__name="ddp", strategy__context=2, **compiled), 2)
     assert "the first step is done" in log and "runs uncompiled" not in log
     ours, theirs = losses(shared["output_dir"]), losses(finished(shared))

@@ -8,8 +8,7 @@ import torch
 
 from forgetting_transformer.training.checkpoint.folder import newest_valid
 from forgetting_transformer.training.faults.corruption import digests, judge
-from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, train
-from tests.training.test_resume import losses
+from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, losses, train
 
 #: One element of one tensor of one rank changes after a step.
 FLIP = """

@@ -13,8 +13,8 @@ from forgetting_transformer.data.storage.checksums import write_list
 from forgetting_transformer.training.checkpoint.folder import newest_valid
 from forgetting_transformer.training.start.resume import expected_checksums
 from tests.data.mirror import serve
-from tests.training.conftest import STEP, changed, checkpoint_tensors, refused, train
-from tests.training.test_resume import interrupted_at, losses
+from tests.training.conftest import STEP, changed, checkpoint_tensors, losses, refused, train
+from tests.training.test_resume import interrupted_at
 
 
 @pytest.mark.slow

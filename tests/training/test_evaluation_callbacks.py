@@ -18,9 +18,7 @@ from forgetting_transformer.evaluation.models import load_model
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.training.config import ConfigError
 from tests.evaluation.scripts import index_few_tasks
-from tests.training.conftest import STEP, Job, changed, rank_log, status
-from tests.training.test_export import word_tokenizer
-from tests.training.test_resume import assert_same_run, lines
+from tests.training.conftest import HEARD, STEP, STOP, Job, assert_same_run, before, changed, lines, rank_log, status
 
 pytestmark = pytest.mark.slow
 
@@ -38,11 +36,6 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 EXAMPLES = [{"question": f"w{n} w{n + 1}", "choices": ["w5", "w6 w7", "w8"], "label": n % 3} for n in range(10, 17)]
 ANSWER = "w7 w9 w11"
 ASKED = "What is the best thing to do in San Francisco? Answer: The best thing to do in San Francisco is"
-
-
-@pytest.fixture
-def tokenizer(tmp_path) -> str:
-    return str(word_tokenizer(tmp_path / "tokenizer"))
 
 
 def run(config: dict) -> None:
@@ -74,11 +67,10 @@ def report_model(model, text: torch.Tensor) -> list[forget_gates.HeadReport]:
     return reports
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_find_the_numbers_of_the_finished_model_and_change_no_weight(tiny, finished, tokenizer, strategy):
+def test_two_processes_find_the_numbers_of_the_finished_model_and_change_no_weight(tiny, finished, tokenizer):
     # Gates that are open, so that heads see more than a token.
     gates = {"fgate_type": "bias_only", "fgate_bias_init": True, "decay_time_min": 2, "decay_time_max": 16}
-    tiny = changed(tiny, strategy__name=strategy, **{f"model__config__{key}": value for key, value in gates.items()})
+    tiny = changed(tiny, strategy__name="fsdp", **{f"model__config__{key}": value for key, value in gates.items()})
     straight = finished(tiny, 2)
     samples = {"interval": 10 * STEP, "prompts": ["w3 w4", "w5"], "max_new_tokens": 6, "tokenizer": tokenizer}
     watched = changed(with_needle(tiny, tokenizer), callbacks__samples=samples)
@@ -184,18 +176,8 @@ def test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight(
 
 
 def test_a_signal_breaks_the_needle_test_off_and_the_next_start_does_it_again(tiny, finished, tokenizer):
-    patch = """
-import os, signal, time
-from forgetting_transformer.evaluation import needle
-original = needle.beat
-def beat(trainer):
-    if trainer.fabric.global_rank == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
-        while trainer.sentinel.request is None:  # until it is heard
-            time.sleep(0.001)
-    original(trainer)
-needle.beat = beat
-"""
+    stop = (STOP + HEARD).replace("self", "trainer")
+    patch = before("evaluation.needle", "beat", stop, "trainer.fabric.global_rank == 0", "trainer")
     straight, config = finished(tiny, 2), with_needle(tiny, tokenizer)
     job = Job(config, 2, patch=patch)
     assert job.wait() == [0, 0], job.errors()

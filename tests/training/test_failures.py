@@ -24,32 +24,39 @@ from forgetting_transformer.training.faults.peers import is_gone
 from forgetting_transformer.training.records.logs import LogFile
 from forgetting_transformer.training.records.run_directory import RunDirectoryError
 from tests.processes import Command, free_port, run_command, shell_environment
-from tests.training.conftest import ENDLESS, FABRIC, STEP, Job, changed, command_line, train
-from tests.training.test_resume import losses
+from tests.training.conftest import ENDLESS, FABRIC, STEP, Job, changed, command_line, losses, train
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 
-def test_garbage_collected_during_a_step_leaves_ddp_its_reference_to_itself(tiny):
-    """Collected by another thread between forward and backward pass, it has made a run fail.
+def test_a_step_waits_for_no_barrier_and_ddp_is_held_by_more_than_the_graph_of_a_step(tiny):
+    """Collected by another thread between forward and backward pass, DDP's reference to itself has made a run fail.
 
-    What the autograd graph holds must therefore not be the only reference. The failure itself is a race that no test
-    can rely on.
+    The failure is a race that no test can rely on.
     """
     patch = """
 import gc, weakref
+import torch.distributed as dist
 from forgetting_transformer.training import trainer
-original = trainer.Trainer.fit
-def fit(self):
+original, barrier, fit = trainer.Trainer.step, dist.barrier, trainer.Trainer.fit
+def refuse(*arguments, **options):
+    raise AssertionError("a barrier in a training step")
+def step(self, batch):
+    dist.barrier = refuse
+    try:
+        return original(self, batch)
+    finally:
+        dist.barrier = barrier
+def checked(self):
     ddp = next(found for found in gc.get_objects() if type(found).__name__ == "DistributedDataParallel")
     # Python makes one such object for all that ask for it, the graph of a step included.
     owners = gc.get_referrers(weakref.ref(ddp))
     assert any(owner is self.fabric.strategy or owner is vars(self.fabric.strategy) for owner in owners), owners
-    return original(self)
-trainer.Trainer.fit = fit
+    return fit(self)
+trainer.Trainer.step, trainer.Trainer.fit = step, checked
 """
-    job = Job(changed(tiny, strategy__name="ddp", train__max_tokens=STEP, skip_eval=True), 2, patch=patch)
+    job = Job(changed(tiny, strategy__name="ddp", train__max_tokens=4 * STEP), 2, patch=patch)
     assert job.wait() == [0, 0], job.errors()
 
 
@@ -70,7 +77,7 @@ def test_errors_of_the_program_are_not_taken_for_those_of_a_gpu(error, what):
 
 def test_a_disk_too_small_for_a_checkpoint_is_noticed_before_writing(tiny):
     patch = "import shutil, collections; shutil.disk_usage = lambda p: collections.namedtuple('U', 'free')(1000)"
-    job = Job(tiny, patch=patch)
+    job = Job(changed(tiny, train__max_tokens=8 * STEP), patch=patch)
     assert job.wait() == [1]
     log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
     assert "the disk has 1.00 kB left, a checkpoint needs" in log
@@ -99,27 +106,8 @@ metrics.MetricsLog.report = report
     file = Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl"
     reason = f"TrainingError: {file}: No space left on device; the last good checkpoint is at {8 * STEP:,} tokens"
     assert reason in job.errors()
-    train(tiny)
-    assert sorted(losses(tiny["output_dir"])) == [n * STEP for n in range(1, 21)]
-
-
-def test_a_step_waits_for_no_barrier(tiny):
-    patch = """
-import torch.distributed as dist
-from forgetting_transformer.training import trainer
-original, barrier = trainer.Trainer.step, dist.barrier
-def refuse(*arguments, **options):
-    raise AssertionError("a barrier in a training step")
-def step(self, batch):
-    dist.barrier = refuse
-    try:
-        return original(self, batch)
-    finally:
-        dist.barrier = barrier
-trainer.Trainer.step = step
-"""
-    job = Job(changed(tiny, train__max_tokens=4 * STEP), 2, patch=patch)
-    assert job.wait() == [0, 0], job.errors()
+    train(changed(tiny, train__max_tokens=12 * STEP))
+    assert sorted(losses(tiny["output_dir"])) == [n * STEP for n in range(1, 13)]
 
 
 @pytest.mark.quick

@@ -7,8 +7,7 @@ import pytest
 
 from forgetting_transformer.training.callbacks.goodput import Goodput, describe, shares
 from forgetting_transformer.training.clock import CATEGORIES, Clock
-from tests.training.conftest import DIES, STEP, Job, changed, train
-from tests.training.test_resume import lines
+from tests.training.conftest import STEP, Job, changed, dies, lines, train
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +72,7 @@ def test_damaged_bookkeeping_stops_nothing(tmp_path, damaged):
 
 
 def test_a_run_accounts_for_all_its_starts(tiny):
-    assert Job(changed(tiny, checkpoint_background=False), patch=DIES.format(batches=11)).wait() == [9]
+    assert Job(changed(tiny, checkpoint_background=False), patch=dies(11)).wait() == [9]
     train(changed(tiny, datamodule__train_num_workers=1))
     ledger = json.loads((Path(tiny["output_dir"]) / "goodput.json").read_text())["starts"]
     assert [entry["from_step"] // STEP for entry in ledger] == [0, 8]

@@ -19,13 +19,7 @@ def on(monkeypatch, name: str) -> None:
     ("name", "bf16", "fp32"),
     [
         ("NVIDIA H200", 989.4e12, 67e12),
-        ("NVIDIA H100 80GB HBM3", 989.4e12, 67e12),
-        ("NVIDIA H100 PCIe", 756e12, 51e12),
-        ("NVIDIA H100 NVL", 835.5e12, 60e12),
-        ("NVIDIA GH200 480GB", 989.4e12, 67e12),
         ("NVIDIA B200", 2250e12, 75e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
-        ("NVIDIA L40S", 362.05e12, 91.6e12),
         ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
     ],
 )
@@ -35,9 +29,7 @@ def test_the_peak_depends_on_the_gpu_and_the_precision(monkeypatch, name, bf16, 
     assert peak_flops(CUDA, "32-true") == fp32
 
 
-@pytest.mark.parametrize(
-    "name", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20", "NVIDIA A100", "NVIDIA GeForce RTX 4090 Laptop GPU"]
-)
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20"])
 def test_a_gpu_that_is_not_listed_has_no_peak_and_the_log_says_so(monkeypatch, caplog, name):
     """Names that begin like a listed one belong to slices, cut-down and laptop chips."""
     on(monkeypatch, name)

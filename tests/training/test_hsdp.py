@@ -5,29 +5,33 @@ import pytest
 from forgetting_transformer.training import ConfigError, parse
 from forgetting_transformer.training.parallel.launch import _shard_size
 from tests.training.conftest import (
-    SIGNAL_IN_STEP_SIX,
+    HEARD,
     STEP,
+    STOP,
     Job,
+    assert_same_run,
+    blocks,
     changed,
     checkpoint_tensors,
+    in_step,
+    lines,
+    losses,
     status,
     train,
 )
 from tests.training.test_corruption import FLIP, MOMENT
-from tests.training.test_resume import assert_same_run, lines, losses
-from tests.training.test_start_block import blocks
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def hsdp(tiny) -> dict:
-    return changed(tiny, strategy__name="hsdp", train__grad_acc_tokens=32)
+    return changed(tiny, strategy__name="hsdp", train__grad_acc_tokens=32, train__max_tokens=12 * STEP)
 
 
 def test_two_nodes_train_like_one_process(hsdp, tiny, finished):
     """Losses, the norms of all parameters and gradients, the norm that is clipped, evaluations, weights, moments."""
-    ours, theirs = finished(hsdp, 4, nodes=2), finished(tiny)
+    ours, theirs = finished(hsdp, 4, nodes=2), finished(changed(tiny, train__max_tokens=12 * STEP))
     assert blocks(ours)[0]["precision"] == (
         "32-true, strategy hsdp (2 copies of the model, each sharded over 2 processes)"
     )
@@ -38,7 +42,7 @@ def test_two_nodes_train_like_one_process(hsdp, tiny, finished):
         for line, other in zip(mine, others, strict=True):
             numbers = {k: v for k, v in other.items() if isinstance(v, float) and "time" not in k and "second" not in k}
             assert {key: line[key] for key in numbers} == pytest.approx(numbers, rel=tolerance, abs=1e-6), kind
-    ours, theirs = checkpoint_tensors(ours, 20 * STEP), checkpoint_tensors(theirs, 20 * STEP)
+    ours, theirs = checkpoint_tensors(ours, 12 * STEP), checkpoint_tensors(theirs, 12 * STEP)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert (ours[name] - tensor).norm() <= 1e-3 * tensor.norm() + 1e-7, name
@@ -62,7 +66,7 @@ def test_two_nodes_of_two_one_of_four_and_back(hsdp, tiny, tmp_path, finished):
 def test_a_run_that_was_interrupted_on_two_nodes_is_bitwise_one_that_was_not(hsdp, finished):
     """The signal comes to one process of the second node; all processes of both stop after the same step."""
     straight = finished(hsdp, 4, nodes=2)
-    job = Job(hsdp, 4, patch=SIGNAL_IN_STEP_SIX.format(name="SIGUSR1", rank=2), nodes=2)
+    job = Job(hsdp, 4, patch=in_step(STOP + HEARD, 5, ranks="2"), nodes=2)
     assert job.wait() == [0] * 4, job.errors()
     assert status(hsdp)["status"] == "preempted" and status(hsdp)["step"] == 7 * STEP
     train(hsdp, 4, nodes=2)

@@ -15,11 +15,21 @@ from forgetting_transformer import training
 from forgetting_transformer.training.export import MARK, export
 from forgetting_transformer.training.trainer import Trainer
 from tests.tiny import VOCAB
-from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, made_once, refused, train
+from tests.training.conftest import (
+    STEP,
+    Job,
+    before,
+    blocks,
+    changed,
+    checkpoint_tensors,
+    lines,
+    losses,
+    made_once,
+    refused,
+    train,
+    word_tokenizer,
+)
 from tests.training.official import official_run
-from tests.training.test_export import word_tokenizer
-from tests.training.test_resume import lines, losses
-from tests.training.test_start_block import blocks
 
 pytestmark = pytest.mark.slow
 
@@ -89,15 +99,7 @@ def test_ranks_begin_with_the_same_weights_which_rank_0_alone_reads(tiny, tmp_pa
         assert torch.equal(tensor, ours[f"model.{name}"]) and torch.equal(tensor, theirs[f"model.{name}"]), name
 
 
-ONLY_ON_RANK_0 = """
-import os
-from forgetting_transformer.training.start import initial_weights
-original = initial_weights.find
-def find(*arguments):
-    assert os.environ["RANK"] == "0"
-    return original(*arguments)
-initial_weights.find = find
-"""
+ONLY_ON_RANK_0 = before("training.start.initial_weights", "find", 'assert os.environ["RANK"] == "0"')
 
 
 def test_the_run_is_a_new_one_and_says_where_its_weights_come_from(tiny, tmp_path, finished, exported):

@@ -67,11 +67,3 @@ def test_models_start_alike_where_they_have_the_same_parameters(tiny):
     other = weights(config_of(tiny, "forgetting_transformer", seed=1))
     drawn = [key for key, parameter in ours.items() if parameter.unique().numel() > 64]
     assert len(drawn) > 5 and not any(torch.equal(ours[key], other[key]) for key in drawn)
-
-
-@pytest.mark.parametrize("initialise", [False, True])
-def test_a_tied_output_layer_is_the_embedding(tiny, initialise):
-    config = config_of(tiny, "forgetting_transformer")
-    config.model.config["tie_word_embeddings"] = True
-    model = setup.build_model(config, DATA, initialise)
-    assert model.lm_head.weight is model.get_input_embeddings().weight

@@ -13,8 +13,7 @@ from forgetting_transformer.training.export import export
 from tests.data.corpus_helpers import prepare, rows
 from tests.evaluation.scripts import run_script
 from tests.tiny import tiny_config
-from tests.training.conftest import STEP, changed, train
-from tests.training.test_resume import lines
+from tests.training.conftest import STEP, changed, lines, train
 
 WORDS = 70_000  # also the vocabulary's size: <eos> and <unk> stand in the places of two words
 

@@ -14,8 +14,7 @@ import yaml
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.training.callbacks.progress import Progress
 from forgetting_transformer.training.records.logs import LogFile, TerminalHandler
-from tests.training.conftest import STEP, train
-from tests.training.test_resume import lines
+from tests.training.conftest import STEP, lines
 
 #: Of a split and its batches.
 SIZES = (
@@ -25,44 +24,39 @@ SIZES = (
 COUNTERS = {"token_count", "batch_count", "flop_count", "total_time", "update_time"}
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, corpus):
-    """One run, read by all tests here."""
-    from tests.training import conftest
-
-    tiny = conftest.tiny.__wrapped__(corpus, tmp_path_factory.mktemp("logs"))
-    train(tiny)
-    return Path(tiny["output_dir"])
+@pytest.fixture
+def run(tiny, finished) -> Path:
+    return Path(finished(tiny))
 
 
 @pytest.mark.slow
-def test_train_lines_have_the_official_names(finished):
-    entries = lines(str(finished), "train")
+def test_train_lines_have_the_official_names(run):
+    entries = lines(str(run), "train")
     assert [e["step"] for e in entries] == [n * STEP for n in range(1, 21)]
     names = {f"train/{name}" for name in (*COUNTERS, "lr", "loss", "global_grad_norm")}
     assert all(set(e) == names | {"step"} for e in entries)
     last = entries[-1]
     assert (last["train/token_count"], last["train/batch_count"]) == (20 * STEP, 20)
     assert 0 < last["train/update_time"] <= last["train/total_time"]
-    info = read_run(finished).info("model")
+    info = read_run(run).info("model")
     assert last["train/flop_count"] == pytest.approx(20 * STEP * info["flops_per_token"])
     assert info["total_params"] == info["embedding_params"] + info["non_embedding_params"]
 
 
-def test_norms_cover_every_parameter(finished):
-    entry = lines(str(finished), "norm")[-1]
+def test_norms_cover_every_parameter(run):
+    entry = lines(str(run), "norm")[-1]
     assert entry["pnorm/model.embeddings.weight"] > 0
     named = {k.split("/", 1)[1] for k in entry if k.startswith("pnorm/")}
     assert named == {k.split("/", 1)[1] for k in entry if k.startswith("gnorm/")} and len(named) > 20
     squares = sum(v**2 for k, v in entry.items() if k.startswith("gnorm/"))
-    clipped = min(1.0, lines(str(finished), "train")[-1]["train/global_grad_norm"])
+    clipped = min(1.0, lines(str(run), "train")[-1]["train/global_grad_norm"])
     assert math.sqrt(squares) == pytest.approx(clipped, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["train_eval", "val"])
-def test_position_losses_and_their_prefixes_agree(finished, kind):
-    for entry in lines(str(finished), kind):
-        arrays = np.load(finished / f"metrics/npz/{kind}/step-{entry['step']:015d}.npz")
+def test_position_losses_and_their_prefixes_agree(run, kind):
+    for entry in lines(str(run), kind):
+        arrays = np.load(run / f"metrics/npz/{kind}/step-{entry['step']:015d}.npz")
         loss_T = arrays[f"{kind}/loss_per_token"]
         assert loss_T.shape == (32,) and int(arrays["step"]) == entry["step"]
         for length in (32, 16, 8):
@@ -71,32 +65,32 @@ def test_position_losses_and_their_prefixes_agree(finished, kind):
         assert {f"{kind}/train_{name}" for name in COUNTERS} <= set(entry)
 
 
-def test_the_training_window_averages_exactly_the_steps_since_the_last_report(finished):
-    losses = {e["step"]: e["train/loss"] for e in lines(str(finished), "train")}
-    reports = lines(str(finished), "train_eval")
+def test_the_training_window_averages_exactly_the_steps_since_the_last_report(run):
+    losses = {e["step"]: e["train/loss"] for e in lines(str(run), "train")}
+    reports = lines(str(run), "train_eval")
     assert [e["step"] for e in reports] == [n * STEP for n in (6, 12, 18, 20)]
     first = [losses[n * STEP] for n in range(1, 7)]
     assert reports[0]["train_eval/loss_avg_len_32"] == pytest.approx(sum(first) / 6)
     assert reports[-1]["train_eval/window_seq_count"] == 2 * 4
 
 
-def test_the_run_says_where_it_came_from(finished):
-    config = yaml.safe_load((finished / "config.yaml").read_text())
+def test_the_run_says_where_it_came_from(run):
+    config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["train"]["max_tokens"] == 20 * STEP and config["optimizer"]["betas"] == [0.9, 0.95]
-    start = json.loads((finished / "starts.jsonl").read_text().splitlines()[0])
+    start = json.loads((run / "starts.jsonl").read_text().splitlines()[0])
     assert start["versions"]["torch"] and start["machine"]["host"] and start["world_size"] == 1
-    assert "ForgettingAttentionLayer" in (finished / "model.txt").read_text()
-    decay = (finished / "decay_params.txt").read_text().splitlines()
-    no_decay = (finished / "no_decay_params.txt").read_text().splitlines()
+    assert "ForgettingAttentionLayer" in (run / "model.txt").read_text()
+    decay = (run / "decay_params.txt").read_text().splitlines()
+    no_decay = (run / "no_decay_params.txt").read_text().splitlines()
     assert any(line.startswith("model.embeddings.weight") for line in decay)
     assert any(line.startswith("model.norm.weight") for line in no_decay) and not set(decay) & set(no_decay)
-    info = read_run(finished).info("train_data")
+    info = read_run(run).info("train_data")
     assert info["documents"] == 96 and info["total_tokens"] == 96 * 64 and len(info["fingerprint"]) == 16
 
 
-def test_descriptions_have_the_official_names_and_share_none(finished):
+def test_descriptions_have_the_official_names_and_share_none(run):
     """wandb keeps one row per step, in which the held-out corpus would take the place of the training one."""
-    training, heldout, model = (lines(str(finished), f"{kind}_info")[0] for kind in ("train_data", "val_data", "model"))
+    training, heldout, model = (lines(str(run), f"{kind}_info")[0] for kind in ("train_data", "val_data", "model"))
     assert training.keys() & heldout.keys() == training.keys() & model.keys() == {"step"}
     assert {name: training[f"train_data_info/{name}"] for name in SIZES} == {
         "vocab_size": 64, "seq_len": 32, "batch_len": 32, "total_tokens": 96 * 64, "global_batch_size": 4,

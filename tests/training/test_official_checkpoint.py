@@ -17,9 +17,8 @@ from forgetting_transformer.training.export.official_checkpoint import import_ru
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 from tests.processes import ROOT
 from tests.tiny import VOCAB
-from tests.training.conftest import STEP, changed, checkpoint_tensors, refused, train
+from tests.training.conftest import STEP, changed, checkpoint_tensors, lines, losses, refused, train
 from tests.training.official import official_run
-from tests.training.test_resume import lines, losses
 
 pytestmark = pytest.mark.slow
 AT = 8 * STEP
@@ -73,7 +72,7 @@ def test_every_tensor_finds_its_parameter(tiny, finished, tmp_path, numbered):
 
 
 def test_it_is_exported_as_it_is(tiny, official, finished, tmp_path):
-    from tests.training.test_export import word_tokenizer
+    from tests.training.conftest import word_tokenizer
 
     told = export(official, tmp_path / "hf", tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
     assert told == f"checkpoint step-{AT:015d}.pt of {official} is now {tmp_path / 'hf'}"

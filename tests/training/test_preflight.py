@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.training.conftest import Job, changed, refused
+from tests.training.conftest import Job, before, changed, refused
 
 #: What is printed goes to a file; a stand-in for a GPU says how much memory a step takes.
 PRINTED = """
@@ -64,15 +64,8 @@ def test_it_finds_what_training_would_find_after_hours(tiny):
         changed(tiny, preflight="check", train__max_tokens=10**6)
     )
     # The last batch cannot be read.
-    patch = """
-from forgetting_transformer.data import TokenArray, DataError
-original = TokenArray.read
-def read(self, first, *rest):
-    if first >= 76:
-        raise DataError("c/4/0 is missing")
-    return original(self, first, *rest)
-TokenArray.read = read
-"""
+    missing = "from forgetting_transformer.data import DataError\nraise DataError('c/4/0 is missing')"
+    patch = before("data.token_array.TokenArray", "read", missing, "first >= 76", "self, first, *rest")
     job = Job(changed(tiny, preflight="check", skip_eval=True), patch=patch)
     assert job.wait() == [1] and "c/4/0 is missing" in job.errors()
 

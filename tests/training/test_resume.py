@@ -6,47 +6,35 @@ import shutil
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from tests.campaign.runs import untimed
-from tests.training.conftest import DIES, STEP, Job, changed, checkpoint_tensors, refused, train
+from tests.training.conftest import STEP, Job, assert_same_run, before, changed, dies, lines, losses, refused, train
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 STRATEGIES = [("auto", 1), ("ddp", 2), ("fsdp", 2)]
-QUICKEST = [pytest.param("auto", 1, marks=pytest.mark.quick), *STRATEGIES[1:]]
-
-
-def lines(output_dir: str, kind: str) -> list[dict]:
-    return [
-        json.loads(line) for line in (Path(output_dir) / f"metrics/jsonlines/{kind}.jsonl").read_text().splitlines()
-    ]
-
-
-def losses(output_dir: str) -> dict[int, float]:
-    entries = lines(output_dir, "train")
-    assert len({e["step"] for e in entries}) == len(entries), "a step was logged twice"
-    return {e["step"]: e["train/loss"] for e in entries}
-
-
-def assert_same_run(a: str, b: str, step: int = 20 * STEP) -> None:
-    """Bitwise: weights, moments, logged losses and norms, loss at every position, held-out losses."""
-    first, second = checkpoint_tensors(a, step), checkpoint_tensors(b, step)
-    assert first.keys() == second.keys() and len(first) > 30
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
-    assert losses(a) == losses(b)
-    for kind in ("train", "norm", "train_eval", "val"):
-        for x, y in zip(lines(a, kind), lines(b, kind), strict=True):
-            assert {k: x[k] for k in untimed(x)} == {k: y[k] for k in untimed(y)}
-    files = sorted(p.relative_to(a) for p in Path(a).glob("metrics/npz/*/*.npz"))
-    assert files == sorted(p.relative_to(b) for p in Path(b).glob("metrics/npz/*/*.npz")) and len(files) >= 5
-    for file in files:
-        x, y = np.load(Path(a) / file), np.load(Path(b) / file)
-        assert x.files == y.files and all(np.array_equal(x[k], y[k], equal_nan=True) for k in untimed(x.files))
+SHORTER = {"train__max_tokens": 12 * STEP}
+SHARDED_BF16 = SHORTER | {"strategy__name": "fsdp", "fabric__precision": "bf16-mixed"}
+#: Name -> what is changed of the tiny configuration, and the number of processes.
+RUNS = {
+    "one process": ({}, 1),
+    "ddp": ({"strategy__name": "ddp"}, 2),
+    "fsdp": ({"strategy__name": "fsdp"}, 2),
+    "checkpointed activations": (SHARDED_BF16 | {"train__gradient_checkpointing": True}, 2),
+    # Evaluations leave weights gathered, and the average stands in their place for a while.
+    "weights that stay gathered": (
+        SHARDED_BF16
+        | {"strategy__keep_gathered": True, "train__grad_acc_tokens": 32}
+        | {"callbacks": {"ema": {"decay": 0.9}}, "eval_interval": 3 * STEP},
+        2,
+    ),
+    "sequences that ranks share": (
+        SHORTER | {"strategy__name": "ddp", "strategy__context": 2, "model__config__num_heads": 4},
+        2,
+    ),
+    "muon": ({"optimizer__name": "muon"}, 1),
+}
 
 
 def interrupted_at(config: dict, step: int, world_size: int = 1) -> None:
@@ -54,23 +42,12 @@ def interrupted_at(config: dict, step: int, world_size: int = 1) -> None:
     train(changed(config, train__max_tokens=step * STEP), world_size)
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), QUICKEST)
-def test_straight_run_equals_interrupted_run_bitwise(tiny, finished, strategy, world_size):
-    tiny = changed(tiny, strategy__name=strategy)
-    straight = finished(tiny, world_size)
-    if strategy == "auto":
-        train(tiny, world_size)
-    else:
-        shutil.copytree(straight, tiny["output_dir"])
-    # Throw away the newest two, as if the job had been killed soon after its checkpoint at step 8.
-    checkpoints = Path(tiny["output_dir"]) / "checkpoints"
-    for step in (16, 20):
-        shutil.rmtree(checkpoints / f"step-{step * STEP:015d}")
-    manifest = Path(straight) / f"checkpoints/step-{16 * STEP:015d}/manifest.json"
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.quick] * (n == "one process")) for n in RUNS])
+def test_straight_run_equals_interrupted_run_bitwise(tiny, continued, name):
+    changes, world_size = RUNS[name]
+    straight = continued(changed(tiny, **changes), world_size)
+    manifest = Path(straight) / f"checkpoints/step-{8 * STEP:015d}/manifest.json"
     assert json.loads(manifest.read_text())["permanent"]
-    assert sorted(checkpoints.glob("step-*"))[-1].name == f"step-{8 * STEP:015d}"
-    train(tiny, world_size)
-    assert_same_run(straight, tiny["output_dir"])
 
 
 def test_strategies_agree_from_the_first_step(tiny, finished):
@@ -100,16 +77,9 @@ def test_killed_at_random_moments_it_ends_in_the_same_weights(request, tiny, fin
     straight, config = finished(tiny, world_size), changed(tiny, checkpoint_interval=STEP)
     # A kill that comes late, on a busy machine, still comes before the last step.
     unhurried = """
-import time
-from forgetting_transformer.training import trainer
-original = trainer.Trainer.step
-def step(self, batch):
-    time.sleep(0.1)
-    while self.counters.batch_count > {last}:
-        time.sleep(0.01)
-    return original(self, batch)
-trainer.Trainer.step = step
-"""
+time.sleep(0.1)
+while self.counters.batch_count > {last}:
+    time.sleep(0.01)"""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     generator = random.Random(seed)
@@ -118,7 +88,8 @@ trainer.Trainer.step = step
         done = log.read_bytes().count(b"\n") if log.exists() else 0
         # A few steps further than the last life, at whatever that process happens to be doing then.
         goal = min(done + generator.randint(0, 3), steps - 3)
-        job = Job(config, world_size, patch=unhurried.format(last=min(goal + 3, steps - 2)))
+        patch = before("training.trainer.Trainer", "step", unhurried.format(last=min(goal + 3, steps - 2)))
+        job = Job(config, world_size, patch=patch)
         wait_until(
             lambda: log.exists() and log.read_bytes().count(b"\n") > goal,  # noqa: B023
             lambda: all(p.is_alive() for p in job.processes),  # noqa: B023
@@ -128,7 +99,7 @@ trainer.Trainer.step = step
         job.kill()
     assert len(losses(config["output_dir"])) < steps, "the kills came too late to prove anything"
     assert Job(config, world_size).wait() == [0] * world_size
-    assert_same_run(straight, config["output_dir"], steps * STEP)
+    assert_same_run(straight, config["output_dir"])
 
 
 def test_a_finished_run_started_again_does_nothing(tiny, interrupted):
@@ -147,48 +118,16 @@ def test_a_longer_budget_continues_a_finished_run(tiny):
     assert sorted(losses(tiny["output_dir"])) == [n * STEP for n in range(1, 7)]
 
 
-DAMAGED = pytest.mark.rare("tests/training/test_resume.py::test_a_damaged_checkpoint_is_passed_over_with_the_reason")
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param("truncated", marks=DAMAGED),
-        "bit-flipped",
-        "half-written",
-        pytest.param("missing shard", marks=DAMAGED),
-        pytest.param("empty manifest", marks=DAMAGED),
-        "damaged manifest",
-    ],
-)
-def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tiny, finished, interrupted, fault):
+def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tiny, finished, interrupted):
     interrupted(tiny, 12)
     newest = Path(tiny["output_dir"]) / f"checkpoints/step-{12 * STEP:015d}"
     shard = next((newest / "state").glob("*.distcp"))
-    if fault == "truncated":
-        shard.write_bytes(shard.read_bytes()[:-1])
-        reason = f"state/{shard.name} has"
-    elif fault == "bit-flipped":
-        data = bytearray(shard.read_bytes())
-        data[len(data) // 2] ^= 1
-        shard.write_bytes(data)
-        reason = f"the contents of state/{shard.name} do not match its checksum"
-    elif fault == "half-written":
-        (newest / "manifest.json").unlink()
-        reason = "it has no manifest.json, so part of it is missing"
-    elif fault == "missing shard":
-        shard.unlink()
-        reason = f"state/{shard.name} is missing"
-    elif fault == "empty manifest":
-        (newest / "manifest.json").write_text("")
-        reason = "its manifest.json is damaged"
-    else:
-        manifest = newest / "manifest.json"
-        manifest.write_text(manifest.read_text().replace('"bytes"', '"bytez"', 1))
-        reason = "its manifest.json is damaged (KeyError: 'bytes')"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
     train(tiny)
     log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
-    assert f"passing over checkpoint {newest}: {reason}" in log
+    assert f"checkpoint {newest}: the contents of state/{shard.name} do not match its checksum" in log
     assert f"continuing from {newest.with_name(f'step-{8 * STEP:015d}')}" in log
     assert newest.with_name(f"damaged-{newest.name}").is_dir(), "what a copy may mend is not deleted"
     assert all((path / "manifest.json").is_file() for path in newest.parent.glob("step-*"))
@@ -215,49 +154,23 @@ def test_a_damaged_older_checkpoint_does_not_stop_training(tiny, interrupted):
 
 
 def test_every_kind_of_line_has_every_step_once_after_several_deaths(tiny):
-    for dies_at in (2, 6, 11):  # before the first checkpoint, and between others
-        assert Job(tiny, patch=DIES.format(batches=dies_at)).wait() == [9]
+    for batch in (2, 6, 11):  # before the first checkpoint, and between others
+        assert Job(tiny, patch=dies(batch)).wait() == [9]
     train(tiny)
     for file in Path(tiny["output_dir"]).glob("metrics/jsonlines/*.jsonl"):
         steps = [entry["step"] for entry in lines(tiny["output_dir"], file.stem)]
         assert steps == sorted(set(steps)), file.stem
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world_size"),
-    [
-        pytest.param(
-            "ddp",
-            2,
-            marks=pytest.mark.rare(
-                "tests/training/test_resume.py::test_checkpointed_activations_and_bf16_resume_bitwise_too"
-            ),
-        ),
-        ("fsdp", 2),
-    ],
-)
-def test_checkpointed_activations_and_bf16_resume_bitwise_too(tiny, finished, strategy, world_size):
-    tiny = changed(tiny, strategy__name=strategy, train__gradient_checkpointing=True, fabric__precision="bf16-mixed")
-    straight = finished(tiny, world_size)
-    shutil.copytree(straight, tiny["output_dir"])
-    for step in (16, 20):
-        shutil.rmtree(Path(tiny["output_dir"]) / f"checkpoints/step-{step * STEP:015d}")
-    train(tiny, world_size)
-    assert_same_run(straight, tiny["output_dir"])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_a_change_that_would_alter_the_run_is_refused_by_name(tiny, interrupted):
+    interrupted(tiny, 4)
+    for change, message in (
         ({"optimizer__lr": 2e-2}, "optimizer.lr: 0.01 -> 0.02"),
         ({"model__config__num_heads": 4}, "model.config.num_heads: 2 -> 4"),
         ({"datamodule__train_batch_size": 8}, "datamodule.train_batch_size: 4 -> 8"),
         ({"seed": 1}, "seed: 0 -> 1"),
-    ],
-)
-def test_a_change_that_would_alter_the_run_is_refused_by_name(tiny, interrupted, change, message):
-    interrupted(tiny, 4)
-    assert message in refused(changed(tiny, **change))
+    ):
+        assert message in refused(changed(tiny, **change))
     train(changed(tiny, train__max_tokens=5 * STEP))  # undone, it continues
 
 
@@ -269,17 +182,6 @@ def test_another_corpus_under_the_same_name_is_refused(tiny, tmp_path, corpus, i
     array = zarr.open_array(tmp_path / "other/tiny/train.zarr")
     array[:] = array[:][::-1]
     assert "the corpus (fingerprint" in refused(changed(tiny, data_dir=str(tmp_path / "other")))
-
-
-def test_resume_false_starts_clean_and_moves_the_old_run_aside(tiny, finished, interrupted):
-    interrupted(tiny, 8)
-    train(changed(tiny, resume=False))
-    assert_same_run(finished(tiny), tiny["output_dir"])
-    # A refused command leaves everything where it is.
-    refused(changed(tiny, resume=False, data_dir="/nonexistent"))
-    (kept,) = (Path(tiny["output_dir"]) / "previous").iterdir()
-    assert (kept / f"checkpoints/step-{8 * STEP:015d}/manifest.json").is_file()
-    assert len(lines(str(kept), "train")) == 8
 
 
 def test_a_fork_continues_another_run_with_other_settings(tiny, finished):
@@ -298,5 +200,6 @@ def test_a_fork_of_nothing_or_of_another_shape_is_refused(tiny, finished):
     source = finished(tiny)
     fork = changed(tiny, fork_dir=source, fork_step=7)
     assert f"fork_step=7: no valid checkpoint of that many tokens in {source}" in refused(fork)
+    assert "nothing would be trained" in refused(changed(tiny, fork_dir=source, fork_step=20 * STEP))
     fork = changed(tiny, fork_dir=source, fork_step=8 * STEP, datamodule__train_batch_size=8)
     assert "datamodule.train_batch_size: 4 -> 8" in refused(fork)

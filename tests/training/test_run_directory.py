@@ -12,7 +12,8 @@ from forgetting_transformer.training import ConfigError, parse
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.records.run_directory import OWN_NAMES, RunDirectory, RunDirectoryError
 from tests.data.mirror import serve
-from tests.training.conftest import STEP, changed, refused, train
+from tests.training.conftest import STEP, assert_same_run, changed, lines, refused, train
+from tests.training.conftest import status as status_at
 from tests.training.test_checkpoint import snapshot
 
 STRANGERS = (".git/HEAD", "thesis.tex", "data/train.csv", "src/model.py", "previous-work/a")
@@ -36,15 +37,20 @@ def test_an_empty_path_is_refused_by_name(tiny, key, value):
 
 
 @pytest.mark.slow
-def test_resume_false_moves_what_a_run_wrote_and_nothing_else(tiny):
-    train(changed(tiny, train__max_tokens=4 * STEP))
+def test_resume_false_starts_clean_and_moves_what_a_run_wrote_and_nothing_else(tiny, finished, interrupted):
+    interrupted(tiny, 8)
     root = Path(tiny["output_dir"])
     place(root, *STRANGERS)
-    train(changed(tiny, resume=False, train__max_tokens=2 * STEP))
+    train(changed(tiny, resume=False))
+    assert_same_run(finished(tiny), tiny["output_dir"])
+    refused(changed(tiny, resume=False, data_dir="/nonexistent"))  # which leaves everything where it is
     assert all((root / name).read_text() == f"somebody's {name}" for name in STRANGERS)
     (moved,) = (root / "previous").iterdir()
     assert not {Path(name).parts[0] for name in STRANGERS} & {path.name for path in moved.iterdir()}
-    assert (moved / "last_checkpoint.json").is_file() and (moved / "metrics/jsonlines/train.jsonl").is_file()
+    assert (moved / f"checkpoints/step-{8 * STEP:015d}/manifest.json").is_file()
+    assert (moved / "last_checkpoint.json").is_file() and len(lines(str(moved), "train")) == 8
+    found = status_at({"output_dir": moved})
+    assert (found["status"], found["step"]) == ("done", 8 * STEP)
     written = {path.name for path in root.iterdir()} - {Path(name).parts[0] for name in STRANGERS}
     assert written - {"previous", "run.lock"} == {path.name for path in moved.iterdir()}, "all a run writes is moved"
 
@@ -67,14 +73,6 @@ def test_a_folder_of_other_things_is_no_obstacle(tiny):
     assert not (root / "previous").exists()
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "status.json"])
-def test_files_of_others_are_not_overwritten(tmp_path, name):
-    place(tmp_path, name)
-    with pytest.raises(RunDirectoryError, match=rf"holds {name}, and no run that wrote"):
-        status.claim(RunDirectory(tmp_path))
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: f"somebody's {name}"}
-
-
 CHANGED_BY_A_START = (
     "goodput.json", "last_checkpoint.json", "tokenizer/tokenizer.json", "metrics/jsonlines/train.jsonl",
     "metrics/npz/val/step-000000000000128.npz", "metrics/wandb/wandb_run_id.txt",
@@ -83,7 +81,7 @@ CHANGED_BY_A_START = (
 
 
 @pytest.mark.parametrize("resume", [True, False])
-@pytest.mark.parametrize("name", CHANGED_BY_A_START)
+@pytest.mark.parametrize("name", [*CHANGED_BY_A_START, "config.yaml", "status.json"])
 def test_a_first_start_takes_nothing_of_others_for_its_own(tmp_path, name, resume):
     place(tmp_path, name)
     before = snapshot(tmp_path)

@@ -1,7 +1,6 @@
 """What a run says before its first step, and how its seconds are written."""
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,19 +11,7 @@ from forgetting_transformer.training.parallel import gpus
 from forgetting_transformer.training.records.metrics import duration
 from forgetting_transformer.training.start.start_block import _blocks
 from tests.model.small_models import small
-from tests.training.conftest import STEP, changed, train
-
-
-def blocks(output_dir: str) -> list[dict[str, str]]:
-    """The rows of every block in rank 0's log."""
-    found: list[dict[str, str]] = []
-    for line in (Path(output_dir) / "logs/rank-0.log").read_text().splitlines():
-        if "about to train" in line:
-            found.append({})
-        elif found and line.startswith("  "):
-            name, _, value = line.strip().partition(" ")
-            found[-1].setdefault(name, value.strip())
-    return found
+from tests.training.conftest import STEP, blocks, changed, train
 
 
 @pytest.mark.slow

@@ -5,64 +5,30 @@ import json
 import os
 from pathlib import Path
 
-import pytest
-
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.records.run_directory import RunDirectory
-from tests.training.conftest import STEP, Job, changed, refused, train
+from tests.training.conftest import STEP, Job, before, changed, refused, train
 
 
 def read(folder: Path | str) -> dict:
     return json.loads((Path(folder) / "status.json").read_text())
 
 
-@pytest.fixture
-def done(tiny) -> dict:
-    """The configuration of a run that has ended well after four steps."""
+def test_a_start_says_that_it_starts_and_what_fails_in_it_replaces_the_end_of_the_one_before(tiny):
     tiny = changed(tiny, train__max_tokens=4 * STEP)
     train(tiny)
     assert read(tiny["output_dir"])["status"] == "done"
-    return tiny
-
-
-def test_what_fails_before_the_first_step_replaces_the_end_of_the_start_before(done):
-    refused(changed(done, optimizer__lr=1.0))
-    found = read(done["output_dir"])
+    refused(changed(tiny, optimizer__lr=1.0))
+    found = read(tiny["output_dir"])
     assert (found["status"], found["step"]) == ("failed", 4 * STEP) and "with other settings" in found["reason"]
-
-
-def test_while_it_is_built_a_run_is_starting(done):
-    patch = """
-import shutil
-from forgetting_transformer.training import setup
-original = setup.build_model
-def build_model(config, data, **options):
-    shutil.copy(config.output_dir + "/status.json", config.output_dir + "/while-building.json")
-    return original(config, data, **options)
-setup.build_model = build_model
-"""
-    job = Job(changed(done, train__max_tokens=5 * STEP), patch=patch)
+    copies = (
+        "import shutil\nroot = config.output_dir\nshutil.copy(root + '/status.json', root + '/while-building.json')"
+    )
+    patch = before("training.setup", "build_model", copies, arguments="config, data")
+    job = Job(changed(tiny, train__max_tokens=5 * STEP), patch=patch)
     assert job.wait() == [0], job.errors()
-    found = json.loads((Path(done["output_dir"]) / "while-building.json").read_text())
+    found = json.loads((Path(tiny["output_dir"]) / "while-building.json").read_text())
     assert (found["status"], found["step"]) == ("starting", 4 * STEP)
-
-
-def test_a_start_that_is_refused_the_folder_leaves_the_status_of_the_run_in_it(tiny):
-    directory = RunDirectory(tiny["output_dir"])
-    directory.acquire()
-    status.write_status(directory.root, "running", 128)
-    before = (directory.root / "status.json").read_text()
-    for world_size in (1, 2):
-        assert "another run is writing to output_dir" in refused(tiny, world_size)
-    assert (directory.root / "status.json").read_text() == before
-    directory.release()
-
-
-def test_a_run_that_is_moved_aside_keeps_its_status(done):
-    train(changed(done, resume=False, train__max_tokens=2 * STEP))
-    (moved,) = (Path(done["output_dir"]) / "previous").iterdir()
-    assert (read(moved)["status"], read(moved)["step"]) == ("done", 4 * STEP)
-    assert (read(done["output_dir"])["status"], read(done["output_dir"])["step"]) == ("done", 2 * STEP)
 
 
 def test_a_gpu_that_is_not_there_is_one_line_and_known_to_the_status(tiny):
@@ -110,14 +76,8 @@ def test_a_damaged_status_stops_no_start_and_is_moved_aside_as_it_was(tmp_path):
 
 def test_what_fails_after_the_last_step_is_how_the_run_ended(tiny):
     """Its exit code says so, too."""
-    patch = """
-from forgetting_transformer.training.records import metrics
-close = metrics.MetricsLog.close
-def fails(self):
-    metrics.MetricsLog.close = close
-    raise OSError(28, "No space left on device")
-metrics.MetricsLog.close = fails
-"""
+    full, once = "self.refused = True\nraise OSError(28, 'No space left on device')", "not hasattr(self, 'refused')"
+    patch = before("training.records.metrics.MetricsLog", "close", full, once)
     assert Job(changed(tiny, train__max_tokens=4 * STEP), patch=patch).wait() == [1]
     found = read(tiny["output_dir"])
     assert (found["status"], found["step"]) == ("failed", 4 * STEP) and "No space left on device" in found["reason"]

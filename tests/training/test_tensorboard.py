@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.conftest import STEP, Job, changed, rank_log, train
-from tests.training.test_export import word_tokenizer
-from tests.training.test_resume import assert_same_run, lines, losses
+from tests.training.conftest import STEP, Job, assert_same_run, changed, lines, losses, rank_log, train, word_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +57,7 @@ def test_without_the_package_it_is_one_line_before_the_first_step(tiny):
 
 @pytest.mark.parametrize("fault", ["SummaryWriter", "add_scalar"])
 def test_a_writer_that_fails_never_stops_a_run(tiny, finished, fault):
-    straight = finished(changed(tiny, train__max_tokens=8 * STEP))
+    straight = finished(changed(tiny, train__max_tokens=4 * STEP))
     patch = f"""
 import importlib.util, sys, types
 find = importlib.util.find_spec
@@ -71,7 +69,7 @@ methods = dict.fromkeys(("add_scalar", "add_text", "flush", "close"), works) | {
 writer = fails if {fault == "SummaryWriter"} else lambda *a, **o: types.SimpleNamespace(**methods)
 sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=writer)
 """
-    job = Job(changed(with_tensorboard(tiny), train__max_tokens=8 * STEP), patch=patch)
+    job = Job(changed(with_tensorboard(tiny), train__max_tokens=4 * STEP), patch=patch)
     assert job.wait() == [0], job.errors()
     assert "(no space left)" in rank_log(tiny, 0)
     assert losses(straight) == losses(tiny["output_dir"])

@@ -3,8 +3,7 @@
 import pytest
 
 from forgetting_transformer.training.callbacks.throughput import Throughput
-from tests.training.conftest import STEP, Job, changed, train
-from tests.training.test_resume import lines
+from tests.training.conftest import STEP, Job, changed, lines, train
 
 COUNTERS = ("token_count", "batch_count", "flop_count", "total_time", "update_time")
 RATES = {

@@ -13,8 +13,7 @@ from forgetting_transformer import training
 from forgetting_transformer.training.callbacks import wandb
 from forgetting_transformer.training.records.metrics import MetricsLog
 from forgetting_transformer.training.records.run_directory import RunDirectory
-from tests.training.conftest import STEP, Job, changed
-from tests.training.test_resume import losses
+from tests.training.conftest import STEP, Job, changed, losses
 
 pytestmark = pytest.mark.slow
 

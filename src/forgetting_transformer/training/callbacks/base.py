@@ -6,6 +6,7 @@ Importing this loads no PyTorch, so a module that registers a callback may defin
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ class Callbacks:
         """One hook of one callback, after which random numbers and train mode are what they were."""
         outer, self.running = self.running, callback
         try:
-            with _left_as_found(self._trainer.model, self._trainer.fabric.device):
+            with _left_as_found(self._modules, self._trainer.fabric.device):
                 getattr(callback, hook)(self._trainer, *arguments)
         except Exception as error:
             saved = self._trainer.last_good_checkpoint
@@ -183,6 +184,10 @@ class Callbacks:
             raise
         finally:
             self.running = outer
+
+    @functools.cached_property
+    def _modules(self) -> list[nn.Module]:
+        return list(self._trainer.model.modules())
 
     def evaluations_due(self) -> list[Callback]:
         """Callbacks whose evaluation is due after the last step; the same on every rank, but for those of rank 0."""
@@ -245,12 +250,12 @@ class Callbacks:
 
 
 @contextlib.contextmanager
-def _left_as_found(model: nn.Module, device: torch.device) -> Iterator[None]:
+def _left_as_found(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
     """Afterwards random numbers, and for each module whether it trains or evaluates, are what they were."""
     import numpy as np
     import torch
 
-    modes = [(module, module.training) for module in model.modules()]
+    modes = [module.training for module in modules]
     python, numpy = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
     try:
@@ -259,5 +264,6 @@ def _left_as_found(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        for module, training in modes:
-            module.training = training
+        for module, training in zip(modules, modes, strict=True):
+            if module.training is not training:  # to set it takes a while
+                module.training = training
