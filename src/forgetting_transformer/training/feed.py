@@ -80,12 +80,12 @@ def batches(trainer: "TrainerInterface", count: int) -> Iterator[Batch]:
     first, data = trainer.counters.batch_count, trainer.config.datamodule
     corpus = f"datamodule.name={data.name!r}"
     rank, size = trainer.ranks.data_rank, trainer.ranks.data_size
-    found = feed(
+    loader = feed(
         lambda done: trainer.data.train_loader(first + done, first + count, rank, size),
         lambda: trainer.sentinel.reading(corpus),
     )
     given = 0
-    for given, batch in enumerate(itertools.islice(found, count), 1):
+    for given, batch in enumerate(itertools.islice(loader, count), 1):
         check_batch(batch, corpus, data.train_batch_size // size, data.train_batch_len)
         if given == 1:
             check_tokens(batch, corpus, trainer.data_info.vocab_size)

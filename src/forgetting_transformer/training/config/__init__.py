@@ -2,23 +2,31 @@
 
 YAML files under `configs/` fill these dataclasses. The keys of a component (an optimizer, a corpus, a callback) are
 those of the dataclass that it registers (plugins.py). parsing.py puts the dataclasses of a run's components together
-and has pydantic fill them; continuing.py says which keys may differ when a run is continued. `__post_init__` refuses
-values of a section that do not fit together; the function `check` refuses what so many processes cannot do. All
-intervals, budgets and schedule lengths are in training tokens of the whole job.
+and has pydantic fill them; continuing.py says which keys may differ when a run is continued. types.py has the ranges of
+numbers. `__post_init__` refuses values of a section that do not fit together, checks.py what several sections or so
+many processes cannot do. All intervals, budgets and schedule lengths are in training tokens of the whole job.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, WrapValidator
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Field
 
-from forgetting_transformer.files import is_utf8
 from forgetting_transformer.metric_names import VAL_EMA, VAL_SET
-from forgetting_transformer.ranges import COUNT, SIZE, TOKENS, divisors
+from forgetting_transformer.training.config.types import (
+    Check,
+    Count,
+    LearningRate,
+    Positive,
+    Size,
+    Switch,
+    Text,
+    TokenId,
+    Tokens,
+    TokensOrZero,
+    Workers,
+)
 from forgetting_transformer.training.records.run_directory import KINDS
 
 
@@ -26,41 +34,6 @@ class ConfigError(ValueError):
     """The configuration cannot be run; the message names the key, the value and the fix."""
 
 
-def _switch(word: str) -> BeforeValidator:
-    """Refuses 1 and 0 beside true, false and a word, which pydantic takes for true and false."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            raise PydanticCustomError("literal_error", "", {"expected": f"'{word}', true or false"})
-        return value
-
-    return BeforeValidator(check)
-
-
-#: True, false, or what is best here.
-Switch = Annotated[Literal["auto", True, False], _switch("auto")]
-#: Tokens of a run, a budget or an interval. Whole numbers may be written as 1e9.
-Tokens = Annotated[int, Field(ge=1, le=TOKENS.high)]
-#: Things of which there may be many: sequences in a batch, ids of a vocabulary, seconds.
-Count = Annotated[int, Field(ge=1, le=COUNT.high)]
-#: Widths and numbers of parts of a model.
-Size = Annotated[int, Field(ge=1, le=SIZE.high)]
-TokenId = Annotated[int, Field(ge=0, le=COUNT.high)]
-#: Ratios, scales and small constants that make no sense at zero.
-Positive = Annotated[float, Field(gt=0, le=1e9)]
-#: Zero is allowed: it trains nothing, which is a way to measure speed and to look at the data.
-LearningRate = Annotated[float, Field(ge=0, le=1000)]
-
-
-def _or_not_utf8(value: Any, check: Callable[[Any], Any]) -> Any:
-    """A file's name may be any bytes, and pydantic takes no text that is not UTF-8."""
-    return value if isinstance(value, str) and not is_utf8(value) else check(value)
-
-
-#: Text that is not empty, as a variable of the shell that is not set leaves it. To pathlib that is the current folder.
-Text = Annotated[str, Field(pattern=r"\S"), WrapValidator(_or_not_utf8)]
-
-_Workers = Annotated[int, Field(ge=0, le=1024)]
 _DEVICES = 1024
 #: Of one of `eval_sets`.
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
@@ -199,7 +172,7 @@ class ScheduleConfig:
     #: A name in plugins.SCHEDULES; those of this package are in training/optimization/schedule.py.
     name: str
     #: Tokens of linear warm-up from init_lr to optimizer.lr.
-    warmup_tokens: Annotated[int, Field(ge=0, le=TOKENS.high)] = 0
+    warmup_tokens: TokensOrZero = 0
     #: warmup_cosine and warmup_linear: tokens at which end_lr is reached, warm-up included.
     #: warmup_stable_decay: tokens of the whole run; the decay ends there.
     total_tokens: Tokens | None = None
@@ -219,12 +192,12 @@ class DataModuleConfig:
     #: Tokens of a sequence, and sequences of a global batch.
     train_batch_len: Count
     train_batch_size: Count
-    train_num_workers: _Workers = 2
+    train_num_workers: Workers = 2
     #: Held-out tokens that an evaluation reads; null: all.
     eval_tokens: Tokens | None = None
     eval_batch_len: Count
     eval_local_batch_size: Count
-    eval_num_workers: _Workers = 2
+    eval_num_workers: Workers = 2
     #: null: what the corpus itself says.
     vocab_size: Count | None = None
     bos_token_id: TokenId | None = None
@@ -325,7 +298,7 @@ class Config:
     checkpoint_background: bool = True
     #: true: check data, disk and memory, time a few steps, say what the run will cost, measure which micro-batch is
     #: fastest, with activation checkpointing and without, and train nothing. "check": without the measurement.
-    preflight: Annotated[Literal["check", True, False], _switch("check")] = False
+    preflight: Check = False
 
     def __post_init__(self) -> None:
         for name in self.eval_sets:
@@ -336,80 +309,3 @@ class Config:
                 )
             if f"{VAL_SET}{name}" in (*KINDS, VAL_EMA):
                 raise ConfigError(f"eval_sets: the name {name!r} is that of a file of runs; choose another name")
-
-
-def check(config: Config, world_size: int) -> None:
-    """Refuses what so many processes cannot do, before anything is built.
-
-    Raises:
-        ConfigError: naming the key, the value and the fix.
-    """
-    data, train, sharing = config.datamodule, config.train, config.strategy.context
-    _check_context(config, world_size)
-    groups, called = world_size // sharing, "processes" if sharing == 1 else f"groups of {sharing} processes"
-    if data.train_batch_size % groups:
-        near = divisors(data.train_batch_size)
-        raise ConfigError(
-            f"datamodule.train_batch_size={data.train_batch_size} sequences cannot be shared equally by {groups} "
-            f"{called}; use a multiple of {groups}, or a number of {called} among {near}"
-        )
-    local_tokens = data.train_batch_size // groups * data.train_batch_len
-    micro_tokens = min(train.grad_acc_tokens, local_tokens)
-    if micro_tokens % data.train_batch_len or local_tokens % micro_tokens:
-        whose = "a rank's" if sharing == 1 else f"{sharing} ranks'"
-        fits = [n * data.train_batch_len for n in divisors(local_tokens // data.train_batch_len)]
-        raise ConfigError(
-            f"train.grad_acc_tokens={train.grad_acc_tokens:,} does not split {whose} {local_tokens:,} tokens "
-            f"({data.train_batch_size // groups} sequences of {data.train_batch_len:,}) into equal pieces of whole "
-            f"sequences; choose one of {fits}"
-        )
-    if (config.fork_dir is None) != (config.fork_step is None):
-        raise ConfigError(
-            f"fork_dir={config.fork_dir} and fork_step={config.fork_step} belong together: give both or neither"
-        )
-    if config.fork_step is not None and config.train.max_tokens <= config.fork_step:
-        raise ConfigError(
-            f"train.max_tokens={config.train.max_tokens:,} counts the tokens before the fork too, and "
-            f"fork_step={config.fork_step:,}: nothing would be trained; set train.max_tokens above fork_step"
-        )
-    if config.fork_dir and not config.resume:
-        raise ConfigError("fork_dir starts from a checkpoint, resume=false starts from nothing: choose one")
-    if config.fork_dir and config.init_from:
-        raise ConfigError(
-            f"fork_dir={config.fork_dir} and init_from={config.init_from} both say what to begin with: choose fork_dir "
-            "to take moments, counters and position in the data along, or init_from for the weights alone"
-        )
-    if config.init_from and not config.resume and _same_folder(config.init_from, config.output_dir):
-        raise ConfigError(
-            f"init_from={config.init_from} is the output_dir, whose run resume=false moves aside; choose another "
-            "output_dir"
-        )
-    for key in ("init_step", "init_allow"):
-        if getattr(config, key) and not config.init_from:
-            raise ConfigError(f"{key}={getattr(config, key)} has no effect without init_from; give both or neither")
-
-
-def _same_folder(one: str, other: str) -> bool:
-    return Path(one).expanduser().absolute() == Path(other).expanduser().absolute()
-
-
-def _check_context(config: Config, world_size: int) -> None:
-    """
-    Raises:
-        ConfigError: the ranks cannot share sequences as `strategy.context` says.
-    """
-    if (sharing := config.strategy.context) == 1:
-        return
-    if world_size % sharing:
-        raise ConfigError(
-            f"strategy.context={sharing} ranks share a sequence, and {world_size} process"
-            f"{' is' if world_size == 1 else 'es are'} not a multiple of {sharing}; use one of {divisors(world_size)}, "
-            "or another number of processes"
-        )
-    keys = ("train_batch_len", *(() if config.skip_eval else ("eval_batch_len",)))
-    for key in keys:
-        if (length := getattr(config.datamodule, key)) % sharing:
-            raise ConfigError(
-                f"datamodule.{key}={length:,} tokens have no equal parts for strategy.context={sharing} ranks; use a "
-                f"multiple of {sharing}"
-            )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from forgetting_transformer import plugins
 from forgetting_transformer.console import redact_tree
 from forgetting_transformer.files import flatten
-from forgetting_transformer.plugins import ALL, Component
+from forgetting_transformer.plugins import ALL
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.config.parsing import components_of, config_class, keys_of
 
@@ -35,11 +35,9 @@ FREE_KEYS = (
 
 def free_keys(flat: Mapping[str, Any]) -> tuple[str, ...]:
     """FREE_KEYS and those that the components of a flat config declare."""
-    found = components_of(flat)
     of_components = (
         section if key == ALL else f"{section}.{key}"
-        for section, component in found.items()
-        if isinstance(component, Component)
+        for section, component in components_of(flat).items()
         for key in component.free
     )
     return (*FREE_KEYS, *of_components)

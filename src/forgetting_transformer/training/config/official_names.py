@@ -77,8 +77,10 @@ def admit(arguments: Sequence[str]) -> list[str]:
     names, and those that users name (`eval_sets`).
 
     Raises:
-        CompactHydraException: a key and its official name are both given.
+        CompactHydraException: a key and its official name are both given, or a value without a key.
     """
+    if nameless := [argument for argument in arguments if argument.startswith("=")]:
+        raise CompactHydraException(f"ConfigError: {nameless[0]!r} has no key; write key=value")
     keys = _keys(arguments)
     for name, (own, _) in SCHEDULE.items():
         if {f"schedule.{name}", own} <= keys:

@@ -1,0 +1,50 @@
+"""Types of keys: a type of Python with the range that pydantic holds a value to."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WrapValidator
+from pydantic_core import PydanticCustomError
+
+from forgetting_transformer.files import is_utf8
+from forgetting_transformer.ranges import COUNT, SIZE, TOKENS
+
+
+def _switch(word: str) -> BeforeValidator:
+    """Refuses 1 and 0 beside true, false and a word, which pydantic takes for true and false."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            raise PydanticCustomError("literal_error", "", {"expected": f"'{word}', true or false"})
+        return value
+
+    return BeforeValidator(check)
+
+
+#: True, false, or what is best here.
+Switch = Annotated[Literal["auto", True, False], _switch("auto")]
+#: True, false, or only what takes little time.
+Check = Annotated[Literal["check", True, False], _switch("check")]
+#: Tokens of a run, a budget or an interval. Whole numbers may be written as 1e9.
+Tokens = Annotated[int, Field(ge=1, le=TOKENS.high)]
+#: The same, or none.
+TokensOrZero = Annotated[int, Field(ge=0, le=TOKENS.high)]
+#: Things of which there may be many: sequences in a batch, ids of a vocabulary, seconds.
+Count = Annotated[int, Field(ge=1, le=COUNT.high)]
+#: Widths and numbers of parts of a model.
+Size = Annotated[int, Field(ge=1, le=SIZE.high)]
+Workers = Annotated[int, Field(ge=0, le=1024)]
+TokenId = Annotated[int, Field(ge=0, le=COUNT.high)]
+#: Ratios, scales and small constants that make no sense at zero.
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+#: Zero is allowed: it trains nothing, which is a way to measure speed and to look at the data.
+LearningRate = Annotated[float, Field(ge=0, le=1000)]
+
+
+def _or_not_utf8(value: Any, check: Callable[[Any], Any]) -> Any:
+    """A file's name may be any bytes, and pydantic takes no text that is not UTF-8."""
+    return value if isinstance(value, str) and not is_utf8(value) else check(value)
+
+
+#: Text that is not empty, as a variable of the shell that is not set leaves it. To pathlib that is the current folder.
+Text = Annotated[str, Field(pattern=r"\S"), WrapValidator(_or_not_utf8)]
