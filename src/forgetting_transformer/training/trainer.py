@@ -5,7 +5,8 @@ the learning rate (optimization/schedule.py), the random numbers (setup.seed_ste
 weights, moments, counters and the state of callbacks, and a run that was killed continues as if it had not been.
 
 Words: a *global batch* is the sequences of one update, over all ranks. A rank has a share of it, its *local batch*, and
-puts that through the model in *micro-batches*. Positions in a run, of checkpoints and reports too, are training tokens.
+puts that through the model in *micro-batches*. How far a run is, is counted in training tokens: a checkpoint's or a
+report's `step` is their number, as in the authors' code.
 
 setup.py builds what the trainer works with, interface.py says what each attribute is. What is measured or done besides
 training is a callback (callbacks/). What can go wrong has a folder, faults/.
