@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException, HydraException
+from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from forgetting_transformer import command_line, console, plugins, signals
 from forgetting_transformer.train import folders, hydra_errors
@@ -66,29 +65,21 @@ def main() -> None:
 
 def compose_or_explain() -> DictConfig | None:
     """The composed config; None where Hydra has printed something instead, or has run a sweep."""
-    full_errors = os.environ.get("HYDRA_FULL_ERROR")
-    # Hydra then raises what it would print, and it is said here in one line.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         folders.find_all()
         sys.argv[1:] = folders.options_first(official_names.admit(sys.argv[1:]))
-        with console.one_voice():
+        with console.one_voice(), hydra_errors.raised():
             compose()
     except Exception as error:
-        hydras_own = isinstance(error, HydraException | OmegaConfBaseException)
-        if full_errors == "1" and hydras_own:
+        if not hydra_errors.is_of_hydra(error):
+            console.fail(f"{type(error).__name__}: {error}", trace=True)
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        if hydras_own or (full_errors != "1" and hydra_errors.is_of_hydra(error)):
-            console.fail(hydra_errors.explain(error, *folders.config_dirs()))
-        console.fail(f"{type(error).__name__}: {error}", trace=True)
+        console.fail(hydra_errors.explain(error, *folders.config_dirs()))
     except SystemExit as end:
         if end.code:
             console.leave_it_to_the_first()  # an option that is not there, which the argument parser has said
         raise
-    finally:
-        os.environ.pop("HYDRA_FULL_ERROR")
-        if full_errors is not None:
-            os.environ["HYDRA_FULL_ERROR"] = full_errors
     return _composed.pop() if _composed else None
 
 
