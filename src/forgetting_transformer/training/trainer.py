@@ -33,7 +33,7 @@ from forgetting_transformer.training.callbacks.built_in import callbacks_of
 from forgetting_transformer.training.clock import Clock
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import recorded
-from forgetting_transformer.training.execution import choice as execution
+from forgetting_transformer.training.execution.choice import choose as choose_execution
 from forgetting_transformer.training.execution.compilation import Compilation
 from forgetting_transformer.training.faults.corruption import comparison_of
 from forgetting_transformer.training.faults.failures import Start
@@ -106,7 +106,7 @@ class Trainer:
         self.saver = Saver(self.checkpointer, self.origin.saved_step)
         self.comparison = comparison_of(fabric, config.strategy.compare_steps)
 
-        self.execution = execution.choose(
+        self.execution = choose_execution(
             config.train.compile, fabric.device, self.origin.execution, self.backends, fabric.global_rank
         )
         self.graphs = setup.graphs_of(config, fabric, model, self.compiled, self.flops_per_token)
