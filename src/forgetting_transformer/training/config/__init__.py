@@ -1,50 +1,43 @@
 """The configuration of a training run: every key that all runs have, with its type, meaning and unit.
 
 YAML files under `configs/` fill these dataclasses. The keys of a component (an optimizer, a corpus, a callback) are
-those of the dataclass that it registers (plugins.py). parsing.py puts the dataclasses of a run's components together
-and has pydantic fill them; continuing.py says which keys may differ when a run is continued. types.py has the ranges of
-numbers. `__post_init__` refuses values of a section that do not fit together, checks.py what several sections or so
-many processes cannot do. All intervals, budgets and schedule lengths are in training tokens of the whole job.
+those of the dataclass that it registers (plugins.py). types.py has the types and ranges of values. checks.py refuses
+what several sections, or so many processes, cannot do. parsing.py puts the dataclasses of a run's components together
+and has pydantic fill them. continuing.py says which keys may differ when a run is continued. All intervals, budgets and
+schedule lengths are in training tokens of the whole job.
 """
 
-import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from forgetting_transformer.metric_names import VAL_EMA, VAL_SET
 from forgetting_transformer.training.config.types import (
     Check,
     Count,
+    Devices,
     LearningRate,
     Positive,
+    SetName,
     Size,
     Switch,
     Text,
     TokenId,
     Tokens,
     TokensOrZero,
+    TracedSteps,
     Workers,
 )
-from forgetting_transformer.training.records.run_directory import KINDS
 
 
 class ConfigError(ValueError):
     """The configuration cannot be run; the message names the key, the value and the fix."""
 
 
-_DEVICES = 1024
-#: Of one of `eval_sets`.
-_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
-#: Steps of a trace: one of a large model has tens of thousands of events.
-_TRACED_STEPS = 100
-
-
 @dataclass(kw_only=True)
 class FabricConfig:
     #: Processes on this node: a number or "auto". Under `fabric run` its own --devices decides; leave this alone.
-    devices: Any = "auto"
+    devices: Devices = "auto"
     #: Under `fabric run` its own --accelerator decides.
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
     #: "bf16-mixed": fp32 weights and optimizer, bf16 matrix products. Weights and moments in bf16 would be too coarse
@@ -55,18 +48,10 @@ class FabricConfig:
     peak_flops: Annotated[float, Field(ge=1, le=1e21)] | None = None
 
     def __post_init__(self) -> None:
-        devices = self.devices
-        listed = isinstance(devices, list) and all(type(n) is int and 0 <= n < _DEVICES for n in devices)
-        gpus = devices == -1 or (listed and 0 < len(devices) == len({*devices}))
-        counted = type(devices) is int and 1 <= devices <= _DEVICES
-        if not (devices == "auto" or gpus or counted):
+        if self.accelerator == "cpu" and (self.devices == -1 or isinstance(self.devices, list)):
             raise ConfigError(
-                f"fabric.devices={devices} must be a number of processes from 1 to {_DEVICES:,}, 'auto', GPUs as in "
-                "[0, 1], or -1 for all of them"
-            )
-        if gpus and self.accelerator == "cpu":
-            raise ConfigError(
-                f"fabric.devices={devices} means GPUs; with fabric.accelerator=cpu give a number of processes or 'auto'"
+                f"fabric.devices={self.devices} means GPUs; with fabric.accelerator=cpu give a number of processes or "
+                "'auto'"
             )
 
 
@@ -103,19 +88,13 @@ class TrainConfig:
     conv_weight_decay: bool = True
     #: [a, b]: write a trace of steps a to b of this start, on every rank, into `traces/`. Step 1 is the first of the
     #: start and compiles. null: none.
-    profile_steps: list[int] | None = None
+    profile_steps: TracedSteps | None = None
 
     def __post_init__(self) -> None:
         if self.block_inputs_on_host and not self.gradient_checkpointing:
             raise ConfigError(
                 "train.block_inputs_on_host=true moves what activation checkpointing keeps; set "
                 "train.gradient_checkpointing=true too"
-            )
-        steps = self.profile_steps
-        if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] < steps[0] + _TRACED_STEPS):
-            raise ConfigError(
-                f"train.profile_steps={steps} must be [first, last] with 1 <= first <= last, at most {_TRACED_STEPS} "
-                "steps, as in train.profile_steps=[10,12]"
             )
 
 
@@ -140,12 +119,12 @@ class StrategyConfig:
     #: processes) or "hsdp" (sharded within a node, replicated between nodes).
     name: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
     #: hsdp: processes that share one copy of the model. null: those of a node.
-    shard_size: Annotated[int, Field(ge=1, le=_DEVICES * 1024)] | None = None
+    shard_size: Annotated[int, Field(ge=1, le=2**20)] | None = None
     #: fsdp and hsdp: gather weights once a step and keep them until its last backward pass, instead of gathering each
     #: block before and after its use. "auto": where they take at most a twentieth of a GPU's memory.
     keep_gathered: Switch = "auto"
     #: So many ranks share each sequence, every one a part of it; the rest of the world is data parallel.
-    context: Annotated[int, Field(ge=1, le=_DEVICES)] = 1
+    context: Annotated[int, Field(ge=1, le=1024)] = 1
     #: Seconds without a step, or without a byte written of a checkpoint that is waited for, after which a rank is stuck
     #: and ends itself; so long it waits for the others in a collective operation. Each stage of the start
     #: may take half an hour more.
@@ -287,7 +266,7 @@ class Config:
     final_eval: bool = True
     #: More held-out sets: name -> the folder of a corpus, in `data_dir`, absolute or a URL, whose held-out documents
     #: are evaluated with the corpus's own. At most datamodule.eval_tokens are read of each.
-    eval_sets: dict[str, Text] = field(default_factory=dict)
+    eval_sets: dict[SetName, Text] = field(default_factory=dict)
     #: Tokens between checkpoints; the newest `checkpoint_keep_last` stay, and one every checkpoint_keep_interval for
     #: good.
     checkpoint_interval: Tokens
@@ -299,13 +278,3 @@ class Config:
     #: true: check data, disk and memory, time a few steps, say what the run will cost, measure which micro-batch is
     #: fastest, with activation checkpointing and without, and train nothing. "check": without the measurement.
     preflight: Check = False
-
-    def __post_init__(self) -> None:
-        for name in self.eval_sets:
-            if not _SET_NAME.fullmatch(name):
-                raise ConfigError(
-                    f"eval_sets: the name {name!r} must be of letters, digits, _ and -, at most 40, and begin with a "
-                    "letter or a digit: files are called by it"
-                )
-            if f"{VAL_SET}{name}" in (*KINDS, VAL_EMA):
-                raise ConfigError(f"eval_sets: the name {name!r} is that of a file of runs; choose another name")
