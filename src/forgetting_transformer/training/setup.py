@@ -154,17 +154,10 @@ def model_config(config: Config, data: DataInfo) -> DecoderConfig:
         registry.get(config.model.name)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    fields = dict(config.model.config)
     decided = {"vocab_size": data.vocab_size, "bos_token_id": data.bos_token_id, "eos_token_id": data.eos_token_id}
-    for key, value in decided.items():
-        if fields.get(key) not in (None, value):
-            raise ConfigError(
-                f"model.config.{key}={fields[key]} is not the corpus's {value}; leave it unset, the data decides it, "
-                f"or set datamodule.{key}={fields[key]} if the corpus's manifest is wrong or silent"
-            )
-    fields |= decided
+    checks.check_decided(config.model.config, decided)
     try:
-        built = registry.build_config(config.model.name, **fields)
+        built = registry.build_config(config.model.name, **config.model.config | decided)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"model.config: {error.args[0]}") from error
     if built.loss != "per_token":

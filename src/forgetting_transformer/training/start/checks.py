@@ -34,6 +34,19 @@ def check_budget(config: Config, directory: RunDirectory, info: DataInfo) -> Non
         )
 
 
+def check_decided(fields: dict[str, Any], decided: dict[str, int]) -> None:
+    """
+    Raises:
+        ConfigError: `model.config` sets one of the fields that the corpus decides, to another value.
+    """
+    for key, value in decided.items():
+        if fields.get(key) not in (None, value):
+            raise ConfigError(
+                f"model.config.{key}={fields[key]} is not the corpus's {value}; leave it unset, the data decides it, "
+                f"or set datamodule.{key}={fields[key]} if the corpus's manifest is wrong or silent"
+            )
+
+
 def check_sequences(model: Any, config: Config, packed: bool) -> None:
     """
     Raises:
