@@ -1,7 +1,6 @@
 """Which keys may differ when a run is continued: all that do not decide what its weights become."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from forgetting_transformer import plugins
@@ -33,21 +32,13 @@ FREE_KEYS = (
 )  # fmt: skip
 
 
-def free_keys(flat: Mapping[str, Any]) -> tuple[str, ...]:
-    """FREE_KEYS and those that the components of a flat config declare."""
-    of_components = (
-        section if key == ALL else f"{section}.{key}"
-        for section, component in components_of(flat).items()
-        for key in component.free
-    )
-    return (*FREE_KEYS, *of_components)
-
-
 def decisive(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that decides the weights: flat, without free keys, with defaults for newer keys."""
     flat = flatten(config)
     values = {key: item.default for key, item in keys_of(config_class(flat)).items()} | flat
-    free = free_keys(flat)
+    free = [*FREE_KEYS]
+    for section, component in components_of(flat).items():
+        free += [section if key == ALL else f"{section}.{key}" for key in component.free]
     return {
         key: value
         for key, value in values.items()
