@@ -40,8 +40,8 @@ def find_all() -> None:
     except plugins.PluginError as error:
         raise CompactHydraException(f"ConfigError: {error}") from error
     for name, of_plugin in plugins.loaded().items():
-        for file in of_plugin.rglob("*.yaml") if of_plugin is not None else ():
-            if (config_dir() / (relative := file.relative_to(of_plugin))).exists():
+        for relative in [file.relative_to(of_plugin) for file in of_plugin.rglob("*.yaml")] if of_plugin else ():
+            if (config_dir() / relative).exists():
                 raise CompactHydraException(
                     f"ConfigError: plugins=[{name}]: configs/{relative} has the name of a file of this project, which "
                     "would be taken in its place; rename it"

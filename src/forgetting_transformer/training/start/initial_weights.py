@@ -92,8 +92,9 @@ def on_all_ranks(config: Config, fabric: Fabric, data: Corpus, model: nn.Module,
         ConfigError: it cannot be read, or does not fit and `init_allow` does not say that it need not.
     """
     mine = on_rank_zero(fabric, lambda: _read(config, model, data.train_info(), data.folder))
-    shared = fabric.broadcast(None if mine is None else replace(mine, fields={}, tensors={}, tokenizer=None, notes=[]))
-    weights = mine or shared
+    told: Any = None if mine is None else replace(mine, fields={}, tensors={}, tokenizer=None, notes=[])
+    told = fabric.broadcast(told)
+    weights: InitialWeights = mine or told
     origin.text, origin.weights_from, origin.notes = str(weights), weights.record, weights.notes
     return weights
 
