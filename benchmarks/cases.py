@@ -397,7 +397,7 @@ def device_name(environment: Mapping[str, Any]) -> str:
 
 def run_main(main: Callable[[], int | None]) -> int | None:
     """Calls a benchmark's `main` and returns the exit code. Ctrl-C is answered with one line."""
-    return command_line.run(main, "interrupted; with --out the rows so far are saved, and the same command goes on")
+    return command_line.run(main, "interrupted; with --out the rows so far are saved, and the same command continues")
 
 
 def end_with_parent() -> None:

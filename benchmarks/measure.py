@@ -7,7 +7,7 @@
     cp output/benchmarks/*.json benchmarks/results/ && python -m studies.pages     # puts them into the pages
 
 commands.yaml beside this script has the commands. Each writes its file into --folder, row by row (cases.py). The same
-command goes on where the last one ended: what is finished is left alone, and an unfinished file gets its missing rows.
+command continues: what is finished is left alone, and an unfinished file gets its missing rows.
 A command that needs more GPUs than there are is not run, and the authors' code only where --authors says where it is. A
 command that fails is named at the end, and the others still run. After a change of the code give another --folder: a
 file takes the rows of one commit only.
@@ -126,7 +126,7 @@ def run(found: Measurement, folder: Path, deadline: float | None) -> str:
     try:
         code = process.wait(max(0.0, deadline - time.monotonic()) if deadline else None)
     except subprocess.TimeoutExpired:
-        return "out of time; the same command goes on"
+        return "out of time; the same command continues"
     finally:
         for number in (signal.SIGTERM, signal.SIGKILL):  # the command and all that it started
             with contextlib.suppress(ProcessLookupError):
@@ -136,7 +136,7 @@ def run(found: Measurement, folder: Path, deadline: float | None) -> str:
     if code:
         return f"failed with exit code {code}"
     (folder / f".{found.name}.finished").write_text(found.command, encoding="utf-8")
-    return "finished" if is_finished(found, folder) else "some rows were stopped; the same command goes on"
+    return "finished" if is_finished(found, folder) else "some rows were stopped; the same command continues"
 
 
 def is_finished(found: Measurement, folder: Path) -> bool:

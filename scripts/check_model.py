@@ -6,7 +6,7 @@
     python scripts/check_model.py --plugins my_lab --model hybrid pattern=[retention,forgetting_attention]
     python scripts/check_model.py --model hybrid pattern=[mamba2,sliding_window] mixers.sliding_window.window_size=16
 
-Words behind the options are fields of the architecture's configuration. Without them hidden_size is 64,
+Words after the options are fields of the architecture's configuration. Without them hidden_size is 64,
 num_hidden_layers 2 (a hybrid's: one for each mixer of its pattern), vocab_size 61, and num_heads 2; other fields have
 the defaults of their class. A name in a hybrid's pattern is an architecture, or attention, forgetting_attention,
 forgetting_window or sliding_window, as in configs/model/hybrid.yaml.
@@ -20,8 +20,8 @@ cache      a text read in pieces or token by token has the logits of the text re
 padding    a left-padded sequence of a batch has the logits of the sequence alone
 saving     save_pretrained and AutoModelForCausalLM.from_pretrained give the same model
 
-The exit code is 1 if one failed. Begin with the first that did: later ones often follow from it. Whether the mixer
-computes what its paper says is for a test of your own.
+The exit code is 1 if a check failed. Begin with the first failure: later ones often follow from it. Whether the mixer
+computes what its paper says needs a test of your own.
 """
 
 import sys
@@ -44,7 +44,7 @@ def parse_fields(words: list[str]) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key.strip() or not value.strip():
-            raise ValueError(f"{word!r}: give fields as key=value behind the options, as in hidden_size=64")
+            raise ValueError(f"{word!r}: give fields as key=value after the options, as in hidden_size=64")
         try:
             fields.merge_with_dotlist([word])
             OmegaConf.resolve(fields)
@@ -55,10 +55,10 @@ def parse_fields(words: list[str]) -> dict[str, Any]:
 
 def main() -> int:
     parser = command_line.make_parser(__doc__)
-    parser.add_argument("--model", type=command_line.name, required=True, metavar="NAME", help="of the architecture")
+    parser.add_argument("--model", type=command_line.name, required=True, metavar="NAME", help="its registered name")
     parser.add_argument("--traceback", action="store_true", help="show where in your code an error was raised")
     command_line.add_plugins(parser)
-    parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help="of its configuration; after the options")
+    parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help="of its configuration, after the options")
     arguments = parser.parse_args()
 
     import transformers

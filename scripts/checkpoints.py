@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import at_least, count, step
 from forgetting_transformer.console import redact
-from forgetting_transformer.files import flatten
+from forgetting_transformer.files import flatten, size_in_words
 from forgetting_transformer.training.checkpoint import folder as checkpoints
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError
 from forgetting_transformer.training.checkpoint.reading import load_tensors
@@ -62,7 +62,7 @@ def ls(args: argparse.Namespace) -> int:
         size = sum(entry["bytes"] for entry in manifest["files"].values())
         age = duration(max(0.0, time.time() - (path / checkpoints.MANIFEST).stat().st_mtime))
         stays = "  kept permanently" if manifest["permanent"] else ""
-        print(f"{checkpoints.step_of(path):>20,} tokens  {size / 1e9:9.3f} GB  {age:>9} old{stays}")
+        print(f"{checkpoints.step_of(path):>20,} tokens  {size_in_words(size):>9}  {age:>9} old{stays}")
     return 0
 
 
@@ -105,9 +105,9 @@ def diff(args: argparse.Namespace) -> int:
             changes.append((change / (first[name].double().norm().item() or 1.0), name))
     changes.sort(reverse=True)
     equal = len(first.keys() & second.keys()) - len(changes)
-    print(f"{equal} tensors are equal bit for bit, {len(changes)} differ")
+    print(f"{equal} tensors are equal in every bit, {len(changes)} differ" + ("; the most:" if changes else ""))
     for change, name in changes[: args.top]:
-        print(f"  {change:9.3e} of its norm  {name}")
+        print(f"  {name}: by {change:.2g} times its norm")
     return int(bool(changes) or first.keys() != second.keys())
 
 
@@ -120,10 +120,10 @@ def prune(args: argparse.Namespace) -> int:
         for path in reversed(folders(directory.checkpoints)):
             manifest = checkpoints.read_manifest(path)
             if manifest is None:
-                continue  # damaged, and perhaps somebody can mend it
+                continue  # damaged ones are kept: somebody may mend them
             if kept < args.keep:
                 try:
-                    # Only a checkpoint that was read from end to end counts as one that the run can go on from.
+                    # Only a checkpoint that was read from end to end counts as one to continue from.
                     checkpoints.inspect(path)
                     kept += 1
                 except CheckpointError as error:
@@ -149,7 +149,7 @@ def folders(folder: Path) -> list[Path]:
 
 
 def find(run: Path, step: str, read: Callable[[Checkpoint], T]) -> T:
-    """What `read` makes of a checkpoint by its step or "newest"; the run may be training."""
+    """Result of `read` on a checkpoint by its step or "newest"; the run may be training."""
     folder = RunDirectory(run).checkpoints
     if step != "newest" and not step.isdigit():
         raise CheckpointError(

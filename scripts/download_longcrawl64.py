@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Fetch LongCrawl64, or any part of it, from a mirror: OUT/heldout.zarr and OUT/train.zarr."""
+"""Fetches LongCrawl64, or any part of it, from a mirror: OUT/heldout.zarr and OUT/train.zarr."""
 
 import argparse
 import re
@@ -28,7 +28,7 @@ examples:
     scripts/download_longcrawl64.py heldout train --source s3://my-bucket/longcrawl64
     scripts/download_longcrawl64.py train --source hf://datasets/OWNER/NAME@REVISION
 
-what there is:
+sources:
   The publisher's bucket is gone. The default source is a public mirror at a fixed revision,
     {MIRROR}
   whose heldout is complete. Its train has about a tenth of the row-chunks (2,048 documents each), scattered, some of
@@ -43,7 +43,7 @@ More: docs/data.md
 
 
 def documents(text: str) -> Selection:
-    """'100000' -> so many documents, '25%' -> that share of those the source has."""
+    """'100000' -> that many documents, '25%' -> that share of the source's."""
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
         share = float(match[1]) / 100
         if 0 < share <= 1:
@@ -71,7 +71,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         type=documents,
         default=Selection(),
         metavar="N|P%",
-        help="fetch N documents, or P %% of those the source has; rounded up to whole row-chunks (default: all)",
+        help="fetch N documents, or P %% of the source's; rounded up to whole row-chunks (default: all)",
     )
     parser.add_argument(
         "--tokens",

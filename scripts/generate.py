@@ -17,12 +17,12 @@ from forgetting_transformer import command_line
 from forgetting_transformer.command_line import at_least, count, number
 from forgetting_transformer.ranges import POSITIVE, Range
 
-#: Below it the likeliest token is as good as certain, and at some point the divided logits overflow.
+#: Lowest temperature: at lower ones the likeliest token is all but certain, and divided logits may overflow.
 LEAST_TEMPERATURE = 1e-3
 
 
 def temperature(text: str) -> float:
-    """A type of argument: 0 for the likeliest token, or a temperature to draw at."""
+    """Argument type: 0 for the likeliest token, or a temperature to draw at."""
     with contextlib.suppress(ValueError):
         if float(text) == 0:
             return 0.0

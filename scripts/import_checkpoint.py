@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("output_dir", type=command_line.path, help="folder of the run to make")
     parser.add_argument("--step", type=step, help="training tokens of the checkpoint; without it the newest")
     arguments = parser.parse_args()
-    # Said by torch of a checkpoint that one process writes, which is meant.
+    # torch warns of a checkpoint that one process writes.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 

@@ -53,10 +53,10 @@ def processes(args: argparse.Namespace, here: int) -> int:
     """Number of processes on this machine, a GPU each.
 
     Args:
-        here: how many GPUs this machine has.
+        here: number of GPUs of this machine.
 
     Raises:
-        ValueError: --devices is nothing of the kind, or names GPUs that are not here.
+        ValueError: --devices is no number or list of GPUs, or names GPUs that are not here.
     """
     if not re.fullmatch(r"auto|-1|0*[1-9]\d*|\d+,|\d+(,\d+)+,?", args.devices):
         raise ValueError(
@@ -69,7 +69,7 @@ def processes(args: argparse.Namespace, here: int) -> int:
         asked = [int(number) for number in args.devices.split(",") if number]
     else:
         asked = range(int(args.devices))
-    # Without any GPU the ranks say what is missing; processes on a CPU may be as many as one likes.
+    # Without a GPU the ranks name what is missing; on a CPU any number of processes will do.
     if here and args.accelerator != "cpu" and (problem := gpus.too_few(f"--devices={args.devices}", max(asked), here)):
         raise ValueError(problem)
     return len(asked)
@@ -106,7 +106,7 @@ def main() -> int:
         print(__doc__)
         return 0
     args, rest = parse(arguments)
-    # Until there are ranks, to which the launcher passes signals on.
+    # A signal ends the start until there are ranks to pass it to.
     with signals.StartEnds():
         return launch(args, rest)
 
@@ -128,7 +128,7 @@ def launch(args: argparse.Namespace, rest: Sequence[str]) -> int:
     os.environ.update(environment(args, count, cores) | dict(os.environ))
     os.environ.update(for_fabric(args, count))
     for part in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors.error_handler"):
-        # What these log, `conclude` or a rank says in a line.
+        # `conclude` or a rank reports in one line what these log.
         logging.getLogger(f"torch.distributed.elastic.{part}").setLevel(logging.CRITICAL)
     command = [
         f"--nproc_per_node={count}",
@@ -147,7 +147,7 @@ def launch(args: argparse.Namespace, rest: Sequence[str]) -> int:
             torch.distributed.run.main(command)
         except SystemExit as end:
             if end.code:
-                return end.code  # it did not like an option, and said so
+                return end.code  # it has refused an option
         except Exception as raised:
             error = raised
         code, lines = conclude(error, outcome.read_text() if outcome.exists() else None)
@@ -157,10 +157,10 @@ def launch(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def conclude(error: Exception | None, outcome: str | None) -> tuple[int, list[str]]:
-    """The exit code, and lines that the ranks could not say.
+    """Exit code, and lines that no rank could print.
 
     Args:
-        error: raised by `torch.distributed.run`; None if it returned. Any that is not known here is raised again.
+        error: raised by `torch.distributed.run`; None if it returned. An unknown one is raised again.
         outcome: "done", "preempted" or "failed", as the first rank of this node has reported; None if it has not.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -168,7 +168,7 @@ def conclude(error: Exception | None, outcome: str | None) -> tuple[int, list[st
 
     if error is None or isinstance(error, SignalException):
         if error is not None and outcome is None:
-            return 128 + error.sigval, [f"{error.sigval.name}: the ranks have ended without saying how"]
+            return 128 + error.sigval, [f"{error.sigval.name}: the ranks have ended without a status"]
         return {None: 0, "done": 0, "preempted": signals.PREEMPTED_EXIT_CODE}.get(outcome, 1), []
     if isinstance(error, ChildFailedError):
         failures = error.failures
@@ -180,7 +180,7 @@ def conclude(error: Exception | None, outcome: str | None) -> tuple[int, list[st
             return signals.PREEMPTED_EXIT_CODE, []
         silent = {rank: failure for rank, failure in failures.items() if failure.error_file == "<N/A>"}
         if silent.keys() - stopped or len(silent) < len(failures):
-            # Those were stopped because of another, which is named here or has spoken itself.
+            # The others were stopped because one failed, which is named here or has printed its error.
             silent = {rank: failure for rank, failure in silent.items() if rank not in stopped}
         return 1, [
             f"rank {rank} (process {failure.pid}) "

@@ -41,7 +41,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def plot(args: argparse.Namespace) -> list[Path]:
-    """Draws what there is to draw and returns the files; what a run has not yet is named on stderr."""
+    """Draws the figures and returns their files; prints on stderr what a run does not have yet."""
     out = args.out or args.run_dirs[0] / "plots"
     left_out: list[str] = []
     with outputs.writing(out, "scripts/plot_run.py") as new:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Turn your own text into the arrays that training reads: OUT/train.zarr, OUT/heldout.zarr, OUT/tokenizer."""
+"""Turns your own texts into the arrays that training reads: OUT/train.zarr, OUT/heldout.zarr, OUT/tokenizer."""
 
 import argparse
 import os
@@ -34,15 +34,14 @@ examples:
 what happens to the texts:
   Texts are read in path order (files and folders sorted by name; records in file order), exact duplicates are
   dropped, with --dedup near-duplicates too, and the rest is joined, an end-of-text token after each, and cut into
-  rows of --doc_len tokens. So files of one folder share a row, a long text spans several rows, and long-range
-  structure is real. Whole folders or files are held out, so heldout.zarr shares no text with train.zarr. The order of
-  rows is random (--seed).
+  rows of --doc_len tokens. So files of one folder share a row, and a long text spans several rows. Whole folders or
+  files are held out, so heldout.zarr shares no text with train.zarr. The order of rows is random (--seed).
 
   Killed? The same command continues. Finished? The same command does nothing. The arrays do not depend on --workers.
 
 what --force does:
   It builds the corpus again, also with other settings. The old corpus stays whole in OUT until the new one is complete
-  and takes its place, whatever error or kill comes before; so there must be room for both. OUT may hold a corpus of
+  and takes its place, so there must be room for both. OUT may hold a corpus of
   this program and nothing else; other files are refused. An unfinished corpus is continued with the same settings and
   started over with others.
 

@@ -16,6 +16,7 @@ import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def main() -> int:
 
     import transformers
     from transformers.cli.serve import Serve
+    from transformers.cli.serving import server as parts
 
     import forgetting_transformer.tokenizer  # noqa: F401  (registers LongCrawl64's tokenizer)
     from forgetting_transformer.evaluation.models import EvaluationError, pick_device
@@ -40,6 +42,7 @@ def main() -> int:
     for known in registry.MODELS.values():
         # The server looks classes up by name in transformers, not by Auto classes.
         setattr(transformers, known.lm_class.__name__, known.lm_class)
+    parts.build_server = answering_as_openai(parts.build_server)
     try:
         device = str(pick_device(arguments.device))
         server = Serve(
@@ -65,15 +68,36 @@ def main() -> int:
     return 0 if server.server.started else 1
 
 
-def refuse_chats(app: Any) -> None:
-    """Answers requests of dialogues with the reason; the server itself would answer "Internal Server Error"."""
+def answering_as_openai(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the function that builds the server: errors, as that of another model, get the body of the protocol."""
+    from starlette.exceptions import HTTPException
+
+    async def answer(_: Any, error: HTTPException) -> Any:
+        return refusal(str(error.detail), error.status_code)
+
+    def build_server(*args: Any, **options: Any) -> Any:
+        app = build(*args, **options)
+        app.add_exception_handler(HTTPException, answer)
+        return app
+
+    return build_server
+
+
+def refusal(message: str, status: int) -> Any:
+    """An answer with the body that OpenAI's protocol has for errors."""
     from starlette.responses import JSONResponse
+
+    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status_code=status)
+
+
+def refuse_chats(app: Any) -> None:
+    """Answers requests for dialogues with the reason; the server itself would answer "Internal Server Error"."""
     from starlette.routing import Route
 
     reason = "the tokenizer of this model has no chat template, as those of base models: use /v1/completions"
 
-    async def refuse(_: Any) -> JSONResponse:
-        return JSONResponse({"error": {"message": reason, "type": "invalid_request_error"}}, status_code=400)
+    async def refuse(_: Any) -> Any:
+        return refusal(reason, 400)
 
     paths = ("/v1/chat/completions", "/v1/responses")
     app.router.routes[:0] = [Route(path, refuse, methods=["POST"]) for path in paths]

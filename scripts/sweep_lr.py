@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(search.losses for search in sweep.searches.values()):
         print(f"\n{sweep.table()}\n\n{sweep.folder / 'sweep.md'}\n{sweep.folder / 'sweep.png'}")
     if not complete:
-        print("the search is not complete; the same command goes on with it", file=sys.stderr)
+        print("the search is not complete; the same command continues it", file=sys.stderr)
         return 1
     for warning in sweep.warnings():
         print(f"warning: {warning}", file=sys.stderr)
@@ -108,4 +108,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command_line.run(main, "interrupted: the same command goes on with the search"))
+    sys.exit(command_line.run(main, "interrupted: the same command continues the search"))

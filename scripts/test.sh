@@ -4,7 +4,7 @@
 #   bash scripts/test.sh                       every contract, architecture, kernel and command
 #   bash scripts/test.sh tests/ops -k padding  some of it
 #   bash scripts/test.sh --fast                the part for the daily loop: about a minute, some cases of a test
-#   bash scripts/test.sh --all                 also what is marked rare, and fifty rounds of the kill loop instead of two
+#   bash scripts/test.sh --all                 also tests marked rare, and fifty rounds of the kill loop instead of two
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh

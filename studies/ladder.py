@@ -72,9 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (folder / "table.md").is_file():
         print(f"\n{(folder / 'table.md').read_text(encoding='utf-8')}\n{folder / 'figure.png'}")
     if not complete:
-        print("the ladder is not complete; the same command goes on with it", file=sys.stderr)
+        print("the ladder is not complete; the same command continues it", file=sys.stderr)
     return 0 if complete else 1
 
 
 if __name__ == "__main__":
-    sys.exit(command_line.run(main, "interrupted: the same command goes on with the ladder"))
+    sys.exit(command_line.run(main, "interrupted: the same command continues the ladder"))

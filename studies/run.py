@@ -4,7 +4,7 @@
     python -m studies.run studies/three_seeds/study.yaml output/three_seeds
     python -m studies.run studies/three_seeds/study.yaml output/three_seeds --stages train --models fox_pro --seeds 0
 
-The YAML says which models are compared, how long they are trained and what the study claims (studies/engine/plan.py).
+The YAML has the models, their training and the claims of the study (studies/engine/plan.py).
 Each model gets a learning-rate search and a run at the best rate, its variants run at the same rate, and runs are
 repeated with other seeds. All GPUs in CUDA_VISIBLE_DEVICES are used, or all there are. OVERRIDE is any override of
 train.py, for all runs.

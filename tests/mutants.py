@@ -693,22 +693,22 @@ LIST = r"""
 
 == Corpus
 
-= corpus.lengths data/corpus.py
+= packed.lengths data/packed.py
 - shares = (found * count).double() / (found * count).sum()
 + shares = count.double() / count.sum()
 # FLOPs are counted with shares of documents instead of shares of tokens.
-= corpus.stored_row data/token_array.py
+= sparse.stored_row data/sparse.py
 - block = int(np.searchsorted(self._firsts, document, side="right")) - 1
 + block = int(np.searchsorted(self._firsts, document, side="left")) - 1
 # The first document behind missing ones is looked for among these.
 
 == Packing
 
-= packing.middle data/prepare/packing.py
+= packing.middle data/prepare/layout.py
 - self.order * self.doc_len + self.doc_len // 2, side="right"
 + self.order * self.doc_len, side="right"
 # A row belongs to the group of its first token.
-= packing.cut data/prepare/packing.py
+= packing.cut data/prepare/layout.py
 - held_starts = np.insert(held_starts, place, stop - missing)
 + held_starts = np.insert(held_starts, place, stop - target)
 # A cut text holds out what other groups hold out already.

@@ -14,7 +14,6 @@ heads.json      memory length, and the share of tiles that pruning skips, for ev
 """
 
 import sys
-from pathlib import Path
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import at_least
@@ -47,15 +46,16 @@ def main() -> None:
     args = parser.parse_args()
 
     from forgetting_transformer.evaluation import forget_gates
-    from forgetting_transformer.evaluation.held_out import read_tokens
+    from forgetting_transformer.evaluation.held_out import find_heldout, read_tokens
     from forgetting_transformer.evaluation.workers import run
 
     def evaluate(model, workers):
         tokens = read_tokens(model, args.text, args.data_path, args.dataset, args.document, args.max_length)
+        corpus = "" if args.text else find_heldout(args.data_path, args.dataset).resolve().name
         found = forget_gates.evaluate(
             model,
             tokens,
-            str(args.text) if args.text else f"held-out document {args.document} of {Path(args.data_path).name}",
+            str(args.text) if args.text else f"held-out document {args.document} of {corpus}",
             args.out,
             layers=args.layers,
             heads=args.heads,

@@ -22,7 +22,7 @@ def main() -> None:
     )
     parser.add_argument("--result_dir", type=command_line.path, help="all models whose results are in this folder")
     parser.add_argument(
-        "--against", metavar="NAME", help="also how far the other models are from this one, on the same questions"
+        "--against", metavar="NAME", help="also differences of the other models from this one, on the same questions"
     )
     parser.add_argument("--out", type=command_line.path, metavar="DIR", help="folder to write to; made if needed")
     args = parser.parse_args()

@@ -21,7 +21,7 @@ def main() -> None:
         "--config",
         type=command_line.path,
         required=True,
-        help="YAML file, here or beside this script; says everything else",
+        help="YAML file with all other settings, here or beside this script",
     )
     parser.add_argument("--exp", type=command_line.name, required=True, help="name of the folder of prompts")
     parser.add_argument("--haystack_dir", type=command_line.path, help="folder of .txt files, instead of the config's")

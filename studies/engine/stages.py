@@ -73,7 +73,7 @@ class Stages:
         for model, why in work.failures.items():
             print(f"{model}: its search stopped, and it was not run: {why}", file=sys.stderr)
         if left := unfinished(results):
-            print(f"jobs that are not finished: {len(left)}; the same command goes on with them", file=sys.stderr)
+            print(f"jobs that are not finished: {len(left)}; the same command continues them", file=sys.stderr)
         return not left and not work.failures
 
     def evaluate(self) -> bool:

@@ -176,13 +176,18 @@ def test_the_script_writes_tables_and_a_figure(make_run, tmp_path, capsys):
 def test_the_script_says_what_it_cannot_compare(make_run, tmp_path):
     run = str(make_run("a", 3.0))
     make_run("b", 3.0)
+    early = str(make_run("early/c", 3.0, evaluated=[200, 500]))
     (tmp_path / "empty").mkdir()
     for arguments, said in (
         ([str(tmp_path)], "both have seed 0 and would count as two samples"),
         ([str(tmp_path / "empty")], "no run there that has logged"),
         ([run, "--tokens", "2e3"], "--tokens 2,000: fox has logged 1,000 tokens"),
         ([run, "--flops", "2e9"], "--flops 2.000e+09: fox has done 1.000e+09 FLOPs"),
-        ([run, "--loss", "heldout"], "or --loss train"),
+        ([run, "--loss", "heldout"], "a has no held-out loss at 1,000 tokens, and has none at all; choose"),
+        (
+            [early, "--loss", "heldout"],
+            "at 1,000 tokens, and has some from 200 to 500 tokens; choose another point (--tok",
+        ),
         ([run, "--baseline", "gpt"], "--baseline 'gpt' be one of them"),
     ):
         with pytest.raises(AnalysisError, match=re.escape(said)):

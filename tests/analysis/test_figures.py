@@ -1,5 +1,6 @@
 """Every figure draws the numbers it is given, and says of which runs and under which conditions."""
 
+import json
 import math
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from matplotlib.figure import Figure
 
 from forgetting_transformer.analysis import AnalysisError, known_models, run_figures
 from forgetting_transformer.analysis.evaluations import Evaluation, Number
-from forgetting_transformer.analysis.plots import heatmaps, losses, sweeps, training
+from forgetting_transformer.analysis.plots import heatmaps, losses, style, sweeps, training
 from forgetting_transformer.analysis.plots.style import curve_styles
 from forgetting_transformer.analysis.runs import Run, read_run
 from tests.analysis.conftest import (
@@ -44,8 +45,8 @@ def test_an_architecture_looks_the_same_in_every_figure_and_no_two_models_do_in_
     names = ["FoX (Pro)", "Mamba-2", "demo_transformer_llama", "gated_delta_net", "delta_net", "my own", "another"]
     found = curve_styles(names)
     assert len(set(found)) == len(names)
-    for name, style in zip(names[:5], found, strict=False):
-        assert curve_styles([name])[0] == style == curve_styles(["something else", name])[1]
+    for name, found_style in zip(names[:5], found, strict=False):
+        assert curve_styles([name])[0] == found_style == curve_styles(["something else", name])[1]
     seeds = curve_styles(["fox_pro_seed0", "fox_pro_seed1", "mamba2"])
     assert len(set(seeds)) == 3 and seeds[0] == found[0] and seeds[2] == found[1]
     many = curve_styles([*names, "FoX (Pro), Muon", *(f"run {n}" for n in range(12))])
@@ -175,6 +176,22 @@ def test_a_panel_for_everything_that_a_run_logs(make_run: MakeRun, drawn: list[F
     assert [line.get_ydata()[0] for line in left.lines] == pytest.approx([5.0, 2.0]), "a block's parameters together"
     assert [line.get_ydata()[0] for line in right.lines] == pytest.approx([0.5, 0.2])
     assert legend(drawn[1]) == ["layer 0", "lm_head"]
+    record = (folder / "metrics/jsonlines/norm.jsonl").read_text().partition("\n")[0]
+    others = {"pnorm/model.norm.weight": 1.0, "pnorm/model.embeddings.weight": 2.0}
+    write_lines(folder, "norm", [json.loads(record) | others])
+    training.norms(read_run(folder), tmp_path / "x.png")
+    markers = [line.get_marker() for line in drawn[2].legends[0].get_lines()]
+    assert len(set(markers)) == len(markers) == 4, "points of a run that has logged once are told apart"
+
+
+def test_axes_have_whole_numbers_where_values_differ_little(drawn: list[Figure], tmp_path: Path) -> None:
+    with style.picture(tmp_path / "x.png", "x", (3, 2), columns=2) as picture:
+        picture.axes[0, 1].plot([650, 1100])
+        style.draw_line(picture.axes[0, 0], style.CurveStyle("black", "-", "o"), np.arange(3), 7 + 1e-4 * np.arange(3))
+        style.log_axis(picture.axes[0, 1])
+    assert drawn[0].axes[0].yaxis.get_offset_text().get_text() == ""
+    ticks = [tick for tick in drawn[0].axes[1].get_yticks() if 640 < tick < 1110]
+    assert len(ticks) >= 3, "a logarithmic axis of less than a factor of two has numbers too"
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ CASES = {
     "authors": ([], 8),
     "converting": ([], 1),
     "corruption": ([], 1),
+    "data": ([], 31),
     "interruptions": (["--devices", "4"], 6),
     "scaling": (["--cases", "one", "context", "--micro_batches", "1", "8"], 4),
     "start": (["--devices", "4", "--launcher", "launch.py"], 2),
@@ -188,6 +189,13 @@ def test_the_cost_of_digests(tmp_path):
     step = ["--experiment", "demo/fox_pro", "--seq-len", "16", "--vocab-size", "64", "--steps", "1"]
     (row,) = rows_of("corruption", tmp_path / "corruption.json", *step)
     assert row["share"] == row["digest_seconds"] / (row["compare_steps"] * row["step_seconds"])
+
+
+@pytest.mark.rare("no contract: benchmarks")
+@pytest.mark.slow
+def test_no_fault_of_a_server_gives_other_bytes(tmp_path):
+    rows = rows_of("data", tmp_path / "data.json", "--parts", "server")
+    assert {row["outcome"].partition(":")[0] for row in rows} == {"right bytes", "no such file", "error"}
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ fourth:
     assert measure.main(["one", *common]) == 0 and "measuring ends" in capfd.readouterr().out
     assert measure.main(["third", *common, "--time_limit", "1"]) == 1
     said = capfd.readouterr().out
-    assert "slow: out of time; the same command goes on" in said and "late: not measured yet" in said
+    assert "slow: out of time; the same command continues" in said and "late: not measured yet" in said
     assert measure.main(["fourth", *common]) == 0
     assert "theirs: not run: needs --authors, a checkout" in capfd.readouterr().out
     assert measure.main(["fourth", *common, "--authors", "their code"]) == 0

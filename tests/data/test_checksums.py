@@ -10,8 +10,8 @@ import pytest
 import zarr
 
 from forgetting_transformer.data import DataError, TokenArray
-from forgetting_transformer.data.checksums import write_list
-from forgetting_transformer.data.remote_cache import CacheSettings
+from forgetting_transformer.data.storage.checksums import write_list
+from forgetting_transformer.data.storage.remote_cache import CacheSettings
 from tests.data.corpus_helpers import package_tree, prepare, rewrite, rows, write_array
 from tests.data.mirror import CHUNK, DOC_LEN, serve, tokens_of_corpus, write_layout
 
@@ -41,7 +41,7 @@ def test_one_flipped_bit_is_refused_although_it_decodes(tmp_path):
 
 
 def test_in_the_cache_of_a_remote_corpus_a_changed_file_is_fetched_again(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("forgetting_transformer.data.remote.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("forgetting_transformer.data.storage.remote.FIRST_WAIT", 0.01)
     with serve(corpus) as mirror:
 
         def opened() -> TokenArray:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from forgetting_transformer.data import DataError, TokenArray
+from forgetting_transformer.data.sparse import SparseTokenArray
 from forgetting_transformer.data.tools.download import Selection, download
 from forgetting_transformer.files import locked
 from tests.data.corpus_helpers import script
@@ -31,7 +32,7 @@ def mirror(tmp_path, monkeypatch):
     with serve(tmp_path / "mirror") as mirror:
         monkeypatch.setattr(constants, "ENDPOINT", mirror.url)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("forgetting_transformer.data.remote.FIRST_WAIT", 0.01)
+        monkeypatch.setattr("forgetting_transformer.data.storage.remote.FIRST_WAIT", 0.01)
         yield mirror
 
 
@@ -57,7 +58,7 @@ def test_a_part_is_whole_row_chunks_and_reads_back_right(mirror, tmp_path, selec
     plan, tokens = fetch(tmp_path / "out", **selection), selection.get("tokens", 96)
     assert plan.rows == rows
     assert chunks(tmp_path / "out/train.zarr") == [f"{row}.{column}" for row in rows for column in range(tokens // 24)]
-    array = TokenArray(tmp_path / "out/train.zarr", 50_257, missing_chunks="skip")
+    array = SparseTokenArray(tmp_path / "out/train.zarr", 50_257)
     expected = np.concatenate([tokens_of_corpus()[8 * row : 8 * row + 8, :tokens] for row in rows])
     np.testing.assert_array_equal(array.read(0, plan.documents, 0, tokens), expected)
 
@@ -79,12 +80,13 @@ def test_failures_that_pass_are_tried_again_and_a_flipped_bit_is_seen_by_the_sta
     }
     fetch(tmp_path / "out")
     assert mirror.requests["GET", "train.zarr/0.2"] == 3
-    array = TokenArray(tmp_path / "out/train.zarr", 50_257, missing_chunks="skip")
+    array = SparseTokenArray(tmp_path / "out/train.zarr", 50_257)
     np.testing.assert_array_equal(array.read(0, 16, 0, 96), tokens_of_corpus()[[*range(8), *range(16, 24)]])
 
 
-def test_what_fails_for_good_is_named_and_the_rest_is_kept(mirror, tmp_path):
-    mirror.faults = {"train.zarr/2.1": ["cut"] * 99}
+@pytest.mark.parametrize("fault", ["cut", "flip"])
+def test_what_fails_for_good_is_named_and_the_rest_is_kept(mirror, tmp_path, fault):
+    mirror.faults = {"train.zarr/2.1": [fault] * 99}
     with pytest.raises(DataError, match=r"1 files of train\.zarr could not be had:\n.*/2\.1: .*\(6 attempts\)"):
         fetch(tmp_path / "out")
     assert chunks(tmp_path / "out/train.zarr") == [
@@ -186,7 +188,7 @@ def test_killed_and_started_again_it_ends_complete_and_fetches_no_verified_file_
     assert "train.zarr is complete and verified; it is sparse" in printed
     assert {name: mirror.fetched()[name] for name in verified} == verified
     assert len(chunks(out / "train.zarr")) == 16 and not (out / ".download").exists()
-    array = TokenArray(out / "train.zarr", 50_257, missing_chunks="skip")
+    array = SparseTokenArray(out / "train.zarr", 50_257)
     np.testing.assert_array_equal(array.read(8, 16, 0, 96), tokens_of_corpus()[16:24])
 
 
@@ -195,4 +197,4 @@ def test_the_command_says_what_was_wrong_and_exits_with_1(mirror, tmp_path, caps
     assert main(["heldout", "--source", f"{mirror.url}/nothing", *out]) == 1
     assert "error: no array at" in capsys.readouterr().err
     assert main(["heldout", "train", "--source", HUB, "--documents", "50%", *out]) == 0
-    assert TokenArray(tmp_path / "out/heldout.zarr", 50_257, missing_chunks="skip").documents == 24
+    assert SparseTokenArray(tmp_path / "out/heldout.zarr", 50_257).documents == 24

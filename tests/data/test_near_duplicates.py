@@ -5,7 +5,7 @@ import random
 import pytest
 
 from forgetting_transformer.data.prepare import near_duplicates, shards
-from forgetting_transformer.data.prepare.output import Place
+from forgetting_transformer.data.prepare.output import OutputFolder
 from forgetting_transformer.data.prepare.sources import NEAR_DUPLICATE
 from tests.data import corpus_helpers
 from tests.data.corpus_helpers import WORDS, write_tree
@@ -62,7 +62,7 @@ def test_a_killed_search_keeps_its_sketches_and_comes_to_the_same_result(tree, t
     dies_at[0] = total + 5
     with pytest.raises(KeyboardInterrupt):
         prepare(tree, tmp_path / "out")
-    committed = len((Place(tmp_path / "out").work / "sketches/shards.jsonl").read_text().splitlines())
+    committed = len((OutputFolder(tmp_path / "out").work / "sketches/shards.jsonl").read_text().splitlines())
     calls.clear()
     dies_at[0] = 0
     assert prepare(tree, tmp_path / "out")["arrays"] == straight["arrays"]

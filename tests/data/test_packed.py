@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from forgetting_transformer.data.corpus import cu_seqlens_of, lengths_of, model_inputs
+from forgetting_transformer.data.corpus import model_inputs
+from forgetting_transformer.data.packed import cu_seqlens_of, lengths_of
 from tests.data.corpus_helpers import module, write_array
 from tests.data.test_mixture import mixture
 

@@ -47,7 +47,7 @@ def tree(tmp_path):
 
 @pytest.fixture
 def place(tmp_path):
-    return output.Place(tmp_path / "out")
+    return output.OutputFolder(tmp_path / "out")
 
 
 # What the arrays hold -----------------------------------------------------------------------------------------

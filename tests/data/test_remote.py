@@ -8,9 +8,10 @@ import fsspec
 import numpy as np
 import pytest
 
-from forgetting_transformer.data import DataError, LongCrawl64DataModule, remote
-from forgetting_transformer.data.remote import RemoteError, RemoteFolder
-from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache
+from forgetting_transformer.data import DataError, LongCrawl64DataModule
+from forgetting_transformer.data.storage import remote
+from forgetting_transformer.data.storage.remote import RemoteError, RemoteFolder
+from forgetting_transformer.data.storage.remote_cache import CacheSettings, RemoteCache
 from tests.data import corpus_helpers
 from tests.data.corpus_helpers import labels, package_tree, prepare
 from tests.data.mirror import REPOSITORY, REVISION, serve, write_layout
@@ -28,7 +29,7 @@ def mirror(tmp_path, monkeypatch):
     with serve(tmp_path / "mirror") as mirror:
         monkeypatch.setattr(constants, "ENDPOINT", mirror.url)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("forgetting_transformer.data.remote.FIRST_WAIT", 0.01)
+        monkeypatch.setattr("forgetting_transformer.data.storage.remote.FIRST_WAIT", 0.01)
         yield mirror
 
 
@@ -108,14 +109,14 @@ def test_each_chunk_that_is_needed_is_fetched_once_by_all_ranks_and_threads(mirr
 
 
 def test_a_cache_too_small_is_known_before_anything_is_read(mirror, tmp_path):
-    for evaluates in (False, True):
-        with pytest.raises(DataError, match=r"cache_gb=1e-06 is less than .* needs of .*train\.zarr; raise it"):
-            module(mirror.url, tmp_path / "cache", cache_gb=1e-6).check_cache(1, evaluates)
-    module(mirror.url, tmp_path / "cache").check_cache(1, evaluates=True)
+    for asked in ("train", "eval"):
+        with pytest.raises(DataError, match=r"cache_gb=1e-06 is less than .* needs of .*\.zarr; raise it"):
+            getattr(module(mirror.url, tmp_path / "cache", cache_gb=1e-6), f"{asked}_info")()
+        getattr(module(mirror.url, tmp_path / "cache"), f"{asked}_info")()
 
 
 def test_a_server_that_goes_silent_is_given_up_and_asked_again(mirror, monkeypatch):
-    monkeypatch.setattr("forgetting_transformer.data.remote.SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr("forgetting_transformer.data.storage.remote.SILENCE_SECONDS", 1.0)
     mirror.faults = {"longcrawl64/train.zarr/0.0": ["silent"]}
     remote = RemoteFolder(mirror.url)
     expected = (mirror.root / "longcrawl64/train.zarr/0.0").read_bytes()

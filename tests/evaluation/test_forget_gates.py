@@ -11,6 +11,7 @@ import torch
 from forgetting_transformer.evaluation import forget_gates
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.model import attention
+from tests.analysis.conftest import drawn, title_and_note  # noqa: F401 (a fixture)
 from tests.evaluation.conftest import sentences
 from tests.evaluation.scripts import run_script
 from tests.model.small_models import PRO, WINDOWS, small, small_model
@@ -124,7 +125,11 @@ def test_models_without_forgetting_attention_are_refused():
     assert (inputs.log_fgate_HT == 0).all()
 
 
-def test_the_figures_of_a_model_are_of_one_model_and_impossible_requests_name_the_flag(quickstart, tmp_path):
+def test_the_figures_of_a_model_are_of_one_model_and_impossible_requests_name_the_flag(
+    quickstart,
+    drawn,  # noqa: F811
+    tmp_path,
+):
     (tmp_path / "text.txt").write_text(sentences(5, 200))
     text, out = ["--text", tmp_path / "text.txt", "--pixels", 32, "--layers", 1], tmp_path / "out"
     done = run_script(SCRIPT, "--model_path", quickstart.hf, *text, "--heads", "0,1", "--out", out)
@@ -138,6 +143,11 @@ def test_the_figures_of_a_model_are_of_one_model_and_impossible_requests_name_th
     done = run_script(SCRIPT, "--model_path", quickstart.run, *text, "--out", out)
     assert done.returncode == 1 and "choose another --out" in done.stderr, "results of another model stay"
     document = ["--model_path", quickstart.hf, "--data_path", quickstart.data / "words", "--out", tmp_path / "other"]
+    done = run_script(SCRIPT, *document, "--document", 1, "--max_length", 16)
+    assert done.returncode == 0, done.stderr
+    budget, source = title_and_note(drawn[-1])[1].split(" · ")[:2]
+    assert re.fullmatch(r"after [\d.]{1,4}K training tokens", budget)
+    assert source == "on one text of 16 tokens, held-out document 1 of words"
     for arguments, message in (
         (["--layers", "9"], "--layers=9: the model's forgetting-attention layers are 0, 1"),
         (["--heads", "2"], "--heads=2: the model's heads are 0 to 1"),

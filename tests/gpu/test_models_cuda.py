@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forgetting_transformer.data.corpus import cu_seqlens_of
+from forgetting_transformer.data.packed import cu_seqlens_of
 from forgetting_transformer.model import (
     ForgettingAttentionLayer,
     ForgettingTransformerConfig,

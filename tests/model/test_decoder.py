@@ -178,10 +178,3 @@ def test_another_architecture_is_a_mixer_and_a_config(ids, tmp_path):
     loaded = RunningSumForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
     assert config.flops_per_token(100) == 3 * (2 * 2 * 64 + 2 * 8 * 61)
-
-
-def test_a_mixer_that_gives_maps_must_take_the_span(monkeypatch):
-    """Otherwise maps would be left out without a word."""
-    monkeypatch.setattr(RunningSum, "gives_attentions", True, raising=False)
-    with pytest.raises(TypeError, match="RunningSum has gives_attentions, which needs the span of the tokens"):
-        RunningSumForCausalLM(RunningSumConfig(vocab_size=61, hidden_size=8, num_hidden_layers=1))

@@ -1,4 +1,11 @@
-"""FoX with grouped keys and windows beside Llama and Mistral; `test_equations.py` holds it to float64."""
+"""FoX with grouped keys and windows beside Llama and Mistral.
+
+The table of docs/use_a_model.md, "Grouped keys and windows", is tested where its features are, with `GROUPED` and
+`WINDOWS`: training against float64 (test_equations), checkpointing and compiling (test_every_architecture), FLOPs and
+refused values (test_sizes_and_laws), export and maps (test_hugging_face), caches, padding, beams, turns and tokens
+taken back (test_generation), static caches (test_decoding_graph), packing (test_packed_documents), shared sequences
+(test_context), pruning (test_equations, test_cache), figures of gates (tests/evaluation/test_forget_gates.py).
+"""
 
 from typing import Any
 

@@ -231,18 +231,6 @@ def test_what_watches_or_adapts_the_convolution_is_not_passed_by(monkeypatch):
 # HGRN2
 
 
-def test_bounds_grow_with_depth_from_0_to_less_than_1():
-    model = small("hgrn2", num_hidden_layers=4, apply_lower_bounds=True).model
-    assert [bounds for bounds in model.mixer_inputs() if not bounds] == [()]
-    zeros = torch.stack([bound_E for (bound_E,) in model.mixer_inputs()[1:]])
-    torch.testing.assert_close(zeros, torch.tensor([0.25, 0.5, 0.75])[:, None].expand(3, 32))
-    with torch.no_grad():
-        model.lower_bounds.normal_()
-    bounds = torch.stack([bound_E for (bound_E,) in model.mixer_inputs()[1:]])
-    share = model.lower_bounds.exp() / model.lower_bounds.exp().sum(0)
-    torch.testing.assert_close(bounds, torch.stack([share[1], share[1] + share[2], 1 - share[0]]))
-
-
 def test_bounds_reach_the_mixers_and_are_learned_only_when_asked_for():
     ids = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))
     ignoring, applying = small("hgrn2"), small("hgrn2", apply_lower_bounds=True)

@@ -109,7 +109,7 @@ APART = 2**31 + 8  # of sequences: 32 bits hold this in units of 8 elements, not
 same(shift, [torch.randn(2, 9, n).half() for n in (24, 2, 24)], (0, 0, 0))
 
 def convolve(x, d_y):
-    arguments = x, torch.ones(24, 1, 4), None, None, None, True, 2, 1e-6
+    arguments = x, torch.ones(24, 1, 4), None, None, None, 2, 1e-6
     gradients = short_convolution_triton.convolve_backward(d_y, None, *arguments)
     return *short_convolution_triton.convolve(*arguments), *gradients[:2]
 
@@ -159,7 +159,7 @@ def many(*shape, **_):
 
 torch.empty = many
 short_convolution_triton.convolution_forward_kernel = Recorded()
-short_convolution_triton.convolve(many(1, 2**20, 256), torch.ones(256, 1, 4), None, None, None, True, 1, 1e-6)
+short_convolution_triton.convolve(many(1, 2**20, 256), torch.ones(256, 1, 4), None, None, None, 1, 1e-6)
 ssd.kernels.score_kernel = ssd.kernels.state_kernel = Recorded()
 q, v = many(1, 2**24, 1, 16), many(1, 2**24, 2, 16)
 ssd._scores(ssd._Call.of(q, v), q, q)

@@ -26,7 +26,7 @@ CALLS = {
     ),
     "SwiGLU": ("lambda h: swiglu_triton.gated(h)", [(2, 7, 24)]),
     "short convolution": (
-        "lambda x, w, p: short_convolution_triton.convolve(x, w, None, p, position, True, 0, 1e-6)[0]",
+        "lambda x, w, p: short_convolution_triton.convolve(x, w, None, p, position, 0, 1e-6)[0]",
         [(2, 9, 24), (24, 1, 4), (2, 24, 3)],
     ),
     "selective scan": (

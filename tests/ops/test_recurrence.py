@@ -160,12 +160,10 @@ def test_the_reference_of_the_scan_is_the_definition():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_gradients_are_derivatives(op):
+def test_gradients_of_the_reference_are_derivatives(op):
     inputs = make_inputs(op, 3, key_dim=2, value_dim=3)
     leaves = [x.requires_grad_() for x in inputs.values()]
-    for backend in (REFERENCE, PORTABLE):
-        function = backend[op]
-        assert torch.autograd.gradcheck(lambda *x: call(function, dict(zip(inputs, x, strict=True))), leaves)  # noqa: B023
+    assert torch.autograd.gradcheck(lambda *x: call(REFERENCE[op], dict(zip(inputs, x, strict=True))), leaves)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -221,13 +219,6 @@ def test_the_delta_rules_at_the_ends_of_beta_and_with_one_key_repeated(op):
     assert_close(run(PORTABLE[op], inputs), want, 1e-5)
 
 
-def test_a_key_stored_with_beta_one_is_read_back():
-    torch.manual_seed(0)
-    k, v = F.normalize(torch.randn(1, 100, 1, 32), dim=-1), torch.randn(1, 100, 1, 8)
-    out, _ = recurrence.recurrence(k, k, v, beta=torch.ones(1, 100, 1), scale=1.0)
-    torch.testing.assert_close(out, v, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("op", ["simple_gla", "gla", "gated_delta_rule", "kda"])
 def test_nothing_passes_a_decay_of_minus_infinity(op):
     inputs = make_inputs(op, 130)
@@ -273,18 +264,6 @@ def test_a_sequence_may_be_cut_anywhere(op):
         return torch.cat(outs, dim=1), state
 
     assert_close(run(in_parts, inputs), whole, 1e-11)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_tokens_without_key_and_decay_leave_the_state_untouched(op):
-    inputs = make_inputs(op, 70)
-    for name in inputs.keys() & {"k", "v", "beta", "log_decay", "dt", "x"}:
-        inputs[name][:, :20] = 0
-    got, state = call(PORTABLE[op], inputs)
-    rest = {name: x if name in ("initial_state", "A") else x[:, 20:] for name, x in inputs.items()}
-    want, want_state = call(PORTABLE[op], rest)
-    torch.testing.assert_close(got[:, 20:], want, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(state, want_state, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("length", [1, 70])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from forgetting_transformer.ops.layers.short_convolution import short_convolution
 
@@ -14,7 +15,7 @@ def written_out(x, weight, bias, previous):
     for t in range(x.shape[1]):
         for w in range(taps):
             y[:, t] += weight[:, 0, w] * inputs[:, t + w]
-    return y if bias is None else y + bias
+    return F.silu(y if bias is None else y + bias)
 
 
 def make_inputs(length: int, taps: int = 4):
@@ -24,7 +25,7 @@ def make_inputs(length: int, taps: int = 4):
 
 
 @pytest.mark.parametrize("length, taps, with_bias", [(1, 4, True), (2, 2, False), (9, 1, True), (9, 4, True)])
-def test_it_is_a_causal_filter_per_channel(length, taps, with_bias):
+def test_it_is_a_causal_filter_per_channel_and_silu(length, taps, with_bias):
     x, weight, bias, previous = make_inputs(length, taps)
     bias = bias if with_bias else None
     y, last = short_convolution(x, weight, bias, previous_BCW=previous)
@@ -38,7 +39,7 @@ def test_it_is_what_a_depthwise_conv1d_layer_computes():
     layer = torch.nn.Conv1d(6, 6, 4, groups=6, padding=3).double()
     layer.load_state_dict({"weight": weight, "bias": bias})
     y, _ = short_convolution(x, layer.weight, layer.bias)
-    torch.testing.assert_close(y, layer(x.transpose(1, 2))[..., :9].transpose(1, 2))
+    torch.testing.assert_close(y, F.silu(layer(x.transpose(1, 2))[..., :9].transpose(1, 2)))
 
 
 def test_a_sequence_may_be_cut_anywhere():
@@ -56,11 +57,11 @@ def test_gradients_are_derivatives_through_the_kept_inputs_too():
     assert torch.autograd.gradcheck(lambda x, w, b, p: short_convolution(x, w, b, previous_BCW=p), inputs)
 
 
-def test_silu_and_norms_of_heads_follow():
+def test_norms_of_heads_follow():
     x, weight, bias, previous = make_inputs(9)
     plain, _ = short_convolution(x, weight, bias, previous_BCW=previous)
-    y, _ = short_convolution(x, weight, bias, previous_BCW=previous, silu=True, unit_heads=2)
-    want = torch.nn.functional.silu(plain).unflatten(-1, (2, 3))
+    y, _ = short_convolution(x, weight, bias, previous_BCW=previous, unit_heads=2)
+    want = plain.unflatten(-1, (2, 3))
     torch.testing.assert_close(y.unflatten(-1, (2, 3)), want / (want.square().sum(-1, keepdim=True) + 1e-6).sqrt())
 
 

@@ -21,9 +21,7 @@ def take_small_tiles(device):
         launcher._STEPS, launcher._TILES = 2, {"forward": 128, "backward": 64}
 
 
-def expect_right(
-    batch, length, channels, taps, heads, silu, has_bias, has_previous, dtype=torch.float32, position=None
-):
+def expect_right(batch, length, channels, taps, heads, has_bias, has_previous, dtype=torch.float32, position=None):
     """For a slice of something wider, as of a projection that serves several."""
     inputs = {
         "wide": torch.randn(batch, length, channels + 8).to(dtype),
@@ -33,10 +31,10 @@ def expect_right(
     }
 
     def kernel(wide, *others):
-        return launcher.convolve(wide[..., 3:-5], *others, position, silu, heads, public._EPSILON)
+        return launcher.convolve(wide[..., 3:-5], *others, position, heads, public._EPSILON)
 
     def reference(wide, *others):
-        return public._in_pytorch(wide[..., 3:-5], *others, position, silu, heads)
+        return public._in_pytorch(wide[..., 3:-5], *others, position, heads)
 
     expect_float64(lambda **x: kernel(*x.values()), lambda **x: reference(*x.values()), inputs, TOLERANCES[dtype])
 
@@ -44,16 +42,16 @@ def expect_right(
 @on_every_device
 def test_a_bias_may_be_a_column_of_a_wider_tensor(device):
     def kernel(x, weight, wide):
-        return launcher.convolve(x, weight, wide[:, 1], None, None, True, 0, public._EPSILON)[0]
+        return launcher.convolve(x, weight, wide[:, 1], None, None, 0, public._EPSILON)[0]
 
     def reference(x, weight, wide):
-        return public._in_pytorch(x, weight, wide[:, 1], None, None, True, 0)[0]
+        return public._in_pytorch(x, weight, wide[:, 1], None, None, 0)[0]
 
     inputs = {"x": torch.randn(1, 9, 20), "weight": torch.randn(20, 1, 4), "wide": torch.randn(20, 2)}
     expect_float64(kernel, reference, inputs, 1e-5)
 
 
-KINDS = {"20": (20, 4, 0, True), "150": (150, 3, 0, False), "2 heads": (48, 4, 2, True), "a head": (24, 2, 1, False)}
+KINDS = {"20": (20, 4, 0), "150": (150, 3, 0), "2 heads": (48, 4, 2), "a head": (24, 2, 1)}
 
 
 @pytest.mark.slow
@@ -64,9 +62,9 @@ KINDS = {"20": (20, 4, 0, True), "150": (150, 3, 0, False), "2 heads": (48, 4, 2
 @on_every_device
 def test_it_computes_what_pytorch_does_in_float64(device, length, kind, has_previous):
     """In the interpreter 33 positions are three programs, forward and backward, of which the last has one position."""
-    channels, taps, heads, silu = KINDS[kind]
+    channels, taps, heads = KINDS[kind]
     take_small_tiles(device)
-    expect_right(2, length if device == "cpu" else 5 * length, channels, taps, heads, silu, heads == 0, has_previous)
+    expect_right(2, length if device == "cpu" else 5 * length, channels, taps, heads, heads == 0, has_previous)
 
 
 @pytest.mark.slow
@@ -77,7 +75,7 @@ def test_random_shapes(device):
         for dtype in (torch.float32, torch.float32 if is_small else torch.bfloat16):
             heads, taps = draw.choice([0, 1, 3]), draw.randint(1, 4)
             channels = max(1, heads) * draw.choice([8, 16, 31, 96] if is_small else [32, 96, 128, 200])
-            flags = draw.random() < 0.5, draw.random() < 0.5, taps > 1 and draw.random() < 0.5
+            flags = draw.random() < 0.5, taps > 1 and draw.random() < 0.5
             length = draw.randint(1, 90 if is_small else 700)
             expect_right(draw.randint(1, 2), length, channels, taps, heads, *flags, dtype)
 
@@ -92,14 +90,14 @@ def test_inputs_of_one_packed_document_do_not_enter_another(device):
         begins = torch.rand(2, length) < 0.3
         places = torch.arange(length).expand(2, -1)
         position = places - torch.where(begins, places, -draw.choice([0, 1, 5])).cummax(1).values
-        expect_right(2, length, 24, taps, heads, True, True, has_previous, position=position.int())
+        expect_right(2, length, 24, taps, heads, True, has_previous, position=position.int())
         has_previous = not has_previous
 
 
 @pytest.mark.slow
 @on_every_device
 def test_sixteen_bits_round_the_results_alone(device):
-    expect_right(1, 70, 32, 4, 2, True, True, True, torch.float16)
+    expect_right(1, 70, 32, 4, 2, True, True, torch.float16)
 
 
 @pytest.mark.slow
@@ -108,7 +106,7 @@ def test_it_is_one_operator_to_torch_compile(device):
     """Its fakes have the shapes, strides and dtypes of its results, and its gradients are registered."""
     x, weight = torch.randn(2, 9, 12)[..., 2:8].requires_grad_(), torch.randn(6, 1, 4, requires_grad=True)
     bias, previous = torch.randn(6, requires_grad=True), torch.randn(2, 6, 3, requires_grad=True)
-    given = (x, weight, bias, previous, None, True, 2, 1e-6)
+    given = (x, weight, bias, previous, None, 2, 1e-6)
     torch.library.opcheck(torch.ops.forgetting_transformer.short_convolution, given)
 
 
@@ -137,7 +135,7 @@ def test_it_compiles_for_every_generation_without_spilling(
     monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
     block = max(16, 1 << (width - 1).bit_length())
     constants = {
-        "TAPS": 4, "HAS_PREVIOUS": previous, "HAS_DOCUMENTS": packed, "SILU": True, "NORM": norm,
+        "TAPS": 4, "HAS_PREVIOUS": previous, "HAS_DOCUMENTS": packed, "NORM": norm,
         "WIDTH": width, "BLOCK_C": block, "GROUPS": launcher._TILES[name] // block,
     }  # fmt: skip
 

@@ -182,7 +182,7 @@ def test_convolution_and_state_space_as_one_operator(device):
     }
 
     def apart(x, weight, bias, previous, log_decay, step, skip, state):
-        y, last = short_convolution(x, weight, bias, previous_BCW=previous, silu=True)
+        y, last = short_convolution(x, weight, bias, previous_BCW=previous)
         v, k, q = y.split([heads * values, groups * keys, groups * keys], dim=-1)
         q, k = (x.unflatten(-1, (groups, keys)) for x in (q, k))
         v = v.unflatten(-1, (heads, values))

@@ -92,7 +92,7 @@ def test_ranks_find_what_fabric_run_leaves_for_them(monkeypatch):
         ("done", None, 0, ""),
         ("preempted", None, 75, ""),
         ("preempted", SignalException("", signal.SIGTERM), 75, ""),
-        (None, SignalException("", signal.SIGTERM), 143, "SIGTERM: the ranks have ended without saying how"),
+        (None, SignalException("", signal.SIGTERM), 143, "SIGTERM: the ranks have ended without a status"),
         ("failed", DistNetworkError("EADDRINUSE"), 1, "--main-port"),
         ("failed", {0: (1, "RuntimeError: x"), 1: (-9, None)}, 1, "rank 1 (process 101) was killed by SIGKILL"),
         (None, {0: (-15, None), 1: (17, None)}, 1, "rank 1 (process 101) ended with code 17"),

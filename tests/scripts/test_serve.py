@@ -59,8 +59,10 @@ def test_an_export_is_served_and_ctrl_c_ends_it(tmp_path):
         assert likeliest[0] and likeliest[0] == likeliest[1]
         drawn = {ask("/v1/completions", temperature=1, seed=s, **asked)["choices"][0]["text"] for s in range(4)}
         assert len(drawn) > 1, "a temperature draws"
-        with pytest.raises(urllib.error.HTTPError):
+        with pytest.raises(urllib.error.HTTPError) as refused:
             ask("/v1/completions", prompt="w", model="another/model")
+        assert refused.value.code == 400
+        assert "pinned to 'hf'; requested 'another/model'" in json.load(refused.value)["error"]["message"]
         for path, asked in (("/v1/chat/completions", {"messages": []}), ("/v1/responses", {"input": "w"})):
             with pytest.raises(urllib.error.HTTPError) as refused:
                 ask(path, **asked)

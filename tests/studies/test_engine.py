@@ -82,7 +82,7 @@ def test_parts_of_a_study_are_collected_from_one_folder(study, tmp_path):
 def test_a_job_that_failed_leaves_the_rest_and_the_same_command_goes_on(study, faults):
     faults["fail"] = "fox_pro_seed1"
     code, out, order = study("--stages", "train")
-    assert code == 1 and "jobs that are not finished: 1; the same command goes on with them" in out
+    assert code == 1 and "jobs that are not finished: 1; the same command continues them" in out
     faults.clear()
     assert len(order) == 6 and study("--stages", "train")[2] == ["runs/fox_pro_seed1"]
 

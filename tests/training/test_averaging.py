@@ -64,6 +64,10 @@ def test_what_cannot_be_averaged_is_refused(tiny, tmp_path, finished, interrupte
             average(run, tmp_path / "mean", tokenizer=tokenizer, **chosen)
     with pytest.raises(ExportError, match=r"^--out=.* is the folder of a training run.*choose another --out$"):
         average(run, run, last=2)
+    one = tmp_path / "one"
+    (one / "checkpoints" / f"step-{STEP:015d}").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=rf"holds 1 checkpoint \(\[{STEP}\]\)"):
+        average(one, tmp_path / "mean", last=2)
     mixed = tmp_path / "mixed"
     shutil.copytree(run, mixed)
     interrupted(changed(tiny, optimizer__lr=2e-3), 4)

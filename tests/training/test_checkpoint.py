@@ -7,6 +7,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
@@ -261,14 +262,17 @@ def test_the_command_line_lists_verifies_compares_and_prunes(tiny, tmp_path, cap
     run = tiny["output_dir"]
     assert checkpoints.main(["ls", run]) == 0
     listed = capsys.readouterr().out
-    assert listed.count("tokens") == 4 and listed.count("kept permanently") == 2
+    assert listed.count("tokens") == 4 and listed.count(" MB ") == 4 and listed.count("kept permanently") == 2
     assert checkpoints.main(["verify", run]) == 0
     assert capsys.readouterr().out.count("whole") == 4
     assert checkpoints.main(["diff", run, "newest", run, str(20 * STEP)]) == 0
     assert "0 differ" in capsys.readouterr().out
     assert checkpoints.main(["diff", run, str(16 * STEP), run, "newest", "--top", "1"]) == 1
     compared = capsys.readouterr().out
-    assert f"token_count: {16 * STEP} -> {20 * STEP}" in compared and "of its norm" in compared
+    assert (
+        f"token_count: {16 * STEP} -> {20 * STEP}" in compared
+        and len(re.findall(r"\n  \S+: by \d\S* times its norm", compared)) == 1
+    )
     assert checkpoints.main(["prune", run, "--keep", "1", "--dry-run"]) == 0
     assert capsys.readouterr().out.count("would be deleted") == 1
     shard = next(Path(run).glob(f"checkpoints/step-{20 * STEP:015d}/state/*.distcp"))

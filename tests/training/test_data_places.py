@@ -9,7 +9,7 @@ import pytest
 import torch
 import zarr
 
-from forgetting_transformer.data.checksums import write_list
+from forgetting_transformer.data.storage.checksums import write_list
 from forgetting_transformer.training.checkpoint.folder import newest_valid
 from forgetting_transformer.training.start.resume import expected_checksums
 from tests.data.mirror import serve

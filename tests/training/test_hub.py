@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import HfApi, constants
 from huggingface_hub.utils import filter_repo_objects
 
-from forgetting_transformer.data.checksums import sha256_of
+from forgetting_transformer.data.storage.checksums import sha256_of
 from forgetting_transformer.training.export import MARK, ExportError, hub
 from forgetting_transformer.training.export.card import CARD
 from tests.training.test_export import contents

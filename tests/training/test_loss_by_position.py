@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from forgetting_transformer.data.corpus import cu_seqlens_of, model_inputs
+from forgetting_transformer.data.corpus import model_inputs
+from forgetting_transformer.data.packed import cu_seqlens_of
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length, mean_loss
 

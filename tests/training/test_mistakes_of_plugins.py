@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from forgetting_transformer.data.corpus import check_batch, check_tokens, shifted
+from forgetting_transformer.data.batch_checks import check_batch, check_tokens
+from forgetting_transformer.data.corpus import shifted
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.plugins import Component, PluginError, Registry
 from forgetting_transformer.training.optimization.schedule import build_schedule

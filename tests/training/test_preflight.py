@@ -28,6 +28,7 @@ def test_it_measures_proposes_and_leaves_the_run_alone(tiny, tmp_path):
     said = tmp_path / "said"
     job = Job(changed(tiny, preflight=True), 2, patch=PRINTED.format(said=str(said)) + MEMORY)
     assert job.wait() == [0, 0], job.errors()
+    assert "deprecated" not in job.errors(), "of a library that it uses in two versions"
     assert not Path(tiny["output_dir"]).exists()
     said = said.read_text()
     for row in ("tokens per second", "training takes", "process-hours", "a checkpoint", "disk: needed, free"):

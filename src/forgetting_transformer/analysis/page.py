@@ -249,7 +249,7 @@ def _wall_time(hours: float | None) -> str:
 
 
 def _count(value: float | None) -> str:
-    return "–" if value is None else format_tokens(float(f"{value:.4g}"))
+    return "–" if value is None else format_tokens(value)
 
 
 def _number(value: float | None, digits: int = 4) -> str:

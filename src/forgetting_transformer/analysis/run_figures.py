@@ -11,7 +11,7 @@ import numpy as np
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens, loss_on_sets
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, scores_over_training, training_metrics
-from forgetting_transformer.analysis.runs import Run, read_position_losses, read_run, run_names
+from forgetting_transformer.analysis.runs import EMA, Run, read_position_losses, read_run, run_names
 from forgetting_transformer.analysis.scores_in_training import read_scores
 from forgetting_transformer.analysis.tables import format_tokens
 
@@ -38,8 +38,8 @@ def conditions(runs: Sequence[Run]) -> list[str]:
     found = []
     for name, several, values in (
         ("{}", "corpora", [run.setting("datamodule", "dataset") for run in runs]),
-        ("{} parameters", "model sizes", [_rounded(run.info("model").get("total_params")) for run in runs]),
-        ("{} tokens of training", "budgets", [_rounded(run.tokens or None) for run in runs]),
+        ("{} parameters", "model sizes", [_short(run.info("model").get("total_params")) for run in runs]),
+        ("{} tokens of training", "budgets", [_short(run.tokens or None) for run in runs]),
         ("{} held-out tokens", "held-out sets", [_heldout_tokens(run) for run in runs]),
         ("of the held-out set {}", "held-out sets", [run.eval_set or None for run in runs]),
         ("sequences of {} tokens", "sequence lengths", [run.setting("datamodule", "train_batch_len") for run in runs]),
@@ -95,27 +95,41 @@ def draw_runs(runs: Sequence[Run], folder: Path, left_out: list[str]) -> dict[st
         files["Evaluations during training"] = file
     for eval_set in ("", *sets):
         members = [run.on(eval_set) for run in logged if not eval_set or eval_set in run.eval_sets]
+        drawn: list[Run] = []
         curves: dict[str, np.ndarray] = {}
         lengths: dict[str, int | None] = {}
         for run in members:
-            if not (losses := read_position_losses(run)):
-                left_out.append(f"{run.output_dir} has no loss at every position of {run.heldout_kind} yet")
-            curves |= losses
-            lengths |= dict.fromkeys(losses, run.setting("datamodule", "train_batch_len"))
-        if curves:
+            if losses := read_position_losses(run):
+                drawn.append(run)
+                curves |= losses
+                lengths |= dict.fromkeys(losses, run.setting("datamodule", "train_batch_len"))
+            else:
+                left_out.append(_no_position_loss(run))
+        if drawn:
             file = folder / f"loss_position{'_' * bool(eval_set)}{eval_set}.png"
-            loss_against_position(curves, file, lengths, conditions=conditions(members), of="runs")
+            loss_against_position(curves, file, lengths, conditions=conditions(drawn), of="runs")
             files["Loss at every position, in training" + (f", on {eval_set}" if eval_set else "")] = file
     return files
 
 
+def _no_position_loss(run: Run) -> str:
+    """Line about a run that has no loss at every position, with the tokens after which the first one comes."""
+    keys = [] if run.eval_set else ["train_eval_interval"]
+    if run.eval_set or not run.setting("skip_eval"):
+        keys.append("eval_interval")
+    of = " of the EMA weights" if run.eval_set == EMA else f" on {run.eval_set}" if run.eval_set else ""
+    line = f"{run.output_dir} has no loss at every position{of} yet"
+    ahead = [(tokens, key) for key in keys if (tokens := run.setting(key) or 0) > run.tokens]
+    return f"{line}: the first comes after {min(ahead)[0]:,} training tokens ({min(ahead)[1]})" if ahead else line
+
+
 def _heldout_tokens(run: Run) -> str | None:
-    return _rounded(run.last(run.heldout_kind).get(names.name_of(run.heldout_kind, names.TOKENS_EVALUATED)))
+    return _short(run.last(run.heldout_kind).get(names.name_of(run.heldout_kind, names.TOKENS_EVALUATED)))
 
 
-def _rounded(number: int | None) -> str | None:
+def _short(number: int | None) -> str | None:
     """35732 -> 35.7K."""
-    return None if number is None else format_tokens(float(f"{number:.3g}"))
+    return None if number is None else format_tokens(number)
 
 
 def _tokens_per_step(run: Run) -> int | None:

@@ -261,7 +261,7 @@ def read_position_losses(run: Run) -> dict[str, np.ndarray]:
         of = {run.heldout_kind: f"held-out ({run.eval_set})"}
     for kind, what in of.items():
         if (file := max(folder.glob(f"{kind}/step-*.npz"), default=None)) is not None:
-            tokens = format_tokens(float(f"{int(file.stem.removeprefix('step-')):.3g}"))
+            tokens = format_tokens(int(file.stem.removeprefix("step-")))
             return {f"{run.name}, {what}, after {tokens} tokens": _position_loss(file, kind)}
     return {}
 

@@ -65,11 +65,12 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], alignme
 
 
 def format_tokens(tokens: float) -> str:
-    """A number of tokens, short: 0, 500, 1.5K, 250M, 48B, 1.2T."""
+    """A number of tokens with three digits: 0, 500, 1.5K, 32.8K, 250M, 48B, 1.2T."""
+    tokens = float(f"{tokens:.3g}")
     for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(tokens) >= unit:
-            return f"{tokens / unit:.6g}{suffix}"
-    return f"{tokens:.6g}"
+            return f"{tokens / unit:g}{suffix}"
+    return f"{tokens:g}"
 
 
 def plain_number(number: float, digits: int) -> str:

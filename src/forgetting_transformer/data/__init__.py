@@ -1,7 +1,18 @@
 """Data: the arrays on disk, the order in which training reads them, and the loaders that prefetch it.
 
-`prepare/` turns text into such arrays, `tools/` fetches and verifies them. Nothing here imports a
-model or the training loop.
+What the default run does, in this order:
+
+    corpus.py        what training asks of a corpus, and what a batch is
+    longcrawl64.py   the corpus of most runs: two arrays, and the loaders over them
+    order.py         which documents a step reads
+    token_array.py   an array of token ids, read chunk by chunk
+    vocabulary.py    how many ids there are, and which begin and end a text
+    worker.py        the process that reads ahead
+
+What it leaves alone, or only passes through: packed.py (texts in a row that are kept apart), sparse.py (chunks missing
+on purpose), mixture.py (several corpora), batch_checks.py (what a plug-in gives), errors.py. `storage/` has the files
+of an array, here or at a URL; `prepare/` turns text into arrays, `tools/` fetches and verifies them. Nothing here
+imports a model or the training loop.
 """
 
 from forgetting_transformer.data.corpus import DataInfo

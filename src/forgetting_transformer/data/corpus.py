@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.packed import one_after_another
 
 #: `input_ids` and `labels`, `(B, T)` int64, where `labels[t]` is the token after `input_ids[t]`. Optional: `cu_seqlens`
 #: `(B, S)` int32, where the documents of each row begin, and then T as often as there is room: the model keeps them
@@ -63,7 +63,7 @@ class Place(Protocol):
 
 
 class Corpus(Protocol):
-    """A corpus at one batch shape. A class that derives from it need not define `train_lengths` and `check_cache`.
+    """A corpus at one batch shape. A class that derives from it need not define `train_lengths`.
 
     The tokens of a global batch are a function of its number alone, and ranks slice it last. So a run that is continued
     reads what it would have read, and the number of processes may change. The only position is the number of steps.
@@ -109,12 +109,6 @@ class Corpus(Protocol):
         all ranks in every forward pass."""
         ...
 
-    def check_cache(self, world_size: int, evaluates: bool) -> None:
-        """
-        Raises:
-            DataError: what the corpus keeps for batches in flight has no room.
-        """
-
 
 def shifted(labels_BT: np.ndarray | Tensor, bos_token_id: int, pinned: bool = False) -> Batch:
     """Labels as int64 and inputs that see the token before each label, `bos_token_id` before the first.
@@ -130,101 +124,9 @@ def shifted(labels_BT: np.ndarray | Tensor, bos_token_id: int, pinned: bool = Fa
     return {"input_ids": input_ids, "labels": labels}
 
 
-def check_batch(batch: Any, corpus: str, rows: int | None, length: int, weighted: bool = False) -> None:
-    """Refuses what would be trained on in silence, or fail far from its cause. Looks at no token.
-
-    Args:
-        batch: what a loader gave, which may be anything. corpus: whose it is, for the message.
-        rows: sequences that it must have; None for any number from 1 on.
-        length: T. weighted: whether it must have `weight`.
-
-    Raises:
-        DataError: it is no `Batch` of this shape.
-    """
-    if not isinstance(batch, Mapping):
-        raise DataError(f"{corpus} gave a batch of type {type(batch).__name__}; it must be a dictionary of tensors")
-    wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # after the axis of sequences
-    wanted = {"input_ids": (torch.int64, (length,)), "labels": (torch.int64, (length,))}
-    wanted |= {"weight": (torch.float64, ())} if weighted else {}
-    wanted |= {"cu_seqlens": (torch.int32, (length + 1,))} if "cu_seqlens" in batch else {}
-    for name, (dtype, rest) in wanted.items():
-        tensor = batch.get(name)
-        if tensor is None:
-            raise DataError(f"{corpus} gave a batch without {name!r}; it has {', '.join(map(str, batch)) or 'nothing'}")
-        if not isinstance(tensor, Tensor):
-            raise DataError(f"{corpus} gave a batch whose {name!r} is a {type(tensor).__name__}, not a tensor")
-        rows = rows or max(1, len(tensor) if tensor.dim() else 1)
-        shape = (rows, *rest)
-        if tensor.shape != shape or tensor.dtype != dtype:
-            raise DataError(
-                f"{corpus} gave a batch whose {name!r} is {_named(tensor.shape, tensor.dtype)}; it must be "
-                f"{_named(shape, dtype)} here"
-            )
-
-
-def check_tokens(batch: Batch, corpus: str, vocab_size: int) -> None:
-    """Looks at every token, so it is for the first batch.
-
-    Raises:
-        DataError: an id is not below vocab_size, or labels are not the tokens that come next.
-    """
-    for name in ("input_ids", "labels"):
-        least, most = (int(end) for end in batch[name].aminmax())
-        if most >= vocab_size or (least < 0 and name == "input_ids"):
-            wrong = most if most >= vocab_size else least
-            raise DataError(
-                f"{corpus} gave a batch with the token id {wrong} in {name!r}, and datamodule.vocab_size={vocab_size}: "
-                "ids are from 0 on, and below it"
-            )
-    input_BT = batch["input_ids"]
-    if torch.equal(input_BT, batch["labels"]) and (input_BT != input_BT[:, :1]).any():
-        raise DataError(
-            f"{corpus} gave a batch whose 'labels' are its 'input_ids'; labels are the tokens that come next "
-            "(data.corpus.shifted makes both)"
-        )
-
-
-def _named(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """ "(4, 64) int64" """
-    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
-
-
 def model_inputs(batch: Batch, rows: slice = slice(None)) -> dict[str, Tensor]:
     """A model's arguments for some rows of a batch: `input_ids`, `labels`, and `cu_seqlens` over all their tokens."""
     inputs = {name: batch[name][rows] for name in ("input_ids", "labels")}
     if "cu_seqlens" in batch:
-        n_rows, length = inputs["input_ids"].shape
-        begin_B = torch.arange(0, n_rows * length, length, device=batch["cu_seqlens"].device, dtype=torch.int32)
-        inputs["cu_seqlens"] = (batch["cu_seqlens"][rows] + begin_B[:, None]).flatten()
+        inputs["cu_seqlens"] = one_after_another(batch["cu_seqlens"][rows])
     return inputs
-
-
-def keep_apart(batch: Batch, bos_token_id: int, eos_token_id: int) -> Batch:
-    """The batch with `cu_seqlens`, for a model that keeps the texts in each row apart. Changes its `input_ids`.
-
-    A text begins with BOS, as a prompt does. Where BOS and EOS are two tokens and the array has none but EOS between
-    two texts, BOS takes the place of that EOS in the inputs.
-    """
-    input_ids_BT = batch["input_ids"]
-    input_ids_BT[(input_ids_BT == eos_token_id) & (batch["labels"] != bos_token_id)] = bos_token_id
-    return batch | {"cu_seqlens": cu_seqlens_of(input_ids_BT, bos_token_id)}
-
-
-def cu_seqlens_of(input_ids_BT: Tensor, bos_token_id: int) -> Tensor:
-    """Where documents begin in each row, `(B, T + 1)` int32 filled up with T: at every BOS token, and at 0."""
-    n_rows, length = input_ids_BT.shape
-    begins_BT = input_ids_BT == bos_token_id
-    begins_BT[:, 0] = True
-    row, begin = begins_BT.nonzero(as_tuple=True)
-    number = begins_BT.cumsum(1)[row, begin] - 1
-    cu_seqlens_BS = torch.full((n_rows, length + 1), length, dtype=torch.int32)
-    cu_seqlens_BS[row, number] = begin.int()
-    return cu_seqlens_BS
-
-
-def lengths_of(cu_seqlens_BS: Tensor) -> dict[int, float]:
-    """The share of tokens in documents of each length."""
-    lengths = cu_seqlens_BS.diff(dim=1).flatten()
-    found, count = lengths[lengths > 0].unique(return_counts=True)
-    shares = (found * count).double() / (found * count).sum()
-    return dict(zip(found.tolist(), shares.tolist(), strict=True))

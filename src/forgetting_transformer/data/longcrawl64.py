@@ -16,14 +16,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from forgetting_transformer.data.corpus import Batch, DataInfo, keep_apart, lengths_of, shifted
+from forgetting_transformer.data.corpus import Batch, DataInfo, shifted
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.order import Location, ReadingOrder
-from forgetting_transformer.data.remote import is_url, join
-from forgetting_transformer.data.remote_cache import CacheSettings, default_folder, fetch_tokenizer
+from forgetting_transformer.data.packed import keep_apart, lengths_of
+from forgetting_transformer.data.sparse import SparseTokenArray
+from forgetting_transformer.data.storage.remote import is_url, join
+from forgetting_transformer.data.storage.remote_cache import CacheSettings, default_folder, fetch_tokenizer
 from forgetting_transformer.data.token_array import TokenArray
 from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary
-from forgetting_transformer.data.worker import hand_over, sharing_memory, start_worker
+from forgetting_transformer.data.worker import hand_over, received, sharing_memory, start_worker
 from forgetting_transformer.ranges import divisors
 
 #: Batches that are prepared ahead.
@@ -38,7 +40,7 @@ class LongCrawl64DataModule:
     Args:
         data_dir: folder or URL (s3://, gs://, hf://, https://, …) with `<dataset>/train.zarr` and
             `<dataset>/heldout.zarr`.
-        packed: texts in a row are documents that the model keeps apart (`data.corpus.keep_apart`).
+        packed: texts in a row are documents that the model keeps apart (`data.packed.keep_apart`).
         recorded: the vocabulary that a run has used so far, for a corpus that does not say which it has.
 
     Raises:
@@ -104,16 +106,16 @@ class LongCrawl64DataModule:
         A run that only evaluates needs no train.zarr, and the reverse.
 
         Raises:
-            DataError: they do not, or it cannot be read.
+            DataError: they do not, it cannot be read, or the cache of a remote corpus has no room for a batch.
         """
         if (split, part) not in self._arrays:
-            self._arrays[split, part] = TokenArray(
-                self._place(part, f"{split}.zarr"), self._stated, self.missing_chunks, self.cache, self._recorded
-            )
-        array = self._arrays[split, part]
-        key = "train_batch_len" if split == "train" else "eval_batch_len"
-        check_length(f"datamodule.{key}", getattr(self, key), array)
-        return array
+            opened = SparseTokenArray if self.missing_chunks == "skip" else TokenArray
+            array = opened(self._place(part, f"{split}.zarr"), self._stated, self.cache, self._recorded)
+            key = "train_batch_len" if split == "train" else "eval_batch_len"
+            check_length(f"datamodule.{key}", getattr(self, key), array)
+            array.keep(self.rows_of(part) if split == "train" else self.eval_local_batch_size, getattr(self, key))
+            self._arrays[split, part] = array
+        return self._arrays[split, part]
 
     # What is read when: a mixture answers these differently --------------------------------------------------------
 
@@ -128,9 +130,9 @@ class LongCrawl64DataModule:
         """Parts of a rank's share of a batch: the number of a corpus, rows of the share, their place in the corpus."""
         yield 0, slice(None), self._order().locate(batch, rank, world_size)
 
-    def rows_of_parts(self) -> list[int]:
-        """The most sequences that a batch takes from each corpus."""
-        return [self.train_batch_size]
+    def rows_of(self, part: int) -> int:
+        """The most sequences that a batch takes from a corpus."""
+        return self.train_batch_size
 
     def eval_size(self, part: int = 0) -> tuple[int, int]:
         """Held-out documents of a part to evaluate on, and the sequences in them."""
@@ -171,7 +173,6 @@ class LongCrawl64DataModule:
 
         Each item is a dict of `input_ids` and `labels`, both (train_batch_size // world_size, train_batch_len) int64.
         """
-        self.check_cache(world_size, evaluates=False)
         dataset = TrainBatches(self, rank, world_size)
         return Loader(dataset, range(first_batch, last_batch), self.train_num_workers, self.vocabulary, self.packed)
 
@@ -189,25 +190,8 @@ class LongCrawl64DataModule:
         sequences where this is less. Every rank yields the same number of batches, because a sharded model needs all
         ranks in every forward pass.
         """
-        self.keep_heldout(world_size)
         dataset = EvalBatches(self, rank, world_size)
         return Loader(dataset, range(len(dataset)), self.eval_num_workers, self.vocabulary, self.packed)
-
-    def check_cache(self, world_size: int, evaluates: bool) -> None:
-        """Looks whether the cache of a remote corpus has room for the batches in flight.
-
-        Raises:
-            DataError: it has not.
-        """
-        for part, rows in enumerate(self.rows_of_parts()):
-            self.array("train", part).keep(rows, self.train_batch_len)
-        if evaluates:
-            self.keep_heldout(world_size)
-
-    def keep_heldout(self, world_size: int) -> None:
-        """The same for held-out arrays alone."""
-        for part in range(len(self.names)):
-            self.array("heldout", part).keep(self.eval_local_batch_size * world_size, self.eval_batch_len)
 
     def _info(self, split: str, seq_len: int, batch_size: int, batches: int) -> DataInfo:
         array = self.array(split)
@@ -322,23 +306,3 @@ class Loader(DataLoader):
         bos, eos = self.vocabulary.bos_token_id, self.vocabulary.eos_token_id
         batch = item | shifted(item["labels"], bos, pinned=torch.cuda.is_available())
         return keep_apart(batch, bos, eos) if self.packed else batch
-
-
-def received(items: Iterator[Any]) -> Iterator[Any]:
-    """A loader's items. A worker that was killed while it handed over a batch is reported as PyTorch reports others.
-
-    Raises:
-        DataError: of a worker, without the traceback that PyTorch puts before it.
-    """
-    while True:
-        try:
-            item = next(items)
-        except StopIteration:
-            return
-        except (ConnectionError, EOFError) as error:
-            raise RuntimeError(
-                "DataLoader worker (pid unknown) exited unexpectedly, while it handed over a batch"
-            ) from error
-        except DataError as error:
-            raise DataError(str(error).rpartition(f"{type(error).__name__}: ")[2].strip()) from error
-        yield item

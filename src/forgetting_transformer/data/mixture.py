@@ -165,9 +165,9 @@ class MixtureDataModule(LongCrawl64DataModule):
                 yield part, rows[:count], Location(place.first_document, last, place.begin_token, place.end_token)
                 rows, done = rows[count:], done + count
 
-    def rows_of_parts(self) -> list[int]:
-        counts = self.interleaving.weights_I * self.train_batch_size / len(self.interleaving.pattern_P)
-        return [math.ceil(count) + 1 for count in counts.tolist()]
+    def rows_of(self, part: int) -> int:
+        share = int(self.interleaving.weights_I[part]) / len(self.interleaving.pattern_P)
+        return math.ceil(share * self.train_batch_size) + 1
 
     def eval_size(self, part: int = 0) -> tuple[int, int]:
         array, documents = self.array("heldout", part), self.array("heldout", part).documents

@@ -1,25 +1,23 @@
 """One Zarr array of token ids, (documents, doc_len) uint16 or uint32, read without ever inventing data.
 
 Zarr answers a chunk that is not on disk with its fill value, zero, and says nothing. A partial copy of a corpus would
-then train on documents of zeros. Here a chunk is read from its file, or the file is named in an error. An array may
-be sparse on purpose (`missing_chunks="skip"`): then only the documents of which every chunk is there count.
+then train on documents of zeros. Here a chunk is read from its file, or the file is named in an error.
+sparse.py has the array of which some chunks are missing on purpose.
 """
 
-import difflib
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from forgetting_transformer.data.array_files import ArrayFiles, MissingChunkError, open_array
-from forgetting_transformer.data.checksums import ChecksumError
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.remote import is_url
-from forgetting_transformer.data.remote_cache import CacheSettings
+from forgetting_transformer.data.storage.array_files import ArrayFiles, open_array
+from forgetting_transformer.data.storage.remote import is_url
+from forgetting_transformer.data.storage.remote_cache import CacheSettings
 from forgetting_transformer.data.vocabulary import (
     TOKEN_DTYPES,
     StatedVocabulary,
@@ -31,16 +29,9 @@ from forgetting_transformer.data.vocabulary import (
 #: Rows looked at when an array is opened, spread evenly over it: enough to catch a wrong tokenizer or a wrong file.
 SAMPLED_ROWS = 16
 SAMPLED_TOKENS = 1024
-MISSING_CHUNKS = ("error", "skip")
-#: Other corpora that a message lists.
-_MOST_LISTED = 8
 
 #: Row and column among the chunks of an array.
 Chunk = tuple[int, int]
-
-
-class NoArrayError(DataError):
-    """There is no array of that name."""
 
 
 class TokenArray:
@@ -54,8 +45,6 @@ class TokenArray:
         path: the array's folder, such as `data/longcrawl64/train.zarr`, or a URL such as s3://bucket/train.zarr.
         vocabulary: ids must be below it; or what the user states of it, where the manifest beside the array and
             `recorded`, the vocabulary of a run, say the rest (vocabulary_of).
-        missing_chunks: "error", or "skip": documents of which a chunk is missing do not count, and the others are
-            renumbered in order.
         cache: where the files of a URL are kept, and how many; None is the default of CacheSettings.
         sampled: whether some rows are looked at now.
         prefix: of the keys or flags that state the vocabulary, for messages.
@@ -74,22 +63,16 @@ class TokenArray:
         self,
         path: str | Path,
         vocabulary: int | StatedVocabulary,
-        missing_chunks: str = "error",
         cache: CacheSettings | None = None,
         recorded: Vocabulary | None = None,
         sampled: bool = True,
         prefix: str = "datamodule.",
     ) -> None:
-        if missing_chunks not in MISSING_CHUNKS:
-            raise DataError(f"missing_chunks={missing_chunks!r} is unknown; use 'error' or 'skip'")
         self.files = ArrayFiles(path, cache or CacheSettings())
         self.path = self.files.path
         corpus = str(path).rstrip("/").rpartition("/")[0] if is_url(path) else Path(path).parent
         self.manifest = read_manifest(corpus)
-        if not self.files.has_array():
-            raise NoArrayError(_nothing_at(self.path))
         array = open_array(self.files)
-        self.files.read_checksums()
         if array.ndim != 2 or array.dtype not in TOKEN_DTYPES:
             raise DataError(
                 f"{self.path} has shape {array.shape} and dtype {array.dtype}; expected (documents, doc_len) of "
@@ -108,11 +91,9 @@ class TokenArray:
         self.chunk_shape = (int(array.chunks[0]), int(array.chunks[1]))
         self._kept: OrderedDict[Chunk, np.ndarray] = OrderedDict()
         self._slots = 0
-        #: Rows of chunks of which every chunk is there, or None for all.
-        self.present_rows = self._present_rows() if missing_chunks == "skip" else None
-        self.documents = self.stored_documents if self.present_rows is None else int(self._firsts[-1])
+        self.documents = self._count_documents()
         if self.documents == 0:
-            raise DataError(f"{self.path} holds no documents")
+            raise DataError(f"{self.path} holds no documents; make or fetch it again")
         if sampled:
             _ = self._sample
 
@@ -124,13 +105,8 @@ class TokenArray:
         Raises:
             DataError: the cache of a remote array has no room for so many.
         """
-        slots, cache = slots_for(self.chunk_shape, n_documents, seq_len), self.files.cache
-        needed = slots * self.chunk_shape[0] * self.chunk_shape[1] * self.dtype.itemsize
-        if cache is not None and cache.settings.limit_bytes < needed:
-            raise DataError(
-                f"datamodule.cache_gb={cache.settings.limit_bytes / 1e9:g} is less than the {needed / 1e9:.3g} GB that "
-                f"a batch needs of {self.path}; raise it"
-            )
+        slots = slots_for(self.chunk_shape, n_documents, seq_len)
+        self.files.check_room(slots * self.chunk_shape[0] * self.chunk_shape[1] * self.dtype.itemsize)
         self._slots = max(self._slots, slots)
 
     def read(self, first: int, last: int, begin: int, end: int) -> np.ndarray:
@@ -166,43 +142,16 @@ class TokenArray:
             slice(chunk[0] * rows, min((chunk[0] + 1) * rows, self.stored_documents)),
             slice(chunk[1] * columns, min((chunk[1] + 1) * columns, self.doc_len)),
         )
-        place = self.files.place(self.key(chunk))
-        again = False
-        while True:
-            try:
-                return np.asarray(self._array[window])
-            except MissingChunkError as error:
-                raise MissingChunkError(
-                    f"{error}: it holds documents {window[0].start:,} and on, which this run needs. The copy of the "
-                    "corpus is partial: fetch the chunk again, choose a complete array, or train on the documents "
-                    "that are there with datamodule.missing_chunks=skip"
-                ) from error
-            except DataError:
-                raise
-            except Exception as error:  # each codec has its own
-                if again or not self.files.fetch_again(self.key(chunk)):
-                    if isinstance(error, ChecksumError) and self.files.checksums is not None:
-                        listed = self.files.checksums.name
-                        raise DataError(
-                            f"{place} is not the file that {listed} lists: it was changed or is damaged ({error}). "
-                            "Fetch or make it again. If the change is meant, this is another corpus: delete "
-                            f"{listed}, and scripts/verify_data.py makes a new one"
-                        ) from error
-                    raise DataError(
-                        f"{place} cannot be decoded ({error}); it is damaged: delete it and fetch or make it again"
-                    ) from error
-                again = True
+        return self.files.decoded(self.key(chunk), lambda: np.asarray(self._array[window]), window[0].start)
 
     @cached_property
     def fingerprint(self) -> str:
         """A short hash that identifies the contents: two copies of a corpus agree, another corpus does not.
 
         It covers the shape and, where the corpus was made by scripts/prepare_data.py, the hash of every token that
-        its manifest states; otherwise the sampled rows. Of a sparse array it covers which documents are there.
+        its manifest states; otherwise the sampled rows.
         """
-        digest = hashlib.sha256(f"{self.documents}x{self.doc_len}".encode())
-        if self.present_rows is not None:
-            digest.update(f"present {self.chunk_shape[0]}-row blocks {self.present_rows.tolist()}".encode())
+        digest = hashlib.sha256(self._shape_in_words().encode())
         recorded = self.manifest.get("arrays", {}).get(Path(self.path).stem, {}).get("content_hash")
         digest.update(str(recorded).encode() if recorded else self._sample.tobytes())
         return digest.hexdigest()[:16]
@@ -213,11 +162,8 @@ class TokenArray:
         return self.files.checksums.identity if self.files.checksums is not None else None
 
     def stored_row(self, document: int) -> int:
-        """The row on disk of a document: the same number, unless documents before it are missing."""
-        if self.present_rows is None:
-            return document
-        block = int(np.searchsorted(self._firsts, document, side="right")) - 1
-        return int(self.present_rows[block]) * self.chunk_shape[0] + document - int(self._firsts[block])
+        """The row on disk of a document."""
+        return document
 
     def key(self, chunk: Chunk) -> str:
         """The name of a chunk's file."""
@@ -240,35 +186,16 @@ class TokenArray:
                 yield (row // rows, column), (down[0], source), (down[1], slice(from_token - begin, to_token - begin))
             first += n_rows
 
-    def _present_rows(self) -> np.ndarray | None:
-        """Rows of chunks that are complete, None if all are."""
-        keys = self.keys()
-        whole = self.whole_rows(self.files.names(keys.values()))
-        if not whole:
-            raise DataError(
-                f"{self.path} has no row of chunks with all its files, so missing_chunks=skip leaves no document. "
-                "scripts/verify_data.py shows what is there"
-            )
-        if len(whole) == len({row for row, _ in keys}):
-            return None
-        #: The first document of each present row of chunks, and the number of all documents at the end.
-        self._firsts = np.cumsum([0, *(self.documents_in([row]) for row in whole)])
-        return np.array(whole)
-
     def keys(self) -> dict[Chunk, str]:
         """The names of all files."""
         rows, columns = (-(-self.stored_documents // self.chunk_shape[0]), -(-self.doc_len // self.chunk_shape[1]))
         return {chunk: self.key(chunk) for chunk in product(range(rows), range(columns))}
 
-    def whole_rows(self, there: Collection[str]) -> list[int]:
-        """Rows of chunks whose files are all in `there`."""
-        broken = {row for (row, _), key in self.keys().items() if key not in there}
-        return sorted({row for row, _ in self.keys()} - broken)
+    def _count_documents(self) -> int:
+        return self.stored_documents
 
-    def documents_in(self, rows: Iterable[int]) -> int:
-        """Documents in rows of chunks."""
-        height = self.chunk_shape[0]
-        return sum(min((row + 1) * height, self.stored_documents) - row * height for row in rows)
+    def _shape_in_words(self) -> str:
+        return f"{self.documents}x{self.doc_len}"
 
     @cached_property
     def _sample(self) -> np.ndarray:
@@ -280,18 +207,25 @@ class TokenArray:
 
     def _check_tokens(self, tokens: np.ndarray, first: int, begin: int) -> None:
         if int(tokens.max()) >= self.vocab_size:
-            row, column = np.argwhere(tokens >= self.vocab_size)[0]
+            row, column = np.argwhere(tokens >= self.vocab_size)[0].tolist()
             raise DataError(
-                f"{self.path}: token id {tokens[row, column]} in {self._named(first + row)} at position "
-                f"{begin + column:,} is not below vocab_size={self.vocab_size}. Set datamodule.vocab_size to the "
-                "vocabulary of the tokenizer that made the corpus"
+                f"{self._file_of(first + row, begin + column)}: token id {tokens[row, column]} in "
+                f"{self._named(first + row)} at position {begin + column:,} is not below "
+                f"vocab_size={self.vocab_size}. Set datamodule.vocab_size to the vocabulary of the tokenizer that made "
+                "the corpus"
             )
         zero_rows = np.flatnonzero(~tokens.any(axis=1))
         if zero_rows.size:
+            document = first + int(zero_rows[0])
             raise DataError(
-                f"{self.path}: {self._named(first + int(zero_rows[0]))} is all zeros from position {begin:,}; the "
+                f"{self._file_of(document, begin)}: {self._named(document)} is all zeros from position {begin:,}; the "
                 "array was not filled completely. Make or fetch it again"
             )
+
+    def _file_of(self, document: int, position: int) -> str:
+        """Where the chunk is that holds a token."""
+        rows, columns = self.chunk_shape
+        return self.files.place(self.key((self.stored_row(document) // rows, position // columns)))
 
     def _named(self, document: int) -> str:
         row = self.stored_row(document)
@@ -305,24 +239,3 @@ def slots_for(chunk_shape: tuple[int, int], n_documents: int, seq_len: int) -> i
     across = -(-seq_len // columns) + (0 if aligned else 1)
     down = (n_documents - 1) // rows + 2  # the first and the last may be in the middle of a chunk
     return across * down
-
-
-def _nothing_at(path: str | Path) -> str:
-    """That there is no array, and what is there in its place."""
-    name, dataset, data_dir = Path(path).name, Path(path).parent.name or "<dataset>", Path(path).parent.parent
-    if isinstance(path, Path):  # listing a URL would be a request for every folder
-        others = sorted(folder.parent.name for folder in data_dir.glob(f"*/{name}"))
-        if others:
-            nearest = difflib.get_close_matches(dataset, others, n=1, cutoff=0.0)
-            shown = ", ".join(others[:_MOST_LISTED]) + (", …" if len(others) > _MOST_LISTED else "")
-            return (
-                f"no token array at {path}. {data_dir} holds {shown}: choose one, as in data_dir={data_dir} "
-                f"datamodule.dataset={nearest[0]}"
-            )
-        if (data_dir / name).is_dir():
-            return f"no token array at {path}. {data_dir} is a corpus itself: choose it with datamodule.dataset=."
-    return (
-        f"no token array at {path}. Set data_dir to the folder that holds {dataset}/{name} "
-        f"(datamodule.dataset={dataset}), or make one with scripts/prepare_data.py, or fetch LongCrawl64 with "
-        "scripts/download_longcrawl64.py"
-    )

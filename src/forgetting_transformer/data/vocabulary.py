@@ -4,7 +4,6 @@ The arrays do not say. A model with the vocabulary of another tokenizer trains a
 assumed of an array that nobody describes.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,8 +14,8 @@ from tokenizers import Tokenizer
 
 from forgetting_transformer.console import redact
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.remote import RemoteFolder, is_url
-from forgetting_transformer.files import UnreadableError, parse_json
+from forgetting_transformer.data.storage.remote import RemoteFolder, is_url
+from forgetting_transformer.files import UnreadableError, parse_json, read_json
 from forgetting_transformer.ranges import COUNT, Range, refusal
 
 #: LongCrawl64 is tokenised with GPT-2's BPE: 50,257 ids, of which the last begins and ends a text.
@@ -147,17 +146,19 @@ def _known(place: str | Path, split: str, doc_len: int) -> Vocabulary | None:
     """GPT-2's if this is LongCrawl64."""
     if PurePosixPath(str(place)).name.partition("@")[0] != "longcrawl64":
         return None
-    if doc_len != LONGCRAWL64_DOC_LEN and (not isinstance(place, Path) or _downloaded_length(place, split) != doc_len):
+    cut_short = doc_len != LONGCRAWL64_DOC_LEN
+    if cut_short and not (isinstance(place, Path) and download_note(place, split).get("tokens") == doc_len):
         return None
     return Vocabulary(GPT2_VOCAB_SIZE, GPT2_BOS_TOKEN_ID)
 
 
-def _downloaded_length(folder: Path, split: str) -> int | None:
-    """Tokens of a document in a copy that scripts/download_longcrawl64.py made."""
-    try:
-        return json.loads((folder / f"{split}.download.json").read_text(encoding="utf-8"))["tokens"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+def download_note(folder: Path, split: str) -> dict[str, Any]:
+    """What scripts/download_longcrawl64.py notes beside its copy of an array: `source`, and `tokens` of a document.
+
+    {} of an array that it did not make.
+    """
+    note = folder / f"{split}.download.json"
+    return read_json(note) if note.is_file() else {}
 
 
 def other_token(texts: Mapping[int, str], model: Mapping[int, str], of_model: str) -> str | None:

@@ -89,6 +89,26 @@ def sharing_memory(fix: str = f", or set {_NO_WORKERS}") -> Iterator[None]:
         raise
 
 
+def received(items: Iterator[Any]) -> Iterator[Any]:
+    """A loader's items. A worker that was killed while it handed over a batch is reported as PyTorch reports others.
+
+    Raises:
+        DataError: of a worker, without the traceback that PyTorch puts before it.
+    """
+    while True:
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        except (ConnectionError, EOFError) as error:
+            raise RuntimeError(
+                "DataLoader worker (pid unknown) exited unexpectedly, while it handed over a batch"
+            ) from error
+        except DataError as error:
+            raise DataError(str(error).rpartition(f"{type(error).__name__}: ")[2].strip()) from error
+        yield item
+
+
 def shared_memory() -> str:
     """The memory that processes share, with its size."""
     try:

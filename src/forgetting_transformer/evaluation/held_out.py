@@ -10,7 +10,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from forgetting_transformer.data.corpus import Batch, Corpus, check_batch, shifted
+from forgetting_transformer.data.batch_checks import check_batch
+from forgetting_transformer.data.corpus import Batch, Corpus, shifted
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.longcrawl64 import check_length
 from forgetting_transformer.data.token_array import TokenArray

@@ -46,8 +46,7 @@ from forgetting_transformer.analysis.position_loss import (
     slopes,
     standard_errors,
 )
-from forgetting_transformer.data.longcrawl64 import received
-from forgetting_transformer.data.worker import hand_over
+from forgetting_transformer.data.worker import hand_over, received
 from forgetting_transformer.evaluation.held_out import HeldOut, HeldOutSequences, check_vocabulary
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,

@@ -1,4 +1,15 @@
-"""Hugging Face models. Importing this package registers them with transformers' Auto classes."""
+"""Hugging Face models. Importing this package registers them with transformers' Auto classes.
+
+Files, from the call down:
+    decoder, block, span      the decoder, one of its blocks, what a layer knows of the new tokens
+    mixers/, hybrid           an architecture per file; blocks of several architectures
+    attention, layers         attention for all mixers that have it; norms, token shift, convolution, MLP
+    arguments, padding        calls that are refused; where sequences and documents begin
+    config, registry          fields and FLOPs; architectures by name
+    abilities                 what mixers can do; how blocks are compiled
+    generation/               caches, CUDA graphs, the hooks of `generate`
+    checks                    checks of an architecture from another package
+"""
 
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.config import DecoderConfig

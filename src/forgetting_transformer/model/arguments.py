@@ -79,19 +79,6 @@ def check_packing(decoder: Any, cu_seqlens: Tensor, shape: tuple[int, ...], othe
             )
 
 
-def shows_maps(decoder: Any, output_attentions: bool | None) -> bool:
-    """Whether the maps of all layers with attention are asked for."""
-    if output_attentions is None:
-        output_attentions = decoder.config.output_attentions
-    if output_attentions and not any(gives_maps(block) for block in decoder.layers):
-        raise ValueError(f"output_attentions: {type(decoder).__name__} has no attention layers; leave it out")
-    return bool(output_attentions)
-
-
-def gives_maps(block: Any) -> bool:
-    return getattr(block.sequence_mixer, "gives_attentions", False)
-
-
 def check_mixed(mixer: nn.Module, mixed: Any, hidden_BTE: Tensor) -> None:
     """Refuse what a mixer returned unless it is a tuple that begins with the block's branch.
 

@@ -7,6 +7,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -37,6 +38,14 @@ class AttentionMaps(NamedTuple):
 
     weights: Tensor | None
     decay: Tensor | None
+
+
+def maps_of_layers(decoder: Any, spans: Sequence[Span]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Weights and decays that the layers of a decoder added to their spans; None for layers without attention."""
+    if not any(span.maps for span in spans):
+        raise ValueError(f"output_attentions: {type(decoder).__name__} has no attention layers; leave it out")
+    maps = [span.maps[0] if span.maps else AttentionMaps(None, None) for span in spans]
+    return tuple(weights for weights, _ in maps), tuple(decay for _, decay in maps)
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ def attend(
     *,
     window: int | None = None,
     pruning: Pruning | None = None,
-) -> tuple[Tensor, AttentionMaps | None]:
+) -> Tensor:
     """Attend from T new tokens to all that they see; the cache then holds them too.
 
     Args:
@@ -82,7 +91,7 @@ def attend(
         pruning: None computes every pair.
 
     Returns:
-        The output `(B, T, H, D)`, and the maps if the span asks for them.
+        The output `(B, T, H, D)`.
     """
     shared = _share_heads(q_BTHD, k_BTGD, v_BTGD, log_fgate_BTH, span, window, pruning)
     q_BHTD, k_BGTD, v_BGTD = (x.transpose(1, 2) for x in (shared.q, shared.k, shared.v))
@@ -116,8 +125,9 @@ def attend(
             options["adaptive_threshold"] = _own_heads(threshold_H, shared)
         out_BHTD: Any = forgetting_attention(q_BHTD, held.keys, held.values, log_fgate_BHT, head_first=True, **options)
         out_BTHD = out_BHTD.transpose(1, 2)
-    maps = _maps(q_BHTD, log_fgate_BHT, held, seq_start_B, window) if span.output_attentions else None
-    return _join_heads(out_BTHD, len(q_BTHD), shared), maps
+    if span.maps is not None:
+        span.maps.append(_maps(q_BHTD, log_fgate_BHT, held, seq_start_B, window))
+    return _join_heads(out_BTHD, len(q_BTHD), shared)
 
 
 def _visible(num_keys: int, window: int | None) -> int:

@@ -17,8 +17,7 @@ It may also have
         How it calls its op, so that the op's kernels are tested before the first step on a GPU. Layers in it may have
         one too.
     takes_span = True
-        Its forward is called as forward(hidden_BTE, span, *mixer_inputs). It may then also have `gives_attentions`, if
-        it returns (out_BTE, AttentionMaps, …) where the span asks for maps.
+        Its forward is called as forward(hidden_BTE, span, *mixer_inputs).
     packs_documents = True
         It keeps packed documents apart; without a span its forward takes the keyword `cu_seqlens`.
     static_cache = True
@@ -43,7 +42,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forgetting_transformer.model.arguments import check_mixed
-from forgetting_transformer.model.attention import AttentionMaps
 from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.model.layers import ResidualRMSNorm
 from forgetting_transformer.model.span import Span
@@ -68,11 +66,6 @@ class DecoderBlock(GradientCheckpointingLayer):
         mixer = config.build_mixer(layer_idx)
         if not isinstance(mixer, nn.Module):
             raise TypeError(f"{type(config).__name__}.build_mixer returned {mixer!r}; it must return an nn.Module")
-        if getattr(mixer, "gives_attentions", False) and not getattr(mixer, "takes_span", False):
-            raise TypeError(
-                f"{type(mixer).__name__} has gives_attentions, which needs the span of the tokens: let its forward "
-                "take (hidden_BTE, span) and set takes_span = True (docs/extend.md)"
-            )
         self.add_module(self.mixer_name, mixer)
         mlp = config.build_mlp(layer_idx)
         self.has_mlp = mlp is not None
@@ -84,8 +77,8 @@ class DecoderBlock(GradientCheckpointingLayer):
     def sequence_mixer(self) -> Any:
         return getattr(self, self.mixer_name)
 
-    def forward(self, hidden_BTE: Tensor, span: Span, *mixer_inputs: Tensor) -> Tensor | tuple[Tensor, AttentionMaps]:
-        """Return the new residual stream `(B, T, E)`, and the mixer's maps if the span asks for them."""
+    def forward(self, hidden_BTE: Tensor, span: Span, *mixer_inputs: Tensor) -> Tensor:
+        """Return the new residual stream `(B, T, E)`."""
         if self.gradient_checkpointing and self.training:
             if span.cache is not None:
                 raise ValueError(
@@ -99,9 +92,7 @@ class DecoderBlock(GradientCheckpointingLayer):
                 return self._gradient_checkpointing_func(transform, hidden_BTE, *mixer_inputs)
         return self._transform(hidden_BTE, *mixer_inputs, span=span)
 
-    def _transform(
-        self, hidden_BTE: Tensor, *mixer_inputs: Tensor, span: Span
-    ) -> Tensor | tuple[Tensor, AttentionMaps]:
+    def _transform(self, hidden_BTE: Tensor, *mixer_inputs: Tensor, span: Span) -> Tensor:
         mixer = self.sequence_mixer
         normed_BTE, hidden_BTE = getattr(self, self.mixer_norm_name)(hidden_BTE)
         if getattr(mixer, "takes_span", False):
@@ -110,9 +101,8 @@ class DecoderBlock(GradientCheckpointingLayer):
             packed = {} if span.cu_seqlens is None else {"cu_seqlens": span.cu_seqlens}
             mixed = mixer(normed_BTE, span.seq_start_B, span.cache, *mixer_inputs, **packed)
         check_mixed(mixer, mixed, normed_BTE)
-        branch_BTE, *others = mixed
+        branch_BTE = mixed[0]
         if self.has_mlp:
             normed_BTE, hidden_BTE = self.mlp_norm(hidden_BTE, branch_BTE)
             branch_BTE = self.mlp(normed_BTE)
-        hidden_BTE = hidden_BTE + branch_BTE
-        return (hidden_BTE, others[0]) if span.output_attentions else hidden_BTE
+        return hidden_BTE + branch_BTE

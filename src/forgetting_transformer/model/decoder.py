@@ -7,8 +7,8 @@ An architecture is a mixer and a configuration. The configuration builds the mix
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
@@ -16,22 +16,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from forgetting_transformer.model.arguments import (
-    check_loss_arguments,
-    check_shape,
-    checked_cache,
-    gives_maps,
-    shows_maps,
-)
-from forgetting_transformer.model.attention import AttentionMaps
+from forgetting_transformer.model.abilities import MixerAbilities
+from forgetting_transformer.model.arguments import check_loss_arguments, check_shape, checked_cache
+from forgetting_transformer.model.attention import maps_of_layers
 from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.model.generation.cache import CACHE_NAME, DecoderCache, one_cache
 from forgetting_transformer.model.generation.hooks import DecoderGenerationMixin
 from forgetting_transformer.model.layers import FinalRMSNorm
-from forgetting_transformer.model.span import span_of_call
-from forgetting_transformer.ops import compiling, context
-from forgetting_transformer.ops.backends import OpUse
+from forgetting_transformer.model.span import spans_of_call
+from forgetting_transformer.ops import context
 from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
 from forgetting_transformer.ops.layers.embedding import Embedding
@@ -68,8 +62,8 @@ class OutputLayer(nn.Linear):
         return linear_cross_entropy(hidden_BTE, self.weight, labels_BT, compiled=compiled)
 
 
-class DecoderPreTrainedModel(PreTrainedModel):
-    """Loading, saving, initialisation, and what the mixers can do."""
+class DecoderPreTrainedModel(PreTrainedModel, MixerAbilities):
+    """Loading, saving and initialisation."""
 
     config_class = DecoderConfig
     base_model_prefix = "model"
@@ -95,38 +89,6 @@ class DecoderPreTrainedModel(PreTrainedModel):
         # For classes from outside its package transformers skips modules that hold no parameters directly, as a guard
         # against initialisers that overwrite loaded weights. Ours do not, and a mixer's own initialisation must run.
         super()._initialize_weights(module, is_custom_code=False)
-
-    def _mixers(self) -> list[Any]:
-        decoder: Any = getattr(self, "decoder", self)
-        return [block.sequence_mixer for block in decoder.layers]
-
-    def op_uses(self) -> list[OpUse]:
-        """How mixers, and layers in them, call ops whose kernels can be tested before use; see `ops/selftest.py`."""
-        modules: Iterator[Any] = self.modules()
-        return [module.op_use() for module in modules if hasattr(module, "op_use")]
-
-    def stateful_mixers(self) -> list[str]:
-        """Classes of mixers that cannot keep packed documents apart."""
-        mixers = self._mixers()
-        return sorted({type(mixer).__name__ for mixer in mixers if not getattr(mixer, "packs_documents", False)})
-
-    def whole_sequence_mixers(self, size: int, length: int | None = None) -> list[str]:
-        """Mixers for which `size` processes cannot share sequences (`ops/context.py`), with the reason.
-
-        Args:
-            length: of the shortest sequences; None: any.
-        """
-        reasons = set()
-        for mixer in self._mixers():
-            heads, name = getattr(mixer, "context_heads", None), type(mixer).__name__
-            before = max(getattr(module, "tokens_before", 0) for module in mixer.modules())
-            if heads is None:
-                reasons.add(f"{name} takes whole sequences only")
-            elif heads % size:
-                reasons.add(f"{name} has {heads} heads")
-            elif size > 1 and length is not None and length // size < before:
-                reasons.add(f"{name} needs {before} tokens of the part before, and parts have {length // size}")
-        return sorted(reasons)
 
 
 class DecoderModel(DecoderPreTrainedModel):
@@ -206,36 +168,31 @@ class DecoderModel(DecoderPreTrainedModel):
         if use_cache and past is None:
             past = self.new_cache()
         hidden_BTE = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        shape, is_shown = hidden_BTE.shape, shows_maps(self, output_attentions)
+        shape = hidden_BTE.shape
         if cu_seqlens is not None and context.active() is None:
             # All rows as one, which is how packed documents are kept apart.
             hidden_BTE = hidden_BTE.flatten(0, 1)[None]
-        span = span_of_call(self, hidden_BTE, shape, attention_mask, past, cu_seqlens, is_shown)
-
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        spans = spans_of_call(self, hidden_BTE, shape, attention_mask, past, cu_seqlens, output_attentions)
+
         # Nothing else holds the inputs of blocks that are done, unless the backward pass needs them.
         all_hidden: list[Tensor] = []
-        maps: dict[int, AttentionMaps] = {}
-        for i, (block, mixer_inputs) in enumerate(zip(self.layers, self.mixer_inputs(), strict=True)):
+        for block, span, mixer_inputs in zip(self.layers, spans, self.mixer_inputs(), strict=True):
             if output_hidden_states:
                 all_hidden.append(hidden_BTE)
-            if past is not None or is_shown:
-                layer_cache = None if past is None else past.layers[i]
-                span = replace(span, cache=layer_cache, output_attentions=is_shown and gives_maps(block))
             hidden_BTE = block(hidden_BTE, span, *mixer_inputs)
-            if span.output_attentions:
-                hidden_BTE, maps[i] = hidden_BTE
-        hidden_BTE = getattr(self, self.config.final_norm_name)(hidden_BTE)
-        hidden_BTE = hidden_BTE.view(shape)
-        shown: list[Any] = [maps.get(i, AttentionMaps(None, None)) for i in range(len(self.layers))] if maps else []
+        hidden_BTE = getattr(self, self.config.final_norm_name)(hidden_BTE).view(shape)
+        attentions, decays = maps_of_layers(self, spans) if output_attentions else (None, None)
         kept: dict[str, Any] = {CACHE_NAME: past if use_cache else None}
         output = DecoderOutput(
             last_hidden_state=hidden_BTE,
             **kept,
             hidden_states=(*(x.view(shape) for x in all_hidden), hidden_BTE) if output_hidden_states else None,
-            attentions=tuple(weights for weights, _ in shown) or None,
-            decays=tuple(decay for _, decay in shown) or None,
+            attentions=attentions,
+            decays=decays,
         )
         return output if self._wants_dict(return_dict) else output.to_tuple()
 
@@ -264,33 +221,8 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         self._tied_weights_keys = {"lm_head.weight": f"{self.base_model_prefix}.embeddings.weight"}
         self.add_module(self.base_model_prefix, self.model_class(config))
         self.lm_head: Any = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
-        self._is_compiled = False
         self.loss_type = "ForCausalLM"
         self.post_init()
-
-    def compile_parts(self) -> None:
-        """Run blocks and loss through torch.compile from now on.
-
-        Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights separately.
-        Activation checkpointing stays outside the compiled part: inside, a mixer that breaks the graph (FLA's kernels
-        do) would make PyTorch give up on the whole block without a warning. Each new length or
-        batch size compiles again. Blocks may be recorded as CUDA graphs (`ops/compiling.recording`); the loss is not,
-        because each of its slices would get the weight as a copy.
-        """
-        for module in self.modules():
-            if isinstance(module, DecoderBlock):
-                module._transform = compiling.compiled(module._transform, recordable=True)  # type: ignore[method-assign]
-        self._is_compiled = True
-
-    def keep_block_inputs_on_host(self) -> None:
-        """With activation checkpointing, keep what blocks start from in the host's memory until the backward pass.
-
-        Saves the GPU 4·E bytes per token and block (2·E where the residual stream has 16 bits). They go to pinned
-        memory and back, through PyTorch's `save_on_cpu`. Nothing changes on a CPU.
-        """
-        for module in self.modules():
-            if isinstance(module, DecoderBlock):
-                module.inputs_on_host = True
 
     @property
     def _is_stateful(self) -> bool:  # type: ignore[override]  # an attribute of the base class
@@ -334,15 +266,11 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
                 labels alone, so with left padding the first token of a row too, unless its label is -100: the loss is
                 then too small by this factor, 1 in the length of a row, and its gradient's direction is right.
         """
-        check_shape(self.decoder, input_ids, inputs_embeds)
         past_key_values = one_cache(past_key_values, cache)
-        if labels is None and isinstance(past_key_values, DecoderCache) and past_key_values.graph is not None:
-            others = (inputs_embeds, cu_seqlens, output_attentions, output_hidden_states)
-            logits = None
-            if all(x is None or x is False for x in others) and isinstance(logits_to_keep, int):
-                logits = self._logits_of_graph(input_ids, attention_mask, past_key_values, use_cache)
-            if logits is not None:
-                return self._returned(return_dict, past_key_values, logits=logits)
+        others = (inputs_embeds, labels, cu_seqlens, output_attentions, output_hidden_states)
+        logits = self._logits_of_graph(input_ids, attention_mask, past_key_values, use_cache, logits_to_keep, others)
+        if logits is not None:
+            return self._returned(return_dict, past_key_values, logits=logits)
         if use_cache is None and labels is not None:
             use_cache = False
         if labels is not None:
@@ -358,7 +286,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
             output_attentions=output_attentions,
             cu_seqlens=cu_seqlens,
         )
-        logits = loss = None
+        loss = None
         if labels is not None and self.config.loss == "per_token":
             loss = self._loss_per_token(output.last_hidden_state, labels)
         else:

@@ -124,7 +124,7 @@ class HybridConfig(SwiGLUDecoderConfig):
         return [self.pattern[block % len(self.pattern)] for block in range(blocks)]
 
     def _number(self, layer_idx: int) -> int:
-        """How many blocks below have the same mixer: layers of an architecture may differ by their number."""
+        """Number of blocks below with the same mixer: layers of an architecture may differ by it."""
         names = self._names(layer_idx + 1)
         return names.count(names[-1]) - 1
 

@@ -249,7 +249,7 @@ def swiglu_width(hidden_size: int, hidden_ratio: float) -> int:
 
 
 class ShortConvolution(nn.Conv1d):
-    """Causal convolution of every channel by itself over the last few tokens, with what follows it at once.
+    """Causal convolution of every channel by itself over the last few tokens, and SiLU.
 
     Weight `(C, 1, W)`. Weight and bias start as PyTorch starts them, U(±1/√W), whatever the
     architecture's initializer_range.
@@ -258,13 +258,12 @@ class ShortConvolution(nn.Conv1d):
         channels: C.
         width: W, the taps.
         bias: add a bias.
-        silu: apply SiLU.
         unit_heads: then divide each of so many equal slices of the channels by its length; 0 for none.
     """
 
-    def __init__(self, channels: int, width: int, *, bias: bool, silu: bool = False, unit_heads: int = 0) -> None:
+    def __init__(self, channels: int, width: int, *, bias: bool, unit_heads: int = 0) -> None:
         super().__init__(channels, channels, width, groups=channels, bias=bias)
-        self.silu, self.unit_heads = silu, unit_heads
+        self.unit_heads = unit_heads
 
     @property
     def tokens_before(self) -> int:
@@ -299,7 +298,6 @@ class ShortConvolution(nn.Conv1d):
             self.bias,
             previous_BCW=previous_BCW,
             position_BT=position_BT,
-            silu=self.silu,
             unit_heads=self.unit_heads,
         )
 

@@ -1,4 +1,4 @@
-"""Where sequences begin, read from an attention mask, and where packed documents do.
+"""Beginnings of sequences, read from an attention mask, and of packed documents.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """

@@ -3,7 +3,7 @@
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Span:
         cu_seqlens: of packed documents, as `DecoderModel.forward` passes it, in which position_BT then counts; for
             B = 1 and without a cache. Where processes share sequences (`ops/context.py`), of whole ones, and for any B.
         cache: what the layer's `new_cache` returned, holding the tokens before these. The layer extends it in place.
-        output_attentions: whether the layer is to return its `AttentionMaps`.
+        maps: where a layer with attention adds its `AttentionMaps`; None where nobody asks for them.
     """
 
     seq_start_B: Tensor | None = None
@@ -35,7 +35,7 @@ class Span:
     position_BT: Tensor | None = None
     cu_seqlens: Tensor | None = None
     cache: CacheLayerMixin | None = None
-    output_attentions: bool = False
+    maps: list[Any] | None = None
 
     @property
     def position(self) -> Tensor | int:
@@ -46,7 +46,7 @@ class Span:
 
     @property
     def begins_BT(self) -> Tensor | None:
-        """Where packed documents begin; None for other tokens."""
+        """Mask of the tokens that begin a packed document; None where documents are not packed."""
         return None if self.cu_seqlens is None or self.position_BT is None else self.position_BT == 0
 
     def to(self, device: Any, **options: Any) -> "Span":
@@ -56,7 +56,7 @@ class Span:
         return Span(**moved)
 
 
-def span_of_call(
+def spans_of_call(
     decoder: Any,
     hidden_BTE: Tensor,
     shape: tuple[int, ...],
@@ -64,8 +64,8 @@ def span_of_call(
     cache: DecoderCache | None,
     cu_seqlens: Tensor | None,
     output_attentions: bool,
-) -> Span:
-    """The tokens of a decoder's call, from its arguments. Each layer's span has that layer's cache in its place.
+) -> list[Span]:
+    """The tokens of a decoder's call, from its arguments, for each of its layers.
 
     Args:
         hidden_BTE: the tokens; all rows as one where documents are packed.
@@ -76,22 +76,28 @@ def span_of_call(
         ValueError: arguments do not fit together. The message names the argument.
     """
     shared, others = context.active(), (attention_mask, cache, output_attentions or None)
+    seq_start_B = padding_BT = position_BT = None
     if shared is not None:
         check_sharing(decoder, shared.size, others)
     if cu_seqlens is not None:
         check_packing(decoder, cu_seqlens, (shape[0], shape[1] * (1 if shared is None else shared.size)), others)
-        return Span(position_BT=positions_in_documents(cu_seqlens, hidden_BTE), cu_seqlens=cu_seqlens)
-    if shared is not None:
+        position_BT = positions_in_documents(cu_seqlens, hidden_BTE)
+    elif shared is not None:
         first = shared.rank * shape[1]
-        return Span(position_BT=torch.arange(first, first + shape[1], device=hidden_BTE.device)[None])
-
-    num_past = 0 if cache is None else cache.get_seq_length()
-    known_B = None if cache is None else cache.seq_start_B
-    seq_start_B = find_seq_start(attention_mask, hidden_BTE, num_past, known_B, allow_right=cache is None)
-    if cache is not None:
+        position_BT = torch.arange(first, first + shape[1], device=hidden_BTE.device)[None]
+    elif cache is None:
+        seq_start_B = find_seq_start(attention_mask, hidden_BTE, allow_right=True)
+        padding_BT = padding_mask(hidden_BTE, seq_start_B, cache)
+    else:
+        seq_start_B = find_seq_start(attention_mask, hidden_BTE, cache.get_seq_length(), cache.seq_start_B)
+        padding_BT = padding_mask(hidden_BTE, seq_start_B, cache)
+        position_BT = None if cache.slot is None else cache.slot.new[None]
         cache.seq_start_B = seq_start_B
-    position_BT = None if cache is None or cache.slot is None else cache.slot.new[None]
-    return Span(seq_start_B, padding_mask(hidden_BTE, seq_start_B, cache), position_BT)
+    span = Span(seq_start_B, padding_BT, position_BT, cu_seqlens)
+    if cache is None and not output_attentions:
+        return [span] * len(decoder.layers)
+    caches = [None] * len(decoder.layers) if cache is None else cache.layers
+    return [replace(span, cache=layer_cache, maps=[] if output_attentions else None) for layer_cache in caches]
 
 
 def span_of_layer(
@@ -126,4 +132,4 @@ def span_of_layer(
         known_B, num_past = (attention_mask == 0).sum(-1), 0 if cache is None else cache.get_seq_length()
         seq_start_B = find_seq_start(attention_mask, hidden_BTE, num_past, known_B, allow_right=cache is None)
     padding_BT = padding_mask(hidden_BTE, seq_start_B, cache)
-    return Span(seq_start_B, padding_BT, cache=cache, output_attentions=maps)
+    return Span(seq_start_B, padding_BT, cache=cache, maps=[] if maps else None)

@@ -1,5 +1,12 @@
 """Operations on tensors: tensors in, tensors out. Each op checks its arguments and picks a backend.
 
+Files:
+    forgetting_attention/, attention, path_attention    attention with forget gates, without, and PaTH-FoX's
+    recurrence/, layers/                                linear recurrences and scans; norms, convolution, SwiGLU, loss
+    arguments, backends, selftest                       checks of arguments; which kernels run; their self-test
+    context                                             processes that share sequences
+    compiling, eager, columns, finite                   helpers of kernels, of torch.compile and of loading
+
 The letters at the end of a tensor's name are its axes, everywhere in this package: `q_BTHD` has the shape
 `(B, T, H, D)`. A digit is an axis of that size. Files say only what they have beyond this legend.
 

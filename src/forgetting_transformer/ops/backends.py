@@ -77,7 +77,7 @@ COMPILER_CURE = (
 
 
 class OpUse(NamedTuple):
-    """How a model calls an op, as far as it decides which kernels run.
+    """A model's call of an op, as far as it decides which kernels run.
 
     Attributes:
         op: a name in `BACKENDS`, or another op, which runs in PyTorch.
@@ -213,7 +213,7 @@ def adopt(others: dict[tuple[str, str], str]) -> None:
 
 @contextlib.contextmanager
 def without(op: str, *names: str) -> Iterator[None]:
-    """For measurements: go without these backends for a while, and say nothing."""
+    """Go without these backends for a while and say nothing, for measurements."""
     before = dict(_faults)
     _faults.update({(op, name): "left out on purpose" for name in names})
     try:

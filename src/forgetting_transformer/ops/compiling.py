@@ -1,4 +1,4 @@
-"""How parts of a model are compiled: every part alike, and to the same arithmetic at every start.
+"""Compilation of a model's parts: every part alike, and to the same arithmetic at every start.
 
 TorchInductor times some of its choices on the GPU: how a reduction is tiled, whether a matrix product is padded. Both
 change the order in which numbers are added, so that two starts of one run, with nothing in the disk caches, could

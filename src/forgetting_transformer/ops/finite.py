@@ -1,4 +1,4 @@
-"""A look at weights that are about to be used: NaN or an infinity in one makes noise of every answer."""
+"""Check of weights that are about to be used: NaN or an infinity in one makes noise of every answer."""
 
 from collections.abc import Iterable
 from typing import Any

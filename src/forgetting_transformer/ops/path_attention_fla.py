@@ -78,5 +78,5 @@ def path_attention(
 @functools.cache
 def _is_installed() -> bool:
     """Import FLA; False where that fails, with a warning."""
-    _loaded.update(found := backends.load_fla("path_attention", _KERNEL))
-    return bool(found)
+    _loaded.update(functions := backends.load_fla("path_attention", _KERNEL))
+    return bool(functions)

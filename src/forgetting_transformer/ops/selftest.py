@@ -352,7 +352,7 @@ def _short_convolution(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -
     if (bounds := _documents(use, x)) is not None:
         token = torch.arange(x.shape[1], device=x.device)
         options["position_BT"] = (token - bounds[torch.searchsorted(bounds, token, right=True) - 1])[None]
-    return short_convolution.short_convolution(x, weight, bias, silu=True, **options)[0]
+    return short_convolution.short_convolution(x, weight, bias, **options)[0]
 
 
 def _gated_norm(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:

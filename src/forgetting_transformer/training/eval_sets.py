@@ -14,8 +14,8 @@ from typing import Any
 
 from forgetting_transformer.data import DataError, DataInfo, LongCrawl64DataModule
 from forgetting_transformer.data.corpus import Corpus
-from forgetting_transformer.data.remote import is_url, join
-from forgetting_transformer.data.token_array import NoArrayError
+from forgetting_transformer.data.storage.array_files import NoArrayError
+from forgetting_transformer.data.storage.remote import is_url, join
 from forgetting_transformer.data.vocabulary import Vocabulary, other_tokens
 from forgetting_transformer.metric_names import FINGERPRINT, VAL_SET, name_of
 from forgetting_transformer.plugins import CORPORA
@@ -40,7 +40,7 @@ def kind_of(name: str) -> str:
     return f"{VAL_SET}{name}"
 
 
-def open_eval_sets(config: Config, corpus: Corpus, info: DataInfo, world_size: int) -> dict[str, Corpus]:
+def open_eval_sets(config: Config, corpus: Corpus, info: DataInfo) -> dict[str, Corpus]:
     """The sets of `eval_sets` by name, of which nothing but the held-out array is read; none with `skip_eval`.
 
     Args:
@@ -52,7 +52,7 @@ def open_eval_sets(config: Config, corpus: Corpus, info: DataInfo, world_size: i
     sets: dict[str, Corpus] = {}
     for name, path in config.eval_sets.items() if not config.skip_eval else ():
         try:
-            sets[name] = _open(config, path, corpus, info, world_size)
+            sets[name] = _open(config, path, corpus, info)
         except DataError as error:
             raise DataError(f"eval_sets.{name}={path}: {error}") from error
     return sets
@@ -94,7 +94,7 @@ def _check_same_texts(sets: dict[str, Corpus], jsonlines: Path) -> None:
             )
 
 
-def _open(config: Config, path: str, corpus: Corpus, info: DataInfo, world_size: int) -> Corpus:
+def _open(config: Config, path: str, corpus: Corpus, info: DataInfo) -> Corpus:
     data, folder = config.datamodule, _where_is(config.data_dir, path)
     opened: Corpus
     try:
@@ -115,8 +115,6 @@ def _open(config: Config, path: str, corpus: Corpus, info: DataInfo, world_size:
             raise DataError(
                 f"{described.path} has {other:,} {what}, and the corpus {info.path} has {own:,}; {_OTHER_TOKENIZER}"
             )
-    if isinstance(opened, LongCrawl64DataModule):
-        opened.keep_heldout(world_size)  # refuses a cache that is too small
     return opened
 
 

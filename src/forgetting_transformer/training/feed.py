@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from forgetting_transformer.data.corpus import Batch, check_batch, check_tokens
+from forgetting_transformer.data.batch_checks import check_batch, check_tokens
+from forgetting_transformer.data.corpus import Batch
 from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.faults.readers import restarted
 

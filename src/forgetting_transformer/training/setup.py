@@ -37,7 +37,7 @@ from forgetting_transformer.training.optimization.building import build_optimize
 from forgetting_transformer.training.optimization.parameter_groups import train_only
 from forgetting_transformer.training.parallel import gpus
 from forgetting_transformer.training.parallel.launch import launch
-from forgetting_transformer.training.parallel.ranks import Ranks, on_rank_zero
+from forgetting_transformer.training.parallel.ranks import on_rank_zero
 from forgetting_transformer.training.records.logs import start_logging
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 from forgetting_transformer.training.start import checks, initialisation
@@ -72,9 +72,7 @@ def connect(config: Config, start: Start) -> Fabric:
     return fabric
 
 
-def open_data(
-    config: Config, directory: RunDirectory, fabric: Fabric, ranks: Ranks
-) -> tuple[Corpus, dict[str, Corpus]]:
+def open_data(config: Config, directory: RunDirectory, fabric: Fabric) -> tuple[Corpus, dict[str, Corpus]]:
     """The corpus, and the held-out sets of `eval_sets` by name. What does not fit is found now, not after hours.
 
     Raises:
@@ -86,8 +84,7 @@ def open_data(
     checks.check_budget(config, directory, info)
     if not config.skip_eval:
         data.eval_info()
-    data.check_cache(ranks.data_size, evaluates=not config.skip_eval)
-    eval_sets = open_eval_sets(config, data, info, ranks.data_size)
+    eval_sets = open_eval_sets(config, data, info)
     # On one rank: what lies at a URL is fetched.
     on_rank_zero(fabric, lambda: check_texts(config, data, eval_sets, directory.jsonlines))
     return data, eval_sets

@@ -35,6 +35,7 @@ STYLE: dict[Any, Any] = {
     "grid.color": "#dddddd",
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
+    "axes.formatter.useoffset": False,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
     "lines.solid_capstyle": "round",
@@ -172,8 +173,8 @@ def plain_text(name: str, characters: int) -> str:
 
 
 def draw_line(axes: Axes, style: CurveStyle, x: np.ndarray, y: np.ndarray, **more: Any) -> None:
-    """Draws a curve; one of a single point is a dot."""
-    point = {"marker": "."} if x.size == 1 else {}
+    """Draws a curve; one of a single point is its marker, or a dot."""
+    point = {"marker": style.marker or "."} if x.size == 1 else {}
     axes.plot(x, y, **{"color": style.colour, "linestyle": style.line, "linewidth": 1.6, **point, **more})
 
 
@@ -226,7 +227,8 @@ def log_axis(axes: Axes) -> None:
     low, high = axes.get_ylim()
     if high < 500 * low:
         subs = (1, 2, 5) if high > 30 * low else (1, 1.5, 2, 3, 5, 7)
-        axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
+        few = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10])
+        axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20) if high > 4 * low else few)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
         axes.yaxis.set_minor_locator(NullLocator())
 

@@ -35,7 +35,8 @@ from forgetting_transformer.analysis.plots.style import (
 from forgetting_transformer.analysis.runs import Run, Series
 from forgetting_transformer.analysis.scores_in_training import read_scores
 
-_DASHES = ("--", ":", "-.")
+#: Lines of what is in no block, and markers where a run has logged once.
+_DASHES, _POINTS = ("--", ":", "-."), "s^D"
 #: Label, kind, name, factor to the unit of the label, and whether the axis may be logarithmic.
 _PANELS = (
     ("learning rate", names.TRAIN, names.LEARNING_RATE, 1.0, False),
@@ -113,7 +114,7 @@ def norms(run: Run, path: Path, conditions: Sequence[str] = ()) -> None:
     others = [part for part in weights if part not in layers]
     colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(layers)))
     styles = {part: CurveStyle(colour, "-", "") for part, colour in zip(layers, colours, strict=True)}
-    styles |= {part: CurveStyle(ACCENT, _DASHES[i % 3], "") for i, part in enumerate(others)}
+    styles |= {part: CurveStyle(ACCENT, _DASHES[i % 3], _POINTS[i % 3]) for i, part in enumerate(others)}
     with picture(path, f"Norms of {run.name}, block by block", (7.6, 2.9), columns=2) as drawn:
         for axes, of_blocks, label in zip(
             drawn.axes[0],
@@ -127,7 +128,8 @@ def norms(run: Run, path: Path, conditions: Sequence[str] = ()) -> None:
             axes.set_ylabel(label)
             token_axis(axes)
         shown = [layers[i] for i in np.unique(np.linspace(0, len(layers) - 1, min(8, len(layers))).astype(int))]
-        drawn.handles += [line_handle(styles[part], part) for part in (*shown, *others)]
+        logged_once = any(series.tokens.size == 1 for series in weights.values())
+        drawn.handles += [line_handle(styles[part], part, logged_once) for part in (*shown, *others)]
         drawn.notes += [*conditions, "of each block: all its parameters together"]
 
 

@@ -8,7 +8,7 @@ The walk through the modules is the walk of a text:
     tokenizers.py   train, load or build the tokenizer; text -> token ids
     shards.py       work on shards of text, in parallel, of which a killed run keeps what is done
     stream.py       pieces -> one long token stream on disk
-    packing.py      token stream -> which tokens make which row of which array
+    layout.py       token stream -> which tokens make which row of which array
     writing.py      rows -> Zarr chunks, in parallel, restartable; reading back
     output.py       the folder of the corpus, and how a new one gets there
     pipeline.py     the order of all this, the manifest, what is done after a kill

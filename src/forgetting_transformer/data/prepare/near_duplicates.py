@@ -14,7 +14,6 @@ import itertools
 import re
 from collections.abc import Iterator
 from concurrent.futures import Executor
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +74,13 @@ def find(settings: CorpusSettings, out: Path, folder: Path, pool: Executor, work
         Digests of the near-duplicates, without the texts that are equal to an earlier one.
 
     Raises:
-        DataError: datasketch is missing, or of a version with other sketches.
+        DataError: datasketch is missing.
     """
     assert settings.dedup is not None and settings.dedup_words is not None
     try:
-        version = metadata.version("datasketch")
-    except metadata.PackageNotFoundError:
-        version = "none"
-    if version.partition(".")[0] != "2":
-        raise DataError(f"--dedup needs datasketch 2, and {version} is installed: {how_to_install('data')}.")
-    from datasketch import MinHash, MinHashLSH
-
+        from datasketch import MinHash, MinHashLSH
+    except ImportError as error:
+        raise DataError(f"--dedup needs datasketch 2: {how_to_install('data')}.") from error
     threshold, words = settings.dedup, settings.dedup_words
     limit = float("inf") if settings.max_bytes is None else settings.max_bytes
     sketches = shards.ShardLog(folder, sketches=("<u4", SKETCH))

@@ -40,7 +40,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputFolder:
     """OUT and the folder beside it in which its corpus is built."""
 
     out: Path

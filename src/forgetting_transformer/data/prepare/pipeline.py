@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from forgetting_transformer.data import checksums
 from forgetting_transformer.data.errors import DataError, cannot_write
-from forgetting_transformer.data.prepare import near_duplicates, packing, sources, stream, tokenizers, writing
-from forgetting_transformer.data.prepare.output import MANIFEST, Place, read_manifest
+from forgetting_transformer.data.prepare import layout, near_duplicates, sources, stream, tokenizers, writing
+from forgetting_transformer.data.prepare.output import MANIFEST, OutputFolder, read_manifest
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.prepare.shards import open_pool
+from forgetting_transformer.data.storage import checksums
 from forgetting_transformer.data.tools.progress import progress
 from forgetting_transformer.files import write_json
 from forgetting_transformer.versions import installed_versions
@@ -54,7 +54,7 @@ def prepare_corpus(
         DataError: with what is wrong and how to fix it. Finished work is kept, and so is the corpus in `out`.
     """
     out = Path(os.path.abspath(out))
-    place = Place(out.resolve() if out.is_symlink() else out)
+    place = OutputFolder(out.resolve() if out.is_symlink() else out)
     try:
         with place.only_run():
             return _prepare(settings, place, workers, force, say)
@@ -67,7 +67,7 @@ def prepare_corpus(
         raise cannot_write(error, place.work) from error
 
 
-def _prepare(settings: CorpusSettings, place: Place, workers: int, force: bool, say: Say) -> dict[str, Any]:
+def _prepare(settings: CorpusSettings, place: OutputFolder, workers: int, force: bool, say: Say) -> dict[str, Any]:
     published = place.publish(force)  # which a killed run had completed
     finished = place.finished()
     same = finished is not None and not settings.different_from(finished["settings"])
@@ -88,7 +88,7 @@ def _prepare(settings: CorpusSettings, place: Place, workers: int, force: bool, 
     return manifest
 
 
-def _begin_or_continue(settings: CorpusSettings, place: Place, force: bool, say: Say) -> None:
+def _begin_or_continue(settings: CorpusSettings, place: OutputFolder, force: bool, say: Say) -> None:
     """Afterwards the settings, and what is done of the corpus, lie in `place`."""
     if place.begun.exists():
         written = json.loads(place.begun.read_text())
@@ -103,7 +103,7 @@ def _begin_or_continue(settings: CorpusSettings, place: Place, force: bool, say:
 class _Building:
     """The stages of one corpus. Each keeps its result in `place` and takes it from there after a kill."""
 
-    def __init__(self, settings: CorpusSettings, place: Place, pool: Executor, workers: int) -> None:
+    def __init__(self, settings: CorpusSettings, place: OutputFolder, pool: Executor, workers: int) -> None:
         self.settings, self.place, self.pool, self.workers = settings, place, pool, workers
         self.stream = place.work / "stream"
 
@@ -117,7 +117,7 @@ class _Building:
         info = info or self.tokenizer(near)
         counted = self.tokens(info, near)
         with np.load(self.place.work / "texts.npz") as file:
-            split = packing.make_split(stream.TextTable(file["tokens"], file["shared"]), settings)
+            split = layout.make_split(stream.TextTable(file["tokens"], file["shared"]), settings)
         arrays, entropy = self.arrays(split, info)
         return {
             "format_version": FORMAT_VERSION,
@@ -203,15 +203,15 @@ class _Building:
 
         return self._once("stream.json", encode)
 
-    def arrays(self, split: packing.Split, info: tokenizers.TokenizerInfo) -> tuple[dict[str, Any], float]:
+    def arrays(self, split: layout.Split, info: tokenizers.TokenizerInfo) -> tuple[dict[str, Any], float]:
         """Writes and reads back both arrays; returns their part of the manifest, and train's unigram entropy."""
         arrays, entropy = {}, {}
         n_rows = sum(getattr(split, name).n_documents for name in ARRAYS)
         with progress("writing arrays", n_rows, "documents") as bar:
             for name in ARRAYS:
-                path, layout = self.place.new / f"{name}.zarr", getattr(split, name)
-                array = writing.open_array(path, layout, self.settings, info.dtype)
-                writing.write_array(array, path, layout, self.stream / "tokens.bin", self.pool, self.workers, bar)
+                path, rows = self.place.new / f"{name}.zarr", getattr(split, name)
+                array = writing.create_array(path, rows, self.settings, info.dtype)
+                writing.write_array(array, path, rows, self.stream / "tokens.bin", self.pool, self.workers, bar)
                 checksums.write_list(path, writing.chunks_of(array), self.workers)
         with progress("reading arrays back", n_rows, "documents") as bar:
             for name in ARRAYS:

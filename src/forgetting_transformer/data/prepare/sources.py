@@ -151,7 +151,7 @@ def _find_files(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[t
     out = Path(os.path.abspath(out))
     # The corpus of `out` counts as left out nowhere, whether an older one is there or not: the counts of an earlier
     # and of a later start are the same.
-    own_turn = {*settings.inputs, str(out), str(output.Place(out).work)}
+    own_turn = {*settings.inputs, str(out), str(output.OutputFolder(out).work)}
     for name in settings.inputs:
         if os.path.isdir(name):
             for parts in _walk(name, (), settings, own_turn, tally):
@@ -267,7 +267,7 @@ def _json_rows(file: Path, text_field: str) -> Iterator[str | None]:
                 if line.strip():
                     yield _text_of(parse_json(line, file, number), text_field, f"{file}, line {number}")
     except UnreadableError as error:
-        raise DataError(f"{error}.") from error
+        raise DataError(f"{error}. Mend the line, or leave the file out with --exclude.") from error
     except (EOFError, zlib.error) as error:
         raise DataError(
             f"{file} is damaged behind line {number} ({error}): fetch or compress it again, "
@@ -311,7 +311,9 @@ def _parquet_rows(file: Path, text_field: str) -> Iterator[str | None]:
             for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[text_field]):
                 yield from batch.column(0).to_pylist()
     except pa.ArrowException as error:
-        raise DataError(f"{file}: not a readable Parquet file ({error}).") from error
+        raise DataError(
+            f"{file}: not a readable Parquet file ({error}): fetch it again, or leave it out with --exclude."
+        ) from error
 
 
 def _dataset_rows(settings: CorpusSettings) -> Iterator[str | None]:

@@ -165,7 +165,7 @@ def describe(folder: Path, settings: CorpusSettings) -> TokenizerInfo:
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot load the tokenizer in {folder}: {error}") from error
+        raise DataError(f"cannot load the tokenizer in {folder}: {error}; choose another --tokenizer") from error
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     kinds = {"bytes": "bytes", "train": "trained"}
     kind = kinds.get(settings.tokenizer.split(":")[0], "loaded")

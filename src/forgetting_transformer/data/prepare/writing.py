@@ -14,7 +14,7 @@ import numcodecs
 import numpy as np
 import zarr
 
-from forgetting_transformer.data.prepare.packing import Layout
+from forgetting_transformer.data.prepare.layout import Layout
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.prepare.shards import ahead
 
@@ -24,6 +24,8 @@ PAPER_CHUNK_DOCS = 2048
 PAPER_CHUNK_TOKENS = 2048
 SMALLEST_CHUNK_DOCS = 16
 BLOCKS_WANTED = 64
+#: NumPy counts ids in a copy of 8 bytes each: of a block of LongCrawl64's size that would be another GB.
+COUNTED_AT_ONCE = 1 << 20
 
 
 def choose_chunk_docs(n_documents: int) -> int:
@@ -32,7 +34,7 @@ def choose_chunk_docs(n_documents: int) -> int:
     return min(PAPER_CHUNK_DOCS, max(SMALLEST_CHUNK_DOCS, 1 << (wanted - 1).bit_length()))
 
 
-def open_array(path: Path, layout: Layout, settings: CorpusSettings, dtype: np.dtype) -> zarr.Array:
+def create_array(path: Path, layout: Layout, settings: CorpusSettings, dtype: np.dtype) -> zarr.Array:
     """The array at `path`, made if it is not there: empty, in LongCrawl64's order and compression."""
     if not (path / ".zarray").exists():
         wanted = settings.chunk_docs or choose_chunk_docs(layout.n_documents)
@@ -105,6 +107,8 @@ def read_back(path: Path, vocab_size: int, bar: Any) -> tuple[str, np.ndarray]:
     for first in range(0, array.shape[0], height):
         rows = np.asarray(array[first : first + height])
         hasher.update(np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("<")).data)
-        counts += np.bincount(rows.reshape(-1), minlength=vocab_size)
+        ids = rows.reshape(-1)
+        for begin in range(0, len(ids), COUNTED_AT_ONCE):
+            counts += np.bincount(ids[begin : begin + COUNTED_AT_ONCE], minlength=vocab_size)
         bar.update(len(rows))
     return f"blake2b:{hasher.hexdigest()}", counts

@@ -23,14 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forgetting_transformer.console import redact, redact_tree
-from forgetting_transformer.data.array_files import ARRAY_METADATA
-from forgetting_transformer.data.checksums import list_name, read_list
 from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError, cannot_write
 from forgetting_transformer.data.order import documents_needed
-from forgetting_transformer.data.remote import RemoteError, RemoteFile, RemoteFolder
+from forgetting_transformer.data.sparse import documents_in, whole_rows
+from forgetting_transformer.data.storage.array_files import ARRAY_METADATA
+from forgetting_transformer.data.storage.checksums import list_name, read_list
+from forgetting_transformer.data.storage.remote import RemoteError, RemoteFile, RemoteFolder
 from forgetting_transformer.data.token_array import Chunk, TokenArray
 from forgetting_transformer.data.tools.progress import progress
+from forgetting_transformer.data.vocabulary import download_note
 from forgetting_transformer.files import flush, locked, write_atomically
 
 #: The public mirror, at a revision that others have used. Its train.zarr holds about a tenth of the row-chunks.
@@ -77,11 +79,11 @@ class Plan:
 
     @property
     def documents(self) -> int:
-        return self.array.documents_in(self.rows)
+        return documents_in(self.array, self.rows)
 
     def amount(self, rows: list[int]) -> str:
         """The documents and tokens in rows, in words."""
-        documents, doc_len = self.array.documents_in(rows), self.array.doc_len
+        documents, doc_len = documents_in(self.array, rows), self.array.doc_len
         return (
             f"{documents:,} documents of {doc_len:,} tokens, {documents * doc_len / 1e9:,.2f} billion tokens "
             f"({len(rows):,} of {-(-self.array.documents // self.array.chunk_shape[0]):,} row-chunks)"
@@ -129,7 +131,7 @@ def download(
 
 class _Download:
     def __init__(self, remote: RemoteFolder, split: str, out: Path, workers: int, say: Say) -> None:
-        self.remote, self.out, self.workers, self.say = remote, out, workers, say
+        self.remote, self.split, self.out, self.workers, self.say = remote, split, out, workers, say
         self.name = f"{split}.zarr"
         self.target, self.work = out / self.name, out / ".download" / self.name
         self.note, self.sums = out / f"{split}.download.json", out / list_name(self.name)
@@ -171,17 +173,17 @@ class _Download:
         stated = self.remote.files(self.name)
         if stated is None:  # plain HTTP, which is taken to have all
             stated = {key: RemoteFile() for key in keys.values()}
-        offered = array.whole_rows(stated)
+        offered = whole_rows(array, stated)
         wanted, rows = selection.documents, offered
         if selection.share is not None:
-            wanted = round(selection.share * array.documents_in(offered))
+            wanted = round(selection.share * documents_in(array, offered))
         if wanted is not None:
             # As many as hold the documents asked for; the last row of the array may hold fewer than the others.
-            held = itertools.accumulate(array.documents_in([row]) for row in offered)
+            held = itertools.accumulate(documents_in(array, [row]) for row in offered)
             rows = offered[: next((n for n, documents in enumerate(held, 1) if documents >= wanted), 0)]
         if not rows:
             raise DataError(
-                f"{self.remote.url} has {array.documents_in(offered):,} documents of {self.name} with all chunks "
+                f"{self.remote.url} has {documents_in(array, offered):,} documents of {self.name} with all chunks "
                 "asked for, fewer than "
                 f"{'one row of chunks' if wanted is None else f'the {wanted:,} asked for'}; ask for fewer documents, "
                 "or for fewer tokens of each, or name another source"
@@ -194,7 +196,7 @@ class _Download:
         found = ((name, self.remote.read(f"{self.name}/{name}")) for name in ARRAY_METADATA.values())
         name, text = next(((name, text) for name, text in found if text is not None), ("", b""))
         if not name:
-            raise DataError(f"no array at {place}: neither .zarray nor zarr.json is there")
+            raise DataError(f"no array at {place}: neither .zarray nor zarr.json is there; check --source")
         (self.work / name).write_bytes(text)
         try:
             array = TokenArray(self.work, 1 << 32, sampled=False)
@@ -224,8 +226,7 @@ class _Download:
     def _begin(self, plan: Plan) -> None:
         """Notes where the files come from; refuses to mix those of two sources or two lengths, or with others."""
         now = {"source": self.remote.url, "tokens": plan.array.doc_len}
-        if self.note.exists():
-            before = redact_tree(json.loads(self.note.read_text()))
+        if before := redact_tree(download_note(self.out, self.split)):
             different = [key for key in now if before.get(key) != now[key]]
             if different:
                 raise DataError(
@@ -304,9 +305,8 @@ def fetching(info: DataInfo, tokens: int) -> str | None:
     None of an array that `download` did not make.
     """
     array = Path(info.path)
-    try:
-        source = json.loads(array.with_name(f"{array.stem}.download.json").read_text(encoding="utf-8"))["source"]
-    except (OSError, ValueError, LookupError, TypeError):
+    source = download_note(array.parent, array.stem).get("source")
+    if source is None:
         return None
     documents = documents_needed(tokens, info.doc_len, info.seq_len, info.global_batch_size)
     words = ["scripts/download_longcrawl64.py", array.stem, "--documents", str(documents)]

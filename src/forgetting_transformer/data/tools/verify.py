@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from forgetting_transformer.data import checksums
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare.writing import read_back
+from forgetting_transformer.data.sparse import documents_in, whole_rows
+from forgetting_transformer.data.storage import checksums
 from forgetting_transformer.data.token_array import Chunk, TokenArray
 from forgetting_transformer.data.tools.progress import progress
 
@@ -58,9 +59,9 @@ def verify(
     keys = array.keys()
     there = array.files.names(keys.values())
     present = [chunk for chunk, key in keys.items() if key in there]
-    whole, n_rows = array.whole_rows(there), len({row for row, _ in keys})
+    whole, n_rows = whole_rows(array, there), len({row for row, _ in keys})
     add("presence", f"{len(present):,} of {len(keys):,} chunks; {len(whole):,} of {n_rows:,} row-chunks whole")
-    held = array.documents_in(whole)
+    held = documents_in(array, whole)
     add("whole documents", f"{held:,} of {documents:,} ({held * doc_len:,} tokens)")
     if missing_chunks == "error" and len(whole) < n_rows:
         add("missing chunks", "", [array.files.place(key) for key in keys.values() if key not in there])

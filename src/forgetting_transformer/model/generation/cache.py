@@ -32,7 +32,7 @@ CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutp
 
 
 class Slot(NamedTuple):
-    """Where the layers of a static cache write the next token, counted from the first token of the sequence.
+    """Slot of a static cache in which its layers write the next token, counted from the sequence's first token.
 
     Attributes:
         last: `(1,)`, int64, the newest token that is held.
@@ -120,7 +120,7 @@ class DecoderCache(Cache):
 
     @contextlib.contextmanager
     def writing_in_place(self) -> Iterator[None]:
-        """For a single token of a static cache: layers write it at `slot`, in buffers that keep their addresses."""
+        """Let layers write a single token at `slot`, in buffers that keep their addresses; for a static cache."""
         assert self.slot is not None
         # What has dropped its first tokens counts from the first that is left.
         behind = functools.cache(self.slot.behind)

@@ -79,9 +79,7 @@ class DecodingGraph:
         self._tensors: list[dict[str, Tensor | None]] = []
         self._hooks: list[dict[int, Any]] = []
 
-    def step(
-        self, model: Any, cache: DecoderCache, input_ids: Tensor | None, attention_mask: Tensor | None
-    ) -> Tensor | None:
+    def step(self, model: Any, cache: DecoderCache, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
         """The logits `(B, 1, V)` of a token `(B, 1)`, which the cache then holds; None where it goes without a graph.
 
         Args:
@@ -89,7 +87,7 @@ class DecodingGraph:
             cache: always the same.
             input_ids, attention_mask: as `DecoderForCausalLM.forward` takes them.
         """
-        if self._is_off or input_ids is None or not self._takes(model, cache, input_ids, attention_mask):
+        if self._is_off or not self._takes(model, cache, input_ids, attention_mask):
             self._tokens_in_a_row = 0
             return None
         fits = cache.slot is not None and self._length < cache.slot.limit and cache.get_seq_length() == self._length
@@ -221,5 +219,5 @@ class DecodingGraph:
 
 @functools.cache
 def _stream(device_index: int) -> Any:
-    """For recordings on this GPU. The default one of `torch.cuda.graph` is of the device that first used it."""
+    """Stream of recordings on this GPU. The default one of `torch.cuda.graph` is on the device that first used it."""
     return torch.cuda.Stream(device_index)

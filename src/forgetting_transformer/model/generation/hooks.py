@@ -55,10 +55,24 @@ class DecoderGenerationMixin(GenerationMixin):
         return cache
 
     def _logits_of_graph(
-        self, input_ids: Tensor | None, attention_mask: Tensor | None, cache: DecoderCache, use_cache: bool | None
+        self,
+        input_ids: Any,
+        attention_mask: Tensor | None,
+        cache: Any,
+        use_cache: bool | None,
+        logits_to_keep: int | Tensor,
+        others: tuple[Any, ...],
     ) -> Tensor | None:
-        """Logits `(B, 1, V)` of a token that the cache's CUDA graph computes; None where it does not."""
-        if not (self.config.use_cache if use_cache is None else use_cache):
+        """Logits `(B, 1, V)` of a token that the cache's CUDA graph computes; None where it does not.
+
+        Args:
+            others: further arguments of `forward`; a graph serves none of them.
+        """
+        if not isinstance(cache, DecoderCache) or cache.graph is None:
+            return None
+        keeps_cache = self.config.use_cache if use_cache is None else use_cache
+        is_plain = all(x is None or x is False for x in others) and isinstance(logits_to_keep, int)
+        if not (keeps_cache and is_plain and isinstance(input_ids, Tensor)):
             return None
         return cache.graph.step(self, cache, input_ids, attention_mask)
 

@@ -77,9 +77,9 @@ class DeltaRuleMixer(RecurrentMixer):
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
         for name, (inputs, outputs) in gates.items():
             self.add_module(name, nn.Linear(inputs, outputs, bias=False))
-        self.q_conv1d = ShortConvolution(key_size, conv_size, bias=False, silu=True, unit_heads=num_heads)
-        self.k_conv1d = ShortConvolution(key_size, conv_size, bias=False, silu=True, unit_heads=num_heads)
-        self.v_conv1d = ShortConvolution(value_size, conv_size, bias=False, silu=True)
+        self.q_conv1d = ShortConvolution(key_size, conv_size, bias=False, unit_heads=num_heads)
+        self.k_conv1d = ShortConvolution(key_size, conv_size, bias=False, unit_heads=num_heads)
+        self.v_conv1d = ShortConvolution(value_size, conv_size, bias=False)
         self.step_sizes = step_sizes
         if step_sizes:
             self.A_log = nn.Parameter(self._initial_A_log())

@@ -76,7 +76,6 @@ class ForgettingAttentionLayer(nn.Module):
     """
 
     takes_span = True
-    gives_attentions = True
     packs_documents = True
     static_cache = True
 
@@ -184,9 +183,7 @@ class ForgettingAttentionLayer(nn.Module):
         log_fgate_BTH = None if self.fgate_type == "none" else self.log_forget_gate(x_BTE, project)
 
         # o_i = Σ_{j ≤ i} softmax_j(q_i·k_j / √D + Σ_{l=j+1..i} log f_l) v_j
-        out_BTHD, maps = attend(
-            q_BTHD, k_BTGD, v_BTGD, log_fgate_BTH, span, window=self.window_size, pruning=self.pruning()
-        )
+        out_BTHD = attend(q_BTHD, k_BTGD, v_BTGD, log_fgate_BTH, span, window=self.window_size, pruning=self.pruning())
 
         # W_o (act(W_g x) · RMSNorm(o))
         out_BTE = out_BTHD.flatten(-2)
@@ -196,7 +193,7 @@ class ForgettingAttentionLayer(nn.Module):
         elif gate_BTE is not None:
             out_BTE = ACTIVATIONS[self.ogate_act](gate_BTE) * out_BTE
         cache: Any = span.cache
-        return self.o_proj(out_BTE), maps, cache
+        return self.o_proj(out_BTE), span.maps[-1] if span.maps else None, cache
 
     def rotate(self, x_BTHD: Tensor, position: int | Tensor = 0) -> Tensor:
         """Turn queries or keys by their positions, as `ops.layers.rotary.rotate`."""

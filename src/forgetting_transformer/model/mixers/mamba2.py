@@ -95,7 +95,7 @@ class Mamba2Mixer(StateSpaceMixer):
         self.conv_sizes = [self.inner_size, n_groups * state_size, n_groups * state_size]
 
         self.in_proj = nn.Linear(hidden_size, sum(self.projected_sizes), bias=use_bias)
-        self.conv1d = ShortConvolution(conv_channels, conv_kernel, bias=use_conv_bias, silu=True)
+        self.conv1d = ShortConvolution(conv_channels, conv_kernel, bias=use_conv_bias)
         self.dt_bias = nn.Parameter(self._initial_dt_bias())
         self.A_log = nn.Parameter(self._initial_A_log())
         self.D = nn.Parameter(torch.ones(num_heads))

@@ -48,7 +48,7 @@ class PathForgettingAttention(RecurrentMixer):
         self.v_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.w_a_proj = nn.Linear(hidden_size, w_rank, bias=False)
         self.w_b_proj = nn.Linear(w_rank, hidden_size, bias=False)
-        self.w_conv1d = ShortConvolution(hidden_size, conv_size, bias=False, silu=True, unit_heads=num_heads)
+        self.w_conv1d = ShortConvolution(hidden_size, conv_size, bias=False, unit_heads=num_heads)
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=True)
         self.fgate_proj = nn.Linear(hidden_size, num_heads, bias=True)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)

@@ -101,7 +101,7 @@ class MambaMixer(StateSpaceMixer):
         self.out_proj_scale = out_proj_scale
 
         self.in_proj = nn.Linear(hidden_size, 2 * inner_size, bias=use_bias)
-        self.conv1d = ShortConvolution(inner_size, conv_kernel, bias=use_conv_bias, silu=True)
+        self.conv1d = ShortConvolution(inner_size, conv_kernel, bias=use_conv_bias)
         self.x_proj = nn.Linear(inner_size, time_step_rank + 2 * state_size, bias=False)
         self.dt_proj = StepProjection(time_step_rank, inner_size)
         self.A_log = nn.Parameter(self._initial_A_log())

@@ -238,10 +238,10 @@ class Inputs:
 
     def kept(self, make: "Callable[[Inputs], _Made]") -> _Made:
         """Result of the first `make(self)`."""
-        found = self._kept.get(make)
-        if found is None:
-            found = self._kept[make] = make(self)
-        return found
+        made = self._kept.get(make)
+        if made is None:
+            made = self._kept[make] = make(self)
+        return made
 
 
 def flattened(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int, int]]:

@@ -23,10 +23,9 @@ def short_convolution(
     *,
     previous_BCW: Tensor | None = None,
     position_BT: Tensor | None = None,
-    silu: bool = False,
     unit_heads: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return `y_t = bias + Σ_w weight_w · x_{t-W+1+w}` per channel, and the last inputs, which the next call needs.
+    """Return `y_t = silu(bias + Σ_w weight_w · x_{t-W+1+w})` per channel, and the last inputs, for the next call.
 
     The last tap weighs the current position. The weight has the layout of `nn.Conv1d(C, C, W, groups=C)`.
 
@@ -37,8 +36,7 @@ def short_convolution(
         previous_BCW: the W - 1 inputs before x[:, 0], oldest first: what an earlier call returned. Default 0.
         position_BT: packed documents: how many tokens of its document are before each. No input of one document enters
             another. Default: a row is one, and goes on from `previous`.
-        silu: apply SiLU to y.
-        unit_heads: then divide each of so many equal slices of the channels by its length (`l2_norm`), at every
+        unit_heads: then divide each of so many equal slices of y's channels by its length (`l2_norm`), at every
             position. 0 for none.
 
     Returns:
@@ -68,7 +66,7 @@ def short_convolution(
                 f"position has shape {tuple(position_BT.shape)}; it must be {(batch, length)}, one per token of x"
             )
         position_BT = position_BT.int()
-    given = (x_BTC, weight_C1W, bias_C, previous_BCW, position_BT, silu, unit_heads)
+    given = (x_BTC, weight_C1W, bias_C, previous_BCW, position_BT, unit_heads)
     if x_BTC.is_cuda and kernel_serves(
         x_BTC.dtype, weight_C1W.shape[-1], channels // max(1, unit_heads), unit_heads, x_BTC.device.index
     ):
@@ -94,7 +92,6 @@ def _in_pytorch(
     bias_C: Tensor | None,
     previous_BCW: Tensor | None,
     position_BT: Tensor | None,
-    silu: bool,
     unit_heads: int,
 ) -> tuple[Tensor, Tensor]:
     batch, length, channels = x_BTC.shape
@@ -110,8 +107,7 @@ def _in_pytorch(
         taps = (weight_C1W[:, 0, w] * inputs_BCS[..., w : w + length].transpose(1, 2) for w in range(last + 1))
         kept = (y.masked_fill((position_BT < last - w)[..., None], 0) for w, y in enumerate(taps))
         y_BTC = sum(kept, torch.zeros_like(x_BTC) if bias_C is None else bias_C)
-    if silu:
-        y_BTC = F.silu(y_BTC)
+    y_BTC = F.silu(y_BTC)
     if unit_heads:
         y_BTC = l2_norm(y_BTC.unflatten(-1, (unit_heads, -1)), _EPSILON).flatten(-2)
     # A copy: a view would keep the whole sequence alive in a cache.

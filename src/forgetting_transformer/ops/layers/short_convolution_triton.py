@@ -61,20 +61,20 @@ def _rows(
 
 
 @triton.jit
-def _place(position_ptr, row, start, length, HAS_DOCUMENTS: tl.constexpr):
+def _position(position_ptr, row, start, length, HAS_DOCUMENTS: tl.constexpr):
     """How many tokens of its document are before each at `start + row`; anything where documents are not packed."""
-    place = tl.zeros_like(row)
+    position = tl.zeros_like(row)
     if HAS_DOCUMENTS:
         inside = (start + row >= 0) & (start + row < length)
-        place = tl.load(position_ptr + row, mask=inside, other=0)
-    return place
+        position = tl.load(position_ptr + row, mask=inside, other=0)
+    return position
 
 
 @triton.jit
-def _within(x, place, DISTANCE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr):
+def _within(x, position, DISTANCE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr):
     """x of the positions whose document reaches DISTANCE tokens back, 0 of the others."""
     if HAS_DOCUMENTS:
-        x = tl.where((place >= DISTANCE)[:, None], x, 0.0)
+        x = tl.where((position >= DISTANCE)[:, None], x, 0.0)
     return x
 
 
@@ -84,19 +84,16 @@ def _filter(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias):
 
 
 @triton.jit
-def _filter_at(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias, place, HAS_DOCUMENTS: tl.constexpr):
+def _filter_at(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias, position, HAS_DOCUMENTS: tl.constexpr):
     """The filter at the positions of x_3."""
-    x_0, x_1 = _within(x_0, place, 3, HAS_DOCUMENTS), _within(x_1, place, 2, HAS_DOCUMENTS)
-    x_2 = _within(x_2, place, 1, HAS_DOCUMENTS)
+    x_0, x_1 = _within(x_0, position, 3, HAS_DOCUMENTS), _within(x_1, position, 2, HAS_DOCUMENTS)
+    x_2 = _within(x_2, position, 1, HAS_DOCUMENTS)
     return _filter(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias)
 
 
 @triton.jit
-def _store_activated(
-    z, y_ptr, row, y_row, channel, exists, start, length, epsilon, SILU: tl.constexpr, NORM: tl.constexpr
-):
-    if SILU:
-        z = z * tl.sigmoid(z)
+def _store_activated(z, y_ptr, row, y_row, channel, exists, start, length, epsilon, NORM: tl.constexpr):
+    z = z * tl.sigmoid(z)
     if NORM:
         z = z * tl.rsqrt(tl.sum(z * z, axis=1) + epsilon)[:, None]
     inside = start + row < length
@@ -107,7 +104,7 @@ def _store_activated(
 @triton.jit
 def convolution_forward_kernel(
     x_ptr, x_batch, x_row, weight_ptr, bias_ptr, bias_channels, previous_ptr, position_ptr, y_ptr, length, channels,
-    epsilon, TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr,
+    epsilon, TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     NORM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """y of `4 · GROUPS` positions of WIDTH channels. Grid: (blocks of positions · blocks of channels, B).
@@ -138,22 +135,22 @@ def convolution_forward_kernel(
     x_4 = _rows(x_ptr, row + 1, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
     x_5 = _rows(x_ptr, row + 2, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
     x_6 = _rows(x_ptr, row + 3, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
-    p_0 = _place(position_ptr, row, start, length, HAS_DOCUMENTS)
+    p_0 = _position(position_ptr, row, start, length, HAS_DOCUMENTS)
     z_0 = _filter_at(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias, p_0, HAS_DOCUMENTS)
-    p_1 = _place(position_ptr, row + 1, start, length, HAS_DOCUMENTS)
+    p_1 = _position(position_ptr, row + 1, start, length, HAS_DOCUMENTS)
     z_1 = _filter_at(x_1, x_2, x_3, x_4, w_0, w_1, w_2, w_3, bias, p_1, HAS_DOCUMENTS)
-    p_2 = _place(position_ptr, row + 2, start, length, HAS_DOCUMENTS)
+    p_2 = _position(position_ptr, row + 2, start, length, HAS_DOCUMENTS)
     z_2 = _filter_at(x_2, x_3, x_4, x_5, w_0, w_1, w_2, w_3, bias, p_2, HAS_DOCUMENTS)
-    p_3 = _place(position_ptr, row + 3, start, length, HAS_DOCUMENTS)
+    p_3 = _position(position_ptr, row + 3, start, length, HAS_DOCUMENTS)
     z_3 = _filter_at(x_3, x_4, x_5, x_6, w_0, w_1, w_2, w_3, bias, p_3, HAS_DOCUMENTS)
-    _store_activated(z_0, y_ptr, row, channels, channel, exists, start, length, epsilon, SILU, NORM)
-    _store_activated(z_1, y_ptr, row + 1, channels, channel, exists, start, length, epsilon, SILU, NORM)
-    _store_activated(z_2, y_ptr, row + 2, channels, channel, exists, start, length, epsilon, SILU, NORM)
-    _store_activated(z_3, y_ptr, row + 3, channels, channel, exists, start, length, epsilon, SILU, NORM)
+    _store_activated(z_0, y_ptr, row, channels, channel, exists, start, length, epsilon, NORM)
+    _store_activated(z_1, y_ptr, row + 1, channels, channel, exists, start, length, epsilon, NORM)
+    _store_activated(z_2, y_ptr, row + 2, channels, channel, exists, start, length, epsilon, NORM)
+    _store_activated(z_3, y_ptr, row + 3, channels, channel, exists, start, length, epsilon, NORM)
 
 
 @triton.jit
-def _gradient(z, dy_ptr, row, dy_row, channel, exists, start, length, epsilon, SILU: tl.constexpr, NORM: tl.constexpr):
+def _gradient(z, dy_ptr, row, dy_row, channel, exists, start, length, epsilon, NORM: tl.constexpr):
     """The gradient of what the filter gave, z, at positions `start + row`; 0 outside of the sequence."""
     position = start + row
     inside = (position >= 0) & (position < length)
@@ -161,15 +158,11 @@ def _gradient(z, dy_ptr, row, dy_row, channel, exists, start, length, epsilon, S
     d = tl.load(dy_ptrs, mask=inside[:, None] & exists[None, :], other=0.0).to(tl.float32)
     gate = tl.sigmoid(z)
     if NORM:
-        s = z
-        if SILU:
-            s = z * gate
+        s = z * gate
         scale = tl.rsqrt(tl.sum(s * s, axis=1) + epsilon)
         along = tl.sum(d * s, axis=1) * scale * scale
         d = (d - s * along[:, None]) * scale[:, None]
-    if SILU:
-        d = d * (gate + z * gate * (1 - gate))
-    return d
+    return d * (gate + z * gate * (1 - gate))
 
 
 @triton.jit
@@ -211,7 +204,7 @@ def _store_gradient(
 def convolution_backward_kernel(
     dy_ptr, dy_batch, dy_row, x_ptr, x_batch, x_row, weight_ptr, bias_ptr, bias_channels, previous_ptr,
     position_ptr, dx_ptr, d_previous_ptr, part_ptr, length, channels, epsilon, steps,
-    TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr,
+    TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, NORM: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of `GROUPS · 4 · steps` positions of WIDTH channels. Grid: as of `convolution_forward_kernel`.
@@ -247,15 +240,15 @@ def convolution_backward_kernel(
     x_7 = _rows(x_ptr, row, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
     x_8 = _rows(x_ptr, row + 1, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
     x_9 = _rows(x_ptr, row + 2, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
-    p_4 = _place(position_ptr, row, first, length, HAS_DOCUMENTS)
+    p_4 = _position(position_ptr, row, first, length, HAS_DOCUMENTS)
     z_4 = _filter_at(x_4, x_5, x_6, x_7, w_0, w_1, w_2, w_3, bias, p_4, HAS_DOCUMENTS)
-    p_5 = _place(position_ptr, row + 1, first, length, HAS_DOCUMENTS)
+    p_5 = _position(position_ptr, row + 1, first, length, HAS_DOCUMENTS)
     z_5 = _filter_at(x_5, x_6, x_7, x_8, w_0, w_1, w_2, w_3, bias, p_5, HAS_DOCUMENTS)
-    p_6 = _place(position_ptr, row + 2, first, length, HAS_DOCUMENTS)
+    p_6 = _position(position_ptr, row + 2, first, length, HAS_DOCUMENTS)
     z_6 = _filter_at(x_6, x_7, x_8, x_9, w_0, w_1, w_2, w_3, bias, p_6, HAS_DOCUMENTS)
-    d_4 = _gradient(z_4, dy_ptr, row, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
-    d_5 = _gradient(z_5, dy_ptr, row + 1, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
-    d_6 = _gradient(z_6, dy_ptr, row + 2, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
+    d_4 = _gradient(z_4, dy_ptr, row, dy_row, channel, exists, first, length, epsilon, NORM)
+    d_5 = _gradient(z_5, dy_ptr, row + 1, dy_row, channel, exists, first, length, epsilon, NORM)
+    d_6 = _gradient(z_6, dy_ptr, row + 2, dy_row, channel, exists, first, length, epsilon, NORM)
     dw_0 = tl.zeros([GROUPS, BLOCK_C], tl.float32)
     dw_1, dw_2, dw_3, d_bias = dw_0, dw_0, dw_0, dw_0
     for _ in range(steps):
@@ -264,18 +257,18 @@ def convolution_backward_kernel(
         x_1 = _rows(x_ptr, row - 2, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
         x_2 = _rows(x_ptr, row - 1, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
         x_3 = _rows(x_ptr, row, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
-        p_0 = _place(position_ptr, row, first, length, HAS_DOCUMENTS)
+        p_0 = _position(position_ptr, row, first, length, HAS_DOCUMENTS)
         z_0 = _filter_at(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias, p_0, HAS_DOCUMENTS)
-        p_1 = _place(position_ptr, row + 1, first, length, HAS_DOCUMENTS)
+        p_1 = _position(position_ptr, row + 1, first, length, HAS_DOCUMENTS)
         z_1 = _filter_at(x_1, x_2, x_3, x_4, w_0, w_1, w_2, w_3, bias, p_1, HAS_DOCUMENTS)
-        p_2 = _place(position_ptr, row + 2, first, length, HAS_DOCUMENTS)
+        p_2 = _position(position_ptr, row + 2, first, length, HAS_DOCUMENTS)
         z_2 = _filter_at(x_2, x_3, x_4, x_5, w_0, w_1, w_2, w_3, bias, p_2, HAS_DOCUMENTS)
-        p_3 = _place(position_ptr, row + 3, first, length, HAS_DOCUMENTS)
+        p_3 = _position(position_ptr, row + 3, first, length, HAS_DOCUMENTS)
         z_3 = _filter_at(x_3, x_4, x_5, x_6, w_0, w_1, w_2, w_3, bias, p_3, HAS_DOCUMENTS)
-        d_0 = _gradient(z_0, dy_ptr, row, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
-        d_1 = _gradient(z_1, dy_ptr, row + 1, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
-        d_2 = _gradient(z_2, dy_ptr, row + 2, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
-        d_3 = _gradient(z_3, dy_ptr, row + 3, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
+        d_0 = _gradient(z_0, dy_ptr, row, dy_row, channel, exists, first, length, epsilon, NORM)
+        d_1 = _gradient(z_1, dy_ptr, row + 1, dy_row, channel, exists, first, length, epsilon, NORM)
+        d_2 = _gradient(z_2, dy_ptr, row + 2, dy_row, channel, exists, first, length, epsilon, NORM)
+        d_3 = _gradient(z_3, dy_ptr, row + 3, dy_row, channel, exists, first, length, epsilon, NORM)
         dw_0 += _sum_of_taps(d_0, d_1, d_2, d_3, x_0, x_1, x_2, x_3, p_0, p_1, p_2, p_3, 3, HAS_DOCUMENTS)
         dw_1 += _sum_of_taps(d_0, d_1, d_2, d_3, x_1, x_2, x_3, x_4, p_0, p_1, p_2, p_3, 2, HAS_DOCUMENTS)
         dw_2 += _sum_of_taps(d_0, d_1, d_2, d_3, x_2, x_3, x_4, x_5, p_0, p_1, p_2, p_3, 1, HAS_DOCUMENTS)
@@ -307,14 +300,14 @@ def convolution_backward_kernel(
 
 
 def _options(
-    kernel: str, x: Tensor, weight: Tensor, previous: Tensor | None, positions: Tensor | None, silu: bool, heads: int
+    kernel: str, x: Tensor, weight: Tensor, previous: Tensor | None, positions: Tensor | None, heads: int
 ) -> dict[str, Any]:
     """Launch options. heads: how many are normalised, 0 for none."""
     width = x.shape[2] // heads if heads else _BLOCK_C
     block_c = max(16, triton.next_power_of_2(width))
     return {
         "TAPS": weight.shape[-1], "HAS_PREVIOUS": previous is not None, "HAS_DOCUMENTS": positions is not None,
-        "SILU": silu, "NORM": heads > 0, "WIDTH": width, "BLOCK_C": block_c,
+        "NORM": heads > 0, "WIDTH": width, "BLOCK_C": block_c,
         "GROUPS": max(1, _TILES[kernel] // block_c), "num_warps": 4, **FUSED,
     }  # fmt: skip
 
@@ -327,7 +320,6 @@ def convolve(
     bias: Tensor | None,
     previous: Tensor | None,
     positions: Tensor | None,
-    silu: bool,
     heads: int,
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
@@ -339,8 +331,7 @@ def convolve(
         bias: `(C,)`.
         previous: `(B, C, W - 1)`.
         positions: `(B, T)` int32, of each token in its packed document; None where a row is one.
-        silu: apply SiLU.
-        heads: then divide each of so many equal slices of the channels by its length; 0 for none.
+        heads: divide each of so many equal slices of the result's channels by its length; 0 for none.
         epsilon: added to the square of a length.
 
     Returns:
@@ -349,7 +340,7 @@ def convolve(
     x = with_whole_channels(x)
     batch, length, channels = x.shape
     y = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
-    options = _options("forward", x, weight, previous, positions, silu, heads)
+    options = _options("forward", x, weight, previous, positions, heads)
     blocks = triton.cdiv(channels, options["WIDTH"]) * triton.cdiv(length, 4 * options["GROUPS"])
     convolution_forward_kernel[blocks, batch](
         x, x.stride(0), x.stride(1), weight.contiguous(), weight if bias is None else bias.contiguous(),
@@ -365,7 +356,7 @@ def convolve(
 
 
 @convolve.register_fake
-def _(x, weight, bias, previous, positions, silu, heads, epsilon):
+def _(x, weight, bias, previous, positions, heads, epsilon):
     return x.new_empty(x.shape), x.new_empty((x.shape[0], x.shape[2], weight.shape[-1] - 1))
 
 
@@ -379,7 +370,6 @@ def convolve_backward(
     bias: Tensor | None,
     previous: Tensor | None,
     positions: Tensor | None,
-    silu: bool,
     heads: int,
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -390,7 +380,7 @@ def convolve_backward(
     d_previous = (
         dx.new_empty(0) if previous is None else torch.empty_like(previous, memory_format=torch.contiguous_format)
     )
-    options = _options("backward", x, weight, previous, positions, silu, heads)
+    options = _options("backward", x, weight, previous, positions, heads)
     covered = length + (4 if previous is not None else 0)
     blocks = triton.cdiv(covered, 4 * options["GROUPS"] * _STEPS)
     part = torch.empty((batch * blocks, 5, channels), dtype=torch.float32, device=x.device)
@@ -412,7 +402,7 @@ def convolve_backward(
 
 
 @convolve_backward.register_fake
-def _(dy, d_last, x, weight, bias, previous, positions, silu, heads, epsilon):
+def _(dy, d_last, x, weight, bias, previous, positions, heads, epsilon):
     d_bias, d_previous = (
         x.new_empty(0) if given is None else torch.empty_like(given, memory_format=torch.contiguous_format)
         for given in (bias, previous)
@@ -429,7 +419,7 @@ def _autograd(ctx, dy: Tensor, d_last: Tensor | None) -> tuple[Tensor | None, ..
     x, weight, bias, previous, positions = ctx.saved_tensors  # once: activation checkpointing gives them away
     dx, d_weight, d_bias, d_previous = convolve_backward(dy, d_last, x, weight, bias, previous, positions, *ctx.rest)
     d_bias, d_previous = None if bias is None else d_bias, None if previous is None else d_previous
-    return dx, d_weight, d_bias, d_previous, None, None, None, None
+    return dx, d_weight, d_bias, d_previous, None, None, None
 
 
 convolve.register_autograd(_autograd, setup_context=_save_for_backward)

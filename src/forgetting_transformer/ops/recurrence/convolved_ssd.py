@@ -17,8 +17,8 @@ from forgetting_transformer.ops.forgetting_attention.layout import on_device_of_
 from forgetting_transformer.ops.layers.short_convolution_triton import convolve, convolve_backward
 from forgetting_transformer.ops.recurrence import ssd
 
-# SiLU, no normalised heads, no epsilon of theirs.
-_ACTIVATION = (True, 0, 0.0)
+# No normalised heads, and no epsilon of theirs.
+_NO_NORM = (0, 0.0)
 
 
 @operator("convolved_ssd")
@@ -45,7 +45,7 @@ def convolved_ssd(
         log_decay, step, skip, initial_state, documents, scale: as `ssd` takes them.
         positions: as `convolve` takes them.
     """
-    y, last = convolve(x, weight, bias, previous, positions, *_ACTIVATION)
+    y, last = convolve(x, weight, bias, previous, positions, *_NO_NORM)
     v, k, q = _split(y, log_decay, groups, key_dim)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     final_state = ssd.forward_into(out, q, k, v, log_decay, step, skip, initial_state, documents, scale)
@@ -83,7 +83,7 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias, previous, log_decay, step, skip and initial_state; empty where there is none."""
-    y, _ = convolve(x, weight, bias, previous, positions, *_ACTIVATION)
+    y, _ = convolve(x, weight, bias, previous, positions, *_NO_NORM)
     v, k, q = _split(y, log_decay, groups, key_dim)
     dy = torch.empty_like(y)
     dv, dk, dq = _split(dy, log_decay, groups, key_dim)
@@ -91,7 +91,7 @@ def _backward(
         dq, dk, dv, d_out, d_final_state, q, k, v, log_decay, step, skip, initial_state, documents, scale
     )
     del y, v, k, q
-    return *convolve_backward(dy, d_last, x, weight, bias, previous, positions, *_ACTIVATION), *d_others
+    return *convolve_backward(dy, d_last, x, weight, bias, previous, positions, *_NO_NORM), *d_others
 
 
 @_backward.register_fake

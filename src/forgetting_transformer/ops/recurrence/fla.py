@@ -153,5 +153,5 @@ def _call(
 @functools.cache
 def _is_installed() -> bool:
     """Import FLA; False where that fails, with a warning for each op it would have served."""
-    _loaded.update(found := backends.load_fla("recurrences", _KERNELS))
-    return bool(found)
+    _loaded.update(functions := backends.load_fla("recurrences", _KERNELS))
+    return bool(functions)

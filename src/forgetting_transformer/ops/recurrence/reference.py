@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Gates(NamedTuple):
-    """How a token changes the state. At least one of the two is given.
+    """Gates by which a token changes the state. At least one of the two is given.
 
     Attributes:
         beta: strength of the delta rule `(B, T, H)`. None for linear attention, which only adds to the state.

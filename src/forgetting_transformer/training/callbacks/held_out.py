@@ -14,7 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from forgetting_transformer import metric_names as names
-from forgetting_transformer.data.corpus import check_batch, model_inputs
+from forgetting_transformer.data.batch_checks import check_batch
+from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 from forgetting_transformer.training.eval_sets import kind_of

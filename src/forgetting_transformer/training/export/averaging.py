@@ -70,8 +70,8 @@ def _find(directory: RunDirectory, last: int | None, steps: list[int] | None) ->
     held = steps_in(folder)
     if steps is None and len(held) < (last or 0):
         raise CheckpointError(
-            f"--last={last}: {folder} holds {len(held)} checkpoints ({held}); average fewer, or let a run keep more "
-            "(checkpoint_keep_last, checkpoint_keep_interval)"
+            f"--last={last}: {folder} holds {len(held)} checkpoint{'s' * (len(held) != 1)} ({held}); average fewer, "
+            "or let a run keep more (checkpoint_keep_last, checkpoint_keep_interval)"
         )
     for step in sorted(steps or held[-(last or 0) :]):
         checkpoint = newest_valid(folder, step)

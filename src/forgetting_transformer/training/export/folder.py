@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from forgetting_transformer import plugins
 from forgetting_transformer.command_line import one_line
-from forgetting_transformer.data.checksums import sha256_of
+from forgetting_transformer.data.storage.checksums import sha256_of
 from forgetting_transformer.files import explain, write_atomically
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest, steps_in
 from forgetting_transformer.training.config.continuing import decisive

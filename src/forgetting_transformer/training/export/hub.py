@@ -8,7 +8,7 @@ from huggingface_hub import HfApi, errors, get_token
 from huggingface_hub.utils import validate_repo_id
 
 from forgetting_transformer.command_line import one_line
-from forgetting_transformer.data.checksums import sha256_of
+from forgetting_transformer.data.storage.checksums import sha256_of
 from forgetting_transformer.training.export.card import CARD
 from forgetting_transformer.training.export.folder import MARK, ExportError, check_same_run, read_mark
 

@@ -54,7 +54,7 @@ class BadStep:
 
 
 def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer leaves out the steps that its `found_inf` says, as PyTorch's fused ones do."""
+    """Whether an optimizer skips a step on the device where its `found_inf` is 1, as PyTorch's fused ones do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 

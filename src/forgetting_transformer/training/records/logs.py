@@ -64,10 +64,10 @@ def start_logging(directory: RunDirectory, rank: int) -> None:
         handler.setFormatter(console.log_format(rank))
         root.addHandler(handler)
     logging.captureWarnings(True)
-    # Said by torch at every checkpoint of a run on one process, where it is meant.
+    # torch warns at every checkpoint of a run on one process.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-    # Said by newer releases of transformers of the only name that older ones have.
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.* is deprecated")
+    # Newer releases of transformers warn about the only names that older ones have.
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing_(en|dis)able.* is deprecated")
     sys.excepthook = _log_uncaught
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from forgetting_transformer import console
 from forgetting_transformer.data import DataInfo
-from forgetting_transformer.data.checksums import list_name
+from forgetting_transformer.data.storage.checksums import list_name
 from forgetting_transformer.training.callbacks import Callback
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, steps_in

@@ -112,7 +112,7 @@ def _optimizer(trainer: TrainerInterface) -> str:
         counts = trainer.optimizer.optimizer.parameter_counts()
         parts.append(" and ".join(f"{name} for {human_count(n)}" for name, n in counts.items()) + " parameters")
     if not decides_on_device(trainer.optimizer.optimizer):
-        parts.append("ignores found_inf: the host waits in every step to learn whether it counts")
+        parts.append("cannot skip a bad step on the device (found_inf): the host waits for the loss in every step")
     return ", ".join(parts)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.remote import RemoteFolder, join
+from forgetting_transformer.data.storage.remote import RemoteFolder, join
 from forgetting_transformer.files import TEMPORARY, explain, locked, replacing
 
 #: Files fetched at a time by one process.

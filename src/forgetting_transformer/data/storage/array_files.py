@@ -1,9 +1,10 @@
 """The files of a Zarr array, here or elsewhere, and a store over them for which a missing chunk is an error."""
 
 import asyncio
+import difflib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,10 @@ from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import LocalStore, WrapperStore
 
 from forgetting_transformer.console import redact
-from forgetting_transformer.data.checksums import Checksums, list_name, parse_list, read_list
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.remote import RemoteFolder, is_url, join
-from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache
+from forgetting_transformer.data.storage.checksums import ChecksumError, Checksums, list_name, parse_list, read_list
+from forgetting_transformer.data.storage.remote import RemoteFolder, is_url, join
+from forgetting_transformer.data.storage.remote_cache import CacheSettings, RemoteCache
 
 #: Metadata of Zarr v2 and v3.
 ARRAY_METADATA = {2: ".zarray", 3: "zarr.json"}
@@ -27,6 +28,14 @@ LARGEST_CHUNK, LARGEST_FILE_COUNT, LONGEST_DOCUMENT = 1 << 30, 1 << 26, (1 << 31
 SAFE_CODECS = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"}) | frozenset(
     {"bytes", "crc32c", "delta", "shuffle", "transpose"}
 )
+
+
+#: Other corpora that a message lists.
+_MOST_LISTED = 8
+
+
+class NoArrayError(DataError):
+    """There is no array of that name."""
 
 
 class MissingChunkError(DataError):
@@ -96,9 +105,53 @@ class ArrayFiles:
         if self.cache is not None:
             self.cache.fetch_all(keys)
 
-    def fetch_again(self, key: str) -> bool:
-        """Replaces a chunk that cannot be decoded; False if there is no other copy to be had."""
-        return self.cache is not None and self.cache.fetch(key, fresh=True) is not None
+    def check_room(self, nbytes: int) -> None:
+        """
+        Raises:
+            DataError: the cache of a remote array has no room for the chunks of a batch, `nbytes`.
+        """
+        if self.cache is not None and self.cache.settings.limit_bytes < nbytes:
+            raise DataError(
+                f"datamodule.cache_gb={self.cache.settings.limit_bytes / 1e9:g} is less than the {nbytes / 1e9:.3g} GB "
+                f"that a batch needs of {self.path}; raise it"
+            )
+
+    def decoded(self, key: str, decode: Callable[[], np.ndarray], document: int) -> np.ndarray:
+        """A chunk, of which `decode` reads the file `key`; from elsewhere once more, if its copy here is damaged.
+
+        Args:
+            document: the first that it holds, for messages.
+
+        Raises:
+            MissingChunkError: there is no file for it.
+            DataError: it cannot be decoded.
+        """
+        fetched_again = False
+        while True:
+            try:
+                return decode()
+            except MissingChunkError as error:
+                raise MissingChunkError(
+                    f"{error}: it holds documents {document:,} and on, which this run needs. The copy of the "
+                    "corpus is partial: fetch the chunk again, choose a complete array, or train on the documents "
+                    "that are there with datamodule.missing_chunks=skip"
+                ) from error
+            except DataError:
+                raise
+            except Exception as error:  # each codec has its own
+                if fetched_again or self.cache is None or self.cache.fetch(key, fresh=True) is None:
+                    raise DataError(f"{self.place(key)} {self._fault(error)}") from error
+                fetched_again = True
+
+    def _fault(self, error: Exception) -> str:
+        if isinstance(error, ChecksumError) and self.checksums is not None:
+            listed = self.checksums.name
+            return (
+                f"is not the file that {listed} lists: it was changed or is damaged ({error}). Fetch or make it again. "
+                f"If the change is meant, this is another corpus: delete {listed}, and scripts/verify_data.py makes a "
+                "new one"
+            )
+        return f"cannot be decoded ({error}); it is damaged: delete it and fetch or make it again"
 
 
 class _Store(WrapperStore[LocalStore]):
@@ -132,13 +185,19 @@ def open_array(files: ArrayFiles) -> zarr.Array:
     """The array of these files, read-only, of codecs that are safe to run on what a stranger wrote.
 
     Raises:
-        DataError: it is not a Zarr array, or one that should not be decoded.
+        NoArrayError: there is none.
+        DataError: it is not a Zarr array, or one that should not be decoded; or its list of checksums is damaged.
     """
+    if not files.has_array():
+        raise NoArrayError(_nothing_at(files.path))
     try:
         array = zarr.open_array(_Store(LocalStore(files.folder, read_only=True), files), mode="r")
         stated = json.loads((files.folder / ARRAY_METADATA[array.metadata.zarr_format]).read_bytes())
     except Exception as error:  # zarr raises many kinds for a folder that is not an array
-        raise DataError(f"{files.path} is not a readable Zarr array: {' '.join(str(error).split())}") from error
+        raise DataError(
+            f"{files.path} is not a readable Zarr array: {' '.join(str(error).split())}; run the command that makes or "
+            "fetches it again"
+        ) from error
     codecs = [*(stated.get("filters") or ()), stated.get("compressor"), *(stated.get("codecs") or ())]  # v2's, v3's
     names = [_name(codec) for codec in codecs if codec]
     if unsafe := sorted(set(names) - SAFE_CODECS):
@@ -147,6 +206,7 @@ def open_array(files: ArrayFiles) -> zarr.Array:
         )
     _check_shape(files.path, array)
     files.holds_blosc = names[-1:] == ["blosc"]
+    files.read_checksums()
     return array
 
 
@@ -178,3 +238,24 @@ def _check_shape(place: str | Path, array: zarr.Array) -> None:
             f"{LARGEST_FILE_COUNT:,} files, {LONGEST_DOCUMENT:,} tokens in a row and {LARGEST_CHUNK >> 20} MiB in a "
             "chunk are read: its metadata is damaged, fetch it again"
         )
+
+
+def _nothing_at(path: str | Path) -> str:
+    """That there is no array, and what is there in its place."""
+    name, dataset, data_dir = Path(path).name, Path(path).parent.name or "<dataset>", Path(path).parent.parent
+    if isinstance(path, Path):  # listing a URL would be a request for every folder
+        others = sorted(folder.parent.name for folder in data_dir.glob(f"*/{name}"))
+        if others:
+            nearest = difflib.get_close_matches(dataset, others, n=1, cutoff=0.0)
+            shown = ", ".join(others[:_MOST_LISTED]) + (", …" if len(others) > _MOST_LISTED else "")
+            return (
+                f"no token array at {path}. {data_dir} holds {shown}: choose one, as in data_dir={data_dir} "
+                f"datamodule.dataset={nearest[0]}"
+            )
+        if (data_dir / name).is_dir():
+            return f"no token array at {path}. {data_dir} is a corpus itself: choose it with datamodule.dataset=."
+    return (
+        f"no token array at {path}. Set data_dir to the folder that holds {dataset}/{name} "
+        f"(datamodule.dataset={dataset}), or make one with scripts/prepare_data.py, or fetch LongCrawl64 with "
+        "scripts/download_longcrawl64.py"
+    )

@@ -3,7 +3,7 @@
 import numpy as np
 
 from forgetting_transformer.data.prepare import CorpusSettings
-from forgetting_transformer.data.prepare.packing import choose_groups, find_groups, make_split
+from forgetting_transformer.data.prepare.layout import choose_groups, find_groups, make_split
 from forgetting_transformer.data.prepare.stream import TextTable, _n_shared
 
 
