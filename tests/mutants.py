@@ -435,15 +435,15 @@ LIST = r"""
 
 == Config
 
-= config.pieces training/config/__init__.py
+= config.pieces training/config/checks.py
 - if micro_tokens % data.train_batch_len or local_tokens % micro_tokens:
 + if micro_tokens % data.train_batch_len:
 # A batch that does not split into equal micro-batches is accepted.
-= config.fork_end training/config/__init__.py
+= config.fork_end training/config/checks.py
 - config.train.max_tokens <= config.fork_step
 + config.train.max_tokens < config.fork_step
 # A fork that trains nothing is accepted.
-= config.context_lengths training/config/__init__.py
+= config.context_lengths training/config/checks.py
 - keys = ("train_batch_len", *(() if config.skip_eval else ("eval_batch_len",)))
 + keys = ("train_batch_len",)
 # Evaluation sequences that ranks cannot share are accepted.

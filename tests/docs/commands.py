@@ -28,7 +28,8 @@ from torch.distributed.run import get_args_parser
 
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.train.composer import Composer, search_space
-from forgetting_transformer.training.config import ConfigError, check
+from forgetting_transformer.training.config import ConfigError
+from forgetting_transformer.training.config.checks import check
 from studies import SEARCH_PATH
 from studies.engine.stages import Stages
 

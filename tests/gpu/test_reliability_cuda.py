@@ -97,7 +97,7 @@ def test_a_step_and_its_vote_wait_for_nothing(on_gpus):
     patch = """
 import torch
 from forgetting_transformer.training import trainer
-step, vote = trainer.Trainer.step, trainer.Trainer.should_stop
+step, vote = trainer.Trainer.step, trainer.Trainer.check_in
 def strictly(function):
     def call(self, *arguments):
         torch.cuda.set_sync_debug_mode("error" if self.counters.batch_count > 2 else "default")
@@ -106,7 +106,7 @@ def strictly(function):
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return call
-trainer.Trainer.step, trainer.Trainer.should_stop = strictly(step), strictly(vote)
+trainer.Trainer.step, trainer.Trainer.check_in = strictly(step), strictly(vote)
 """
     config = on_gpus("auto", 1, train__spike_factor=3.0, checkpoint_interval=100 * STEP)
     run(config, 1, patch)

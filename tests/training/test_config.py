@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 
 from forgetting_transformer.files import flatten
 from forgetting_transformer.model import DecoderForCausalLM, registry
-from forgetting_transformer.train import _options_first
-from forgetting_transformer.training.config import ConfigError, ModelConfig, check
+from forgetting_transformer.train.folders import options_first
+from forgetting_transformer.training.config import ConfigError, ModelConfig
+from forgetting_transformer.training.config.checks import check
 from forgetting_transformer.training.config.continuing import changes_that_alter_the_run
 from forgetting_transformer.training.config.parsing import parse
 from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
@@ -223,7 +224,7 @@ def test_the_parts_of_a_mixture_are_checked_before_anything_is_read(parts, messa
     ],
 )
 def test_options_of_hydra_may_stand_anywhere_on_the_command_line(given, wanted):
-    assert _options_first(given) == wanted
+    assert options_first(given) == wanted
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_the_loss_of_hugging_face_is_not_for_training_here(base):
 
 def test_a_very_large_batch_is_refused_at_once(base):
     """The numbers of processes that would do are computed, and not looked for one by one."""
-    from forgetting_transformer.training.config import check
+    from forgetting_transformer.training.config.checks import check
 
     config = parse(set_key(base, "datamodule.train_batch_size", 2**31 - 1))
     with pytest.raises(ConfigError, match=r"cannot be shared equally by 2 processes.*\[1, 2147483647\]"):

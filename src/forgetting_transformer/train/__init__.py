@@ -15,25 +15,20 @@ prints the composed config without training, `preflight=true` checks whether eve
 says what the run will cost and proposes the fastest settings that fit.
 """
 
-import argparse
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException, HydraException
+from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from forgetting_transformer import command_line, console, files, plugins, signals
-from forgetting_transformer.train import hydra_errors
+from forgetting_transformer import command_line, console, plugins, signals
+from forgetting_transformer.train import folders, hydra_errors
 from forgetting_transformer.training.config import official_names
 
 if TYPE_CHECKING:
@@ -43,84 +38,8 @@ log = logging.getLogger(__name__)
 _composed: list[DictConfig] = []
 
 
-def config_dir() -> Path:
-    """The folder of this project's configs: beside the code if installed, else at the top of the repository."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parents[1] / "configs"
-
-
-def config_dirs() -> list[Path]:
-    """All folders where choices may be: the project's, the one that the command line adds, and those of plug-ins."""
-    own = [folder for folder in (_hydra_options(sys.argv[1:]).config_dir,) if folder]
-    of_plugins = [folder for folder in plugins.loaded().values() if folder is not None]
-    return [config_dir(), *(Path(folder) for folder in own), *of_plugins]
-
-
-def load_plugins() -> None:
-    """Before Hydra composes, so that what they register and their configs are known to it.
-
-    Raises:
-        CompactHydraException: one cannot be loaded, hides behind a file of this project, or is missing for the run that
-            the command would continue.
-    """
-    try:
-        plugins.load(plugins.named_in(sys.argv[1:]))
-    except plugins.PluginError as error:
-        raise CompactHydraException(f"ConfigError: {error}") from error
-    for name, folder in plugins.loaded().items():
-        for relative in [file.relative_to(folder) for file in folder.rglob("*.yaml")] if folder is not None else ():
-            if (config_dir() / relative).exists():
-                raise CompactHydraException(
-                    f"ConfigError: plugins=[{name}]: configs/{relative} has the name of a file of this project, which "
-                    "would be taken in its place; rename it"
-                )
-    typed = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
-    if (output_dir := typed.get("output_dir", "").strip("'\" ")) and "resume=false" not in sys.argv[1:]:
-        recorded = _recorded_plugins(Path(output_dir).expanduser() / "config.yaml")
-        if said := plugins.missing(recorded, f"output_dir={output_dir}: this run"):
-            raise CompactHydraException(f"ConfigError: {said}")
-
-
-def _recorded_plugins(config: Path) -> list[str]:
-    """What a run's config.yaml names; nothing of it is imported."""
-    try:
-        found = files.read_yaml(config)
-    except (OSError, files.UnreadableError):
-        return []  # none, or damaged: its checkpoints say it again
-    recorded = found.get("plugins") if isinstance(found, dict) else None
-    return recorded if isinstance(recorded, list) else []
-
-
-def _hydra_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Options and overrides of a command line as Hydra's parser reads them, in any order."""
-    return get_args_parser().parse_known_intermixed_args(list(arguments))[0]
-
-
-@hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
-def compose(composed: DictConfig) -> None:
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        # Another launcher than this project's, which calls this function for each job.
-        if signals.has_launcher():
-            # All jobs would share one process group and mix their gradients.
-            raise CompactHydraException("-m under `fabric run` is not possible; start one `fabric run` per job")
-        train(parse(composed))
-    else:
-        _composed.append(composed)
-
-
-def keep_compiled_code() -> None:
-    """Lets the next start find compiled code, unless the user has said where. To be called before PyTorch is loaded.
-
-    PyTorch's own folder, in /tmp, is often gone after a job, and has another one for each GPU for Triton.
-    """
-    home, cache = os.path.expanduser("~"), os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if os.access(cache if os.path.isdir(cache) else home, os.W_OK):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(cache, "forgetting_transformer", "inductor"))
-        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(os.environ.get("TRITON_HOME") or home, ".triton/cache"))
-
-
 def main() -> None:
+    """Runs the command line of this process. Whatever fails is one line, and ends the process with code 1."""
     command_line.take_any_text()
     # Read when PyTorch is loaded. By default threads of OpenMP spin at the end of every operation until all are there.
     # Beside other work one of them has to wait for a core, and a step takes several times as long.
@@ -146,52 +65,43 @@ def main() -> None:
 
 def compose_or_explain() -> DictConfig | None:
     """The composed config; None where Hydra has printed something instead, or has run a sweep."""
-    full_errors = os.environ.get("HYDRA_FULL_ERROR")
-    # Hydra then raises what it would print, and it is said here in one line.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        for folder in config_dirs():
-            if not folder.is_dir():
-                raise CompactHydraException(f"ConfigError: --config-dir={folder}: there is no such folder")
-        load_plugins()
-        sys.argv[1:] = _options_first(official_names.admit(sys.argv[1:]))
-        with console.one_voice():
+        folders.find_all()
+        sys.argv[1:] = folders.options_first(official_names.admit(sys.argv[1:]))
+        with console.one_voice(), hydra_errors.raised():
             compose()
-    except (HydraException, OmegaConfBaseException) as error:
-        if full_errors == "1":
-            raise
-        console.fail(hydra_errors.explain(error, *config_dirs()))
     except Exception as error:
-        if full_errors != "1" and hydra_errors.is_of_hydra(error):
-            nameless = next((argument for argument in sys.argv[1:] if argument.startswith("=")), None)
-            console.fail(
-                f"ConfigError: {nameless!r} has no key; write key=value"
-                if nameless
-                else hydra_errors.explain(error, *config_dirs())
-            )
-        console.fail(f"{type(error).__name__}: {error}", trace=True)
+        if not hydra_errors.is_of_hydra(error):
+            console.fail(f"{type(error).__name__}: {error}", trace=True)
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        console.fail(hydra_errors.explain(error, *folders.config_dirs()))
     except SystemExit as end:
         if end.code:
             console.leave_it_to_the_first()  # an option that is not there, which the argument parser has said
         raise
-    finally:
-        os.environ.pop("HYDRA_FULL_ERROR")
-        if full_errors is not None:
-            os.environ["HYDRA_FULL_ERROR"] = full_errors
     return _composed.pop() if _composed else None
 
 
-def _options_first(arguments: Sequence[str]) -> list[str]:
-    """The arguments with Hydra's options in front: its parser takes none between two overrides."""
-    overrides = _hydra_options(arguments).overrides
-    return [*(argument for argument in arguments if argument not in overrides), *overrides]
+@hydra.main(version_base="1.3", config_path=str(folders.config_dir()), config_name="config")
+def compose(composed: DictConfig) -> None:
+    """Called by Hydra with what it has composed, which `compose_or_explain` returns."""
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        # Another launcher than this project's, which calls this function for each job.
+        if signals.has_launcher():
+            # All jobs would share one process group and mix their gradients.
+            raise CompactHydraException("-m under `fabric run` is not possible; start one `fabric run` per job")
+        train(parse(composed))
+    else:
+        _composed.append(composed)
 
 
 def parse(composed: DictConfig) -> "Config":
+    """The composed config, held to the schema in training/config/."""
     from forgetting_transformer import training
 
     try:
-        if problem := hydra_errors.unknown_group(composed, *config_dirs()):
+        if problem := hydra_errors.unknown_group(composed, *folders.config_dirs()):
             raise training.ConfigError(problem)
         return training.parse(composed, sys.argv[1:])
     except training.ConfigError as error:
@@ -199,12 +109,12 @@ def parse(composed: DictConfig) -> "Config":
 
 
 def train(config: "Config") -> None:
+    """Runs it, and exits with a code unless it is done."""
     from forgetting_transformer import training
     from forgetting_transformer.data import DataError
     from forgetting_transformer.training.checkpoint.folder import CheckpointError
-    from forgetting_transformer.training.errors import DeviceError, TrainingError
+    from forgetting_transformer.training.errors import DeviceError, PreflightError, TrainingError
     from forgetting_transformer.training.records.run_directory import RunDirectoryError
-    from forgetting_transformer.training.start.preflight import PreflightError
 
     warnings.filterwarnings("ignore", message=".*tensorboardX.*|.*srun.*")
     try:
@@ -221,3 +131,14 @@ def train(config: "Config") -> None:
         console.fail(f"{type(error).__name__}: {error}", trace=True, once=False)
     if code:
         sys.exit(code)
+
+
+def keep_compiled_code() -> None:
+    """Lets the next start find compiled code, unless the user has said where. To be called before PyTorch is loaded.
+
+    PyTorch's own folder, in /tmp, is often gone after a job, and has another one for each GPU for Triton.
+    """
+    home, cache = os.path.expanduser("~"), os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.access(cache if os.path.isdir(cache) else home, os.W_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(cache, "forgetting_transformer", "inductor"))
+        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(os.environ.get("TRITON_HOME") or home, ".triton/cache"))

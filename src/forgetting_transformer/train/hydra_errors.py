@@ -1,21 +1,25 @@
 """What is wrong with a command line, in one line with the closest name, where Hydra prints ten."""
 
+import contextlib
 import difflib
+import os
 import re
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
+from hydra.errors import (
+    CompactHydraException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf.errors import OmegaConfBaseException
 
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.config.official_names import MODEL_FIELDS, SCHEDULE, closest_key
+from forgetting_transformer.training.config.official_names import OFFICIAL, closest_key
 from forgetting_transformer.training.config.parsing import keys_of
-
-#: Names of the authors' code that are understood, by section.
-_OFFICIAL = {"model.config": MODEL_FIELDS, "schedule": SCHEDULE}
 
 
 def explain(error: Exception, *config_dirs: Path) -> str:
@@ -25,8 +29,23 @@ def explain(error: Exception, *config_dirs: Path) -> str:
     return f"ConfigError: {_explain(error, config_dirs)}"
 
 
+@contextlib.contextmanager
+def raised() -> Iterator[None]:
+    """Within it Hydra raises what it would print."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["HYDRA_FULL_ERROR"]
+        if before is not None:
+            os.environ["HYDRA_FULL_ERROR"] = before
+
+
 def is_of_hydra(error: Exception) -> bool:
     """Whether Hydra, or a library it parses with, raised this: then the command line is at fault."""
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return True
     frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].partition(".")[0] in ("hydra", "omegaconf", "antlr4")
 
@@ -72,7 +91,7 @@ def _unknown_key(key: str, beside: Iterable[Any], said: str, config_dirs: Sequen
         return f"unknown config key {key!r}; choose the callback first, as in callbacks=[{chosen}]"
     section, dot, name = key.rpartition(".")
     names = [str(name) for name in beside]
-    known = [section + dot + name for name in (*names, *sorted(_OFFICIAL.get(section, ())))]
+    known = [section + dot + name for name in (*names, *sorted(OFFICIAL.get(section, ())))]
     close = closest_key(key, [*known, *(k for k in keys_of(Config) if k != key)]) or _in_other_choices(
         config_dirs, section, name
     )

@@ -4,7 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.config import Config, ConfigError, check
+    from forgetting_transformer.training.config import Config, ConfigError
+    from forgetting_transformer.training.config.checks import check
     from forgetting_transformer.training.config.parsing import parse
     from forgetting_transformer.training.trainer import Trainer
 
@@ -12,7 +13,7 @@ _PLACES = {
     "Config": "config",
     "ConfigError": "config",
     "Trainer": "trainer",
-    "check": "config",
+    "check": "config.checks",
     "parse": "config.parsing",
 }
 

@@ -19,6 +19,12 @@ class Counters:
     total_time: float = 0.0
     update_time: float = 0.0
 
+    def add(self, tokens: int, flops_per_token: float) -> None:
+        """Counts a step of so many tokens."""
+        self.token_count += tokens
+        self.batch_count += 1
+        self.flop_count += round(tokens * flops_per_token)
+
     def as_floats(self) -> dict[str, float]:
         return {name: float(value) for name, value in vars(self).items()}
 

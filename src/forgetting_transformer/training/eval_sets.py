@@ -8,6 +8,7 @@ was.
 
 import dataclasses
 import difflib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from forgetting_transformer.metric_names import FINGERPRINT, VAL_SET, name_of
 from forgetting_transformer.plugins import CORPORA
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.records.metrics import read_lines
+
+log = logging.getLogger(__name__)
 
 #: Keys of datamodule that hold for every set; those of remote corpora only where the corpus has them.
 _SHARED = (
@@ -46,24 +49,38 @@ def open_eval_sets(config: Config, corpus: Corpus, info: DataInfo) -> dict[str, 
     Raises:
         DataError: a set cannot be evaluated on; in one line that begins with its key and value.
     """
-    found: dict[str, Corpus] = {}
+    sets: dict[str, Corpus] = {}
     for name, path in config.eval_sets.items() if not config.skip_eval else ():
         try:
-            found[name] = _open(config, path, corpus, info)
+            sets[name] = _open(config, path, corpus, info)
         except DataError as error:
             raise DataError(f"eval_sets.{name}={path}: {error}") from error
-    return found
+    return sets
 
 
-def check_same_texts(sets: dict[str, Corpus], jsonlines: Path) -> None:
-    """Losses on different texts under one name would be taken for one curve.
+def check_texts(config: Config, corpus: Corpus, sets: dict[str, Corpus], jsonlines: Path) -> None:
+    """Compares texts and tokens: two tokenizers may have as many ids, and other tokens.
 
     Args:
         jsonlines: folder with what earlier starts of the run have written of the sets.
 
     Raises:
-        ConfigError: they evaluated other texts.
+        DataError: parts of the corpus, or a set and the corpus, were made with different tokenizers.
+        ConfigError: a set has other texts than it had so far in this run.
     """
+    if config.eval_sets and config.skip_eval:
+        log.warning("eval_sets is not evaluated, because of skip_eval=true; set skip_eval=false")
+    if hasattr(corpus, "check_tokenizers"):
+        corpus.check_tokenizers()
+    for name, one in sets.items():
+        if difference := other_tokens(one.folder, corpus.folder):
+            raise DataError(f"eval_sets.{name}={config.eval_sets[name]}: {difference}; {_OTHER_TOKENIZER}")
+    if config.resume:
+        _check_same_texts(sets, jsonlines)
+
+
+def _check_same_texts(sets: dict[str, Corpus], jsonlines: Path) -> None:
+    """Losses on different texts under one name would be taken for one curve."""
     for name, one in sets.items():
         kind, info = kind_of(name), one.eval_info()
         file = jsonlines / f"{kind}.jsonl"
@@ -77,29 +94,18 @@ def check_same_texts(sets: dict[str, Corpus], jsonlines: Path) -> None:
             )
 
 
-def check_tokenizers(sets: dict[str, Corpus], corpus: Corpus, config: Config) -> None:
-    """Compares the tokens of the tokenizers that lie beside the arrays: two may have as many, and others.
-
-    Raises:
-        DataError: naming the key of the first set that was made with another tokenizer than the corpus.
-    """
-    for name, one in sets.items():
-        if difference := other_tokens(one.folder, corpus.folder):
-            raise DataError(f"eval_sets.{name}={config.eval_sets[name]}: {difference}; {_OTHER_TOKENIZER}")
-
-
 def _open(config: Config, path: str, corpus: Corpus, info: DataInfo) -> Corpus:
     data, folder = config.datamodule, _where_is(config.data_dir, path)
-    found: Corpus
+    opened: Corpus
     try:
-        found = _open_array(config, folder, corpus.packed, info)
+        opened = _open_array(config, folder, corpus.packed, info)
     except NoArrayError:
         if not CORPORA.plugin_of(data.name):
             raise DataError(_nothing_at(folder)) from None
         # What reads the corpus of the run reads the set too.
         data_dir, name = (folder.parent, folder.name) if isinstance(folder, Path) else folder.rstrip("/").rsplit("/", 1)
-        found = CORPORA.make(data.name, str(data_dir), dataclasses.replace(data, dataset=name))
-    described = found.eval_info()
+        opened = CORPORA.make(data.name, str(data_dir), dataclasses.replace(data, dataset=name))
+    described = opened.eval_info()
     for what, own, other in (
         ("ids", info.vocab_size, described.vocab_size),
         ("as its BOS token", info.bos_token_id, described.bos_token_id),
@@ -109,7 +115,7 @@ def _open(config: Config, path: str, corpus: Corpus, info: DataInfo) -> Corpus:
             raise DataError(
                 f"{described.path} has {other:,} {what}, and the corpus {info.path} has {own:,}; {_OTHER_TOKENIZER}"
             )
-    return found
+    return opened
 
 
 def _open_array(config: Config, folder: str | Path, packed: bool, info: DataInfo) -> LongCrawl64DataModule:
@@ -122,11 +128,11 @@ def _open_array(config: Config, folder: str | Path, packed: bool, info: DataInfo
         stated = Vocabulary(info.vocab_size, info.bos_token_id, info.eos_token_id)
     options: dict[str, Any] = {key: getattr(data, key) for key in _SHARED if hasattr(data, key)}
     # What the set's manifest says goes first, and is compared below; the config's keys are those of the corpus.
-    found = LongCrawl64DataModule(str(folder), dataset=".", packed=packed, recorded=stated, **options)
-    array = found.array("heldout")
+    heldout = LongCrawl64DataModule(str(folder), dataset=".", packed=packed, recorded=stated, **options)
+    array = heldout.array("heldout")
     if data.eval_tokens is not None:
-        found.eval_tokens = min(data.eval_tokens, array.documents * array.doc_len)
-    return found
+        heldout.eval_tokens = min(data.eval_tokens, array.documents * array.doc_len)
+    return heldout
 
 
 def _where_is(data_dir: str, path: str) -> str | Path:

@@ -1,75 +1,16 @@
-"""Batches for the loop, checked, also when a process that reads them is killed.
+"""Batches for the loop, checked."""
 
-The position in the data is arithmetic (data/order.py), so readers can be restarted at the next batch.
-"""
-
-import contextlib
 import itertools
-import logging
-import re
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from forgetting_transformer.data.batch_checks import check_batch, check_tokens
 from forgetting_transformer.data.corpus import Batch
-from forgetting_transformer.data.worker import shared_memory_hint
 from forgetting_transformer.training.errors import TrainingError
+from forgetting_transformer.training.faults.readers import restarted
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
-
-log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-#: How often a process restarts its readers.
-RESTARTS = 3
-_END: Any = object()
-_WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited unexpectedly)")
-
-
-class DataWorkerError(RuntimeError):
-    """The processes that read data keep dying; the message says what to do."""
-
-
-def feed(
-    start: Callable[[int], Iterable[T]],
-    waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-) -> Iterator[T]:
-    """Items of `start(0)`; if a data worker dies after n of them it goes on with `start(n)`.
-
-    Args:
-        waiting: what to enter while an item is waited for.
-
-    Raises:
-        DataWorkerError: they have died more than RESTARTS times.
-    """
-    done = 0
-    for attempt in range(RESTARTS + 1):
-        try:
-            with waiting():
-                iterator = iter(start(done))
-            if threading.current_thread() is threading.main_thread():
-                # PyTorch would raise out of a signal handler, in the middle of a step, where ranks no longer agree.
-                # Without it the death is noticed where the next batch is asked for, within five seconds.
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            while True:
-                with waiting():
-                    item = next(iterator, _END)
-                if item is _END:
-                    return
-                done += 1
-                yield item
-        except RuntimeError as error:
-            if not _WORKER_DIED.search(str(error)):
-                raise
-            if attempt == RESTARTS:
-                raise DataWorkerError(
-                    f"{str(error).splitlines()[0]} This was the {RESTARTS + 1}th time. Memory is the usual reason: see "
-                    f"`dmesg`, lower datamodule.train_num_workers{shared_memory_hint()}"
-                ) from error
-            log.warning("%s Readers are restarted", str(error).splitlines()[0])
 
 
 def batches(trainer: "TrainerInterface", count: int) -> Iterator[Batch]:
@@ -81,12 +22,12 @@ def batches(trainer: "TrainerInterface", count: int) -> Iterator[Batch]:
     first, data = trainer.counters.batch_count, trainer.config.datamodule
     corpus = f"datamodule.name={data.name!r}"
     rank, size = trainer.ranks.data_rank, trainer.ranks.data_size
-    found = feed(
+    loader = restarted(
         lambda done: trainer.data.train_loader(first + done, first + count, rank, size),
         lambda: trainer.sentinel.reading(corpus),
     )
     given = 0
-    for given, batch in enumerate(itertools.islice(found, count), 1):
+    for given, batch in enumerate(itertools.islice(loader, count), 1):
         check_batch(batch, corpus, data.train_batch_size // size, data.train_batch_len)
         if given == 1:
             check_tokens(batch, corpus, trainer.data_info.vocab_size)

@@ -29,56 +29,48 @@ if TYPE_CHECKING:
 
 
 class TrainerInterface(Protocol):
-    """A run in training, on one rank. A callback may use all of it and change none of it.
+    """A run in training, on one rank. A callback may use all of it and change none of it."""
 
-    Attributes:
-        config, resolved: the configuration, typed, and as it is written to files.
-        directory: files of the run.
-        fabric: rank, world size and device. ranks: which rows and positions of a batch are this rank's.
-        model, optimizer: with Fabric's wrappers; `model.module` is the model itself.
-        data, data_info: the corpus. eval_sets: what else is evaluated, by name.
-        counters: tokens, batches, FLOPs and seconds so far. tokens_per_step: of a global batch.
-        latest: what the last step gave (`callbacks.Step`); None before the first one of this start.
-        metrics: where reports go, on rank 0; None on others and once training is over.
-        kinds: lines that callbacks of this start, or of an earlier one, write.
-        origin: what this start goes on from.
-        guard: leaves out bad steps. comparison: compares ranks; None where none is to be compared.
-        startup, clock: seconds by stage of the start, and by activity of the run.
-        sentinel: hears signals, and notices what hangs. checkpointer: writes and reads checkpoints.
-        execution, graphs, backends: how the run computes: compiled or not, CUDA graphs, what runs each op.
-        flops_per_token: of the model at the corpus's lengths. undecayed: parameters without weight decay.
-        environment: versions, git state and machine of this process.
-    """
-
+    # The run
     config: Config
-    resolved: dict[str, Any]
-    directory: RunDirectory
-    fabric: Fabric
-    ranks: Ranks
-    model: Any
-    optimizer: Any
+    resolved: dict[str, Any]  #: the configuration as it is written to files
+    directory: RunDirectory  #: files of the run
+    environment: dict[str, Any]  #: versions, git state and machine of this process
+    origin: Origin  #: what this start goes on from
+    counters: Counters  #: tokens, batches, FLOPs and seconds so far
+
+    # Processes
+    fabric: Fabric  #: rank, world size and device
+    ranks: Ranks  #: which rows and positions of a batch are this rank's
+
+    # Training
+    model: Any  #: with Fabric's wrappers; `model.module` is the model itself
+    optimizer: Any  #: with Fabric's wrapper; `optimizer.optimizer` is the optimizer itself
     data: Corpus
     data_info: DataInfo
-    eval_sets: dict[str, Corpus]
-    counters: Counters
-    tokens_per_step: int
-    latest: Any
-    metrics: MetricsLog | None
+    eval_sets: dict[str, Corpus]  #: what else is evaluated, by name
+    tokens_per_step: int  #: of a global batch
+    flops_per_token: float  #: of the model at the corpus's lengths
+    undecayed: set[str]  #: parameters without weight decay
+    latest: Any  #: what the last step gave (`callbacks.Step`); None before the first one of this start
+
+    # Reports
     callbacks: Any
-    kinds: set[str]
-    origin: Origin
-    guard: StepGuard
-    comparison: Comparison | None
-    startup: Clock
-    clock: Clock
-    sentinel: Sentinel
-    checkpointer: Checkpointer
-    execution: Execution
-    graphs: Graphs
-    backends: dict[str, Any]
-    flops_per_token: float
-    undecayed: set[str]
-    environment: dict[str, Any]
+    metrics: MetricsLog | None  #: where reports go, on rank 0; None on others and once training is over
+    kinds: set[str]  #: lines that callbacks of this start, or of an earlier one, write
+    startup: Clock  #: seconds by stage of the start
+    clock: Clock  #: seconds by activity of the run
+
+    # How the run computes
+    backends: dict[str, Any]  #: what runs each op
+    execution: Execution  #: the same, and whether blocks are compiled, for checkpoints
+    graphs: Graphs  #: CUDA graphs
+
+    # Faults
+    checkpointer: Checkpointer  #: writes and reads checkpoints
+    sentinel: Sentinel  #: hears signals, and notices what hangs
+    guard: StepGuard  #: leaves out bad steps
+    comparison: Comparison | None  #: compares ranks; None where no two hold the same
 
     @property
     def compiled(self) -> bool:
@@ -99,7 +91,7 @@ class TrainerInterface(Protocol):
         """Context in which nothing compiled runs: for forward passes of many lengths, or with hooks on submodules."""
 
     def should_stop(self) -> Stop:
-        """Long work calls it for every batch, on all ranks: training moves, and may have to stop."""
+        """Long work calls it for every batch, on all ranks. Where it is true, the work leaves without a report."""
 
     def report(
         self, kind: str, values: dict[str, Any], arrays: dict[str, Any] | None = None, step: int | None = None

@@ -9,7 +9,6 @@ from torch import nn
 
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.errors import TrainingError
-from forgetting_transformer.training.faults.corruption import weights_and_moments
 from forgetting_transformer.training.faults.shards import local
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class Saver:
         model: Any = trainer.model.module
         optimizer, tokens = trainer.optimizer.optimizer, trainer.counters.token_count
         if trainer.comparison is not None:
-            trainer.comparison.begin(trainer.counters.batch_count, weights_and_moments(model, optimizer))
+            trainer.comparison.begin(trainer.counters.batch_count, model, optimizer)
             trainer.comparison.refuse(self.last_good_checkpoint)
         if not _all_finite(model, optimizer):
             raise TrainingError(

@@ -4,6 +4,10 @@ Everything that decides what the weights become is a function of the config and 
 the learning rate (optimization/schedule.py), the random numbers (setup.seed_step). A checkpoint therefore carries
 weights, moments, counters and the state of callbacks, and a run that was killed continues as if it had not been.
 
+Words: a *global batch* is the sequences of one update, over all ranks. A rank has a share of it, its *local batch*, and
+puts that through the model in *micro-batches*. How far a run is, is counted in training tokens: a checkpoint's or a
+report's `step` is their number, as in the authors' code.
+
 setup.py builds what the trainer works with, interface.py says what each attribute is. What is measured or done besides
 training is a callback (callbacks/). What can go wrong has a folder, faults/.
 """
@@ -29,9 +33,9 @@ from forgetting_transformer.training.callbacks.built_in import callbacks_of
 from forgetting_transformer.training.clock import Clock
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import recorded
-from forgetting_transformer.training.execution import choice as execution
+from forgetting_transformer.training.execution.choice import choose as choose_execution
 from forgetting_transformer.training.execution.compilation import Compilation
-from forgetting_transformer.training.faults.corruption import weights_and_moments
+from forgetting_transformer.training.faults.corruption import comparison_of
 from forgetting_transformer.training.faults.failures import Start
 from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.faults.stop import Stop, Vote
@@ -39,7 +43,7 @@ from forgetting_transformer.training.feed import batches
 from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
 from forgetting_transformer.training.optimization.schedule import build_schedule
 from forgetting_transformer.training.parallel.ranks import Ranks, on_rank_zero
-from forgetting_transformer.training.records.loss_by_position import PositionSums
+from forgetting_transformer.training.records.loss_by_position import StepLosses
 from forgetting_transformer.training.saving import Saver
 from forgetting_transformer.training.start import resume
 from forgetting_transformer.training.start.descriptions import describe, open_metrics
@@ -51,7 +55,7 @@ log = logging.getLogger(__name__)
 class Trainer:
     """One start of a run on one rank. Whatever can be refused is refused here, before the first step.
 
-    Attributes: see `TrainerInterface`; callbacks may use them.
+    Attributes: `TrainerInterface` explains those that callbacks may use.
 
     Args:
         start: hears signals and notes how the run ends; by default nothing is watched.
@@ -61,53 +65,57 @@ class Trainer:
         self.config, self.start = config, start or Start(config)
         self.directory, self.sentinel = self.start.directory, self.start.sentinel
         self.startup, self.clock = Clock("imports"), Clock("start")
+
         self.begin("processes")
         fabric = self.fabric = setup.connect(config, self.start)
         timeout = timedelta(seconds=config.strategy.timeout_seconds)
         self.ranks = Ranks(fabric.global_rank, fabric.world_size, config.strategy.context, timeout)
+        self.vote = Vote(fabric.world_size, timeout)
 
         self.begin("data")
         self.schedule = build_schedule(config.schedule, config.optimizer.lr)
-        setup.take_folder(config, self.directory, fabric)
         self.data, self.eval_sets = setup.open_data(config, self.directory, fabric)
         self.data_info = self.data.train_info()
         self.tokens_per_step = config.datamodule.train_batch_size * config.datamodule.train_batch_len
+
         self.begin("compiler")
         self.compilation = Compilation(config, fabric.device, fabric.global_rank, fabric.world_size)
+
         self.begin("checkpoint")
-        self.checkpointer = setup.checkpointer(config, self.directory, fabric, self.sentinel)
-        self.vote = Vote(fabric.world_size, timeout)
+        self.checkpointer = setup.build_checkpointer(config, self.directory, fabric, self.sentinel)
         self.origin = resume.find_checkpoint(config, self.checkpointer, fabric)
 
         self.begin("self-test")
         model, self.backends = setup.model_and_kernels(config, fabric, self.data, self.origin, self.begin)
         lengths = self.data.train_lengths().items()
         self.flops_per_token = sum(share * model.config.flops_per_token(length) for length, share in lengths)
+
         self.begin("strategy")
         self.undecayed = undecayed_parameters(model, config.train)
         self.model, self.optimizer = setup.model_and_optimizer(config, fabric, model, self.undecayed)
 
         self.begin("checkpoint")
         if not config.resume:
-            setup.move_aside(self.directory, fabric)  # only now: a command that is refused leaves the old run alone
-        # The code and machine that this process runs, asked once: the code on disk may change while it runs.
-        self.environment = describe(fabric.device)
-        self.resolved: dict[str, Any] = recorded(config)
-        self.comparison = setup.comparison(fabric, config.strategy.compare_steps)
-        self.guard = StepGuard(fabric.device, config.train.spike_factor)
+            resume.move_aside(self.directory, fabric)  # only now: a command that is refused leaves the old run alone
         self.directory.make(self.directory.checkpoints)
         on_rank_zero(fabric, self.checkpointer.clean)
+        self.guard = StepGuard(fabric.device, config.train.spike_factor)
         model, optimizer = self.model.module, self.optimizer.optimizer  # without Fabric's wrappers
         resume.load(self.origin, config, self.data_info, self.checkpointer, model, optimizer, self.guard)
         self.counters = self.origin.counters
         self.saver = Saver(self.checkpointer, self.origin.saved_step)
-        self.execution = execution.choose(
+        self.comparison = comparison_of(fabric, config.strategy.compare_steps)
+
+        self.execution = choose_execution(
             config.train.compile, fabric.device, self.origin.execution, self.backends, fabric.global_rank
         )
         self.graphs = setup.graphs_of(config, fabric, model, self.compiled, self.flops_per_token)
         self.compilation.compile(model if self.compiled else None)
 
         self.begin("logs")
+        # The code and machine that this process runs, asked once: the code on disk may change while it runs.
+        self.environment = describe(fabric.device)
+        self.resolved: dict[str, Any] = recorded(config)
         self.latest: Step | None = None
         self.stop = Stop.NO
         self.callbacks = callbacks_of(self)
@@ -140,9 +148,7 @@ class Trainer:
             if first:
                 self.begin("first step")
             self.latest = self.step(self.fabric.to_device(batch))
-            counters.token_count += self.tokens_per_step
-            counters.batch_count += 1
-            counters.flop_count += round(self.tokens_per_step * self.flops_per_token)
+            counters.add(self.tokens_per_step, self.flops_per_token)
             counters.update_time += time.perf_counter() - started
             counters.total_time = time.perf_counter() - began
             self.callbacks.on_step(self.latest)
@@ -155,12 +161,12 @@ class Trainer:
             if self.finished or self.crossed(config.train_eval_interval):
                 self.callbacks.call_all("on_interval", "train_eval")
             if self.comparison is not None and counters.batch_count % self.comparison.steps == 0:
-                tensors = weights_and_moments(self.model.module, self.optimizer.optimizer)
-                self.comparison.begin(counters.batch_count, tensors)
-            if not self.should_stop() and (due := self.callbacks.evaluations_due()):
+                self.comparison.begin(counters.batch_count, self.model.module, self.optimizer.optimizer)
+            self.check_in()
+            if not self.stop and (due := self.callbacks.evaluations_due()):
                 self.evaluate(due)
             if self.stop == Stop.CORRUPT:
-                break
+                break  # what ranks do not agree on is not saved
             keep = self.crossed(config.checkpoint_keep_interval)
             if self.finished or self.stop or keep or self.crossed(config.checkpoint_interval):
                 self.save(permanent=keep, must_succeed=self.finished or bool(self.stop))
@@ -173,25 +179,23 @@ class Trainer:
     def step(self, batch: dict[str, Tensor]) -> Step:
         """One update from one global batch.
 
-        The batch is this rank's rows, (B, T); it takes its part of each (parallel/ranks.py). Gradients are those of the
-        mean loss per token of the global batch: each micro-batch has the same number of tokens, and the strategy
-        averages over all ranks.
+        Gradients are those of the mean loss per token of the global batch: each micro-batch has the same number of
+        tokens, and the strategy averages over all ranks.
+
+        Args:
+            batch: this rank's rows of the global batch, (B, T) (data/corpus.py). With `strategy.context` the rank takes
+                a part of each row (parallel/ranks.py).
         """
-        config = self.config
+        config, batch_count = self.config, self.counters.batch_count
         lr = self.schedule(self.counters.token_count)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-        setup.seed_step(config.seed, self.counters.batch_count, self.ranks.data_rank)
+        setup.seed_step(config.seed, batch_count, self.ranks.data_rank)
         self.optimizer.zero_grad()
 
-        sequences = max(1, config.train.grad_acc_tokens // config.datamodule.train_batch_len)
-        # Summed over ranks in one go: loss at every position, and loss of every sequence of the global batch.
-        length, local = config.datamodule.train_batch_len, len(batch["input_ids"])
-        starts = range(0, local, sequences)
-        losses = torch.zeros(
-            2 * length + config.datamodule.train_batch_size, dtype=torch.float64, device=self.fabric.device
-        )
-        sums, loss_B = PositionSums(losses[: 2 * length]), losses[2 * length :]
+        sequences = max(1, config.train.grad_acc_tokens // config.datamodule.train_batch_len)  # of a micro-batch
+        starts = range(0, len(batch["input_ids"]), sequences)
+        losses = StepLosses(config.datamodule, self.ranks, self.fabric.device)
         for start in starts:
             # FSDP2 needs *every* backward pass inside this context, the synchronised last one too.
             last = start == starts[-1]
@@ -203,46 +207,35 @@ class Trainer:
                 inputs = model_inputs(batch, slice(start, start + sequences))
                 loss_bT = self.model(**self.ranks.part_of(inputs)).loss
                 self.fabric.backward(loss_bT.mean() / len(starts))
-            sums.add(loss_bT.detach(), position_BT=packed_positions(inputs), part=self.ranks.part(length))
-            row = self.ranks.data_rank * local + start
-            loss_B[row : row + len(loss_bT)] = loss_bT.detach().mean(1, dtype=torch.float64) / self.ranks.sharing
+            losses.add_micro_batch(loss_bT.detach(), start, packed_positions(inputs))
+
         # A non-finite norm must not raise on one rank while others go on: all judge it alike below.
         grad_norm: Any = self.fabric.clip_gradients(
             self.model, self.optimizer, max_norm=config.train.max_grad_norm, error_if_nonfinite=False
         )
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-        self.sum_over_ranks(losses)
-        bad = self.guard.judge(self.counters.batch_count, loss_B, grad_norm)
+        self.sum_over_ranks(losses.flat)
+        bad = self.guard.judge(batch_count, losses.loss_B, grad_norm)
         self.guard.update(self.optimizer.optimizer, self.optimizer.step, bad)
-        loss = sums.loss_T.sum() / (config.datamodule.train_batch_size * length)
-        return Step(loss, grad_norm, lr, sums.loss_T, sums.sequences_T, bad)
+        return Step(losses.loss_T.sum() / self.tokens_per_step, grad_norm, lr, losses.loss_T, losses.sequences_T, bad)
 
     def evaluate(self, due: Sequence[Callback]) -> None:
         """Evaluates with the weights as they are. What a stop breaks off has no line, and the next start does it."""
         with self.clock.during("evaluation"):
             for callback in due:
-                if not self.stop:
+                if not self.stop:  # as the evaluation before has found, by `should_stop`
                     self.callbacks.call(callback, "on_interval", "eval")
         if self.compiled:
             self.compilation.warn_of_uncompiled()
 
     def save(self, permanent: bool, must_succeed: bool) -> None:
+        """Saves a checkpoint, in the background unless it must succeed; `permanent`: none that is deleted later."""
         self.wait_for_device()
         with self.clock.during("checkpoint"):
             self.saver.save(self, permanent, must_succeed)
 
-    def should_stop(self) -> Stop:
-        """Called by all ranks once a step and once a batch of an evaluation: training moves, and may have to stop.
-
-        Returns:
-            Why all ranks stop here, if they do. Then an evaluation leaves without a report.
-
-        Raises:
-            RuntimeError: a callback of rank 0 alone calls it, and no other rank would answer.
-        """
-        running = self.callbacks.running
-        if running is not None and not running.all_ranks and self.fabric.world_size > 1:
-            raise RuntimeError(f"the callback {running.name!r} calls trainer.should_stop: it needs all_ranks = True")
+    def check_in(self) -> None:
+        """All ranks call it once a step and once a batch of an evaluation: work goes on, and they vote on `stop`."""
         self.sentinel.beat()
         self.saver.collect(self)
         self.guard.poll()
@@ -252,6 +245,17 @@ class Trainer:
         if self.comparison is not None and self.comparison.difference() is not None:
             wish = Stop.CORRUPT
         self.stop = self.vote.cast(wish)
+
+    def should_stop(self) -> Stop:
+        """For callbacks: checks in; returns why all ranks stop here, if they do.
+
+        Raises:
+            RuntimeError: a callback of rank 0 alone calls it, and no other rank would answer.
+        """
+        running = self.callbacks.running
+        if running is not None and not running.all_ranks and self.fabric.world_size > 1:
+            raise RuntimeError(f"the callback {running.name!r} calls trainer.should_stop: it needs all_ranks = True")
+        self.check_in()
         return self.stop
 
     @property
@@ -267,6 +271,7 @@ class Trainer:
         return self.saver.last_good_checkpoint
 
     def crossed(self, interval: int) -> bool:
+        """Whether the last step crossed a multiple of `interval` training tokens."""
         after = self.counters.token_count
         return (after - self.tokens_per_step) // interval != after // interval
 
@@ -326,18 +331,14 @@ class Trainer:
             self.compilation.warn_of_uncompiled()
 
     def _finish(self) -> None:
-        """After the last step, on every rank alike."""
+        """After the last step, on every rank alike. A stop for a fault ends in its error."""
         self.saver.collect(self, wait=True, must_succeed=self.stop != Stop.CORRUPT)
         self.callbacks.call_all("on_end")
         if self.stop == Stop.CORRUPT and self.comparison is not None:
             self.comparison.refuse(self.last_good_checkpoint)
         if self.stop == Stop.BAD_STEPS:
             self.guard.refuse(self.last_good_checkpoint, self.directory.root)
-        if left_out := self.guard.left_out:
-            log.warning(
-                "%s of %s updates were left out (metrics/jsonlines/bad_step.jsonl in %s)",
-                *(f"{left_out:,}", f"{self.counters.batch_count:,}", self.directory.root),
-            )
+        self.guard.sum_up(self.counters.batch_count, self.directory.root)
         self.start.end("preempted" if self.stop else "done", self.sentinel.request or "")
         done = f"{self.counters.token_count:,} tokens in {self.directory.root}"
         log.info("%s: %s", "stopped and saved" if self.stop else "training finished", done)

@@ -19,7 +19,7 @@ from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 from forgetting_transformer.training.eval_sets import kind_of
-from forgetting_transformer.training.feed import feed
+from forgetting_transformer.training.faults.readers import restarted
 from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length, mean_loss
 from forgetting_transformer.training.records.metrics import prefixed
 
@@ -76,7 +76,7 @@ class HeldOut(Callback):
             return trainer.sentinel.reading(self._corpus)
 
         shown = fabric.is_global_zero and sys.stderr.isatty()
-        for batch in tqdm(feed(read, waiting), desc=self._title, unit="batch", leave=False, disable=not shown):
+        for batch in tqdm(restarted(read, waiting), desc=self._title, unit="batch", leave=False, disable=not shown):
             if trainer.should_stop():
                 done = f"{trainer.counters.token_count:,}"
                 log.info("the evaluation after %s tokens was broken off (%s)", done, self._title)

@@ -1,77 +1,43 @@
 """The configuration of a training run: every key that all runs have, with its type, meaning and unit.
 
 YAML files under `configs/` fill these dataclasses. The keys of a component (an optimizer, a corpus, a callback) are
-those of the dataclass that it registers (plugins.py). parsing.py puts the dataclasses of a run's components together
-and has pydantic fill them; continuing.py says which keys may differ when a run is continued. `__post_init__` refuses
-values of a section that do not fit together; the function `check` refuses what so many processes cannot do. All
-intervals, budgets and schedule lengths are in training tokens of the whole job.
+those of the dataclass that it registers (plugins.py). types.py has the types and ranges of values. checks.py refuses
+what several sections, or so many processes, cannot do. parsing.py puts the dataclasses of a run's components together
+and has pydantic fill them. continuing.py says which keys may differ when a run is continued. All intervals, budgets and
+schedule lengths are in training tokens of the whole job.
 """
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, WrapValidator
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Field
 
-from forgetting_transformer.files import is_utf8
-from forgetting_transformer.metric_names import VAL_EMA, VAL_SET
-from forgetting_transformer.ranges import COUNT, SIZE, TOKENS, divisors
-from forgetting_transformer.training.records.run_directory import KINDS
+from forgetting_transformer.training.config.types import (
+    Check,
+    Count,
+    Devices,
+    LearningRate,
+    Positive,
+    SetName,
+    Size,
+    Switch,
+    Text,
+    TokenId,
+    Tokens,
+    TokensOrZero,
+    TracedSteps,
+    Workers,
+)
 
 
 class ConfigError(ValueError):
     """The configuration cannot be run; the message names the key, the value and the fix."""
 
 
-def _switch(word: str) -> BeforeValidator:
-    """Refuses 1 and 0 beside true, false and a word, which pydantic takes for true and false."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            raise PydanticCustomError("literal_error", "", {"expected": f"'{word}', true or false"})
-        return value
-
-    return BeforeValidator(check)
-
-
-#: True, false, or what is best here.
-Switch = Annotated[Literal["auto", True, False], _switch("auto")]
-#: Tokens of a run, a budget or an interval. Whole numbers may be written as 1e9.
-Tokens = Annotated[int, Field(ge=1, le=TOKENS.high)]
-#: Things of which there may be many: sequences in a batch, ids of a vocabulary, seconds.
-Count = Annotated[int, Field(ge=1, le=COUNT.high)]
-#: Widths and numbers of parts of a model.
-Size = Annotated[int, Field(ge=1, le=SIZE.high)]
-TokenId = Annotated[int, Field(ge=0, le=COUNT.high)]
-#: Ratios, scales and small constants that make no sense at zero.
-Positive = Annotated[float, Field(gt=0, le=1e9)]
-#: Zero is allowed: it trains nothing, which is a way to measure speed and to look at the data.
-LearningRate = Annotated[float, Field(ge=0, le=1000)]
-
-
-def _or_not_utf8(value: Any, check: Callable[[Any], Any]) -> Any:
-    """A file's name may be any bytes, and pydantic takes no text that is not UTF-8."""
-    return value if isinstance(value, str) and not is_utf8(value) else check(value)
-
-
-#: Text that is not empty, as a variable of the shell that is not set leaves it. To pathlib that is the current folder.
-Text = Annotated[str, Field(pattern=r"\S"), WrapValidator(_or_not_utf8)]
-
-_Workers = Annotated[int, Field(ge=0, le=1024)]
-_DEVICES = 1024
-#: Of one of `eval_sets`.
-_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
-#: Steps of a trace: one of a large model has tens of thousands of events.
-_TRACED_STEPS = 100
-
-
 @dataclass(kw_only=True)
 class FabricConfig:
     #: Processes on this node: a number or "auto". Under `fabric run` its own --devices decides; leave this alone.
-    devices: Any = "auto"
+    devices: Devices = "auto"
     #: Under `fabric run` its own --accelerator decides.
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
     #: "bf16-mixed": fp32 weights and optimizer, bf16 matrix products. Weights and moments in bf16 would be too coarse
@@ -82,18 +48,10 @@ class FabricConfig:
     peak_flops: Annotated[float, Field(ge=1, le=1e21)] | None = None
 
     def __post_init__(self) -> None:
-        devices = self.devices
-        listed = isinstance(devices, list) and all(type(n) is int and 0 <= n < _DEVICES for n in devices)
-        gpus = devices == -1 or (listed and 0 < len(devices) == len({*devices}))
-        counted = type(devices) is int and 1 <= devices <= _DEVICES
-        if not (devices == "auto" or gpus or counted):
+        if self.accelerator == "cpu" and (self.devices == -1 or isinstance(self.devices, list)):
             raise ConfigError(
-                f"fabric.devices={devices} must be a number of processes from 1 to {_DEVICES:,}, 'auto', GPUs as in "
-                "[0, 1], or -1 for all of them"
-            )
-        if gpus and self.accelerator == "cpu":
-            raise ConfigError(
-                f"fabric.devices={devices} means GPUs; with fabric.accelerator=cpu give a number of processes or 'auto'"
+                f"fabric.devices={self.devices} means GPUs; with fabric.accelerator=cpu give a number of processes or "
+                "'auto'"
             )
 
 
@@ -130,19 +88,13 @@ class TrainConfig:
     conv_weight_decay: bool = True
     #: [a, b]: write a trace of steps a to b of this start, on every rank, into `traces/`. Step 1 is the first of the
     #: start and compiles. null: none.
-    profile_steps: list[int] | None = None
+    profile_steps: TracedSteps | None = None
 
     def __post_init__(self) -> None:
         if self.block_inputs_on_host and not self.gradient_checkpointing:
             raise ConfigError(
                 "train.block_inputs_on_host=true moves what activation checkpointing keeps; set "
                 "train.gradient_checkpointing=true too"
-            )
-        steps = self.profile_steps
-        if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] < steps[0] + _TRACED_STEPS):
-            raise ConfigError(
-                f"train.profile_steps={steps} must be [first, last] with 1 <= first <= last, at most {_TRACED_STEPS} "
-                "steps, as in train.profile_steps=[10,12]"
             )
 
 
@@ -167,12 +119,12 @@ class StrategyConfig:
     #: processes) or "hsdp" (sharded within a node, replicated between nodes).
     name: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
     #: hsdp: processes that share one copy of the model. null: those of a node.
-    shard_size: Annotated[int, Field(ge=1, le=_DEVICES * 1024)] | None = None
+    shard_size: Annotated[int, Field(ge=1, le=2**20)] | None = None
     #: fsdp and hsdp: gather weights once a step and keep them until its last backward pass, instead of gathering each
     #: block before and after its use. "auto": where they take at most a twentieth of a GPU's memory.
     keep_gathered: Switch = "auto"
     #: So many ranks share each sequence, every one a part of it; the rest of the world is data parallel.
-    context: Annotated[int, Field(ge=1, le=_DEVICES)] = 1
+    context: Annotated[int, Field(ge=1, le=1024)] = 1
     #: Seconds without a step, or without a byte written of a checkpoint that is waited for, after which a rank is stuck
     #: and ends itself; so long it waits for the others in a collective operation. Each stage of the start
     #: may take half an hour more.
@@ -199,7 +151,7 @@ class ScheduleConfig:
     #: A name in plugins.SCHEDULES; those of this package are in training/optimization/schedule.py.
     name: str
     #: Tokens of linear warm-up from init_lr to optimizer.lr.
-    warmup_tokens: Annotated[int, Field(ge=0, le=TOKENS.high)] = 0
+    warmup_tokens: TokensOrZero = 0
     #: warmup_cosine and warmup_linear: tokens at which end_lr is reached, warm-up included.
     #: warmup_stable_decay: tokens of the whole run; the decay ends there.
     total_tokens: Tokens | None = None
@@ -219,12 +171,12 @@ class DataModuleConfig:
     #: Tokens of a sequence, and sequences of a global batch.
     train_batch_len: Count
     train_batch_size: Count
-    train_num_workers: _Workers = 2
+    train_num_workers: Workers = 2
     #: Held-out tokens that an evaluation reads; null: all.
     eval_tokens: Tokens | None = None
     eval_batch_len: Count
     eval_local_batch_size: Count
-    eval_num_workers: _Workers = 2
+    eval_num_workers: Workers = 2
     #: null: what the corpus itself says.
     vocab_size: Count | None = None
     bos_token_id: TokenId | None = None
@@ -314,7 +266,7 @@ class Config:
     final_eval: bool = True
     #: More held-out sets: name -> the folder of a corpus, in `data_dir`, absolute or a URL, whose held-out documents
     #: are evaluated with the corpus's own. At most datamodule.eval_tokens are read of each.
-    eval_sets: dict[str, Text] = field(default_factory=dict)
+    eval_sets: dict[SetName, Text] = field(default_factory=dict)
     #: Tokens between checkpoints; the newest `checkpoint_keep_last` stay, and one every checkpoint_keep_interval for
     #: good.
     checkpoint_interval: Tokens
@@ -325,91 +277,4 @@ class Config:
     checkpoint_background: bool = True
     #: true: check data, disk and memory, time a few steps, say what the run will cost, measure which micro-batch is
     #: fastest, with activation checkpointing and without, and train nothing. "check": without the measurement.
-    preflight: Annotated[Literal["check", True, False], _switch("check")] = False
-
-    def __post_init__(self) -> None:
-        for name in self.eval_sets:
-            if not _SET_NAME.fullmatch(name):
-                raise ConfigError(
-                    f"eval_sets: the name {name!r} must be of letters, digits, _ and -, at most 40, and begin with a "
-                    "letter or a digit: files are called by it"
-                )
-            if f"{VAL_SET}{name}" in (*KINDS, VAL_EMA):
-                raise ConfigError(f"eval_sets: the name {name!r} is that of a file of runs; choose another name")
-
-
-def check(config: Config, world_size: int) -> None:
-    """Refuses what so many processes cannot do, before anything is built.
-
-    Raises:
-        ConfigError: naming the key, the value and the fix.
-    """
-    data, train, sharing = config.datamodule, config.train, config.strategy.context
-    _check_context(config, world_size)
-    groups, called = world_size // sharing, "processes" if sharing == 1 else f"groups of {sharing} processes"
-    if data.train_batch_size % groups:
-        near = divisors(data.train_batch_size)
-        raise ConfigError(
-            f"datamodule.train_batch_size={data.train_batch_size} sequences cannot be shared equally by {groups} "
-            f"{called}; use a multiple of {groups}, or a number of {called} among {near}"
-        )
-    local_tokens = data.train_batch_size // groups * data.train_batch_len
-    micro_tokens = min(train.grad_acc_tokens, local_tokens)
-    if micro_tokens % data.train_batch_len or local_tokens % micro_tokens:
-        whose = "a rank's" if sharing == 1 else f"{sharing} ranks'"
-        fits = [n * data.train_batch_len for n in divisors(local_tokens // data.train_batch_len)]
-        raise ConfigError(
-            f"train.grad_acc_tokens={train.grad_acc_tokens:,} does not split {whose} {local_tokens:,} tokens "
-            f"({data.train_batch_size // groups} sequences of {data.train_batch_len:,}) into equal pieces of whole "
-            f"sequences; choose one of {fits}"
-        )
-    if (config.fork_dir is None) != (config.fork_step is None):
-        raise ConfigError(
-            f"fork_dir={config.fork_dir} and fork_step={config.fork_step} belong together: give both or neither"
-        )
-    if config.fork_step is not None and config.train.max_tokens <= config.fork_step:
-        raise ConfigError(
-            f"train.max_tokens={config.train.max_tokens:,} counts the tokens before the fork too, and "
-            f"fork_step={config.fork_step:,}: nothing would be trained; set train.max_tokens above fork_step"
-        )
-    if config.fork_dir and not config.resume:
-        raise ConfigError("fork_dir starts from a checkpoint, resume=false starts from nothing: choose one")
-    if config.fork_dir and config.init_from:
-        raise ConfigError(
-            f"fork_dir={config.fork_dir} and init_from={config.init_from} both say what to begin with: choose fork_dir "
-            "to take moments, counters and position in the data along, or init_from for the weights alone"
-        )
-    if config.init_from and not config.resume and _same_folder(config.init_from, config.output_dir):
-        raise ConfigError(
-            f"init_from={config.init_from} is the output_dir, whose run resume=false moves aside; choose another "
-            "output_dir"
-        )
-    for key in ("init_step", "init_allow"):
-        if getattr(config, key) and not config.init_from:
-            raise ConfigError(f"{key}={getattr(config, key)} has no effect without init_from; give both or neither")
-
-
-def _same_folder(one: str, other: str) -> bool:
-    return Path(one).expanduser().absolute() == Path(other).expanduser().absolute()
-
-
-def _check_context(config: Config, world_size: int) -> None:
-    """
-    Raises:
-        ConfigError: the ranks cannot share sequences as `strategy.context` says.
-    """
-    if (sharing := config.strategy.context) == 1:
-        return
-    if world_size % sharing:
-        raise ConfigError(
-            f"strategy.context={sharing} ranks share a sequence, and {world_size} process"
-            f"{' is' if world_size == 1 else 'es are'} not a multiple of {sharing}; use one of {divisors(world_size)}, "
-            "or another number of processes"
-        )
-    keys = ("train_batch_len", *(() if config.skip_eval else ("eval_batch_len",)))
-    for key in keys:
-        if (length := getattr(config.datamodule, key)) % sharing:
-            raise ConfigError(
-                f"datamodule.{key}={length:,} tokens have no equal parts for strategy.context={sharing} ranks; use a "
-                f"multiple of {sharing}"
-            )
+    preflight: Check = False

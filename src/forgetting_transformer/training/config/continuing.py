@@ -1,13 +1,12 @@
 """Which keys may differ when a run is continued: all that do not decide what its weights become."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from forgetting_transformer import plugins
 from forgetting_transformer.console import redact_tree
 from forgetting_transformer.files import flatten
-from forgetting_transformer.plugins import ALL, Component
+from forgetting_transformer.plugins import ALL
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.config.parsing import components_of, config_class, keys_of
 
@@ -33,23 +32,13 @@ FREE_KEYS = (
 )  # fmt: skip
 
 
-def free_keys(flat: Mapping[str, Any]) -> tuple[str, ...]:
-    """FREE_KEYS and those that the components of a flat config declare."""
-    found = components_of(flat)
-    of_components = (
-        section if key == ALL else f"{section}.{key}"
-        for section, component in found.items()
-        if isinstance(component, Component)
-        for key in component.free
-    )
-    return (*FREE_KEYS, *of_components)
-
-
 def decisive(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that decides the weights: flat, without free keys, with defaults for newer keys."""
     flat = flatten(config)
     values = {key: item.default for key, item in keys_of(config_class(flat)).items()} | flat
-    free = free_keys(flat)
+    free = [*FREE_KEYS]
+    for section, component in components_of(flat).items():
+        free += [section if key == ALL else f"{section}.{key}" for key in component.free]
     return {
         key: value
         for key, value in values.items()

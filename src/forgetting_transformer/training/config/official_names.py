@@ -6,7 +6,7 @@ official names.
 """
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
@@ -41,6 +41,8 @@ MODEL_FIELDS = frozenset({
     "attn_mode", "expand_ratio", "use_short_conv", "conv_size", "use_lower_bound", "expand_k", "expand_v", "use_gate",
     "use_beta", "qk_activation", "norm_first",
 })  # fmt: skip
+#: Official names that are understood, by section.
+OFFICIAL: dict[str, Collection[str]] = {"model.config": MODEL_FIELDS, "schedule": SCHEDULE}
 _ONE_LENGTH = "sequences are as long as {}_batch_len, and documents as the corpus has them"
 #: Official keys without a counterpart, and why.
 GONE = {
@@ -56,8 +58,6 @@ GONE = {
         for key in ("seq_len", "doc_len")
     },
 }
-
-
 #: Names that other frameworks have for a key.
 OTHER_NAMES = {
     "learning_rate": "lr",
@@ -77,8 +77,10 @@ def admit(arguments: Sequence[str]) -> list[str]:
     names, and those that users name (`eval_sets`).
 
     Raises:
-        CompactHydraException: a key and its official name are both given.
+        CompactHydraException: a key and its official name are both given, or a value without a key.
     """
+    if nameless := [argument for argument in arguments if argument.startswith("=")]:
+        raise CompactHydraException(f"ConfigError: {nameless[0]!r} has no key; write key=value")
     keys = _keys(arguments)
     for name, (own, _) in SCHEDULE.items():
         if {f"schedule.{name}", own} <= keys:
@@ -88,17 +90,13 @@ def admit(arguments: Sequence[str]) -> list[str]:
     return [f"++{argument}" if _is_admitted(argument.partition("=")[0]) else argument for argument in arguments]
 
 
+def _is_admitted(key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    return name in OFFICIAL.get(section, ()) or key.partition(".")[0] == "eval_sets"
+
+
 def _keys(arguments: Sequence[str]) -> set[str]:
     return {argument.partition("=")[0].lstrip("+") for argument in arguments if "=" in argument}
-
-
-def _is_admitted(key: str) -> bool:
-    return _is_official(key) or key == "eval_sets" or key.startswith("eval_sets.")
-
-
-def _is_official(key: str) -> bool:
-    section, _, name = key.rpartition(".")
-    return (section == "model.config" and name in MODEL_FIELDS) or (section == "schedule" and name in SCHEDULE)
 
 
 def translate(config: DictConfig, typed: Sequence[str] = ()) -> None:

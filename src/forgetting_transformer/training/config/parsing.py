@@ -92,13 +92,12 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
     if said := plugins.missing(values.get("plugins")):
         raise ConfigError(said)
     flat = flatten(values)
-    components = components_of(flat)
-    for found in components.values():
-        if isinstance(found, UnknownComponentError):
-            raise ConfigError(str(found))
+    try:
+        components = components_of(flat, skip_unknown=False)
+    except UnknownComponentError as error:
+        raise ConfigError(str(error)) from error
     config = typing.cast(Config, _validated(config_class(flat), values, flatten(written)))
-    used = {found.plugin for found in components.values() if isinstance(found, Component)}
-    used.add(plugins.MODELS.plugin_of(config.model.name))
+    used = {component.plugin for component in components.values()} | {plugins.MODELS.plugin_of(config.model.name)}
     config.plugins += sorted(used - {*config.plugins, ""})
     return config
 
@@ -118,8 +117,12 @@ def parse_section(section: str, composed: Any) -> Any:
     return getattr(_validated(alone, values, {}), section)
 
 
-def components_of(flat: Mapping[str, Any]) -> dict[str, Component | UnknownComponentError]:
-    """What a flat config, {"optimizer.name": "adamw", …}, names: section, such as "callbacks.lm_eval" -> component."""
+def components_of(flat: Mapping[str, Any], skip_unknown: bool = True) -> dict[str, Component]:
+    """The components that a flat config, {"optimizer.name": "adamw", …}, names, by section ("callbacks.lm_eval").
+
+    Raises:
+        UnknownComponentError: one is unknown, unless `skip_unknown`.
+    """
     named: dict[str, tuple[Registry, Any]] = {}
     for section, (registry, base) in _NAMED.items():
         name = flat.get(f"{section}.name", getattr(base, "name", MISSING))
@@ -130,13 +133,11 @@ def components_of(flat: Mapping[str, Any]) -> dict[str, Component | UnknownCompo
         if section == "callbacks" and rest:
             name = rest.partition(".")[0]
             named[f"callbacks.{name}"] = CALLBACKS, name
-    found: dict[str, Component | UnknownComponentError] = {}
-    for section, (registry, name) in named.items():
-        try:
-            found[section] = registry.get(name)
-        except UnknownComponentError as error:
-            found[section] = error
-    return found
+    return {
+        section: registry.get(name)
+        for section, (registry, name) in named.items()
+        if not skip_unknown or (isinstance(name, str) and name in registry)
+    }
 
 
 def config_class(flat: Mapping[str, Any]) -> type[Config]:
@@ -145,8 +146,7 @@ def config_class(flat: Mapping[str, Any]) -> type[Config]:
     Raises:
         ConfigError: a component registered a dataclass that does not fit.
     """
-    known = {section: found for section, found in components_of(flat).items() if isinstance(found, Component)}
-    return _config_class(tuple((section, found.config) for section, found in known.items()))
+    return _config_class(tuple((section, component.config) for section, component in components_of(flat).items()))
 
 
 @functools.cache

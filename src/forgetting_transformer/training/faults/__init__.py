@@ -7,7 +7,7 @@
  5  full disk at a save                    ../saving.py and ../checkpoint/ do without it; status.py is written anyway
  6  damaged checkpoint                     ../checkpoint/ takes the one before
  7  missing or damaged data                data/
- 8  reader dead, silent or without memory  ../feed.py starts new ones; sentinel.py; data/worker.py
+ 8  reader dead, silent or without memory  readers.py starts new ones; sentinel.py; data/worker.py
  9  changed config or corpus at resume     ../config/continuing.py
 10  ranks that differ                      corruption.py compares them
 11  two starts in one folder               ../records/run_directory.py has the lock, status.py takes it

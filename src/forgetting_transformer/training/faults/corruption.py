@@ -11,10 +11,12 @@ averaged, is in the weights of all.
 """
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -39,8 +41,9 @@ class Comparison:
         self._found: str | None = None
 
     @torch.no_grad()
-    def begin(self, batch: int, tensors: Mapping[str, Tensor]) -> None:
-        """Gathers the digests of `tensors` on all ranks; called by all of them after the same step, `batch`."""
+    def begin(self, batch: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Gathers the digests of all ranks' tensors; called by all of them after the same step, `batch`."""
+        tensors = weights_and_moments(model, optimizer)
         mine = digests(tensors.values())
         gathered = mine.new_empty(self._world_size, len(mine))
         dist.all_gather(list(gathered.unbind()), mine)
@@ -68,6 +71,14 @@ class Comparison:
                 f"failed; nothing was saved since, and {last_good_checkpoint}. Leave that machine out, or test it, and "
                 "start the same command again"
             )
+
+
+def comparison_of(fabric: Fabric, steps: int | None) -> Comparison | None:
+    """Comparison of the ranks; None where no two hold the same, or without `strategy.compare_steps`."""
+    strategy, shards = fabric.strategy, 1
+    if isinstance(strategy, ModelParallelStrategy):
+        shards = strategy.device_mesh.shape[1]
+    return Comparison(fabric.world_size, shards, steps) if steps and fabric.world_size > shards else None
 
 
 def judge(batch: int, names: Sequence[str], table: Tensor, shards: int = 1) -> str | None:

@@ -15,8 +15,8 @@ from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.errors import DeviceError, TrainingError
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.peers import STOPPED, Peers
+from forgetting_transformer.training.faults.readers import DataWorkerError
 from forgetting_transformer.training.faults.sentinel import Sentinel
-from forgetting_transformer.training.feed import DataWorkerError
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ host learns of it when the device gets there, a step or two later. Other optimiz
 the host waits for the decision and does not call them.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from torch import Tensor
 from forgetting_transformer.data.corpus import Place
 from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.faults.delayed import Delayed
+
+log = logging.getLogger(__name__)
 
 #: Steps whose gradient norms the spike rule looks back at.
 WINDOW = 128
@@ -128,6 +131,14 @@ class StepGuard:
     def left_out(self) -> int:
         """Updates of the whole run that were left out. Waits for the device."""
         return int(self._skipped.item())
+
+    def sum_up(self, batches: int, folder: Path) -> None:
+        """Says how many of all updates of the run were left out, if any were."""
+        if left_out := self.left_out:
+            log.warning(
+                "%s of %s updates were left out (metrics/jsonlines/bad_step.jsonl in %s)",
+                *(f"{left_out:,}", f"{batches:,}", folder),
+            )
 
     def refuse(self, last_good_checkpoint: str, folder: Path) -> NoReturn:
         """

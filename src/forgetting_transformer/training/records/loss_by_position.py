@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from forgetting_transformer import metric_names as names
+from forgetting_transformer.training.config import DataModuleConfig
+from forgetting_transformer.training.parallel.ranks import Ranks
 
 
 class PositionSums:
@@ -63,6 +65,35 @@ class PositionSums:
         """How many sequences have each position; None if all have all. Waits for the device."""
         counts_T = self.sequences_T.cpu().numpy().copy()  # on a CPU it would be the sums themselves
         return None if (counts_T == counts_T[0]).all() else counts_T
+
+
+class StepLosses(PositionSums):
+    """Losses of a training step: at every position, and of every sequence of the global batch, `loss_B`.
+
+    Both are in one vector, `flat`, which holds what this rank has until it is summed over all ranks.
+
+    Args:
+        data: shape of the global batch. ranks: which part of it is this rank's.
+    """
+
+    def __init__(self, data: DataModuleConfig, ranks: Ranks, device: torch.device) -> None:
+        length = data.train_batch_len
+        flat = torch.zeros(2 * length + data.train_batch_size, dtype=torch.float64, device=device)
+        super().__init__(flat[: 2 * length])
+        self.flat, self.loss_B = flat, flat[2 * length :]
+        self._part, self._sharing = ranks.part(length), ranks.sharing
+        self._first_row = ranks.data_rank * (data.train_batch_size // ranks.data_size)
+
+    def add_micro_batch(self, loss_BT: Tensor, start: int, position_BT: Tensor | None) -> None:
+        """Adds a micro-batch.
+
+        Args:
+            start: its first row among this rank's.
+            position_BT: of packed documents, the position of each token in its own.
+        """
+        self.add(loss_BT, position_BT=position_BT, part=self._part)
+        row = self._first_row + start
+        self.loss_B[row : row + len(loss_BT)] = loss_BT.mean(1, dtype=torch.float64) / self._sharing
 
 
 def _add_at(total_T: Tensor, position_N: Tensor, value_N: Tensor) -> None:

@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
-from torch import nn
 
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.files import append_durably, write_atomically
 from forgetting_transformer.metric_names import MODEL_INFO, RESUME, TRAIN_DATA_INFO, VAL_DATA_INFO, name_of
-from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.config.continuing import recorded
 from forgetting_transformer.training.records.metrics import MetricsLog
 from forgetting_transformer.training.records.run_directory import RunDirectory
 from forgetting_transformer.versions import installed_versions
@@ -32,7 +29,7 @@ PACKAGES = (
 )  # fmt: skip
 
 
-def model_info(model: Any, flops_per_token: float) -> dict[str, float]:
+def _model_info(model: Any, flops_per_token: float) -> dict[str, float]:
     """Parameter counts, over all ranks, and FLOPs."""
     total = sum(p.numel() for p in model.parameters())
     embedding = model.get_input_embeddings().weight.numel()
@@ -45,7 +42,7 @@ def model_info(model: Any, flops_per_token: float) -> dict[str, float]:
     }
 
 
-def data_description(info: DataInfo, local_batch_size: int, data_size: int) -> dict[str, Any]:
+def _data_description(info: DataInfo, local_batch_size: int, data_size: int) -> dict[str, Any]:
     """What a split offers, with the sizes of batches under their official names.
 
     Args:
@@ -62,40 +59,39 @@ def data_description(info: DataInfo, local_batch_size: int, data_size: int) -> d
     }
 
 
-def write_descriptions(
-    directory: RunDirectory,
-    config: Config,
-    model: nn.Module,
-    undecayed: set[str],
-    info: dict[str, float],
-    start: dict[str, Any],
-) -> None:
-    """Writes config.yaml, model.txt and the lists of parameters, and appends `start` to starts.jsonl."""
+def _write_descriptions(trainer: "TrainerInterface", info: dict[str, float]) -> None:
+    """Writes config.yaml, model.txt and the lists of parameters, and appends this start to starts.jsonl."""
+    directory, model = trainer.directory, trainer.model.module
     root = directory.root
-    write_atomically(directory.config, yaml.safe_dump(recorded(config), sort_keys=False))
+    write_atomically(directory.config, yaml.safe_dump(trainer.resolved, sort_keys=False))
     write_atomically(root / "model.txt", f"{model}\n{json.dumps(info, indent=1)}\n")
-    shapes = {n: f"{n} {tuple(p.shape)}\n" for n, p in model.named_parameters()}
-    decayed = [line for name, line in shapes.items() if name not in undecayed]
+    shapes = {name: f"{name} {tuple(p.shape)}\n" for name, p in model.named_parameters()}
+    decayed = [line for name, line in shapes.items() if name not in trainer.undecayed]
     write_atomically(root / "decay_params.txt", "".join(decayed))
-    write_atomically(root / "no_decay_params.txt", "".join(shapes[n] for n in shapes if n in undecayed))
-    start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **start}
+    write_atomically(root / "no_decay_params.txt", "".join(shapes[n] for n in shapes if n in trainer.undecayed))
+    start = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "step": trainer.counters.token_count,
+        "origin": trainer.origin.text,
+        "world_size": trainer.fabric.world_size,
+        **trainer.environment,
+    }
     append_durably(root / "starts.jsonl", f"{json.dumps(start)}\n".encode())
 
 
 def open_metrics(trainer: "TrainerInterface") -> MetricsLog:
     """Writes the descriptions of a run, and begins or continues its metrics; rank 0."""
     config, step = trainer.config, trainer.counters.token_count
-    data, world_size, shares = config.datamodule, trainer.fabric.world_size, trainer.ranks.data_size
-    info = model_info(trainer.model.module, trainer.flops_per_token)
-    start = {"step": step, "origin": trainer.origin.text, "world_size": world_size, **trainer.environment}
-    write_descriptions(trainer.directory, config, trainer.model.module, trainer.undecayed, info, start)
+    data, shares = config.datamodule, trainer.ranks.data_size
+    info = _model_info(trainer.model.module, trainer.flops_per_token)
+    _write_descriptions(trainer, info)
     _copy_tokenizer(trainer.data.folder, trainer.directory)
     metrics = MetricsLog(trainer.directory, step, trainer.kinds)
     metrics.report(RESUME, step, {name_of(RESUME, "resume_step"): step})
     local = data.train_batch_size // shares
-    metrics.report_once(TRAIN_DATA_INFO, step, data_description(trainer.data_info, local, shares))
+    metrics.report_once(TRAIN_DATA_INFO, step, _data_description(trainer.data_info, local, shares))
     if not config.skip_eval:
-        described = data_description(trainer.data.eval_info(), data.eval_local_batch_size, shares)
+        described = _data_description(trainer.data.eval_info(), data.eval_local_batch_size, shares)
         metrics.report_once(VAL_DATA_INFO, step, described)
     metrics.report_once(MODEL_INFO, step, info)
     return metrics

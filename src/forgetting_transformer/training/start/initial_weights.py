@@ -7,16 +7,18 @@ nothing that a source names is run.
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data import DataInfo
+from forgetting_transformer.data.corpus import Corpus
 from forgetting_transformer.data.vocabulary import other_token, tokens_of
 from forgetting_transformer.files import read_json
 from forgetting_transformer.hub_connection import model_folder
@@ -26,9 +28,11 @@ from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.training.checkpoint.folder import read_newest, steps_in
 from forgetting_transformer.training.checkpoint.reading import read_weights
 from forgetting_transformer.training.config import Config, ConfigError
+from forgetting_transformer.training.counters import Origin
 from forgetting_transformer.training.export import official_checkpoint
 from forgetting_transformer.training.export.folder import MARK
 from forgetting_transformer.training.optimization.parameter_groups import named_by
+from forgetting_transformer.training.parallel.ranks import on_rank_zero
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -38,48 +42,34 @@ _FROM_THE_HUB = ["config.json", "*.safetensors", MARK, "tokenizer*", "*.txt", "*
 _HEADS = ("num_heads", "num_kv_heads", "head_dim", "n_groups", "expand_ratio")
 
 
-class Source(NamedTuple):
-    """A model that `init_from` names.
+@dataclass
+class InitialWeights:
+    """Weights of a model that `init_from` names, of which `fill` takes those that fit.
 
     Attributes:
-        fields: of its configuration. tensors: its weights by name.
+        fields: of the configuration of that model.
+        tensors: its weights by name; on rank 0 only.
         tokenizer: folder of its tokenizer; None where there is none.
-        record: where it is, as the run's checkpoints keep it.
+        record: where they come from, as the run's checkpoints keep it: `source`, and what else is known of it.
+        fresh: tensors of the model in training that keep what was drawn for them.
+        notes: what is to be told of them once there is a log; on rank 0 only.
     """
 
     fields: dict[str, Any]
     tensors: dict[str, Tensor]
     tokenizer: Path | None
     record: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class InitialWeights:
-    """Weights for a new run.
-
-    Attributes:
-        names: of the model's tensors that they fill; tensors: those, on rank 0 only.
-        fresh: the model's tensors that keep what was drawn for them.
-        record: where they come from: `source`, and what else is known of it.
-        notes: what is to be told of them once there is a log; on rank 0 only.
-    """
-
-    names: list[str]
-    tensors: dict[str, Tensor]
-    fresh: list[str]
-    record: dict[str, Any]
-    notes: list[str]
+    fresh: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def fill(self, model: nn.Module) -> None:
         """Puts them into a model on the CPU; called by all ranks, and the same on each."""
-        own, group = model.state_dict(), None
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            group = dist.new_group(backend="gloo")
-        for name in self.names:
+        group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
+        for name, own in model.state_dict().items():
             if name in self.tensors:
-                own[name].copy_(self.tensors.pop(name))
-            if group is not None:
-                dist.broadcast(own[name], src=0, group=group)
+                own.copy_(self.tensors.pop(name))
+            if group is not None and name not in self.fresh:
+                dist.broadcast(own, src=0, group=group)
         if group is not None:
             dist.destroy_process_group(group)
 
@@ -92,32 +82,44 @@ class InitialWeights:
         return f"a new run, weights from {self.record['source']}{f' ({said})' if said else ''}{fresh}"
 
 
-def initial_weights(config: Config, model: Any, data: DataInfo, corpus: Path) -> InitialWeights:
-    """Reads what `init_from` names for a model; on one rank.
+def on_all_ranks(config: Config, fabric: Fabric, data: Corpus, model: nn.Module, origin: Origin) -> InitialWeights:
+    """Reads on rank 0, which alone needs the folder, what `init_from` has for a model; `origin` says what that is.
 
     Args:
         model: that the run trains; only names and shapes of its tensors are looked at, so it may be on "meta".
-        corpus: folder that holds the corpus's tokenizer in `tokenizer/`, if it has one.
 
     Raises:
         ConfigError: it cannot be read, or does not fit and `init_allow` does not say that it need not.
     """
+    mine = on_rank_zero(fabric, lambda: _read(config, model, data.train_info(), data.folder))
+    told: Any = None if mine is None else replace(mine, fields={}, tensors={}, tokenizer=None, notes=[])
+    told = fabric.broadcast(told)
+    weights: InitialWeights = mine or told
+    origin.text, origin.weights_from, origin.notes = str(weights), weights.record, weights.notes
+    return weights
+
+
+def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> InitialWeights:
     log.info("reading the initial weights: %s", config.init_from)
     try:
-        source = find(str(config.init_from), config.init_step)
-        fresh, unused = _unmatched(source, config, model, _other_vocabulary(source, data, corpus))
-        taken = {name: tensor for name, tensor in source.tensors.items() if name not in {*fresh, *unused}}
-        check_finite(taken.items(), source.record["source"])
+        weights = find(str(config.init_from), config.init_step)
+        weights.fresh, unused = _unmatched(weights, config, model, _other_vocabulary(weights, data, corpus))
+        for name in {*weights.fresh, *unused} & weights.tensors.keys():
+            del weights.tensors[name]
+        check_finite(weights.tensors.items(), weights.record["source"])
     except ConfigError:
         raise
     except Exception as error:  # of a file, of the hub's client, of a tokenizer
         raise ConfigError(f"init_from={config.init_from}: {one_line(error)}") from error
-    notes = {"fresh initial weights for ": fresh, "not used: ": unused}
-    said = [f"init_from: {what}{', '.join(names)}" for what, names in notes.items() if names]
-    return InitialWeights([*taken], taken, fresh, source.record | ({"fresh": fresh} if fresh else {}), said)
+    if weights.fresh:
+        weights.record["fresh"] = weights.fresh
+        weights.notes.append(f"init_from: fresh initial weights for {', '.join(weights.fresh)}")
+    if unused:
+        weights.notes.append(f"init_from: not used: {', '.join(unused)}")
+    return weights
 
 
-def find(name: str, step: int | None = None) -> Source:
+def find(name: str, step: int | None = None) -> InitialWeights:
     """The model of a folder or hub id.
 
     Args:
@@ -147,7 +149,7 @@ def find(name: str, step: int | None = None) -> Source:
     return _exported(downloaded, {"source": name, "revision": downloaded.name})
 
 
-def _of_run(directory: RunDirectory, step: int | None, official: bool) -> Source:
+def _of_run(directory: RunDirectory, step: int | None, official: bool) -> InitialWeights:
     if official:
         checkpoint, state, model = official_checkpoint.load_model(directory, step)
         tensors = model.state_dict()
@@ -162,10 +164,10 @@ def _of_run(directory: RunDirectory, step: int | None, official: bool) -> Source
         checkpoint, state, tensors = found
     tokenizer = directory.tokenizer if directory.tokenizer.is_dir() else None
     record = {"source": str(directory.root), "step": checkpoint.step, "tag": state["config"].get("tag")}
-    return Source(state["model_config"], tensors, tokenizer, record)
+    return InitialWeights(state["model_config"], tensors, tokenizer, record)
 
 
-def _exported(folder: Path, record: dict[str, Any]) -> Source:
+def _exported(folder: Path, record: dict[str, Any]) -> InitialWeights:
     tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -179,10 +181,12 @@ def _exported(folder: Path, record: dict[str, Any]) -> Source:
         names = {"step": "checkpoint", "tag": "tag", "weights": "weights"}
         record |= {key: mark[name] for key, name in names.items() if mark.get(name) is not None}
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    return Source(read_json(folder / "config.json"), tensors, folder if has_tokenizer else None, record)
+    return InitialWeights(read_json(folder / "config.json"), tensors, folder if has_tokenizer else None, record)
 
 
-def _unmatched(source: Source, config: Config, model: Any, other_vocabulary: str | None) -> tuple[list[str], list[str]]:
+def _unmatched(
+    source: InitialWeights, config: Config, model: Any, other_vocabulary: str | None
+) -> tuple[list[str], list[str]]:
     """The model's tensors that stay fresh, and those of the source that are left out.
 
     Raises:
@@ -219,7 +223,7 @@ def _unmatched(source: Source, config: Config, model: Any, other_vocabulary: str
     return sorted(reasons.keys() & own.keys()), sorted(reasons.keys() - own.keys())
 
 
-def _check_heads(source: Source, config: Config, model: Any) -> None:
+def _check_heads(source: InitialWeights, config: Config, model: Any) -> None:
     """
     Raises:
         ConfigError: the model would read the weights of a mixer as those of other heads; shapes need not show it.
@@ -241,7 +245,7 @@ def _check_heads(source: Source, config: Config, model: Any) -> None:
             )
 
 
-def _other_vocabulary(source: Source, data: DataInfo, corpus: Path) -> str | None:
+def _other_vocabulary(source: InitialWeights, data: DataInfo, corpus: Path) -> str | None:
     """Difference between its tokens and the corpus's, in words; None where there is none, as far as is known."""
     size, bos = source.fields.get("vocab_size"), source.fields.get("bos_token_id")
     if size != data.vocab_size:

@@ -25,6 +25,7 @@ from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint.folder import steps_in
 from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.errors import PreflightError
 from forgetting_transformer.training.faults.failures import Start, out_of_memory
 from forgetting_transformer.training.records.metrics import duration
 from forgetting_transformer.training.records.run_directory import RunDirectory
@@ -38,10 +39,6 @@ _MOST_SIZES = 8
 _MOST_MEMORY = 0.92
 #: A larger micro-batch is proposed although it is slower by no more than this.
 _EQUAL = 0.01
-
-
-class PreflightError(RuntimeError):
-    """The run would fail later; the message lists every reason."""
 
 
 def preflight(config: Config) -> None:
@@ -158,9 +155,9 @@ def _compare(trainer: Trainer) -> None:
         if trainer.fabric.is_global_zero:
             print(line, flush=True)
 
-    if found := _timed(trainer, say):
-        fastest, how, _ = max(found)
-        largest = max(tokens for speed, other, tokens in found if other is how and speed >= (1 - _EQUAL) * fastest)
+    if timed := _timed(trainer, say):
+        fastest, how, _ = max(timed)
+        largest = max(tokens for speed, other, tokens in timed if other is how and speed >= (1 - _EQUAL) * fastest)
         say(
             f"\nfastest that fits ({fastest:,.0f} tokens/s):\n  train.grad_acc_tokens={largest} "
             f"train.gradient_checkpointing={str(how).lower()}"
@@ -178,7 +175,7 @@ def _timed(trainer: Trainer, say: Callable[[str], None]) -> list[tuple[float, bo
     sizes = divisors(len(batch["input_ids"]))
     sizes = sizes if len(sizes) <= _MOST_SIZES else [*sizes[: _MOST_SIZES - 1], sizes[-1]]
     with_graphs, most = trainer.graphs.on, _MOST_MEMORY * _memory(fabric.device)[1]
-    found: list[tuple[float, bool, int]] = []
+    timed: list[tuple[float, bool, int]] = []
 
     say(f"\n{'checkpointing':<15}{'grad_acc_tokens':<17}{'tokens/s':<12}memory")
     # What is kept on the host is what checkpointing keeps.
@@ -197,10 +194,10 @@ def _timed(trainer: Trainer, say: Callable[[str], None]) -> list[tuple[float, bo
             except torch.OutOfMemoryError:
                 say(f"{row}{'-':<12}out of memory")
                 if fabric.world_size > 1:
-                    return found  # DDP and FSDP cannot go on after half a step
+                    return timed  # DDP and FSDP cannot go on after half a step
                 break
             speed, peak = data.train_batch_size * data.train_batch_len / step, _memory(fabric.device)[0]
-            found.append((speed, checkpointing, train.grad_acc_tokens))
+            timed.append((speed, checkpointing, train.grad_acc_tokens))
             say(f"{row}{speed:<12,.0f}{size_in_words(peak) if most else '-'}")
             # Weights and moments do not grow with the micro-batch.
             trainer.optimizer.zero_grad()
@@ -210,7 +207,7 @@ def _timed(trainer: Trainer, say: Callable[[str], None]) -> list[tuple[float, bo
             if full:
                 say(f"{row.split()[0]:<15}{following * data.train_batch_len:<17,}{'-':<12}would not fit")
                 break
-    return found
+    return timed
 
 
 def _seconds(trainer: Trainer, batch: dict[str, torch.Tensor]) -> float:

@@ -18,12 +18,25 @@ from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import check_continues
 from forgetting_transformer.training.counters import Counters, Origin
 from forgetting_transformer.training.execution.choice import recorded
+from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
+from forgetting_transformer.training.records.logs import start_logging
 from forgetting_transformer.training.records.metrics import MetricsLog
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
+
+
+def move_aside(directory: RunDirectory, fabric: Fabric) -> None:
+    """With resume=false: what the folder holds of a run goes into `previous/`, and the log begins."""
+
+    def move() -> None:
+        if moved := status.move_aside(directory):
+            log.warning("resume=false: what the run in %s had written is now in %s", directory.root, moved)
+
+    on_rank_zero(fabric, move)
+    start_logging(directory, fabric.global_rank)
 
 
 def find_checkpoint(config: Config, checkpointer: Checkpointer, fabric: Fabric) -> Origin:

@@ -1,0 +1,83 @@
+"""Rules between sections of a configuration, of which some depend on the number of processes."""
+
+from pathlib import Path
+
+from forgetting_transformer.ranges import divisors
+from forgetting_transformer.training.config import Config, ConfigError
+
+
+def check(config: Config, world_size: int) -> None:
+    """Refuses what so many processes cannot do, before anything is built.
+
+    Raises:
+        ConfigError: naming the key, the value and the fix.
+    """
+    data, train, sharing = config.datamodule, config.train, config.strategy.context
+    _check_context(config, world_size)
+    groups, called = world_size // sharing, "processes" if sharing == 1 else f"groups of {sharing} processes"
+    if data.train_batch_size % groups:
+        near = divisors(data.train_batch_size)
+        raise ConfigError(
+            f"datamodule.train_batch_size={data.train_batch_size} sequences cannot be shared equally by {groups} "
+            f"{called}; use a multiple of {groups}, or a number of {called} among {near}"
+        )
+    local_tokens = data.train_batch_size // groups * data.train_batch_len
+    micro_tokens = min(train.grad_acc_tokens, local_tokens)
+    if micro_tokens % data.train_batch_len or local_tokens % micro_tokens:
+        whose = "a rank's" if sharing == 1 else f"{sharing} ranks'"
+        fits = [n * data.train_batch_len for n in divisors(local_tokens // data.train_batch_len)]
+        raise ConfigError(
+            f"train.grad_acc_tokens={train.grad_acc_tokens:,} does not split {whose} {local_tokens:,} tokens "
+            f"({data.train_batch_size // groups} sequences of {data.train_batch_len:,}) into equal pieces of whole "
+            f"sequences; choose one of {fits}"
+        )
+    if (config.fork_dir is None) != (config.fork_step is None):
+        raise ConfigError(
+            f"fork_dir={config.fork_dir} and fork_step={config.fork_step} belong together: give both or neither"
+        )
+    if config.fork_step is not None and config.train.max_tokens <= config.fork_step:
+        raise ConfigError(
+            f"train.max_tokens={config.train.max_tokens:,} counts the tokens before the fork too, and "
+            f"fork_step={config.fork_step:,}: nothing would be trained; set train.max_tokens above fork_step"
+        )
+    if config.fork_dir and not config.resume:
+        raise ConfigError("fork_dir starts from a checkpoint, resume=false starts from nothing: choose one")
+    if config.fork_dir and config.init_from:
+        raise ConfigError(
+            f"fork_dir={config.fork_dir} and init_from={config.init_from} both say what to begin with: choose fork_dir "
+            "to take moments, counters and position in the data along, or init_from for the weights alone"
+        )
+    if config.init_from and not config.resume and _same_folder(config.init_from, config.output_dir):
+        raise ConfigError(
+            f"init_from={config.init_from} is the output_dir, whose run resume=false moves aside; choose another "
+            "output_dir"
+        )
+    for key in ("init_step", "init_allow"):
+        if getattr(config, key) and not config.init_from:
+            raise ConfigError(f"{key}={getattr(config, key)} has no effect without init_from; give both or neither")
+
+
+def _same_folder(one: str, other: str) -> bool:
+    return Path(one).expanduser().absolute() == Path(other).expanduser().absolute()
+
+
+def _check_context(config: Config, world_size: int) -> None:
+    """
+    Raises:
+        ConfigError: the ranks cannot share sequences as `strategy.context` says.
+    """
+    if (sharing := config.strategy.context) == 1:
+        return
+    if world_size % sharing:
+        raise ConfigError(
+            f"strategy.context={sharing} ranks share a sequence, and {world_size} process"
+            f"{' is' if world_size == 1 else 'es are'} not a multiple of {sharing}; use one of {divisors(world_size)}, "
+            "or another number of processes"
+        )
+    keys = ("train_batch_len", *(() if config.skip_eval else ("eval_batch_len",)))
+    for key in keys:
+        if (length := getattr(config.datamodule, key)) % sharing:
+            raise ConfigError(
+                f"datamodule.{key}={length:,} tokens have no equal parts for strategy.context={sharing} ranks; use a "
+                f"multiple of {sharing}"
+            )
