@@ -176,6 +176,8 @@ class Stages:
 
     def _run(self, jobs: Sequence[Command], per_gpu: int) -> bool:
         """Runs commands, so many at a time on every GPU; whether all worked."""
+        if not jobs:
+            return True
         gpus = runner.visible_gpus()
         machine = runner.Machine(gpus, None if gpus else per_gpu, per_gpu)
         results = runner.run_jobs(jobs, machine, self.folder / "logs")
