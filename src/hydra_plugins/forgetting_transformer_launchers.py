@@ -2,11 +2,14 @@
 
 Hydra finds plugins by importing what lies in the namespace package `hydra_plugins`, wherever on sys.path a part of it
 is, and accepts no class from elsewhere. It does so in every process that uses Hydra, every rank of every run among
-them, so this file imports nothing heavy. The launcher itself is in _fabric_launcher.py: Hydra imports a module with
-such a name only when its class is asked for.
+them, so this file imports nothing heavy.
 """
 
 import io
+import os
+import sys
+import typing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,14 @@ from hydra._internal.core_plugins import file_config_source
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.errors import CompactHydraException
 from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from forgetting_transformer import files, plugins
@@ -28,7 +35,7 @@ from forgetting_transformer import files, plugins
 class FabricLauncherConfig:
     """The arguments of sweep.runner.Machine, which documents them."""
 
-    _target_: str = "hydra_plugins._fabric_launcher.FabricLauncher"
+    _target_: str = "hydra_plugins.forgetting_transformer_launchers.FabricLauncher"
     gpus: list[str] | None = None
     jobs_at_once: int | None = None
     jobs_per_gpu: int = 1
@@ -68,3 +75,106 @@ class FileConfigSource(file_config_source.FileConfigSource):
 # Its registry keeps the first class of a scheme, which is Hydra's.
 SourcesRegistry.instance().types["file"] = FileConfigSource
 ConfigStore.instance().store("fabric", FabricLauncherConfig, group="hydra/launcher")
+
+
+class FabricLauncher(Launcher):
+    """Runs the jobs of a sweep on this machine, each in processes of its own.
+
+    A job's output_dir is `output_dir/<what is swept>`, such as `output/sweep/optimizer.lr=0.001,seed=0`. An output_dir
+    that differs for every job, because it is swept or because of a `${…}` in it, is taken as it is.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings: dict[str, Any] = {
+            name: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+            for name, value in settings.items()
+        }
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context, self.config = hydra_context, config
+        # What this process was started with: train.py, or the file of `python -m forgetting_transformer.train`.
+        self.script = Path(sys.argv[0]).absolute()
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Runs all jobs, prints a table and writes it to `hydra.sweep.dir`.
+
+        Returns:
+            for each job, its final loss (held-out if it was evaluated), or an error if it did not finish.
+
+        Raises:
+            CompactHydraException: the jobs cannot be run at all; nothing was started.
+        """
+        if os.environ.get("LT_CLI_USED") == "1":
+            # Every rank would launch the whole sweep.
+            raise CompactHydraException(
+                "-m under `fabric run` is not possible; start `python train.py -m …`, "
+                "which starts a `fabric run` per job"
+            )
+        from forgetting_transformer.sweep import SweepError, runner
+        from forgetting_transformer.sweep.jobs import State
+        from forgetting_transformer.training import ConfigError
+
+        setup_globals()
+        folder = Path(self.config.hydra.sweep.dir).absolute()
+        try:
+            jobs = self._jobs(job_overrides)
+            results = runner.run_jobs(jobs, runner.Machine(**self.settings), folder)
+        except (SweepError, ConfigError) as error:
+            raise CompactHydraException(f"{type(error).__name__}: {error}") from error
+        table = runner.summary(results)
+        (folder / f"summary-{initial_job_idx}.md").write_text(f"{table}\n", encoding="utf-8")
+        print(f"\n{table}\n", flush=True)
+        if any(result.state == State.INTERRUPTED for result in results):
+            raise SystemExit("stopped; the same command continues the jobs from their last checkpoints")
+        bad = [result for result in results if result.state != State.FINISHED]
+        failure = CompactHydraException(
+            f"{len(bad)} of {len(results)} jobs did not finish: {', '.join(result.job.name for result in bad)}. "
+            "The same command runs these again from their last checkpoints"
+        )
+        return [
+            JobReturn(
+                overrides=list(overrides),
+                status=JobStatus.FAILED if result in bad else JobStatus.COMPLETED,
+                _return_value=failure if result in bad else result.run.final_loss(bool(result.run.heldout.values.size)),
+            )
+            for overrides, result in zip(job_overrides, results, strict=True)
+        ]
+
+    def _jobs(self, job_overrides: Sequence[Sequence[str]]) -> list[Any]:
+        from forgetting_transformer.sweep.jobs import Job, file_name
+        from forgetting_transformer.training import parse
+
+        fixed = self._fixed_overrides()
+        swept = [[override for override in overrides if override not in fixed] for overrides in job_overrides]
+        names = [",".join(override.lstrip("+") for override in mine) for mine in swept]
+        composed = [
+            self.hydra_context.config_loader.load_sweep_config(self.config, list(mine)) for mine in job_overrides
+        ]
+        interpolated = all(OmegaConf.is_interpolation(one, "output_dir") for one in composed)
+        sources = self.config.hydra.runtime.config_sources
+        options = [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
+        if self.config.hydra.job.config_name != "config":
+            options.append(f"--config-name={self.config.hydra.job.config_name}")
+        configs = []
+        for one, mine in zip(composed, job_overrides, strict=True):
+            with open_dict(one):
+                del one["hydra"]
+            configs.append(parse(one, mine))
+        # An output_dir with ${…} in it may tell jobs apart, or be something like ${oc.env:SCRATCH}.
+        tells_apart = interpolated and len({config.output_dir for config in configs}) == len(configs)
+        jobs = []
+        for overrides, mine, name, config in zip(job_overrides, swept, names, configs, strict=True):
+            is_swept = any(override.startswith("output_dir=") for override in mine)
+            if name and not tells_apart and not is_swept:
+                config.output_dir = str(Path(config.output_dir) / file_name(name))
+            passed_on = [o for o in overrides if not o.startswith(("output_dir=", "hydra.", "hydra/"))]
+            jobs.append(Job(name or config.tag, self.script, (*options, *passed_on), config))
+        return jobs
+
+    def _fixed_overrides(self) -> set[str]:
+        """What the command line gives every job, as sweepers write it."""
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        # Unresolved: a ${…} in an override is one to compare by its text.
+        written = typing.cast(list[str], OmegaConf.to_container(self.config.hydra.overrides.task))
+        parsed = parser.parse_overrides(written)
+        return {f"{o.get_key_element()}={o.get_value_element_as_str()}" for o in parsed if not o.is_sweep_override()}

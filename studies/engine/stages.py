@@ -138,7 +138,7 @@ class Stages:
         needle += ["--num_lengths", "8", "--num_depths", "6"]
         # Only the words right after the prompt are scored, so that the paper's 1,024 tokens would be a waste.
         needle += ["--max_new_tokens", "64", "--local_batch_size", "6"]
-        asked = {
+        asked: dict[str, tuple[str, ...]] = {
             f"needle/{run.name}/{mode}/scores.json": ("eval/niah/run_niah.py", "--mode", mode, *needle)
             for mode in ("paper", "paper_easy")
         }

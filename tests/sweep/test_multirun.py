@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from inspect import signature
@@ -13,13 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.plugins import Plugins
 
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.sweep import SweepError, jobs, runner
 from forgetting_transformer.sweep.jobs import State
 from forgetting_transformer.training import parse
-from hydra_plugins._fabric_launcher import FabricLauncher
-from hydra_plugins.forgetting_transformer_launchers import FabricLauncherConfig
+from hydra_plugins import forgetting_transformer_launchers as launchers
 from tests.sweep.conftest import DEMO, ROOT, starts
 from tests.training.conftest import STEP, command_line
 from tests.waiting import wait_until
@@ -37,9 +38,12 @@ def make_job(folder: Path, name: str, *overrides: str) -> jobs.Job:
 def test_each_job_has_a_folder_a_row_and_a_value_whatever_becomes_of_the_others(
     faults, train_main, tmp_path, capsys, monkeypatch
 ):
-    returned, launch = [], FabricLauncher.launch
+    Plugins.instance()  # Hydra's first look at plug-ins makes the launcher's class anew
+    returned = []
+    launcher = sys.modules[launchers.__name__].FabricLauncher
+    launch = launcher.launch
     monkeypatch.setattr(
-        FabricLauncher, "launch", lambda *all, **named: returned.append(launch(*all, **named)) or returned[-1]
+        launcher, "launch", lambda *all, **named: returned.append(launch(*all, **named)) or returned[-1]
     )
     faults |= {"fail": "seed=1", "diverge": "seed=2", "preempt": "seed=3", "die": "seed=4"}
     command = ("-m", *DEMO, "output_dir=out", "seed=0,1,2,3,4")
@@ -98,7 +102,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(faults, train_main, 
     assert train_main("-m", *DEMO, "output_dir=out", "seed=0,1") == 1
     assert "-m under `fabric run` is not possible" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    settings = [name for name in vars(FabricLauncherConfig()) if name != "_target_"]
+    settings = [name for name in vars(launchers.FabricLauncherConfig()) if name != "_target_"]
     assert settings == list(signature(runner.Machine).parameters)
 
 
