@@ -8,7 +8,7 @@ study compares, trains and claims.
     pages.py       fills measured numbers into the pages of the documentation
     ladder.py      searches learning rates at several sizes
     code_tasks.py  makes downstream tasks of held-out code
-    adding_gates.py  gives pretrained Transformers forget gates and trains them on
+    adding_gates.py  gives pretrained Transformers forget gates and trains them on; adding_gates_page.py: its page
 
 Experiments that only studies use lie in configs/, which `train.py --config-dir studies/configs` adds to the others.
 """

@@ -1,54 +1,57 @@
 #!/usr/bin/env python
 """Makes the study of studies/retrofit/README.md: pretrained Transformers that are given forget gates and trained on.
 
-    python -m studies.adding_gates run output/retrofit --gpus 0,1,2 --minutes 7
+    python -m studies.adding_gates run output/retrofit
     python -m studies.adding_gates collect output/retrofit --out studies/retrofit
 
-run prepares a corpus of Python code, and for each seed, one on each GPU: pretrains a Transformer (LLaMA), exports it,
-adds forget gates (scripts/add_forget_gates.py), trains it on with and without them, and measures. The variants of ARMS
-that only seed 0 has run beside them on all GPUs. When time is up, jobs are told to save and stop. measured/*.json are
-written as they come. collect makes results.json and the figure of them. The other commands are jobs of run.
+run prepares a corpus of Python code, and for each seed pretrains a Transformer (LLaMA), exports it, adds forget gates
+(scripts/add_forget_gates.py), trains it on with and without them, and measures. Jobs share the GPUs in
+CUDA_VISIBLE_DEVICES, or all there are. Ctrl-C or SIGTERM saves them, and the same command continues. collect makes
+results.json and the figure of measured/*.json. The other commands are jobs of run.
 """
 
 import argparse
-import itertools
-import json
 import math
 import os
-import signal
-import subprocess
 import sys
 import sysconfig
-import threading
-import time
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from forgetting_transformer import command_line
-from forgetting_transformer.analysis.statistics import mean
-from forgetting_transformer.analysis.tables import markdown_table
+from forgetting_transformer.evaluation.forget_gates import attention_layers, memory_lengths, pruned_share, watching
+from forgetting_transformer.evaluation.held_out import open_heldout
+from forgetting_transformer.evaluation.models import EvaluationError, load_model, precision_context, token_losses
 from forgetting_transformer.files import write_json
+from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
+from forgetting_transformer.ops.attention import causal_attention
+from forgetting_transformer.ops.forgetting_attention import forgetting_attention
+from forgetting_transformer.sweep import runner
+from forgetting_transformer.sweep.jobs import Command, State
+from forgetting_transformer.training.export import export
+from forgetting_transformer.training.export.forget_gates import add_forget_gates
 from studies import ROOT
+from studies.adding_gates_page import BINS, PRETRAINED, collect
 
 #: Packages whose Python sources are the corpus, as far as they are installed, beside the standard library.
 PACKAGES = ("torch", "transformers", "sympy", "scipy", "numpy", "pandas", "sklearn", "networkx", "triton", "vllm")
 #: Contexts of the original in a memory length, for which the loss is computed before a step is made.
 CONTEXTS = (1, 4, 16, 64, 256, math.inf)
-PRETRAINED = "pretrained"
-COMMAND = "python -m studies.adding_gates run output/retrofit --gpus 1,2,3 --minutes 6.6"
-#: Points of a curve of the loss by position, each a mean.
-BINS = 128
+#: Jobs that share a GPU.
+JOBS_PER_GPU = 4
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of sequences and runs, and overrides of train.py for all runs."""
+    """Tokens of sequences and runs, the seeds, and overrides of train.py for all runs."""
 
     short: int = 2048
     long: int = 8192
@@ -58,11 +61,12 @@ class Sizes:
     training: int = 25165824
     vocabulary: int = 8192
     heldout: int = 64
+    seeds: tuple[int, ...] = (0, 1, 2)
     overrides: tuple[str, ...] = ()
 
 
 TINY = Sizes(
-    64, 128, 256, 512, 512 * 12, 512 * 6, 512, 8,
+    64, 128, 256, 512, 512 * 12, 512 * 6, 512, 8, (0,),
     ("scale.hidden_size=32", "scale.num_hidden_layers=2", "scale.heads_of_64=2", "fabric.precision=32-true",
      "fabric.accelerator=cpu", "datamodule.train_num_workers=0"),
 )  # fmt: skip
@@ -95,102 +99,6 @@ ARMS = {
     "gates_256_contexts": Arm((256,), (RAISED,)),
     "gates_base_kept": Arm((16,)),
 }
-TITLES = {
-    PRETRAINED: "pretrained, not trained on",
-    "original": "without gates",
-    "gates": "gates from 16 contexts",
-    "gates_rate_10": "their rate × 10",
-    "gates_rate_100": "their rate × 100",
-    "gates_spread": "from ⅛ to 64 contexts over heads",
-    "gates_1_context": "from 1 context",
-    "gates_256_contexts": "from 256 contexts",
-    "gates_base_kept": "rotary base kept",
-}
-
-
-@dataclass
-class Study:
-    """A folder of the study, and the jobs that make it."""
-
-    folder: Path
-    sizes: Sizes
-    ends: float
-    jobs: list[subprocess.Popen] = field(default_factory=list)
-
-    @property
-    def left(self) -> float:
-        return self.ends - time.monotonic()
-
-    def run(self, name: str, command: Sequence[str], gpu: str = "", threads: int = 4, reserve: float = 0.0) -> bool:
-        """Runs a job until `reserve` seconds before the end of all, then has it save and stop; whether it was done."""
-        log = self.folder / "logs" / f"{name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {
-            **os.environ, "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "WANDB_MODE": "disabled",
-        }  # fmt: skip
-        began = time.monotonic()
-        if self.left <= reserve:
-            print(f"{name}: no time left", flush=True)
-            return False
-        with log.open("w") as stream:
-            job = subprocess.Popen([sys.executable, *command], env=environment, stdout=stream, stderr=stream, cwd=ROOT)
-            self.jobs.append(job)
-            try:
-                code = job.wait(self.left - reserve)
-            except subprocess.TimeoutExpired:
-                job.send_signal(signal.SIGTERM)
-                try:
-                    code = job.wait(15)
-                except subprocess.TimeoutExpired:
-                    job.kill()
-                    code = job.wait()
-        print(f"{name}: exit code {code}, {time.monotonic() - began:.0f} s", flush=True)
-        return code == 0
-
-    def pretrain(self, name: str, gpu: str, seed: int, overrides: Sequence[str]) -> bool:
-        command = [
-            "train.py", "--config-dir", "studies/configs", "+experiment/study=transformer_llama",
-            "model.config.rope_base=10000",
-        ]  # fmt: skip
-        return self.train(name, gpu, seed, command, self.sizes.short, self.sizes.pretraining, overrides)
-
-    def train_on(self, arm: str, gpu: str, seed: int) -> bool:
-        contexts, of_arm, _ = ARMS[arm]
-        source = self.folder / "exports" / export_name(seed, contexts)
-        command = ["train.py", "+experiment/retrofit=all", f"init_from={source}", *of_arm]
-        if contexts:
-            command[1:1] = ["--config-dir", str(source / "configs")]
-            command.append("model=with_gates")
-        else:
-            command += WITHOUT_GATES
-        return self.train(f"{arm}_seed{seed}", gpu, seed, command, self.sizes.long, self.sizes.training, self.half)
-
-    def warm_up(self, arm: str, gpu: str, overrides: Sequence[str]) -> bool:
-        """The program of an arm, without its weights."""
-        contexts, of_arm, _ = ARMS[arm]
-        command = ["train.py", "+experiment/retrofit=all", *of_arm, *(() if contexts else WITHOUT_GATES)]
-        sizes = self.sizes
-        return self.train(f"warm_{arm}", gpu, 0, command, sizes.long, sizes.training, [*self.half, *overrides])
-
-    @property
-    def half(self) -> list[str]:
-        """Smaller micro-batches, where several runs share a GPU."""
-        return [f"train.grad_acc_tokens={self.sizes.batch // 2}"]
-
-    def train(
-        self, name: str, gpu: str, seed: int, command: list[str], length: int, tokens: int, overrides: Sequence[str]
-    ) -> bool:
-        batch = self.sizes.batch
-        command += [
-            f"output_dir={self.folder / 'runs' / name}", f"data_dir={self.folder / 'data'}", f"seed={seed}",
-            f"datamodule.train_batch_len={length}", f"datamodule.train_batch_size={batch // length}",
-            f"train.grad_acc_tokens={batch}", f"train.max_tokens={tokens}", f"schedule.warmup_tokens={tokens // 20}",
-            f"log_interval={batch * 4}", "train_eval_interval=1000000000000", "skip_eval=true", "final_eval=false",
-            "checkpoint_interval=1000000000000", "checkpoint_keep_interval=1000000000000", "wandb.mode=disabled",
-            *self.sizes.overrides, *overrides,
-        ]  # fmt: skip
-        return self.run(name, command, gpu, reserve=45)
 
 
 def export_name(seed: int, contexts: Sequence[float]) -> str:
@@ -199,14 +107,10 @@ def export_name(seed: int, contexts: Sequence[float]) -> str:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["run", "convert", "measure", "collect"])
+    parser.add_argument("command", choices=["run", "convert", "measure", "time", "collect"])
     parser.add_argument("folder", type=command_line.path, metavar="FOLDER")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="runs to measure or export")
-    parser.add_argument("--gpus", default="", help="a seed runs on each, as in 0,1,2")
-    parser.add_argument("--minutes", type=command_line.positive, default=600, help="time for all")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of a run, or of the file of what is timed")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU")
-    parser.add_argument("--cost", action="store_true", help="measure what gates cost before a step is made")
-    parser.add_argument("--attention", action="store_true", help="measure attention with open gates and without")
     parser.add_argument("--out", type=command_line.path, default=ROOT / "studies" / "retrofit", metavar="DIR")
     return parser.parse_intermixed_args(argv)
 
@@ -216,92 +120,93 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = TINY if args.tiny else Sizes()
     folder = args.folder.absolute()
     if args.command == "run":
-        run(Study(folder, sizes, time.monotonic() + 60 * args.minutes), args.gpus.split(","), args.tiny)
-    elif args.command == "convert":
-        convert(folder, args.names[0], sizes)
+        return run(folder, sizes)
+    if args.command == "convert":
+        convert(folder, args.name, sizes)
     elif args.command == "measure":
-        measure(folder, args.names, sizes, args.cost, args.attention)
+        measure(folder, args.name, sizes)
+    elif args.command == "time":
+        write_json(folder / "measured" / f"{args.name}.json", _speed())
     else:
-        collect(folder, args.out, sizes)
+        lengths = {"short": sizes.short, "long": sizes.long, "evaluated": sizes.evaluated}
+        lengths |= {"bin": sizes.evaluated // BINS, "pretraining": sizes.pretraining, "training": sizes.training}
+        collect(folder, args.out, lengths)
     return 0
 
 
-def run(study: Study, gpus: Sequence[str], tiny: bool) -> None:
-    """All stages; a seed on each GPU."""
-    sizes, option = study.sizes, ["--tiny"] * tiny
-    seeds = [*range(len(gpus))]
-    folder = study.folder
-    (folder / "data").mkdir(parents=True, exist_ok=True)
-    paths = sysconfig.get_paths()
+def run(folder: Path, sizes: Sizes) -> int:
+    """Runs all jobs, and returns the exit code. What depends on a job is started when that is done."""
+
+    def then(result: runner.JobResult) -> list[Command]:
+        name = result.job.name
+        if result.state != State.FINISHED:
+            return []
+        if name == "corpus":
+            return [_pretraining(folder, sizes, seed) for seed in sizes.seeds]
+        kind, _, seed = name.rpartition("_seed")
+        if kind == PRETRAINED:
+            return [_own_job(folder, sizes, "convert", name)]
+        if kind == f"convert_{PRETRAINED}":
+            arms = [_training_on(folder, sizes, arm, int(seed)) for arm in ARMS if int(seed) in ARMS[arm].seeds]
+            return [*arms, _own_job(folder, sizes, "measure", f"{PRETRAINED}_seed{seed}")]
+        return [_own_job(folder, sizes, "measure", name)] if kind in ARMS else []
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for all jobs: nothing of the study is on the hub
+    machine = runner.Machine(jobs_per_gpu=JOBS_PER_GPU)
+    first = [_corpus(folder, sizes), *([_own_job(folder, sizes, "time", "speed")] if machine.gpus else [])]
+    results = runner.run_jobs(first, machine, folder / "logs", then)
+    print(f"\n{runner.summary(results)}\n")
+    return int(any(result.state != State.FINISHED for result in results))
+
+
+def _corpus(folder: Path, sizes: Sizes) -> Command:
+    paths, out = sysconfig.get_paths(), folder / "data" / "python_code"
     packages = [Path(paths[where]) / package for where in ("purelib", "platlib") for package in PACKAGES]
     sources = [str(path) for path in dict.fromkeys(packages) if path.is_dir()]
-    sources = sources[:1] if tiny else [paths["stdlib"], *sources]
-    corpus = [
-        "scripts/prepare_data.py", *sources, "--glob", "*.py", "--tokenizer", f"train:{sizes.vocabulary}",
-        "--doc_len", str(sizes.evaluated), "--heldout_docs", str(sizes.heldout), "--max_bytes",
-        "2MB" if tiny else "200MB", "--exclude", "site-packages", "--exclude", "dist-packages", "--dedup",
-        "--out", str(folder / "data" / "python_code"),
-    ]  # fmt: skip
-    # Kernels are compiled while the corpus is made, on random tokens.
-    _random_corpus(folder / "data" / "random", sizes)
-    vocabulary = [f"datamodule.vocab_size={sizes.vocabulary}", f"datamodule.bos_token_id={sizes.vocabulary - 1}"]
-    warm = [
-        "datamodule.dataset=random", *vocabulary, f"train.max_tokens={8 * sizes.batch}",
-        f"schedule.warmup_tokens={sizes.batch}",
-    ]  # fmt: skip
-
-    def rehearse(number: int, gpu: str) -> None:
-        place = f"output_dir={folder / 'warm' / str(number)}"
-        if number == 0:
-            study.pretrain("warm_pretraining", gpu, 0, [*warm, place])
-        else:
-            study.warm_up(("original", "gates")[number - 1], gpu, [*warm, place])
-
-    first: list[threading.Thread] = [threading.Thread(target=study.run, args=("corpus", corpus, "", 1))]
-    first += [threading.Thread(target=rehearse, args=(n, gpu)) for n, gpu in enumerate(gpus[:3])]
-    _all(first)
-
-    ready = threading.Event()
-    extra = [arm for arm, (_, _, seeds_of) in ARMS.items() if seeds_of == (0,)]
-
-    def one_seed(seed: int, gpu: str) -> None:
-        name = f"{PRETRAINED}_seed{seed}"
-        study.pretrain(name, gpu, seed, ())
-        study.run(f"convert_{seed}", ["-m", "studies.adding_gates", "convert", str(folder), name, *option], reserve=90)
-        if seed == 0:
-            ready.set()
-        ready.wait(max(0.0, min(60.0, study.left - 90)))
-        arms = [(arm, seed) for arm, (_, _, seeds_of) in ARMS.items() if len(seeds_of) > 1]
-        arms += [(arm, 0) for arm in extra[seed :: len(gpus)]]
-        jobs = [threading.Thread(target=study.train_on, args=(arm, gpu, of)) for arm, of in arms]
-        measured = ["-m", "studies.adding_gates", "measure", str(folder)]
-        jobs.append(
-            threading.Thread(target=study.run, args=(f"measure_{name}", [*measured, name, "--cost", *option], gpu))
-        )
-        _all(jobs)
-        names = [f"{arm}_seed{of}" for arm, of in arms]
-        study.run(f"measure_arms_{seed}", [*measured, *names, *["--attention"] * (seed == 0), *option], gpu)
-
-    _all([threading.Thread(target=one_seed, args=pair) for pair in zip(seeds, gpus, strict=True)])
+    tiny = sizes is TINY
+    arguments = (
+        "scripts/prepare_data.py", *(sources[:1] if tiny else (paths["stdlib"], *sources)), "--glob", "*.py",
+        "--tokenizer", f"train:{sizes.vocabulary}", "--doc_len", str(sizes.evaluated), "--heldout_docs",
+        str(sizes.heldout), "--max_bytes", "2MB" if tiny else "200MB", "--exclude", "site-packages", "--exclude",
+        "dist-packages", "--dedup", "--out", str(out),
+    )  # fmt: skip
+    return Command("corpus", arguments, out, accelerator="cpu")
 
 
-def _all(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def _pretraining(folder: Path, sizes: Sizes, seed: int) -> Command:
+    own = ("--config-dir", "studies/configs", "+experiment/study=transformer_llama", "model.config.rope_base=10000")
+    return _training(folder, sizes, PRETRAINED, seed, own, sizes.short, sizes.pretraining, sizes.batch)
 
 
-def _random_corpus(folder: Path, sizes: Sizes) -> None:
-    import zarr
+def _training_on(folder: Path, sizes: Sizes, arm: str, seed: int) -> Command:
+    contexts, of_arm, _ = ARMS[arm]
+    source = folder / "exports" / export_name(seed, contexts)
+    gates = ("--config-dir", str(source / "configs"), "model=with_gates") if contexts else WITHOUT_GATES
+    own = (*gates, "+experiment/retrofit=all", f"init_from={source}", *of_arm)
+    # Smaller micro-batches, since several runs share a GPU.
+    return _training(folder, sizes, arm, seed, own, sizes.long, sizes.training, sizes.batch // 2)
 
-    for split, rows in (("train", 16 * sizes.batch // sizes.evaluated), ("heldout", 2)):
-        tokens = np.random.default_rng(0).integers(0, sizes.vocabulary, (rows, sizes.evaluated), dtype=np.uint16)
-        array = zarr.create_array(
-            folder / f"{split}.zarr", shape=tokens.shape, dtype="uint16", chunks=(rows, min(2048, sizes.evaluated)),
-            overwrite=True,
-        )  # fmt: skip
-        array[:] = tokens
+
+def _training(
+    folder: Path, sizes: Sizes, arm: str, seed: int, own: Sequence[str], length: int, tokens: int, micro_batch: int
+) -> Command:
+    out = folder / "runs" / f"{arm}_seed{seed}"
+    never = 10**12
+    arguments = (
+        "train.py", *own, f"output_dir={out}", f"data_dir={folder / 'data'}", f"seed={seed}",
+        f"datamodule.train_batch_len={length}", f"datamodule.train_batch_size={sizes.batch // length}",
+        f"train.grad_acc_tokens={micro_batch}", f"train.max_tokens={tokens}", f"schedule.warmup_tokens={tokens // 20}",
+        f"log_interval={sizes.batch * 4}", f"train_eval_interval={never}", "skip_eval=true", "final_eval=false",
+        f"checkpoint_interval={never}", f"checkpoint_keep_interval={never}", "wandb.mode=disabled", *sizes.overrides,
+    )  # fmt: skip
+    return Command(out.name, arguments, out)
+
+
+def _own_job(folder: Path, sizes: Sizes, command: str, name: str) -> Command:
+    """A command of this file."""
+    arguments = ("-m", "studies.adding_gates", command, str(folder), name, *["--tiny"] * (sizes is TINY))
+    results = folder / ("exports" if command == "convert" else "measured") / name
+    return Command(f"{command}_{name}", arguments, results)
 
 
 # Jobs.
@@ -309,9 +214,6 @@ def _random_corpus(folder: Path, sizes: Sizes) -> None:
 
 def convert(folder: Path, name: str, sizes: Sizes) -> None:
     """Exports a pretrained run and adds gates, once for each memory length of its arms."""
-    from forgetting_transformer.training.export import export
-    from forgetting_transformer.training.export.forget_gates import add_forget_gates
-
     seed = int(name.rpartition("seed")[2])
     original = folder / "exports" / export_name(seed, ())
     export(folder / "runs" / name, original)
@@ -320,47 +222,28 @@ def convert(folder: Path, name: str, sizes: Sizes) -> None:
         print(add_forget_gates(str(original), original.with_name(export_name(seed, contexts)), lengths), flush=True)
 
 
-def measure(folder: Path, names: Sequence[str], sizes: Sizes, cost: bool, speed: bool) -> None:
-    """Writes measured/NAME.json of each run that there is."""
-    import torch
-
-    from forgetting_transformer.evaluation.held_out import open_heldout
-    from forgetting_transformer.evaluation.models import load_model
-
+def measure(folder: Path, name: str, sizes: Sizes) -> None:
+    """Writes measured/NAME.json of a run; of one that is pretrained also what gates cost before a step is made."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = folder / "measured"
+    place, corpus = folder / "measured", folder / "data" / "python_code"
     place.mkdir(exist_ok=True)
-    corpus = folder / "data" / "python_code"
-    for name in names:
-        try:
-            model = load_model(str(folder / "runs" / name), device=device)
-        except Exception as error:  # a run that is not there says so, and the next one is measured
-            print(f"{name}: {error}", file=sys.stderr, flush=True)
-            continue
-        data = open_heldout(corpus)
-        result: dict[str, Any] = {
-            "name": name, "tokens": model.train_tokens, "corpus": data.fingerprint,
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__,
-            "parameters": model.model.num_parameters(),
-        }  # fmt: skip
-        result |= _losses(model.model, data, device) | _gates(model.model, data, device, sizes)
-        write_json(place / f"{name}.json", result)
-        print(f"{name}: measured", flush=True)
-        if cost:
-            seed = int(name.rpartition("seed")[2])
-            export = folder / "exports" / export_name(seed, (16,))
-            data = open_heldout(corpus, length=sizes.short)
-            write_json(place / f"cost_seed{seed}.json", _cost(str(export), data, device, sizes))
-    if speed and device == "cuda":
-        write_json(place / "speed.json", _speed())
+    model, data = load_model(str(folder / "runs" / name), device=device), open_heldout(corpus)
+    result: dict[str, Any] = {
+        "name": name, "tokens": model.train_tokens, "corpus": data.fingerprint,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__,
+        "parameters": model.model.num_parameters(),
+    }  # fmt: skip
+    result |= _losses(model.model, data, device) | _gates(model.model, data, device, sizes)
+    write_json(place / f"{name}.json", result)
+    kind, _, seed = name.rpartition("_seed")
+    if kind == PRETRAINED:
+        data = open_heldout(corpus, length=sizes.short)
+        with_gates = folder / "exports" / export_name(int(seed), (16,))
+        write_json(place / f"cost_seed{seed}.json", _cost(str(with_gates), data, device, sizes))
 
 
 def _losses(model: Any, data: Any, device: str) -> dict[str, Any]:
     """Mean loss of each of BINS equal ranges of positions, and of each document."""
-    import torch
-
-    from forgetting_transformer.evaluation.models import precision_context, token_losses
-
     rows = []
     for batch in data.read_batches([range(n, n + 1) for n in range(data.sequences)]):
         with precision_context("auto", torch.device(device)):
@@ -372,11 +255,6 @@ def _losses(model: Any, data: Any, device: str) -> dict[str, Any]:
 
 def _gates(model: Any, data: Any, device: str, sizes: Sizes) -> dict[str, Any]:
     """Memory length of every head and the share of tiles that pruning skips, mean over eight documents."""
-    import torch
-
-    from forgetting_transformer.evaluation.forget_gates import attention_layers, memory_lengths, pruned_share, watching
-    from forgetting_transformer.evaluation.models import EvaluationError, precision_context
-
     try:
         layers = attention_layers(model)
     except EvaluationError:
@@ -408,11 +286,6 @@ def _gates(model: Any, data: Any, device: str, sizes: Sizes) -> dict[str, Any]:
 
 def _cost(source: str, data: Any, device: str, sizes: Sizes) -> dict[str, Any]:
     """Loss with gates at each memory length before a step is made, at the original's context, in float32."""
-    import torch
-
-    from forgetting_transformer.evaluation.models import load_model, token_losses
-    from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
-
     model = load_model(source, device=device, precision="fp32").model
     batches = [*data.read_batches([range(n, n + 8) for n in range(0, min(128, data.sequences) // 8 * 8, 8)])]
     found = {}
@@ -430,16 +303,6 @@ def _cost(source: str, data: Any, device: str, sizes: Sizes) -> dict[str, Any]:
 
 def _speed() -> dict[str, Any]:
     """Milliseconds of attention, forward and backward, in bf16: open gates against none; and how equal logits are."""
-    import tempfile
-
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from forgetting_transformer.evaluation.models import load_model
-    from forgetting_transformer.ops.attention import causal_attention
-    from forgetting_transformer.ops.forgetting_attention import forgetting_attention
-    from forgetting_transformer.training.export.forget_gates import add_forget_gates
-
     found: dict[str, Any] = {"device": torch.cuda.get_device_name()}
     for head_dim, heads in ((64, 8), (128, 16)):
         q, k, v = (
@@ -484,158 +347,6 @@ def _speed() -> dict[str, Any]:
         found["fp32 difference"] = (fox(ids).logits - exact).abs().max().item()
         found["largest logit"] = exact.abs().max().item()
     return found
-
-
-def collect(folder: Path, out: Path, sizes: Sizes) -> None:
-    """results.json of all that was measured, and the figure."""
-    out.mkdir(parents=True, exist_ok=True)
-    files = sorted((folder / "measured").glob("*.json"))
-    measured = {file.stem: json.loads(file.read_text("utf-8")) for file in files}
-    settings = {"short": sizes.short, "long": sizes.long, "evaluated": sizes.evaluated, "bin": sizes.evaluated // BINS}
-    settings |= {"pretraining": sizes.pretraining, "training": sizes.training}
-    if not measured:
-        raise command_line.CommandError(f"{folder} has no measured/*.json; run `studies.adding_gates run` first")
-    one = next(run for run in measured.values() if "torch" in run)
-    environment = {
-        "date": datetime.fromtimestamp(min(file.stat().st_mtime for file in files), UTC).isoformat("T", "seconds"),
-        "hardware": {"device": one["device"]}, "versions": {"torch": one["torch"]}, "command": COMMAND,
-        "commit": os.environ.get("BENCHMARK_COMMIT", ""),
-    }  # fmt: skip
-    found = {"environment": environment, "settings": settings, "measured": measured}
-    if not environment["commit"]:
-        found["source"] = "a copy of the repository whose commit is not known (BENCHMARK_COMMIT says it)"
-    write_json(out / "results.json", found)
-    draw(out / "results.json", out / "positions.png")
-
-
-def by_octave(loss_by_bin: Sequence[float], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Middle of each octave of positions, and its mean loss; the first octave is one bin, of `width` positions."""
-    edges = [*itertools.pairwise([0, *(2**n for n in range(len(loss_by_bin).bit_length()))])]
-    means = [np.mean(loss_by_bin[begin:end]) for begin, end in edges]
-    return np.array([width * (begin + end) / 2 for begin, end in edges]), np.array(means)
-
-
-def of_seeds(measured: dict[str, Any], arm: str) -> list[dict[str, Any]]:
-    return [measured[name] for name in sorted(measured) if name.rpartition("_seed")[0] == arm]
-
-
-def sections(file: Path) -> dict[str, str]:
-    """Tables and numbers of the study's page, from results.json."""
-    found = json.loads(file.read_text("utf-8"))
-    settings, measured = found["settings"], found["measured"]
-    behind = settings["long"] // settings["bin"]
-
-    def mean_loss(run: dict[str, Any], part: slice) -> float:
-        return float(np.mean(run["loss_by_bin"][part]))
-
-    base = of_seeds(measured, "original")
-    rows: list[list[str]] = []
-    texts: dict[str, str] = {}
-    # Variants that seed 0 alone has are compared with the same gates of that seed.
-    listed = [(arm, of_seeds(measured, arm)) for arm in TITLES]
-    listed[3:3] = [("gates_seed_0", of_seeds(measured, "gates")[:1])]
-    for arm, runs in listed:
-        if not runs:
-            continue
-        row = [TITLES.get(arm, "the same, seed 0"), str(len(runs))]
-        for where, part in (("within", slice(0, behind)), ("behind", slice(behind, None))):
-            apart = mean([mean_loss(a, part) - mean_loss(b, part) for a, b in zip(runs, base, strict=False)])
-            texts[f"{arm}_{where}"] = apart.text("+")
-            row.append(f"{np.mean([mean_loss(run, part) for run in runs]):.4f}" if len(runs) == len(base) else "")
-            row.append("" if arm == "original" else apart.text("+"))
-        gates = [run for run in runs if "memory" in run]
-        shares = [[run["below_half"], run["pruned"][str(settings["long"])]] for run in gates]
-        for key, share in zip(("half", "pruned"), np.mean(shares, 0) if gates else (), strict=False):
-            row.append(f"{100 * share:.0f} %")
-            texts[f"{arm}_{key}"] = row[-1]
-        rows.append(row if gates else [*row, "", ""])
-    header = ["trained on", "seeds", "to 8,192", "apart", "8,192 to 16,384", "apart", "heads below half", "pruned"]
-    costs = [run["loss"] for name, run in sorted(measured.items()) if name.startswith("cost_")]
-    cost = [[name, f"{np.mean([c[name] - c['inf'] for c in costs]):+.5f}"] for name in costs[0] if name != "inf"]
-    texts |= {f"cost_{name}": value for name, value in cost}
-    speed = measured.get("speed", {})
-    times = [
-        [str(dim), *(f"{speed[f'head_dim {dim}, gates {way}']:.2f}" for way in ("none", "open", "open, pruning"))]
-        for dim in (64, 128)
-        if speed
-    ]
-    logits = ("bf16 error of the original", "bf16 error with open gates")
-    texts |= {name.replace(" ", "_"): f"{speed[name]:.3f}" for name in logits if speed}
-    return texts | {
-        "speed": markdown_table(["head dimension", "no gates, ms", "open gates", "open, pruning on"], times, "rrrr"),
-        "arms": markdown_table(header, rows, "lrrrrrrr"),
-        "cost": markdown_table(["contexts", "loss more than with open gates, nats"], cost, "rr"),
-    }
-
-
-def draw(results: Path, path: Path) -> None:
-    """Loss by position with gates and without, their difference, and memory lengths of heads."""
-    from matplotlib.ticker import NullLocator
-
-    from forgetting_transformer.analysis.plots.style import (
-        curve_styles,
-        draw_line,
-        line_handle,
-        picture,
-        reference_line,
-    )
-
-    found = json.loads(results.read_text("utf-8"))
-    settings, measured = found["settings"], found["measured"]
-    names = [name for name in TITLES if of_seeds(measured, name)]
-
-    def shade(style: Any) -> dict[str, Any]:
-        return {"color": style.colour, "alpha": 0.2, "linewidth": 0}
-
-    styles = dict(zip(names, curve_styles(names), strict=True))
-    seeds = len(of_seeds(measured, "gates"))
-    with picture(path, "A Transformer with forget gates, trained on in longer texts", (9.6, 3.1), 1, 3) as drawn:
-        losses, difference, memory = drawn.axes[0]
-        octaves = {
-            name: np.stack([by_octave(run["loss_by_bin"], settings["bin"])[1] for run in of_seeds(measured, name)])
-            for name in names
-        }
-        position = by_octave(of_seeds(measured, names[0])[0]["loss_by_bin"], settings["bin"])[0]
-        for name in (PRETRAINED, "original", "gates"):
-            if name in octaves:
-                draw_line(losses, styles[name], position, octaves[name].mean(0))
-                losses.fill_between(position, octaves[name].min(0), octaves[name].max(0), **shade(styles[name]))
-        trained = np.stack([octaves[name].mean(0) for name in ("original", "gates") if name in octaves])
-        losses.set_ylim(trained.min() - 0.05, trained.max() + 0.3)
-        losses.set_ylabel("loss, nats per token")
-        for name in names:
-            if name not in (PRETRAINED, "original"):
-                apart = octaves[name] - octaves["original"][: len(octaves[name])]
-                draw_line(difference, styles[name], position, apart.mean(0))
-                difference.fill_between(position, apart.min(0), apart.max(0), **shade(styles[name]))
-        difference.axhline(0, color="#555555", linewidth=0.8)
-        low, high = difference.get_ylim()
-        difference.set_ylim(low, min(high, -2 * low))
-        difference.set_ylabel("loss minus that without gates")
-        for axes in (losses, difference):
-            axes.set_xscale("log", base=2)
-            axes.set_xlabel("position")
-            for length in (settings["short"], settings["long"]):
-                line = reference_line(axes, length, "training lengths, before and after", vertical=True)
-        for name in names:
-            runs = of_seeds(measured, name)
-            if "memory" in runs[0]:
-                lengths = np.sort(np.array(runs[0]["memory"]).ravel())
-                draw_line(memory, styles[name], np.arange(1, lengths.size + 1), np.maximum(lengths, 1))
-        memory.set_yscale("log")
-        memory.yaxis.set_minor_locator(NullLocator())
-        memory.axhline(settings["long"] / 2, color="#555555", linewidth=0.8)
-        memory.set_xlabel("head, in order")
-        memory.set_ylabel("memory length, tokens")
-        drawn.handles += [line_handle(styles[name], TITLES[name]) for name in names]
-        drawn.handles.append(line)
-        drawn.notes += [
-            f"{settings['pretraining']:,} tokens at {settings['short']:,}, then {settings['training']:,} at "
-            f"{settings['long']:,}",
-            f"without gates and gates from 16 contexts: mean and range of {seeds} seeds; others: seed 0",
-            f"right: seed 0, line at half of {settings['long']:,}",
-            of_seeds(measured, names[0])[0]["device"],
-        ]
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from tables import Results
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.statistics import difference
 from forgetting_transformer.analysis.tables import markdown_table
-from studies import adding_gates
+from studies import adding_gates_page
 from studies.engine import tables as study_tables
 from studies.engine.claims import UNDECIDED, verdicts
 from studies.engine.noise import against_baseline
@@ -293,7 +293,7 @@ def operations() -> dict[str, str]:
 
 def retrofit() -> dict[str, str]:
     """Tables and numbers of the study of forget gates that are added to a pretrained model."""
-    return {f"retrofit_{name}": text for name, text in adding_gates.sections(RETROFIT).items()}
+    return {f"retrofit_{name}": text for name, text in adding_gates_page.sections(RETROFIT).items()}
 
 
 def use_a_model() -> dict[str, str]:

@@ -17,6 +17,7 @@ one folder, and collect there.
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 
@@ -59,6 +60,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for all jobs: nothing of a study is on the hub
     worked = True
     try:
         stages = Stages(args.study, args.plan, args.folder, args.overrides)

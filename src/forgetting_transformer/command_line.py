@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from forgetting_transformer import plugins
 from forgetting_transformer.files import UnreadableError
 from forgetting_transformer.ranges import COUNT, POSITIVE, TOKENS, Range
 
@@ -97,8 +98,6 @@ def add_plugins(parser: argparse.ArgumentParser) -> None:
 
     class Load(argparse.Action):
         def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
-            from forgetting_transformer import plugins
-
             try:
                 plugins.load(values)
             except plugins.PluginError as error:

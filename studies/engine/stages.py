@@ -6,19 +6,16 @@ already is not made again, so that the same command continues a study.
 
 import importlib.util
 import json
-import os
-import queue
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from forgetting_transformer import plugins
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.sweep import runner
-from forgetting_transformer.sweep.runner import visible_gpus
+from forgetting_transformer.sweep.jobs import Command, State
 from forgetting_transformer.train.composer import Composer
 from studies import ROOT, SEARCH_PATH, report
 from studies.engine.plan import StudyPlan
@@ -47,7 +44,6 @@ class Stages:
         named = plugins.named_in(overrides)
         self.plugins = ["--plugins", *named] if named else []
         self.corpus_folder = self.folder / "data" / "python_code"
-        self.gpus = visible_gpus() or [""]
 
     def corpus(self) -> bool:
         wanted = self.plan.corpus
@@ -77,9 +73,9 @@ class Stages:
         return not left and not work.failures
 
     def evaluate(self) -> bool:
-        seeds = self.plan.speed_seeds
-        positions = self._of_each_run(self._position_loss, self.plan.seeds, self.plan.evaluations_per_gpu)
-        return self._of_each_run(self._speed, [seed for seed in self.plan.seeds if seed in seeds], 1) and positions
+        positions = self._run(self._of_each_run(self._position_loss, self.plan.seeds), self.plan.evaluations_per_gpu)
+        timed = [seed for seed in self.plan.seeds if seed in self.plan.speed_seeds]
+        return self._run(self._of_each_run(self._speed, timed), 1) and positions
 
     def downstream(self) -> bool:
         """The needle and the next line of code, for runs that are finished."""
@@ -88,139 +84,112 @@ class Stages:
         tasks = ["--data_path", str(self.corpus_folder), "--out", str(self.folder / "tasks")]
         # Every time: it refuses if the questions were to become others than those that models have answered.
         asked = self._python("studies/code_tasks.py", *tasks)
-        actions = [self._needle, *([self._write_line, self._choose_line] if asked else [])]
-        done = [self._of_each_run(action, self.plan.seeds, self.plan.evaluations_per_gpu) for action in actions]
-        return asked and all(done)
+        if asked and importlib.util.find_spec("lm_eval") is None:
+            print("choosing the next line is skipped: lm_eval is an extra, pip install -e '.[eval]'")
+        jobs = self._of_each_run(lambda run: self._downstream(run, asked), self.plan.seeds)
+        return self._run(jobs, self.plan.evaluations_per_gpu) and asked
 
     def collect(self) -> bool:
         report.collect(self.folder, self.study, self.folder / "report")
         return True
 
-    # One run of the study, on one GPU.
+    # One run of the study.
 
-    def _position_loss(self, run: Path, gpu: str) -> bool:
+    def _position_loss(self, run: Path) -> list[Command]:
         results = self.folder / "position_loss" / run.name / "results.json"
         if _is_current(results, run):
-            return True
+            return []
         options = ["--data_path", str(self.corpus_folder), "--save_dir", str(self.folder / "position_loss")]
         options += ["--preset", "extrapolation", "--local_batch_size", str(self.plan.eval_batch)]
         # An evaluation of weights that have been trained further since is of no use.
-        again = ["--no-resume"] if results.exists() else []
-        return self._evaluation("eval/per_token_loss/run_per_token_loss.py", run, gpu, *options, *again)
+        options += ["--no-resume"] if results.exists() else []
+        script = "eval/per_token_loss/run_per_token_loss.py"
+        return [self._command(f"position_loss-{run.name}", script, results, "--model_path", str(run), *options)]
 
-    def _speed(self, run: Path, gpu: str) -> bool:
+    def _speed(self, run: Path) -> list[Command]:
         """Tokens per second with and without pruning, of a model that prunes."""
         config = read_run(run).config
         if config["model"]["config"].get("log_pruning_tolerance") is None:
-            return True
+            return []
         length, batch = (str(config["datamodule"][f"train_batch_{key}"]) for key in ("len", "size"))
-        kinds = {
-            self.folder / "speed" / f"{run.name}.json": [],
-            self.folder / "speed/unpruned" / f"{run.name}.json": [
-                "--overrides",
-                "model.config.log_pruning_tolerance=null",
-            ],
-        }
-        worked = True
-        for file, more in kinds.items():
+        unpruned = ["--overrides", "model.config.log_pruning_tolerance=null"]
+        jobs = []
+        for place, more in (("speed", []), ("speed/unpruned", unpruned)):
+            file = self.folder / place / f"{run.name}.json"
             if _is_current(file, run) and '"status": "ok"' in file.read_text("utf-8"):
                 continue
             file.parent.mkdir(parents=True, exist_ok=True)
             options = ["--experiments", str(run), "--seq_len", length, "--batch_size", batch, "--checkpointing", "off"]
             options += ["--optimizer_step", "--steps", "5", "--time_limit", "120", "--replace", "--out", str(file)]
-            worked &= self._python("benchmarks/training.py", *options, *self.plugins, *more, run=run, gpu=gpu)
-        return worked
+            name = f"{place.replace('/', '-')}-{run.name}"
+            jobs.append(self._command(name, "benchmarks/training.py", file, *options, *more))
+        return jobs
 
-    def _needle(self, run: Path, gpu: str) -> bool:
-        place = self.folder / "downstream" / "needle"
+    def _downstream(self, run: Path, has_tasks: bool) -> list[Command]:
+        """The needle, and the questions of code_tasks.py if they are there; nothing of a run that is not finished."""
+        status = run / "status.json"
+        if not status.is_file() or json.loads(status.read_text("utf-8")).get("status") != "done":
+            print(f"skipped: {run.name} is asked when it is finished", flush=True)
+            return []
+        place, tasks = self.folder / "downstream", str(self.folder / "tasks")
         # Up to nearly twice the training length, which leaves room for the answer: 8,000 tokens for 4,096.
         longest = 2 * read_run(run).config["datamodule"]["train_batch_len"] * 125 // 128
-        options = ["--save_dir", str(place), "--min_length", str(longest // 8), "--max_length", str(longest)]
-        options += ["--num_lengths", "8", "--num_depths", "6"]
+        needle = ["--save_dir", str(place / "needle"), "--min_length", str(longest // 8), "--max_length", str(longest)]
+        needle += ["--num_lengths", "8", "--num_depths", "6"]
         # Only the words right after the prompt are scored, so that the paper's 1,024 tokens would be a waste.
-        options += ["--max_new_tokens", "64", "--local_batch_size", "6"]
-        return all(
-            _is_asked(place / run.name / mode / "scores.json", run)
-            or self._evaluation("eval/niah/run_niah.py", run, gpu, "--mode", mode, *options)
+        needle += ["--max_new_tokens", "64", "--local_batch_size", "6"]
+        asked: dict[str, tuple[str, ...]] = {
+            f"needle/{run.name}/{mode}/scores.json": ("eval/niah/run_niah.py", "--mode", mode, *needle)
             for mode in ("paper", "paper_easy")
-        )
-
-    def _write_line(self, run: Path, gpu: str) -> bool:
-        place = self.folder / "downstream" / "next_line"
-        options = ["--data_dir", str(self.folder / "tasks"), "--sets", "lcc", "--save_dir", str(place)]
-        return _is_asked(place / run.name / "results.json", run) or self._evaluation(
-            "eval/longbench/run_longbench.py", run, gpu, *options
-        )
-
-    def _choose_line(self, run: Path, gpu: str) -> bool:
-        place = self.folder / "downstream" / "lm_eval"
-        options = ["--include_path", str(self.folder / "tasks"), "--tasks", "next_line", "--batch_size", "16"]
-        if importlib.util.find_spec("lm_eval") is None:
-            print("choosing the next line is skipped: lm_eval is an extra, pip install -e '.[eval]'")
-            return True
-        return _is_asked(place / run.name / "results.json", run) or self._evaluation(
-            "eval/lm_eval_harness/run_lm_eval.py", run, gpu, *options, "--save_dir", str(place)
-        )
+        }
+        if has_tasks:
+            write = ("--data_dir", tasks, "--sets", "lcc", "--save_dir", str(place / "next_line"))
+            asked[f"next_line/{run.name}/results.json"] = "eval/longbench/run_longbench.py", *write
+        if has_tasks and importlib.util.find_spec("lm_eval") is not None:
+            choice = ("--tasks", "next_line", "--batch_size", "16", "--save_dir", str(place / "lm_eval"))
+            asked[f"lm_eval/{run.name}/results.json"] = (
+                "eval/lm_eval_harness/run_lm_eval.py",
+                "--include_path",
+                tasks,
+                *choice,
+            )
+        return [
+            self._command(str(Path(file).parent).replace("/", "-"), script, results, "--model_path", str(run), *options)
+            for file, (script, *options) in asked.items()
+            if not _is_current(results := place / file, run)
+        ]
 
     # Processes.
 
-    def _of_each_run(self, action: Callable[[Path, str], bool], seeds: Sequence[int], per_gpu: int) -> bool:
-        """Calls `action` for each run of the models with these seeds, `per_gpu` of them at a time on every GPU."""
-        runs = [self.folder / "runs" / f"{model}_seed{seed}" for seed in seeds for model in self.plan.models]
-        free: queue.SimpleQueue[str] = queue.SimpleQueue()
-        for gpu in self.gpus * per_gpu:
-            free.put(gpu)
-
-        def one(run: Path) -> bool:
-            if not (run / "checkpoints").is_dir():
+    def _of_each_run(self, commands: Callable[[Path], list[Command]], seeds: Sequence[int]) -> list[Command]:
+        """What is to be done for each run of the models with these seeds that there is."""
+        found = []
+        for run in (self.folder / "runs" / f"{model}_seed{seed}" for seed in seeds for model in self.plan.models):
+            if (run / "checkpoints").is_dir():
+                found += commands(run)
+            else:
                 print(f"skipped: there is no run {run.name} yet", flush=True)
-                return True
-            gpu = free.get()
-            try:
-                return action(run, gpu)
-            finally:
-                free.put(gpu)
+        return found
 
-        with ThreadPoolExecutor(len(self.gpus) * per_gpu) as pool:
-            try:
-                return all([*pool.map(one, runs)])
-            except KeyboardInterrupt:
-                pool.shutdown(cancel_futures=True)
-                raise
+    def _command(self, name: str, script: str, results: Path, *options: str) -> Command:
+        return Command(name, (str(ROOT / script), *options, *self.plugins), results)
 
-    def _evaluation(self, script: str, run: Path, gpu: str, *options: str) -> bool:
-        return self._python(script, "--model_path", str(run), *options, *self.plugins, run=run, gpu=gpu)
+    def _run(self, jobs: Sequence[Command], per_gpu: int) -> bool:
+        """Runs commands, so many at a time on every GPU; whether all worked."""
+        if not jobs:
+            return True
+        gpus = runner.visible_gpus()
+        machine = runner.Machine(gpus, None if gpus else per_gpu, per_gpu)
+        results = runner.run_jobs(jobs, machine, self.folder / "logs")
+        if any(result.state == State.INTERRUPTED for result in results):
+            raise KeyboardInterrupt
+        return not unfinished(results)
 
-    def _python(self, script: str, *options: str, run: Path | None = None, gpu: str = "") -> bool:
-        """Runs a script of this repository; what it says of a run goes into a log."""
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-        if gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu
-        command = [sys.executable, str(ROOT / script), *options]
-        if run is None:
-            return subprocess.run(command, env=environment, check=False).returncode == 0
-        slots = len(self.gpus) * self.plan.evaluations_per_gpu
-        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // slots))
-        file = self.folder / "logs" / f"{Path(script).stem}-{run.name}.log"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a") as log:
-            code = subprocess.run(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
-            ).returncode
-        if code:
-            print(f"{Path(script).stem} of {run.name} failed: {file}", file=sys.stderr, flush=True)
-        return code == 0
+    def _python(self, script: str, *options: str) -> bool:
+        """Runs a script of this repository by itself, and shows what it says."""
+        return subprocess.run([sys.executable, str(ROOT / script), *options], check=False).returncode == 0
 
 
 def _is_current(file: Path, run: Path) -> bool:
     """Whether a file is newer than the checkpoints of a run, so that it need not be made again."""
     return file.is_file() and file.stat().st_mtime > (run / "checkpoints").stat().st_mtime
-
-
-def _is_asked(results: Path, run: Path) -> bool:
-    """Whether there is nothing to ask of a run: it is not finished, or has been asked."""
-    status = run / "status.json"
-    if not status.is_file() or json.loads(status.read_text("utf-8")).get("status") != "done":
-        print(f"skipped: {run.name} is asked when it is finished", flush=True)
-        return True
-    return _is_current(results, run)

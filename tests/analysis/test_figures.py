@@ -49,6 +49,10 @@ def test_an_architecture_looks_the_same_in_every_figure_and_no_two_models_do_in_
         assert curve_styles([name])[0] == found_style == curve_styles(["something else", name])[1]
     seeds = curve_styles(["fox_pro_seed0", "fox_pro_seed1", "mamba2"])
     assert len(set(seeds)) == 3 and seeds[0] == found[0] and seeds[2] == found[1]
+    rates = curve_styles(["rate, 1e-3", "mamba2", "rate, 2e-3"])
+    assert [style.colour for style in rates] == ["#0072B2", found[1].colour, "#D55E00"], (
+        "in order, but for known models"
+    )
     many = curve_styles([*names, "FoX (Pro), Muon", *(f"run {n}" for n in range(12))])
     assert len(set(many)) == 20 and many[: len(names)] == found
     assert known_models.find("my_retention") is None, "a plug-in may add its own"

@@ -101,6 +101,9 @@ def test_the_figures_of_one_run(make_run: MakeRun, capsys: pytest.CaptureFixture
     assert output.out.split() == [str(run_dir / "plots" / f"{name}.png") for name in files]
     assert all(is_picture(run_dir / "plots" / f"{name}.png") for name in files)
     assert "run has no loss at every position on web yet\n" in output.err
+    with pytest.raises(SystemExit):
+        plot_run.main([str(run_dir), str(make_run("other"))])
+    assert "--out DIR" in capsys.readouterr().err, "of several runs"
 
 
 @pytest.mark.slow
@@ -121,16 +124,6 @@ def test_a_run_without_losses_by_position_is_told_when_and_is_in_no_caption(
     notes = {title: note for title, note in map(title_and_note, drawn)}
     assert "seed 0 " in notes["Loss at every position of fox (fox_pro), held-out, after 150K tokens"]
     assert "seed 0, 7 " in notes["Training and held-out loss of 2 runs"]
-
-
-@pytest.mark.slow
-def test_several_runs_need_out(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [str(make_run("fox")), str(make_run("transformer"))]
-    with pytest.raises(SystemExit):
-        plot_run.main(runs)
-    assert "--out DIR" in capsys.readouterr().err
-    plot_run.main([*runs, "--out", str(tmp_path / "compare")])
-    assert is_picture(tmp_path / "compare" / "loss_position.png")
 
 
 def test_a_run_that_cannot_be_drawn_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

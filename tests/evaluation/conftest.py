@@ -8,11 +8,14 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import torch
 import zarr
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 
 from forgetting_transformer import training
+from forgetting_transformer.evaluation.models import EvaluatedModel, load_model
+from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.training.export import export
 from tests.training.conftest import STEP, changed, tiny_config, train
 
@@ -20,6 +23,7 @@ _WORDS = "the a cat dog sat ran on under mat house red small and then . , answer
 WORDS = f"{_WORDS} city eat sandwich park sunny day".split()
 VOCABULARY = ["<eos>", "<unk>", *WORDS]
 DOC_LEN, DOCUMENTS, TRAIN_LENGTH = 256, 24, 32
+ALONE = Workers(0, 1, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,12 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def quickstart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
     return _quickstart(tmp_path_factory.getbasetemp() / "quickstart", request.config.getoption("--fast"))
+
+
+@pytest.fixture(scope="session")
+def model(quickstart: Quickstart) -> EvaluatedModel:
+    """The export."""
+    return load_model(str(quickstart.hf))
 
 
 @functools.cache  # a module that imports the fixture has one of its own

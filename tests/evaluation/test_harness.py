@@ -4,7 +4,6 @@ import json
 
 import datasets
 import pytest
-import torch
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
 
@@ -14,13 +13,12 @@ from forgetting_transformer.analysis import published  # noqa: E402
 from forgetting_transformer.analysis.evaluations import read_evaluation  # noqa: E402
 from forgetting_transformer.analysis.question_scores import read_question_scores  # noqa: E402
 from forgetting_transformer.evaluation import harness  # noqa: E402
-from forgetting_transformer.evaluation.models import EvaluationError, load_model  # noqa: E402
-from forgetting_transformer.evaluation.workers import Workers  # noqa: E402
+from forgetting_transformer.evaluation.models import EvaluationError  # noqa: E402
+from tests.evaluation.conftest import ALONE  # noqa: E402
 from tests.evaluation.scripts import index_few_tasks, run_script  # noqa: E402
 
 SCRIPT = "eval/lm_eval_harness/run_lm_eval.py"
 FEW_TASKS = "from tests.evaluation.scripts import index_few_tasks\nindex_few_tasks()"
-ALONE = Workers(0, 1, torch.device("cpu"))
 QUESTION = {"choices": {"text": ["cat", "red house", "the dog ran"], "label": ["A", "B", "C"]}, "answerKey": "B"}
 
 #: Two examples in the format of each dataset on the hub, by (path, configuration).
@@ -67,11 +65,6 @@ DATA = {
     },
     ("aps/super_glue", "boolq"): {"question": "is the cat red", "passage": "the cat is small", "idx": 0, "label": 0},
 }
-
-
-@pytest.fixture(scope="module")
-def model(quickstart):
-    return load_model(str(quickstart.hf))
 
 
 @pytest.fixture

@@ -5,25 +5,17 @@ import zipfile
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("rouge", reason="the extra `eval` is not installed")
 
 from forgetting_transformer.analysis.evaluations import LONGBENCH_OF_PAPER, read_evaluation
 from forgetting_transformer.analysis.question_scores import read_question_scores
 from forgetting_transformer.evaluation import generation, longbench
-from forgetting_transformer.evaluation.models import EvaluationError, load_model
-from forgetting_transformer.evaluation.workers import Workers
-from tests.evaluation.conftest import sentences
+from forgetting_transformer.evaluation.models import EvaluationError
+from tests.evaluation.conftest import ALONE, sentences
 from tests.evaluation.scripts import run_script, short_answers
 
 SCRIPT = "eval/longbench/run_longbench.py"
-ALONE = Workers(0, 1, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def model(quickstart):
-    return load_model(str(quickstart.hf))
 
 
 @pytest.fixture

@@ -11,23 +11,17 @@ import torch
 from forgetting_transformer.analysis.evaluations import from_needle
 from forgetting_transformer.evaluation import generation
 from forgetting_transformer.evaluation import needle as niah
-from forgetting_transformer.evaluation.models import EvaluationError, load_model
+from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.evaluation.needle import Judge
 from forgetting_transformer.evaluation.workers import Workers
-from tests.evaluation.conftest import VOCABULARY, sentences
+from tests.evaluation.conftest import ALONE, VOCABULARY, sentences
 from tests.evaluation.scripts import ROOT, run_script
 
 SCRIPT = "eval/niah/run_niah.py"
-ALONE = Workers(0, 1, torch.device("cpu"))
 NEEDLE = niah.Needle("what is best ?", "the best thing is", "eat a sandwich in the park")
 #: Of words that the tokenizer knows.
 HIDDEN = "\nthe best thing is eat a sandwich in the park .\n"
 STOP = VOCABULARY.index(".")
-
-
-@pytest.fixture(scope="module")
-def model(quickstart):
-    return load_model(str(quickstart.hf))
 
 
 @pytest.fixture

@@ -20,19 +20,12 @@ from forgetting_transformer.analysis.evaluations import read_evaluation
 from forgetting_transformer.data import DataError, LongCrawl64DataModule
 from forgetting_transformer.evaluation import held_out, per_token_loss
 from forgetting_transformer.evaluation.models import EvaluationError, fingerprint, load_model
-from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.plugins import CORPORA, Component
 from forgetting_transformer.training.config.corpora import LongCrawl64Config
-from tests.evaluation.conftest import DOC_LEN, DOCUMENTS, TRAIN_LENGTH
+from tests.evaluation.conftest import ALONE, DOC_LEN, DOCUMENTS, TRAIN_LENGTH
 from tests.evaluation.scripts import ROOT, run_script
 
 SCRIPT = "eval/per_token_loss/run_per_token_loss.py"
-ALONE = Workers(0, 1, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def model(quickstart):
-    return load_model(str(quickstart.hf))
 
 
 def heldout(quickstart, **options) -> held_out.HeldOut:

@@ -165,5 +165,6 @@ def test_evaluations_are_made_once_for_every_run_and_their_failures_are_named(st
     assert not [call for call in calls("evaluate")[2] if call.startswith("eval/per_token_loss")], "they are there"
     monkeypatch.setenv("FAILING", "runs/mamba2_seed1")
     code, out, made = calls("downstream")
-    assert code == 1 and f"run_niah of mamba2_seed1 failed: {tmp_path}/study/logs/run_niah-mamba2_seed1.log" in out
+    assert code == 1 and "failed    needle-mamba2_seed1-paper: exit code 1: " in out
+    assert f"({tmp_path}/study/logs/needle-mamba2_seed1-paper.log)" in out
     assert sum("--mode paper_easy" in call for call in made) == 4 and sum("lcc" in call for call in made) == 5

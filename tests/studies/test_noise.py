@@ -51,18 +51,6 @@ def test_a_model_without_all_seeds_has_a_difference_and_no_interval() -> None:
     assert found.freedom == 1 and math.isfinite(found.against["b"].half_width)
 
 
-def test_intervals_cover_all_differences_as_often_as_they_say() -> None:
-    draws = np.random.default_rng(0)
-    covered = 0
-    quantile = noise.dunnett_quantile(3, 6)
-    for _ in range(2000):
-        losses = draws.normal(size=(4, 3)) + draws.normal(size=3)  # the second: of seeds
-        residual = losses - losses.mean(1, keepdims=True) - losses.mean(0) + losses.mean()
-        error = math.sqrt((residual**2).sum() / 6 * 2 / 3)
-        covered += (abs(losses.mean(1)[1:] - losses.mean(1)[0]) <= quantile * error).all()
-    assert covered / 2000 == pytest.approx(0.95, abs=0.02)  # four standard errors
-
-
 def test_a_model_that_is_bitwise_the_baseline_says_nothing_about_the_noise():
     losses = {"a": {0: 3.0, 1: 3.1, 2: 3.05}, "b": {0: 3.2, 1: 3.25, 2: 3.3}}
     alone = noise.against_baseline(losses, "a")

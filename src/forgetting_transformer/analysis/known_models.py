@@ -4,7 +4,7 @@ A plug-in may add its own when it is imported:
 
     known_models.MODELS["retention"] = known_models.KnownModel("RetNet", 9)
 
-A model that is not listed is called as its run or folder is, and its name decides on its style.
+A model that is not listed is called as its run or folder is, and gets the next colour that is free in a figure.
 """
 
 from pathlib import Path

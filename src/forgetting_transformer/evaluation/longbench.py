@@ -366,8 +366,8 @@ def evaluate(
         length = max_length or max(trained - SETS[name].max_new_tokens, trained // 2)
         records = answer_set(model, name, examples, length, folder / "pred", workers, precision)
         found = np.array([score_example(name, record) for record in records])
-        scores[name] = score(name, records)
-        errors[name, None] = mean_and_error(100 * found)[1] if found.size > 1 else None, found.size
+        scores[name] = mean_score(found.tolist())
+        errors[name, None] = mean_and_error(100 * found)[1], found.size
         groups: list[Any] = [example.get(question_scores.GROUP) for example in examples]
         asked = [[example[key] for key in ("input", "context", "answers")] for example in examples]
         by_question[name] = question_scores.QuestionScores(
@@ -491,8 +491,11 @@ def answer_set(
 
 def score(name: str, records: Sequence[Mapping[str, Any]], as_in_paper: bool = False) -> float:
     """The score of a set, 0 to 100: the mean over its answers as `answer_set` returns them."""
-    found = [score_example(name, record, as_in_paper) for record in records]
-    return round(100 * sum(found) / len(found), 2)
+    return mean_score([score_example(name, record, as_in_paper) for record in records])
+
+
+def mean_score(scores: Sequence[float]) -> float:
+    return round(100 * sum(scores) / len(scores), 2)
 
 
 def score_by_length(

@@ -1,12 +1,13 @@
 """Many runs as one experiment: start them, search with them. docs/sweep.md shows how.
 
-jobs.py           a job is one run of train.py with its overrides, in processes of its own
+jobs.py           a job is one run of train.py with its overrides, or another command, in processes of its own
 runner.py         shares the GPUs of this machine among jobs, reports each, survives the failure of any
 learning_rate.py  the paper's search
 free_search.py    Optuna's search over any keys
 state.py          what all runs of a search have in common
 
-What came of runs is read and shown by analysis/.
+The launcher of `train.py -m` is in src/hydra_plugins/, where Hydra looks for it. What came of runs is read and shown by
+analysis/.
 """
 
 

@@ -5,17 +5,22 @@ would share a process group, CUDA's context and the random state, and where a jo
 ranks with the whole sweep on their command line.
 """
 
+import dataclasses
 import os
 import re
 import sys
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from forgetting_transformer import signals
+from forgetting_transformer.analysis.runs import Run, read_run
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.training import Config
+from forgetting_transformer.training.config.continuing import changes_that_alter_the_run
 
 #: Set by `fabric run`, torchrun, Fabric or SLURM for their own processes; a job that inherited them would join another
 #: job. The last two are of train.py for its own time.
@@ -23,6 +28,19 @@ _OF_ANOTHER_LAUNCH = re.compile(
     r"(LT_|TORCHELASTIC_|GROUP_|ROLE_).*|(LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT)"
     r"|SLURM_(NTASKS|PROCID|LOCALID)|FORGETTING_TRANSFORMER_OUTCOME|HYDRA_FULL_ERROR"
 )
+
+
+class State(StrEnum):
+    """How a job ended."""
+
+    FINISHED = "finished"
+    #: Loss or gradients were not finite any more: a result, not an accident.
+    DIVERGED = "diverged"
+    #: Ended by itself without an error and before its budget, as preempted runs do.
+    INCOMPLETE = "incomplete"
+    #: The sweep was stopped while it ran, or before it began.
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,10 @@ class Job:
     @property
     def output_dir(self) -> Path:
         return Path(self.config.output_dir).expanduser().absolute()
+
+    @property
+    def accelerator(self) -> str:
+        return self.config.fabric.accelerator
 
     def devices(self, all_devices: int) -> int:
         """Number of processes, where the job may have `all_devices` of them.
@@ -71,22 +93,61 @@ class Job:
             return [sys.executable, str(self.script), *own, "fabric.devices=1"]
         # The `fabric run` of this very interpreter, whatever PATH says.
         fabric = [sys.executable, "-m", "lightning.fabric.cli"]
-        fabric += ["--devices", str(devices), "--accelerator", self.config.fabric.accelerator]
+        fabric += ["--devices", str(devices), "--accelerator", self.accelerator]
         # It refuses a config that says again, and otherwise, what it was told.
         return [*fabric, str(self.script), *own, "fabric.devices=auto", "fabric.accelerator=auto"]
 
+    def is_finished(self) -> bool:
+        """Whether its folder holds the finished run that it describes, with these very settings."""
+        run = read_run(self.output_dir)
+        if not self.config.resume or not run.config or not run.finished(self.config.train.max_tokens):
+            return False
+        # Where there are changes, train.py refuses it and says what differs.
+        return not changes_that_alter_the_run(run.config, dataclasses.asdict(self.config))
 
-class State(StrEnum):
-    """How a job ended."""
+    def state(self, code: int | None, run: Run, status: Mapping[str, Any]) -> State:
+        """How it ended.
 
-    FINISHED = "finished"
-    #: Loss or gradients were not finite any more: a result, not an accident.
-    DIVERGED = "diverged"
-    #: Ended by itself without an error and before its budget, as preempted runs do.
-    INCOMPLETE = "incomplete"
-    #: The sweep was stopped while it ran, or before it began.
-    INTERRUPTED = "interrupted"
-    FAILED = "failed"
+        Args:
+            code: exit code.
+            status: what this start wrote to the run's status.json; {} if it ended before that.
+        """
+        if code == 0 and run.finished(self.config.train.max_tokens):
+            return State.FINISHED
+        if code == 0 or status.get("status") == "preempted":
+            return State.INCOMPLETE
+        return State.DIVERGED if status and run.diverged else State.FAILED
+
+
+@dataclass(frozen=True)
+class Command:
+    """Any other command of this Python that takes its turn among runs, such as the evaluation of one.
+
+    Attributes:
+        name, priority: as of `Job`.
+        arguments: a script, or -m and a module, and its arguments.
+        output_dir: where its results go; no two jobs have the same.
+        accelerator: "cpu" for one that needs no GPU; others get one, where there is one.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    output_dir: Path
+    priority: int = 0
+    accelerator: str = "auto"
+
+    def devices(self, _all_devices: int) -> int:
+        return 1
+
+    def command(self, _devices: int) -> list[str]:
+        return [sys.executable, *self.arguments]
+
+    def is_finished(self) -> bool:
+        """False: who asks for it knows whether its results are there."""
+        return False
+
+    def state(self, code: int | None, _run: Run, _status: Mapping[str, Any]) -> State:
+        return State.FINISHED if code == 0 else State.FAILED
 
 
 def quote(value: str) -> str:

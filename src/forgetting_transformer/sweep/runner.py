@@ -2,7 +2,6 @@
 cleanly on Ctrl-C.
 """
 
-import dataclasses
 import functools
 import math
 import os
@@ -20,11 +19,15 @@ from forgetting_transformer import console
 from forgetting_transformer.analysis.runs import Run, read_run
 from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.sweep import SweepError
-from forgetting_transformer.sweep.jobs import Job, State, file_name, job_environment
-from forgetting_transformer.training.config.continuing import changes_that_alter_the_run
+from forgetting_transformer.sweep.jobs import Command, Job, State, file_name, job_environment
 from forgetting_transformer.training.records.metrics import duration
 
 POLL_SECONDS = 1.0
+#: Why a job is in a state that does not say it.
+_NOTES = {
+    State.INCOMPLETE: "ended before its budget; the same command continues it",
+    State.DIVERGED: "loss or gradients were not finite",
+}
 
 
 class Machine:
@@ -49,32 +52,31 @@ class Machine:
         self._jobs_on = dict.fromkeys(self.gpus, 0)
         self._running = 0
 
-    def check(self, jobs: Sequence[Job]) -> None:
+    def check(self, jobs: Sequence[Job | Command]) -> None:
         """
         Raises:
             SweepError: a job asks for more than there is.
         """
         for job in jobs:
-            accelerator = job.config.fabric.accelerator
-            if accelerator in ("cuda", "gpu") and not self.gpus:
-                raise SweepError(f"{job.name}: fabric.accelerator={accelerator}, but no GPU is visible")
-            if self.devices(job) > len(self.gpus) and self._takes_gpus(job):
+            if job.accelerator in ("cuda", "gpu") and not self.gpus:
+                raise SweepError(f"{job.name}: fabric.accelerator={job.accelerator}, but no GPU is visible")
+            if (devices := self.devices(job)) > len(self.gpus) and self._takes_gpus(job):
                 raise SweepError(
-                    f"{job.name}: fabric.devices={job.config.fabric.devices}, but the sweep has {len(self.gpus)} GPUs "
+                    f"{job.name}: fabric.devices={devices}, but the sweep has {len(self.gpus)} GPUs "
                     f"({', '.join(self.gpus)})"
                 )
 
-    def devices(self, job: Job) -> int:
+    def devices(self, job: Job | Command) -> int:
         return job.devices(len(self.gpus) if self._takes_gpus(job) else 1)
 
-    def room(self, job: Job) -> int:
+    def room(self, job: Job | Command) -> int:
         """Number of jobs like this one that run at a time, at least 1."""
         if not self._takes_gpus(job):
             return self.jobs_at_once or 1
         fit = self.jobs_per_gpu * len(self.gpus) // self.devices(job)
         return max(1, min(self.jobs_at_once or fit, fit))
 
-    def take(self, job: Job) -> list[str] | None:
+    def take(self, job: Job | Command) -> list[str] | None:
         """Gives the job the GPUs with the fewest jobs, and returns them; None if it must wait for others."""
         needed = self.devices(job) if self._takes_gpus(job) else 0
         free = [gpu for gpu in self.gpus if self._jobs_on[gpu] < self.jobs_per_gpu]
@@ -92,15 +94,15 @@ class Machine:
         for gpu in gpus:
             self._jobs_on[gpu] += by
 
-    def _takes_gpus(self, job: Job) -> bool:
-        return bool(self.gpus) and job.config.fabric.accelerator != "cpu"
+    def _takes_gpus(self, job: Job | Command) -> bool:
+        return bool(self.gpus) and job.accelerator != "cpu"
 
 
 @dataclass(frozen=True)
 class JobResult:
     """How a job ended. `seconds` is wall time here, `note` says why where the state does not."""
 
-    job: Job
+    job: Job | Command
     state: State
     run: Run
     seconds: float = 0.0
@@ -109,7 +111,7 @@ class JobResult:
 
 @dataclass
 class _Running:
-    job: Job
+    job: Job | Command
     gpus: Sequence[str]
     process: subprocess.Popen
     log: Path
@@ -121,11 +123,11 @@ class _Running:
 
 
 #: Takes the result of a job and returns the jobs to run because of it.
-OnResult = Callable[[JobResult], Sequence[Job]]
+OnResult = Callable[[JobResult], Sequence[Job | Command]]
 
 
 def run_jobs(
-    jobs: Sequence[Job], machine: Machine, log_dir: Path, on_result: OnResult | None = None
+    jobs: Sequence[Job | Command], machine: Machine, log_dir: Path, on_result: OnResult | None = None
 ) -> list[JobResult]:
     """Runs every job and returns their results in the order of `jobs`, and of those that came of them.
 
@@ -141,21 +143,20 @@ def run_jobs(
         SweepError: two jobs share a folder, or the machine cannot run one of them. If they are among `jobs`, nothing
             was started; if `on_result` returned them, what was running has saved and ended, as after Ctrl-C.
     """
-    known: list[Job] = []
+    known: list[Job | Command] = []
     results: dict[str, JobResult] = {}
-    waiting: list[Job] = []
+    waiting: list[Job | Command] = []
     running: list[_Running] = []
 
-    def add(jobs: Sequence[Job]) -> None:
+    def add(jobs: Sequence[Job | Command]) -> None:
         check_folders([*known, *jobs])
         machine.check(jobs)
         known.extend(jobs)
-        done = [result for job in jobs if (result := _finished_already(job)) is not None]
-        finished = {result.job.name for result in done}
-        waiting.extend(job for job in jobs if job.name not in finished)
+        done = [job for job in jobs if job.is_finished()]
+        waiting.extend(job for job in jobs if job not in done)
         waiting.sort(key=lambda job: -job.priority)
-        for result in done:
-            record(result)
+        for job in done:
+            record(JobResult(job, State.FINISHED, read_run(job.output_dir), note="finished before"))
 
     def record(result: JobResult) -> None:
         results[result.job.name] = result
@@ -208,7 +209,7 @@ def summary(results: Sequence[JobResult]) -> str:
     return markdown_table(header, rows, "llrrrrl")
 
 
-def check_folders(jobs: Sequence[Job]) -> None:
+def check_folders(jobs: Sequence[Job | Command]) -> None:
     """
     Raises:
         SweepError: two jobs share a folder.
@@ -232,17 +233,7 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
-def _finished_already(job: Job) -> JobResult | None:
-    """The result of a job whose folder holds the finished run it describes, with these very settings."""
-    run = read_run(job.output_dir)
-    if not job.config.resume or not run.config or not run.finished(job.config.train.max_tokens):
-        return None
-    if changes_that_alter_the_run(run.config, dataclasses.asdict(job.config)):
-        return None  # train.py refuses it and says what differs
-    return JobResult(job, State.FINISHED, run, note="finished before")
-
-
-def _start(job: Job, machine: Machine, gpus: Sequence[str], log_dir: Path) -> _Running:
+def _start(job: Job | Command, machine: Machine, gpus: Sequence[str], log_dir: Path) -> _Running:
     environment, devices = job_environment(), machine.devices(job)
     if machine.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -272,14 +263,10 @@ def _start(job: Job, machine: Machine, gpus: Sequence[str], log_dir: Path) -> _R
 def _result(one: _Running) -> JobResult:
     code, run = one.process.poll(), read_run(one.job.output_dir)
     status = run.status if run.status != one.status_before else {}
-    if code == 0 and run.finished(one.job.config.train.max_tokens):
-        state, note = State.FINISHED, ""
-    elif code == 0 or status.get("status") == "preempted":
-        state, note = State.INCOMPLETE, "ended before its budget; the same command continues it"
-    elif status and run.diverged:
-        state, note = State.DIVERGED, "loss or gradients were not finite"
-    else:
-        state, note = State.FAILED, f"exit code {code}: {status.get('reason') or _last_words(one)} ({one.log})"
+    state = one.job.state(code, run, status)
+    note = _NOTES.get(state, "")
+    if state == State.FAILED:
+        note = f"exit code {code}: {status.get('reason') or _last_words(one)} ({one.log})"
     return JobResult(one.job, state, run, time.monotonic() - one.started, note)
 
 
@@ -306,8 +293,9 @@ def _end(running: Sequence[_Running], interrupts: "_Interrupts") -> None:
 
 def _describe(result: JobResult) -> str:
     loss = _loss(result.run.final_loss(heldout=bool(result.run.heldout.values.size)))
-    parts = [f"{result.run.tokens:,} tokens", loss and f"loss {loss}", result.note]
-    return f"{result.job.name}: " + ", ".join(part for part in parts if part)
+    tokens = f"{result.run.tokens:,} tokens" if result.run.tokens else ""
+    parts = [tokens, loss and f"loss {loss}", result.note]
+    return f"{result.job.name}: {', '.join(part for part in parts if part) or 'done'}"
 
 
 def _loss(loss: float) -> str:

@@ -7,7 +7,6 @@ and Ito, which people with colour-vision deficiencies can tell apart; line style
 import itertools
 import math
 import textwrap
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,23 +78,17 @@ def curve_styles(names: Sequence[str]) -> list[CurveStyle]:
     """A style for each name, no two alike while there are enough.
 
     A name with a known model in it ("fox_pro", "FoX (Pro)", "demo_fox_pro_seed1") gets that model's colour in every
-    figure, any other name one that depends on its words before the first comma. Where two want the same, the first has
-    it.
+    figure; where two want the same, the first has it. All other names get the next colour that no known model here
+    wants, in their order.
     """
-    wanted = [_preferred(name) for name in names]
+    known = [known_models.find(name) for name in names]
+    wanted = [None if model is None else model.style % len(_COLOURS) for model in known]
     found: list[int] = []
     for number, style in enumerate(wanted):
-        # The styles that no other name wants come before those that one further down is waiting for.
-        order = [style, *(i for i in range(len(_COLOURS)) if i not in wanted), *range(len(_STYLES))]
+        own = [] if style is None else [style]
+        order = [*own, *(i for i in range(len(_COLOURS)) if i not in wanted), *range(len(_STYLES))]
         found.append(next((i for i in order if i not in found), number % len(_STYLES)))
     return [_STYLES[i] for i in found]
-
-
-def _preferred(name: str) -> int:
-    known = known_models.find(name)
-    if known is not None:
-        return known.style % len(_COLOURS)
-    return zlib.crc32(known_models.plain(name.split(",")[0]).encode(errors="replace")) % len(_COLOURS)
 
 
 @dataclass
