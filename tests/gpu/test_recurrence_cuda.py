@@ -83,7 +83,7 @@ def public(op: str):
     def function(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         *arguments, state = inputs.values()
         if op == "selective_scan":
-            return recurrence.selective_scan(*arguments, initial_state_BIK=state, output_final_state=True)
+            return recurrence.selective_scan(*arguments, initial_state_BIK=state)
         gates = {name: inputs[name] for name in ("beta", "log_decay") if name in inputs}
         return recurrence.recurrence(*arguments[:3], **gates, state=state, scale=0.1)
 

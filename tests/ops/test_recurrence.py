@@ -87,7 +87,7 @@ def make_inputs(op: str, length: int, decay: str = "random", key_dim: int = 6, v
 def walk(op: str, *arguments: Tensor, state: Tensor | None = None, scale: float = 0.7) -> tuple[Tensor, Tensor]:
     """The public function that runs this op, with sequences and gates in the order of `make_inputs`."""
     if op == "selective_scan":
-        return recurrence.selective_scan(*arguments, initial_state_BIK=state, output_final_state=True)
+        return recurrence.selective_scan(*arguments, initial_state_BIK=state)
     q, k, v, *gates = arguments
     named = dict(zip(GATES[op], gates, strict=True))
     return recurrence.recurrence(q, k, v, **named, state=state, scale=scale)
@@ -600,9 +600,7 @@ def test_step_sizes_from_a_bias_and_a_skip_are_those_of_the_definition():
     inputs = make_inputs("selective_scan", 70)
     x, dt, A, B, C, state = inputs.values()
     D, bias = torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
-    got, got_state = recurrence.selective_scan(
-        x, dt, A, B, C, D_I=D, dt_bias_I=bias, initial_state_BIK=state, output_final_state=True
-    )
+    got, got_state = recurrence.selective_scan(x, dt, A, B, C, D_I=D, dt_bias_I=bias, initial_state_BIK=state)
     want, want_state = reference.selective_scan(x, (1 + (dt + bias).exp()).log(), A, B, C, state)
     torch.testing.assert_close(got, want + D * x)
     torch.testing.assert_close(got_state, want_state)
@@ -611,10 +609,8 @@ def test_step_sizes_from_a_bias_and_a_skip_are_those_of_the_definition():
 def test_a_scan_of_packed_documents_is_the_scans_of_the_documents():
     """Documents of one token and of several; ends are repeated; the first of a row goes on from the initial state."""
     x, dt, A, B, C, initial = make_inputs("selective_scan", 40).values()
-    got, state = recurrence.selective_scan(
-        x, dt, A, B, C, initial_state_BIK=initial, cu_seqlens=torch.tensor([0, 1, 23, 70, 80, 80]),
-        output_final_state=True,
-    )  # fmt: skip
+    cu_seqlens = torch.tensor([0, 1, 23, 70, 80, 80])
+    got, state = recurrence.selective_scan(x, dt, A, B, C, initial_state_BIK=initial, cu_seqlens=cu_seqlens)
     flat = [tensor.flatten(0, 1)[None] for tensor in (x, dt, B, C)]
     for start, stop in [(0, 1), (1, 23), (23, 40), (40, 70), (70, 80)]:
         part = [tensor[:, start:stop] for tensor in flat]

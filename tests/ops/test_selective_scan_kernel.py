@@ -38,9 +38,8 @@ def scan(x, dt, A, both, D, dt_bias, state, cu_seqlens=None):
     """B and C are slices of one projection."""
     B, C = both[..., 3:].chunk(2, dim=-1)
     return recurrence.selective_scan(
-        x, dt, A, B, C, D_I=D, dt_bias_I=dt_bias, initial_state_BIK=state, cu_seqlens=cu_seqlens,
-        output_final_state=True,
-    )  # fmt: skip
+        x, dt, A, B, C, D_I=D, dt_bias_I=dt_bias, initial_state_BIK=state, cu_seqlens=cu_seqlens
+    )
 
 
 def take_kernels(device):

@@ -151,16 +151,9 @@ class MambaMixer(StateSpaceMixer):
             if position_BT is not None:  # of a state before these tokens nothing is left behind a new document
                 log_decay_BIK = log_decay_BIK.masked_fill((position_BT == 0).any(1)[:, None, None], LOG_ZERO)
             # The state that these tokens alone make: they are walked once more than the output needs.
-            _, own_BIK = selective_scan(*inputs, output_final_state=True, **options)
-            assert own_BIK is not None
+            _, own_BIK = selective_scan(*inputs, **options)
             before_BIK = of_first_document(context.state_before(own_BIK, log_decay_BIK), position_BT)
-        y_BTI, state_BIK = selective_scan(
-            *inputs,
-            D_I=self.D,
-            initial_state_BIK=before_BIK,
-            output_final_state=True,
-            **options,
-        )
+        y_BTI, state_BIK = selective_scan(*inputs, D_I=self.D, initial_state_BIK=before_BIK, **options)
         return self.out_proj(y_BTI * F.silu(z_BTI)), {"conv": conv_BIW, "ssm": state_BIK}
 
 

@@ -316,8 +316,7 @@ def selective_scan(
     dt_bias_I: Tensor | None = None,
     initial_state_BIK: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    output_final_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Mamba's state space: K numbers per channel, each with its own decay.
 
     Args:
@@ -330,10 +329,10 @@ def selective_scan(
         dt_bias_I: step sizes are `softplus(dt + dt_bias)`. Default: they are dt.
         initial_state_BIK: the state before the first token. Default 0.
         cu_seqlens: packed documents, as of `recurrence`. Every row begins a document, also where it is not named.
-        output_final_state: whether to return the state after the last token.
 
     Returns:
-        Outputs `(B, T, I)` in x's dtype, and the final state `(B, I, K)` or None, float32 (float64 for float64 inputs).
+        Outputs `(B, T, I)` in x's dtype, and the state after the last token `(B, I, K)`, float32 (float64 for float64
+        inputs).
 
     Raises:
         TypeError, ValueError: as `recurrence`.
@@ -346,8 +345,7 @@ def selective_scan(
         if x_BTI.shape[1] > 1 and scan_takes_kernel(A_IK.shape[1], x_BTI.dtype, x_BTI.device):
             result = _scan_with_kernel(x_BTI, dt_BTI, A_IK, B_BTK, C_BTK, initial_state_BIK, D_I, dt_bias_I, cu_seqlens)
             if result is not None:
-                out, state = result
-                return out, state if output_final_state else None
+                return result
         if dt_bias_I is not None:
             dtype = torch.promote_types(dt_BTI.dtype, torch.float32)
             dt_BTI = F.softplus(dt_BTI.to(dtype) + dt_bias_I.to(dtype))
@@ -359,7 +357,7 @@ def selective_scan(
             out, state = backend.selective_scan(x_BTI, dt_BTI, A_IK, B_BTK, C_BTK, initial_state_BIK)
         if D_I is not None:
             out = (out + D_I * x_BTI).to(x_BTI.dtype)
-    return out, state if output_final_state else None
+    return out, state
 
 
 def scan_takes_kernel(states: int, dtype: torch.dtype, device: torch.device) -> bool:
