@@ -269,13 +269,13 @@ def continued(finished) -> Callable[..., str]:
     The output_dir of that one is returned.
     """
 
-    def run(config: dict, world_size: int = 1) -> str:
-        straight = finished(config, world_size)
+    def run(config: dict, world_size: int = 1, nodes: int = 1) -> str:
+        straight = finished(config, world_size, nodes)
         shutil.copytree(straight, config["output_dir"])
         for path in Path(config["output_dir"]).glob("checkpoints/step-*"):
             if int(path.name.removeprefix("step-")) > 8 * STEP:
                 shutil.rmtree(path)
-        train(config, world_size)
+        train(config, world_size, nodes=nodes)
         assert_same_run(straight, config["output_dir"])
         return straight
 

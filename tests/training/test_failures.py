@@ -201,17 +201,6 @@ def test_stray_fabric_variables_are_refused(tiny):
     assert "LT_DEVICES would override the config" in job.errors()
 
 
-@pytest.mark.quick
-def test_an_optimizer_of_other_parameters_is_refused():
-    from forgetting_transformer.training.config import ConfigError
-    from forgetting_transformer.training.optimization.building import check_owns
-
-    model, stale = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    check_owns(model, torch.optim.AdamW(model.parameters()), "adamw")
-    with pytest.raises(ConfigError, match=r"optimizer\.name='adamw' leaves out 2 of the model.s 2 parameter tensors"):
-        check_owns(model, torch.optim.AdamW(stale.parameters()), "adamw")
-
-
 def test_the_command_line_trains_resumes_and_explains_itself(tiny, tmp_path):
     """What users type; test_stopping.py runs it as separate processes."""
     overrides = command_line(tiny, tmp_path / "cli")

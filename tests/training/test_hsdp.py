@@ -5,15 +5,11 @@ import pytest
 from forgetting_transformer.training import ConfigError, parse
 from forgetting_transformer.training.parallel.launch import _shard_size
 from tests.training.conftest import (
-    HEARD,
     STEP,
-    STOP,
     Job,
-    assert_same_run,
     blocks,
     changed,
     checkpoint_tensors,
-    in_step,
     lines,
     losses,
     status,
@@ -63,14 +59,8 @@ def test_two_nodes_of_two_one_of_four_and_back(hsdp, tiny, tmp_path, finished):
     assert said[5] == "none (one process: nothing to shard)"
 
 
-def test_a_run_that_was_interrupted_on_two_nodes_is_bitwise_one_that_was_not(hsdp, finished):
-    """The signal comes to one process of the second node; all processes of both stop after the same step."""
-    straight = finished(hsdp, 4, nodes=2)
-    job = Job(hsdp, 4, patch=in_step(STOP + HEARD, 5, ranks="2"), nodes=2)
-    assert job.wait() == [0] * 4, job.errors()
-    assert status(hsdp)["status"] == "preempted" and status(hsdp)["step"] == 7 * STEP
-    train(hsdp, 4, nodes=2)
-    assert_same_run(straight, hsdp["output_dir"])
+def test_a_run_that_was_killed_on_two_nodes_is_bitwise_one_that_was_not(hsdp, continued):
+    continued(hsdp, 4, nodes=2)
 
 
 def test_nodes_of_different_sizes_are_refused(hsdp, monkeypatch):
