@@ -210,7 +210,7 @@ def test_float32_is_float32_and_pytorch_serves_16_bits_too(op, monkeypatch):
     for length in (1, 63, 1100):
         inputs = make_inputs(op, length, dtype=torch.float32)
         assert_close(run(public(op), inputs), expected(inputs), 2e-5)
-    monkeypatch.setattr(fla, "supports", lambda *_: False)
+    monkeypatch.setattr(fla, "serves", lambda *_: False)
     monkeypatch.setattr(recurrence, "scan_takes_kernel", lambda *_: False)
     inputs = make_inputs(op, 300)
     assert_close(run(public(op), inputs), expected(inputs), 1e-2)

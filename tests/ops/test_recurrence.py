@@ -475,7 +475,7 @@ def test_fla_gets_every_argument_under_its_name(op, stand_in_fla, on_hopper):
     for refuses, is_right in ((False, False), (True, False), (True, True)):
         on_hopper(refuses, is_right)
         miscompiled = not is_right if op == "kda" else refuses and not is_right
-        assert fla.supports(op, inputs["q"], inputs["v"]) == (not (miscompiled and op in GATED))
+        assert fla.serves(op, 128, 64, torch.bfloat16, 0) == (not (miscompiled and op in GATED))
         backends._faults.clear()
     assert_close(run(by_position(fla, op), inputs), run(REFERENCE[op], inputs), 1e-6)
     [(name, arguments)] = stand_in_fla.items()
@@ -484,23 +484,19 @@ def test_fla_gets_every_argument_under_its_name(op, stand_in_fla, on_hopper):
     assert all(arguments[gate].dtype == torch.float32 for gate in ("g", "beta") if gate in arguments)
 
 
-def supported(op: str, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
-    return fla.supports(op, torch.zeros(1, 9, 1, key_dim, dtype=dtype), torch.zeros(1, 9, 1, value_dim, dtype=dtype))
-
-
 def test_fla_serves_16_bits_whole_tiles_and_on_hopper_gates_where_they_were_right(stand_in_fla, on_hopper, monkeypatch):
     """On Hopper it was wrong (16 × 32, Triton 3.6) or needed too much shared memory (256 × 256, every Triton)."""
     monkeypatch.setattr(fla_on_hopper, "is_hopper", lambda device_index: False)
     for op in FLA_KERNELS:
-        assert supported(op, 64, 128, torch.bfloat16) and supported(op, 32, 64, torch.float16)
-        assert not supported(op, 64, 128, torch.float32)
-        assert not supported(op, 60, 128, torch.bfloat16) and not supported(op, 64, 33, torch.bfloat16)
-        assert supported(op, 512, 512, torch.bfloat16) == (op not in DELTA_RULES)
+        assert fla.serves(op, 64, 128, torch.bfloat16, 0) and fla.serves(op, 32, 64, torch.float16, 0)
+        assert not fla.serves(op, 64, 128, torch.float32, 0)
+        assert not fla.serves(op, 60, 128, torch.bfloat16, 0) and not fla.serves(op, 64, 33, torch.bfloat16, 0)
+        assert fla.serves(op, 512, 512, torch.bfloat16, 0) == (op not in DELTA_RULES)
     on_hopper(refuses=False, is_right=True)
     for op in FLA_KERNELS:
-        assert supported(op, 128, 64, torch.bfloat16) and supported(op, 128, 128, torch.bfloat16)
-        assert supported(op, 16, 32, torch.bfloat16) == (op != "simple_gla")
-        assert supported(op, 256, 256, torch.bfloat16) == (op == "gla")
+        assert fla.serves(op, 128, 64, torch.bfloat16, 0) and fla.serves(op, 128, 128, torch.bfloat16, 0)
+        assert fla.serves(op, 16, 32, torch.bfloat16, 0) == (op != "simple_gla")
+        assert fla.serves(op, 256, 256, torch.bfloat16, 0) == (op == "gla")
 
 
 @pytest.mark.parametrize(
@@ -515,7 +511,7 @@ def test_heads_of_the_delta_rules_are_padded_and_split_into_those_that_were_righ
     op, key_dim, value_dim, calls, stand_in_fla, on_hopper, monkeypatch
 ):
     on_hopper(refuses=False, is_right=True)
-    assert supported(op, key_dim, value_dim, torch.bfloat16)
+    assert fla.serves(op, key_dim, value_dim, torch.bfloat16, 0)
     fla._is_installed()
     kernel, seen = fla._loaded[op], []
 
@@ -566,9 +562,8 @@ def test_the_scan_is_an_operator_that_torch_compile_can_take(monkeypatch):
 
 def test_one_warning_says_what_to_install(fresh_fla, monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
-    q = torch.zeros(1, 9, 1, 16, dtype=torch.bfloat16)
     with pytest.warns(RuntimeWarning, match=r'it is not installed.* pip install -e "\.\[cuda\]"') as caught:
-        assert not any(fla.supports(op, q, q) for op in FLA_KERNELS for _ in range(3))
+        assert not any(fla.serves(op, 16, 16, torch.bfloat16, 0) for op in FLA_KERNELS for _ in range(3))
     assert len(caught) == 1
 
 
@@ -649,7 +644,7 @@ def test_a_scan_whose_kernels_do_not_compile_runs_in_pytorch(monkeypatch):
         exec("raise OSError('no C compiler')", {"__name__": "triton.runtime.build"})
 
     kernels = types.SimpleNamespace(scan_forward=no_compiler)
-    monkeypatch.setattr(recurrence.torch, "ops", types.SimpleNamespace(forgetting_transformer=kernels))
+    monkeypatch.setattr(torch.ops, "forgetting_transformer", kernels)
     x, dt, A, B, C, state = make_inputs("selective_scan", 5).values()
     with pytest.warns(RuntimeWarning, match="selective_scan: Triton is not used: its kernels do not compile"):
         got, _ = recurrence.selective_scan(x, dt, A, B, C, initial_state_BIK=state)

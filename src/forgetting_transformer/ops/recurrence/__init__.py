@@ -418,7 +418,8 @@ def _select_backend(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> ModuleType:
     """The fastest backend for these inputs. A single token (decoding) is one step of the definition on any device."""
     if q_BTHK.shape[1] == 1:
         return reference
-    if q_BTHK.is_cuda and fla.supports(op, q_BTHK, v_BTHV):
+    key_dim, value_dim, device = q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.device
+    if q_BTHK.is_cuda and fla.serves(op, key_dim, value_dim, q_BTHK.dtype, device.index):
         return fla
     return chunked
 

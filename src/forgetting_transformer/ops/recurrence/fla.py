@@ -38,19 +38,14 @@ _DELTA_RULES = ("delta_rule", "gated_delta_rule", "kda")
 _IN_PARTS = ("gated_delta_rule", "kda")
 
 
-def supports(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> bool:
-    """Whether FLA has a kernel for these inputs that gives the right numbers. Warns, once, if FLA is what is missing.
+def serves(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
+    """Whether FLA has a kernel for such inputs that gives the right numbers. Warns, once, if FLA is what is missing.
 
     Only 16-bit inputs: products of float32 inputs would be TF32 (three digits), and the delta rules refuse them.
     Only head dimensions that are multiples of 16, the shape of a tensor core's tile; for the delta rules up to 128 key
     channels. On Hopper GPUs simple_gla, gated_delta_rule and kda serve the head dimensions that were right there; of
-    values of the last two these are parts.
+    values of the last two these are parts. Plain values, so that compiled graphs can take the answer as a constant.
     """
-    return serves(op, q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.dtype, q_BTHK.device.index)
-
-
-def serves(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
-    """`supports` of plain values, so that compiled graphs can take the answer as a constant."""
     if dtype not in (torch.float16, torch.bfloat16) or key_dim % 16 or value_dim % 16:
         return False
     if op in _DELTA_RULES:
