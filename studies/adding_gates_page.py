@@ -51,7 +51,7 @@ def collect(folder: Path, out: Path, settings: Mapping[str, int]) -> None:
         "hardware": {"device": one["device"]}, "versions": {"torch": one["torch"]}, "command": COMMAND,
         "commit": os.environ.get("BENCHMARK_COMMIT", ""),
     }  # fmt: skip
-    found = {"environment": environment, "settings": settings, "measured": measured}
+    found: dict[str, Any] = {"environment": environment, "settings": settings, "measured": measured}
     if not environment["commit"]:
         found["source"] = "a copy of the repository whose commit is not known (BENCHMARK_COMMIT says it)"
     write_json(out / "results.json", found)
