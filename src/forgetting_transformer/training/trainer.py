@@ -235,7 +235,10 @@ class Trainer:
             self.saver.save(self, permanent, must_succeed)
 
     def check_in(self) -> None:
-        """All ranks call it once a step and once a batch of an evaluation: work goes on, and they vote on `stop`."""
+        """Shows that this rank moves, hears of the last save and of bad steps, and sets `stop` to what all ranks voted.
+
+        All ranks call it once a step and once a batch of an evaluation.
+        """
         self.sentinel.beat()
         self.saver.collect(self)
         self.guard.poll()
