@@ -273,6 +273,7 @@ REFUSED = [
     (FOX, {"log_pruning_tolerance": 1.0}, "log_pruning_tolerance is 1.0"),
     (FOX, {"hidden_ratio": None}, "intermediate_size"),
     (FOX, {"use_rope": True, "hidden_size": 6}, "even head dimension"),
+    (FOX, {"rope_factor": 8.0}, r"rope_factor, rope_llama3 are 8\.0, None, which have no effect without use_rope"),
     (LLAMA, {"num_heads": 3}, "hidden_size is 32; .* num_heads = 3"),
     ("samba", {"attn": {"num_heads": 2, "windows": 3}}, "attn has the key 'windows'; it may have num_heads"),
     ("samba", {"attn": {"window_size": 3}}, "attn has no num_heads"),

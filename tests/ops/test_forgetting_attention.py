@@ -18,6 +18,7 @@ from forgetting_transformer.ops import forgetting_attention as package
 from forgetting_transformer.ops.forgetting_attention import (
     forgetting_attention_portable,
     forgetting_attention_reference,
+    portable,
 )
 from tests.ops.kernels import DEVICES
 
@@ -126,11 +127,12 @@ def test_half_precision_costs_no_more_than_rounding_inputs_and_outputs(dtype, to
     assert_close({"dlog_fgate": got["dlog_fgate"]}, {"dlog_fgate": want["dlog_fgate"]}, 5e-5)
 
 
-def test_three_bfloat16_channels_carry_the_bias():
+def test_three_bfloat16_channels_carry_the_bias(monkeypatch):
+    monkeypatch.setattr(portable, "_choose_compute_dtype", lambda q: q.dtype)
     inputs = make_inputs(200, 200, 64)
     inputs = [*(x.bfloat16() for x in inputs[:3]), inputs[3].float()]
     want = run(forgetting_attention_reference, [x.double() for x in inputs])
-    got = run(functools.partial(forgetting_attention_portable, compute_dtype=torch.bfloat16), inputs)
+    got = run(forgetting_attention_portable, inputs)
     assert_close({"out": got["out"]}, {"out": want["out"]}, 4e-3)
     gradients = ("dq", "dk", "dv")
     assert_close({name: got[name] for name in gradients}, {name: want[name] for name in gradients}, 1e-2)

@@ -94,11 +94,12 @@ def test_rms_norm_statistics_are_float32_for_half_inputs():
 @pytest.mark.parametrize("max_logits, vocab_multiple", [(2**27, 1), (50, 4), (1, 1)])
 def test_cross_entropy_in_slices_is_cross_entropy(max_logits, vocab_multiple, monkeypatch):
     monkeypatch.setattr(cross_entropy, "_vocab_multiple", lambda _: vocab_multiple)
+    monkeypatch.setattr(cross_entropy, "_MAX_LOGITS", max_logits)
     torch.manual_seed(0)
     hidden, weight = torch.randn(2, 7, 6, requires_grad=True), torch.randn(10, 6, requires_grad=True)
     labels = torch.randint(0, 10, (2, 7))
     labels[0, 3] = -100
-    loss = linear_cross_entropy(hidden, weight, labels, max_logits=max_logits)
+    loss = linear_cross_entropy(hidden, weight, labels)
     want = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="none").view(2, 7)
     torch.testing.assert_close(loss, want)
     assert loss.dtype == torch.float32 and loss[0, 3] == 0
@@ -109,16 +110,18 @@ def test_cross_entropy_in_slices_is_cross_entropy(max_logits, vocab_multiple, mo
     assert (got_grads[0][0, 3] == 0).all()
 
 
-def test_cross_entropy_never_saves_all_logits():
+def test_cross_entropy_never_saves_all_logits(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "_MAX_LOGITS", 800)
     hidden, weight = torch.randn(1, 64, 4, requires_grad=True), torch.randn(100, 4, requires_grad=True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
-        linear_cross_entropy(hidden, weight, torch.zeros(1, 64, dtype=torch.long), max_logits=800)
+        linear_cross_entropy(hidden, weight, torch.zeros(1, 64, dtype=torch.long))
     assert max(saved, default=0) <= 800
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_cross_entropy_with_logits_that_are_kept_is_bitwise_that_with_logits_made_again(monkeypatch, autocast):
+    monkeypatch.setattr(cross_entropy, "_MAX_LOGITS", 800)
     made, original = [], cross_entropy._slice_loss
     monkeypatch.setattr(cross_entropy, "_slice_loss", lambda *x: made.append(len(x[0])) or original(*x))
     labels, found = torch.randint(0, 100, (2, 32)), {}
@@ -127,7 +130,7 @@ def test_cross_entropy_with_logits_that_are_kept_is_bitwise_that_with_logits_mad
         monkeypatch.setattr(cross_entropy, "_keeps_logits", lambda size, device, keeps=keeps: keeps)
         hidden, weight = (x.clone().requires_grad_() for x in start)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = linear_cross_entropy(hidden, weight, labels, max_logits=800)
+            loss = linear_cross_entropy(hidden, weight, labels)
         loss.mean().backward()
         found[keeps] = loss, hidden.grad, weight.grad
     assert made == [8] * 8 * 3, "twice, and once"

@@ -310,6 +310,11 @@ def check_options(options: Any, head_dim: int | None) -> None:
     """Refuse options of a layer, or fields of a configuration, that do not fit together."""
     width = options.hidden_size if head_dim is None else options.num_heads * head_dim
     check_attention_options(width, options.num_heads, options.num_kv_heads, options.window_size, options.use_rope)
+    if not options.use_rope and (options.rope_factor != 1 or options.rope_llama3 is not None):
+        raise ValueError(
+            f"rope_factor, rope_llama3 are {options.rope_factor}, {options.rope_llama3}, which have no effect without "
+            "use_rope=True; leave them 1 and None"
+        )
     if options.rope_llama3 is not None and len(options.rope_llama3) != 3:
         raise ValueError(
             f"rope_llama3 is {options.rope_llama3}; it must be [low, high, length], as in [1, 4, 8192], or None"

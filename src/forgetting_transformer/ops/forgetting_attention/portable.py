@@ -42,7 +42,6 @@ def forgetting_attention_portable(
     window: int | None = None,
     return_log_normaliser: bool = False,
     block_size: int = 1024,
-    compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Forgetting attention with arguments as in `forgetting_attention`, head first.
 
@@ -51,14 +50,11 @@ def forgetting_attention_portable(
         window: keys that a query sees at most, which must be in `first_key_BT` too: blocks leave out what lies before.
         return_log_normaliser: also compute the log-normalisers.
         block_size: queries per block.
-        compute_dtype: what the attention runs in, see `_choose_compute_dtype`. bfloat16 splits the bias into three
-            channels whose sum has float32's precision.
 
     Returns:
         The output `(B, H, T, D)` in q's dtype, and the log-normalisers `(B, H, T)`, float32 or more, or None.
     """
-    if compute_dtype is None:
-        compute_dtype = _choose_compute_dtype(q_BHTD)
+    compute_dtype = _choose_compute_dtype(q_BHTD)
     num_queries, num_keys = q_BHTD.shape[2], k_BGND.shape[2]
     first_query = num_keys - num_queries
     group = q_BHTD.shape[1] // k_BGND.shape[1]

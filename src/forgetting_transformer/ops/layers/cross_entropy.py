@@ -13,20 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from forgetting_transformer.ops import compiling
 
+# Label of positions that do not count.
+_IGNORED = -100
 # Logits per slice: 512 MiB in float32, about 2,700 tokens of a 50,257-word vocabulary.
 _MAX_LOGITS = 2**27
 # The part of a GPU's memory that all logits together may take to be kept for the backward pass.
 _KEPT_PART = 0.05
 
 
-def linear_cross_entropy(
-    hidden_BTE: Tensor,
-    weight_VE: Tensor,
-    labels_BT: Tensor,
-    ignore_index: int = -100,
-    max_logits: int = _MAX_LOGITS,
-    compiled: bool = False,
-) -> Tensor:
+def linear_cross_entropy(hidden_BTE: Tensor, weight_VE: Tensor, labels_BT: Tensor, *, compiled: bool = False) -> Tensor:
     """Return `-log softmax(hidden @ weightᵀ)[label]` for every token.
 
     The tokens are walked in slices. With more than one slice the logits are computed again in the backward pass (one
@@ -36,10 +31,7 @@ def linear_cross_entropy(
     Args:
         hidden_BTE: last hidden states.
         weight_VE: output embedding.
-        labels_BT: the token to predict at each position, int64, not shifted here. `ignore_index` gives loss 0 and
-            no gradient.
-        ignore_index: label of positions that do not count.
-        max_logits: largest number of logits held at once.
+        labels_BT: the token to predict at each position, int64, not shifted here. -100 gives loss 0 and no gradient.
         compiled: fuse casts, softmax and loss with torch.compile. The first call of a shape takes seconds.
 
     Returns:
@@ -56,25 +48,25 @@ def linear_cross_entropy(
             f"labels have shape {tuple(labels_BT.shape)}; they must be {tuple(hidden_BTE.shape[:-1])}, one per token"
         )
     if labels_BT.device.type == "cpu" and not torch.compiler.is_compiling():
-        bad = (labels_BT != ignore_index) & ((labels_BT < 0) | (labels_BT >= vocab_size))
+        bad = (labels_BT != _IGNORED) & ((labels_BT < 0) | (labels_BT >= vocab_size))
         if bad.any():
             raise ValueError(
                 f"label {labels_BT[bad][0].item()} is out of range; labels must lie in [0, {vocab_size}), or be "
-                f"{ignore_index} to be ignored"
+                f"{_IGNORED} to be ignored"
             )
 
     slice_loss = _compiled_slice_loss() if compiled else _slice_loss
     hidden_AE, labels_A = hidden_BTE.flatten(0, -2), labels_BT.flatten()
     weight_VE, bias_V = _pad_vocabulary(weight_VE)
-    num_slices = _count_slices(len(labels_A), max_logits // vocab_size)
+    num_slices = _count_slices(len(labels_A), _MAX_LOGITS // vocab_size)
     if num_slices == 1:
-        loss_A = slice_loss(hidden_AE, weight_VE, bias_V, labels_A, ignore_index)
+        loss_A = slice_loss(hidden_AE, weight_VE, bias_V, labels_A)
     else:
         run = slice_loss
         if not _keeps_logits(len(labels_A) * len(weight_VE) * _kept_bytes(hidden_AE, compiled), labels_A.device):
             run = functools.partial(checkpoint, slice_loss, use_reentrant=False, preserve_rng_state=False)
         slices = zip(hidden_AE.chunk(num_slices), labels_A.chunk(num_slices), strict=True)
-        loss_A = torch.cat([run(hidden, weight_VE, bias_V, labels, ignore_index) for hidden, labels in slices])
+        loss_A = torch.cat([run(hidden, weight_VE, bias_V, labels) for hidden, labels in slices])
     # A copy, not a view: FSDP2 hangs its backward hooks on a module's outputs, and warns if those are views.
     return loss_A.view(labels_BT.shape).clone()
 
@@ -118,12 +110,10 @@ def _pad_vocabulary(weight_VE: Tensor) -> tuple[Tensor, Tensor | None]:
     return F.pad(weight_VE, (0, 0, 0, missing)), bias_V
 
 
-def _slice_loss(
-    hidden_AE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, labels_A: Tensor, ignore_index: int
-) -> Tensor:
+def _slice_loss(hidden_AE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, labels_A: Tensor) -> Tensor:
     logits_AV = F.linear(hidden_AE, weight_VE, bias_V)
     logits_AV = logits_AV.to(torch.promote_types(logits_AV.dtype, torch.float32))
-    return F.cross_entropy(logits_AV, labels_A, reduction="none", ignore_index=ignore_index)
+    return F.cross_entropy(logits_AV, labels_A, reduction="none", ignore_index=_IGNORED)
 
 
 @functools.cache
