@@ -73,7 +73,7 @@ def _launch(
     head_axis, length_axis = (1, 2) if head_first else (2, 1)
     num_queries, num_keys = q.shape[length_axis], k.shape[length_axis]
     padding_BT, missing = None, 0
-    if q.dtype.itemsize == 2 and _has_gluon(q.device.index, q.shape[3]):
+    if q.is_cuda and q.dtype.itemsize == 2 and _has_gluon(q.device.index, q.shape[3]):
         # These kernels take whole tiles. What nothing sees is multiplied by 0, and must not be NaN.
         if seq_start_B is not None and num_queries % STRETCH == num_keys % STRETCH == 0:
             padding_BN = torch.arange(num_keys, device=q.device) < seq_start_B[:, None]
