@@ -118,6 +118,7 @@ def test_gpu_tests_of_compiling_know_the_fields_of_every_architecture(name, tmp_
     setup.build_model(
         parse(OmegaConf.create(large_config(tmp_path, tmp_path, name))),
         SimpleNamespace(vocab_size=64, bos_token_id=0, eos_token_id=0),
+        initialise=False,
     )
 
 

@@ -70,6 +70,7 @@ def report_model(model, text: torch.Tensor) -> list[forget_gates.HeadReport]:
 def test_two_processes_find_the_numbers_of_the_finished_model_and_change_no_weight(tiny, finished, tokenizer):
     # Gates that are open, so that heads see more than a token.
     gates = {"fgate_type": "bias_only", "fgate_bias_init": True, "decay_time_min": 2, "decay_time_max": 16}
+    tiny = changed(tiny, train__max_tokens=12 * STEP)
     tiny = changed(tiny, strategy__name="fsdp", **{f"model__config__{key}": value for key, value in gates.items()})
     straight = finished(tiny, 2)
     samples = {"interval": 10 * STEP, "prompts": ["w3 w4", "w5"], "max_new_tokens": 6, "tokenizer": tokenizer}
@@ -80,7 +81,7 @@ def test_two_processes_find_the_numbers_of_the_finished_model_and_change_no_weig
     last = {}
     for kind in ("needle", "samples", "gates"):
         found = lines(tiny["output_dir"], kind)
-        assert [entry["step"] for entry in found] == [10 * STEP, 20 * STEP]
+        assert [entry["step"] for entry in found] == [10 * STEP, 12 * STEP]
         last |= found[-1]
     model, data = load_model(tiny["output_dir"], tokenizer=tokenizer), held_out(tiny)
     for number, ids in enumerate(([0, 3, 4], [0, 5])):
@@ -178,6 +179,7 @@ def test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight(
 def test_a_signal_breaks_the_needle_test_off_and_the_next_start_does_it_again(tiny, finished, tokenizer):
     stop = (STOP + HEARD).replace("self", "trainer")
     patch = before("evaluation.needle", "beat", stop, "trainer.fabric.global_rank == 0", "trainer")
+    tiny = changed(tiny, train__max_tokens=12 * STEP)
     straight, config = finished(tiny, 2), with_needle(tiny, tokenizer)
     job = Job(config, 2, patch=patch)
     assert job.wait() == [0, 0], job.errors()
@@ -185,7 +187,7 @@ def test_a_signal_breaks_the_needle_test_off_and_the_next_start_does_it_again(ti
     assert "needle after 1,280 tokens was broken off" in rank_log(tiny, 0)
     job = Job(config, 2)
     assert job.wait() == [0, 0], job.errors()
-    assert [entry["step"] for entry in lines(tiny["output_dir"], "needle")] == [10 * STEP, 20 * STEP]
+    assert [entry["step"] for entry in lines(tiny["output_dir"], "needle")] == [10 * STEP, 12 * STEP]
     assert_same_run(straight, tiny["output_dir"])
 
 

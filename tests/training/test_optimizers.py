@@ -81,8 +81,8 @@ def test_a_run_with_muon_learns_and_says_what_muon_has(tiny, finished):
 def test_muon_sharded_agrees_with_one_process(tiny, finished):
     """Its products run in bfloat16, and shards add in another order, so losses agree to 1e-3 (AdamW's to 1e-6)."""
     one = losses(finished(with_muon(tiny)))
-    several = losses(finished(with_muon(tiny, strategy__name="fsdp", train__max_tokens=8 * STEP), 2))
-    assert len(several) == 8 and max(abs(one[step] - several[step]) for step in several) < 1e-3
+    several = losses(finished(with_muon(tiny, strategy__name="fsdp", train__max_tokens=5 * STEP), 2))
+    assert len(several) == 5 and max(abs(one[step] - several[step]) for step in several) < 1e-3
 
 
 def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():

@@ -18,6 +18,7 @@ from tests.training.conftest import STEP, blocks, changed, train
 def test_a_run_says_what_it_is_before_its_first_step(tiny, tmp_path):
     """Three starts: a new run on two processes, its continuation, and a fork with another learning rate."""
     train(changed(tiny, strategy__name="fsdp", train__max_tokens=8 * STEP), 2)
+    tiny = changed(tiny, train__max_tokens=10 * STEP)
     train(tiny)
     fork = changed(tiny, output_dir=str(tmp_path / "fork"), fork_dir=tiny["output_dir"], fork_step=8 * STEP)
     train(changed(fork, optimizer__lr=2e-2, schedule__name="constant", schedule__total_tokens=None))
@@ -34,7 +35,7 @@ def test_a_run_says_what_it_is_before_its_first_step(tiny, tmp_path):
     assert new["optimizer"] == "adamw, lr 0.01, betas 0.9, 0.95, eps 1e-08, weight decay 0.1"
     assert new["schedule"] == f"warmup_cosine, warm-up 512 tokens, ends at {20 * STEP:,} with lr 0"
     assert (new["output_dir"], new["wandb"], new["start"]) == (tiny["output_dir"], "disabled", "a new run")
-    assert continued["steps"] == f"12 to go, to {20 * STEP:,} tokens; {8 * STEP:,} are done"
+    assert continued["steps"] == f"2 to go, to {10 * STEP:,} tokens; {8 * STEP:,} are done"
     assert continued["precision"] == "32-true, strategy none"
     assert continued["start"] == f"continuing from {checkpoint}"
     (forked,) = blocks(fork["output_dir"])
