@@ -108,7 +108,7 @@ def download(
     """Fetches `<split>.zarr` from `source` into `out`, or continues to.
 
     Args:
-        source: a URL that data.remote.RemoteFolder knows; the array is at `<source>/<split>.zarr`.
+        source: a URL that storage.remote.RemoteFolder knows; the array is at `<source>/<split>.zarr`.
         workers: files fetched at a time; each is held in memory (8 MiB for LongCrawl64).
         dry_run: say what would be fetched, and fetch only the metadata.
         say: called with each message for the user.
