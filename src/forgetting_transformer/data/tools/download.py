@@ -34,6 +34,7 @@ from forgetting_transformer.data.token_array import Chunk, TokenArray
 from forgetting_transformer.data.tools.progress import progress
 from forgetting_transformer.data.vocabulary import download_note
 from forgetting_transformer.files import flush, locked, write_atomically
+
 #: The public mirror, at a revision that others have used. Its train.zarr holds about a tenth of the row-chunks.
 MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb2a32"
 SPLITS = ("heldout", "train")
