@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import shlex
 import shutil
@@ -22,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgetting_transformer.console import redact, redact_tree
 from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError, cannot_write
 from forgetting_transformer.data.order import documents_needed
@@ -61,57 +61,25 @@ class Selection:
     tokens: int | None = None
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Chunks to have in the end.
-
-    Attributes:
-        array: the array that will be on disk: its metadata, without chunks yet.
-        rows: rows of chunks to have in the end.
-        rows_offered: those that are complete at the source.
-        chunks: the chunks of `rows`, with what the source states about the file of each.
-    """
-
-    array: TokenArray
-    rows: list[int]
-    rows_offered: list[int]
-    chunks: dict[Chunk, RemoteFile]
-
-    @property
-    def documents(self) -> int:
-        return documents_in(self.array, self.rows)
-
-    def amount(self, rows: list[int]) -> str:
-        """The documents and tokens in rows, in words."""
-        documents, doc_len = documents_in(self.array, rows), self.array.doc_len
-        return (
-            f"{documents:,} documents of {doc_len:,} tokens, {documents * doc_len / 1e9:,.2f} billion tokens "
-            f"({len(rows):,} of {-(-self.array.documents // self.array.chunk_shape[0]):,} row-chunks)"
-        )
-
-    def nbytes(self, chunk: Chunk) -> int:
-        """Bytes of a chunk as the source states them, else as many as it holds when decoded."""
-        height, width = self.array.chunk_shape
-        stated = self.chunks[chunk].size
-        return height * width * self.array.dtype.itemsize if stated is None else stated
-
-
 def download(
     source: str,
     split: str,
     out: str | Path,
-    selection: Selection | None = None,
+    selection: Selection = Selection(),
     workers: int = 16,
     dry_run: bool = False,
     say: Say = print,
-) -> Plan:
+) -> list[int]:
     """Fetches `<split>.zarr` from `source` into `out`, or continues to.
 
     Args:
-        source: a URL that data.remote.RemoteFolder knows; the array is at `<source>/<split>.zarr`.
+        source: a URL that storage.remote.RemoteFolder knows; the array is at `<source>/<split>.zarr`.
         workers: files fetched at a time; each is held in memory (8 MiB for LongCrawl64).
         dry_run: say what would be fetched, and fetch only the metadata.
         say: called with each message for the user.
+
+    Returns:
+        Rows of chunks that were asked for.
 
     Raises:
         DataError: the selection cannot be met, there is too little space, or files could not be had; whatever was
@@ -121,8 +89,7 @@ def download(
     try:
         out.mkdir(parents=True, exist_ok=True)
         with locked(out / ".download.lock", wait=False):
-            one = _Download(RemoteFolder(source), split, out, workers, say)
-            return one.run(selection or Selection(), dry_run)
+            return _Download(RemoteFolder(source), split, out, workers, say).run(selection, dry_run)
     except BlockingIOError as error:
         raise DataError(f"another run is downloading into {out}; wait for it, or choose another --out") from error
     except OSError as error:
@@ -130,26 +97,38 @@ def download(
 
 
 class _Download:
+    """
+    Attributes:
+        verified: file of a chunk -> its SHA-256.
+        array: the array that will be on disk: its metadata, without chunks yet.
+        stated: what the source states of the chunks asked for.
+    """
+
+    array: TokenArray
+    stated: dict[Chunk, RemoteFile]
+
     def __init__(self, remote: RemoteFolder, split: str, out: Path, workers: int, say: Say) -> None:
         self.remote, self.split, self.out, self.workers, self.say = remote, split, out, workers, say
         self.name = f"{split}.zarr"
         self.target, self.work = out / self.name, out / ".download" / self.name
         self.note, self.sums = out / f"{split}.download.json", out / list_name(self.name)
+        listed = read_list(self.target)
+        self.verified = {} if listed is None else listed.sums
         self.lock = threading.Lock()
 
-    def run(self, selection: Selection, dry_run: bool) -> Plan:
+    def run(self, selection: Selection, dry_run: bool) -> list[int]:
         shutil.rmtree(self.work, ignore_errors=True)  # half-written files of a run that was killed
         self.work.mkdir(parents=True)
         try:
-            plan = self._plan(selection)
-            verified, key = self._verified(), plan.array.key
-            left = [chunk for chunk in plan.chunks if not (key(chunk) in verified and self._is_whole(plan, chunk))]
-            total, to_fetch = (sum(map(plan.nbytes, chunks)) for chunks in (plan.chunks, left))
+            self.array = self._open(selection.tokens)
+            offered, rows = self._choose(selection)
+            left = [chunk for chunk in self.stated if not self._is_there(chunk)]
+            total, to_fetch = (sum(map(self._nbytes, chunks)) for chunks in (self.stated, left))
             self.say(
                 f"{self.name} from {self.remote.url}\n"
-                f"  the source has: {plan.amount(plan.rows_offered)}\n"
-                f"  asked for: {plan.amount(plan.rows)}\n"
-                f"  {len(plan.chunks):,} files, {total / 1e9:,.2f} GB; to fetch {len(left):,}, {to_fetch / 1e9:,.2f} GB"
+                f"  the source has: {self._amount(offered)}\n"
+                f"  asked for: {self._amount(rows)}\n"
+                f"  {len(self.stated):,} files, {total / 1e9:,.2f} GB; to fetch {len(left):,}, {to_fetch / 1e9:,.2f} GB"
             )
             if not dry_run:
                 free = shutil.disk_usage(self.out).free
@@ -158,37 +137,14 @@ class _Download:
                         f"{to_fetch / 1e9:,.2f} GB are to be fetched and {self.out} has {free / 1e9:,.2f} GB free; "
                         "make room, ask for fewer documents or fewer tokens of each, or choose another --out"
                     )
-                self._begin(plan)
-                self._fetch_all(plan, left)
-                self._finish(plan)
-            return plan
+                self._begin()
+                self._fetch_all(left)
+                self._finish(rows)
+            return rows
         finally:
             shutil.rmtree(self.work, ignore_errors=True)
             with contextlib.suppress(OSError):
                 self.work.parent.rmdir()
-
-    def _plan(self, selection: Selection) -> Plan:
-        array = self._open(selection.tokens)
-        keys = array.keys()
-        stated = self.remote.files(self.name)
-        if stated is None:  # plain HTTP, which is taken to have all
-            stated = {key: RemoteFile() for key in keys.values()}
-        offered = whole_rows(array, stated)
-        wanted, rows = selection.documents, offered
-        if selection.share is not None:
-            wanted = round(selection.share * documents_in(array, offered))
-        if wanted is not None:
-            # As many as hold the documents asked for; the last row of the array may hold fewer than the others.
-            held = itertools.accumulate(documents_in(array, [row]) for row in offered)
-            rows = offered[: next((n for n, documents in enumerate(held, 1) if documents >= wanted), 0)]
-        if not rows:
-            raise DataError(
-                f"{self.remote.url} has {documents_in(array, offered):,} documents of {self.name} with all chunks "
-                "asked for, fewer than "
-                f"{'one row of chunks' if wanted is None else f'the {wanted:,} asked for'}; ask for fewer documents, "
-                "or for fewer tokens of each, or name another source"
-            )
-        return Plan(array, rows, offered, {chunk: stated[key] for chunk, key in keys.items() if chunk[0] in set(rows)})
 
     def _open(self, tokens: int | None) -> TokenArray:
         """The array in the work folder, which gets its metadata alone, of documents cut to `tokens`."""
@@ -213,20 +169,53 @@ class _Download:
         (self.work / name).write_text(json.dumps(json.loads(text) | {"shape": shape}, indent=4))
         return TokenArray(self.work, 1 << 32, sampled=False)
 
-    def _is_whole(self, plan: Plan, chunk: Chunk) -> bool:
-        """Whether a chunk lies in its place and is as large as the source states."""
-        path = self.target / plan.array.key(chunk)
-        return path.exists() and plan.chunks[chunk].size in (None, path.stat().st_size)
+    def _choose(self, selection: Selection) -> tuple[list[int], list[int]]:
+        """Rows of chunks that the source has whole, and those of them to have in the end."""
+        array, keys = self.array, self.array.keys()
+        files = self.remote.files(self.name)
+        if files is None:  # plain HTTP, which is taken to have all
+            files = {key: RemoteFile() for key in keys.values()}
+        offered = rows = whole_rows(array, files)
+        wanted = selection.documents
+        if selection.share is not None:
+            wanted = round(selection.share * documents_in(array, offered))
+        if wanted is not None:
+            # As many as hold the documents asked for; the last row of the array may hold fewer than the others.
+            held = itertools.accumulate(documents_in(array, [row]) for row in offered)
+            rows = offered[: next((n for n, documents in enumerate(held, 1) if documents >= wanted), 0)]
+        if not rows:
+            raise DataError(
+                f"{self.remote.url} has {documents_in(array, offered):,} documents of {self.name} with all chunks "
+                "asked for, fewer than "
+                f"{'one row of chunks' if wanted is None else f'the {wanted:,} asked for'}; ask for fewer documents, "
+                "or for fewer tokens of each, or name another source"
+            )
+        self.stated = {chunk: files[key] for chunk, key in keys.items() if chunk[0] in set(rows)}
+        return offered, rows
 
-    def _verified(self) -> dict[str, str]:
-        """SHA-256 of every chunk that was verified."""
-        listed = read_list(self.target)
-        return {} if listed is None else listed.sums
+    def _amount(self, rows: list[int]) -> str:
+        """The documents and tokens in rows, in words."""
+        documents, doc_len = documents_in(self.array, rows), self.array.doc_len
+        return (
+            f"{documents:,} documents of {doc_len:,} tokens, {documents * doc_len / 1e9:,.2f} billion tokens "
+            f"({len(rows):,} of {-(-self.array.documents // self.array.chunk_shape[0]):,} row-chunks)"
+        )
 
-    def _begin(self, plan: Plan) -> None:
+    def _nbytes(self, chunk: Chunk) -> int:
+        """Bytes of a chunk as the source states them, else as many as it holds when decoded."""
+        stated = self.stated[chunk].size
+        return math.prod(self.array.chunk_shape) * self.array.dtype.itemsize if stated is None else stated
+
+    def _is_there(self, chunk: Chunk) -> bool:
+        """Whether a chunk was verified, and lies in its place as large as the source states."""
+        key = self.array.key(chunk)
+        path = self.target / key
+        return key in self.verified and path.exists() and self.stated[chunk].size in (None, path.stat().st_size)
+
+    def _begin(self) -> None:
         """Notes where the files come from; refuses to mix those of two sources or two lengths, or with others."""
-        now = {"source": self.remote.url, "tokens": plan.array.doc_len}
-        if before := redact_tree(download_note(self.out, self.split)):
+        now = {"source": self.remote.url, "tokens": self.array.doc_len}
+        if before := download_note(self.out, self.split):
             different = [key for key in now if before.get(key) != now[key]]
             if different:
                 raise DataError(
@@ -240,16 +229,16 @@ class _Download:
         self.target.mkdir(exist_ok=True)
         self._write_sums()  # so that nothing is appended to a line that a kill cut short
 
-    def _fetch_all(self, plan: Plan, chunks: list[Chunk]) -> None:
+    def _fetch_all(self, chunks: list[Chunk]) -> None:
         failures: list[str] = []
         pool = ThreadPoolExecutor(self.workers)
         try:
-            with progress(f"fetching {self.name}", sum(map(plan.nbytes, chunks)), "B") as bar:
-                running = {pool.submit(self._fetch, plan, chunk): chunk for chunk in chunks}
+            with progress(f"fetching {self.name}", sum(map(self._nbytes, chunks)), "B") as bar:
+                running = {pool.submit(self._fetch, chunk): chunk for chunk in chunks}
                 for future in as_completed(running):
                     try:
                         future.result()
-                        bar.update(plan.nbytes(running[future]))
+                        bar.update(self._nbytes(running[future]))
                     except DataError as error:
                         failures.append(str(error))
                         if len(failures) > FAILURES_ALLOWED:
@@ -263,11 +252,11 @@ class _Download:
                 "The others are kept; the same command tries again"
             )
 
-    def _fetch(self, plan: Plan, chunk: Chunk) -> None:
+    def _fetch(self, chunk: Chunk) -> None:
         """One chunk: from the source, verified, into its place."""
-        key = plan.array.key(chunk)
+        key = self.array.key(chunk)
         place = f"{self.remote.url}/{self.name}/{key}"
-        data = self.remote.read(f"{self.name}/{key}", plan.chunks[chunk])
+        data = self.remote.read(f"{self.name}/{key}", self.stated[chunk])
         if data is None:
             raise RemoteError(f"{place} is not there")
         part, final = self.work / key, self.target / key
@@ -275,24 +264,26 @@ class _Download:
             folder.mkdir(parents=True, exist_ok=True)
         part.write_bytes(data)
         try:
-            plan.array.decode(chunk)
+            self.array.decode(chunk)
         except DataError as error:
             raise DataError(f"{place} came whole and cannot be decoded: {error}") from error
         flush(part)
         os.replace(part, final)
+        digest = hashlib.sha256(data).hexdigest()
         with self.lock, self.sums.open("a") as sums:
-            sums.write(f"{hashlib.sha256(data).hexdigest()}  {self.name}/{key}\n")
+            self.verified[key] = digest
+            sums.write(f"{digest}  {self.name}/{key}\n")
 
     def _write_sums(self) -> None:
-        verified = sorted(self._verified().items())
-        write_atomically(self.sums, "".join(f"{digest}  {self.name}/{key}\n" for key, digest in verified))
+        lines = (f"{digest}  {self.name}/{key}\n" for key, digest in sorted(self.verified.items()))
+        write_atomically(self.sums, "".join(lines))
 
-    def _finish(self, plan: Plan) -> None:
+    def _finish(self, rows: list[int]) -> None:
         for name in ARRAY_METADATA.values():
             if (self.work / name).exists():
                 write_atomically(self.target / name, (self.work / name).read_bytes())
         self._write_sums()
-        holes = len(plan.rows) * plan.array.chunk_shape[0] < plan.array.documents
+        holes = len(rows) * self.array.chunk_shape[0] < self.array.documents
         self.say(
             f"{self.target} is complete and verified"
             + ("; it is sparse, so train on it with datamodule.missing_chunks=skip" if holes else "")
@@ -311,5 +302,5 @@ def fetching(info: DataInfo, tokens: int) -> str | None:
     documents = documents_needed(tokens, info.doc_len, info.seq_len, info.global_batch_size)
     words = ["scripts/download_longcrawl64.py", array.stem, "--documents", str(documents)]
     words += ["--tokens", str(info.doc_len), "--out", str(array.parent)]
-    words += [] if source == MIRROR else ["--source", redact(source)]
+    words += [] if source == MIRROR else ["--source", source]
     return f"the {documents:,} documents that it needs: {shlex.join(words)}"
