@@ -73,7 +73,7 @@ def _launch(
     head_axis, length_axis = (1, 2) if head_first else (2, 1)
     num_queries, num_keys = q.shape[length_axis], k.shape[length_axis]
     padding_BT, missing = None, 0
-    if q.is_cuda and q.dtype.itemsize == 2 and _has_gluon(q.device.index, q.shape[3]):
+    if q.dtype.itemsize == 2 and _has_gluon(q.device.index, q.shape[3]):
         # These kernels take whole tiles. What nothing sees is multiplied by 0, and must not be NaN.
         if seq_start_B is not None and num_queries % STRETCH == num_keys % STRETCH == 0:
             padding_BN = torch.arange(num_keys, device=q.device) < seq_start_B[:, None]
@@ -133,10 +133,11 @@ def _attend(
     return out_BHTD if head_first else out_BHTD.transpose(1, 2), log_normaliser_BHT
 
 
-def _has_gluon(device_index: int, head_dim: int) -> bool:
-    """Whether kernels for Hopper GPUs take 16-bit tensors of whole tiles; a constant to compiled graphs."""
+def _has_gluon(device_index: int | None, head_dim: int) -> bool:
+    """Whether kernels for Hopper GPUs take 16-bit tensors of whole tiles; a constant to compiled graphs. None is a CPU,
+    as under Triton's interpreter."""
     launcher = importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
-    return launcher.has_gluon(device_index, head_dim)
+    return device_index is not None and launcher.has_gluon(device_index, head_dim)
 
 
 # As of `backends.has_triton`.
