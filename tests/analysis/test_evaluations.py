@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from forgetting_transformer.analysis import AnalysisError, evaluations, known_models, published, tables
+from forgetting_transformer.analysis import AnalysisError, known_models, published, tables
 from forgetting_transformer.analysis.evaluations import (
     Evaluation,
     Number,
@@ -42,7 +42,7 @@ def test_the_numbers_of_every_evaluation_have_one_form():
 def test_what_is_written_is_read_back(tmp_path):
     numbers = (Number("piqa", "acc", 0.75, 0.125, 12), Number("piqa", "acc", 0.5, at={"words": "0-4k"}))
     written = Evaluation("lm_eval_harness", "a model", numbers, {"source": "x"}, {"limit": 3})
-    write_evaluation(written, tmp_path, evaluations.number_table(written), lambda new: (new / "more").touch())
+    write_evaluation(written, tmp_path, lambda new: (new / "more").touch())
     (tmp_path / "results.json").write_text(json.dumps({"piqa": {"acc,none": 0.625}}))
     (read,) = read_evaluations([tmp_path])
     assert (read.kind, read.model, read.numbers, read.about, read.settings, read.folder) == (

@@ -262,7 +262,7 @@ def test_a_grid_of_needles_shows_every_cell_and_the_training_length(drawn: list[
 
 
 def test_memory_lengths_of_heads_are_written_out(drawn: list[Figure], tmp_path: Path) -> None:
-    heatmaps.heads_by_layer([0, 1, 1], [0.2, 40.0, 20_000.0], [False, False, True], tmp_path / "memory.png")
+    heatmaps.heads_by_layer([0, 1, 1], [0.2, 40.0, 20_000.0], [False, False, True], tmp_path / "memory.png", "Memory")
     axes = drawn[0].axes[0]
     assert [line.get_ydata()[0] for line in axes.lines] == [0.5, 40, 20_000]
     assert [line.get_marker() for line in axes.lines] == ["o", "o", "^"] and len(legend(drawn[0])) == 1

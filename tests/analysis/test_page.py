@@ -16,7 +16,6 @@ from forgetting_transformer.analysis.evaluations import (
     from_gates,
     from_needle,
     from_position_loss,
-    number_table,
     write_evaluation,
 )
 from forgetting_transformer.analysis.page import write_report
@@ -61,7 +60,7 @@ def results(folder: Path) -> Path:
         "niah": from_needle({"model": "fox", "mode": "easy", "train_length": 64, "records": [record]}),
         "gates": from_gates({"model": "fox", "tokens": 128, "pruned": 0.4, "heads": [head]}),
     }.items():
-        write_evaluation(evaluation, folder / name, number_table(evaluation), draw)
+        write_evaluation(evaluation, folder / name, draw)
     np.savez(folder / "per_token_loss/fox/results.npz", **{"val/loss_per_token": np.linspace(4, 3, 64)})
     (folder / "per_token_loss/fox/results.json").write_text(json.dumps(summary))
     (folder / "gates/gates.png").write_bytes(b"a picture")

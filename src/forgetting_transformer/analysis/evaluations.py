@@ -120,13 +120,14 @@ def check_folder(folder: Path, kind: str, *more: str) -> None:
 def write_evaluation(
     evaluation: Evaluation,
     folder: Path,
-    table: Table,
     write_more: Callable[[Path], object] = lambda _: None,
+    table: Table | None = None,
 ) -> None:
     """Writes evaluation.json and table.md; each is whole or not there.
 
     Args:
         write_more: writes further files, as figure.png, into the folder it is given.
+        table: for people; default that of all numbers.
 
     Raises:
         AnalysisError: the folder holds a file of one of these names that this kind of evaluation did not write.
@@ -135,7 +136,8 @@ def write_evaluation(
     del content["folder"]
     with outputs.writing(folder, evaluation.kind) as new:
         files.write_json(new / "evaluation.json", content, durable=False)
-        files.write_atomically(new / "table.md", f"{table.markdown(padded=True)}\n", durable=False)
+        text = (table or number_table(evaluation)).markdown(padded=True)
+        files.write_atomically(new / "table.md", f"{text}\n", durable=False)
         write_more(new)
 
 

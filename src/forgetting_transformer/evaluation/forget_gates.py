@@ -313,24 +313,21 @@ def evaluate(
     conditions = [*trained, f"on one text of {len(input_ids_T):,} tokens, {text}"]
     largest = [f"a pixel is the largest of its entries, {pixels} of them a side"] * (len(input_ids_T) > pixels)
 
-    def draw_memory(path: Path) -> None:
-        columns = ([r.layer for r in reports], [r.memory for r in reports], [r.memory_is_bound for r in reports])
-        heatmaps.heads_by_layer(*columns, path, f"Memory length of every head of {model.name}", conditions)
-
-    def draw_matrices(pictures: dict, path: Path, title: str, label: str, least: float | None = None) -> None:
-        title, made_with = f"{title} of {model.name}", conditions + largest
-        heatmaps.head_matrices(pictures, path, len(input_ids_T), label, titles, least, title, made_with)
-
     def write_more(new: Path) -> None:
-        for name in ("memory.png", evaluations.FIGURE):
-            draw_memory(new / name)
         write_json(new / "heads.json", summary)
-        draw_matrices(gates, new / "gates.png", "Forget gates", "decay $F_{ij}$")
-        label = f"attention weight $A_{{ij}}$ (below {_LEAST_WEIGHT:g}: white)"
-        draw_matrices(maps, new / "attention.png", "Attention", label, _LEAST_WEIGHT)
+        columns = ([r.layer for r in reports], [r.memory for r in reports], [r.memory_is_bound for r in reports])
+        for name in ("memory.png", evaluations.FIGURE):
+            title = f"Memory length of every head of {model.name}"
+            heatmaps.heads_by_layer(*columns, new / name, title, conditions)
+        weight = f"attention weight $A_{{ij}}$ (below {_LEAST_WEIGHT:g}: white)"
+        for pictures, name, title, label, least in (
+            (gates, "gates.png", "Forget gates", "decay $F_{ij}$", None),
+            (maps, "attention.png", "Attention", weight, _LEAST_WEIGHT),
+        ):
+            title, made_with = f"{title} of {model.name}", conditions + largest
+            heatmaps.head_matrices(pictures, titles, new / name, len(input_ids_T), title, label, least, made_with)
 
-    evaluation = evaluations.from_gates(summary)
-    evaluations.write_evaluation(evaluation, folder, evaluations.number_table(evaluation), write_more)
+    evaluations.write_evaluation(evaluations.from_gates(summary), folder, write_more)
     return summary
 
 

@@ -250,7 +250,7 @@ def evaluate(
     if workers.is_first:
         evaluation = evaluations.from_lm_eval(results, model.name, about=model.about, settings=settings)
         rows, columns = lm_eval_table({model.name: [evaluation]})
-        evaluations.write_evaluation(evaluation, folder, tables.score_table(rows, columns))
+        evaluations.write_evaluation(evaluation, folder, table=tables.score_table(rows, columns))
     return results
 
 

@@ -384,7 +384,7 @@ def evaluate(
         def write_more(new: Path) -> None:
             question_scores.write_question_scores(new, by_question)
 
-        write_evaluation(evaluation, folder, tables.score_table(rows, columns), write_more)
+        write_evaluation(evaluation, folder, write_more, tables.score_table(rows, columns))
 
 
 def folder_of(model: str, even: bool) -> Path:

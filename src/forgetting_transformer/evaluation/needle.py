@@ -422,7 +422,7 @@ def evaluate(
                 draw_needles(evaluation, Path(name).stem, new / name)
             draw_needles(evaluation, "words", new / evaluations.FIGURE)
 
-        evaluations.write_evaluation(evaluation, folder, evaluations.number_table(evaluation), write_more)
+        evaluations.write_evaluation(evaluation, folder, write_more)
     return records
 
 

@@ -32,7 +32,6 @@ from forgetting_transformer.analysis.evaluations import (
     FIGURE,
     check_folder,
     from_position_loss,
-    number_table,
     write_evaluation,
 )
 from forgetting_transformer.analysis.plots.losses import loss_against_position
@@ -323,8 +322,7 @@ def _write_results(
         curve = {results["model"]: arrays[LOSS_PER_TOKEN]}
         loss_against_position(curve, new / FIGURE, results["train_length"], conditions=made_with([results]))
 
-    evaluation = from_position_loss(results)
-    write_evaluation(evaluation, folder, number_table(evaluation), write_more)
+    write_evaluation(from_position_loss(results), folder, write_more)
 
 
 def _savez(file: Path, **arrays: Any) -> None:

@@ -28,30 +28,30 @@ _SCORES = {
 
 def head_matrices(
     pictures: Mapping[tuple[int, int], np.ndarray],
+    titles: Mapping[tuple[int, int], str],
     path: Path,
     length: int,
+    title: str,
     label: str,
-    titles: Mapping[tuple[int, int], str] | None = None,
-    threshold: float | None = None,
-    title: str = "",
-    conditions: Sequence[str] = (),
+    threshold: float | None,
+    conditions: Sequence[str],
 ) -> None:
     """Draws one square picture a head, a row of them a layer; queries run down, keys to the right.
 
     Args:
         pictures: (layer, head) -> values from 0 to 1.
+        titles: what stands over each picture.
         length: of the text, tokens.
+        title: of the figure.
         label: of the colour bar.
-        titles: what stands over a picture, default its layer and head.
         threshold: values below stay white.
-        title: of the figure, default the label.
     """
     layers = sorted({layer for layer, _ in pictures})
     columns = max(sum(key[0] == layer for key in pictures) for layer in layers)
     # Without the palest yellow, so that 0 is distinct from the white of what is not shown.
     colours = ListedColormap(mpl.colormaps["viridis_r"](np.linspace(0.05, 1, 256)))
     size = (1.0 + 1.75 * columns, 0.3 + 1.85 * len(layers))
-    with picture(path, title or label, size, len(layers), columns) as drawn:
+    with picture(path, title, size, len(layers), columns) as drawn:
         image: Any = None
         for row, layer in zip(drawn.axes, layers, strict=True):
             for axes, head in zip(row, sorted(head for one, head in pictures if one == layer), strict=False):
@@ -67,7 +67,7 @@ def head_matrices(
                     extent=(0, length, length, 0),
                     interpolation="nearest",
                 )
-                axes.set_title((titles or {}).get((layer, head), f"layer {layer}, head {head}"), fontsize=7.5)
+                axes.set_title(titles[layer, head], fontsize=7.5)
                 axes.set(xticks=(0, length // 2, length), yticks=(0, length // 2, length))
                 axes.tick_params(length=2, labelsize=6.5)
                 axes.grid(visible=False)
@@ -82,7 +82,7 @@ def heads_by_layer(
     memory: Sequence[float],
     is_bound: Sequence[bool],
     path: Path,
-    title: str = "Memory length of every head",
+    title: str,
     conditions: Sequence[str] = (),
 ) -> None:
     """Draws the memory length of every head over its layer, on a logarithmic axis; heads of a layer stand beside each
