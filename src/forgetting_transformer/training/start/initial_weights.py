@@ -30,7 +30,7 @@ from forgetting_transformer.training.checkpoint.reading import read_weights
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.counters import Origin
 from forgetting_transformer.training.export import official_checkpoint
-from forgetting_transformer.training.export.folder import MARK
+from forgetting_transformer.training.export.mark import MARK
 from forgetting_transformer.training.optimization.parameter_groups import named_by
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
 from forgetting_transformer.training.records.run_directory import RunDirectory
