@@ -109,7 +109,6 @@ class Ema(Callback):
 
 def _local(tensors: dict[str, Tensor]) -> list[Any]:
     """What this rank holds of them."""
-    from torch.distributed.tensor import DTensor
+    from forgetting_transformer.training.faults.shards import local
 
-    found = (tensor.detach() for tensor in tensors.values())
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found]
+    return [local(tensor).detach() for tensor in tensors.values()]

@@ -42,15 +42,15 @@ class Throughput(Callback):
     def __init__(self, peak_flops: float | None, start: dict[str, float], window: int = 100) -> None:
         self._peak_flops, self._start = peak_flops, start
         self._steps: deque[dict[str, float]] = deque(maxlen=window + 1)
-        #: Over the last `window` steps, as reported last; None after the first step.
-        self.tokens_per_second: float | None = None
+        #: Tokens per second over the last `window` steps, as reported last; None after the first step.
+        self.rate: float | None = None
 
     def on_step(self, trainer: "TrainerInterface", step: Step) -> None:
         self.step(trainer.counters.as_floats())
 
     def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
         if kind == "log" and (rates := self.metrics(trainer.counters.as_floats())):
-            self.tokens_per_second = rates[names.per_second("token_count", "total", "recent")]
+            self.rate = rates[names.per_second("token_count", "total", "recent")]
             rates[names.PEAK_MEMORY] = peak_memory_bytes(trainer.fabric.device)
             trainer.report(names.THROUGHPUT, rates)
 

@@ -73,7 +73,7 @@ class Start:
     def _write(self, name: str, reason: str = "") -> None:
         trainer = self.trainer
         step = self.directory.newest_step() if trainer is None else trainer.counters.token_count
-        status.write_own(self.directory, name, step, reason)
+        status.write_status(self.directory, name, step, reason)
 
     def _ended_by_sentinel(self, outcome: str, reason: str) -> str:
         if self.outcome is None:  # else that is how the run ended, whatever hangs behind it
