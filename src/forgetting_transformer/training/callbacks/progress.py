@@ -67,10 +67,8 @@ class Progress(Callback):
         else:
             return
         known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram and kind == VAL else ""
-        done = f"{trainer.counters.token_count:,}"
-        log.info(
-            "held-out loss%s %.4f nats per token%s after %s tokens", what, values[name_of(kind, LOSS)], known, done
-        )
+        loss, done = values[name_of(kind, LOSS)], f"{trainer.counters.token_count:,}"
+        log.info("held-out loss%s %.4f nats per token%s after %s tokens", what, loss, known, done)
 
     def on_end(self, trainer: "TrainerInterface") -> None:
         self._bar.close()
