@@ -71,8 +71,7 @@ class Start:
                 self.outcome = outcome
 
     def _write(self, name: str, reason: str = "") -> None:
-        trainer = self.trainer
-        step = self.directory.newest_step() if trainer is None else trainer.counters.token_count
+        step = self.directory.newest_step() if self.trainer is None else self.trainer.counters.token_count
         status.write_status(self.directory, name, step, reason)
 
     def _ended_by_sentinel(self, outcome: str, reason: str) -> str:
