@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class EmaConfig:
-    #: How much of the average a step leaves; 0.999 averages over about 1000 steps.
+    #: Share of the average that a step leaves; 0.999 averages over about 1000 steps.
     decay: Annotated[float, Field(ge=0, le=0.999999)] = 0.999
     #: Also evaluate the average on the held-out documents, when the weights are evaluated: val_ema.jsonl.
     evaluate: bool = True
@@ -108,7 +108,7 @@ class Ema(Callback):
 
 
 def _local(tensors: dict[str, Tensor]) -> list[Any]:
-    """What this rank holds of them."""
+    """This rank's parts."""
     from forgetting_transformer.training.faults.shards import local
 
     return [local(tensor).detach() for tensor in tensors.values()]

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, over all its starts, and how long checkpoints took.
+"""Account of the wall time of a run, over all its starts, and of its checkpoints.
 
 `output_dir/goodput.json` has an entry for every start: seconds by category (clock.py), and the same as they stood at
 its checkpoints ("marks"). "stages" divides "start" and "first step" further (clock.py). What came after the mark that

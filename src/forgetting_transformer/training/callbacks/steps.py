@@ -1,4 +1,4 @@
-"""What every step gave: its loss, at every position too, norms, and whether its update was left out."""
+"""Records of every step: its loss, at every position too, norms, and whether its update was left out."""
 
 import logging
 from typing import TYPE_CHECKING

@@ -59,7 +59,7 @@ class Throughput(Callback):
         self._steps.append(counters)
 
     def metrics(self, counters: dict[str, float]) -> dict[str, float]:
-        """What to report after the step taken last; nothing after the first.
+        """Rates to report after the step taken last; nothing after the first.
 
         Args:
             counters: as they are now, after waiting for the device, in place of what that step left.
@@ -94,5 +94,5 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _rate(key: str, clock: str, before: dict[str, float], now: dict[str, float]) -> float:
-    """What `key` gained per second of `clock` between two states of the counters."""
+    """Gain of `key` per second of `clock` between two states of the counters."""
     return (now[key] - before[key]) / max(now[clock] - before[clock], 1e-9)

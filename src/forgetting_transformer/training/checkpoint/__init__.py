@@ -49,13 +49,13 @@ from forgetting_transformer.training.checkpoint.writing import Writer, share, te
 _LOOK_SECONDS = 1.0
 
 
-#: What watches a wait for a writer: takes a name for people, and yields what is called whenever bytes were written.
+#: Context manager around a wait for a writer, made from a name for people; yields a function to call per progress.
 Watch = Callable[[str], AbstractContextManager[Callable[[], None]]]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended, on every rank alike.
+    """End of a save, the same on every rank.
 
     Attributes:
         step: training tokens done, as in the name of a checkpoint's folder.

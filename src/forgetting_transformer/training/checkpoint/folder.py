@@ -22,7 +22,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step-(\d{15})")
 TEMPORARY, DELETED = ".tmp-", ".deleted-"
-#: What a save or a deletion leaves that was interrupted. Other names are not this program's.
+#: Names that an interrupted save or deletion leaves. Other names are not this program's.
 LEFTOVER = re.compile(rf"({re.escape(TEMPORARY)}|{re.escape(DELETED)}){NAME.pattern}")
 _CHUNK = 1 << 24
 T = TypeVar("T")
@@ -63,7 +63,7 @@ def newest_valid(folder: Path, step: int | None = None) -> Checkpoint | None:
 
 
 def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None = None) -> T | None:
-    """What `read` makes of the newest valid checkpoint, or of the one at `step`; None if there is none.
+    """Reads the newest valid checkpoint, or the one at `step`, with `read`; None if there is none.
 
     The run may be training, and deletes old checkpoints when it has written new ones. Where the checkpoint that is
     being read goes, the next one is read.

@@ -1,4 +1,4 @@
-"""How a run computes: compiled or not, and what runs each op.
+"""Choice of how a run computes: compiled or not, and the backend of each op.
 
 Other kernels add in another order. So what a run computes with is in its checkpoints; a resume takes the recorded
 choice where the config leaves one (`train.compile: auto`), and warns where it computes otherwise: from there on the run
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Execution:
-    """What decides in which order numbers are added, besides the config and the number of processes.
+    """Decides in which order numbers are added, besides the config and the number of processes.
 
     Attributes:
         compile: whether blocks and loss are compiled.
@@ -39,7 +39,7 @@ class Execution:
 
 
 def recorded(state: dict[str, Any]) -> Execution | None:
-    """What the checkpoint with this trainer.json was trained with; None for one that another program computed."""
+    """Execution that the checkpoint with this trainer.json was trained with; None for another program's."""
     return None if state["execution"] is None else Execution(**state["execution"])
 
 
@@ -77,7 +77,7 @@ def choose(
 
 
 def differences(before: Execution, now: Execution) -> list[str]:
-    """What makes the run not bitwise the one that was not interrupted, in words, as far as a checkpoint says it."""
+    """Reasons why the run is not bitwise the one that was not interrupted, as far as a checkpoint has them."""
     found = []
     if before.compile != now.compile:
         was, is_now = ("compiled" if execution.compile else "not compiled" for execution in (before, now))

@@ -51,7 +51,7 @@ _FILLED_IN = {
     # The corpus decides the first three; the last has no effect.
     "model": ("vocab_size", "bos_token_id", "eos_token_id", "max_position_embeddings"),
 }
-#: What BOS is in GPT-2's vocabulary, which has so many ids.
+#: Ids of GPT-2's vocabulary, and its BOS token.
 _GPT2_IDS, _GPT2_BOS = 50257, 50256
 #: All that such a file holds besides tensors: an array of sums, which NumPy 1 and 2 pickle under two names.
 _NUMPY: list[Any] = [

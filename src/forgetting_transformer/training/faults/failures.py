@@ -130,7 +130,7 @@ class Start:
 
 
 _DEVICE_ERROR = re.compile(r"(?:CUDA error|Triton Error \[CUDA\]): (.+)")
-#: Of these the program is to blame, or the memory that there is, and they would come again.
+#: Errors of the program, or of too little memory, which would come again.
 _OF_THE_PROGRAM = re.compile("device-side assert|invalid|no kernel image|out of (memory|resource)|ALLOC_FAILED")
 
 

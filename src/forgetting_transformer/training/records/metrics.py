@@ -1,4 +1,4 @@
-"""Where measurements go: JSON lines and arrays. Only rank 0 has a log; the others hold none.
+"""Files of measurements: JSON lines and arrays. Only rank 0 has a log; the others hold none.
 
 Files under `output_dir/metrics/`: `jsonlines/<kind>.jsonl`, one object per report with `step` in training tokens, and
 `npz/<kind>/step-%015d.npz` for loss at every position. After a resume everything past the checkpoint is cut off, and
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Where reports go besides the files. Its methods raise nothing."""
+    """Taker of reports besides the files. Its methods raise nothing."""
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Takes one line; `with_tables` says which of its values are shown together."""
@@ -44,7 +44,7 @@ class MetricsLog:
     def __init__(self, directory: RunDirectory, resume_step: int, kinds: Iterable[str] = ()) -> None:
         self.directory = directory
         self.kinds = {*KINDS, *kinds}
-        #: Who gets every report too.
+        #: Takers of every report besides the files.
         self.sinks: list[Sink] = []
         directory.make(directory.jsonlines)
         for file in self.files():
@@ -82,7 +82,7 @@ class MetricsLog:
             sink.log(step, values)
 
     def rows(self) -> list[tuple[int, dict[str, Any]]]:
-        """What all lines say, step by step, under names that no two kinds share."""
+        """Values of all lines, step by step, under names that no two kinds share."""
         rows: dict[int, dict[str, Any]] = {}
         for file in self.files():
             for entry in read_lines(file):
