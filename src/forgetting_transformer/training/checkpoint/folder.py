@@ -62,14 +62,14 @@ def newest_valid(folder: Path, step: int | None = None) -> Checkpoint | None:
     return None
 
 
-def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None = None) -> T | None:
-    """Reads the newest valid checkpoint, or the one at `step`, with `read`; None if there is none.
+def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None = None) -> T:
+    """Reads the newest valid checkpoint, or the one at `step`, with `read`.
 
     The run may be training, and deletes old checkpoints when it has written new ones. Where the checkpoint that is
     being read goes, the next one is read.
 
     Raises:
-        CheckpointError: what `read` raised, of a checkpoint that is still there.
+        CheckpointError: there is none, or what `read` raised, of a checkpoint that is still there.
     """
     while (checkpoint := newest_valid(folder, step)) is not None:
         try:
@@ -80,7 +80,8 @@ def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None 
                     raise
                 raise CheckpointError(f"{checkpoint.path} cannot be read: {reason_of(error)}") from error
             log.info("%s was deleted while it was read; taking the next", checkpoint.path)
-    return None
+    wanted = "" if step is None else f" at step {step}"
+    raise CheckpointError(f"no valid checkpoint{wanted} in {folder}; it holds {steps_in(folder) or 'nothing'}")
 
 
 def inspect(path: Path) -> Checkpoint:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, newest_valid, steps_in
+from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest, steps_in
 from forgetting_transformer.training.checkpoint.reading import check_weights, read_weights
 from forgetting_transformer.training.config.continuing import changes_that_alter_the_run
 from forgetting_transformer.training.export import folder as exports
@@ -43,13 +43,7 @@ def average(
             f"--last={last}: {folder} holds {len(held)} checkpoint{'s' * (len(held) != 1)} ({held}); average fewer, "
             "or let a run keep more (checkpoint_keep_last, checkpoint_keep_interval)"
         )
-    chosen: list[Checkpoint] = []
-    for step in sorted(steps or held[-(last or 0) :]):
-        if (checkpoint := newest_valid(folder, step)) is None:
-            raise CheckpointError(
-                f"no valid checkpoint at step {step} in {folder}; it holds {held}; choose with --steps"
-            )
-        chosen.append(checkpoint)
+    chosen = [read_newest(folder, lambda found: found, step) for step in sorted(steps or held[-(last or 0) :])]
     states = [checkpoint.trainer_state() for checkpoint in chosen]
     for (one, before), (other, after) in pairwise(zip(chosen, states, strict=True)):
         changes = changes_that_alter_the_run(before["config"], after["config"])

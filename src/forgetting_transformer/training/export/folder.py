@@ -15,7 +15,7 @@ from forgetting_transformer import plugins
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data.storage.checksums import sha256_of
 from forgetting_transformer.files import explain, write_atomically
-from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest, steps_in
+from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest
 from forgetting_transformer.training.config.continuing import decisive
 from forgetting_transformer.training.export import card, official_checkpoint
 from forgetting_transformer.training.export.contents import load_checkpoint, save_tokenizer, tokenizer_of_run
@@ -60,16 +60,10 @@ def export(
     if not directory.checkpoints.is_dir():
         said = "it holds no checkpoints" if directory.root.is_dir() else "there is no such folder"
         raise CheckpointError(f"--hf_load_dir={run_folder}: {said}; give the output_dir of a training run")
-    found: tuple[Checkpoint, dict[str, Any], PreTrainedModel] | None
     if official_checkpoint.is_official(directory) and weights is None:
         found = official_checkpoint.load_model(directory, step)
     else:
         found = read_newest(directory.checkpoints, lambda checkpoint: load_checkpoint(checkpoint, weights), step)
-    if found is None:
-        wanted = "no valid checkpoint" if step is None else f"no valid checkpoint at step {step}"
-        raise CheckpointError(
-            f"{wanted} in {directory.checkpoints}; it holds {steps_in(directory.checkpoints) or 'nothing'}"
-        )
     what, about = f"checkpoint {found[0].path.name} of {run_folder}", {}
     if weights is not None:
         what, about = f"{weights} in {what}", {"weights": f"the moving average {weights} of the weights in training"}
