@@ -9,9 +9,8 @@ the host waits for the decision and does not call them.
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -26,15 +25,13 @@ log = logging.getLogger(__name__)
 WINDOW = 128
 
 
-@dataclass(frozen=True)
-class BadStep:
-    """An update that was left out."""
+class BadStep(NamedTuple):
+    """An update that was left out, with the mean loss of every sequence of the global batch, in its order."""
 
     batch: int
     in_a_row: int
     loss: float
     grad_norm: float
-    #: Mean loss of every sequence of the global batch, in its order.
     sequence_losses: list[float]
 
     def __str__(self) -> str:
