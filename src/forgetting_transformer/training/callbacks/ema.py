@@ -10,14 +10,13 @@ whatever the decay. The average is in float32, sharded as the weights are, and i
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from forgetting_transformer import plugins
-from forgetting_transformer.metric_names import LOSS, VAL_EMA, name_of
+from forgetting_transformer.metric_names import VAL_EMA
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
     from forgetting_transformer.training.callbacks.held_out import HeldOut
     from forgetting_transformer.training.interface import TrainerInterface
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -72,12 +69,6 @@ class Ema(Callback):
                 self._held_out.on_interval(trainer, kind)
             finally:
                 self._swap(trainer)
-
-    def on_evaluate(self, trainer: TrainerInterface, kind: str, values: dict[str, Any]) -> None:
-        if kind == VAL_EMA and trainer.fabric.is_global_zero:
-            tokens = f"{trainer.counters.token_count:,}"
-            loss = values[name_of(VAL_EMA, LOSS)]
-            log.info("held-out loss of the average %.4f nats per token after %s tokens", loss, tokens)
 
     def state(self) -> dict[str, Tensor]:
         import torch

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from forgetting_transformer.metric_names import LOSS, VAL, VAL_SET, name_of
+from forgetting_transformer.metric_names import LOSS, VAL, VAL_EMA, VAL_SET, name_of
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 from forgetting_transformer.training.callbacks.throughput import Throughput
 from forgetting_transformer.training.records.logs import ON_THE_BAR
@@ -59,13 +59,11 @@ class Progress(Callback):
         )
 
     def on_evaluate(self, trainer: "TrainerInterface", kind: str, values: dict[str, Any]) -> None:
-        name, unigram = kind.removeprefix(VAL_SET), trainer.data_info.unigram_entropy_nats
-        if kind == VAL:
-            what = ""
-        elif kind.startswith(VAL_SET) and name in trainer.eval_sets:
-            what = f" of {name}"
-        else:
+        sets = {f"{VAL_SET}{name}": f" of {name}" for name in trainer.eval_sets}
+        what = {VAL: "", VAL_EMA: " of the average", **sets}.get(kind)
+        if what is None:
             return
+        unigram = trainer.data_info.unigram_entropy_nats
         known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram and kind == VAL else ""
         loss, done = values[name_of(kind, LOSS)], f"{trainer.counters.token_count:,}"
         log.info("held-out loss%s %.4f nats per token%s after %s tokens", what, loss, known, done)
