@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.data.checksums import sha256_of
+from forgetting_transformer.data.storage.checksums import sha256_of
 
 #: Written into every export.
 MARK = "exported_from.json"
