@@ -155,12 +155,7 @@ def find(run: Path, step: str, read: Callable[[Checkpoint], T]) -> T:
         raise CheckpointError(
             f'{step!r} is not a number of tokens; `ls` shows them, and "newest" is the newest valid one'
         )
-    found = checkpoints.read_newest(folder, read, None if step == "newest" else int(step))
-    if found is None:
-        raise CheckpointError(
-            f"no valid checkpoint {step} in {folder}; it holds {checkpoints.steps_in(folder) or 'none'}"
-        )
-    return found
+    return checkpoints.read_newest(folder, read, None if step == "newest" else int(step))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -77,7 +77,7 @@ def test_what_cannot_be_averaged_is_refused(tiny, tmp_path, finished, interrupte
     with pytest.raises(CheckpointError, match=r"belong to runs of other settings \(optimizer.lr: 0.002 -> 0.01"):
         average(mixed, tmp_path / "mean", last=4, tokenizer=tokenizer)
     (mixed / name / "manifest.json").write_text("")
-    with pytest.raises(CheckpointError, match=rf"no valid checkpoint at step {4 * STEP} in .*choose with --steps"):
+    with pytest.raises(CheckpointError, match=rf"no valid checkpoint at step {4 * STEP} in "):
         average(mixed, tmp_path / "mean", last=4, tokenizer=tokenizer)
     assert not (tmp_path / "mean").exists()
 

@@ -67,7 +67,8 @@ def settings(**changes) -> dict:
 
 def exported(step: int = 1000, tokenizer: bool = True, origin: dict | None = None, **changes) -> Exported:
     config = settings(**changes)
-    return Exported(step, config, "forgetting_transformer-project_fox", 12345, tokenizer, origin=origin or {})
+    about = {"checkpoint": step, **(origin or {})}
+    return Exported(config, about, "forgetting_transformer-project_fox", 12345, tokenizer)
 
 
 def card(folder: Path, about: Exported, licence: str | None = None) -> str:
@@ -144,18 +145,20 @@ def test_names_are_text_and_never_markup(tmp_path):
 def test_the_example_is_python_for_every_model():
     compile(snippet(exported()), "card", "exec")
     compile(snippet(exported(tokenizer=False)), "card", "exec")
-    longcrawl64 = Exported(1, {"datamodule": {"dataset": "longcrawl64"}}, "x", 1, True, ["my_lab.models"], "me/fox")
+    longcrawl64 = Exported(
+        {"datamodule": {"dataset": "longcrawl64"}}, {"plugins": ["my_lab.models"]}, "x", 1, True, "me/fox"
+    )
     assert "import forgetting_transformer.tokenizer" in snippet(longcrawl64) and "import my_lab.models" in snippet(
         longcrawl64
     )
     assert 'model_id = "me/fox"\n' in snippet(longcrawl64)
-    assert "os.system" not in snippet(Exported(1, {}, "x", 1, True, ["os; os.system('x')"]))
+    assert "os.system" not in snippet(Exported({}, {"plugins": ["os; os.system('x')"]}, "x", 1, True))
 
 
 def test_a_run_that_recorded_nothing_has_a_card_all_the_same(tmp_path):
     """Such as one of the authors' code."""
     config = {"model": {"name": "transformer"}, "exp": "/home/agnes/first", "data_dir": "/home/agnes"}
-    text = card(tmp_path, Exported(64, config, "transformer-project_fox", 5, False))
+    text = card(tmp_path, Exported(config, {"checkpoint": 64}, "transformer-project_fox", 5, False))
     assert "The run left no record of its losses." in text and "None" not in text and "agnes" not in text
     assert "token ids" in text
 

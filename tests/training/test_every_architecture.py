@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from forgetting_transformer.model import registry
 from forgetting_transformer.training.checkpoint.folder import newest_valid
-from forgetting_transformer.training.export import build_from_checkpoint, export
+from forgetting_transformer.training.export import export, load_checkpoint
 from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB
 from tests.training.conftest import STEP, changed, checkpoint_tensors, rank_log, train
@@ -56,7 +56,7 @@ def test_it_trains_resumes_bitwise_and_exports(tiny, tmp_path, name, fields, str
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert type(exported) is registry.get(name).lm_class
     checkpoint = newest_valid(Path(tmp_path / "stopped/checkpoints"))
-    trained = build_from_checkpoint(checkpoint, checkpoint.trainer_state())
+    trained = load_checkpoint(checkpoint)[2]
     ids = torch.arange(60).reshape(2, 30) % VOCAB
     with torch.no_grad():
         assert torch.equal(exported(input_ids=ids).logits, trained(input_ids=ids).logits)

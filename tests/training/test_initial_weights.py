@@ -195,7 +195,7 @@ def test_another_vocabulary_is_refused_unless_embeddings_may_be_fresh(tiny, tmp_
     [
         ("nothing/here/at-all", {}, "there is neither a run (checkpoints) nor an exported model (config.json); give"),
         ("nobody/no-such-model", {}, "there is no such folder, and the hub's model of this name cannot be had"),
-        ("RUN", {"init_step": 5}, f"it holds no valid checkpoint at init_step=5, only [{8 * STEP}, {16 * STEP}"),
+        ("RUN", {"init_step": 5}, f"no valid checkpoint at step 5 in RUN/checkpoints; it holds [{8 * STEP}, "),
         ("HF", {"model__config__num_heads": 4}, "trained with in model.config: num_heads=2 (not 4) in block 0"),
         ("HF", {"init_step": 5}, "init_step=5 chooses a checkpoint of a run, and this is none; leave it out"),
         ("HF", {"fork_dir": "RUN", "fork_step": 8 * STEP}, "both say what to begin with"),

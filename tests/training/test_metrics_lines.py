@@ -64,17 +64,6 @@ def test_a_start_cuts_only_the_kinds_that_a_run_writes(tmp_path):
     assert steps(directory.jsonlines / "train.jsonl") == [128]
 
 
-def test_a_kind_that_no_resume_would_cut_is_not_written(tmp_path):
-    directory = RunDirectory(tmp_path / "run")
-    metrics = MetricsLog(directory, 0)
-    with pytest.raises(ValueError, match="a callback reports 'my_probe', which is not among its `kinds`"):
-        metrics.report("my_probe", 128, {})
-    with pytest.raises(ValueError, match="'train' is not in ARRAY_KINDS"):
-        metrics.report_arrays("train", 128, {})
-    metrics.close()
-    assert not list(directory.jsonlines.iterdir()) and not directory.npz.exists()
-
-
 def test_wandb_gets_texts_as_tables(tiny, tmp_path, monkeypatch):
     rows: list[tuple[int, dict]] = []
     run = SimpleNamespace(step=0, log=lambda values, step: rows.append((step, values)), finish=lambda: None)

@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
-from forgetting_transformer.training.export import build_from_checkpoint, export, official_checkpoint
+from forgetting_transformer.training.export import export, load_checkpoint, official_checkpoint
 from forgetting_transformer.training.export.official_checkpoint import import_run, is_official, load_model
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 from tests.processes import ROOT
@@ -77,7 +77,7 @@ def test_it_is_exported_as_it_is(tiny, official, finished, tmp_path):
     told = export(official, tmp_path / "hf", tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
     assert told == f"checkpoint step-{AT:015d}.pt of {official} is now {tmp_path / 'hf'}"
     checkpoint = newest_valid(Path(finished(tiny)) / "checkpoints", AT)
-    trained = build_from_checkpoint(checkpoint, checkpoint.trainer_state())
+    trained = load_checkpoint(checkpoint)[2]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert exported.config.max_position_embeddings == 32
     for name, weight in trained.state_dict().items():

@@ -42,7 +42,9 @@ def test_a_gpu_that_is_not_there_is_one_line_and_known_to_the_status(tiny):
 
 def test_a_full_disk_does_not_keep_the_status_from_being_right(tmp_path, monkeypatch):
     """Nothing new can be written, and what ends the run must be told all the same."""
-    status.write_status(tmp_path, "running", 128)
+    directory = RunDirectory(tmp_path)
+    directory.acquire()
+    status.write_status(directory, "running", 128)
     really_open = os.open
 
     def full(path, flags, *arguments, **options):
@@ -52,11 +54,12 @@ def test_a_full_disk_does_not_keep_the_status_from_being_right(tmp_path, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", full)
-        status.write_status(tmp_path, "failed", 256, "no room " * 10_000)
+        status.write_status(directory, "failed", 256, "no room " * 10_000)
         found = read(tmp_path)
         assert (found["status"], found["step"]) == ("failed", 256) and found["reason"].startswith("no room")
-    status.write_status(tmp_path, "done", 1024)
-    assert read(tmp_path)["step"] == 1024 and [p.name for p in tmp_path.iterdir()] == ["status.json"]
+    status.write_status(directory, "done", 1024)
+    directory.release()
+    assert read(tmp_path)["step"] == 1024 and {p.name for p in tmp_path.iterdir()} == {"status.json", "run.lock"}
 
 
 def test_a_damaged_status_stops_no_start_and_is_moved_aside_as_it_was(tmp_path):

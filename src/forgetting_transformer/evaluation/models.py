@@ -35,7 +35,7 @@ from forgetting_transformer.model import DecoderForCausalLM
 from forgetting_transformer.model_tokenizer import check_vocabulary, encode, load_tokenizer
 from forgetting_transformer.ops.finite import NotFiniteError, check_finite
 from forgetting_transformer.training import export
-from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest, steps_in
+from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest
 from forgetting_transformer.training.execution.choice import choose_on_all_ranks
 from forgetting_transformer.training.export.official_checkpoint import is_official
 from forgetting_transformer.training.records.run_directory import RunDirectory
@@ -257,23 +257,18 @@ def fingerprint(model: nn.Module) -> str:
 
 def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> EvaluatedModel:
     directory = RunDirectory(folder)
-    try:
-        with warnings.catch_warnings():
-            # Said by torch where a checkpoint is read on one process, which is meant.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            loaded = read_newest(directory.checkpoints, export.load_checkpoint, step)
-    except CheckpointError as error:
-        raise EvaluationError(str(error)) from error
-    if loaded is None and is_official(directory):
+    if is_official(directory):
         raise EvaluationError(
             f"{folder} is a run of the authors' code: evaluate its export, python save_model.py --hf_load_dir={folder} "
             "--hf_save_dir=…"
         )
-    if loaded is None:
-        wanted = "no valid checkpoint" if step is None else f"no valid checkpoint at --step={step}"
-        held = ", ".join(map(str, steps_in(directory.checkpoints))) or "nothing"
-        raise EvaluationError(f"{wanted} in {directory.checkpoints}; it holds {held}")
-    checkpoint, state, model = loaded
+    try:
+        with warnings.catch_warnings():
+            # Said by torch where a checkpoint is read on one process, which is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            checkpoint, state, model = read_newest(directory.checkpoints, export.load_checkpoint, step)
+    except CheckpointError as error:
+        raise EvaluationError(str(error)) from error
     found, problem = _tokenizer(lambda: export.tokenizer_of_run(directory, state, tokenizer), tokenizer)
     config = state["config"]
     length = config["datamodule"]["train_batch_len"]

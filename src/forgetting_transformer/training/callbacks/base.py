@@ -1,4 +1,4 @@
-"""What a callback is: the hooks that the trainer calls, and what it sees to around them.
+"""Callbacks: the hooks that the trainer calls, and what it sees to around them.
 
 Importing this loads no PyTorch, so a module that registers a callback may define its class.
 """
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.checkpoint import Saved
     from forgetting_transformer.training.interface import TrainerInterface
 
-#: What it is time for: each name stands for the key of the config that ends in `_interval`.
+#: Reason of a call: each name stands for the key of the config that ends in `_interval`.
 #: "save": a checkpoint is about to be made; "checkpoint_interval" is only one reason for that.
 Interval = Literal["log", "train_eval", "eval", "save"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one training step gave. The tensors are on the device, which may still be computing them.
+    """Result of one training step. The tensors are on the device, which may still be computing them.
 
     Attributes:
         loss: mean loss per token of the global batch, nats.
@@ -109,7 +109,7 @@ class Callback:
         return {}
 
 
-#: What names of large states begin with in a checkpoint.
+#: Beginning of the names of large states in a checkpoint.
 LARGE = "callbacks."
 
 
@@ -124,9 +124,8 @@ class Callbacks:
 
     def __init__(self, trainer: TrainerInterface, built_in: Sequence[Callback], chosen: Sequence[Callback]) -> None:
         self._trainer = trainer
-        here = [c for c in (*built_in, *chosen) if c.all_ranks or trainer.fabric.is_global_zero]
-        self._callbacks = here
-        self._on_step = [c for c in here if type(c).on_step is not Callback.on_step]
+        self._callbacks = [c for c in (*built_in, *chosen) if c.all_ranks or trainer.fabric.is_global_zero]
+        self._on_step = [c for c in self._callbacks if _overrides(c, "on_step")]
         self._trusted = {id(c) for c in built_in}
         for callback in chosen:
             for kind in sorted(set(callback.kinds) & set(KINDS)):
@@ -148,23 +147,22 @@ class Callbacks:
 
     def call_all(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:
-            if getattr(type(callback), hook) is not getattr(Callback, hook):
+            if _overrides(callback, hook):
                 self.call(callback, hook, *arguments)
 
     def large_state(self) -> dict[str, Tensor]:
-        """For the checkpoint: `callbacks.<callback>.<key>`.
+        """Large states for the checkpoint: `callbacks.<callback>.<key>`.
 
         Raises:
             TrainingError: a callback of rank 0 alone has such a state.
         """
         found: dict[str, Tensor] = {}
         for callback in self._callbacks:
-            if type(callback).large_state is Callback.large_state:
-                continue
-            if not callback.all_ranks:
-                raise TrainingError(f"callbacks.{callback.name} has a large_state() and so needs all_ranks = True")
-            state = callback.large_state(self._trainer)
-            found |= {f"{LARGE}{callback.name}.{key}": tensor for key, tensor in state.items()}
+            if _overrides(callback, "large_state"):
+                if not callback.all_ranks:
+                    raise TrainingError(f"callbacks.{callback.name} has a large_state() and so needs all_ranks = True")
+                state = callback.large_state(self._trainer)
+                found |= {f"{LARGE}{callback.name}.{key}": tensor for key, tensor in state.items()}
         return found
 
     def start(self) -> None:
@@ -179,8 +177,7 @@ class Callbacks:
             with _left_as_found(self._modules, self._trainer.fabric.device):
                 getattr(callback, hook)(self._trainer, *arguments)
         except Exception as error:
-            saved = self._trainer.last_good_checkpoint
-            error.add_note(f"raised by {hook} of callbacks.{callback.name}; {saved}")
+            error.add_note(f"raised by {hook} of callbacks.{callback.name}; {self._trainer.last_good_checkpoint}")
             raise
         finally:
             self.running = outer
@@ -191,8 +188,7 @@ class Callbacks:
 
     def evaluations_due(self) -> list[Callback]:
         """Callbacks whose evaluation is due after the last step; the same on every rank, but for those of rank 0."""
-        config, trainer = self._trainer.config, self._trainer
-        due = []
+        trainer, config, due = self._trainer, self._trainer.config, []
         for callback in self._callbacks:
             interval = callback.interval or (None if config.skip_eval else config.eval_interval)
             if not callback.evaluates or interval is None:
@@ -219,7 +215,7 @@ class Callbacks:
         return {kind for callback in self._callbacks for kind in callback.kinds}
 
     def state(self) -> dict[str, Tensor]:
-        """For the checkpoint: `<callback>.<key>`.
+        """Small states for the checkpoint: `<callback>.<key>`.
 
         Raises:
             TrainingError: a callback's state is not a dictionary of tensors.
@@ -247,6 +243,10 @@ class Callbacks:
             state = {name.removeprefix(prefix): value for name, value in windows.items() if name.startswith(prefix)}
             if state:
                 callback.load(state)
+
+
+def _overrides(callback: Callback, hook: str) -> bool:
+    return getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from forgetting_transformer.plugins import CALLBACKS
 from forgetting_transformer.training.callbacks.base import LARGE, Callback, Callbacks
-from forgetting_transformer.training.callbacks.goodput import CheckpointTimes, Goodput
+from forgetting_transformer.training.callbacks.goodput import Goodput
 from forgetting_transformer.training.callbacks.held_out import HeldOut
 from forgetting_transformer.training.callbacks.profile import Profile
 from forgetting_transformer.training.callbacks.progress import Progress
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 def built_in(trainer: "TrainerInterface") -> list[Callback]:
     """The callbacks of every run, in their order, of a trainer whose checkpoint is loaded."""
-    config, data, counters = trainer.config, trainer.config.datamodule, trainer.counters
+    config, data = trainer.config, trainer.config.datamodule
     peak = peak_of(config.fabric, trainer.fabric.device)
-    throughput = Throughput(peak and peak * trainer.fabric.world_size, counters.as_floats())
+    throughput = Throughput(peak and peak * trainer.fabric.world_size, trainer.counters.as_floats())
     return [
         Wandb(),  # first, so that it has what the others report at the start
         Goodput(trainer.directory.goodput, trainer.clock),
@@ -33,10 +33,9 @@ def built_in(trainer: "TrainerInterface") -> list[Callback]:
         throughput,
         HeldOut(trainer.data),
         *(HeldOut(data, name) for name, data in trainer.eval_sets.items()),
-        CheckpointTimes(),
         *([Profile(*config.train.profile_steps)] if config.train.profile_steps else []),
         # Last: it shows what the others have found.
-        Progress(config.train.max_tokens, counters.token_count, trainer.fabric.is_global_zero, throughput),
+        Progress(throughput),
     ]
 
 

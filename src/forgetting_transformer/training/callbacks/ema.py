@@ -10,14 +10,13 @@ whatever the decay. The average is in float32, sharded as the weights are, and i
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from forgetting_transformer import plugins
-from forgetting_transformer.metric_names import LOSS, VAL_EMA, name_of
+from forgetting_transformer.metric_names import VAL_EMA
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 
 if TYPE_CHECKING:
@@ -26,12 +25,10 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.callbacks.held_out import HeldOut
     from forgetting_transformer.training.interface import TrainerInterface
 
-log = logging.getLogger(__name__)
-
 
 @dataclass
 class EmaConfig:
-    #: How much of the average a step leaves; 0.999 averages over about 1000 steps.
+    #: Share of the average that a step leaves; 0.999 averages over about 1000 steps.
     decay: Annotated[float, Field(ge=0, le=0.999999)] = 0.999
     #: Also evaluate the average on the held-out documents, when the weights are evaluated: val_ema.jsonl.
     evaluate: bool = True
@@ -73,12 +70,6 @@ class Ema(Callback):
             finally:
                 self._swap(trainer)
 
-    def on_evaluate(self, trainer: TrainerInterface, kind: str, values: dict[str, Any]) -> None:
-        if kind == VAL_EMA and trainer.fabric.is_global_zero:
-            tokens = f"{trainer.counters.token_count:,}"
-            loss = values[name_of(VAL_EMA, LOSS)]
-            log.info("held-out loss of the average %.4f nats per token after %s tokens", loss, tokens)
-
     def state(self) -> dict[str, Tensor]:
         import torch
 
@@ -108,8 +99,7 @@ class Ema(Callback):
 
 
 def _local(tensors: dict[str, Tensor]) -> list[Any]:
-    """What this rank holds of them."""
-    from torch.distributed.tensor import DTensor
+    """This rank's parts."""
+    from forgetting_transformer.training.faults.shards import local
 
-    found = (tensor.detach() for tensor in tensors.values())
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found]
+    return [local(tensor).detach() for tensor in tensors.values()]

@@ -1,10 +1,11 @@
-"""Where the wall time of a run went, over all its starts, and how long checkpoints took.
+"""Account of the wall time of a run, over all its starts, and of its checkpoints.
 
 `output_dir/goodput.json` has an entry for every start: seconds by category (clock.py), and the same as they stood at
 its checkpoints ("marks"). "stages" divides "start" and "first step" further (clock.py). What came after the mark that
 a later start began from was "lost". Time between starts, in a queue, is not counted. All times are of rank 0's host.
 """
 
+import contextlib
 import json
 import logging
 from pathlib import Path
@@ -26,18 +27,8 @@ log = logging.getLogger(__name__)
 _MARKS = 64
 
 
-class CheckpointTimes(Callback):
-    """checkpoint.jsonl: seconds that training waited for the copy, and that writing took."""
-
-    name = "checkpoint_times"
-
-    def on_save(self, trainer: "TrainerInterface", saved: "Saved") -> None:
-        values = {"checkpoint_time": saved.copy_seconds, "write_time": saved.write_seconds}
-        trainer.report(names.CHECKPOINT, prefixed(names.CHECKPOINT, values), step=saved.step)
-
-
 class Goodput(Callback):
-    """The account of one start.
+    """The account of one start, and checkpoint.jsonl: seconds that training waited for a copy, and of writing.
 
     Args:
         file: goodput.json.
@@ -62,19 +53,21 @@ class Goodput(Callback):
             self._start["stages"] = {stage: round(seconds, 3) for stage, seconds in trainer.startup.seconds().items()}
             trainer.report(names.GOODPUT, prefixed(names.GOODPUT, self.write(step)))
 
+    def on_save(self, trainer: "TrainerInterface", saved: "Saved") -> None:
+        values = {"checkpoint_time": saved.copy_seconds, "write_time": saved.write_seconds}
+        trainer.report(names.CHECKPOINT, prefixed(names.CHECKPOINT, values), step=saved.step)
+
     def on_end(self, trainer: "TrainerInterface") -> None:
         log.info("%s", describe(self.write(trainer.counters.token_count)))
 
     def begin(self, step: int) -> None:
         """Training is about to go on from `step` tokens."""
         self._start = {"from_step": step, "step": step, "marks": []}
-        if self._file.is_file():
-            try:
-                earlier = json.loads(self._file.read_text(encoding="utf-8"))["starts"]
-                shares([*earlier, self._start])
-                self._earlier = earlier
-            except (OSError, ValueError, LookupError, TypeError, AttributeError):
-                self._earlier = []  # bookkeeping that was damaged must not stop a run
+        # Bookkeeping that is not there, or was damaged, must not stop a run.
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            earlier = json.loads(self._file.read_text(encoding="utf-8"))["starts"]
+            shares([*earlier, self._start])
+            self._earlier = earlier
 
     def mark(self, step: int) -> None:
         """A checkpoint of `step` tokens exists, or will: time up to now is not lost if a run goes on from it."""

@@ -1,12 +1,10 @@
 """The loss on held-out documents."""
 
-import functools
 import itertools
 import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,11 +70,9 @@ class HeldOut(Callback):
         def read(done: int) -> Iterator[dict[str, Tensor]]:
             return itertools.islice(self._data.eval_loader(ranks.data_rank, ranks.data_size), done, None)
 
-        def waiting() -> AbstractContextManager[None]:
-            return trainer.sentinel.reading(self._corpus)
-
+        batches = restarted(read, lambda: trainer.sentinel.reading(self._corpus))
         shown = fabric.is_global_zero and sys.stderr.isatty()
-        for batch in tqdm(restarted(read, waiting), desc=self._title, unit="batch", leave=False, disable=not shown):
+        for batch in tqdm(batches, desc=self._title, unit="batch", leave=False, disable=not shown):
             if trainer.should_stop():
                 done = f"{trainer.counters.token_count:,}"
                 log.info("the evaluation after %s tokens was broken off (%s)", done, self._title)
@@ -90,13 +86,7 @@ class HeldOut(Callback):
         trainer.sum_over_ranks(sums.flat)
         mean_T, counts_T = sums.mean_T(), sums.counts_T()
         sequences, tokens = int(sums.sequences_T[0].item()), int(sums.sequences_T.sum().item())
-        if sequences < self._least_sequences:
-            log.warning(
-                "%s gave %s held-out sequences; its eval_info() says at least %s",
-                *(self._corpus, f"{sequences:,}", f"{self._least_sequences:,}"),
-            )
-        seconds = time.perf_counter() - started
-        name = self.kinds[0]
+        seconds, name = time.perf_counter() - started, self.kinds[0]
         values = {
             names.LOSS: mean_loss(mean_T, counts_T),
             names.TOKENS_EVALUATED: tokens,
@@ -108,9 +98,3 @@ class HeldOut(Callback):
         }
         values = prefixed(name, values) | by_length(name, mean_T, trainer.config.eval.min_val_length, counts_T)
         trainer.report(name, values, {names.name_of(name, names.LOSS_PER_TOKEN): mean_T})
-
-    @functools.cached_property
-    def _least_sequences(self) -> int:
-        """How many must count: all but those that fill the last batch. Of packed ones each document counts."""
-        info = self._data.eval_info()
-        return (info.total_batches - 1) * info.global_batch_size + 1

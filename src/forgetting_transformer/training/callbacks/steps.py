@@ -1,11 +1,11 @@
-"""What every step gave: its loss, at every position too, norms, and whether its update was left out."""
+"""Records of every step: its loss, at every position too, norms, and whether its update was left out."""
 
 import logging
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from forgetting_transformer import metric_names as names
@@ -75,34 +75,29 @@ class LossByPosition(Callback):
 
 
 class Norms(Callback):
-    """Writes them to norm.jsonl with every line of the log."""
+    """norm.jsonl: L2 norm of every parameter ("pnorm/<name>"), and of its gradient after clipping ("gnorm/<name>").
+
+    Sharded parameters are never gathered: every rank squares its own shard, and one reduction of two numbers a
+    parameter adds them up. Waits for the device once.
+    """
 
     name = "norms"
     all_ranks = True
 
+    @torch.no_grad()
     def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
-        if kind == "log":
-            trainer.report(names.NORM, parameter_norms(trainer.model.module))
-
-
-@torch.no_grad()
-def parameter_norms(model: nn.Module) -> dict[str, float]:
-    """{"pnorm/<name>": L2 norm of the parameter, "gnorm/<name>": of its gradient after clipping}.
-
-    Sharded parameters are never gathered: every rank squares its own shard, and one reduction of two numbers a
-    parameter adds them up. Called by all ranks; waits for the device once.
-    """
-    named = list(model.named_parameters())
-    sharded = any(isinstance(p, DTensor) for _, p in named)
-    tensors: dict[str, torch.Tensor] = {names.name_of(names.PARAMETER_NORM, name): p for name, p in named}
-    tensors |= {
-        names.name_of(names.GRADIENT_NORM_OF_PARAMETER, name): p.grad for name, p in named if p.grad is not None
-    }
-    squares = torch.stack([torch.linalg.vector_norm(local(t)) for t in tensors.values()]).double() ** 2
-    if sharded:
-        squares *= torch.tensor([is_counted(t) for t in tensors.values()], device=squares.device)
-        dist.all_reduce(squares)
-    return dict(zip(tensors, squares.sqrt().tolist(), strict=True))
+        if kind != "log":
+            return
+        named = list(trainer.model.module.named_parameters())
+        tensors: dict[str, Tensor] = {names.name_of(names.PARAMETER_NORM, name): p for name, p in named}
+        tensors |= {
+            names.name_of(names.GRADIENT_NORM_OF_PARAMETER, name): p.grad for name, p in named if p.grad is not None
+        }
+        squares = torch.stack([torch.linalg.vector_norm(local(t)) for t in tensors.values()]).double() ** 2
+        if any(isinstance(p, DTensor) for _, p in named):
+            squares *= torch.tensor([is_counted(t) for t in tensors.values()], device=squares.device)
+            dist.all_reduce(squares)
+        trainer.report(names.NORM, dict(zip(tensors, squares.sqrt().tolist(), strict=True)))
 
 
 class BadSteps(Callback):

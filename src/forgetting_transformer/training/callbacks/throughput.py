@@ -42,15 +42,15 @@ class Throughput(Callback):
     def __init__(self, peak_flops: float | None, start: dict[str, float], window: int = 100) -> None:
         self._peak_flops, self._start = peak_flops, start
         self._steps: deque[dict[str, float]] = deque(maxlen=window + 1)
-        #: Over the last `window` steps, as reported last; None after the first step.
-        self.tokens_per_second: float | None = None
+        #: Tokens per second over the last `window` steps, as reported last; None after the first step.
+        self.rate: float | None = None
 
     def on_step(self, trainer: "TrainerInterface", step: Step) -> None:
         self.step(trainer.counters.as_floats())
 
     def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
         if kind == "log" and (rates := self.metrics(trainer.counters.as_floats())):
-            self.tokens_per_second = rates[names.per_second("token_count", "total", "recent")]
+            self.rate = rates[names.per_second("token_count", "total", "recent")]
             rates[names.PEAK_MEMORY] = peak_memory_bytes(trainer.fabric.device)
             trainer.report(names.THROUGHPUT, rates)
 
@@ -59,7 +59,7 @@ class Throughput(Callback):
         self._steps.append(counters)
 
     def metrics(self, counters: dict[str, float]) -> dict[str, float]:
-        """What to report after the step taken last; nothing after the first.
+        """Rates to report after the step taken last; nothing after the first.
 
         Args:
             counters: as they are now, after waiting for the device, in place of what that step left.
@@ -94,5 +94,5 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _rate(key: str, clock: str, before: dict[str, float], now: dict[str, float]) -> float:
-    """What `key` gained per second of `clock` between two states of the counters."""
+    """Gain of `key` per second of `clock` between two states of the counters."""
     return (now[key] - before[key]) / max(now[clock] - before[clock], 1e-9)

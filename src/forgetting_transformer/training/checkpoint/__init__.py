@@ -20,7 +20,6 @@ A thread, and not torch.distributed.checkpoint.async_save, because checksums, ma
 same writing, and because a strategy that holds the whole model on every rank would copy all of it on every rank.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -38,28 +37,25 @@ from torch.distributed.checkpoint.api import CheckpointException
 from forgetting_transformer.training.checkpoint.folder import (
     Checkpoint,
     CheckpointError,
+    check_record,
     newest_valid,
     reason_of,
-    recorded_step,
-    why_not_from_the_start,
 )
 from forgetting_transformer.training.checkpoint.host_copy import HostCopy
 from forgetting_transformer.training.checkpoint.reading import load_large, load_training
 from forgetting_transformer.training.checkpoint.writing import Writer, share, tensors_of
 
-log = logging.getLogger(__name__)
-
 #: Seconds between two looks at a save that is waited for.
 _LOOK_SECONDS = 1.0
 
 
-#: What watches a wait for a writer: takes a name for people, and yields what is called whenever bytes were written.
+#: Context manager around a wait for a writer, made from a name for people; yields a function to call per progress.
 Watch = Callable[[str], AbstractContextManager[Callable[[], None]]]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended, on every rank alike.
+    """End of a save, the same on every rank.
 
     Attributes:
         step: training tokens done, as in the name of a checkpoint's folder.
@@ -133,7 +129,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there is nothing to save yet.
         """
-        if self._thread is not None or self._saved is not None:
+        if self._thread is not None:
             raise RuntimeError("take the result of the last save from `finished` first: one is in flight at a time")
         if not optimizer.state:
             # Asking FSDP2 for the state of a fresh optimizer makes it take a step.
@@ -211,18 +207,16 @@ class Checkpointer:
         """The newest valid checkpoint (or the one at `step`), the same on every rank; None if none was ever finished.
 
         Raises:
-            CheckpointError: checkpoints were finished and none is valid, or none is there. A run that starts over would
-                write over what is left of it.
+            CheckpointError: checkpoints were finished and none is valid, or none is there.
         """
         answer: list[Any] = [None, None]
         if self.rank == 0:
-            found = answer[0] = newest_valid(self.folder, step)
-            recorded = recorded_step(self.record)
-            if found is None and step is None:
-                answer[1] = why_not_from_the_start(self.folder, recorded)
-            elif found is not None and step is None and (recorded or 0) > found.step:
-                said = "a checkpoint was finished at %s tokens; the newest that can be used is at %s"
-                log.warning(said, f"{recorded:,}", f"{found.step:,}")
+            answer[0] = newest_valid(self.folder, step)
+            try:
+                if step is None:
+                    check_record(self.folder, self.record, answer[0])
+            except CheckpointError as error:
+                answer[1] = str(error)
         if self._group is not None:
             dist.broadcast_object_list(answer, src=0, group=self._group)
         if answer[1] is not None:
@@ -230,20 +224,9 @@ class Checkpointer:
         return answer[0]
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Fills model and optimizer. Learning rate, decay and betas stay as the config set them.
-
-        Raises:
-            CheckpointError: its tensors are not those of this model, or cannot be read.
-        """
+        """Fills model and optimizer (reading.py). In a fork, moments that the checkpoint lacks begin at zero."""
         load_training(checkpoint, model, optimizer, self._group, new_moments=self.forked)
 
     def load_large(self, checkpoint: Checkpoint, tensors: dict[str, Tensor], prefix: str) -> None:
-        """Fills large states of callbacks in place with those of their names, if the checkpoint has them.
-
-        Args:
-            prefix: of the names of all that are not weights or moments.
-
-        Raises:
-            CheckpointError: it has some of them only, or they cannot be read.
-        """
+        """Fills large states of callbacks in place (reading.py); `prefix` begins the names of all of them."""
         load_large(checkpoint, tensors, prefix, self._group, says=self.rank == 0)

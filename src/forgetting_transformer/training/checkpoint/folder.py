@@ -1,6 +1,7 @@
 """Folder of a checkpoint: its name, its manifest, and how a whole one is told from a damaged one."""
 
 import errno
+import itertools
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step-(\d{15})")
 TEMPORARY, DELETED = ".tmp-", ".deleted-"
-#: What a save or a deletion leaves that was interrupted. Other names are not this program's.
+#: Names that an interrupted save or deletion leaves. Other names are not this program's.
 LEFTOVER = re.compile(rf"({re.escape(TEMPORARY)}|{re.escape(DELETED)}){NAME.pattern}")
 _CHUNK = 1 << 24
 T = TypeVar("T")
@@ -61,14 +62,14 @@ def newest_valid(folder: Path, step: int | None = None) -> Checkpoint | None:
     return None
 
 
-def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None = None) -> T | None:
-    """What `read` makes of the newest valid checkpoint, or of the one at `step`; None if there is none.
+def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None = None) -> T:
+    """Reads the newest valid checkpoint, or the one at `step`, with `read`.
 
     The run may be training, and deletes old checkpoints when it has written new ones. Where the checkpoint that is
     being read goes, the next one is read.
 
     Raises:
-        CheckpointError: what `read` raised, of a checkpoint that is still there.
+        CheckpointError: there is none, or what `read` raised, of a checkpoint that is still there.
     """
     while (checkpoint := newest_valid(folder, step)) is not None:
         try:
@@ -79,7 +80,8 @@ def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None 
                     raise
                 raise CheckpointError(f"{checkpoint.path} cannot be read: {reason_of(error)}") from error
             log.info("%s was deleted while it was read; taking the next", checkpoint.path)
-    return None
+    wanted = "" if step is None else f" at step {step}"
+    raise CheckpointError(f"no valid checkpoint{wanted} in {folder}; it holds {steps_in(folder) or 'nothing'}")
 
 
 def inspect(path: Path) -> Checkpoint:
@@ -137,25 +139,6 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(step_of(path) for path in folder.glob("step-*") if NAME.fullmatch(path.name))
 
 
-def recorded_step(record: Path | None) -> int | None:
-    """Training tokens at which a run finished a checkpoint last, whether it is still there or not.
-
-    Args:
-        record: the run's `last_checkpoint.json`.
-
-    Returns:
-        None if it never finished one; 0 if it did and the record does not say when.
-    """
-    if record is None:
-        return None
-    try:
-        return int(json.loads(record.read_text(encoding="utf-8"))["step"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
-        return 0  # it is there, so there was a checkpoint
-
-
 def remove(path: Path) -> None:
     """Deletes a checkpoint. It loses its name first, so that no half-deleted folder looks like one."""
     going = path.with_name(f"{DELETED}{path.name}")
@@ -167,11 +150,8 @@ def remove(path: Path) -> None:
 
 def set_aside(path: Path) -> Path:
     """Gives a checkpoint that cannot be used another name beside it, which nothing deletes; returns that."""
-    target = path.with_name(f"damaged-{path.name}")
-    number = 0
-    while target.exists():
-        number += 1
-        target = path.with_name(f"damaged-{path.name}.{number}")
+    names = itertools.chain([f"damaged-{path.name}"], (f"damaged-{path.name}.{n}" for n in itertools.count(1)))
+    target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     path.rename(target)
     return target
 
@@ -192,18 +172,36 @@ def reason_of(error: BaseException) -> str:
     return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
-def why_not_from_the_start(folder: Path, recorded: int | None) -> str | None:
-    """What speaks against training from the first token where no checkpoint can be used; None for a new run.
+def check_record(folder: Path, record: Path | None, found: Checkpoint | None) -> None:
+    """Holds the checkpoint that a run can go on from to the one that it finished last.
 
     Args:
-        recorded: as of `recorded_step`.
+        record: the run's `last_checkpoint.json`, which is there once a checkpoint was finished; None: not known.
+        found: in `folder`; None where none can be used.
+
+    Raises:
+        CheckpointError: checkpoints were finished, and none can be used. A run that starts over would write over what
+            is left of it.
     """
+    finished: int | None = None
+    if record is not None and record.exists():
+        try:
+            finished = int(json.loads(record.read_text(encoding="utf-8"))["step"])
+        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
+            finished = 0  # nobody knows when
+    if found is not None:
+        if (finished or 0) > found.step:
+            said = "a checkpoint was finished at %s tokens; the newest that can be used is at %s"
+            log.warning(said, f"{finished:,}", f"{found.step:,}")
+        return
     if steps := steps_in(folder):
         names = ", ".join(name_of(step) for step in steps)
-        said = f"none of the checkpoints in {folder} can be used ({names}; the log says why). Bring back a copy of one"
-    elif recorded is not None:
-        when = f" at {recorded:,} tokens" if recorded else ""
-        said = f"a checkpoint was finished{when}, and {folder} holds none. Bring the folder back"
+        problem = (
+            f"none of the checkpoints in {folder} can be used ({names}; the log says why). Bring back a copy of one"
+        )
+    elif finished is not None:
+        when = f" at {finished:,} tokens" if finished else ""
+        problem = f"a checkpoint was finished{when}, and {folder} holds none. Bring the folder back"
     else:
-        return None
-    return f"{said}, or choose another output_dir"
+        return
+    raise CheckpointError(f"{problem}, or choose another output_dir")

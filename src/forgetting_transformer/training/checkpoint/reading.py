@@ -1,8 +1,9 @@
 """Reading a checkpoint that any strategy wrote: into a run, on all ranks, or whole on the CPU of one process."""
 
+import contextlib
 import logging
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ from forgetting_transformer.training.checkpoint.writing import tensors_of
 
 log = logging.getLogger(__name__)
 
-_UNREADABLE = (CheckpointException, OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError)
-
 
 def load_training(
     checkpoint: Checkpoint,
@@ -34,11 +33,14 @@ def load_training(
     group: dist.ProcessGroup | None,
     new_moments: bool,
 ) -> None:
-    """`Checkpointer.load`.
+    """Fills model and optimizer, on all ranks. Learning rate, decay and betas stay as the config set them.
 
     Args:
         group: gloo group of all ranks; None for one.
         new_moments: those of an optimizer that the checkpoint does not know begin at zero, as in a fork.
+
+    Raises:
+        CheckpointError: its tensors are not those of this model, or cannot be read.
     """
     settings = [{k: v for k, v in param_group.items() if k != "params"} for param_group in optimizer.param_groups]
     tensors, optimizer_state = tensors_of(model, optimizer)
@@ -67,10 +69,14 @@ def load_training(
 def load_large(
     checkpoint: Checkpoint, tensors: dict[str, Tensor], prefix: str, group: dist.ProcessGroup | None, says: bool
 ) -> None:
-    """`Checkpointer.load_large`.
+    """Fills large states of callbacks in place with those of their names, if the checkpoint has them.
 
     Args:
+        prefix: of the names of all that are not weights or moments.
         says: whether this rank logs which states begin or end here.
+
+    Raises:
+        CheckpointError: it has some of them only, or they cannot be read.
     """
 
     def owners(names: Iterable[str]) -> set[str]:
@@ -131,10 +137,8 @@ def load_tensors(checkpoint: Checkpoint, names: list[str] | None = None) -> dict
     Raises:
         CheckpointError: they cannot be read.
     """
-    try:
+    with _named(checkpoint):
         return read_tensors(checkpoint.path / "state", names)
-    except _UNREADABLE as error:
-        raise _unreadable(checkpoint, error) from error
 
 
 def stored_names(checkpoint: Checkpoint) -> set[str]:
@@ -143,33 +147,34 @@ def stored_names(checkpoint: Checkpoint) -> set[str]:
     Raises:
         CheckpointError: its list of them cannot be read.
     """
-    try:
+    with _named(checkpoint):
         return set(TensorReader(checkpoint.path / "state").tensors())
-    except _UNREADABLE as error:
-        raise _unreadable(checkpoint, error) from error
 
 
 def _fill(checkpoint: Checkpoint, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Fills tensors in place, on all ranks."""
     reader = TensorReader(checkpoint.path / "state")
-    try:
+    with _named(checkpoint):
         dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=group, no_dist=group is None)
-    except _UNREADABLE as error:
-        raise _unreadable(checkpoint, error) from error
 
 
-def _unreadable(checkpoint: Checkpoint, error: BaseException) -> CheckpointError:
-    if isinstance(error, CheckpointException):
-        # A BaseException that maps ranks to (exception, traceback).
-        error = next(iter(error.failures.values()))[0]
-    if isinstance(error, UnsafeCheckpointError | EOFError | pickle.UnpicklingError):
-        return CheckpointError(f"{checkpoint.path} was not loaded: {error}")
-    if isinstance(error, OSError):
-        place = error.filename or checkpoint.path
-        return CheckpointError(
-            f"{place} cannot be read: {error.strerror}; bring back a copy, or take another checkpoint"
-        )
-    return CheckpointError(f"{checkpoint.path} does not fit this model: {reason_of(error)}")
+@contextlib.contextmanager
+def _named(checkpoint: Checkpoint) -> Iterator[None]:
+    """Around the reading of a checkpoint: errors are CheckpointErrors that name it."""
+    try:
+        yield
+    except (CheckpointException, OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):  # a BaseException that maps ranks to (exception, traceback)
+            cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, OSError):
+            place = cause.filename or checkpoint.path
+            said = f"{place} cannot be read: {cause.strerror}; bring back a copy, or take another checkpoint"
+        elif isinstance(cause, UnsafeCheckpointError | EOFError | pickle.UnpicklingError):
+            said = f"{checkpoint.path} was not loaded: {cause}"
+        else:
+            said = f"{checkpoint.path} does not fit this model: {reason_of(cause)}"
+        raise CheckpointError(said) from error
 
 
 def _part_of(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

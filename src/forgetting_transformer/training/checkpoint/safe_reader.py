@@ -49,7 +49,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _memory_format(of: Any, name: Any) -> Any:
-    """What stands for getattr: Python before 3.11.4 pickles a member of an enumeration as an attribute of its class."""
+    """Stands for getattr: Python before 3.11.4 pickles a member of an enumeration as an attribute of its class."""
     if of is _MEM_FORMAT_ENCODING and name in _MEM_FORMAT_ENCODING.__members__:
         return _MEM_FORMAT_ENCODING[name]
     raise UnsafeCheckpointError(".metadata asks for an attribute, which no checkpoint of tensors needs")

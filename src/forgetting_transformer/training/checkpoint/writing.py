@@ -198,33 +198,21 @@ class Writer:
             "files": checksums,
         }
         write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))  # flushes the folder too
-        if self._is_whole(final):
-            # Of the same step of this run, which could not be read for a while. To replace it is to have none in
-            # between.
+        try:
+            inspect(final)
+            # Of the same step of this run, which could not be read for a while. To replace it is to have none between.
             shutil.rmtree(temporary)
-        else:
+        except CheckpointError as error:
+            if final.exists():  # damaged, and somebody may still mend it
+                log.warning("%s cannot be used (%s); it is now %s", final, error, set_aside(final))
             temporary.rename(final)
         flush(self.folder)
         if self.record is not None:
+            noted = {"step": trainer_state["token_count"], "checkpoint": final.name}
             try:
-                write_atomically(
-                    self.record, json.dumps({"step": trainer_state["token_count"], "checkpoint": final.name})
-                )
+                write_atomically(self.record, json.dumps(noted))
             except OSError as error:  # the checkpoint itself is whole
                 log.warning("could not note in %s that %s is finished: %s", self.record, final.name, error)
-
-    @staticmethod
-    def _is_whole(final: Path) -> bool:
-        """Whether a checkpoint is there already. One that is damaged makes room, for somebody may still mend it."""
-        if not final.exists():
-            return False
-        try:
-            inspect(final)
-        except CheckpointError as error:
-            kept = set_aside(final)
-            log.warning("%s cannot be used (%s); it is now %s", final, error, kept)
-            return False
-        return True
 
     def _prune(self, step: int) -> None:
         """Keeps the newest `keep_last` checkpoints up to `step` and the permanent ones."""

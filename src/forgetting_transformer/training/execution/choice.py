@@ -1,4 +1,4 @@
-"""How a run computes: compiled or not, and what runs each op.
+"""Choice of how a run computes: compiled or not, and the backend of each op.
 
 Other kernels add in another order. So what a run computes with is in its checkpoints; a resume takes the recorded
 choice where the config leaves one (`train.compile: auto`), and warns where it computes otherwise: from there on the run
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Execution:
-    """What decides in which order numbers are added, besides the config and the number of processes.
+    """Decides in which order numbers are added, besides the config and the number of processes.
 
     Attributes:
         compile: whether blocks and loss are compiled.
@@ -39,9 +39,8 @@ class Execution:
 
 
 def recorded(state: dict[str, Any]) -> Execution | None:
-    """What the checkpoint with this trainer.json was trained with; None for one that another program computed."""
-    found = state["execution"]
-    return None if found is None else Execution(found["compile"], found["device"], found["backends"])
+    """Execution that the checkpoint with this trainer.json was trained with; None for another program's."""
+    return None if state["execution"] is None else Execution(**state["execution"])
 
 
 def choose(
@@ -78,20 +77,17 @@ def choose(
 
 
 def differences(before: Execution, now: Execution) -> list[str]:
-    """What makes the run not bitwise the one that was not interrupted, in words, as far as a checkpoint says it."""
+    """Reasons why the run is not bitwise the one that was not interrupted, as far as a checkpoint has them."""
     found = []
     if before.compile != now.compile:
-        found.append(f"blocks and loss were {_compiled(before)} and are {_compiled(now)} now (train.compile)")
+        was, is_now = ("compiled" if execution.compile else "not compiled" for execution in (before, now))
+        found.append(f"blocks and loss were {was} and are {is_now} now (train.compile)")
     if before.device != now.device:
         found.append(f"the device was {before.device} and is {now.device} now")
     for op in sorted(now.backends.keys() & before.backends.keys()):
         if before.backends[op] != now.backends[op]:
             found.append(f"{op} ran on {before.backends[op]} and runs on {now.backends[op]} now")
     return found
-
-
-def _compiled(execution: Execution) -> str:
-    return "compiled" if execution.compile else "not compiled"
 
 
 def _obstacle(device: torch.device) -> str | None:
@@ -133,14 +129,9 @@ def choose_on_all_ranks(
         op: what runs it.
     """
     uses = [use._replace(packed=packed) for use in (model.op_uses() if hasattr(model, "op_uses") else [])]
-
-    def choose() -> dict[str, Backend]:
-        return choose_backends(uses, dtype, device, lengths)
-
-    found = choose()
+    found = choose_backends(uses, dtype, device, lengths)
     messages = op_backends.faults()
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    if several:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         per_rank: list[dict] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(per_rank, messages)
         everywhere: dict = {}
@@ -149,9 +140,8 @@ def choose_on_all_ranks(
                 everywhere.setdefault(key, f"rank {rank}: {message}")
         if everywhere.keys() != messages.keys():
             op_backends.adopt(everywhere)
-            found = choose()
-        messages = everywhere
-    if not several or dist.get_rank() == 0:
-        for message in messages.values():
-            log.warning("%s", message)
+            found = choose_backends(uses, dtype, device, lengths)
+        messages = everywhere if dist.get_rank() == 0 else {}
+    for message in messages.values():
+        log.warning("%s", message)
     return found

@@ -79,7 +79,7 @@ class Compilation:
 
 
 def _first_lines(reason: str) -> str:
-    """What torch.compile could not do, and its explanation."""
+    """The part that torch.compile could not do, and its explanation."""
     return " ".join(line.strip() for line in reason.strip().splitlines()[:2])
 
 

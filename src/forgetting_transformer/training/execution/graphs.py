@@ -26,7 +26,7 @@ _AT_PEAK_SECONDS = 0.005
 
 
 def flops_in_a_block(config: Config, world_size: int, flops_per_token: float, blocks: int) -> float:
-    """Of a micro-batch, forward and backward, in each of so many blocks that share the FLOPs of a token."""
+    """FLOPs of a micro-batch, forward and backward, in each of `blocks` blocks that share those of a token."""
     data = config.datamodule
     local = data.train_batch_size // (world_size // config.strategy.context) * data.train_batch_len
     return flops_per_token * max(data.train_batch_len, min(config.train.grad_acc_tokens, local)) / blocks

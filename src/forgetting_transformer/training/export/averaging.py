@@ -5,11 +5,10 @@ Summed in float64 in the order of the steps: the result does not depend on the m
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, newest_valid, steps_in
+from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest, steps_in
 from forgetting_transformer.training.checkpoint.reading import check_weights, read_weights
 from forgetting_transformer.training.config.continuing import changes_that_alter_the_run
 from forgetting_transformer.training.export import folder as exports
@@ -38,9 +37,23 @@ def average(
     """
     exports.check_target(save_folder, "--out")
     directory = RunDirectory(run_folder)
-    chosen = _find(directory, last, steps)
+    folder, held = directory.checkpoints, steps_in(directory.checkpoints)
+    if steps is None and len(held) < (last or 0):
+        raise CheckpointError(
+            f"--last={last}: {folder} holds {len(held)} checkpoint{'s' * (len(held) != 1)} ({held}); average fewer, "
+            "or let a run keep more (checkpoint_keep_last, checkpoint_keep_interval)"
+        )
+    chosen = [read_newest(folder, lambda found: found, step) for step in sorted(steps or held[-(last or 0) :])]
     states = [checkpoint.trainer_state() for checkpoint in chosen]
-    _check_same(chosen, states)
+    for (one, before), (other, after) in pairwise(zip(chosen, states, strict=True)):
+        changes = changes_that_alter_the_run(before["config"], after["config"])
+        if before["model_config"] != after["model_config"]:
+            changes.append("the configuration of the model")
+        if changes:
+            raise CheckpointError(
+                f"{one.path.name} and {other.path.name} in {folder} belong to runs of other settings "
+                f"({'; '.join(changes[:3])}); average those of one run with --steps"
+            )
     model = build_model(chosen[-1], states[-1])
     own = model.state_dict()
     sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in own.items()}
@@ -51,49 +64,10 @@ def average(
         for name, tensor in own.items():
             tensor.copy_(sums.pop(name) / len(chosen))
     check_weights(model, f"the average of {', '.join(str(checkpoint.path) for checkpoint in chosen)}")
-    numbers = [checkpoint.step for checkpoint in chosen]
-    what = f"the average of {len(chosen)} checkpoints of {run_folder}, {numbers[0]:,} to {numbers[-1]:,} tokens,"
-    about = {"weights": f"the mean of the checkpoints at {', '.join(f'{step:,}' for step in numbers)} tokens"}
+    numbers = [f"{checkpoint.step:,}" for checkpoint in chosen]
+    what = f"the average of {len(chosen)} checkpoints of {run_folder}, {numbers[0]} to {numbers[-1]} tokens,"
+    about = {"weights": f"the mean of the checkpoints at {', '.join(numbers)} tokens"}
     return exports.write(
         directory, chosen[-1], states[-1], model.eval(), save_folder, tokenizer, what, about, flag="--out",
         replace=replace,
     )  # fmt: skip
-
-
-def _find(directory: RunDirectory, last: int | None, steps: list[int] | None) -> list[Checkpoint]:
-    """The checkpoints to average, the oldest first, each checked against its manifest.
-
-    Raises:
-        CheckpointError: one is missing or not valid.
-    """
-    folder, found = directory.checkpoints, []
-    held = steps_in(folder)
-    if steps is None and len(held) < (last or 0):
-        raise CheckpointError(
-            f"--last={last}: {folder} holds {len(held)} checkpoint{'s' * (len(held) != 1)} ({held}); average fewer, "
-            "or let a run keep more (checkpoint_keep_last, checkpoint_keep_interval)"
-        )
-    for step in sorted(steps or held[-(last or 0) :]):
-        checkpoint = newest_valid(folder, step)
-        if checkpoint is None:
-            raise CheckpointError(
-                f"no valid checkpoint at step {step} in {folder}; it holds {held}; choose with --steps"
-            )
-        found.append(checkpoint)
-    return found
-
-
-def _check_same(checkpoints: list[Checkpoint], states: list[dict[str, Any]]) -> None:
-    """
-    Raises:
-        CheckpointError: two of them are of different models or runs.
-    """
-    for (one, before), (other, after) in pairwise(zip(checkpoints, states, strict=True)):
-        changes = changes_that_alter_the_run(before["config"], after["config"])
-        if before["model_config"] != after["model_config"]:
-            changes.append("the configuration of the model")
-        if changes:
-            raise CheckpointError(
-                f"{one.path.name} and {other.path.name} in {one.path.parent} belong to runs of other settings "
-                f"({'; '.join(changes[:3])}); average those of one run with --steps"
-            )

@@ -8,8 +8,8 @@ import html
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +32,32 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 @dataclass(frozen=True)
 class Exported:
-    """A model that is exported, with its run's settings.
+    """A model that is exported.
 
     Attributes:
-        step: training tokens of the checkpoint.
-        config: the run's settings, as the checkpoint has them.
-        model_type: of its config.json.
-        parameters: their number.
+        config: its run's settings, as the checkpoint has them.
+        origin: what the export records of the weights (mark.py): training tokens, plug-ins, the weights' source.
+        model_type: of its config.json. parameters: their number.
         has_tokenizer: whether one lies beside the weights.
-        plugins: modules that must be imported before the model can be loaded.
         model_id: what the card loads: the model's name on the hub, or "." for the folder of the card.
-        origin: what the export records of the weights.
     """
 
-    step: int
     config: Mapping[str, Any]
+    origin: Mapping[str, Any]
     model_type: str
     parameters: int
     has_tokenizer: bool
-    plugins: Sequence[str] = ()
     model_id: str = "."
-    origin: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Training tokens of the checkpoint."""
+        return self.origin["checkpoint"]
+
+    def setting(self, section: str, key: str) -> Any:
+        """A setting as strangers may see it; None where the run had none."""
+        value = self.config.get(section)
+        return public(value.get(key)) if isinstance(value, Mapping) else None
 
 
 def write(run_folder: Path, exported: Exported, folder: Path, licence: str | None) -> None:
@@ -68,14 +73,13 @@ def write(run_folder: Path, exported: Exported, folder: Path, licence: str | Non
 
 
 def _card(run: Run, exported: Exported, licence: str | None) -> str:
-    config = public(exported.config)
-    label = _at(config, "model", "label") or _at(config, "model", "name") or exported.model_type
-    corpus = _at(config, "datamodule", "dataset")
+    label = exported.setting("model", "label") or exported.setting("model", "name") or exported.model_type
+    corpus = exported.setting("datamodule", "dataset")
     head = ModelCardData(
         license=licence, library_name="transformers", pipeline_tag="text-generation", tags=["forgetting-transformer"]
     )
     parts = [
-        f"# {_text(config.get('tag') or label)}",
+        f"# {_text(public(exported.config.get('tag')) or label)}",
         f"A language model with {exported.parameters:,} parameters ({_text(label)}), trained on {exported.step:,} "
         + f"tokens{f' of {_text(corpus)}' if corpus else ''}. It is a base model: it continues text and has not learnt "
         "to follow instructions. Nothing but the losses below was measured for this card.",
@@ -87,9 +91,7 @@ def _card(run: Run, exported: Exported, licence: str | None) -> str:
         "## Losses",
         *_losses(run, exported),
         "## Training",
-        "\n".join(
-            ["| | |", "|---|---|", *(f"| {name} | {_text(row)} |" for name, row in _rows(run, exported, config))]
-        ),
+        "\n".join(["| | |", "|---|---|", *(f"| {name} | {_text(row)} |" for name, row in _rows(run, exported))]),
         "## Licence",
         f"The publisher of this model has chosen the licence `{licence}`."
         if licence
@@ -104,9 +106,9 @@ def _card(run: Run, exported: Exported, licence: str | None) -> str:
 def snippet(exported: Exported) -> str:
     """Python code that loads the model and, with a tokenizer, lets it write."""
     lines = ["import forgetting_transformer.model  # registers the model classes"]
-    if _at(exported.config, "datamodule", "dataset") == "longcrawl64":
+    if exported.setting("datamodule", "dataset") == "longcrawl64":
         lines.append("import forgetting_transformer.tokenizer  # registers LongCrawl64's tokenizer")
-    for name in filter(_MODULE.fullmatch, exported.plugins):
+    for name in filter(_MODULE.fullmatch, exported.origin.get("plugins", ())):
         lines.append(f"import {name}  # a plug-in that registers what the model needs")
     auto = "AutoModelForCausalLM, AutoTokenizer" if exported.has_tokenizer else "AutoModelForCausalLM"
     where = "  # the folder of this file" if exported.model_id == "." else ""
@@ -162,27 +164,28 @@ def _losses(run: Run, exported: Exported) -> list[str]:
     return ["\n".join(lines), *([f"These are losses of the run. The weights here are {weights}."] if weights else [])]
 
 
-def _rows(run: Run, exported: Exported, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _rows(run: Run, exported: Exported) -> list[tuple[str, str]]:
     """Rows of the table; what is not known is left out."""
-    length, batch = _at(config, "datamodule", "train_batch_len"), _at(config, "datamodule", "train_batch_size")
+    known = exported.setting
+    length, batch = known("datamodule", "train_batch_len"), known("datamodule", "train_batch_size")
     # Later starts had no part in the checkpoint.
     starts = [start for start in run.starts if start.get("step", 0) < exported.step] or run.starts[:1]
     machines = [(start.get("world_size", 1), (start.get("machine") or {}).get("device")) for start in starts]
     newest = starts[-1] if starts else {}
     versions, git = newest.get("versions") or {}, newest.get("git") or {}
     rows = {
-        "architecture": f"{_at(config, 'model', 'label') or _at(config, 'model', 'name')} ({exported.model_type})",
-        "corpus": _at(config, "datamodule", "dataset"),
+        "architecture": f"{known('model', 'label') or known('model', 'name')} ({exported.model_type})",
+        "corpus": known("datamodule", "dataset"),
         "fingerprint of the corpus": run.info("train_data").get("fingerprint"),
         "training tokens": f"{exported.step:,}",
         "batch": f"{batch:,} sequences of {length:,} tokens" if batch and length else None,
         "started from": _began_with(exported),
         "weights": exported.origin.get("weights"),
-        "optimizer": _at(config, "optimizer", "name"),
-        "peak learning rate": _at(config, "optimizer", "lr"),
-        "schedule": _at(config, "schedule", "name"),
-        "seed": config.get("seed"),
-        "precision": _at(config, "fabric", "precision"),
+        "optimizer": known("optimizer", "name"),
+        "peak learning rate": known("optimizer", "lr"),
+        "schedule": known("schedule", "name"),
+        "seed": exported.config.get("seed"),
+        "precision": known("fabric", "precision"),
         "hardware": "; ".join(dict.fromkeys(f"{count} × {device}" for count, device in machines if device)),
         "versions": ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if name in versions),
         "code": f"commit {git['commit'][:12]}{', with uncommitted changes' * bool(git.get('patch'))}"
@@ -200,11 +203,6 @@ def _began_with(exported: Exported) -> str | None:
             str(weights[key]) for key in ("source", "revision", "weights") if key in weights
         )
     return f"{public(fork)} at {step:,} tokens" if fork and step else None
-
-
-def _at(config: Mapping[str, Any], section: str, key: str) -> Any:
-    value = config.get(section)
-    return value.get(key) if isinstance(value, Mapping) else None
 
 
 def _text(value: Any) -> str:

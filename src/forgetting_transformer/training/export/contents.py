@@ -21,13 +21,14 @@ from forgetting_transformer.training.records.run_directory import RunDirectory
 def load_checkpoint(
     checkpoint: Checkpoint, weights: str | None = None
 ) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
-    """A checkpoint, its trainer.json and its model; for `read_newest`.
+    """A checkpoint, its trainer.json and its model, on the CPU, in fp32 and evaluation mode; for `read_newest`.
 
     Args:
         weights: the callback whose average of the weights is loaded, such as "ema"; None for the weights themselves.
     """
     state = checkpoint.trainer_state()
-    model = build_from_checkpoint(checkpoint, state)
+    model = build_model(checkpoint, state)
+    load_weights(checkpoint, model)
     if weights is not None:
         parameters = dict(model.named_parameters())
         average = read_weights(checkpoint, part=f"{LARGE}{weights}.")
@@ -40,14 +41,7 @@ def load_checkpoint(
             for name, parameter in parameters.items():
                 parameter.copy_(average[name])
         check_weights(model, f"{checkpoint.path}, {weights}")
-    return checkpoint, state, model
-
-
-def build_from_checkpoint(checkpoint: Checkpoint, state: dict[str, Any]) -> PreTrainedModel:
-    """The model of a checkpoint on the CPU, in fp32 and evaluation mode."""
-    model = build_model(checkpoint, state)
-    load_weights(checkpoint, model)
-    return model.eval()
+    return checkpoint, state, model.eval()
 
 
 def build_model(checkpoint: Checkpoint, state: dict[str, Any]) -> PreTrainedModel:

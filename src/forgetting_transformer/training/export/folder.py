@@ -15,22 +15,16 @@ from forgetting_transformer import plugins
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data.storage.checksums import sha256_of
 from forgetting_transformer.files import explain, write_atomically
-from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest, steps_in
+from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest
 from forgetting_transformer.training.config.continuing import decisive
 from forgetting_transformer.training.export import card, official_checkpoint
 from forgetting_transformer.training.export.contents import load_checkpoint, save_tokenizer, tokenizer_of_run
+from forgetting_transformer.training.export.mark import MARK, ExportError, check_replaceable, is_of_a_model, read_mark
 from forgetting_transformer.training.records.run_directory import RunDirectory, belongs_to
 from forgetting_transformer.versions import how_to_install
 
-#: Written into every export: which checkpoint it was made from, and which files of a model an export may replace.
-MARK = "exported_from.json"
 _UNFINISHED = ".unfinished-export-"
 _STANDARD = {"config.json", "generation_config.json", "model.safetensors"}
-_OF_MODELS = (".safetensors", ".bin", ".index.json")
-
-
-class ExportError(RuntimeError):
-    """The export could not be completed; the message says what is missing and how to give it."""
 
 
 def export(
@@ -66,16 +60,10 @@ def export(
     if not directory.checkpoints.is_dir():
         said = "it holds no checkpoints" if directory.root.is_dir() else "there is no such folder"
         raise CheckpointError(f"--hf_load_dir={run_folder}: {said}; give the output_dir of a training run")
-    found: tuple[Checkpoint, dict[str, Any], PreTrainedModel] | None
     if official_checkpoint.is_official(directory) and weights is None:
         found = official_checkpoint.load_model(directory, step)
     else:
         found = read_newest(directory.checkpoints, lambda checkpoint: load_checkpoint(checkpoint, weights), step)
-    if found is None:
-        wanted = "no valid checkpoint" if step is None else f"no valid checkpoint at step {step}"
-        raise CheckpointError(
-            f"{wanted} in {directory.checkpoints}; it holds {steps_in(directory.checkpoints) or 'nothing'}"
-        )
     what, about = f"checkpoint {found[0].path.name} of {run_folder}", {}
     if weights is not None:
         what, about = f"{weights} in {what}", {"weights": f"the moving average {weights} of the weights in training"}
@@ -148,8 +136,18 @@ def write(
             new = Path(staged)
             if found_tokenizer is not None:
                 save_tokenizer(found_tokenizer, new, length, bos)
-            own, before = _check_ours(save_folder, _STANDARD | _files_in(new).keys(), flag), read_mark(save_folder)
-            check_same_run(before, origin, str(save_folder), f"choose another {flag}", replace)
+            before = read_mark(save_folder)
+            own = before.get("files", {})
+            models = {name for name in os.listdir(save_folder) if is_of_a_model(name)}
+            named = {name for name in (*_STANDARD, MARK, *_files_in(new)) if os.path.lexists(save_folder / name)}
+            check_replaceable(models | named, before, origin, str(save_folder), flag, replace)
+            for name in sorted((models | named) & own.keys()):
+                if (save_folder / name).is_file() and sha256_of(save_folder / name) != own[name]:
+                    # As after training further, which saves under the same names.
+                    raise ExportError(
+                        f"{save_folder}/{name} has changed since it was exported, and an export would overwrite it; "
+                        f"move it away, or choose another {flag}"
+                    )
             pad = getattr(found_tokenizer, "pad_token_id", None)
             model.generation_config = GenerationConfig(
                 bos_token_id=bos,
@@ -163,20 +161,18 @@ def write(
             kept_card = os.path.lexists(there) and own.get(card.CARD) != sha256_of(there)
             if not kept_card:
                 exported = card.Exported(
-                    checkpoint.step, config, model.config.model_type, model.num_parameters(),
-                    found_tokenizer is not None, tuple(needed), model_id or ".", origin,
+                    config, origin, model.config.model_type, model.num_parameters(), found_tokenizer is not None,
+                    model_id or ".",
                 )  # fmt: skip
                 card.write(directory.root, exported, new, licence)
             files = {name: sha256_of(file) for name, file in _files_in(new).items()}
-            for name in _model_files(save_folder) - files.keys():
+            for name in models - files.keys():
                 (save_folder / name).unlink()  # a part of the export before
             for name in files:
                 (save_folder / name).parent.mkdir(exist_ok=True)
                 os.replace(new / name, save_folder / name)
         kept = {name: digest for name, digest in own.items() if os.path.lexists(save_folder / name)}
         write_atomically(save_folder / MARK, json.dumps(origin | {"files": kept | files}, indent=1) + "\n")
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ExportError(f"{save_folder} is a file, or lies under one; choose another {flag}") from error
     except (OSError, SafetensorError) as error:
         reason = explain(error) if isinstance(error, OSError) else one_line(error)
         raise ExportError(
@@ -198,92 +194,17 @@ def _find_tokenizer(directory: RunDirectory, state: dict[str, Any], source: str 
     Raises:
         ExportError: the one that is named, or the run's own, cannot be used.
     """
-    data = state["config"]["datamodule"]
     fix = "name one with --tokenizer FOLDER_OR_HUB_ID"
-    if data["dataset"] == "longcrawl64":
+    if state["config"]["datamodule"]["dataset"] == "longcrawl64":
         fix += "; a folder with GPT-2's vocab.json and merges.txt will do, or " + how_to_install("gpt2")
     try:
         return tokenizer_of_run(directory, state, source), ""
     except (OSError, ValueError) as error:
-        if source is not None or directory.tokenizer.is_dir():
-            whose = "the run's tokenizer" if source is None else f"--tokenizer={source}"
-            raise ExportError(f"nothing is written: {whose} cannot be used ({one_line(error)}); {fix}") from error
-        if data["dataset"] != "longcrawl64":
-            fix += (
-                f", or save it as {state['config']['data_dir']}/{data['dataset']}/tokenizer, which the next start of "
-                "the run keeps with it"
-            )
-        return None, f", without a tokenizer ({one_line(error)}): {fix}"
+        if source is None and not directory.tokenizer.is_dir():
+            return None, f", without a tokenizer ({one_line(error)}): {fix}"
+        whose = "the run's tokenizer" if source is None else f"--tokenizer={source}"
+        raise ExportError(f"nothing is written: {whose} cannot be used ({one_line(error)}); {fix}") from error
 
 
 def _files_in(folder: Path) -> dict[str, Path]:
     return {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
-
-
-def _model_files(folder: Path) -> set[str]:
-    """Names of configurations and weights in a folder, of whatever model."""
-    return {name for name in os.listdir(folder) if name == "config.json" or name.endswith(_OF_MODELS)}
-
-
-def read_mark(folder: Path) -> dict[str, Any]:
-    """Mark of the last export; empty if no export wrote there."""
-    try:
-        found = json.loads((folder / MARK).read_text(encoding="utf-8"))
-        return found if isinstance(found["checkpoint"], int) and isinstance(found["files"], dict) else {}
-    except (OSError, ValueError, TypeError, LookupError):
-        return {}
-
-
-def check_same_run(before: dict[str, Any], new: dict[str, Any], where: str, fix: str, replace: bool) -> None:
-    """
-    Args:
-        before, new: marks of the export that is there, empty without one, and of the next one.
-
-    Raises:
-        ExportError: they are of two runs, and nobody asked to replace one by the other.
-    """
-    if before and before.get("run") != new["run"] and not replace:
-        raise ExportError(
-            f"{where} holds the export of another run ({before.get('tag')}, seed {before.get('seed')}, "
-            f"{before['checkpoint']:,} tokens); {fix}, or replace it with --replace"
-        )
-
-
-def origin_of(folder: Path) -> tuple[int | None, int | None]:
-    """Tokens and seed of the training that an exported model comes from; None for what is not known.
-
-    Weights that have changed since the export, as by fine-tuning, come from elsewhere.
-    """
-    mark = read_mark(folder)
-    if not mark or any(mark["files"].get(file.name) != sha256_of(file) for file in folder.glob("*.safetensors")):
-        return None, None
-    return mark["checkpoint"], mark.get("seed")
-
-
-def _check_ours(folder: Path, names: set[str], flag: str) -> dict[str, str]:
-    """Files of the export that is there, each with its SHA-256.
-
-    Args:
-        names: files that the next export writes.
-
-    Raises:
-        ExportError: one of them, or a file of a model, is there and is not from an export, or has changed since: a
-            model that was trained further is saved under the same names, and files may be edited.
-    """
-    own: dict[str, str] = read_mark(folder).get("files", {})
-    models = _model_files(folder)
-    present = models | {name for name in names if os.path.lexists(folder / name)}
-    if not own and os.path.lexists(folder / MARK):
-        present.add(MARK)
-    for name in sorted(present):
-        if name not in own:
-            raise ExportError(
-                f"{folder} holds {name}, which is not from an export: the new model would overwrite it, or be mixed "
-                f"with it; choose another {flag}"
-            )
-        if (folder / name).is_file() and sha256_of(folder / name) != own[name]:
-            raise ExportError(
-                f"{folder}/{name} has changed since it was exported, and an export would overwrite it; move it away, "
-                f"or choose another {flag}"
-            )
-    return own

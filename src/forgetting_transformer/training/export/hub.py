@@ -2,7 +2,6 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, errors, get_token
 from huggingface_hub.utils import validate_repo_id
@@ -10,9 +9,7 @@ from huggingface_hub.utils import validate_repo_id
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data.storage.checksums import sha256_of
 from forgetting_transformer.training.export.card import CARD
-from forgetting_transformer.training.export.folder import MARK, ExportError, check_same_run, read_mark
-
-_OF_MODELS = (".safetensors", ".bin")
+from forgetting_transformer.training.export.mark import MARK, ExportError, check_replaceable, is_of_a_model, read_mark
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -71,9 +68,9 @@ def push(
                 api.hf_hub_download(url.repo_id, name, revision=revision, local_dir=cache)
             before, card = read_mark(Path(cache)), Path(cache, CARD)
             edited = card.exists() and before.get("files", {}).get(CARD) != sha256_of(card)
-        _check_ours(present, before, f"{here}: {repo_id}")
-        check_same_run(before, mark, f"{here}: {repo_id}", "choose another repository or --revision", replace)
         kept = {CARD} if edited else set()
+        there = {name for name in present - {CARD} if is_of_a_model(name) or name in (MARK, *mark["files"])}
+        check_replaceable(there, before, mark, f"{here}: {repo_id}", "repository or --revision", replace)
         api.upload_folder(
             repo_id=url.repo_id,
             folder_path=folder,
@@ -87,20 +84,3 @@ def push(
         raise ExportError(f"{here}: {one_line(error)}; mend this, {again}") from error
     note = f"; {CARD} there is not as an export wrote it and is kept" if edited else ""
     return f"pushed to {url}{'' if revision is None else f', branch {revision}'}{note}"
-
-
-def _check_ours(present: set[str], before: dict[str, Any], where: str) -> None:
-    """
-    Args:
-        present: names of the files there. before: mark of the export there; empty without one.
-        where: the repository, for messages.
-
-    Raises:
-        ExportError: a model that no export wrote.
-    """
-    strangers = sorted(n for n in present if n in (MARK, "config.json") or n.endswith(_OF_MODELS))
-    if not before and strangers:
-        raise ExportError(
-            f"{where} holds {strangers[0]}, which is not from an export, and two models would be mixed there; choose "
-            "another repository, or a --revision of its own"
-        )

@@ -43,8 +43,6 @@ _SCHEDULES = {
     "warmup_one_minus_sqrt_schedule": "warmup_stable_decay",
 }
 _STRATEGIES = {"FSDPStrategy": "fsdp", "DDPStrategy": "ddp"}
-#: Sections whose keys are the same here.
-_SAME = ("fabric", "train", "eval", "wandb")
 #: Top-level keys that say what another folder holds, or how to export.
 _LEFT_OUT = ("fork_dir", "fork_step", "hf_load_dir", "hf_save_dir", "hf_load_step", "hydra")
 #: Keys of sections that the authors' program fills in, or that must be null there.
@@ -53,7 +51,7 @@ _FILLED_IN = {
     # The corpus decides the first three; the last has no effect.
     "model": ("vocab_size", "bos_token_id", "eos_token_id", "max_position_embeddings"),
 }
-#: What BOS is in GPT-2's vocabulary, which has so many ids.
+#: Ids of GPT-2's vocabulary, and its BOS token.
 _GPT2_IDS, _GPT2_BOS = 50257, 50256
 #: All that such a file holds besides tensors: an array of sums, which NumPy 1 and 2 pickle under two names.
 _NUMPY: list[Any] = [
@@ -121,9 +119,7 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
             "LongCrawl64's, so the first token of a sequence is not known; begin a run with its weights (init_from)"
         )
     optimizer = build_optimizer(model, undecayed_parameters(model, config.train), config.optimizer)
-    moments = _moments(checkpoint, saved, model, config)
-    for name, parameter in model.named_parameters():
-        optimizer.state[parameter] = moments[name]
+    optimizer.state.update(_moments(checkpoint, saved, model, config))
     state = {
         **{name: saved[name] for name in ("token_count", "batch_count", "total_time", "update_time")},
         # The authors' code counts none.
@@ -141,21 +137,6 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
         "loss_by_position.loss_T": torch.from_numpy(window),
         "loss_by_position.sequences": torch.tensor(saved["window_seq_count"], dtype=torch.float64),
     }
-    _save(target, checkpoint, config, model, optimizer, state, windows)
-    return Checkpoint(
-        target.checkpoints / f"step-{checkpoint.step:015d}", checkpoint.step, checkpoint.permanent
-    ), config
-
-
-def _save(
-    target: RunDirectory,
-    checkpoint: Checkpoint,
-    config: Config,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-    windows: dict[str, Tensor],
-) -> None:
     target.check_ours(resume=True)
     if target.is_run or steps_in(target.checkpoints) or steps_of(target.checkpoints):
         raise RunDirectoryError(f"{target.root} holds a run already; choose another folder for the imported one")
@@ -164,12 +145,14 @@ def _save(
         target.make(target.checkpoints)
         writer = Checkpointer(target.checkpoints, config.checkpoint_keep_last, 0, 1, record=target.last_checkpoint)
         writer.save(checkpoint.step, model, optimizer, state, windows, checkpoint.permanent)
-        saved = writer.finished(wait=True)
-        if saved is not None and saved.error:
-            raise saved.error
+        written = writer.finished(wait=True)
+        if written is not None and written.error:
+            raise written.error
         write_atomically(target.config, yaml.safe_dump(recorded(config), sort_keys=False))
     finally:
         target.release()
+    path = target.checkpoints / f"step-{checkpoint.step:015d}"
+    return Checkpoint(path, checkpoint.step, checkpoint.permanent), config
 
 
 def _find(directory: RunDirectory, step: int | None) -> Checkpoint:
@@ -202,31 +185,28 @@ def _translated(official: dict[str, Any]) -> dict[str, Any]:
     Raises:
         AttributeError, KeyError, TypeError, ValueError: a section or a `_target_` is missing or unknown.
     """
-    sections = ("optimizer", "schedule", "datamodule", "strategy", "model")
-    tree = {key: value for key, value in official.items() if key not in (*sections, *_LEFT_OUT) and key not in _SAME}
-    tree |= {key: dict(official[key]) for key in _SAME if key in official}
-    tree["optimizer"] = _without_target(official["optimizer"])
-    tree["schedule"] = {"name": _SCHEDULES[_target(official["schedule"])], **_without_target(official["schedule"])}
-    tree["strategy"] = {"name": _STRATEGIES[_target(official["strategy"])]}
-    data = _without_target(official["datamodule"])
-    tree["datamodule"] = {key: value for key, value in data.items() if key not in _FILLED_IN["datamodule"]}
-    tree["datamodule"]["dataset"] = _target(official["datamodule"]).removesuffix("DataModule").lower()
-    fields = _without_target(official["model"]["config"])
+    parts = {name: _split(official[name]) for name in ("optimizer", "schedule", "datamodule", "strategy", "model")}
+    data, fields = parts["datamodule"][1], _split(official["model"]["config"])[1]
     names = {architecture.lm_class.__name__: name for name, architecture in registry.MODELS.items()}
-    tree["model"] = {
-        "name": names[_target(official["model"])],
-        "config": {key: value for key, value in fields.items() if key not in _FILLED_IN["model"]},
+    return {
+        **{key: value for key, value in official.items() if key not in (*parts, *_LEFT_OUT)},
+        "optimizer": parts["optimizer"][1],
+        "schedule": {"name": _SCHEDULES[parts["schedule"][0]], **parts["schedule"][1]},
+        "strategy": {"name": _STRATEGIES[parts["strategy"][0]]},
+        "datamodule": {
+            **{key: value for key, value in data.items() if key not in _FILLED_IN["datamodule"]},
+            "dataset": parts["datamodule"][0].removesuffix("DataModule").lower(),
+        },
+        "model": {
+            "name": names[parts["model"][0]],
+            "config": {key: value for key, value in fields.items() if key not in _FILLED_IN["model"]},
+        },
     }
-    return tree
 
 
-def _target(section: dict[str, Any]) -> str:
-    """The last part of what a section names."""
-    return section["_target_"].rpartition(".")[2]
-
-
-def _without_target(section: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in section.items() if key != "_target_"}
+def _split(section: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Last part of the class or function that a section names, and its other keys."""
+    return section["_target_"].rpartition(".")[2], {key: value for key, value in section.items() if key != "_target_"}
 
 
 def _read(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -278,8 +258,8 @@ def _model(checkpoint: Checkpoint, config: Config, weights: dict[str, Tensor]) -
 
 def _moments(
     checkpoint: Checkpoint, saved: dict[str, Any], model: nn.Module, config: Config
-) -> dict[str, dict[str, Tensor]]:
-    """AdamW's state of every parameter by its name.
+) -> dict[Tensor, dict[str, Tensor]]:
+    """AdamW's state of every parameter.
 
     FSDP saves it by name. DDP saves what torch's optimizer numbers: first all decayed parameters, then the others, each
     in the order of the model's weights in the same file.
@@ -288,22 +268,15 @@ def _moments(
     try:
         state = saved["optimizer"]["state"]
         if all(isinstance(key, int) for key in state):
-            order = [name for name in saved["model"] if name in parameters]
             undecayed = undecayed_parameters(model, config.train)
-            order = [name for name in order if name not in undecayed] + [name for name in order if name in undecayed]
+            order = sorted((name for name in saved["model"] if name in parameters), key=undecayed.__contains__)
             state = {name: state[number] for number, name in enumerate(order)}
-        found = {
-            name: {
-                "step": torch.as_tensor(float(state[name]["step"]), dtype=torch.float32),
-                "exp_avg": state[name]["exp_avg"],
-                "exp_avg_sq": state[name]["exp_avg_sq"],
-            }
-            for name in parameters
-        }
-        for name, moments in found.items():
-            for moment in (moments["exp_avg"], moments["exp_avg_sq"]):
-                if moment.shape != parameters[name].shape or moment.dtype != torch.float32:
-                    raise ValueError(f"a moment of {name} does not fit the parameter")
+        found: dict[Tensor, dict[str, Tensor]] = {}
+        for name, parameter in parameters.items():
+            moments = {moment: state[name][moment] for moment in ("exp_avg", "exp_avg_sq")}
+            if any(moment.shape != parameter.shape or moment.dtype != torch.float32 for moment in moments.values()):
+                raise ValueError(f"a moment of {name} does not fit the parameter")
+            found[parameter] = {"step": torch.as_tensor(float(state[name]["step"]), dtype=torch.float32), **moments}
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint.path}: its optimizer has no AdamW state for every parameter ({error!r})"

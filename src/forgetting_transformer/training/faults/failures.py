@@ -71,9 +71,8 @@ class Start:
                 self.outcome = outcome
 
     def _write(self, name: str, reason: str = "") -> None:
-        trainer = self.trainer
-        step = self.directory.newest_step() if trainer is None else trainer.counters.token_count
-        status.write_own(self.directory, name, step, reason)
+        step = self.directory.newest_step() if self.trainer is None else self.trainer.counters.token_count
+        status.write_status(self.directory, name, step, reason)
 
     def _ended_by_sentinel(self, outcome: str, reason: str) -> str:
         if self.outcome is None:  # else that is how the run ended, whatever hangs behind it
@@ -131,7 +130,7 @@ class Start:
 
 
 _DEVICE_ERROR = re.compile(r"(?:CUDA error|Triton Error \[CUDA\]): (.+)")
-#: Of these the program is to blame, or the memory that there is, and they would come again.
+#: Errors of the program, or of too little memory, which would come again.
 _OF_THE_PROGRAM = re.compile("device-side assert|invalid|no kernel image|out of (memory|resource)|ALLOC_FAILED")
 
 

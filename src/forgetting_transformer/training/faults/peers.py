@@ -1,4 +1,4 @@
-"""Who fails first, among the ranks of a job: the others only see that it is gone, and should say so.
+"""Finds the rank of a job that failed first: the others only see that it is gone, and should say so.
 
 Ranks write why they end into the store over which PyTorch connected them. Rank 0, which writes status.json, has the
 store in its own process and reads it when it ends itself.
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: What PyTorch says on a rank whose peer is gone.
+#: Words of PyTorch on a rank whose peer is gone.
 _CLOSED = re.compile(
     r"(connection|socket) (was )?(closed|reset)|(closed|reset) by peer|remote process exited", re.IGNORECASE
 )
-#: What it says there or for another reason.
+#: Words that it uses there or for another reason.
 _PERHAPS = re.compile(r"connection|timed? ?out|socket|broken pipe|NCCL|gloo", re.IGNORECASE)
 #: A rank that a signal has stopped, and not an error, says so.
 STOPPED = "stopped by "
@@ -118,7 +118,7 @@ class Peers:
 
 
 def _machine() -> str:
-    """Where a process number means the same: this machine, and on it this container."""
+    """Name of the machine, and on it the container, in which a process number means the same."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()

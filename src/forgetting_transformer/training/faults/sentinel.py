@@ -41,16 +41,16 @@ SAME_REQUEST_SECONDS = 1.0
 #: A process that was asked to stop, and whose step does not end, leaves after this or after several times its slowest
 #: step: containers are killed 30 s after a signal.
 STEP_PATIENCE_SECONDS = 25.0
-#: The same for a wait for data, and for the end of the process.
+#: Seconds after a signal for a wait for data, and for the end of the process.
 READER_PATIENCE_SECONDS = 20.0
-#: The same for a checkpoint of which no byte is written: a flush of many gigabytes to a slow disk is one long silence.
+#: Seconds after a signal without a byte of a checkpoint: a flush of gigabytes to a slow disk is one long silence.
 WRITER_PATIENCE_SECONDS = 300.0
 #: Until the first step has ended every stage of the start may take so much longer than `timeout`: kernels are compiled
 #: and tuned, weights are read.
 START_SECONDS = 1800.0
 #: A process that ends itself writes why. Where its log lies may be what hangs, so it waits no longer than this.
 LAST_WORDS_SECONDS = 30.0
-#: The same after a signal.
+#: Seconds for last words after a signal.
 AT_ONCE_SECONDS = 5.0
 
 
@@ -89,7 +89,7 @@ class Sentinel:
         self._answer: threading.Thread | None = None
         self._longest = 0.0
         self._last_beat = 0.0
-        #: Of the start; None once the first step has ended.
+        #: Stage of the start; None once the first step has ended.
         self._stage: str | None = "imports"
         self._wait: _Wait | None = None
         self._previous: dict[int, Any] = {}

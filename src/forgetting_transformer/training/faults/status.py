@@ -22,13 +22,18 @@ from forgetting_transformer.console import redact
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
-_NAME = "status.json"
 #: The loop and the sentinel's thread may write in the same moment.
-_writing = threading.RLock()
+_writing = threading.Lock()
 
 
-def write_status(root: Path, status: str, step: int, reason: str = "") -> None:
-    """Replaces the file at once. `step` is training tokens done. Never raises: a run ends as it ends."""
+def write_status(directory: RunDirectory, status: str, step: int, reason: str = "") -> None:
+    """Replaces the file at once, if this process holds the run's folder: it may be another's by now.
+
+    Never raises: a run ends as it ends.
+
+    Args:
+        step: training tokens done.
+    """
     entry: dict[str, str | int] = {
         "status": status,
         "step": step,
@@ -37,23 +42,18 @@ def write_status(root: Path, status: str, step: int, reason: str = "") -> None:
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }
-    text = json.dumps(entry, indent=1) + "\n"
+    file = directory.root / "status.json"
     with _writing, contextlib.suppress(OSError):
+        if not directory.is_locked:
+            return
         try:
-            write_atomically(root / _NAME, text)
+            write_atomically(file, json.dumps(entry, indent=1) + "\n")
         except OSError:
             # A full disk, which may be what ends the run: over the bytes of the old status, which needs no room.
             entry["reason"] = redact(reason)[:1000]
-            with (root / _NAME).open("r+b") as file:
-                file.write(json.dumps(entry, indent=1).encode() + b"\n")
-                file.truncate()
-
-
-def write_own(directory: RunDirectory, status: str, step: int, reason: str = "") -> None:
-    """`write_status` for a run whose folder this process holds; otherwise nothing: it may be another's by now."""
-    with _writing:
-        if directory.is_locked:
-            write_status(directory.root, status, step, reason)
+            with file.open("r+b") as stream:
+                stream.write(json.dumps(entry, indent=1).encode() + b"\n")
+                stream.truncate()
 
 
 def claim(directory: RunDirectory, resume: bool = True) -> None:
@@ -70,11 +70,11 @@ def claim(directory: RunDirectory, resume: bool = True) -> None:
     directory.check_ours(resume)
     directory.acquire()
     if resume:
-        write_own(directory, "starting", directory.newest_step())
+        write_status(directory, "starting", directory.newest_step())
 
 
 def move_aside(directory: RunDirectory) -> Path | None:
     """`RunDirectory.move_aside`, with the status of the run; the run that begins has its own."""
     moved = directory.move_aside()
-    write_own(directory, "starting", 0)
+    write_status(directory, "starting", 0)
     return moved

@@ -9,9 +9,8 @@ the host waits for the decision and does not call them.
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -26,22 +25,20 @@ log = logging.getLogger(__name__)
 WINDOW = 128
 
 
-@dataclass(frozen=True)
-class BadStep:
-    """An update that was left out."""
+class BadStep(NamedTuple):
+    """An update that was left out, with the mean loss of every sequence of the global batch, in its order."""
 
     batch: int
     in_a_row: int
     loss: float
     grad_norm: float
-    #: Mean loss of every sequence of the global batch, in its order.
     sequence_losses: list[float]
 
     def __str__(self) -> str:
         return f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g} ({self.in_a_row} in a row)"
 
     def describe(self, where: Place) -> dict[str, Any]:
-        """For bad_step.jsonl: with where its batch lies, and the sequences in it whose loss is not finite."""
+        """Values of its line in bad_step.jsonl, with the place of its batch and the sequences that are not finite."""
         not_finite = [row for row, loss in enumerate(self.sequence_losses) if not math.isfinite(loss)]
         return {
             "batch": self.batch,
@@ -72,7 +69,7 @@ class StepGuard:
         self._norms = torch.full((WINDOW,), torch.nan, dtype=torch.float64, device=device)
         self._verdicts: Delayed[int] = Delayed()
         self._reports: list[BadStep] = []
-        #: As far as the host knows.
+        #: Bad steps in a row, as far as the host knows.
         self.most_in_a_row = 0
 
     def judge(self, batch: int, loss_B: Tensor, grad_norm: Tensor) -> Tensor:
@@ -153,7 +150,7 @@ class StepGuard:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """For the checkpoint."""
+        """State for the checkpoint."""
         return {"guard_skipped": self._skipped, "guard_in_a_row": self._in_a_row, "guard_norms": self._norms}
 
     def load(self, state: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""How all ranks stop after the same step, although each hears a signal, or sees a bad step, at its own time."""
+"""Lets all ranks stop after the same step, although each hears a signal, or sees a bad step, at its own time."""
 
 from datetime import timedelta
 from enum import IntEnum

@@ -1,1 +1,1 @@
-"""How parameters are changed: learning rates, optimizers, which parameters decay."""
+"""Updates of parameters: learning rates, optimizers, which parameters decay."""

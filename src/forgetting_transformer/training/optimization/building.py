@@ -34,7 +34,7 @@ def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConf
 
 
 def check_owns(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> None:
-    """What no optimizer holds is not trained, silently; so it is with one that was built before sharding.
+    """Refuses an optimizer that leaves parameters untrained in silence, as one that was built before sharding.
 
     Args:
         name: what the config calls the optimizer.

@@ -26,7 +26,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class AdamWConfig(OptimizerConfig):
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.9, 0.95])
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
-    #: Of the parameters that `undecayed_parameters` (parameter_groups.py) leaves.
+    #: Decay of the parameters that `undecayed_parameters` (parameter_groups.py) leaves.
     weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.1
 
 

@@ -1,4 +1,4 @@
-"""Which parameters are trained, decayed, and matrices of blocks."""
+"""Groups of parameters: trained ones, decayed ones, matrices of blocks."""
 
 import difflib
 import fnmatch

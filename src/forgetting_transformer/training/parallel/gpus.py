@@ -1,4 +1,4 @@
-"""Whether there are GPUs here, and if not, what is probably wrong."""
+"""Looks whether there are GPUs here, and if not, what is probably wrong."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ LARGE = 100_000_000
 
 
 def too_few(asked: str, largest: int, here: int) -> str | None:
-    """What to say where GPU number `largest` is asked for and there are `here`; None if it is there.
+    """Message where GPU number `largest` is asked for and there are `here`; None if it is there.
 
     Args:
         asked: the setting as it was written, such as `fabric.devices=4`.

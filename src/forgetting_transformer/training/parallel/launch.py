@@ -93,7 +93,7 @@ def _check_gpus(config: Config) -> None:
 
 
 def expected_world_size(config: Config) -> int:
-    """How many processes will train, as far as can be told before they are connected."""
+    """Number of processes that will train, as far as can be told before they are connected."""
     if os.environ.get("LT_CLI_USED") == "1" or "TORCHELASTIC_RUN_ID" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     devices = config.fabric.devices

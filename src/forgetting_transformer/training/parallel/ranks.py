@@ -1,4 +1,4 @@
-"""What of a batch a rank trains on: some rows, and with `strategy.context` a part of each.
+"""A rank's part of a batch: some rows, and with `strategy.context` a part of each.
 
 With `strategy.context=N`, each N consecutive ranks share their sequences, the r-th of them the r-th of N equal parts.
 Such groups are to each other what single ranks are otherwise: they take different rows. Gradients are averaged over all
@@ -34,7 +34,7 @@ def on_rank_zero(fabric: Fabric, action: Callable[[], T]) -> T | None:
 
 
 class Ranks:
-    """Where this rank stands.
+    """Place of this rank among all.
 
     Args:
         rank, world_size: of this process.
@@ -54,7 +54,7 @@ class Ranks:
             self._group, _ = dist.new_subgroups(group_size=sharing, timeout=timeout)
 
     def share(self) -> contextlib.AbstractContextManager[None]:
-        """In it a model takes this rank's part of sequences; for forward and backward passes."""
+        """Context of forward and backward passes in which a model takes this rank's part of sequences."""
         return context.sharing(self._context, self._group)
 
     def part(self, length: int) -> slice:
@@ -62,7 +62,7 @@ class Ranks:
         return slice(length) if self._context is None else self._context.part(length)
 
     def part_of(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of a model's arguments for whole sequences, those for this rank's part. `cu_seqlens` stays whole."""
+        """A model's arguments for this rank's part, of those for whole sequences. `cu_seqlens` stays whole."""
         if self._context is None:
             return inputs
         part = self.part(inputs["input_ids"].shape[1])

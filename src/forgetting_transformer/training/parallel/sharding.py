@@ -37,7 +37,7 @@ _REST_OF_BLOCK = 1 / 8
 
 
 class Unit(NamedTuple):
-    """What is gathered together.
+    """Parameters that are gathered together.
 
     Attributes:
         module: before whose forward pass it is gathered. parameters: of it, those of this unit. dtype: of what is sent.
@@ -49,7 +49,7 @@ class Unit(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of the whole unit, gathered."""
+        """Size of the whole unit, gathered."""
         return sum(parameter.numel() for parameter in self.parameters) * self.dtype.itemsize
 
 
@@ -83,7 +83,7 @@ class Sharded(ModelParallelStrategy):
 
     @property
     def notes(self) -> list[str]:
-        """What a start says of it."""
+        """Notes for the start block."""
         rounded = ["linear layers of blocks gathered in bf16"] if self._dtype != torch.float32 else []
         return rounded + (["weights gathered once a step"] if self.keeps else [])
 

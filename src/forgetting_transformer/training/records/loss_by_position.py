@@ -62,7 +62,7 @@ class PositionSums:
         return (self.loss_T / self.sequences_T).cpu().numpy()
 
     def counts_T(self) -> np.ndarray | None:
-        """How many sequences have each position; None if all have all. Waits for the device."""
+        """Number of sequences that have each position; None if all have all. Waits for the device."""
         counts_T = self.sequences_T.cpu().numpy().copy()  # on a CPU it would be the sums themselves
         return None if (counts_T == counts_T[0]).all() else counts_T
 

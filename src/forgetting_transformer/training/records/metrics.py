@@ -1,4 +1,4 @@
-"""Where measurements go: JSON lines and arrays. Only rank 0 has a log; the others hold none.
+"""Files of measurements: JSON lines and arrays. Only rank 0 has a log; the others hold none.
 
 Files under `output_dir/metrics/`: `jsonlines/<kind>.jsonl`, one object per report with `step` in training tokens, and
 `npz/<kind>/step-%015d.npz` for loss at every position. After a resume everything past the checkpoint is cut off, and
@@ -17,14 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from forgetting_transformer.files import naming, replacing, write_atomically
-from forgetting_transformer.metric_names import RESUME, VAL_SET, name_of
-from forgetting_transformer.training.records.run_directory import ARRAY_KINDS, KINDS, RunDirectory
+from forgetting_transformer.metric_names import RESUME, name_of
+from forgetting_transformer.training.records.run_directory import KINDS, RunDirectory
 
 log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Where reports go besides the files. Its methods raise nothing."""
+    """Taker of reports besides the files. Its methods raise nothing."""
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Takes one line; `with_tables` says which of its values are shown together."""
@@ -38,21 +38,19 @@ class MetricsLog:
     Args:
         directory: the run's folder.
         resume_step: training tokens of the checkpoint the run continues from, 0 for a new run.
-        kinds: of lines that are written besides KINDS.
+        kinds: of lines and arrays that are written besides KINDS.
     """
 
     def __init__(self, directory: RunDirectory, resume_step: int, kinds: Iterable[str] = ()) -> None:
         self.directory = directory
         self.kinds = {*KINDS, *kinds}
-        #: Kinds of arrays; those of evaluation sets come and go with the sets.
-        self.array_kinds = {*ARRAY_KINDS, *(kind for kind in kinds if kind.startswith(VAL_SET))}
-        #: Who gets every report too.
+        #: Takers of every report besides the files.
         self.sinks: list[Sink] = []
         directory.make(directory.jsonlines)
         for file in self.files():
             # An earlier continuation from this very checkpoint has left its line too.
             truncate(file, resume_step - 1 if file.stem == RESUME else resume_step)
-        for kind in self.array_kinds:
+        for kind in self.kinds:
             for file in (directory.npz / kind).glob("step-*.npz"):
                 name = re.fullmatch(r"step-(\d{15})\.npz", file.name)
                 if name and int(name[1]) > resume_step:
@@ -66,13 +64,8 @@ class MetricsLog:
         """Appends one object to `jsonlines/<kind>.jsonl` and hands it to the sinks.
 
         Raises:
-            ValueError: `kind` is not among the known ones, so no resume would cut its lines.
+            ValueError, TypeError: the values hide the line's step, or are not JSON.
         """
-        if kind not in self.kinds:
-            raise ValueError(
-                f"a callback reports {kind!r}, which is not among its `kinds`; add it there, so that a resume cuts its "
-                "lines"
-            )
         if "step" in values:
             raise ValueError(
                 f"a line of {kind!r} has the key 'step', which is the training tokens of the line; use another"
@@ -89,7 +82,7 @@ class MetricsLog:
             sink.log(step, values)
 
     def rows(self) -> list[tuple[int, dict[str, Any]]]:
-        """What all lines say, step by step, under names that no two kinds share."""
+        """Values of all lines, step by step, under names that no two kinds share."""
         rows: dict[int, dict[str, Any]] = {}
         for file in self.files():
             for entry in read_lines(file):
@@ -108,13 +101,7 @@ class MetricsLog:
             self.report(kind, step, prefixed(kind, values))
 
     def report_arrays(self, kind: str, step: int, arrays: dict[str, Any]) -> None:
-        """Writes `npz/<kind>/step-<step>.npz`, of arrays and numbers, without texts; the step is in the file too.
-
-        Raises:
-            ValueError: `kind` is neither in ARRAY_KINDS nor that of an evaluation set.
-        """
-        if kind not in self.array_kinds:
-            raise ValueError(f"{kind!r} is not in ARRAY_KINDS of training/records/run_directory.py; add it there")
+        """Writes `npz/<kind>/step-<step>.npz`, of arrays and numbers, without texts; the step is in the file too."""
         folder = self.directory.npz / kind
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / f"step-{step:015d}.npz", durable=False) as stream:

@@ -26,8 +26,6 @@ KINDS = (
     names.TRAIN, names.NORM, names.THROUGHPUT, names.GOODPUT, names.TRAIN_EVAL, names.VAL, names.CHECKPOINT,
     names.BAD_STEP, names.RESUME, names.TRAIN_DATA_INFO, names.VAL_DATA_INFO, names.MODEL_INFO,
 )  # fmt: skip
-#: The same for arrays.
-ARRAY_KINDS = (names.TRAIN_EVAL, names.VAL)
 #: Folders in which other programs write too, such as a scheduler its logs; a start only adds to them.
 _SHARED = ("logs", "plots", "traces", "wandb")
 

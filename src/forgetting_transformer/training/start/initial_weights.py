@@ -30,7 +30,7 @@ from forgetting_transformer.training.checkpoint.reading import read_weights
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.counters import Origin
 from forgetting_transformer.training.export import official_checkpoint
-from forgetting_transformer.training.export.folder import MARK
+from forgetting_transformer.training.export.mark import MARK
 from forgetting_transformer.training.optimization.parameter_groups import named_by
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
 from forgetting_transformer.training.records.run_directory import RunDirectory
@@ -154,14 +154,9 @@ def _of_run(directory: RunDirectory, step: int | None, official: bool) -> Initia
         checkpoint, state, model = official_checkpoint.load_model(directory, step)
         tensors = model.state_dict()
     else:
-        found = read_newest(directory.checkpoints, lambda c: (c, c.trainer_state(), read_weights(c)), step)
-        if found is None:
-            wanted = "" if step is None else f" at init_step={step}"
-            raise ValueError(
-                f"it holds no valid checkpoint{wanted}, only {steps_in(directory.checkpoints)} (the log says what is "
-                "wrong with one)"
-            )
-        checkpoint, state, tensors = found
+        checkpoint, state, tensors = read_newest(
+            directory.checkpoints, lambda c: (c, c.trainer_state(), read_weights(c)), step
+        )
     tokenizer = directory.tokenizer if directory.tokenizer.is_dir() else None
     record = {"source": str(directory.root), "step": checkpoint.step, "tag": state["config"].get("tag")}
     return InitialWeights(state["model_config"], tensors, tokenizer, record)
