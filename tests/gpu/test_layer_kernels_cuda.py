@@ -5,9 +5,9 @@ import contextlib
 import pytest
 import torch
 
+from forgetting_transformer.model.layers import Embedding
 from forgetting_transformer.ops import backends, compiling
 from forgetting_transformer.ops.layers import residual_norm, swiglu
-from forgetting_transformer.ops.layers.embedding import Embedding
 from tests.model.small_models import PRO, small
 from tests.ops.kernels import results
 

@@ -10,6 +10,7 @@ from transformers import initialization as init
 
 from forgetting_transformer.model import DecoderConfig, DecoderForCausalLM
 from forgetting_transformer.model.generation.cache import CACHE_NAME
+from forgetting_transformer.model.layers import Embedding, lookup
 from tests.model.small_models import PRO, small_model
 
 
@@ -178,3 +179,14 @@ def test_another_architecture_is_a_mixer_and_a_config(ids, tmp_path):
     loaded = RunningSumForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
     assert config.flops_per_token(100) == 3 * (2 * 2 * 64 + 2 * 8 * 61)
+
+
+def test_the_lookup_of_gpus_gives_the_gradient_of_pytorchs_embedding():
+    embedding = Embedding(11, 4, padding_idx=3)
+    ids = torch.tensor([[0, 3, 7, 7, 10, 3, 7]])
+    d = torch.randn(1, 7, 4)
+    y = lookup(embedding.weight, ids, 3)
+    assert torch.equal(y, embedding(ids))
+    got, want = (torch.autograd.grad(x, embedding.weight, d)[0] for x in (y, embedding(ids)))
+    assert torch.equal(got, want) and want[7].any() and not want[3].any()
+    assert not torch.are_deterministic_algorithms_enabled()

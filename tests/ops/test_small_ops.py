@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from forgetting_transformer.ops import finite
 from forgetting_transformer.ops.layers import cross_entropy
 from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
-from forgetting_transformer.ops.layers.embedding import Embedding, lookup
 from forgetting_transformer.ops.layers.norm import rms_norm
 from forgetting_transformer.ops.layers.rotary import rotate
 from forgetting_transformer.ops.layers.token_shift import token_shift
@@ -172,14 +171,3 @@ def test_weights_that_are_not_finite_are_found_by_name():
     more = wrong | {"too": torch.tensor([math.nan])}
     with pytest.raises(finite.NotFiniteError, match=r"^file: wrong holds .* finite, and so do 1 other tensors; "):
         finite.check_finite(more.items(), "file")
-
-
-def test_the_lookup_of_gpus_gives_the_gradient_of_pytorchs_embedding():
-    embedding = Embedding(11, 4, padding_idx=3)
-    ids = torch.tensor([[0, 3, 7, 7, 10, 3, 7]])
-    d = torch.randn(1, 7, 4)
-    y = lookup(embedding.weight, ids, 3)
-    assert torch.equal(y, embedding(ids))
-    got, want = (torch.autograd.grad(x, embedding.weight, d)[0] for x in (y, embedding(ids)))
-    assert torch.equal(got, want) and want[7].any() and not want[3].any()
-    assert not torch.are_deterministic_algorithms_enabled()

@@ -23,12 +23,11 @@ from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.model.generation.cache import CACHE_NAME, DecoderCache, one_cache
 from forgetting_transformer.model.generation.hooks import DecoderGenerationMixin
-from forgetting_transformer.model.layers import FinalRMSNorm
+from forgetting_transformer.model.layers import Embedding, FinalRMSNorm
 from forgetting_transformer.model.span import spans_of_call
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
-from forgetting_transformer.ops.layers.embedding import Embedding
 
 
 @dataclass
