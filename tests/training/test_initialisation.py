@@ -67,3 +67,30 @@ def test_models_start_alike_where_they_have_the_same_parameters(tiny):
     other = weights(config_of(tiny, "forgetting_transformer", seed=1))
     drawn = [key for key, parameter in ours.items() if parameter.unique().numel() > 64]
     assert len(drawn) > 5 and not any(torch.equal(ours[key], other[key]) for key in drawn)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gated_delta_net"])
+def test_another_thread_may_set_pytorchs_generator_meanwhile(tiny, name, monkeypatch):
+    """torch.compile restores at its end the state that it found, whatever was drawn since."""
+    config = config_of(tiny, name)
+    before = weights(config)
+    kind = next(base for base in registry.get(name).lm_class.__mro__ if "_init_weights" in vars(base))
+    draw, seeds = kind._init_weights, iter(range(100, 1000))
+
+    def disturbed(self, module):
+        torch.manual_seed(next(seeds))
+        draw(self, module)
+
+    monkeypatch.setattr(kind, "_init_weights", disturbed)
+    after = weights(config)
+    assert next(seeds) > 110
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_functions_that_make_random_tensors_have_the_generator_of_the_weights():
+    def draw(seed):
+        torch.manual_seed(seed)
+        with initialisation._ByName(torch.nn.Module(), 0, None):
+            return torch.cat((torch.rand(3), torch.randn(3), torch.randint(9, (3,)), torch.empty(3).exponential_()))
+
+    assert torch.equal(draw(1), draw(2)) and draw(1).unique().numel() > 6

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch import nn
 
@@ -84,4 +85,6 @@ def compile_parts(model: Any, device: torch.device, rows: int, length: int) -> N
             x.zero_()
     model.compile_parts()
     tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
-    model(input_ids=tokens, labels=tokens).loss.mean().backward()
+    # The gradient of the decoder's own lookup switches a setting of the whole process, under which others trace now.
+    embeddings_BTE = F.embedding(tokens, model.get_input_embeddings().weight)
+    model(inputs_embeds=embeddings_BTE, labels=tokens).loss.mean().backward()

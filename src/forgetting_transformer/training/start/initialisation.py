@@ -25,21 +25,24 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
     """Draw the initial weights of a model that was built without them, on the CPU.
 
     What the architecture draws and from which law is its own (`_init_weights`). Each parameter's numbers come from
-    generators seeded with (seed, its name, the piece of it); random numbers for anything else come from PyTorch's own
-    generator, which is seeded too.
+    generators seeded with (seed, its name, the piece of it), those for anything else from one seeded with it: none
+    comes from PyTorch's own, whose state torch.compile keeps and restores on another thread meanwhile.
     """
-    torch.manual_seed(seed)
     # One core is left to the caller, which tests kernels meanwhile.
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1)) as cores, _ByName(model, seed, cores):
         model.initialize_weights()
 
 
 class _ByName(TorchDispatchMode):
-    """Within it, a parameter of `model` that is drawn as a whole is drawn in pieces, each from another generator."""
+    """Within it, a parameter of `model` that is drawn as a whole is drawn in pieces, each from another generator.
+
+    All other random numbers come from one generator more.
+    """
 
     def __init__(self, model: nn.Module, seed: int, cores: ThreadPoolExecutor) -> None:
         super().__init__()
         self.seed, self.cores = seed, cores
+        self.others = torch.Generator().manual_seed(seed)
         self.names = {p.data_ptr(): (name, p.numel()) for name, p in model.named_parameters()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -49,6 +52,11 @@ class _ByName(TorchDispatchMode):
             if tensor.numel() == size and tensor.is_contiguous():
                 list(self.cores.map(lambda piece: _draw(func, piece[0], piece[1], law), self._pieces(tensor, name)))
                 return tensor
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            with_generator = {"default": "generator", "low": "low_generator"}.get(func._overloadname, "")
+            func = getattr(func.overloadpacket, with_generator, func)  # where it has one more, as torch.rand does
+            if any(argument.name == "generator" for argument in func._schema.arguments):
+                kwargs = {"generator": self.others} | (kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _pieces(self, tensor: Tensor, name: str) -> Iterator[tuple[Tensor, int]]:
