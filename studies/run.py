@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"== {stage}: not everything worked; see above", file=sys.stderr, flush=True)
                 worked = False
     except (AnalysisError, SweepError, ConfigError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0 if worked else 1
 

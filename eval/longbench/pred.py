@@ -45,7 +45,7 @@ def main() -> None:
             limit=args.limit,
         )
         if workers.is_first:
-            print(f"answers to {len(sets)} sets in {folder}")
+            print(f"answers to {len(sets)} set{'s' * (len(sets) != 1)} in {folder}")
 
     run(args, evaluate)
 

@@ -446,7 +446,8 @@ def score_sets(folder: Path, even: bool = False) -> tuple[dict[str, Any], list[s
     finished = {name: read_records(file) for name, file in answers.items() if _done(file).is_file()}
     if not any(finished.values()):
         raise EvaluationError(
-            f"no finished set in {folder} (<set>.jsonl.done); run pred.py with the same --model first"
+            f"no finished set in {folder} (<set>.jsonl.done); "
+            f"run pred.py with the same --model{' and --e' * even} first"
         )
     of_set = score_by_length if even else score
     scores = {name: of_set(name, records, as_in_paper=True) for name, records in finished.items() if records}
