@@ -194,13 +194,17 @@ def _find_tokenizer(directory: RunDirectory, state: dict[str, Any], source: str 
     Raises:
         ExportError: the one that is named, or the run's own, cannot be used.
     """
+    data = state["config"]["datamodule"]
     fix = "name one with --tokenizer FOLDER_OR_HUB_ID"
-    if state["config"]["datamodule"]["dataset"] == "longcrawl64":
+    if data["dataset"] == "longcrawl64":
         fix += "; a folder with GPT-2's vocab.json and merges.txt will do, or " + how_to_install("gpt2")
     try:
         return tokenizer_of_run(directory, state, source), ""
     except (OSError, ValueError) as error:
         if source is None and not directory.tokenizer.is_dir():
+            if data["dataset"] != "longcrawl64":
+                place = f"{state['config']['data_dir']}/{data['dataset']}/tokenizer"
+                fix += f", or save it as {place}, which the next start of the run keeps with it"
             return None, f", without a tokenizer ({one_line(error)}): {fix}"
         whose = "the run's tokenizer" if source is None else f"--tokenizer={source}"
         raise ExportError(f"nothing is written: {whose} cannot be used ({one_line(error)}); {fix}") from error
