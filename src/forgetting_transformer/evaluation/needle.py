@@ -645,9 +645,6 @@ class Judge:
                 raise
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 failure: Exception = error
-                if number + 1 < _TRIES:
-                    said = f"{type(failure).__name__}: {failure}"
-                    print(f"{self.base_url} gives no rating ({said}); asking again", file=sys.stderr, flush=True)
         said = f"{type(failure).__name__}: {failure}"
         append_record(self.cache, {"key": key, "rating": None, "error": said})
         if isinstance(failure, httpx.ConnectError):

@@ -344,9 +344,7 @@ class Trainer:
         self.guard.sum_up(self.counters.batch_count, self.directory.root)
         self.start.end("preempted" if self.stop else "done", self.sentinel.request or "")
         done = f"{self.counters.token_count:,} tokens in {self.directory.root}"
-        if self.stop:
-            log.info("stopped and saved: %s; the same command continues from there", done)
-        else:
-            log.info("training finished: %s", done)
+        how = "stopped and saved; the same command continues" if self.stop else "training finished"
+        log.info("%s: %s", how, done)
         self.close()
         self.vote.wait_for_all()  # so that no launcher takes an early rank's end for a reason to end the others
