@@ -193,7 +193,7 @@ class Trainer:
         setup.seed_step(config.seed, batch_count, self.ranks.data_rank)
         self.optimizer.zero_grad()
 
-        sequences = max(1, config.train.grad_acc_tokens // config.datamodule.train_batch_len)  # of a micro-batch
+        sequences = config.sequences_at_once(self.ranks.data_size)
         starts = range(0, len(batch["input_ids"]), sequences)
         losses = StepLosses(config.datamodule, self.ranks, self.fabric.device)
         for start in starts:

@@ -278,3 +278,8 @@ class Config:
     #: true: check data, disk and memory, time a few steps, say what the run will cost, measure which micro-batch is
     #: fastest, with activation checkpointing and without, and train nothing. "check": without the measurement.
     preflight: Check = False
+
+    def sequences_at_once(self, sharing_ranks: int) -> int:
+        """Sequences of a micro-batch of each of the ranks that share a global batch (groups, with strategy.context)."""
+        data = self.datamodule
+        return min(data.train_batch_size // sharing_ranks, max(1, self.train.grad_acc_tokens // data.train_batch_len))

@@ -37,9 +37,8 @@ def compiling(config: Config, fabric: Fabric, model: Any, packed: bool) -> Itera
         yield
         return
     before = backends.faults()
-    data = config.datamodule
-    rows = min(data.train_batch_size, max(1, config.train.grad_acc_tokens // data.train_batch_len))
-    arguments = _attempt, fabric, copy.deepcopy(model), rows, data.train_batch_len
+    rows, length = config.sequences_at_once(fabric.world_size), config.datamodule.train_batch_len
+    arguments = _attempt, fabric, copy.deepcopy(model), rows, length
     # PyTorch's settings belong to a thread and what it takes over.
     thread = threading.Thread(target=contextvars.copy_context().run, args=arguments, daemon=True)
     thread.start()

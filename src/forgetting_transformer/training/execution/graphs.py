@@ -27,9 +27,8 @@ _AT_PEAK_SECONDS = 0.005
 
 def flops_in_a_block(config: Config, world_size: int, flops_per_token: float, blocks: int) -> float:
     """FLOPs of a micro-batch, forward and backward, in each of `blocks` blocks that share those of a token."""
-    data = config.datamodule
-    local = data.train_batch_size // (world_size // config.strategy.context) * data.train_batch_len
-    return flops_per_token * max(data.train_batch_len, min(config.train.grad_acc_tokens, local)) / blocks
+    sequences = config.sequences_at_once(world_size // config.strategy.context)
+    return flops_per_token * sequences * config.datamodule.train_batch_len / blocks
 
 
 def possible(config: Config, device: torch.device, world_size: int, compiled: bool) -> bool:

@@ -23,7 +23,7 @@ def start_block(trainer: TrainerInterface) -> str:
     info = trainer.data_info
     tokens = data.train_batch_size * data.train_batch_len
     local, sharing = data.train_batch_size // trainer.ranks.data_size, trainer.ranks.sharing
-    at_once = min(local, max(1, config.train.grad_acc_tokens // data.train_batch_len))
+    at_once = config.sequences_at_once(trainer.ranks.data_size)
     parameters = sum(p.numel() for p in trainer.model.module.parameters())
     steps = math.ceil(config.train.max_tokens / tokens)
     rows = [
