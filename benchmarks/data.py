@@ -170,7 +170,7 @@ def prepare_by_script(text: Path, out: Path, options: str, workers: int) -> dict
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process so far; 0 of one that is gone."""
+    """CPU time that a process has used; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -179,7 +179,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that a process has held; 0 of one that is gone."""
+    """Peak memory of a process; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -290,7 +290,7 @@ def counted(function: Callable[..., Any], calls: Any) -> Callable[..., Any]:
 
 
 def size_of(function: str, arguments: Sequence[Any]) -> int:
-    """What a call works on: bytes of text, or rows of an array."""
+    """Amount of work of a call: bytes of text, or rows of an array."""
     if function in ("sketch_texts", "encode_shard"):
         return sum(text.stat().st_size if isinstance(text, Path) else len(text.encode()) for text in arguments[0])
     return len(arguments[3]) if function == "write_block" else 1

@@ -68,7 +68,7 @@ def model_folder(name: str, files: Sequence[str]) -> Path:
         files: patterns of the files that are needed.
 
     Raises:
-        ValueError: it cannot be had; the text goes on after what `name` is not.
+        ValueError: it is not in the cache and cannot be downloaded; the message continues a list of what `name` is not.
     """
     from huggingface_hub import snapshot_download
 

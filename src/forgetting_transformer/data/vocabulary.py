@@ -153,9 +153,9 @@ def _known(place: str | Path, split: str, doc_len: int) -> Vocabulary | None:
 
 
 def download_note(folder: Path, split: str) -> dict[str, Any]:
-    """What scripts/download_longcrawl64.py notes beside its copy of an array: `source`, and `tokens` of a document.
+    """Note of scripts/download_longcrawl64.py beside its copy of an array: `source`, and `tokens` of a document.
 
-    {} of an array that it did not make.
+    Empty if the script did not make the array.
     """
     note = folder / f"{split}.download.json"
     return read_json(note) if note.is_file() else {}

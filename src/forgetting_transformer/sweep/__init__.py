@@ -1,6 +1,6 @@
 """Many runs as one experiment: start them, search with them. docs/sweep.md shows how.
 
-jobs.py           a job is one run of train.py with its overrides, or another command, in processes of its own
+jobs.py           a job: one run of train.py with its overrides, or another command, in its own processes
 runner.py         shares the GPUs of this machine among jobs, reports each, survives the failure of any
 learning_rate.py  the paper's search
 free_search.py    Optuna's search over any keys

@@ -102,7 +102,7 @@ class Job:
         run = read_run(self.output_dir)
         if not self.config.resume or not run.config or not run.finished(self.config.train.max_tokens):
             return False
-        # Where there are changes, train.py refuses it and says what differs.
+        # With other settings the job starts, and train.py refuses it and names them.
         return not changes_that_alter_the_run(run.config, dataclasses.asdict(self.config))
 
     def state(self, code: int | None, run: Run, status: Mapping[str, Any]) -> State:

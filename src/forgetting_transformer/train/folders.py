@@ -60,7 +60,7 @@ def options_first(arguments: Sequence[str]) -> list[str]:
 
 
 def _recorded_plugins(config: Path) -> list[str]:
-    """What a run's config.yaml names; nothing of it is imported."""
+    """Plug-ins that a run's config.yaml names. None is imported."""
     try:
         config_of_run = files.read_yaml(config)
     except (OSError, files.UnreadableError):

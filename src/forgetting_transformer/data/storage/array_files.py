@@ -241,7 +241,7 @@ def _check_shape(place: str | Path, array: zarr.Array) -> None:
 
 
 def _nothing_at(path: str | Path) -> str:
-    """That there is no array, and what is there in its place."""
+    """Message that there is no array at `path`, and which corpora are near it."""
     name, dataset, data_dir = Path(path).name, Path(path).parent.name or "<dataset>", Path(path).parent.parent
     if isinstance(path, Path):  # listing a URL would be a request for every folder
         others = sorted(folder.parent.name for folder in data_dir.glob(f"*/{name}"))

@@ -183,7 +183,7 @@ class Mamba2Mixer(StateSpaceMixer):
         C_BTGK, B_BTGK = (x.unflatten(-1, (self.n_groups, self.state_size)) for x in (C_BTC, B_BTC))
         if before_BHKV is None and context.active() is not None:
             ended_BTH = log_decay_BTH
-            if position_BT is not None:  # the state starts anew with each document
+            if position_BT is not None:  # each document begins with an empty state
                 ended_BTH = log_decay_BTH.masked_fill((position_BT == 0)[..., None], LOG_ZERO)
             before_BHKV = context.state_before(*last_state(B_BTGK, x_BTHV, ended_BTH, dt_BTH))
             before_BHKV = of_first_document(before_BHKV, position_BT)

@@ -12,7 +12,7 @@ MARK = "exported_from.json"
 
 
 class ExportError(RuntimeError):
-    """The export could not be completed; the message says what is missing and how to give it."""
+    """An export is not possible. The message names what is missing and how to give it."""
 
 
 def read_mark(folder: Path) -> dict[str, Any]:

@@ -23,14 +23,14 @@ _WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited unexpe
 
 
 class DataWorkerError(RuntimeError):
-    """The processes that read data keep dying; the message says what to do."""
+    """Processes that read data died too often. The message says what to do."""
 
 
 def restarted(
     start: Callable[[int], Iterable[T]],
     waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[T]:
-    """Items of `start(0)`; if a data worker dies after n of them it goes on with `start(n)`.
+    """Yields the items of `start(0)`. If a data worker dies after n items, those of `start(n)` follow.
 
     Args:
         waiting: what to enter while an item is waited for.
