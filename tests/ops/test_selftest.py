@@ -6,6 +6,7 @@ Without a GPU the op's PyTorch path stands in for the kernels.
 import importlib.util
 import subprocess
 import sys
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -205,6 +206,25 @@ def test_the_log_says_the_error_and_what_is_not_reproducible(pretend_gpu, monkey
         monkeypatch.setattr(selftest, "check", lambda *args: (error, "the output"))  # noqa: B023
         found = selftest.choose_backends([use], torch.bfloat16, torch.device("cuda", 0), [64])["path_attention"].text
         assert f"self-test within {text}" in found and found.endswith(", gradients not bitwise reproducible")
+
+
+def test_what_fla_serves_is_tested_by_one_thread_at_a_time(pretend_gpu, monkeypatch):
+    """Its kernels keep state of the whole process; those of others are tested side by side."""
+    running, most = [], {"fla": 0, "all": 0}
+    everyone = threading.Barrier(2)  # one recurrence, one other
+
+    def chosen(op, *_):
+        running.append(op)
+        most["all"] = max(most["all"], len(running))
+        most["fla"] = max(most["fla"], sum(name in ("kda", "gla") for name in running))
+        if op != "gla":
+            everyone.wait(60)
+        running.remove(op)
+        return selftest.Backend(PYTORCH, "PyTorch")
+
+    monkeypatch.setattr(selftest, "_choose", chosen)
+    choose(OpUse("kda", 2, 16, 16), OpUse("gla", 2, 16, 16), OpUse("swiglu", 1, 8, 8))
+    assert most == {"fla": 1, "all": 2}
 
 
 # What models say of their calls is what they do.

@@ -70,3 +70,13 @@ def test_an_error_is_left_to_the_first_step_and_hides_none_of_the_body(wanted, c
 def test_nothing_is_compiled_early_without_a_gpu(config):
     empty = setup.outline(config, INFO)
     assert not early._serves(config, Fabric(accelerator="cpu", devices=1), empty)
+
+
+def test_nothing_is_compiled_early_beside_the_test_of_kernels_of_fla(tiny, monkeypatch):
+    """They keep state of the whole process: two threads at once have ruled out kernels that were right."""
+    gpu = SimpleNamespace(device=torch.device("cuda", 0), world_size=1)
+    monkeypatch.setattr(early.graphs, "choose", lambda *_: False)
+    monkeypatch.setattr(early, "find_backend", lambda use, *_: backends.FLA if use.op == "kda" else backends.TRITON)
+    for name, served in (("forgetting_transformer", True), ("mamba2", True), ("kda", False)):
+        config = parse(OmegaConf.create(architecture(tiny, name, compile=True)))
+        assert early._serves(config, gpu, setup.outline(config, INFO)) == served

@@ -14,9 +14,11 @@ A new op is a row of `_OPS`, at the end, and a function that calls it.
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
+import contextlib
 import decimal
 import importlib
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +52,9 @@ RECURRENCE_TOLERANCES = dict.fromkeys(TOLERANCES, 2e-2)
 _LAYERS = ("swiglu", "shift_norm", "residual_norm")
 # (op, backend) whose backward pass adds by atomics.
 _NOT_REPRODUCIBLE = {("attention", backends.PYTORCH), ("path_attention", backends.FLA)}
+# FLA's kernels, and what is chosen for them here, keep state that belongs to the whole process: two threads at once have
+# ruled out kernels that were right, or tuned them differently from the next start.
+_FLA_LOCK = threading.Lock()
 # Weight that pruning may leave out of a row in a self-test, in nats, far below every tolerance.
 _LOG_PRUNING_TOLERANCE = -25.0
 
@@ -97,8 +102,9 @@ def _choose_on_a_thread(
 ) -> Backend:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a thread begins with the first
+    calls_fla = backends.FLA in backends.BACKENDS.get(op, ())
     # Autograd has one thread for all backward passes of a GPU, where tests would wait for each other's compilers.
-    with torch.autograd.set_multithreading_enabled(False):
+    with torch.autograd.set_multithreading_enabled(False), _FLA_LOCK if calls_fla else contextlib.nullcontext():
         return _choose(op, uses, dtype, device, *rest)
 
 

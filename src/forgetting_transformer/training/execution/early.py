@@ -19,6 +19,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from forgetting_transformer.ops import backends
+from forgetting_transformer.ops.selftest import find_backend
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.execution import graphs
 
@@ -52,10 +53,12 @@ def compiling(config: Config, fabric: Fabric, model: Any, packed: bool) -> Itera
 
 def _serves(config: Config, fabric: Fabric, model: Any) -> bool:
     """Whether the first step calls the blocks as this does: compiled, by one process, and not as CUDA graphs, which
-    belong to the thread that records them."""
+    belong to the thread that records them. FLA's kernels are for one thread at a time, and are being tested."""
     if fabric.device.type != "cuda" or config.train.compile is False or fabric.world_size > 1:
         return False
     if not hasattr(model, "decoder"):
+        return False
+    if any(find_backend(use, torch.bfloat16, fabric.device) == backends.FLA for use in model.op_uses()):
         return False
     flops_per_token = model.config.flops_per_token(config.datamodule.train_batch_len)
     flops = graphs.flops_in_a_block(config, 1, flops_per_token, model.config.num_hidden_layers)
