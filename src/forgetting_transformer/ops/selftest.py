@@ -86,6 +86,8 @@ def choose_backends(
     Returns:
         op: its backend; layers on GPUs alone. Nothing is warned of: `backends.faults` has the warnings.
     """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())  # of this thread; others begin with the first
     by_op: dict[str, list[OpUse]] = {}
     for use in dict.fromkeys(uses):
         if use.op not in _LAYERS or device.type == "cuda":
