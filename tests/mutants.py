@@ -617,10 +617,6 @@ LIST = r"""
 - left = log_fgate_BHn[..., 1 : reference + 1].flip(-1).cumsum(-1).flip(-1)
 + left = log_fgate_BHn[..., :reference].flip(-1).cumsum(-1).flip(-1)
 # A key is decayed by its own gate and not by the query's.
-= portable.log_normaliser ops/forgetting_attention/portable.py
-- (log_normaliser_BHt - to_query_BHt).masked_fill
-+ (log_normaliser_BHt + to_query_BHt).masked_fill
-# Log-normalisers are measured from the wrong place.
 
 == Pruning
 
