@@ -19,12 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from forgetting_transformer.ops.arguments import (
-    check_attention,
-    check_cu_seqlens,
-    check_positions,
-    check_window_size,
-)
+from forgetting_transformer.ops.arguments import check_attention
 from forgetting_transformer.ops.forgetting_attention.dispatch import (
     attend_with_kernel,
     first_visible_key,
@@ -69,10 +64,8 @@ def causal_attention(
     Raises:
         TypeError, ValueError: arguments that do not fit together. The message names the argument.
     """
-    check_attention(q_BTHD, k_BNGD, v_BNGD, None, head_first=False)
-    check_window_size(window_size)
-    check_positions("seq_start", seq_start, 0, k_BNGD, head_first=False)
-    check_cu_seqlens(cu_seqlens, q_BTHD, k_BNGD, head_first=False)
+    tensors = {"q": q_BTHD, "k": k_BNGD, "v": v_BNGD}
+    check_attention(tensors, False, seq_start=seq_start, cu_seqlens=cu_seqlens, window_size=window_size)
     sm_scale = 1 / math.sqrt(q_BTHD.shape[-1])
     if q_BTHD.shape[1] > 1 and q_BTHD.dtype in (torch.float16, torch.bfloat16) and takes_kernel(q_BTHD):
         first_key_BT = first_visible_key(q_BTHD, k_BNGD, window=window_size, cu_seqlens=cu_seqlens, head_first=False)

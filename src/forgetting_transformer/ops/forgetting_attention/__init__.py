@@ -21,10 +21,7 @@ from torch import Tensor
 from forgetting_transformer.ops.arguments import (
     check_adaptive_threshold,
     check_attention,
-    check_cu_seqlens,
     check_gates,
-    check_positions,
-    check_window_size,
     checked_scale,
 )
 from forgetting_transformer.ops.forgetting_attention.decode import cumulative_log_fgate, forgetting_attention_decode
@@ -98,12 +95,10 @@ def forgetting_attention(
         TypeError: an argument is not a tensor, or of an unsupported dtype.
         ValueError: shapes, dtypes, devices or ranges do not fit together. The message names the argument.
     """
-    check_attention(q, k, v, log_fgate, head_first)
-    check_positions("seq_start", seq_start, 0, k, head_first)
-    check_cu_seqlens(cu_seqlens, q, k, head_first)
+    tensors = {"q": q, "k": k, "v": v, "log_fgate": log_fgate}
+    check_attention(tensors, head_first, seq_start=seq_start, cu_seqlens=cu_seqlens, window_size=window_size)
     check_gates(log_fgate, seq_start, head_first)
     check_adaptive_threshold(adaptive_threshold, q, head_first)
-    check_window_size(window_size)
     if not -math.inf < log_tolerance < 0:
         raise ValueError(f"log_tolerance is {log_tolerance}; it is ln ε of a small ε, so negative and finite")
     sm_scale = checked_scale(sm_scale, q.shape[-1])

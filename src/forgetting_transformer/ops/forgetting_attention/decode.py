@@ -15,11 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from forgetting_transformer.ops.arguments import (
-    check_adaptive_threshold,
-    check_attention,
-    check_positions,
-)
+from forgetting_transformer.ops.arguments import check_adaptive_threshold, check_attention
 from forgetting_transformer.ops.forgetting_attention.constants import MIN_LOG_FGATE
 from forgetting_transformer.ops.forgetting_attention.dispatch import takes_kernel, threshold_tensor
 
@@ -86,13 +82,12 @@ def forgetting_attention_decode(
         ValueError: shapes, dtypes, devices or ranges do not fit together. The message names the argument.
         RuntimeError: a gradient is asked for.
     """
-    check_attention(q, k, v, cum_log_fgate, head_first, "cum_log_fgate")
+    tensors = {"q": q, "k": k, "v": v, "cum_log_fgate": cum_log_fgate}
+    check_attention(tensors, head_first, seq_start=seq_start, seq_end=seq_end)
     if cum_log_fgate.dtype not in (torch.float64, torch.float32):
         raise TypeError(
             f"cum_log_fgate has dtype {cum_log_fgate.dtype}; it must be float64, or float32 where sequences are short"
         )
-    check_positions("seq_start", seq_start, 0, k, head_first)
-    check_positions("seq_end", seq_end, q.shape[2 if head_first else 1], k, head_first)
     if isinstance(adaptive_threshold, str):
         raise TypeError(
             f"adaptive_threshold is {adaptive_threshold!r}; decoding takes a number or a tensor, because the norms of "
