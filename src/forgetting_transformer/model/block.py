@@ -24,6 +24,8 @@ It may also have
         Its forward can write a single token in place, where `cache.slot` says: nothing in it may depend on how many
         tokens came before but through tensors. Then `generate` runs it as a CUDA graph. A recurrent mixer may say so
         whose states keep their names and shapes.
+    shows_attention = True
+        It adds its weights to `span.attentions` where this is a list, for `output_attentions`, as `attend` does.
     context_heads
         It works where processes share a sequence (`ops/context.py`). They must divide this number, of heads that it
         splits among them; 0 if it splits none. A module in it that reads tokens of the part before has their number

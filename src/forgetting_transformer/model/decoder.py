@@ -8,7 +8,6 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
@@ -18,7 +17,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from forgetting_transformer.model.abilities import MixerAbilities
 from forgetting_transformer.model.arguments import check_loss_arguments, check_shape, checked_cache
-from forgetting_transformer.model.attention import maps_of_layers
 from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.model.generation.cache import CACHE_NAME, DecoderCache, one_cache
@@ -28,25 +26,6 @@ from forgetting_transformer.model.span import spans_of_call
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
-
-
-@dataclass
-class DecoderOutput(BaseModelOutputWithPast):
-    """Output of a decoder.
-
-    Attributes (beside transformers' own; one entry per block, None for a block that was not asked for):
-        attentions: attention weights `(B, H, T, N)`, float32.
-        decays: `Σ log f` between key and query, which the weights are computed with, `(B, H, T, N)`, nats, float32.
-    """
-
-    decays: tuple[Tensor | None, ...] | None = None
-
-
-@dataclass
-class CausalDecoderOutput(CausalLMOutputWithPast):
-    """Output of a language model: that of the decoder, with the loss and the logits."""
-
-    decays: tuple[Tensor | None, ...] | None = None
 
 
 class OutputLayer(nn.Linear):
@@ -134,7 +113,7 @@ class DecoderModel(DecoderPreTrainedModel):
         output_attentions: bool | None = None,
         cu_seqlens: Tensor | None = None,
         cache: DecoderCache | None = None,
-    ) -> DecoderOutput | tuple:
+    ) -> BaseModelOutputWithPast | tuple:
         """Run the blocks on T new tokens.
 
         Args:
@@ -147,8 +126,8 @@ class DecoderModel(DecoderPreTrainedModel):
             use_cache: return a cache. Default: `config.use_cache` outside training.
             output_hidden_states: also return the input of every block and the normalised output of the last.
             return_dict: False gives a tuple.
-            output_attentions: also return attention weights and decays of all layers that have attention, `H·T·N`
-                numbers each; for long texts see eval/forget_gates.
+            output_attentions: also return the attention weights `(B, H, T, N)`, float32, of all layers that have
+                attention, None for others; for long texts see eval/forget_gates.
             cu_seqlens: packed documents: where each begins among the B·T tokens of all rows, one row after another, and
                 B·T, `(documents + 1,)`, int32 or int64, rising; ends may be repeated. A row begins a document. No
                 attention, state, shift or rotary position crosses from one document into another. Without a cache,
@@ -184,14 +163,12 @@ class DecoderModel(DecoderPreTrainedModel):
                 all_hidden.append(hidden_BTE)
             hidden_BTE = block(hidden_BTE, span, *mixer_inputs)
         hidden_BTE = getattr(self, self.config.final_norm_name)(hidden_BTE).view(shape)
-        attentions, decays = maps_of_layers(self, spans) if output_attentions else (None, None)
         kept: dict[str, Any] = {CACHE_NAME: past if use_cache else None}
-        output = DecoderOutput(
+        output = BaseModelOutputWithPast(
             last_hidden_state=hidden_BTE,
             **kept,
             hidden_states=(*(x.view(shape) for x in all_hidden), hidden_BTE) if output_hidden_states else None,
-            attentions=attentions,
-            decays=decays,
+            attentions=tuple(s.attentions[0] if s.attentions else None for s in spans) if output_attentions else None,
         )
         return output if self._wants_dict(return_dict) else output.to_tuple()
 
@@ -248,7 +225,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         num_items_in_batch: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: DecoderCache | None = None,
-    ) -> CausalDecoderOutput | tuple:
+    ) -> CausalLMOutputWithPast | tuple:
         """Compute logits `(B, T, V)`, or with labels the loss. Further arguments: `DecoderModel.forward`.
 
         Args:
@@ -293,12 +270,12 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
             logits = self.lm_head(output.last_hidden_state[:, positions])
         if labels is not None and self.config.loss == "causal_lm":
             loss = self._mean_loss(logits, labels, attention_mask, num_items_in_batch)
-        shown = {name: getattr(output, name) for name in ("hidden_states", "attentions", "decays")}
+        shown = {name: getattr(output, name) for name in ("hidden_states", "attentions")}
         return self._returned(return_dict, getattr(output, CACHE_NAME), loss=loss, logits=logits, **shown)
 
     def _returned(self, return_dict: bool | None, cache: DecoderCache | None, **fields: Any) -> Any:
         fields[CACHE_NAME] = cache
-        result = CausalDecoderOutput(**fields)
+        result = CausalLMOutputWithPast(**fields)
         return result if self.decoder._wants_dict(return_dict) else result.to_tuple()
 
     def _mean_loss(
