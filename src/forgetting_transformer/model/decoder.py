@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from forgetting_transformer.model.abilities import MixerAbilities
 from forgetting_transformer.model.arguments import check_loss_arguments, check_shape, checked_cache
@@ -101,6 +102,7 @@ class DecoderModel(DecoderPreTrainedModel):
         """Further arguments of every block's mixer: what is computed from the shared parameters."""
         return [()] * len(self.layers)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -109,11 +111,10 @@ class DecoderModel(DecoderPreTrainedModel):
         past_key_values: DecoderCache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         output_attentions: bool | None = None,
         cu_seqlens: Tensor | None = None,
         cache: DecoderCache | None = None,
-    ) -> BaseModelOutputWithPast | tuple:
+    ) -> BaseModelOutputWithPast:
         """Run the blocks on T new tokens.
 
         Args:
@@ -125,7 +126,6 @@ class DecoderModel(DecoderPreTrainedModel):
             past_key_values: cache of the tokens before these. Any number of new tokens may follow it.
             use_cache: return a cache. Default: `config.use_cache` outside training.
             output_hidden_states: also return the input of every block and the normalised output of the last.
-            return_dict: False gives a tuple.
             output_attentions: also return the attention weights `(B, H, T, N)`, float32, of all layers that have
                 attention, None for others; for long texts see eval/forget_gates.
             cu_seqlens: packed documents: where each begins among the B·T tokens of all rows, one row after another, and
@@ -164,16 +164,12 @@ class DecoderModel(DecoderPreTrainedModel):
             hidden_BTE = block(hidden_BTE, span, *mixer_inputs)
         hidden_BTE = getattr(self, self.config.final_norm_name)(hidden_BTE).view(shape)
         kept: dict[str, Any] = {CACHE_NAME: past if use_cache else None}
-        output = BaseModelOutputWithPast(
+        return BaseModelOutputWithPast(
             last_hidden_state=hidden_BTE,
             **kept,
             hidden_states=(*(x.view(shape) for x in all_hidden), hidden_BTE) if output_hidden_states else None,
             attentions=tuple(s.attentions[0] if s.attentions else None for s in spans) if output_attentions else None,
         )
-        return output if self._wants_dict(return_dict) else output.to_tuple()
-
-    def _wants_dict(self, return_dict: bool | None) -> bool:
-        return bool(self.config.return_dict if return_dict is None else return_dict)
 
 
 class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
@@ -210,6 +206,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         """The model without the output layer, whatever its name is."""
         return getattr(self, self.base_model_prefix)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -220,12 +217,11 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        return_dict: bool | None = None,
         output_attentions: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: DecoderCache | None = None,
-    ) -> CausalLMOutputWithPast | tuple:
+    ) -> CausalLMOutputWithPast:
         """Compute logits `(B, T, V)`, or with labels the loss. Further arguments: `DecoderModel.forward`.
 
         Args:
@@ -246,7 +242,8 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         others = (inputs_embeds, labels, cu_seqlens, output_attentions, output_hidden_states)
         logits = self._logits_of_graph(input_ids, attention_mask, past_key_values, use_cache, logits_to_keep, others)
         if logits is not None:
-            return self._returned(return_dict, past_key_values, logits=logits)
+            cached: Any = {CACHE_NAME: past_key_values}
+            return CausalLMOutputWithPast(logits=logits, **cached)
         if use_cache is None and labels is not None:
             use_cache = False
         if labels is not None:
@@ -270,13 +267,8 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
             logits = self.lm_head(output.last_hidden_state[:, positions])
         if labels is not None and self.config.loss == "causal_lm":
             loss = self._mean_loss(logits, labels, attention_mask, num_items_in_batch)
-        shown = {name: getattr(output, name) for name in ("hidden_states", "attentions")}
-        return self._returned(return_dict, getattr(output, CACHE_NAME), loss=loss, logits=logits, **shown)
-
-    def _returned(self, return_dict: bool | None, cache: DecoderCache | None, **fields: Any) -> Any:
-        fields[CACHE_NAME] = cache
-        result = CausalLMOutputWithPast(**fields)
-        return result if self.decoder._wants_dict(return_dict) else result.to_tuple()
+        kept = {name: getattr(output, name) for name in (CACHE_NAME, "hidden_states", "attentions")}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
 
     def _mean_loss(
         self, logits: Any, labels: Tensor, attention_mask: Tensor | None, num_items_in_batch: int | Tensor | None
