@@ -35,7 +35,6 @@ MODELS = {
     "samba": ("samba", {}),
     "mamba2": ("mamba2", {"n_groups": 2}),
     "hgrn2": ("hgrn2", {}),
-    "hgrn2 with lower bounds": ("hgrn2", {"apply_lower_bounds": True}),
     "delta_net": ("delta_net", {}),
     "gated_delta_net": ("gated_delta_net", {}),
     "kda": ("kda", {}),

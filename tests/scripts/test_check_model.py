@@ -151,7 +151,7 @@ def failures(name: str, **fields) -> dict[str, str]:
     ("name", "fields"),
     [
         ("forgetting_transformer", {"use_output_gate": True, "qk_norm": True, "use_k_shift": True}),
-        ("hgrn2", {"apply_lower_bounds": True}),
+        ("hgrn2", {}),
         ("hybrid", {"pattern": ["mamba2", "path_fox", "samba", "transformer"]}),
     ],
 )

@@ -7,7 +7,6 @@ An architecture is a mixer and a configuration. The configuration builds the mix
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
@@ -82,7 +81,6 @@ class DecoderModel(DecoderPreTrainedModel):
         self.embeddings = Embedding(config.vocab_size, config.hidden_size, padding_idx=padding_idx)
         self.layers: Any = nn.ModuleList(DecoderBlock(config, i) for i in range(config.num_hidden_layers))
         self.add_module(config.final_norm_name, FinalRMSNorm(config.hidden_size, config.norm_eps))
-        self.add_shared_parameters()
         self.post_init()
 
     def new_cache(self) -> DecoderCache:
@@ -94,13 +92,6 @@ class DecoderModel(DecoderPreTrainedModel):
                 "(docs/extend.md), or generate with use_cache=False"
             )
         return DecoderCache([mixer.new_cache() for mixer in mixers])
-
-    def add_shared_parameters(self) -> None:
-        """Make the parameters that mixers of several blocks share. Called once; by default there are none."""
-
-    def mixer_inputs(self) -> Sequence[tuple[Tensor, ...]]:
-        """Further arguments of every block's mixer: what is computed from the shared parameters."""
-        return [()] * len(self.layers)
 
     @can_return_tuple
     def forward(
@@ -158,17 +149,18 @@ class DecoderModel(DecoderPreTrainedModel):
 
         # Nothing else holds the inputs of blocks that are done, unless the backward pass needs them.
         all_hidden: list[Tensor] = []
-        for block, span, mixer_inputs in zip(self.layers, spans, self.mixer_inputs(), strict=True):
+        for block, span in zip(self.layers, spans, strict=True):
             if output_hidden_states:
                 all_hidden.append(hidden_BTE)
-            hidden_BTE = block(hidden_BTE, span, *mixer_inputs)
+            hidden_BTE = block(hidden_BTE, span)
         hidden_BTE = getattr(self, self.config.final_norm_name)(hidden_BTE).view(shape)
         kept: dict[str, Any] = {CACHE_NAME: past if use_cache else None}
+        if output_attentions:
+            kept["attentions"] = tuple(span.attentions[0] if span.attentions else None for span in spans)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_BTE,
             **kept,
             hidden_states=(*(x.view(shape) for x in all_hidden), hidden_BTE) if output_hidden_states else None,
-            attentions=tuple(s.attentions[0] if s.attentions else None for s in spans) if output_attentions else None,
         )
 
 
