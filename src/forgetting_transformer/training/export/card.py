@@ -39,7 +39,6 @@ class Exported:
         origin: what the export records of the weights (mark.py): training tokens, plug-ins, the weights' source.
         model_type: of its config.json. parameters: their number.
         has_tokenizer: whether one lies beside the weights.
-        model_id: what the card loads: the model's name on the hub, or "." for the folder of the card.
     """
 
     config: Mapping[str, Any]
@@ -47,7 +46,6 @@ class Exported:
     model_type: str
     parameters: int
     has_tokenizer: bool
-    model_id: str = "."
 
     @property
     def step(self) -> int:
@@ -111,11 +109,10 @@ def snippet(exported: Exported) -> str:
     for name in filter(_MODULE.fullmatch, exported.origin.get("plugins", ())):
         lines.append(f"import {name}  # a plug-in that registers what the model needs")
     auto = "AutoModelForCausalLM, AutoTokenizer" if exported.has_tokenizer else "AutoModelForCausalLM"
-    where = "  # the folder of this file" if exported.model_id == "." else ""
     lines += [
         f"from transformers import {auto}",
         "",
-        f'model_id = "{exported.model_id}"{where}',
+        'model_id = "."  # the folder of this file',
         "model = AutoModelForCausalLM.from_pretrained(model_id)",
     ]
     if exported.has_tokenizer:
