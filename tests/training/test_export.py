@@ -259,7 +259,7 @@ def test_a_folder_with_another_model_or_files_of_somebody_else_is_refused(
     folder = tmp_path / "hf"
     folder.mkdir()
     (folder / stranger).write_text("mine")
-    said = f"{folder} holds {stranger}, which is not from an export.*choose another --hf_save_dir"
+    said = f"{folder}/{stranger} is not from an export, .*choose another --hf_save_dir"
     for replace in (False, True):
         with pytest.raises(ExportError, match=said):
             export(Path(finished(tiny)), folder, tokenizer=tokenizer, replace=replace)
@@ -322,7 +322,7 @@ def test_what_was_trained_further_or_edited_in_an_export_is_not_overwritten(tiny
     export(run, folder, tokenizer=tokenizer)
     (folder / name).write_bytes((folder / name).read_bytes() + b" ")
     before = contents(folder)
-    with pytest.raises(ExportError, match=f"{folder}/{name} has changed since it was exported"):
+    with pytest.raises(ExportError, match=f"{folder}/{name} is not from an export, or has changed since"):
         export(run, folder, tokenizer=tokenizer)
     assert contents(folder) == before
     (folder / name).rename(tmp_path / name)  # as the message says

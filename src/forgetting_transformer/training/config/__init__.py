@@ -249,10 +249,9 @@ class Config:
     #: Start a new run from the checkpoint of another run's output_dir at fork_step tokens.
     fork_dir: Text | None = None
     fork_step: Tokens | None = None
-    #: Begin a new run, at step 0, with the weights of an exported model (folder or hub id), or of the run in this
-    #: output_dir: of its newest checkpoint, or of that at init_step tokens. A run that continues does not read it.
+    #: Begin a new run, at step 0, with the weights of an exported model (folder or hub id). A run that continues does
+    #: not read it.
     init_from: Text | None = None
-    init_step: Tokens | None = None
     #: Tensors that need not match init_from: names, or patterns as in ["*.fgate_proj.*"]. Those of the model keep their
     #: fresh initial weights, others are left out.
     init_allow: list[str] = field(default_factory=list)

@@ -71,7 +71,6 @@ def _trial(config: Config, directory: RunDirectory) -> Iterator[Trainer]:
             fork_dir=None,
             fork_step=None,
             init_from=None if continues else config.init_from,
-            init_step=None if continues else config.init_step,
             init_allow=[] if continues else config.init_allow,
             train=dataclasses.replace(config.train, profile_steps=None),
             wandb=dataclasses.replace(config.wandb, mode="disabled"),
