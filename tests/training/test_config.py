@@ -232,7 +232,7 @@ def test_a_value_that_is_none_is_refused_by_the_key_that_was_given_it(override, 
     assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
 
 
-DEVICES = r"^fabric\.devices=.* must be a number of processes from 1 to 1,024, 'auto', "
+DEVICES = r"^fabric\.devices=.* must be a number of processes from 1 to 1,024, or 'auto' "
 
 
 @pytest.mark.parametrize(

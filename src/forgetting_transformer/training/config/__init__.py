@@ -47,13 +47,6 @@ class FabricConfig:
     #: training/execution/hardware.py knows; a device it does not know has no MFU.
     peak_flops: Annotated[float, Field(ge=1, le=1e21)] | None = None
 
-    def __post_init__(self) -> None:
-        if self.accelerator == "cpu" and (self.devices == -1 or isinstance(self.devices, list)):
-            raise ConfigError(
-                f"fabric.devices={self.devices} means GPUs; with fabric.accelerator=cpu give a number of processes or "
-                "'auto'"
-            )
-
 
 @dataclass(kw_only=True)
 class TrainConfig:

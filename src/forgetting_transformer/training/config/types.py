@@ -54,20 +54,16 @@ Text = Annotated[str, Field(pattern=r"\S"), WrapValidator(_or_not_utf8)]
 
 
 def _check_devices(value: Any) -> Any:
-    listed = isinstance(value, list) and all(type(n) is int and 0 <= n < _DEVICES for n in value)
-    gpus = value == -1 or (listed and 0 < len(value) == len({*value}))
-    counted = type(value) is int and 1 <= value <= _DEVICES
-    if not (value == "auto" or gpus or counted):
+    if not (value == "auto" or (type(value) is int and 1 <= value <= 1024)):
         raise ValueError(
-            f"fabric.devices={value} must be a number of processes from 1 to {_DEVICES:,}, 'auto', GPUs as in "
-            "[0, 1], or -1 for all of them"
+            f"fabric.devices={value} must be a number of processes from 1 to 1,024, or 'auto' for all GPUs; "
+            "CUDA_VISIBLE_DEVICES chooses among them"
         )
     return value
 
 
-_DEVICES = 1024
-#: Processes of a node: their number, "auto", a list of GPUs, or -1 for all of them.
-Devices = Annotated[Any, BeforeValidator(_check_devices)]
+#: Processes of a node: their number, or "auto".
+Devices = Annotated[int | Literal["auto"], BeforeValidator(_check_devices)]
 
 
 def _check_steps(steps: list[int]) -> list[int]:

@@ -122,8 +122,7 @@ def _find(name: str) -> tuple[Path, dict[str, Any]]:
         return folder, {"source": str(folder.absolute())}
     if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise ValueError(
-            "there is no exported model (config.json); give a folder that save_model.py wrote, which exports runs, or a "
-            "hub id"
+            "there is no exported model (config.json); give a folder of save_model.py, which exports a run, or a hub id"
         )
     try:
         downloaded = model_folder(name, _FROM_THE_HUB)
