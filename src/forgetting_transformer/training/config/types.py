@@ -63,7 +63,7 @@ def _check_devices(value: Any) -> Any:
 
 
 #: Processes of a node: their number, or "auto".
-Devices = Annotated[int | Literal["auto"], BeforeValidator(_check_devices)]
+Devices = Annotated[Workers | Literal["auto"], BeforeValidator(_check_devices)]
 
 
 def _check_steps(steps: list[int]) -> list[int]:
