@@ -73,7 +73,7 @@ class Trainer:
 
         self.begin("data")
         self.schedule = build_schedule(config.schedule, config.optimizer.lr)
-        self.data, self.eval_sets = setup.open_data(config, self.directory, fabric)
+        self.data = setup.open_data(config, self.directory, fabric)
         self.data_info = self.data.train_info()
         self.tokens_per_step = config.datamodule.train_batch_size * config.datamodule.train_batch_len
 

@@ -18,7 +18,6 @@ from forgetting_transformer.training.config.types import (
     Devices,
     LearningRate,
     Positive,
-    SetName,
     Size,
     Switch,
     Text,
@@ -256,9 +255,6 @@ class Config:
     eval_interval: Tokens
     skip_eval: bool = True
     final_eval: bool = True
-    #: More held-out sets: name -> the folder of a corpus, in `data_dir`, absolute or a URL, whose held-out documents
-    #: are evaluated with the corpus's own. At most datamodule.eval_tokens are read of each.
-    eval_sets: dict[SetName, Text] = field(default_factory=dict)
     #: Tokens between checkpoints; the newest `checkpoint_keep_last` stay, and one every checkpoint_keep_interval for
     #: good.
     checkpoint_interval: Tokens

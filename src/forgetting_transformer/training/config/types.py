@@ -1,6 +1,5 @@
 """Types of keys: types of Python with what pydantic holds a value to."""
 
-import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -8,9 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from forgetting_transformer.files import is_utf8
-from forgetting_transformer.metric_names import VAL_EMA, VAL_SET
 from forgetting_transformer.ranges import COUNT, SIZE, TOKENS
-from forgetting_transformer.training.records.run_directory import KINDS
 
 
 def _switch(word: str) -> BeforeValidator:
@@ -79,18 +76,3 @@ def _check_steps(steps: list[int]) -> list[int]:
 _TRACED_STEPS = 100
 #: The first and the last step of a trace.
 TracedSteps = Annotated[list[int], AfterValidator(_check_steps)]
-
-
-def _check_set_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}", name):
-        raise ValueError(
-            f"eval_sets: the name {name!r} must be of letters, digits, _ and -, at most 40, and begin with a letter or "
-            "a digit: files are called by it"
-        )
-    if f"{VAL_SET}{name}" in (*KINDS, VAL_EMA):
-        raise ValueError(f"eval_sets: the name {name!r} is that of a file of runs; choose another name")
-    return name
-
-
-#: Name of one of `eval_sets`.
-SetName = Annotated[str, AfterValidator(_check_set_name)]

@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from forgetting_transformer import metric_names as names
-from forgetting_transformer.analysis.runs import EMA, TRAIN_WINDOW, Run
+from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.files import write_atomically
 
@@ -142,7 +142,7 @@ def _losses(run: Run, exported: Exported) -> list[str]:
     of = f"mean over {tokens:,} held-out tokens, " if tokens else ""
     weights = exported.origin.get("weights", "")
     # Those of the weights here go first.
-    if "average ema" in weights and (average := run.on(EMA).heldout).tokens.size:
+    if "average ema" in weights and (average := run.with_ema().heldout).tokens.size:
         step, loss = average.tokens[-1], float(average.values[-1])
         rows.append(("held-out, moving average of the weights", loss, f"{of}after {step:,} training tokens"))
     if run.heldout.tokens.size:
