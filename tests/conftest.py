@@ -73,14 +73,6 @@ def skipped_where_a_process_starts(request):
         yield
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport():
-    """Reports that xdist can send: it takes no text that is not UTF-8, such as a path in a message that was logged."""
-    report = yield
-    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
-    return report
-
-
 def _slow_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """In an order that leaves no worker waiting long for another's last test.
 

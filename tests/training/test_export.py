@@ -1,7 +1,6 @@
 """Export: what is loaded elsewhere is what was trained."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer import tokenizer as tokenizer_module
 from forgetting_transformer.evaluation.generation import continue_prompts
 from forgetting_transformer.evaluation.models import load_model
-from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
 from forgetting_transformer.training.export import MARK, ExportError, export, load_checkpoint, tokenizer_of_run
 from forgetting_transformer.training.export.averaging import average
@@ -174,13 +172,6 @@ def test_a_prompt_has_bos_before_it_and_nothing_behind_it(tmp_path, template):
         assert str(exported.backend_tokenizer.post_processor) == str(own.backend_tokenizer.post_processor)
     assert exported("w5 w6").input_ids == [0, 5, 6] and exported("").input_ids == [0]
     assert exported("w5 w6", add_special_tokens=False).input_ids == [5, 6]
-
-
-def test_a_tokenizer_is_saved_into_a_folder_whose_name_is_not_utf_8(tmp_path):
-    folder = tmp_path / os.fsdecode(b"caf\xe9")
-    folder.mkdir()
-    save_tokenizer(AutoTokenizer.from_pretrained(word_tokenizer(tmp_path / "tokenizer")), folder, 32, 0)
-    assert load_tokenizer(folder)("w5").input_ids == [0, 5]
 
 
 # LongCrawl64: GPT-2's vocabulary, without a hub.
