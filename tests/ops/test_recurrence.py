@@ -106,7 +106,7 @@ def run(function, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     out, state = call(function, leaves)
     generator = torch.Generator().manual_seed(1)
     # Rounded to bfloat16, so that they are the same numbers in every dtype.
-    grads = [torch.randn(x.shape, generator=generator).bfloat16().to(x.dtype) for x in (out, state)]
+    grads = [torch.randn(x.shape, generator=generator).bfloat16().to(x) for x in (out, state)]
     torch.autograd.backward((out, state), grads)
     gradients = {f"d{name}": x.grad for name, x in leaves.items()}
     return {"out": out.detach(), "state": state.detach(), **gradients}
