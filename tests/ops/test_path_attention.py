@@ -196,18 +196,6 @@ def test_models_without_padding_promise_that_there_are_no_resets(pretend_fla):
     assert len(pretend_fla) == model.config.num_hidden_layers
 
 
-def test_where_kernels_of_fla_do_not_compile_pytorch_runs(pretend_fla, monkeypatch):
-    def no_compiler(*tensors):
-        exec("raise OSError('no C compiler')", {"__name__": "triton.runtime.build"})
-
-    inputs = [x.bfloat16() for x in make_inputs(9)]
-    monkeypatch.setitem(path_attention_fla._loaded, "path_attention", no_compiler)
-    with pytest.warns(RuntimeWarning, match=r"path_attention: .* OSError: no C compiler\. PyTorch runs instead"):
-        out, _ = path_attention(*inputs, has_resets=False)
-    assert torch.equal(out, path_attention(*inputs)[0])
-    assert not backends.is_usable("path_attention", backends.FLA)
-
-
 @pytest.mark.parametrize(
     ("key_dim", "value_dim", "dtype", "served"),
     [(64, 64, torch.bfloat16, True), (64, 64, torch.float16, False), (32, 64, torch.bfloat16, False),
