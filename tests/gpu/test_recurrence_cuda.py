@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forgetting_transformer.ops import recurrence
@@ -42,7 +43,9 @@ def make_inputs(
     dims = (96, 16) if op == "selective_scan" else head_dims or HEAD_DIMS[op]
     inputs = on_cpu.make_inputs(op, length, decay, *dims)
     if "k" in inputs:
-        inputs["k"] = torch.nn.functional.normalize(inputs["k"], dim=-1)
+        inputs["k"] = F.normalize(inputs["k"], dim=-1)
+    if decay == "random" and "log_decay" in inputs:
+        inputs["log_decay"] = F.logsigmoid(torch.randn_like(inputs["log_decay"]) + 2)
     return {name: x.cuda() for name, x in rounded(inputs, dtype).items()}
 
 
