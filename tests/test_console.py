@@ -236,13 +236,8 @@ def said_by_train(rank, monkeypatch, capsys, tmp_path):
     ("content", "said"),
     [
         (b"seed: 1\n\tx: 2\n", ", line 2, column 1: not valid YAML: found character '\\t' that cannot start any token"),
-        (
-            "seed: 1  # für\n".encode("latin-1"),
-            ", line 1, column 13: the byte 0xfc is not UTF-8; save the file as UTF-8",
-        ),
         (b"# @package\nseed: 1\n", ": Expected header format: KEY VALUE, got '@package'"),
         (b"# @package _global_\n- a\n", ": a config holds lines `key: value`"),
-        (b"tag: ${\n", ": "),
     ],
 )
 def test_a_config_of_ones_own_that_is_broken_is_one_line(said_by_train, tmp_path, content, said):

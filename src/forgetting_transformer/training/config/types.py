@@ -1,12 +1,10 @@
 """Types of keys: types of Python with what pydantic holds a value to."""
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from forgetting_transformer.files import is_utf8
 from forgetting_transformer.ranges import COUNT, SIZE, TOKENS
 
 
@@ -41,13 +39,8 @@ Positive = Annotated[float, Field(gt=0, le=1e9)]
 LearningRate = Annotated[float, Field(ge=0, le=1000)]
 
 
-def _or_not_utf8(value: Any, check: Callable[[Any], Any]) -> Any:
-    """A file's name may be any bytes, and pydantic takes no text that is not UTF-8."""
-    return value if isinstance(value, str) and not is_utf8(value) else check(value)
-
-
 #: Text that is not empty, as a variable of the shell that is not set leaves it. To pathlib that is the current folder.
-Text = Annotated[str, Field(pattern=r"\S"), WrapValidator(_or_not_utf8)]
+Text = Annotated[str, Field(pattern=r"\S")]
 
 
 def _check_devices(value: Any) -> Any:
