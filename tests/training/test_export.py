@@ -19,7 +19,6 @@ from forgetting_transformer.evaluation.models import load_model
 from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
 from forgetting_transformer.training.export import MARK, ExportError, export, load_checkpoint, tokenizer_of_run
-from forgetting_transformer.training.export.averaging import average
 from forgetting_transformer.training.export.card import CARD
 from forgetting_transformer.training.export.contents import save_tokenizer
 from forgetting_transformer.training.records.run_directory import RunDirectory
@@ -310,8 +309,6 @@ def test_another_runs_export_is_replaced_where_that_is_asked_for_alone(tiny, tmp
     before = contents(folder)
     with pytest.raises(ExportError, match=rf"{folder} holds the export of another run \(.*, seed 0, 1,024 tokens\)"):
         export(other, folder, tokenizer=tokenizer)
-    with pytest.raises(ExportError, match="choose another --out, or replace it with --replace"):
-        average(other, folder, last=2, tokenizer=tokenizer)
     assert contents(folder) == before
     said = export(other, folder, tokenizer=tokenizer, replace=True)
     assert "in place of the one at 1,024 tokens" in said

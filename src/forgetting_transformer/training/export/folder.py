@@ -97,7 +97,6 @@ def write(
     what: str,
     about: dict[str, Any],
     model_id: str | None = None,
-    flag: str = "--hf_save_dir",
     licence: str | None = None,
     replace: bool = False,
 ) -> str:
@@ -106,7 +105,6 @@ def write(
     Args:
         state: trainer.json of the checkpoint. model: on the CPU.
         what: the model, for people. about: what the folder records of it, besides the checkpoint.
-        flag: of the command that names the folder, for messages.
     """
     config = state["config"]
     length, bos = config["datamodule"]["train_batch_len"], model.config.bos_token_id
@@ -140,13 +138,13 @@ def write(
             own = before.get("files", {})
             models = {name for name in os.listdir(save_folder) if is_of_a_model(name)}
             named = {name for name in (*_STANDARD, MARK, *_files_in(new)) if os.path.lexists(save_folder / name)}
-            check_replaceable(models | named, before, origin, str(save_folder), flag, replace)
+            check_replaceable(models | named, before, origin, str(save_folder), "--hf_save_dir", replace)
             for name in sorted((models | named) & own.keys()):
                 if (save_folder / name).is_file() and sha256_of(save_folder / name) != own[name]:
                     # As after training further, which saves under the same names.
                     raise ExportError(
                         f"{save_folder}/{name} has changed since it was exported, and an export would overwrite it; "
-                        f"move it away, or choose another {flag}"
+                        "move it away, or choose another --hf_save_dir"
                     )
             pad = getattr(found_tokenizer, "pad_token_id", None)
             model.generation_config = GenerationConfig(
@@ -176,7 +174,7 @@ def write(
     except (OSError, SafetensorError) as error:
         reason = explain(error) if isinstance(error, OSError) else one_line(error)
         raise ExportError(
-            f"cannot write the export to {save_folder} ({reason}); make room, or choose another {flag}"
+            f"cannot write the export to {save_folder} ({reason}); make room, or choose another --hf_save_dir"
         ) from error
     line = f"{what} is now {save_folder}"
     if before and {key: value for key, value in before.items() if key != "files"} != origin:
