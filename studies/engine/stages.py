@@ -98,7 +98,7 @@ class Stages:
         if _is_current(results, run):
             return []
         options = ["--data_path", str(self.corpus_folder), "--save_dir", str(self.folder / "position_loss")]
-        options += ["--preset", "extrapolation", "--local_batch_size", str(self.plan.eval_batch)]
+        options += ["--local_batch_size", str(self.plan.eval_batch)]
         # An evaluation of weights that have been trained further since is of no use.
         options += ["--no-resume"] if results.exists() else []
         script = "eval/per_token_loss/run_per_token_loss.py"
