@@ -191,7 +191,6 @@ CALLBACKS: Registry[Callable[..., Any]] = Registry(
         "lm_eval": "forgetting_transformer.evaluation.lm_eval_callback",
         "needle": "forgetting_transformer.evaluation.needle",
         "samples": "forgetting_transformer.evaluation.samples",
-        "tensorboard": "forgetting_transformer.training.callbacks.tensorboard",
     },
 )
 SCHEDULES: Registry[Callable[..., Callable[[int], float]]] = Registry(

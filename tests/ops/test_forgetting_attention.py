@@ -4,7 +4,6 @@ Axes: B batch, H heads, M queries, N keys, D channels of a head. Tensors are hea
 """
 
 import functools
-import importlib
 import itertools
 import math
 
@@ -20,7 +19,6 @@ from forgetting_transformer.ops.forgetting_attention import (
     forgetting_attention_reference,
     portable,
 )
-from tests.ops.kernels import DEVICES
 
 # Small blocks make several of them out of short sequences.
 BACKENDS = {
@@ -280,31 +278,6 @@ def test_a_window_hides_what_lies_before_it(m, window, block, monkeypatch):
     torch.testing.assert_close(normaliser, want_normaliser)
 
 
-@pytest.mark.parametrize("window", [2, 70])
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_window_over_grouped_keys_is_that_of_flash_linear_attention(device, window):
-    """Its definition in PyTorch on a CPU, in float32; its kernel and ours on a GPU, in bfloat16."""
-    pytest.importorskip("triton")
-    fla = pytest.importorskip("fla.ops.forgetting_attn")
-    on_gpu = device == "cuda"
-    theirs = (
-        fla.parallel_forgetting_attn
-        if on_gpu
-        else importlib.import_module(f"{fla.__name__}.naive").naive_forgetting_attn
-    )
-    torch.manual_seed(0)
-    dtype, tolerance = (torch.bfloat16, 2e-2) if on_gpu else (torch.float32, 1e-5)
-    q, k, v, d_out = (torch.randn(2, 200, heads, 16, device=device, dtype=dtype) for heads in (4, 2, 2, 4))
-    log_fgate = F.logsigmoid(torch.randn(2, 200, 4, device=device) + 2)
-    results = []
-    for attend in (forgetting_attention, theirs):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v, log_fgate)]
-        out = attend(*leaves, window_size=window)
-        results.append([out, *torch.autograd.grad(out, leaves, d_out.to(out.dtype))])
-    for got, want in zip(*results, strict=True):
-        assert (got - want).float().norm() <= tolerance * want.float().norm()
-
-
 @pytest.mark.parametrize("bounds", [[0, 70], [0, 1, 2, 40, 70], [0, 33, 33, 70]])
 @pytest.mark.parametrize("window", [None, 10])
 def test_packed_documents_do_not_see_each_other(bounds, window):
@@ -324,29 +297,6 @@ def test_packed_documents_do_not_see_each_other(bounds, window):
     want.backward(d_out)
     for a, b in zip(leaves, apart, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-9)
-
-
-def test_log_normalisers_merge_attention_over_parts_of_the_keys():
-    """Attention over the first and over the last keys, weighted with their normalisers, is attention over all."""
-    q, k, v, log_fgate = make_inputs(1, 40, 8)
-    whole, normaliser = forgetting_attention(q, k, v, log_fgate, head_first=True, return_log_normaliser=True)
-    late, late_normaliser = forgetting_attention(
-        q, k[:, :, 25:], v[:, :, 25:], log_fgate[:, :, 25:], head_first=True, return_log_normaliser=True
-    )
-    # To the first part the gates after it are one more factor on every weight.
-    early_query = torch.cat((log_fgate[:, :, :25], log_fgate[:, :, 25:].sum(-1, keepdim=True)), dim=-1)
-    hidden = torch.cat((k[:, :, :25], torch.full_like(q, 0.0)), dim=2)
-    early, early_normaliser = forgetting_attention(
-        q, hidden, torch.cat((v[:, :, :25], torch.zeros_like(q)), dim=2), early_query, head_first=True,
-        return_log_normaliser=True,
-    )  # fmt: skip
-    # The query's own key, of score 0 and value 0, is taken out of the early part's normaliser.
-    share = 1 - (-early_normaliser).exp()
-    early, early_normaliser = early / share[..., None], early_normaliser + share.log()
-    total = torch.logaddexp(early_normaliser, late_normaliser)
-    torch.testing.assert_close(total, normaliser)
-    merged = (early_normaliser - total).exp()[..., None] * early + (late_normaliser - total).exp()[..., None] * late
-    torch.testing.assert_close(merged, whole)
 
 
 @pytest.mark.slow

@@ -145,13 +145,10 @@ def test_names_are_text_and_never_markup(tmp_path):
 def test_the_example_is_python_for_every_model():
     compile(snippet(exported()), "card", "exec")
     compile(snippet(exported(tokenizer=False)), "card", "exec")
-    longcrawl64 = Exported(
-        {"datamodule": {"dataset": "longcrawl64"}}, {"plugins": ["my_lab.models"]}, "x", 1, True, "me/fox"
-    )
+    longcrawl64 = Exported({"datamodule": {"dataset": "longcrawl64"}}, {"plugins": ["my_lab.models"]}, "x", 1, True)
     assert "import forgetting_transformer.tokenizer" in snippet(longcrawl64) and "import my_lab.models" in snippet(
         longcrawl64
     )
-    assert 'model_id = "me/fox"\n' in snippet(longcrawl64)
     assert "os.system" not in snippet(Exported({}, {"plugins": ["os; os.system('x')"]}, "x", 1, True))
 
 

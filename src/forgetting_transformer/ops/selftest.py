@@ -52,8 +52,8 @@ RECURRENCE_TOLERANCES = dict.fromkeys(TOLERANCES, 2e-2)
 _LAYERS = ("swiglu", "shift_norm", "residual_norm")
 # (op, backend) whose backward pass adds by atomics.
 _NOT_REPRODUCIBLE = {("attention", backends.PYTORCH), ("path_attention", backends.FLA)}
-# FLA's kernels, and what is chosen for them here, keep state that belongs to the whole process: two threads at once have
-# ruled out kernels that were right, or tuned them differently from the next start.
+# FLA's kernels, and what is chosen for them here, keep state that belongs to the whole process: two threads at once
+# have ruled out kernels that were right, or tuned them differently from the next start.
 _FLA_LOCK = threading.Lock()
 # Weight that pruning may leave out of a row in a self-test, in nats, far below every tolerance.
 _LOG_PRUNING_TOLERANCE = -25.0

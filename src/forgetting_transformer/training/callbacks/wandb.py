@@ -1,7 +1,6 @@
 """wandb gets every report too, if it is there and willing."""
 
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -10,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgetting_transformer import files
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.console import redact_tree
 from forgetting_transformer.files import write_atomically
@@ -60,8 +58,6 @@ class Wandb(Callback):
         try:
             run_id = _wandb_run_id(directory)
             log_dir = Path(config.wandb.log_dir or directory.root)
-            if not files.is_utf8(log_dir):
-                raise ValueError(f"it takes no folder whose name is not UTF-8, as {log_dir}; set wandb.log_dir=FOLDER")
             log_dir.mkdir(parents=True, exist_ok=True)
             if config.wandb.mode == "offline":
                 for folder in log_dir.glob(f"wandb/offline-run-*-{run_id}"):
@@ -76,7 +72,7 @@ class Wandb(Callback):
                     dir=str(log_dir),
                     mode=mode,
                     resume="allow",
-                    config=_in_utf8(resolved),
+                    config=resolved,
                     settings=wandb.Settings(silent=True, init_timeout=60),
                 )
         except Exception as error:  # no network, no login, a full quota: none of these may stop a run
@@ -127,14 +123,9 @@ def _shielded() -> Iterator[None]:
     """Around `wandb.init`, which records the command line, here without passwords; and which without an API key would
     ask a terminal for one and wait for ever, so standard input is empty."""
     before = sys.argv, sys.stdin
-    sys.argv = _in_utf8(redact_tree(sys.argv))
+    sys.argv = redact_tree(sys.argv)
     with open(os.devnull, encoding="utf-8") as sys.stdin:
         try:
             yield
         finally:
             sys.argv, sys.stdin = before
-
-
-def _in_utf8(values: Any) -> Any:
-    """The same as JSON has it, with ? for bytes of file names that are not UTF-8, on which wandb fails."""
-    return json.loads(json.dumps(values, ensure_ascii=False).encode(errors="replace"))

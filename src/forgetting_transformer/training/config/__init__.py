@@ -18,7 +18,6 @@ from forgetting_transformer.training.config.types import (
     Devices,
     LearningRate,
     Positive,
-    SetName,
     Size,
     Switch,
     Text,
@@ -46,13 +45,6 @@ class FabricConfig:
     #: Most FLOP/s that one device can do at this precision (dense), the denominator of MFU. null: what
     #: training/execution/hardware.py knows; a device it does not know has no MFU.
     peak_flops: Annotated[float, Field(ge=1, le=1e21)] | None = None
-
-    def __post_init__(self) -> None:
-        if self.accelerator == "cpu" and (self.devices == -1 or isinstance(self.devices, list)):
-            raise ConfigError(
-                f"fabric.devices={self.devices} means GPUs; with fabric.accelerator=cpu give a number of processes or "
-                "'auto'"
-            )
 
 
 @dataclass(kw_only=True)
@@ -249,10 +241,9 @@ class Config:
     #: Start a new run from the checkpoint of another run's output_dir at fork_step tokens.
     fork_dir: Text | None = None
     fork_step: Tokens | None = None
-    #: Begin a new run, at step 0, with the weights of an exported model (folder or hub id), or of the run in this
-    #: output_dir: of its newest checkpoint, or of that at init_step tokens. A run that continues does not read it.
+    #: Begin a new run, at step 0, with the weights of an exported model (folder or hub id). A run that continues does
+    #: not read it.
     init_from: Text | None = None
-    init_step: Tokens | None = None
     #: Tensors that need not match init_from: names, or patterns as in ["*.fgate_proj.*"]. Those of the model keep their
     #: fresh initial weights, others are left out.
     init_allow: list[str] = field(default_factory=list)
@@ -264,9 +255,6 @@ class Config:
     eval_interval: Tokens
     skip_eval: bool = True
     final_eval: bool = True
-    #: More held-out sets: name -> the folder of a corpus, in `data_dir`, absolute or a URL, whose held-out documents
-    #: are evaluated with the corpus's own. At most datamodule.eval_tokens are read of each.
-    eval_sets: dict[SetName, Text] = field(default_factory=dict)
     #: Tokens between checkpoints; the newest `checkpoint_keep_last` stay, and one every checkpoint_keep_interval for
     #: good.
     checkpoint_interval: Tokens

@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from forgetting_transformer import metric_names as names
-from forgetting_transformer.analysis.runs import EMA, TRAIN_WINDOW, Run
+from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.files import write_atomically
 
@@ -39,7 +39,6 @@ class Exported:
         origin: what the export records of the weights (mark.py): training tokens, plug-ins, the weights' source.
         model_type: of its config.json. parameters: their number.
         has_tokenizer: whether one lies beside the weights.
-        model_id: what the card loads: the model's name on the hub, or "." for the folder of the card.
     """
 
     config: Mapping[str, Any]
@@ -47,7 +46,6 @@ class Exported:
     model_type: str
     parameters: int
     has_tokenizer: bool
-    model_id: str = "."
 
     @property
     def step(self) -> int:
@@ -111,11 +109,10 @@ def snippet(exported: Exported) -> str:
     for name in filter(_MODULE.fullmatch, exported.origin.get("plugins", ())):
         lines.append(f"import {name}  # a plug-in that registers what the model needs")
     auto = "AutoModelForCausalLM, AutoTokenizer" if exported.has_tokenizer else "AutoModelForCausalLM"
-    where = "  # the folder of this file" if exported.model_id == "." else ""
     lines += [
         f"from transformers import {auto}",
         "",
-        f'model_id = "{exported.model_id}"{where}',
+        'model_id = "."  # the folder of this file',
         "model = AutoModelForCausalLM.from_pretrained(model_id)",
     ]
     if exported.has_tokenizer:
@@ -145,7 +142,7 @@ def _losses(run: Run, exported: Exported) -> list[str]:
     of = f"mean over {tokens:,} held-out tokens, " if tokens else ""
     weights = exported.origin.get("weights", "")
     # Those of the weights here go first.
-    if "average ema" in weights and (average := run.on(EMA).heldout).tokens.size:
+    if "average ema" in weights and (average := run.with_ema().heldout).tokens.size:
         step, loss = average.tokens[-1], float(average.values[-1])
         rows.append(("held-out, moving average of the weights", loss, f"{of}after {step:,} training tokens"))
     if run.heldout.tokens.size:

@@ -71,7 +71,6 @@ def _trial(config: Config, directory: RunDirectory) -> Iterator[Trainer]:
             fork_dir=None,
             fork_step=None,
             init_from=None if continues else config.init_from,
-            init_step=None if continues else config.init_step,
             init_allow=[] if continues else config.init_allow,
             train=dataclasses.replace(config.train, profile_steps=None),
             wandb=dataclasses.replace(config.wandb, mode="disabled"),
@@ -243,12 +242,11 @@ def _fits(trainer: Trainer, during: str) -> Iterator[None]:
 
 @torch.no_grad()
 def _evaluate(trainer: Trainer) -> None:
-    """A batch of each held-out set, beside what training holds."""
+    """A batch of held-out documents, beside what training holds."""
     fabric, ranks = trainer.fabric, trainer.ranks
     trainer.model.eval()
-    for corpus in (trainer.data, *trainer.eval_sets.values()):
-        inputs = model_inputs(fabric.to_device(next(iter(corpus.eval_loader(ranks.data_rank, ranks.data_size)))))
-        with ranks.share():
-            trainer.model(**ranks.part_of(inputs))
-        setup.synchronize(fabric.device)
-        trainer.sentinel.starting("preflight")
+    inputs = model_inputs(fabric.to_device(next(iter(trainer.data.eval_loader(ranks.data_rank, ranks.data_size)))))
+    with ranks.share():
+        trainer.model(**ranks.part_of(inputs))
+    setup.synchronize(fabric.device)
+    trainer.sentinel.starting("preflight")

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer.training.checkpoint.folder import CheckpointError
 from forgetting_transformer.training.export import MARK, export
 from forgetting_transformer.training.export import contents as export_contents
