@@ -59,7 +59,7 @@ def test_a_bad_gradient_on_one_rank_skips_the_update_on_all(tiny):
     (line,) = bad_steps(tiny)
     assert line["step"] == 9 * STEP and line["bad_step/batch"] == 8 and line["bad_step/in_a_row"] == 1
     assert not math.isfinite(line["bad_step/global_grad_norm"])
-    assert [line[f"bad_step/{key}"] for key in ("first_document", "begin_token", "end_token")] == [32, 0, 32]
+    assert line["bad_step/sequences"] == [f"document {n}, tokens 0–31" for n in range(32, 36)]
     assert min(losses(tiny["output_dir"]).values()) < 4.0, "it goes on learning"
 
 
@@ -77,7 +77,7 @@ hook = self.model.module.register_forward_hook(poison)""",
     job = Job(single(tiny), patch=patch)
     assert job.wait() == [0], job.errors()
     (line,) = bad_steps(tiny)
-    assert line["bad_step/documents_not_finite"] == [2 * 4 + 1]
+    assert line["bad_step/sequences_not_finite"] == [f"document {2 * 4 + 1}, tokens 0–31"]
     first = lines(tiny["output_dir"], "train_eval")[0]
     assert first["train_eval/window_seq_count"] == 5 * 4, "of six steps"
     logged = losses(tiny["output_dir"])

@@ -8,14 +8,13 @@ the host waits for the decision and does not call them.
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from forgetting_transformer.data.corpus import Place
 from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.faults.delayed import Delayed
 
@@ -34,16 +33,17 @@ class BadStep(NamedTuple):
     def __str__(self) -> str:
         return f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g} ({self.in_a_row} in a row)"
 
-    def describe(self, where: Place) -> dict[str, Any]:
-        """Values of its line in bad_step.jsonl, with the place of its batch and the sequences that are not finite."""
-        not_finite = [row for row, loss in enumerate(self.sequence_losses) if not math.isfinite(loss)]
+    def describe(self, places: Sequence[str]) -> dict[str, Any]:
+        """Values of its line in bad_step.jsonl, with the places of its sequences, and of those that are not finite."""
+        losses = zip(places, self.sequence_losses, strict=True)
         return {
             "batch": self.batch,
             "in_a_row": self.in_a_row,
             "loss": self.loss,
             "global_grad_norm": self.grad_norm,
             "sequence_losses": self.sequence_losses,
-            **where.describe(not_finite),
+            "sequences": list(places),
+            "sequences_not_finite": [place for place, loss in losses if not math.isfinite(loss)],
         }
 
 
