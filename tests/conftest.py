@@ -17,9 +17,11 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="what is marked rare, and more rounds of what is random")
 
 
-@pytest.hookimpl(trylast=True)  # after -m has left some out
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    _check_rare(items)
+    if not any("::" in argument for argument in config.args):  # whole files
+        _check_rare(items)
+    yield  # -m and -k leave some out
     left = items if config.getoption("--all") else [item for item in items if not item.get_closest_marker("rare")]
     left = _fast(left) if config.getoption("--fast") else left
     config.hook.pytest_deselected(items=[*{*items} - {*left}])
@@ -29,13 +31,19 @@ def pytest_collection_modifyitems(config, items):
 def _check_rare(items: list[pytest.Item]) -> None:
     """
     Raises:
-        pytest.UsageError: a test is marked rare, and the test that it names is not there.
+        pytest.UsageError: a test is marked rare, and the test that it names is not there, or is always rare itself.
     """
+    default = {item.nodeid.partition("[")[0] for item in items if not item.get_closest_marker("rare")}
+    files = {item.nodeid.partition("::")[0] for item in items}
     for item in items:
         for mark in item.iter_markers("rare"):
             file, _, name = mark.args[0].partition("::")
-            if not file.startswith("no contract: ") and f"\ndef {name}(" not in _text(item.config.rootpath / file):
+            if file.startswith("no contract: "):
+                continue
+            if f"\ndef {name}(" not in _text(item.config.rootpath / file):
                 raise pytest.UsageError(f"{item.nodeid} is marked rare, and there is no test {mark.args[0]}")
+            if file in files and mark.args[0] not in default:
+                raise pytest.UsageError(f"{item.nodeid} is marked rare, and so is {mark.args[0]}, which is to show it")
 
 
 @functools.cache
@@ -71,14 +79,6 @@ def skipped_where_a_process_starts(request):
             patch.setattr(ForkServerProcess, "_Popen", staticmethod(skip))
             patch.setattr(subprocess.Popen, "__init__", start_or_skip)
         yield
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport():
-    """Reports that xdist can send: it takes no text that is not UTF-8, such as a path in a message that was logged."""
-    report = yield
-    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
-    return report
 
 
 def _slow_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:

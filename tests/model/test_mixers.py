@@ -11,11 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
-from forgetting_transformer import forgetting_attention
 from forgetting_transformer.model import (
     ForgettingAttentionLayer,
-    ForgettingTransformerConfig,
-    ForgettingTransformerForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
     layers,
@@ -25,7 +22,7 @@ from forgetting_transformer.model.mixers.forgetting_attention import decay_time_
 from forgetting_transformer.model.mixers.samba import MambaMixer, SambaAttention
 from forgetting_transformer.model.span import Span
 from tests.docs.commands import blocks, section
-from tests.model.small_models import PRO, small, small_model
+from tests.model.small_models import small, small_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,52 +37,6 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 # FoX
-
-
-def test_usage_example_of_the_op():
-    batch_size, num_heads, seq_len, head_dim, dtype = 4, 12, 512, 64, torch.bfloat16
-    q, k, v = (
-        torch.randn((batch_size, seq_len, num_heads, head_dim), dtype=dtype, requires_grad=True) for _ in range(3)
-    )
-    fgate_logit = torch.randn((batch_size, seq_len, num_heads), dtype=dtype, requires_grad=True)
-    log_fgate = torch.nn.functional.logsigmoid(fgate_logit.float())
-    out = forgetting_attention(q, k, v, log_fgate)
-    assert out.size() == (batch_size, seq_len, num_heads, head_dim)
-    out.sum().backward()
-    assert all(x.grad.isfinite().all() for x in (q, k, v, fgate_logit))
-
-
-def test_usage_example_of_the_layer():
-    x = torch.randn((2, 32, 96), requires_grad=True)
-    layer = ForgettingAttentionLayer(
-        hidden_size=96,
-        num_heads=6,
-        use_output_gate=True,
-        use_output_norm=True,
-        qk_norm=True,
-        use_k_shift=True,
-        use_v_shift=True,
-    )
-    out, *_ = layer(x)
-    assert out.size() == x.size()
-    lines = str(layer).splitlines()
-    assert "  (k_proj): ShiftLinear(96, 96)" in lines
-    assert "  (output_norm): GatedRMSNorm(6, 96, eps=1e-06)" in lines
-    assert "  (q_norm): GroupRMSNorm(6, 96, eps=1e-05)" in lines
-
-
-def test_usage_example_of_the_model():
-    batch_size, seq_len, vocab_size, bos_token_id = 2, 32, 128, 0
-    config = ForgettingTransformerConfig(vocab_size=vocab_size, hidden_size=96, num_hidden_layers=2, num_heads=6, **PRO)
-    model = ForgettingTransformerForCausalLM(config)
-    labels = torch.randint(0, vocab_size, size=(batch_size, seq_len))
-    input_ids = torch.roll(labels, shifts=1, dims=-1)
-    input_ids[:, 0] = bos_token_id
-    out = model(input_ids=input_ids, labels=labels)
-    assert out.loss.size() == (batch_size, seq_len)
-    assert out.logits is None
-    out = model(input_ids=input_ids)
-    assert out.logits.size() == (batch_size, seq_len, vocab_size)
 
 
 def test_decay_times_give_gates_that_decay_to_one_over_e():
@@ -166,16 +117,6 @@ def test_projections_of_one_input_are_one_product_for_a_compiler(monkeypatch, la
     handle = layer.q_proj.register_forward_hook(lambda *_: None)
     assert products(compiled)[0] == separate  # a hook must get its calls
     handle.remove()
-
-
-def test_biases_of_projections_that_are_computed_together_are_added_in_float64_there(monkeypatch):
-    monkeypatch.setattr(layers, "MIN_TOKENS_TOGETHER", 1)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    linears = [torch.nn.Linear(4, 3, dtype=torch.float64) for _ in range(2)]
-    x = torch.randn(1, 5, 4, dtype=torch.float64)
-    project = layers.project_together(x, linears)
-    for linear in linears:
-        torch.testing.assert_close(project(linear), linear(x), rtol=0, atol=1e-12)
 
 
 # Mamba-2

@@ -17,47 +17,12 @@ from forgetting_transformer.training.optimization.parameter_groups import undeca
 from tests.model.small_models import GROUPED, PRO, SMALL_FIELDS, small
 
 FOX, LLAMA = "forgetting_transformer", "transformer"
-ATTN = {"num_heads": 12, "num_kv_heads": 12, "window_size": 2048, "layers": None}
 TRANSFORMER_PRO = {**PRO, "fgate_type": "none", "use_rope": True}
-#: Published experiments: width, blocks and other fields, parameters without the embedding, and those without weight
-#: decay, where the authors' code counts them.
-PUBLISHED = [
-    (FOX, 768, 12, {"num_heads": 12}, 123_661_968, None),
-    (FOX, 1024, 24, {"num_heads": 16}, 360_188_288, None),
-    (FOX, 1536, 24, {"num_heads": 24}, 757_632_576, None),
-    (FOX, 768, 12, {"num_heads": 12, **PRO}, 123_910_800, None),
-    (FOX, 1024, 24, {"num_heads": 16, **PRO}, 367_339_904, None),
-    (FOX, 1536, 24, {"num_heads": 24, **PRO}, 759_512_640, None),
-    (FOX, 1536, 24, {"num_heads": 12, **TRANSFORMER_PRO}, 757_742_592, None),
-    (LLAMA, 768, 12, {"num_heads": 12}, 123_551_232, None),
-    (LLAMA, 1024, 24, {"num_heads": 16}, 359_794_688, None),
-    (LLAMA, 1536, 24, {"num_heads": 12, "window_size": 2048}, 756_747_264, 75_264),
-    ("samba", 1536, 24, {"attn": ATTN, "rescale_prenorm_residual": True}, 765_852_672, 775_680),
-    ("mamba2", 768, 24, {"num_heads": 24, "state_size": 128}, 128_965_824, None),
-    ("mamba2", 1024, 48, {"num_heads": 32, "state_size": 128}, 368_314_880, None),
-    ("mamba2", 1536, 48, {"num_heads": 48, "state_size": 128}, 780_113_664, 389_376),
-    ("hgrn2", 768, 12, {}, 123_569_664, None),
-    ("hgrn2", 1024, 24, {}, 359_843_840, None),
-    ("hgrn2", 1536, 24, {}, 756_820_992, 148_992),
-    ("delta_net", 768, 12, {"num_heads": 6}, 123_718_656, None),
-    ("delta_net", 1024, 24, {"num_heads": 8}, 360_289_280, None),
-    ("delta_net", 1536, 24, {"num_heads": 12}, 757_635_072, 78_336),
-]
 
 
 def on_meta(name: str, **fields):
     with torch.device("meta"):
         return registry.get(name).lm_class(registry.build_config(name, **fields))
-
-
-@pytest.mark.parametrize(("name", "hidden", "blocks", "fields", "parameters", "undecayed"), PUBLISHED)
-def test_parameter_counts_are_those_of_the_published_experiments(name, hidden, blocks, fields, parameters, undecayed):
-    model = on_meta(name, vocab_size=50257, hidden_size=hidden, num_hidden_layers=blocks, **fields)
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    assert sum(sizes.values()) == parameters + 50257 * hidden
-    if undecayed is not None:
-        exempt = undecayed_parameters(model, TrainConfig(max_tokens=1, grad_acc_tokens=1))
-        assert sum(sizes[name] for name in exempt) == undecayed
 
 
 def test_state_dict_of_samba():
@@ -359,7 +324,13 @@ def test_a_value_without_effect_is_refused_in_a_run_and_loads_from_a_published_f
 def test_a_published_config_of_samba_loads():
     """As the authors' code writes it: with derived fields and others that have no effect here."""
     derived = {"intermediate_size": 3072, "time_step_rank": 96, "residual_in_fp32": False, "fuse_norm": True}
-    config = AutoConfig.for_model("samba-project_fox", hidden_size=1536, num_hidden_layers=24, attn=ATTN, **derived)
+    config = AutoConfig.for_model(
+        "samba-project_fox",
+        hidden_size=1536,
+        num_hidden_layers=24,
+        attn={"num_heads": 12, "window_size": 2048},
+        **derived,
+    )
     assert type(config).__name__ == "SambaConfig" and config.inner_size == 3072
 
 

@@ -4,7 +4,6 @@ Axes: B batch, H heads, M queries, N keys, D channels of a head. Tensors are hea
 """
 
 import functools
-import importlib
 import itertools
 import math
 from typing import Any
@@ -21,7 +20,6 @@ from forgetting_transformer.ops.forgetting_attention import (
     forgetting_attention_reference,
     portable,
 )
-from tests.ops.kernels import DEVICES
 
 
 def reference(*args: Any) -> Tensor:
@@ -281,31 +279,6 @@ def test_a_window_hides_what_lies_before_it(m, window, block, monkeypatch):
     want = dense(q, k, v, log_fgate, (distance >= 0) & (distance < window))
     got = forgetting_attention(q, k, v, log_fgate, window_size=window)
     torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("window", [2, 70])
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_window_over_grouped_keys_is_that_of_flash_linear_attention(device, window):
-    """Its definition in PyTorch on a CPU, in float32; its kernel and ours on a GPU, in bfloat16."""
-    pytest.importorskip("triton")
-    fla = pytest.importorskip("fla.ops.forgetting_attn")
-    on_gpu = device == "cuda"
-    theirs = (
-        fla.parallel_forgetting_attn
-        if on_gpu
-        else importlib.import_module(f"{fla.__name__}.naive").naive_forgetting_attn
-    )
-    torch.manual_seed(0)
-    dtype, tolerance = (torch.bfloat16, 2e-2) if on_gpu else (torch.float32, 1e-5)
-    q, k, v, d_out = (torch.randn(2, 200, heads, 16, device=device, dtype=dtype) for heads in (4, 2, 2, 4))
-    log_fgate = F.logsigmoid(torch.randn(2, 200, 4, device=device) + 2)
-    results = []
-    for attend in (forgetting_attention, theirs):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v, log_fgate)]
-        out = attend(*leaves, window_size=window)
-        results.append([out, *torch.autograd.grad(out, leaves, d_out.to(out.dtype))])
-    for got, want in zip(*results, strict=True):
-        assert (got - want).float().norm() <= tolerance * want.float().norm()
 
 
 @pytest.mark.parametrize("bounds", [[0, 70], [0, 1, 2, 40, 70], [0, 33, 33, 70]])

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from forgetting_transformer.ops import compiling
+from forgetting_transformer.ops import columns, compiling
 from forgetting_transformer.ops.layers import cross_entropy
 from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.train import keep_compiled_code
@@ -31,7 +31,7 @@ from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, line
 #: For a training process: torch.compile that captures graphs and runs them as they are, within a second.
 CAPTURE_ONLY = """
 import torch
-from forgetting_transformer.ops import compiling
+from forgetting_transformer.ops import columns, compiling
 compiling.compiled = lambda function, recordable=False: torch.compile(function, dynamic=False, backend="eager")
 """
 ATTENTION = {"attention": Backend("triton", "Triton 3.6.0")}
@@ -242,6 +242,22 @@ def test_what_is_left_uncompiled_is_a_warning(captured, tiny, caplog):
     (message,) = warnings(caplog)
     assert message.startswith("a part of the model runs uncompiled, which is slower: ")
     assert "graph_break" in message
+
+
+def test_the_next_start_finds_blocks_whose_columns_are_split(tiny):
+    """On a GPU, where compiled slices of columns have a gradient of their own."""
+    from torch._functorch._aot_autograd import autograd_cache
+
+    graphs = []
+
+    def capture(graph, _):
+        graphs.append(graph)
+        return graph
+
+    x = torch.ones(3, 4, requires_grad=True)
+    torch.compile(lambda x: columns._Split.apply(x, (2, 2)), backend=capture)(x)
+    compilation_of(parse(OmegaConf.create(changed(tiny, train__compile=True))))
+    autograd_cache.check_cacheable(graphs[0])
 
 
 # The real compiler

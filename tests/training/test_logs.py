@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,11 +122,3 @@ def test_the_log_has_the_losses_although_a_terminal_shows_them_on_a_bar(tmp_path
     assert "512 of 1,024 tokens, loss 2.5000" in (tmp_path / "rank-0.log").read_text()
     said = capsys.readouterr().err
     assert "something else" in said and "of 1,024 tokens" not in said
-
-
-def test_a_line_with_a_name_that_is_not_utf_8_is_in_the_file(tmp_path, capsys):
-    file = LogFile(tmp_path / "rank-0.log")
-    file.emit(logging.makeLogRecord({"msg": "%s é", "args": (os.fsdecode(b"caf\xe9"),)}))
-    file.close()
-    assert (tmp_path / "rank-0.log").read_text(encoding="utf-8") == "caf\\udce9 é\n"
-    assert capsys.readouterr().err == ""

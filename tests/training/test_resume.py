@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.conftest import STEP, Job, assert_same_run, before, changed, dies, lines, losses, refused, train
+from tests.training.conftest import STEP, Job, assert_same_run, before, changed, lines, losses, refused, train
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -111,13 +111,6 @@ def test_a_finished_run_started_again_does_nothing(tiny, interrupted):
     assert logged == {kind: lines(tiny["output_dir"], kind) for kind in logged}
 
 
-def test_a_longer_budget_continues_a_finished_run(tiny):
-    tiny = changed(tiny, schedule={"name": "constant", "warmup_tokens": 0}, train__max_tokens=4 * STEP)
-    train(tiny)
-    train(changed(tiny, train__max_tokens=6 * STEP))
-    assert sorted(losses(tiny["output_dir"])) == [n * STEP for n in range(1, 7)]
-
-
 def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tiny, finished, interrupted):
     interrupted(tiny, 12)
     newest = Path(tiny["output_dir"]) / f"checkpoints/step-{12 * STEP:015d}"
@@ -134,32 +127,11 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tiny, finished, int
     assert_same_run(finished(tiny), tiny["output_dir"])
 
 
-def test_when_no_checkpoint_is_valid_the_run_is_refused_and_nothing_is_lost(tiny, interrupted):
-    """Starting over would overwrite checkpoints that somebody may still repair, and cut the metrics to nothing."""
-    interrupted(tiny, 8)
-    for manifest in Path(tiny["output_dir"]).glob("checkpoints/step-*/manifest.json"):
-        manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
-    before = lines(tiny["output_dir"], "train")
-    for world_size in (1, 2):
-        message = refused(tiny, world_size)
-        assert message.count("none of the checkpoints in") == world_size and "another output_dir" in message
-    assert lines(tiny["output_dir"], "train") == before
-
-
 def test_a_damaged_older_checkpoint_does_not_stop_training(tiny, interrupted):
     interrupted(tiny, 8)
     (Path(tiny["output_dir"]) / f"checkpoints/step-{4 * STEP:015d}/manifest.json").write_text("")
     train(tiny)
     assert "could not tidy up" in (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
-
-
-def test_every_kind_of_line_has_every_step_once_after_several_deaths(tiny):
-    for batch in (2, 6, 11):  # before the first checkpoint, and between others
-        assert Job(tiny, patch=dies(batch)).wait() == [9]
-    train(tiny)
-    for file in Path(tiny["output_dir"]).glob("metrics/jsonlines/*.jsonl"):
-        steps = [entry["step"] for entry in lines(tiny["output_dir"], file.stem)]
-        assert steps == sorted(set(steps)), file.stem
 
 
 def test_a_change_that_would_alter_the_run_is_refused_by_name(tiny, interrupted):

@@ -87,20 +87,3 @@ def test_wandb_without_a_key_asks_nothing_of_a_terminal(tiny, tmp_path, monkeypa
     assert callback.summary == "not available" and not metrics.sinks
     (record,) = [record for record in caplog.records if record.name == wandb.__name__]
     assert record.levelname == "WARNING" and "API key" in record.message and "\n" not in record.message
-
-
-def test_wandb_gets_no_folder_that_is_not_utf_8(tiny, tmp_path, monkeypatch, caplog, capfd):
-    """It would print tracebacks of its own; with wandb.log_dir it records the run, whose config has that name."""
-    pytest.importorskip("wandb")
-    run = tmp_path / os.fsdecode(b"caf\xe9")
-    monkeypatch.setattr(sys, "argv", ["train.py", f"output_dir={run}"])
-    config = training.parse(OmegaConf.create(changed(tiny, output_dir=str(run), wandb__mode="offline")))
-    metrics = MetricsLog(RunDirectory(config.output_dir), 0)
-    callback = wandb.Wandb()
-    callback.open(metrics, config, {})
-    assert callback.summary == "not available" and "set wandb.log_dir=FOLDER" in caplog.text
-    assert "Traceback" not in capfd.readouterr().err
-    config.wandb.log_dir = str(tmp_path / "wandb")
-    callback.open(metrics, config, {"output_dir": str(run)})
-    callback.close()
-    assert callback.summary == f"offline, {tmp_path}/wandb/wandb" and callback in metrics.sinks

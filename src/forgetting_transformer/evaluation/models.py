@@ -29,7 +29,6 @@ import forgetting_transformer.tokenizer  # noqa: F401 (registers it for AutoToke
 from forgetting_transformer import plugins
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.command_line import one_line
-from forgetting_transformer.files import utf8_path
 from forgetting_transformer.hub_connection import cached_model, only_cached
 from forgetting_transformer.model import DecoderForCausalLM
 from forgetting_transformer.model_tokenizer import check_vocabulary, encode, load_tokenizer
@@ -298,15 +297,14 @@ def _load_pretrained(source: str, tokenizer: str | None) -> EvaluatedModel:
         # Not local_files_only, with which the client asks the hub for adapters all the same.
         place = cached_model(source) if cached else source
         # safetensors only: a pickle from the hub may run what its author liked.
-        with utf8_path(place) as path:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                use_safetensors=True,
-                trust_remote_code=False,
-                dtype=torch.float32,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, by name
-            )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            place,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+        )
         model, loading = loaded
         if not is_own(model):  # which was looked at while it was loaded
             check_finite(model.named_parameters(), source)

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.vocabulary import token_dtype
-from forgetting_transformer.files import utf8_path
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 32 << 20
@@ -124,8 +123,7 @@ def save_built(tokenizer: Tokenizer, folder: Path) -> None:
 
 def _save(tokenizer: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    with utf8_path(folder) as place:
-        tokenizer.save_pretrained(place)
+    tokenizer.save_pretrained(folder)
 
 
 def save_loaded(name: str, folder: Path) -> None:

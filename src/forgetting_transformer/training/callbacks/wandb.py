@@ -1,22 +1,21 @@
 """wandb gets every report too, if it is there and willing."""
 
 import contextlib
-import json
 import logging
 import os
+import re
 import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgetting_transformer import files
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.console import redact_tree
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.training.callbacks.base import Callback
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.records.metrics import MetricsLog, with_tables
+from forgetting_transformer.training.records.metrics import MetricsLog
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -60,8 +59,6 @@ class Wandb(Callback):
         try:
             run_id = _wandb_run_id(directory)
             log_dir = Path(config.wandb.log_dir or directory.root)
-            if not files.is_utf8(log_dir):
-                raise ValueError(f"it takes no folder whose name is not UTF-8, as {log_dir}; set wandb.log_dir=FOLDER")
             log_dir.mkdir(parents=True, exist_ok=True)
             if config.wandb.mode == "offline":
                 for folder in log_dir.glob(f"wandb/offline-run-*-{run_id}"):
@@ -76,7 +73,7 @@ class Wandb(Callback):
                     dir=str(log_dir),
                     mode=mode,
                     resume="allow",
-                    config=_in_utf8(resolved),
+                    config=resolved,
                     settings=wandb.Settings(silent=True, init_timeout=60),
                 )
         except Exception as error:  # no network, no login, a full quota: none of these may stop a run
@@ -92,8 +89,7 @@ class Wandb(Callback):
     def log(self, step: int, values: dict[str, Any]) -> None:
         try:
             if self._run is not None and step >= self._run.step:
-                others, tables = with_tables(values)
-                self._run.log(others | {name: _table(rows) for name, rows in tables.items()}, step=step)
+                self._run.log(_with_tables(values), step=step)
         except Exception as error:
             log.warning("wandb stopped taking metrics (%s); they are in the JSON-lines files", one_line(error))
             self._run = None
@@ -106,11 +102,23 @@ class Wandb(Callback):
             log.warning("wandb did not finish (%s); all metrics are in the JSON-lines files", one_line(error))
 
 
-def _table(rows: list[dict[str, str]]) -> Any:
+def _with_tables(values: dict[str, Any]) -> dict[str, Any]:
+    """Values as wandb shows them: texts such as `samples/0/prompt` are in a table, this one in row 0 of `samples`."""
     import wandb
 
-    columns: list[str | int] = list(dict.fromkeys(name for row in rows for name in row))
-    return wandb.Table(columns=columns, data=[[row.get(str(name), "") for name in columns] for row in rows])
+    shown: dict[str, Any] = {}
+    tables: dict[str, dict[int, dict[str, str]]] = {}
+    for name, value in values.items():
+        found = re.fullmatch(r"(.+)/(\d+)/([^/]+)", name)
+        if found and isinstance(value, str):
+            tables.setdefault(found[1], {}).setdefault(int(found[2]), {})[found[3]] = value
+        else:
+            shown[name] = value
+    for name, rows in tables.items():
+        columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+        data = [[row.get(column, "") for column in columns] for _, row in sorted(rows.items())]
+        shown[name] = wandb.Table(columns=[*columns], data=data)
+    return shown
 
 
 def _wandb_run_id(directory: RunDirectory) -> str:
@@ -127,14 +135,9 @@ def _shielded() -> Iterator[None]:
     """Around `wandb.init`, which records the command line, here without passwords; and which without an API key would
     ask a terminal for one and wait for ever, so standard input is empty."""
     before = sys.argv, sys.stdin
-    sys.argv = _in_utf8(redact_tree(sys.argv))
+    sys.argv = redact_tree(sys.argv)
     with open(os.devnull, encoding="utf-8") as sys.stdin:
         try:
             yield
         finally:
             sys.argv, sys.stdin = before
-
-
-def _in_utf8(values: Any) -> Any:
-    """The same as JSON has it, with ? for bytes of file names that are not UTF-8, on which wandb fails."""
-    return json.loads(json.dumps(values, ensure_ascii=False).encode(errors="replace"))

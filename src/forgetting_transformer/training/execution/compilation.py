@@ -85,9 +85,12 @@ def _first_lines(reason: str) -> str:
 
 def _configure(world_size: int) -> None:
     import torch._dynamo
+    import torch._functorch.config
     import torch._inductor.config
 
     torch._dynamo.config.recompile_limit = _MAX_VERSIONS
+    # Else the next start traces forward and backward of each block again: `split_columns` is such a function.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     # It would cut a block into pieces as large as DDP's buckets, for sums over ranks to begin before the block ends.
     torch._dynamo.config.optimize_ddp = False
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:

@@ -8,7 +8,6 @@ from tokenizers.processors import Sequence, TemplateProcessing
 from transformers import PreTrainedModel
 
 from forgetting_transformer import plugins
-from forgetting_transformer.files import utf8_path
 from forgetting_transformer.model import registry
 from forgetting_transformer.model_tokenizer import check_vocabulary, load_tokenizer, longcrawl64_tokenizer
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
@@ -101,8 +100,7 @@ def save_tokenizer(tokenizer: Any, folder: Path, length: int, bos_token_id: int 
         fast = tokenizer.backend_tokenizer
         adds_nothing = fast.post_processor is not None and own == bare  # it has other work, such as character offsets
         fast.post_processor = Sequence([fast.post_processor, begins]) if adds_nothing else begins
-    with utf8_path(folder) as place:
-        tokenizer.save_pretrained(place)
-        if isinstance(tokenizer, JSONGPT2Tokenizer):
-            # The authors' code reads these two, and not tokenizer.json.
-            tokenizer.backend_tokenizer.model.save(place)
+    tokenizer.save_pretrained(folder)
+    if isinstance(tokenizer, JSONGPT2Tokenizer):
+        # The authors' code reads these two, and not tokenizer.json.
+        tokenizer.backend_tokenizer.model.save(str(folder))
