@@ -522,10 +522,6 @@ LIST = r"""
 - self._in_a_row = (self._in_a_row + 1) * bad
 + self._in_a_row = self._in_a_row + bad
 # Bad steps far apart count as in a row.
-= guard.window training/faults/step_guard.py
-- kept = torch.where(torch.isfinite(norm), norm, self._norms[-1])
-+ kept = norm
-# One norm that is not finite switches the spike rule off for a while.
 = guard.loss training/faults/step_guard.py
 - good = torch.isfinite(grad_norm) & torch.isfinite(loss_B).all()
 + good = torch.isfinite(grad_norm)
@@ -617,10 +613,6 @@ LIST = r"""
 - left = log_fgate_BHn[..., 1 : reference + 1].flip(-1).cumsum(-1).flip(-1)
 + left = log_fgate_BHn[..., :reference].flip(-1).cumsum(-1).flip(-1)
 # A key is decayed by its own gate and not by the query's.
-= portable.log_normaliser ops/forgetting_attention/portable.py
-- (log_normaliser_BHt - to_query_BHt).masked_fill
-+ (log_normaliser_BHt + to_query_BHt).masked_fill
-# Log-normalisers are measured from the wrong place.
 
 == Pruning
 
@@ -651,14 +643,6 @@ LIST = r"""
 - self.norm = GatedRMSNorm(n_groups, self.inner_size, norm_eps, gate_first=True)
 + self.norm = GatedRMSNorm(1, self.inner_size, norm_eps, gate_first=True)
 # Groups are normalised together.
-= hgrn2.lower_bound model/mixers/hgrn2.py
-- torch.logaddexp(lower_bound_E.log(), torch.log1p(-lower_bound_E) + log_fgate_BTE)
-+ torch.logaddexp(lower_bound_E.log(), log_fgate_BTE)
-# Gates with a lower bound exceed 1.
-= hgrn2.layers model/mixers/hgrn2.py
-- step_LE[1:].cumsum(0)
-+ step_LE[:-1].cumsum(0)
-# Lower bounds are those of the layer below.
 = delta_net.beta model/mixers/delta_net.py
 - beta=context.to_heads(self.b_proj(hidden_BTE).float().sigmoid())
 + beta=context.to_heads(self.b_proj(hidden_BTE).float())

@@ -240,7 +240,6 @@ DEVICES = r"^fabric\.devices=.* must be a number of processes from 1 to 1,024, o
     [
         # One is not true, and true is not one.
         ("train.compile=1", 1, "^train.compile=1 must be 'auto', true or false"),
-        ("preflight=0", 1, "^preflight=0 must be 'check', true or false"),
         ("optimizer.lr=true", 1, "^optimizer.lr=True must be a number"),
         ("train.profile_steps=[true,3]", 1, "^train.profile_steps.0=True must be a number"),
         ("optimizer.betas=[]", 1, r"^optimizer.betas=\[\] is empty; give at least one value"),
@@ -252,7 +251,6 @@ DEVICES = r"^fabric\.devices=.* must be a number of processes from 1 to 1,024, o
             r"grad_acc_tokens=1,000 does not split .* choose one of \[512, 1024, 2048, 4096\]",
         ),
         ("train.grad_acc_tokens=1536", 1, r"grad_acc_tokens=1,536"),
-        ("train.spike_factor=0.5", 1, "train.spike_factor=0.5 must be greater than 1, or null"),
         ("fabric.peak_flops=0", 1, "fabric.peak_flops=0 must be greater than or equal to 1, or null"),
         ("+train.max_token=5", 1, "unknown config key 'train.max_token'; did you mean 'train.max_tokens'"),
         ("train.max_tokens=???", 1, "no value for train.max_tokens.* or choose an experiment"),

@@ -98,7 +98,7 @@ class Trainer:
             resume.move_aside(self.directory, fabric)  # only now: a command that is refused leaves the old run alone
         self.directory.make(self.directory.checkpoints)
         on_rank_zero(fabric, self.checkpointer.clean)
-        self.guard = StepGuard(fabric.device, config.train.spike_factor)
+        self.guard = StepGuard(fabric.device)
         model, optimizer = self.model.module, self.optimizer.optimizer  # without Fabric's wrappers
         resume.load(self.origin, config, self.data_info, self.checkpointer, model, optimizer, self.guard)
         self.counters = self.origin.counters

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from forgetting_transformer.training.config.types import (
-    Check,
     Count,
     Devices,
     LearningRate,
@@ -60,9 +59,6 @@ class TrainConfig:
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     #: An update whose loss or gradient is not finite is left out; after this many in a row the run stops, saved.
     max_bad_steps: Count = 10
-    #: Also leave out updates whose gradient norm, before clipping, is more than this many times the median of the last
-    #: 128; 10 is usual. null: never.
-    spike_factor: Annotated[float, Field(gt=1, le=1e9)] | None = None
     #: Recompute each block's activations in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
     #: With it, keep what blocks start from in the host's memory until the backward pass. Without effect on a CPU.
@@ -264,8 +260,8 @@ class Config:
     #: ranks of the job). false: training waits, and needs no such memory.
     checkpoint_background: bool = True
     #: true: check data, disk and memory, time a few steps, say what the run will cost, measure which micro-batch is
-    #: fastest, with activation checkpointing and without, and train nothing. "check": without the measurement.
-    preflight: Check = False
+    #: fastest, with activation checkpointing and without, and train nothing.
+    preflight: bool = False
 
     def sequences_at_once(self, sharing_ranks: int) -> int:
         """Sequences of a micro-batch of each of the ranks that share a global batch (groups, with strategy.context)."""

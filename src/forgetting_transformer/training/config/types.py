@@ -8,21 +8,15 @@ from pydantic_core import PydanticCustomError
 from forgetting_transformer.ranges import COUNT, SIZE, TOKENS
 
 
-def _switch(word: str) -> BeforeValidator:
-    """Refuses 1 and 0 beside true, false and a word, which pydantic takes for true and false."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            raise PydanticCustomError("literal_error", "", {"expected": f"'{word}', true or false"})
-        return value
-
-    return BeforeValidator(check)
+def _check_switch(value: Any) -> Any:
+    """Refuses 1 and 0, which pydantic takes for true and false."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        raise PydanticCustomError("literal_error", "", {"expected": "'auto', true or false"})
+    return value
 
 
 #: True, false, or what is best here.
-Switch = Annotated[Literal["auto", True, False], _switch("auto")]
-#: True, false, or only what takes little time.
-Check = Annotated[Literal["check", True, False], _switch("check")]
+Switch = Annotated[Literal["auto", True, False], BeforeValidator(_check_switch)]
 #: Tokens of a run, a budget or an interval. Whole numbers may be written as 1e9.
 Tokens = Annotated[int, Field(ge=1, le=TOKENS.high)]
 #: The same, or none.

@@ -35,11 +35,6 @@ def launch(config: Config) -> Fabric:
     """
     under_cli = os.environ.get("LT_CLI_USED") == "1"
     console.die_with_launcher()
-    if not under_cli:
-        stray = sorted(name for name in os.environ if name.startswith("LT_"))
-        if stray:
-            # Fabric would let these override the config and not say so.
-            raise ConfigError(f"environment variables {', '.join(stray)} would override the config; unset them")
     _check_gpus(config)
     processes = expected_world_size(config)
     shard_size = _shard_size(config, processes)

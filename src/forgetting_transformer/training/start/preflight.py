@@ -42,7 +42,7 @@ _EQUAL = 0.01
 
 
 def preflight(config: Config) -> None:
-    """Checks `config` and prints a table; with `preflight=true` also compares micro-batches.
+    """Checks `config`, prints a table and compares micro-batches.
 
     Raises:
         ConfigError, DataError: as training would.
@@ -53,8 +53,7 @@ def preflight(config: Config) -> None:
     directory.check_ours(config.resume)
     with _trial(config, directory) as trainer:
         _check(trainer, directory.root)
-        if config.preflight is True:
-            _compare(trainer)
+        _compare(trainer)
 
 
 @contextlib.contextmanager
