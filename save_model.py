@@ -2,11 +2,11 @@
 """Exports a run's checkpoint as a Hugging Face folder: weights (safetensors), configs, tokenizer and a model card.
 
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo
-    python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo --push_to_hub my-account/demo --private
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo-ema --weights ema
 
 README.md is the model card: corpus, tokens, losses, settings, versions, how to load the model. You choose the licence:
---license apache-2.0. A card that you have edited is kept as it is.
+--license apache-2.0. A card that you have edited is kept as it is. `hf upload ACCOUNT/NAME output/hf/demo` shares the
+export.
 
 exported_from.json names the checkpoint and the files that the export wrote. A later export of the same run replaces
 these files, and one of another run with --replace. A folder with other files, or with files that were edited since, is
@@ -49,19 +49,6 @@ def main() -> None:
         "JSON-escaping tokenizer over this GPT-2 vocabulary, 'gpt2' from the hub unless told",
     )
     parser.add_argument(
-        "--push_to_hub",
-        type=command_line.name,
-        metavar="REPO_ID",
-        help="upload the export to this repository of the Hugging Face hub (ACCOUNT/NAME), which is made if needed; "
-        "log in with `hf auth login` or set HF_TOKEN before",
-    )
-    parser.add_argument(
-        "--private",
-        action="store_true",
-        help="make the repository of --push_to_hub a private one, and refuse a public one",
-    )
-    parser.add_argument("--revision", type=command_line.name, help="branch for --push_to_hub; made if needed")
-    parser.add_argument(
         "--weights",
         choices=["ema"],
         help="export the moving average that a run with callbacks=[ema] keeps, instead of the weights themselves",
@@ -75,30 +62,30 @@ def main() -> None:
     parser.add_argument(
         "--replace",
         action="store_true",
-        help="replace an export of another run, in --hf_save_dir and on the hub; refused without it",
+        help="replace an export of another run; refused without it",
     )
     command_line.add_plugins(parser)
     arguments = parser.parse_args()
-    if arguments.push_to_hub is None and (arguments.private or arguments.revision):
-        parser.error(f"{'--private' if arguments.private else '--revision'} has no effect without --push_to_hub")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
     import transformers
 
     from forgetting_transformer.training.checkpoint.folder import CheckpointError
-    from forgetting_transformer.training.export import ExportError, export, hub
+    from forgetting_transformer.training.export import ExportError, export
 
     transformers.utils.logging.disable_progress_bar()
-    repo_id, folder = arguments.push_to_hub, arguments.hf_save_dir
     try:
-        if repo_id is not None:
-            hub.check_repo_id(repo_id)
-        at, tokenizer = arguments.hf_load_step, arguments.tokenizer
-        weights, chosen = arguments.weights, arguments.license
-        replace = arguments.replace
-        print(export(arguments.hf_load_dir, folder, at, tokenizer, repo_id, weights, chosen, replace), flush=True)
-        if repo_id is not None:
-            print(hub.push(folder, repo_id, arguments.private or None, arguments.revision, replace))
+        print(
+            export(
+                arguments.hf_load_dir,
+                arguments.hf_save_dir,
+                arguments.hf_load_step,
+                arguments.tokenizer,
+                arguments.weights,
+                arguments.license,
+                arguments.replace,
+            )
+        )
     except (CheckpointError, ExportError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
 

@@ -15,14 +15,11 @@ The second table has pruning, with QK-normed inputs (weights 1, so scores are at
 all gates are 1/2, as at initialisation. `spread`: constant gates whose time constants are spread logarithmically over
 the heads, from 4 to 10^6 tokens. `one`: nothing is forgotten, so nothing can be skipped. Bounds on scores come from
 the `weights` of QK-norm, one for each head, or from the norms in each `tile`. `skipped` is the share of skipped blocks
-of 128 × 128 pairs. `search` is the share of time that bounds, sums of gates and the choice of blocks take.
+of 128 × 128 pairs.
 
 The third table has layouts: packed documents, windows, padding on the left, a length that is no multiple of 128, and
 query heads that share keys. `ratio` is the time of a tile of 128 × 128 pairs that a query sees
 something of, relative to that time of the full kernel, which is measured in turn; forward, backward and both.
-
-In the first table forgetting attention has two more columns, of both passes together: `graph`, replayed from a CUDA
-graph, and `queued`, 24 calls that the host launches one after the other, by its clock.
 
 Times are medians of --repeats runs measured with device events, forward and backward apart. Pruned attention ends
 before Python has launched the next kernel, so runs of the second and third table are replayed from CUDA graphs.
@@ -35,7 +32,6 @@ import itertools
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -191,9 +187,8 @@ def measure_kernel(case: Case, repeats: int) -> dict[str, float]:
             left_out = (backends.GLUON, backends.TRITON) if "PyTorch" in kernel else (backends.GLUON,)
     with backends.without("attention", *left_out):
         forward, backward = time_both_ways(attend, inputs, repeats)
-        launched = time_launched(attend, inputs, repeats) if kernel == OURS else {}
     tflops = 7 * batch * heads * length**2 * head_dim / (forward + backward) / 1e9
-    return {"forward_ms": forward, "backward_ms": backward, "tflops": tflops, **launched}
+    return {"forward_ms": forward, "backward_ms": backward, "tflops": tflops}
 
 
 def peer(module: str, function: str, package: str) -> Callable[..., Any]:
@@ -225,28 +220,6 @@ def time_replayed(attend: Callable[..., Any], inputs: list[Any], repeats: int) -
     return times[0], times[1] - times[0]
 
 
-def time_launched(attend: Callable[..., Any], inputs: list[Any], repeats: int) -> dict[str, float]:
-    """Milliseconds of both passes, replayed from a graph, and launched by the host 24 times."""
-    import torch
-
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    d_out = torch.randn_like(inputs[0])
-
-    def both() -> Any:
-        return torch.autograd.grad(attend(*leaves), leaves, d_out)
-
-    graph = replayed_ms(both, repeats)
-    calls, times = 24, []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(calls):
-            both()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - began) / calls * 1e3)
-    return {"graph_ms": graph, "queued_ms": statistics.median(times)}
-
-
 def measure_pruning(case: Case, repeats: int) -> dict[str, Any]:
     import torch
     import torch.nn.functional as F
@@ -272,13 +245,11 @@ def measure_pruning(case: Case, repeats: int) -> dict[str, Any]:
     pruned = time_replayed(attend, inputs, repeats)
     log_fgate_BHN = log_fgate.transpose(1, 2)
     rule = (threshold, None) if by_weights else (log_tolerance, score_bounds(*heads_first, scale))
-    search = time_search(*heads_first, log_fgate_BHN, rule[0], not by_weights, repeats)
     return {
         "full_ms": full,
         "pruned_ms": pruned,
         "speedup": sum(full) / sum(pruned),
         "skipped": skipped_share(log_fgate_BHN, length, *rule).mean().item(),
-        "search": search / sum(pruned),
     }
 
 
@@ -326,21 +297,6 @@ def tiles_of(first: Any) -> int:
         keys, end = first[start : start + 128].min().item(), min(start + 128, len(first))
         tiles += max(0, -(-end // 128) - keys // 128)
     return tiles
-
-
-def time_search(q: Any, k: Any, log_fgate: Any, threshold: Any, is_bounded: bool, repeats: int) -> float:
-    """Milliseconds of bounds, sums of gates and the search for what to leave out; heads first."""
-    import torch
-
-    ops = torch.ops.forgetting_transformer
-
-    def search() -> None:
-        found = (None, None, None)
-        if is_bounded:
-            found = ops.forgetting_attention_bounds(q, k, None, 1 / math.sqrt(q.shape[-1]))
-        ops.forgetting_attention_decay(log_fgate, q.shape[2], threshold, *found, None)
-
-    return replayed_ms(search, repeats)
 
 
 if __name__ == "__main__":

@@ -23,17 +23,12 @@ context       strategy=ddp strategy.context=N: all GPUs share each sequence
 
 tokens_per_second   of one GPU: tokens of its micro-batches / mean seconds of --steps steps
 mfu                 of one GPU: model FLOPs per second / peak dense FLOP/s, counted as in benchmarks/training.py
-exposed_ms          milliseconds of a step in which rank 0's GPU communicates and computes nothing
-hidden_ms           milliseconds in which it does both
-idle_ms             milliseconds in which it does neither. The profiler slows the host: without it there are fewer
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -48,8 +43,8 @@ from training import build, time_steps
 
 CASES = ("one", "one_graphs", "fsdp", "fsdp_kept", "ddp", "ddp_graphs", "context")
 VOCABULARY = 50257
-#: Steps of a trace, and steps before the first measured one, the one that compiles included.
-TRACED, WARMUP = 2, 3
+#: Steps before the first measured one, the one that compiles included.
+WARMUP = 3
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -116,7 +111,6 @@ def measure(args: argparse.Namespace, case: Case) -> dict[str, Any]:
         "mfu": rate * model.config.flops_per_token(args.seq_len) / peak if peak else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if is_counted else None,
         "loss": losses[-1],
-        **(trace(step) if device.type == "cuda" else {}),
     }
 
 
@@ -176,55 +170,6 @@ def prepare(args: argparse.Namespace, case: Case, device: Any, draws: Any) -> tu
         return total
 
     return step, model, config.fabric.precision
-
-
-def trace(step: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of a step in which the GPU computes, communicates, does both, or neither."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(TRACED):
-            step()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    return {key: value / TRACED for key, value in overlap(events).items()}
-
-
-def overlap(events: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of a trace's events, in ms: `compute_ms`, `communication_ms`, `hidden_ms`, `exposed_ms` and `idle_ms`."""
-    work: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-            work[event["name"].startswith("nccl")].append(span)
-    compute, communication, either = (_union(spans) for spans in (work[False], work[True], work[False] + work[True]))
-    length = {name: sum(end - start for start, end in spans) / 1000 for name, spans in
-              (("compute", compute), ("communication", communication), ("either", either))}  # fmt: skip
-    whole = (either[-1][1] - either[0][0]) / 1000 if either else 0.0
-    return {
-        "compute_ms": length["compute"],
-        "communication_ms": length["communication"],
-        "hidden_ms": length["compute"] + length["communication"] - length["either"],
-        "exposed_ms": length["either"] - length["compute"],
-        "idle_ms": whole - length["either"],
-    }
-
-
-def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same stretches of time, in order and without overlaps."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
 
 
 if __name__ == "__main__":

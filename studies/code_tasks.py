@@ -1,19 +1,17 @@
 #!/usr/bin/env python
-"""Makes downstream tasks of the held-out texts of a corpus of code, for a machine without a network.
+"""Makes a downstream task of the held-out texts of a corpus of code, for a machine without a network.
 
     python -m studies.code_tasks --data_path data/python_code --out output/tasks
-    python eval/longbench/run_longbench.py --model_path runs/fox --data_dir output/tasks --sets lcc \\
-        --save_dir output/longbench
     python eval/lm_eval_harness/run_lm_eval.py --model_path runs/fox --include_path output/tasks --tasks next_line \\
         --save_dir output/lm_eval
 
-OUT receives lcc.jsonl (LongBench's format: write the next line) and next_line.yaml with next_line.jsonl (lm_eval's:
-which of four lines comes next? The wrong ones are lines of the same text that are indented like the true one). It may
-be moved. The same corpus gives the same questions, on texts that no model was trained on. Questions with the same
-`heldout_group`, a group of texts as the corpus has split them, are not independent of each other.
+OUT receives next_line.yaml and next_line.jsonl, a task of lm_eval: which of four lines comes next? The wrong ones are
+lines of the same text that are indented like the true one. OUT may be moved. The same corpus gives the same questions,
+on texts that no model was trained on. Questions with the same `heldout_group`, a group of texts as the corpus has split
+them, are not independent of each other.
 
-Two kinds of folders are refused: one that has such files of others, as LongBench's own lcc.jsonl, and one with other
-questions, because answers to them may be there.
+Two kinds of folders are refused: one that has such files of others, and one with other questions, because answers to
+them may be there.
 """
 
 import argparse
@@ -36,9 +34,9 @@ from forgetting_transformer.files import write_atomically
 from forgetting_transformer.model_tokenizer import load_tokenizer
 
 COMMAND = "studies/code_tasks.py"
-FILES = ("lcc.jsonl", "next_line.jsonl", "next_line.py", "next_line.yaml")
-#: Characters before the line that is asked for: at most in either task, and at least.
-LONG, SHORT, FEWEST = 12_000, 1_500, 400
+FILES = ("next_line.jsonl", "next_line.py", "next_line.yaml")
+#: Characters before the line that is asked for: at most, and at least.
+MOST, FEWEST = 1_500, 400
 #: Wrong choices beside the true line.
 _WRONG = 3
 #: lm_eval takes the path of a data file from the current folder, and only `!function` from the folder of the task.
@@ -73,7 +71,7 @@ metric_list:
 
 
 def make_tasks(data_path: str | Path, out: Path, questions: int) -> int:
-    """Writes both tasks into a folder, and returns how many questions each has.
+    """Writes the task into a folder, and returns how many questions it has.
 
     Questions that are there already stay: models have answered them, and answers to others are not comparable.
 
@@ -82,7 +80,7 @@ def make_tasks(data_path: str | Path, out: Path, questions: int) -> int:
         questions: how many at most, spread evenly over the held-out rows.
 
     Raises:
-        AnalysisError: the folder holds a file of such a name that is somebody else's, as LongBench's own lcc.jsonl.
+        AnalysisError: the folder holds a file of such a name that is somebody else's.
         EvaluationError: the corpus has no tokenizer, its texts have no line to ask for, or the folder has other
             questions.
         DataError: the corpus has no held-out texts.
@@ -106,7 +104,6 @@ def make_tasks(data_path: str | Path, out: Path, questions: int) -> int:
     if not kept:
         raise EvaluationError(f"the held-out texts of {folder} have no line of code to ask for")
     new = {
-        "lcc.jsonl": _lines(_for_longbench(number, question) for number, question in enumerate(kept)),
         "next_line.jsonl": _lines(map(_for_lm_eval, kept)),
         "next_line.py": _PLACE,
         "next_line.yaml": _TASK,
@@ -150,7 +147,7 @@ def ask(text: str, count: int, random: np.random.Generator) -> Iterator[dict[str
 
 
 def is_code(line: str) -> bool:
-    """Whether a line is worth asking for: code of some length, and nothing that LongBench's score leaves out."""
+    """Whether a line is worth asking for: code of some length, and no comment or text in it."""
     found = line.strip()
     has_marks = any(mark in found for mark in ("#", "`", "//", '"""', "'''"))
     return 10 <= len(found) <= 120 and not has_marks and any(mark in found for mark in "=(.:")
@@ -165,17 +162,10 @@ def _last(text: str, characters: int) -> str:
     return text if len(text) <= characters else text[-characters:].partition("\n")[2]
 
 
-def _for_longbench(number: int, question: dict[str, Any]) -> dict[str, Any]:
-    context = _last(question["before"], LONG)
-    about = {"length": len(context.split()), "dataset": "lcc", "language": "python", "all_classes": None}
-    asked = {"input": "", "context": context, "answers": [question["line"]], **about, "_id": f"heldout-{number}"}
-    return asked | {GROUP: question[GROUP]}
-
-
 def _for_lm_eval(question: dict[str, Any]) -> dict[str, Any]:
     place = question["place"]
     choices = [*question["wrong"][:place], question["line"], *question["wrong"][place:]]
-    return {"code": _last(question["before"], SHORT), "choices": choices, "label": place, GROUP: question[GROUP]}
+    return {"code": _last(question["before"], MOST), "choices": choices, "label": place, GROUP: question[GROUP]}
 
 
 def _lines(rows: Iterable[dict[str, Any]]) -> str:
@@ -187,7 +177,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data_path", type=command_line.name, required=True, help="folder of a corpus with heldout.zarr and tokenizer"
     )
-    parser.add_argument("--questions", type=count, default=500, help="of each task, at most; default %(default)s")
+    parser.add_argument("--questions", type=count, default=500, help="at most; default %(default)s")
     parser.add_argument("--out", type=command_line.path, required=True, metavar="DIR")
     return parser.parse_args(argv)
 

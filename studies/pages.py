@@ -296,16 +296,6 @@ def retrofit() -> dict[str, str]:
     return {f"retrofit_{name}": text for name, text in adding_gates_page.sections(RETROFIT).items()}
 
 
-def use_a_model() -> dict[str, str]:
-    row = Results("converting_1b.json").row()
-    return {
-        **retrofit(),
-        "converted_parameters": f"{row['parameters'] / 1e9:.2f}",
-        "converted_seconds": f"{row['seconds']:.0f}",
-        "converted_memory": f"{row['peak_bytes'] / 1e9:.1f}",
-    }
-
-
 def sweep() -> dict[str, str]:
     search, comparison = (read_json(ROOT / "studies" / "demo" / f"{name}.json") for name in ("sweep_lr", "compare"))
     best = min(entry["heldout_loss"] for entry in search["rates"])
@@ -338,7 +328,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "benchmarks/results/README.md": lambda: {"files": tables.files()},
     "docs/operations.md": operations,
     "docs/sweep.md": sweep,
-    "docs/use_a_model.md": use_a_model,
+    "docs/use_a_model.md": retrofit,
     "studies/retrofit/README.md": retrofit,
 }
 

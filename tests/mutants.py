@@ -522,10 +522,6 @@ LIST = r"""
 - self._in_a_row = (self._in_a_row + 1) * bad
 + self._in_a_row = self._in_a_row + bad
 # Bad steps far apart count as in a row.
-= guard.window training/faults/step_guard.py
-- kept = torch.where(torch.isfinite(norm), norm, self._norms[-1])
-+ kept = norm
-# One norm that is not finite switches the spike rule off for a while.
 = guard.loss training/faults/step_guard.py
 - good = torch.isfinite(grad_norm) & torch.isfinite(loss_B).all()
 + good = torch.isfinite(grad_norm)

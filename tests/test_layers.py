@@ -52,7 +52,7 @@ def test_no_import_points_up():
 
 
 #: Packages that only an extra other than `train` brings, and the files that are imported where one is used.
-OF_EXTRAS = {"datasets", "datasketch", "httpx", "lm_eval", "optuna", "pyarrow", "rouge", "tensorboard", "wandb"}
+OF_EXTRAS = {"datasets", "datasketch", "httpx", "lm_eval", "optuna", "pyarrow", "rouge", "wandb"}
 USED_ALONE = {"evaluation/harness.py", "sweep/free_search.py"}
 
 

@@ -4,7 +4,6 @@
     python eval/per_token_loss/run_per_token_loss.py --model_path output/hf/fox --data_path data/longcrawl64 \\
         --save_dir output/per_token_loss
     fabric run eval/per_token_loss/run_per_token_loss.py --devices 4 --model_path …     # or torchrun --nproc-per-node 4
-    … --preset extrapolation                                                            # beyond the training length
     torchrun --nproc-per-node 4 … --context 4                                           # four GPUs share each sequence
 
 MODEL_PATH is an export of save_model.py, a training run's output_dir, or a hub id. Writes SAVE_DIR/MODEL/results.json
@@ -43,12 +42,6 @@ def parse_args() -> argparse.Namespace:
         help="datamodule.name of a plug-in that reads DATA_PATH, and further keys of datamodule",
     )
     parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL")
-    parser.add_argument(
-        "--preset",
-        choices=["extrapolation"],
-        help="extrapolation: whole documents, which must be longer than the sequences of training, and a table of what "
-        "each doubling of the context beyond that length gains",
-    )
     parser.add_argument("--eval_len", type=at_least(2), help="tokens of a sequence; default whole documents")
     parser.add_argument(
         "--eval_tokens",
@@ -72,10 +65,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--save_interval", type=count, default=64, help="batches between two writes of the state")
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="continue; the default")
-    args = parser.parse_args()
-    if args.preset and args.eval_len:
-        parser.error("--preset=extrapolation evaluates whole documents; leave --eval_len out")
-    return args
+    return parser.parse_args()
 
 
 def token_count(text: str) -> int | str:
@@ -113,10 +103,9 @@ def main() -> None:
             save_interval=args.save_interval,
             resume=args.resume,
             context=args.context,
-            extrapolation=args.preset == "extrapolation",
         )
         if workers.is_first:
-            table = position_loss.slope_table([(model.name, results)], beyond_training=args.preset is not None)
+            table = position_loss.slope_table([(model.name, results)])
             loss = results[f"val/loss_avg_len_{data.length}"]
             said = f"{loss:.4f} nats per token ({results['eval_tokens']:,} tokens)"
             print(f"loss over {data.length:,} positions: {said}; {folder}/results.json")

@@ -1,4 +1,4 @@
-"""Names of the numbers that a run logs, in its files under `metrics/`, in wandb and in TensorBoard.
+"""Names of the numbers that a run logs, in its files under `metrics/` and in wandb.
 
 A name is `<kind>/<name>`, so that no two kinds share one. The writer of a number and its readers take the name from
 here. docs/operations.md lists the contents of each kind.
@@ -10,10 +10,8 @@ THROUGHPUT, NORM, GOODPUT, CHECKPOINT = "throughput", "norm", "goodput", "checkp
 BAD_STEP, RESUME = "bad_step", "resume"
 MODEL_INFO, TRAIN_DATA_INFO, VAL_DATA_INFO = "model_info", "train_data_info", "val_data_info"
 LM_EVAL, NEEDLE, GATES, SAMPLES = "lm_eval", "needle", "gates", "samples"
-#: Prefix of the kinds with losses on a set of `eval_sets`.
-VAL_SET = "val_"
-#: Losses of the moving average that the callback ema keeps.
-VAL_EMA = f"{VAL_SET}ema"
+#: Held-out losses of the moving average that the callback ema keeps.
+VAL_EMA = "val_ema"
 
 
 def name_of(kind: str, *parts: str) -> str:

@@ -15,24 +15,10 @@ for: so `callbacks: [lm_eval]` reaches an evaluation though training imports non
 PyTorch. A module that registers therefore imports PyTorch inside its functions.
 
 What a component's keys may be is said once, in the dataclass that it registers. pydantic holds the section to it
-(training/config/parsing.py): unknown keys are refused with the closest one, values have the types, ranges and choices
-that it declares, and rules between keys stand in a `__post_init__` that raises ValueError. Its keys decide what the
-weights become, and a run does not continue with other ones, unless `free` lists them.
-
-- An optimizer, a schedule, a corpus: section `optimizer`, `schedule` or `datamodule`, chosen by its key `name`. The
-  dataclass derives from OptimizerConfig, ScheduleConfig or DataModuleConfig in training/config/.
-  `configs/optimizer/lion.yaml` lists the keys and makes the name a choice: `optimizer=lion optimizer.beta=0.95`.
-- A callback: `callbacks=[lm_eval,gates]` on the command line chooses files of the group `configs/callbacks`. Each has
-  one section, named like the callback, with its keys, and these are overridden there: `callbacks.lm_eval.tasks=[…]`.
-
-      # configs/callbacks/lm_eval.yaml
-      lm_eval:
-        tasks: [arc_easy]
-        interval: 1000000000
-
-  An experiment chooses with `override /callbacks: [lm_eval]` in its defaults. `callbacks: [lm_eval]` in a plain config
-  is understood too. Code finds them in `config.callbacks`: `vars(config.callbacks)` is a dictionary from name to the
-  instance of the callback's dataclass, in the order in which they were named. Without a dataclass there are no keys.
+(training/config/parsing.py), and rules between keys stand in a `__post_init__` that raises ValueError. Its keys decide
+what the weights become, and a run does not continue with other ones, unless `free` lists them. The dataclass of an
+optimizer, a schedule or a corpus derives from OptimizerConfig, ScheduleConfig or DataModuleConfig; that of a callback
+types the section `callbacks.<name>`. docs/extend.md has an example of each with its YAML.
 
 A plug-in is a module or package that registers its components when it is imported. It is named on the command line
 (`plugins=[my_lab]`, in scripts and evaluations `--plugins my_lab`) or is the entry point of an installed package (group
@@ -191,7 +177,6 @@ CALLBACKS: Registry[Callable[..., Any]] = Registry(
         "lm_eval": "forgetting_transformer.evaluation.lm_eval_callback",
         "needle": "forgetting_transformer.evaluation.needle",
         "samples": "forgetting_transformer.evaluation.samples",
-        "tensorboard": "forgetting_transformer.training.callbacks.tensorboard",
     },
 )
 SCHEDULES: Registry[Callable[..., Callable[[int], float]]] = Registry(

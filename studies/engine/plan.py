@@ -25,12 +25,11 @@
         of: variants                  # whose losses; default runs
       - {claim: The loss keeps falling, rule: falls, models: [fox_pro], at: 0.5}  # position over training length
       - {claim: RoPE changes little, rule: same, models: [fox_pro_rope], than: fox_pro, within: 0.05}  # nats
-    corpus: {doc_len: 32768}          # see Corpus below; default: the Python sources of this machine
+    corpus: {doc_len: 32768}          # see Corpus below
     jobs_per_gpu: 3                   # runs that share a GPU
     evaluations_per_gpu: 4
     eval_batch: 4                     # texts that an evaluation of the loss at every position runs together
     speed_seeds: [0]                  # seeds timed with and without pruning, each alone on a GPU; default none
-    downstream: true                  # whether finished runs are asked for a needle and the next line of code
 
 Only `group` and `models` are required. studies/three_seeds/study.yaml is an example.
 """
@@ -87,18 +86,12 @@ class Claim:
 
 @dataclass
 class Corpus:
-    """Texts that the stage `corpus` prepares, without near-duplicates.
+    """Rows of the Python sources of this machine that the stage `corpus` prepares, without near-duplicates.
 
     Attributes:
-        sources: folders; none are the packages of this Python.
-        glob: names of the files that are read.
-        vocabulary: entries of the tokenizer, which is trained on the texts.
         doc_len, heldout_docs: tokens of a row, and rows that are held out.
     """
 
-    sources: list[str] = field(default_factory=list)
-    glob: str = "*.py"
-    vocabulary: int = 8192
     doc_len: int = 16384
     heldout_docs: int = 128
 
@@ -123,7 +116,6 @@ class StudyPlan:
     evaluations_per_gpu: int = 4
     eval_batch: int = 4
     speed_seeds: list[int] = field(default_factory=list)
-    downstream: bool = True
 
     def overrides_of(self, part: str) -> list[str]:
         """Overrides of "runs", "search" or "variants", as train.py takes them."""

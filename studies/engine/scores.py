@@ -1,6 +1,6 @@
-"""Scores of a study's models: needle in a haystack, and writing and choosing the next line of code.
+"""Scores of a study's models: needle in a haystack, and choosing the next line of code.
 
-The stage `downstream` leaves the evaluations in KIND/RUN and needle/RUN/MODE; this reads them as one.
+The stage `downstream` leaves the evaluations in lm_eval/RUN and needle/RUN/MODE; this reads them as one.
 """
 
 import re
@@ -15,10 +15,6 @@ from studies.engine.results import Study
 
 #: Modes of the needle -> what pages call them.
 _MODES = {"paper": "standard", "paper_easy": "easy"}
-#: Kinds of tasks.
-_TASKS = ("next_line", "lm_eval")
-#: The score of LongBench's task that studies/code_tasks.py makes.
-_NEXT_LINE = "next line/similarity"
 
 
 def read_downstream(folder: Path, study: Study) -> dict[str, Any]:
@@ -36,9 +32,11 @@ def read_downstream(folder: Path, study: Study) -> dict[str, Any]:
         for mode, title in _MODES.items():
             evaluation = read_evaluation(folder / "needle" / run / mode)
             found |= {} if evaluation is None else _needle(evaluation, title)
-        for kind in _TASKS:
-            evaluation = read_evaluation(folder / kind / run)
-            found |= {} if evaluation is None else _tasks(evaluation, kind)
+        if (evaluation := read_evaluation(folder / "lm_eval" / run)) is not None:
+            found |= {
+                f"{n.task}/{n.metric}": n.value * (100 if n.metric in ("acc", "acc_norm") else 1)
+                for n in evaluation.numbers
+            }
         if found:
             scores.setdefault(model, {})[run] = found
     return {"scores": scores}
@@ -52,14 +50,6 @@ def _needle(evaluation: Evaluation, mode: str) -> dict[str, float]:
         where = "within" if number.at["length"] <= length else "beyond"
         cells.setdefault(f"needle/{mode}/{where}/{number.metric}", []).append(number.value)
     return {name: 100 * float(np.mean(values)) for name, values in cells.items()}
-
-
-def _tasks(evaluation: Evaluation, kind: str) -> dict[str, float]:
-    if kind == "next_line":
-        return {_NEXT_LINE: evaluation.numbers[0].value} if evaluation.numbers else {}
-    return {
-        f"{n.task}/{n.metric}": n.value * (100 if n.metric in ("acc", "acc_norm") else 1) for n in evaluation.numbers
-    }
 
 
 def score_texts(study: Study) -> dict[str, str]:

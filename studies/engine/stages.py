@@ -48,9 +48,9 @@ class Stages:
     def corpus(self) -> bool:
         wanted = self.plan.corpus
         paths = sysconfig.get_paths()
-        options = ["--glob", wanted.glob, "--tokenizer", f"train:{wanted.vocabulary}", "--dedup"]
+        options = ["--glob", "*.py", "--tokenizer", "train:8192", "--dedup"]
         options += ["--doc_len", str(wanted.doc_len), "--heldout_docs", str(wanted.heldout_docs)]
-        sources = wanted.sources or [paths["stdlib"], paths["purelib"]]
+        sources = paths["stdlib"], paths["purelib"]
         return self._python("scripts/prepare_data.py", *sources, *options, "--out", str(self.corpus_folder))
 
     def train(self) -> bool:
@@ -79,8 +79,6 @@ class Stages:
 
     def downstream(self) -> bool:
         """The needle and the next line of code, for runs that are finished."""
-        if not self.plan.downstream:
-            return True
         tasks = ["--data_path", str(self.corpus_folder), "--out", str(self.folder / "tasks")]
         # Every time: it refuses if the questions were to become others than those that models have answered.
         asked = self._python("studies/code_tasks.py", *tasks)
@@ -100,7 +98,7 @@ class Stages:
         if _is_current(results, run):
             return []
         options = ["--data_path", str(self.corpus_folder), "--save_dir", str(self.folder / "position_loss")]
-        options += ["--preset", "extrapolation", "--local_batch_size", str(self.plan.eval_batch)]
+        options += ["--local_batch_size", str(self.plan.eval_batch)]
         # An evaluation of weights that have been trained further since is of no use.
         options += ["--no-resume"] if results.exists() else []
         script = "eval/per_token_loss/run_per_token_loss.py"
@@ -142,9 +140,6 @@ class Stages:
             f"needle/{run.name}/{mode}/scores.json": ("eval/niah/run_niah.py", "--mode", mode, *needle)
             for mode in ("paper", "paper_easy")
         }
-        if has_tasks:
-            write = ("--data_dir", tasks, "--sets", "lcc", "--save_dir", str(place / "next_line"))
-            asked[f"next_line/{run.name}/results.json"] = "eval/longbench/run_longbench.py", *write
         if has_tasks and importlib.util.find_spec("lm_eval") is not None:
             choice = ("--tasks", "next_line", "--batch_size", "16", "--save_dir", str(place / "lm_eval"))
             asked[f"lm_eval/{run.name}/results.json"] = (

@@ -15,7 +15,6 @@ from forgetting_transformer.analysis.plots import heatmaps, losses, style, sweep
 from forgetting_transformer.analysis.plots.style import curve_styles
 from forgetting_transformer.analysis.runs import Run, read_run
 from tests.analysis.conftest import (
-    STEPS,
     MakeRun,
     add_callbacks,
     is_picture,
@@ -99,16 +98,6 @@ def test_losses_against_tokens_of_several_runs(make_run: MakeRun, drawn: list[Fi
     assert "compare held-out losses" in title_and_note(drawn[0])[1]
     with pytest.raises(AnalysisError, match=r"no finite loss \(diverged\)"):
         losses.loss_against_tokens([logged("diverged", {1: math.nan})], tmp_path / "loss.png")
-
-
-def test_losses_on_every_held_out_set(make_run: MakeRun, drawn: list[Figure], tmp_path: Path) -> None:
-    folder = make_run()
-    for name in ("web", "ema"):
-        write_lines(folder, f"val_{name}", [{"step": STEPS[0], f"val_{name}/loss": 4.0}])
-    losses.loss_on_sets([read_run(folder)], tmp_path / "x.png")
-    titles = ["held-out documents of the corpus", "held-out documents, EMA weights", "web"]
-    assert [axes.get_title("left") for axes in drawn[0].axes] == titles
-    assert drawn[0].axes[2].lines[0].get_xydata().tolist() == [[STEPS[0], 4.0]]
 
 
 def test_losses_against_position(drawn: list[Figure], tmp_path: Path) -> None:

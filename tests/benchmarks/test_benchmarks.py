@@ -18,8 +18,6 @@ from tests.evaluation.conftest import quickstart  # noqa: F401 (a fixture)
 CASES = {
     "attention": ([], 40),
     "authors": ([], 8),
-    "converting": ([], 1),
-    "corruption": ([], 1),
     "data": ([], 31),
     "interruptions": (["--devices", "4"], 6),
     "scaling": (["--cases", "one", "context", "--micro_batches", "1", "8"], 4),
@@ -118,23 +116,6 @@ def test_steps_on_two_processes_under_every_strategy(tmp_path):
     assert losses["ddp"] == pytest.approx(losses["fsdp"]) and losses["fsdp"] == losses["fsdp_kept"]
 
 
-def test_a_trace_says_how_long_a_gpu_computes_communicates_and_waits():
-    def event(name: str, start: float, length: float, cat: str = "kernel") -> dict:
-        return {"name": name, "cat": cat, "ts": start, "dur": length}
-
-    found = load("scaling").overlap([
-        event("gemm", 0, 4000),
-        event("ncclDevKernel_AllGather", 3000, 2000),  # 1 ms beside gemm, 1 ms alone
-        event("copy", 4500, 200, "gpu_memcpy"),  # beside the gather: not exposed
-        event("gemm", 6000, 1000),  # after 1 ms of nothing
-        event("ncclDevKernel_ReduceScatter", 6200, 300),
-        event("aten::mm", 0, 9000, "cpu_op"),
-    ])  # fmt: skip
-    assert found == pytest.approx(
-        {"compute_ms": 5.2, "communication_ms": 2.3, "hidden_ms": 1.5, "exposed_ms": 0.8, "idle_ms": 1.0}
-    )
-
-
 #: Stands in for the authors' model, with what the benchmark and their train.py use of it.
 MODEL = """
 from types import SimpleNamespace
@@ -181,14 +162,6 @@ def test_the_authors_model_runs_in_the_mode_of_the_row_and_ours_keeps_its_op(tmp
     assert sys.modules["forgetting_transformer.ops.forgetting_attention"] is forgetting_attention
     for name in [name for name in sys.modules if name.startswith("authors_fox")]:
         del sys.modules[name]
-
-
-@pytest.mark.rare("no contract: benchmarks")
-@pytest.mark.slow
-def test_the_cost_of_digests(tmp_path):
-    step = ["--experiment", "demo/fox_pro", "--seq-len", "16", "--vocab-size", "64", "--steps", "1"]
-    (row,) = rows_of("corruption", tmp_path / "corruption.json", *step)
-    assert row["share"] == row["digest_seconds"] / (row["compare_steps"] * row["step_seconds"])
 
 
 @pytest.mark.rare("no contract: benchmarks")

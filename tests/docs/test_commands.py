@@ -118,16 +118,6 @@ def test_the_python_of_the_readme_runs(quickstart, monkeypatch, tmp_path):  # no
     assert computed["k"].grad.isfinite().all()
 
 
-def test_the_page_on_training_averages_checkpoints_that_its_demo_keeps():
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        demo = parse(compose("config", overrides=["+experiment/demo=fox_pro", "output_dir=x", "data_dir=x"]))
-    written = range(demo.checkpoint_interval, demo.train.max_tokens + 1, demo.checkpoint_interval)
-    kept = list(written[-demo.checkpoint_keep_last :])
-    page = [words for words in shell_commands(read(ROOT / "docs/train.md")) if words[2:3] == ["output/demo"]]
-    averaged = [words[3:] for words in page if words[1] == "scripts/average_checkpoints.py"]
-    assert averaged == [["--last", str(len(kept))], ["--steps", *map(str, kept), "--out", "output/hf/mean"]]
-
-
 def test_the_yaml_of_the_page_on_training_is_an_experiment(tmp_path):
     (experiment,) = blocks(read(ROOT / "docs/train.md"), "yaml")
     (tmp_path / "experiment").mkdir()

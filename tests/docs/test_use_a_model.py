@@ -25,7 +25,7 @@ def test_the_lines_of_the_page_train_and_show_attention(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
     page, names = (ROOT / "docs/use_a_model.md").read_text(encoding="utf-8"), {}
-    load, attention, trainer, lora, _ = blocks(page, "python")
+    load, attention, trainer, lora = blocks(page, "python")
     few_steps = "max_steps=100"
     assert trainer.count(few_steps) == lora.count(few_steps) == 1
     exec(load, names)

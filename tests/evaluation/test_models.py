@@ -1,6 +1,5 @@
 """What can be evaluated: runs, exports, hub models; and what is refused."""
 
-import functools
 import math
 import shutil
 
@@ -14,7 +13,6 @@ from forgetting_transformer.evaluation.workers import Workers, start_workers
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest
 from forgetting_transformer.training.export import export, load_checkpoint
-from forgetting_transformer.training.export.averaging import average
 from tests.evaluation.conftest import TRAIN_LENGTH, VOCABULARY
 
 
@@ -130,10 +128,9 @@ def test_a_checkpoint_whose_weights_are_not_finite_is_refused_by_all_that_use_it
     message = rf"/step-{2 * checkpoint.step:015d}.*: lm_head.weight holds {size} of .* values that are not finite"
     with pytest.raises(EvaluationError, match=message):
         load_model(str(tmp_path / "run"))
-    for use in (export, functools.partial(average, last=2)):
-        with pytest.raises(CheckpointError, match=message):
-            use(tmp_path / "run", tmp_path / "hf")
-        assert not (tmp_path / "hf").exists()
+    with pytest.raises(CheckpointError, match=message):
+        export(tmp_path / "run", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
 
 
 def test_a_foreign_models_losses_are_those_of_its_logits(tmp_path):

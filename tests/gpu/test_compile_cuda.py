@@ -47,11 +47,12 @@ os.environ["TRITON_CACHE_DIR"] = {folder!r} + "/triton"
 """
 KILLED_IN_THE_SIXTH_STEP = """
 import os, signal
+from forgetting_transformer.training import saving
 from forgetting_transformer.training.trainer import Trainer
 step = Trainer.step
 def dying(self, batch):
     if self.counters.batch_count == 5:
-        self.saver.collect(self, wait=True)
+        saving.collect(self, wait=True)
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, batch)
 Trainer.step = dying

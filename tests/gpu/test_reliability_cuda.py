@@ -108,7 +108,7 @@ def strictly(function):
     return call
 trainer.Trainer.step, trainer.Trainer.check_in = strictly(step), strictly(vote)
 """
-    config = on_gpus("auto", 1, train__spike_factor=3.0, checkpoint_interval=100 * STEP)
+    config = on_gpus("auto", 1, checkpoint_interval=100 * STEP)
     run(config, 1, patch)
 
 

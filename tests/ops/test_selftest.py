@@ -225,6 +225,16 @@ def test_what_fla_serves_is_tested_by_one_thread_at_a_time(pretend_gpu, monkeypa
     assert most == {"fla": 1, "all": 2}
 
 
+def test_threads_of_the_self_test_take_the_gpu_of_the_caller(pretend_gpu, monkeypatch):
+    """They begin with the first."""
+    devices = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(selftest, "check", lambda *args: (0.0, "the output"))
+    selftest.choose_backends([FOX], torch.bfloat16, torch.device("cuda"), [64])
+    assert devices == [torch.device("cuda", 3)]
+
+
 # What models say of their calls is what they do.
 
 

@@ -1,4 +1,4 @@
-"""Tasks made of held-out code: both evaluations can read them, and the questions are about the text."""
+"""A task made of held-out code: lm_eval can read it, and the questions are about the text."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from forgetting_transformer.analysis import AnalysisError
-from forgetting_transformer.evaluation.longbench import read_examples
 from forgetting_transformer.evaluation.models import EvaluationError
 from studies import code_tasks
 from tests.evaluation.scripts import index_few_tasks
@@ -69,19 +68,15 @@ def contents(folder) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
-def test_tasks_are_in_the_formats_of_both_evaluations(corpus, tmp_path):
+def test_a_question_has_the_true_line_and_the_group_of_its_text(corpus, tmp_path):
     assert code_tasks.make_tasks("corpus", tmp_path / "tasks", 10) == 10
     first = contents(tmp_path / "tasks")
-    examples = read_examples("lcc", tmp_path / "tasks")
-    assert len(examples) == 10 and {e["context"].split("(")[0] for e in examples} == {
-        f"def function_{n}_0" for n in range(3)
-    }
     rows = [json.loads(line) for line in first["next_line.jsonl"].decode().splitlines()]
-    for row, example in zip(rows, examples, strict=True):
-        assert row["choices"][row["label"]] == example["answers"][0] and example["context"].endswith(row["code"])
-        assert len(row["code"]) <= code_tasks.SHORT
-        number = int(example["context"].partition("_0(")[0].rpartition("_")[2])
-        assert row["heldout_group"] == example["heldout_group"] == [7, 7, 3][number], "that of the text"
+    assert len(rows) == 10
+    for row in rows:
+        assert len(row["code"]) <= code_tasks.MOST
+        (number,) = (n for n, text in enumerate(corpus) if f"{row['code']}{row['choices'][row['label']]}\n" in text)
+        assert row["heldout_group"] == [7, 7, 3][number], "that of the text"
     code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)
     assert first == contents(tmp_path / "tasks")
 
@@ -103,13 +98,13 @@ def test_lm_eval_finds_the_questions_wherever_the_folder_is(corpus, tmp_path, mo
 
 
 def test_files_of_others_and_other_questions_are_left_as_they_are(corpus, tmp_path):
-    (tmp_path / "longbench").mkdir()
-    (tmp_path / "longbench/lcc.jsonl").write_text("LongBench's own")
-    with pytest.raises(AnalysisError, match=r"longbench/lcc\.jsonl is not as studies/code_tasks\.py has written it"):
-        code_tasks.make_tasks("corpus", tmp_path / "longbench", 10)
-    assert contents(tmp_path / "longbench") == {"lcc.jsonl": b"LongBench's own"}
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others/next_line.jsonl").write_text("of others")
+    with pytest.raises(AnalysisError, match=r"others/next_line\.jsonl is not as studies/code_tasks\.py has written it"):
+        code_tasks.make_tasks("corpus", tmp_path / "others", 10)
+    assert contents(tmp_path / "others") == {"next_line.jsonl": b"of others"}
     code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)
     first = contents(tmp_path / "tasks")
-    with pytest.raises(EvaluationError, match=r"tasks/lcc\.jsonl has other questions than the 20 of --questions=20: "):
+    with pytest.raises(EvaluationError, match=r"tasks/next_line\.jsonl has other questions than the 20 of --questions"):
         code_tasks.make_tasks("corpus", tmp_path / "tasks", 20)
     assert first == contents(tmp_path / "tasks")

@@ -163,7 +163,7 @@ def test_each_gets_its_own_state():
     callbacks = Callbacks(trainer, [one, two], [bare])
     saved = callbacks.state()
     assert {name: int(value) for name, value in saved.items()} == {"one.a": 1, "one_more.a": 2}
-    callbacks.load(saved | {"guard_norms": torch.zeros(2)})
+    callbacks.load(saved | {"guard_skipped": torch.zeros(2)})
     assert (one.loaded, two.loaded, bare.loaded) == ({"a": 1}, {"a": 2}, None)
 
 

@@ -232,7 +232,7 @@ def test_a_value_that_is_none_is_refused_by_the_key_that_was_given_it(override, 
     assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
 
 
-DEVICES = r"^fabric\.devices=.* must be a number of processes from 1 to 1,024, 'auto', "
+DEVICES = r"^fabric\.devices=.* must be a number of processes from 1 to 1,024, or 'auto' "
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,6 @@ DEVICES = r"^fabric\.devices=.* must be a number of processes from 1 to 1,024, '
     [
         # One is not true, and true is not one.
         ("train.compile=1", 1, "^train.compile=1 must be 'auto', true or false"),
-        ("preflight=0", 1, "^preflight=0 must be 'check', true or false"),
         ("optimizer.lr=true", 1, "^optimizer.lr=True must be a number"),
         ("train.profile_steps=[true,3]", 1, "^train.profile_steps.0=True must be a number"),
         ("optimizer.betas=[]", 1, r"^optimizer.betas=\[\] is empty; give at least one value"),
@@ -252,12 +251,10 @@ DEVICES = r"^fabric\.devices=.* must be a number of processes from 1 to 1,024, '
             r"grad_acc_tokens=1,000 does not split .* choose one of \[512, 1024, 2048, 4096\]",
         ),
         ("train.grad_acc_tokens=1536", 1, r"grad_acc_tokens=1,536"),
-        ("train.spike_factor=0.5", 1, "train.spike_factor=0.5 must be greater than 1, or null"),
         ("fabric.peak_flops=0", 1, "fabric.peak_flops=0 must be greater than or equal to 1, or null"),
         ("+train.max_token=5", 1, "unknown config key 'train.max_token'; did you mean 'train.max_tokens'"),
         ("train.max_tokens=???", 1, "no value for train.max_tokens.* or choose an experiment"),
         ("fork_step=100", 1, "fork_dir=None and fork_step=100 belong together"),
-        ("init_step=100", 1, "init_step=100 has no effect without init_from"),
         ("init_allow=lm_head.weight", 1, r"init_allow=lm_head.weight must be a list, as in .a, b."),
         ("fabric.precision=bf16-true", 1, "precision=bf16-true must be 'bf16-mixed' or '32-true'"),
         ("optimizer.betas=[0.9]", 1, r"optimizer.betas=\[0.9\]: List should have at least 2 items"),

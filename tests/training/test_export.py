@@ -16,7 +16,6 @@ from forgetting_transformer.evaluation.generation import continue_prompts
 from forgetting_transformer.evaluation.models import load_model
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
 from forgetting_transformer.training.export import MARK, ExportError, export, load_checkpoint, tokenizer_of_run
-from forgetting_transformer.training.export.averaging import average
 from forgetting_transformer.training.export.card import CARD
 from forgetting_transformer.training.export.contents import save_tokenizer
 from forgetting_transformer.training.records.run_directory import RunDirectory
@@ -241,7 +240,7 @@ def test_a_folder_with_another_model_or_files_of_somebody_else_is_refused(
     folder = tmp_path / "hf"
     folder.mkdir()
     (folder / stranger).write_text("mine")
-    said = f"{folder} holds {stranger}, which is not from an export.*choose another --hf_save_dir"
+    said = f"{folder}/{stranger} is not from an export, .*choose another --hf_save_dir"
     for replace in (False, True):
         with pytest.raises(ExportError, match=said):
             export(Path(finished(tiny)), folder, tokenizer=tokenizer, replace=replace)
@@ -291,8 +290,6 @@ def test_another_runs_export_is_replaced_where_that_is_asked_for_alone(tiny, tmp
     before = contents(folder)
     with pytest.raises(ExportError, match=rf"{folder} holds the export of another run \(.*, seed 0, 1,024 tokens\)"):
         export(other, folder, tokenizer=tokenizer)
-    with pytest.raises(ExportError, match="choose another --out, or replace it with --replace"):
-        average(other, folder, last=2, tokenizer=tokenizer)
     assert contents(folder) == before
     said = export(other, folder, tokenizer=tokenizer, replace=True)
     assert "in place of the one at 1,024 tokens" in said
@@ -306,7 +303,7 @@ def test_what_was_trained_further_or_edited_in_an_export_is_not_overwritten(tiny
     export(run, folder, tokenizer=tokenizer)
     (folder / name).write_bytes((folder / name).read_bytes() + b" ")
     before = contents(folder)
-    with pytest.raises(ExportError, match=f"{folder}/{name} has changed since it was exported"):
+    with pytest.raises(ExportError, match=f"{folder}/{name} is not from an export, or has changed since"):
         export(run, folder, tokenizer=tokenizer)
     assert contents(folder) == before
     (folder / name).rename(tmp_path / name)  # as the message says

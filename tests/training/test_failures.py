@@ -194,13 +194,6 @@ def test_processes_that_would_train_alone_are_refused(tiny):
     assert "2 processes were started but each trains alone" in job.errors()
 
 
-@pytest.mark.quick
-def test_stray_fabric_variables_are_refused(tiny):
-    job = Job(tiny, patch="import os; os.environ['LT_DEVICES'] = '2'")
-    assert job.wait() == [1]
-    assert "LT_DEVICES would override the config" in job.errors()
-
-
 def test_the_command_line_trains_resumes_and_explains_itself(tiny, tmp_path):
     """What users type; test_stopping.py runs it as separate processes."""
     overrides = command_line(tiny, tmp_path / "cli")

@@ -1,4 +1,4 @@
-"""init_from: a new run begins with the weights of an export, of a model of the hub, or of another run."""
+"""init_from: a new run begins with the weights of an export or of a model of the hub."""
 
 import json
 import shutil
@@ -28,7 +28,6 @@ from tests.training.conftest import (
     train,
     word_tokenizer,
 )
-from tests.training.official import official_run
 
 pytestmark = pytest.mark.slow
 
@@ -60,21 +59,18 @@ def one_line(config: dict) -> str:
     return str(refusal.value)
 
 
-def test_an_export_a_run_and_one_of_the_authors_give_their_weights_also_for_another_length(tiny, tmp_path, finished):
+def test_an_export_gives_its_weights_also_for_another_length(tiny, tmp_path, finished):
     tied = changed(tiny, model__config__tie_word_embeddings=True)
-    run = Path(finished(tied))
-    export(run, tmp_path / "hf", step=8 * STEP, tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
-    official_run(run, tmp_path / "official", 8 * STEP)
-    for source, step in ((run, None), (run, 8 * STEP), (tmp_path / "hf", None), (tmp_path / "official", None)):
-        at = 20 * STEP if source == run and step is None else 8 * STEP
-        weights = checkpoint_tensors(str(run), at)
-        new = changed(tied, init_from=str(source), init_step=step, seed=3, datamodule__train_batch_len=16)
-        trainer = begun(changed(new, train__grad_acc_tokens=16))
-        assert trainer.counters.token_count == 0 and not trainer.optimizer.state
-        model = trainer.model.module
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, weights[f"model.{name}"]), (source, step, name)
-        assert model.lm_head.weight is model.get_input_embeddings().weight
+    run = finished(tied)
+    export(Path(run), tmp_path / "hf", step=8 * STEP, tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
+    weights = checkpoint_tensors(run, 8 * STEP)
+    new = changed(tied, init_from=str(tmp_path / "hf"), seed=3, datamodule__train_batch_len=16)
+    trainer = begun(changed(new, train__grad_acc_tokens=16))
+    assert trainer.counters.token_count == 0 and not trainer.optimizer.state
+    model = trainer.model.module
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[f"model.{name}"]), name
+    assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
 def test_ranks_begin_with_the_same_weights_which_rank_0_alone_reads(tiny, tmp_path, exported):
@@ -90,7 +86,7 @@ def test_ranks_begin_with_the_same_weights_which_rank_0_alone_reads(tiny, tmp_pa
         assert torch.equal(tensor, ours[f"model.{name}"]) and torch.equal(tensor, theirs[f"model.{name}"]), name
 
 
-ONLY_ON_RANK_0 = before("training.start.initial_weights", "find", 'assert os.environ["RANK"] == "0"')
+ONLY_ON_RANK_0 = before("training.start.initial_weights", "_find", 'assert os.environ["RANK"] == "0"')
 
 
 def test_the_run_is_a_new_one_and_says_where_its_weights_come_from(tiny, tmp_path, finished, exported):
@@ -141,21 +137,21 @@ def test_tensors_that_do_not_match_are_named_and_refused_and_nothing_is_moved(ti
     assert said.endswith("?")
     allowed = changed(new, init_allow=["lm_head.weight", "*.extra.weight", "model.norm.weight"])
     train(changed(allowed, optimizer__lr=0.0, optimizer__weight_decay=0.0))
-    log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
-    assert "WARNING init_from: fresh initial weights for lm_head.weight, model.norm.weight" in log
-    assert "WARNING init_from: not used: model.layers.0.extra.weight" in log
     weights, stored = checkpoint_tensors(tiny["output_dir"], STEP), load_file(exported / "model.safetensors")
     drawn = begun(changed(tiny, output_dir=tiny["output_dir"] + "-drawn")).model.module.state_dict()
     for name, tensor in drawn.items():
         expected = tensor if name in ("lm_head.weight", "model.norm.weight") else stored[name]
         assert torch.equal(weights[f"model.{name}"], expected), name
-    assert blocks(tiny["output_dir"])[-1]["start"].endswith("; fresh: lm_head.weight, model.norm.weight")
+    assert blocks(tiny["output_dir"])[-1]["start"].endswith(
+        "; fresh: lm_head.weight, model.norm.weight; not used: model.layers.0.extra.weight"
+    )
 
 
 def test_another_architecture_takes_what_it_shares(tiny, tmp_path, finished):
     """A Transformer that becomes a FoX."""
     plain = changed(tiny, model__config__fgate_type="none", train__max_tokens=4 * STEP)
-    new = changed(tiny, init_from=finished(plain), output_dir=str(tmp_path / "new"), train__max_tokens=STEP)
+    export(Path(finished(plain)), tmp_path / "hf", tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
+    new = changed(tiny, init_from=str(tmp_path / "hf"), output_dir=str(tmp_path / "new"), train__max_tokens=STEP)
     said = one_line(new)
     assert "fgate_proj.weight is missing" in said and "lm_head" not in said
     train(changed(new, init_allow=["*.fgate_proj.*"]))
@@ -193,19 +189,17 @@ def test_another_vocabulary_is_refused_unless_embeddings_may_be_fresh(tiny, tmp_
 @pytest.mark.parametrize(
     ("source", "changes", "message"),
     [
-        ("nothing/here/at-all", {}, "there is neither a run (checkpoints) nor an exported model (config.json); give"),
+        ("nothing/here/at-all", {}, "there is no exported model (config.json); give a folder"),
         ("nobody/no-such-model", {}, "there is no such folder, and the hub's model of this name cannot be had"),
-        ("RUN", {"init_step": 5}, f"no valid checkpoint at step 5 in RUN/checkpoints; it holds [{8 * STEP}, "),
+        ("RUN", {}, "there is no exported model (config.json); give a folder"),
         ("HF", {"model__config__num_heads": 4}, "trained with in model.config: num_heads=2 (not 4) in block 0"),
-        ("HF", {"init_step": 5}, "init_step=5 chooses a checkpoint of a run, and this is none; leave it out"),
         ("HF", {"fork_dir": "RUN", "fork_step": 8 * STEP}, "both say what to begin with"),
         (None, {"init_allow": ["lm_head.weight"]}, "init_allow=['lm_head.weight'] has no effect without init_from"),
         (" ", {}, "init_from=' ' is empty"),
-        ("OWN", {"resume": False}, "is the output_dir, whose run resume=false moves aside; choose another output_dir"),
     ],
 )
 def test_what_cannot_be_begun_with_is_one_line(tiny, finished, exported, source, changes, message):
-    places = {"RUN": finished(tiny), "HF": str(exported), "OWN": tiny["output_dir"]}
+    places = {"RUN": finished(tiny), "HF": str(exported)}
 
     def place(text):
         for name, folder in places.items():

@@ -54,19 +54,17 @@ def test_a_micro_batch_that_would_not_fit_is_not_tried(tiny, tmp_path):
 
 def test_a_disk_too_small_for_the_checkpoints_to_come_is_noticed(tiny):
     patch = "import shutil, collections; shutil.disk_usage = lambda p: collections.namedtuple('U', 'free')(300_000)"
-    job = Job(changed(tiny, preflight="check"), patch=patch)
+    job = Job(changed(tiny, preflight=True), patch=patch)
     assert job.wait() == [1]
     assert "the checkpoints to come need" in job.errors() and "checkpoint_keep_interval" in job.errors()
 
 
 def test_it_finds_what_training_would_find_after_hours(tiny):
-    assert "train.max_tokens=1,000,000 is more than" in refused(
-        changed(tiny, preflight="check", train__max_tokens=10**6)
-    )
+    assert "train.max_tokens=1,000,000 is more than" in refused(changed(tiny, preflight=True, train__max_tokens=10**6))
     # The last batch cannot be read.
     missing = "from forgetting_transformer.data import DataError\nraise DataError('c/4/0 is missing')"
     patch = before("data.token_array.TokenArray", "read", missing, "first >= 76", "self, first, *rest")
-    job = Job(changed(tiny, preflight="check", skip_eval=True), patch=patch)
+    job = Job(changed(tiny, preflight=True, skip_eval=True), patch=patch)
     assert job.wait() == [1] and "c/4/0 is missing" in job.errors()
 
 
@@ -89,5 +87,5 @@ Model.forward = fail
         ),
         (False, "out of memory in evaluation for 2.50 GiB more"),
     ):
-        job = Job(changed(tiny, preflight="check"), patch=patch.format(training=training_fails))
+        job = Job(changed(tiny, preflight=True), patch=patch.format(training=training_fails))
         assert job.wait() == [1] and said in job.errors()

@@ -181,18 +181,6 @@ def test_a_very_large_batch_is_refused_at_once(base):
         check(config, 2)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
-@pytest.mark.parametrize("devices", [[0, 1], -1])
-def test_gpus_that_are_listed_where_there_are_none_are_one_line(base, tmp_path, devices):
-    config = set_key(base | {"output_dir": str(tmp_path), "data_dir": "x"}, "fabric.devices", devices)
-    config.fabric.accelerator = "auto"
-    with pytest.raises(
-        ConfigError, match=r"fabric\.devices=.* ask for GPUs\. PyTorch .*; or train on the CPU"
-    ) as error:
-        Trainer(parse(config))
-    assert "\n" not in str(error.value)
-
-
 def test_whole_numbers_may_be_written_as_floats(base):
     """1e9 tokens is how people write it; what follows from the key follows the number."""
     config = parse(set_key(set_key(base, "train.max_tokens", 1e9), "eval_interval", "${train.max_tokens}"))

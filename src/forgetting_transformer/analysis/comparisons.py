@@ -14,7 +14,7 @@ import numpy as np
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError, statistics
-from forgetting_transformer.analysis.runs import EMA, TRAIN_WINDOW, Run, read_run
+from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
 from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.files import flatten
 
@@ -38,14 +38,9 @@ class Model:
         """Training tokens that all its runs have logged."""
         return min(run.tokens for run in self.runs)
 
-    @property
-    def eval_set(self) -> str:
-        """The set that its held-out losses are of; "" for the corpus's own."""
-        return self.runs[0].eval_set
-
-    def on(self, eval_set: str) -> "Model":
-        """The same model, with its losses on another held-out set as the held-out ones."""
-        return Model(self.name, tuple(run.on(eval_set) for run in self.runs))
+    def with_ema(self) -> "Model":
+        """The same model, with the losses of its EMA weights as the held-out ones."""
+        return Model(self.name, tuple(run.with_ema() for run in self.runs))
 
     @property
     def flops_per_token(self) -> float:
@@ -167,12 +162,6 @@ def differing_settings(one: Run, other: Run, decisive: Decisive = flatten) -> li
     return sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
 
 
-def common_sets(models: Sequence[Model]) -> list[str]:
-    """The held-out sets besides the corpus's own that every run has losses of."""
-    first, *others = (run.eval_sets for one in models for run in one.runs)
-    return [name for name in first if all(name in sets for sets in others)]
-
-
 def at_equal_tokens(models: Sequence[Model], tokens: float | None = None, heldout: bool | None = None) -> Comparison:
     """All models after as many tokens as each of them has logged, or after `tokens`.
 
@@ -241,9 +230,7 @@ def _no_loss(model: Model, run: Run, tokens: float, heldout: bool) -> str:
 def table(comparison: Comparison, baseline: str) -> str:
     """A Markdown table with a title; differences are to `baseline`, with Welch's 95 % interval. The best is bold."""
     amount = f"{comparison.amount:,.0f}" if comparison.what == "training tokens" else f"{comparison.amount:.3e}"
-    eval_set = comparison.points[0].model.eval_set
-    loss_name = "held-out loss" + (f" on {eval_set}" if eval_set not in ("", EMA) else "")
-    loss_name += " of the EMA weights" if eval_set == EMA else ""
+    loss_name = "held-out loss" + " of the EMA weights" * comparison.points[0].model.runs[0].ema
     if not comparison.heldout:
         loss_name = f"training loss over the last {TRAIN_WINDOW:.0%} of tokens"
     best = min(comparison.points, key=lambda point: point.mean)
@@ -283,10 +270,9 @@ def warnings(comparison: Comparison, baseline: str) -> list[str]:
         if point.is_between
     ]
     if comparison.heldout and len({text for run in runs for text in _texts(run)}) > 1:
-        texts = f"texts under the name {runs[0].eval_set}" if runs[0].eval_set else "held-out texts"
         found.append(
-            f"the runs have different {texts}: their losses on them cannot be compared, nor taken together as seeds; "
-            "use one corpus and one datamodule.eval_tokens"
+            "the runs have different held-out texts: their losses on them cannot be compared, nor taken together as "
+            "seeds; use one corpus and one datamodule.eval_tokens"
         )
     key = "eval_batch_len" if comparison.heldout else "train_batch_len"
     lengths = {run.setting("datamodule", key) for run in runs} - {None}
@@ -308,7 +294,7 @@ def warnings(comparison: Comparison, baseline: str) -> list[str]:
 def _texts(run: Run) -> set[tuple[Any, Any]]:
     """Fingerprint and number of tokens of the held-out documents of its evaluations."""
     kind = run.heldout_kind
-    own = None if run.eval_set else run.info("val_data").get("fingerprint")
+    own = run.info("val_data").get("fingerprint")
     fingerprint, tokens = names.name_of(kind, names.FINGERPRINT), names.name_of(kind, names.TOKENS_EVALUATED)
     return {(line.get(fingerprint, own), line[tokens]) for line in run.records(kind) if tokens in line}
 

@@ -21,7 +21,7 @@ from forgetting_transformer.analysis.plots.losses import loss_against_position, 
 from forgetting_transformer.analysis.plots.style import DOTS_PER_INCH
 from forgetting_transformer.analysis.position_loss import comparison_table
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_table
-from forgetting_transformer.analysis.runs import EMA, Run
+from forgetting_transformer.analysis.runs import Run
 from forgetting_transformer.analysis.tables import Table, format_tokens, has_numbers, plain_number, score_table
 from forgetting_transformer.files import flatten
 
@@ -95,20 +95,19 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
 
 def _overview(runs: Sequence[Run]) -> str:
     """A column for each run, and a row for each number that any run has."""
-    sets = dict.fromkeys(name for run in runs for name in run.eval_sets)
-    columns = [_facts(run, list(sets)) for run in runs]
+    columns = [_facts(run) for run in runs]
     rows = [[fact, *(column[fact] for column in columns)] for fact in (columns[0] if columns else ())]
     rows = [row for row in rows if any(cell != "–" for cell in row[1:])]
     return _table(Table(["", *(run.name for run in runs)], rows, "l" + "r" * len(runs)))
 
 
-def _facts(run: Run, sets: Sequence[str]) -> dict[str, str]:
+def _facts(run: Run) -> dict[str, str]:
     info, start = run.info("model"), run.starts[-1] if run.starts else {}
     train, heldout, speed, goodput = (
         run.last(kind) for kind in (names.TRAIN, names.VAL, names.THROUGHPUT, names.GOODPUT)
     )
     loss, memory = heldout.get(names.name_of(names.VAL, names.LOSS)), speed.get(names.PEAK_MEMORY)
-    of_sets = {"EMA weights" if name == EMA else name: run.on(name).heldout.values[-1:] for name in sets}
+    of_ema = run.last(names.VAL_EMA).get(names.name_of(names.VAL_EMA, names.LOSS))
     hours = goodput.get(names.name_of(names.GOODPUT, names.HOURS))
     return {
         "Model": run.setting("model", "label") or run.setting("model", "name") or "–",
@@ -118,7 +117,7 @@ def _facts(run: Run, sets: Sequence[str]) -> dict[str, str]:
         "Training loss, last logged": _number(train.get(names.TRAIN_LOSS)),
         "Held-out loss": _number(loss),
         "Held-out perplexity": _number(None if loss is None else math.exp(min(loss, 700.0)), 2),
-        **{f"Held-out loss, {name}": _number(next(iter(values), None)) for name, values in of_sets.items()},
+        "Held-out loss, EMA weights": _number(of_ema),
         "Tokens/s": _number(speed.get(names.per_second("token_count", "total", "cum")), 0),
         "MFU": _percent(speed.get(names.mfu("total", "cum"))),
         "Peak memory": "–" if memory is None else f"{memory / 1e9:.3g} GB",

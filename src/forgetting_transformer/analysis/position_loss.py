@@ -159,26 +159,26 @@ def group_seeds(results: Sequence[Result]) -> dict[str, np.ndarray]:
     return {name: losses[0] if len(losses) == 1 else np.stack(losses) for name, losses in curves.items()}
 
 
-def slope_table(results: Sequence[tuple[str, Mapping[str, Any]]], beyond_training: bool = False) -> Table:
+def slope_table(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     """The slope of every model at every power-of-two fraction of its length, with standard errors.
+
+    From the training length on it says whether what a doubling of the context changes is more than two of them.
 
     Args:
         results: names and the contents of results.json; seeds have one name.
-        beyond_training: only what each doubling of the context from the training length on changes, and whether that
-            is more than two standard errors.
     """
     rows = []
     for name, summary in results:
+        trained = summary.get("train_length") or math.inf
         for entry in summary.get("slope", []):
-            if beyond_training and entry["position"] < summary["train_length"]:
-                continue
             change, error = entry["per_doubling"], entry["standard_error"]
             verdict = "falls: the added context helps" if change < 0 else "rises: the added context hurts"
             if error is None or abs(change) <= 2 * error:
                 verdict = "one sequence: no standard error" if error is None else "flat within two standard errors"
             losses = [f"{entry[key]:.4f}" for key in ("before", "after")]
             slope = [with_error(change, error), f"{1000 * entry['per_token']:+.4f}"]
-            rows.append([name, f"{entry['position']:,}", *losses, *slope, verdict if beyond_training else ""])
+            beyond = verdict if entry["position"] >= trained else ""
+            rows.append([name, f"{entry['position']:,}", *losses, *slope, beyond])
     header = ["Model", "at position i", "loss in [i/2, i)", "loss in [i, 2i)", "change per doubling (nats)"]
     header += ["dL/di (nats per 1,000 tokens)", "beyond the training length"]
     return Table(header, rows, "lrrrrrl").without_empty_columns()

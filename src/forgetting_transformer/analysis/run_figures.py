@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from forgetting_transformer import metric_names as names
-from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens, loss_on_sets
+from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, scores_over_training, training_metrics
-from forgetting_transformer.analysis.runs import EMA, Run, read_position_losses, read_run, run_names
+from forgetting_transformer.analysis.runs import Run, read_position_losses, read_run, run_names
 from forgetting_transformer.analysis.scores_in_training import read_scores
 from forgetting_transformer.analysis.tables import format_tokens
 
@@ -41,7 +41,7 @@ def conditions(runs: Sequence[Run]) -> list[str]:
         ("{} parameters", "model sizes", [_short(run.info("model").get("total_params")) for run in runs]),
         ("{} tokens of training", "budgets", [_short(run.tokens or None) for run in runs]),
         ("{} held-out tokens", "held-out sets", [_heldout_tokens(run) for run in runs]),
-        ("of the held-out set {}", "held-out sets", [run.eval_set or None for run in runs]),
+        ("{} weights", "kinds of weights", ["EMA" if run.ema else None for run in runs]),
         ("sequences of {} tokens", "sequence lengths", [run.setting("datamodule", "train_batch_len") for run in runs]),
         ("{} tokens a step", "batch sizes", [_tokens_per_step(run) for run in runs]),
         ("learning rate {}", "learning rates", [run.setting("optimizer", "lr") for run in runs]),
@@ -77,13 +77,9 @@ def draw_runs(runs: Sequence[Run], folder: Path, left_out: list[str]) -> dict[st
         if run not in logged
     ]
     made_with, files = conditions(logged), {}
-    sets = list(dict.fromkeys(name for run in logged for name in run.eval_sets))
     if any(run.has_loss for run in logged):
         loss_against_tokens(logged, file := folder / "loss_tokens.png", made_with)
         files["Loss against training tokens"] = file
-    if sets:
-        loss_on_sets(logged, file := folder / "loss_sets.png", made_with)
-        files["Loss on every held-out set"] = file
     if any(map(has_metrics, logged)):
         training_metrics(logged, file := folder / "training.png", made_with)
         files["Wall time, learning rate, gradient norm, throughput"] = file
@@ -93,8 +89,8 @@ def draw_runs(runs: Sequence[Run], folder: Path, left_out: list[str]) -> dict[st
     if scored := [run for run in logged if read_scores(run)]:
         scores_over_training(scored, file := folder / "evaluations.png", conditions(scored))
         files["Evaluations during training"] = file
-    for eval_set in ("", *sets):
-        members = [run.on(eval_set) for run in logged if not eval_set or eval_set in run.eval_sets]
+    averaged = [run.with_ema() for run in logged if names.VAL_EMA in run.kinds]
+    for members, suffix, of in ((logged, "", ""), (averaged, "_ema", ", of the EMA weights")):
         drawn: list[Run] = []
         curves: dict[str, np.ndarray] = {}
         lengths: dict[str, int | None] = {}
@@ -106,18 +102,18 @@ def draw_runs(runs: Sequence[Run], folder: Path, left_out: list[str]) -> dict[st
             else:
                 left_out.append(_no_position_loss(run))
         if drawn:
-            file = folder / f"loss_position{'_' * bool(eval_set)}{eval_set}.png"
+            file = folder / f"loss_position{suffix}.png"
             loss_against_position(curves, file, lengths, conditions=conditions(drawn), of="runs")
-            files["Loss at every position, in training" + (f", on {eval_set}" if eval_set else "")] = file
+            files[f"Loss at every position, in training{of}"] = file
     return files
 
 
 def _no_position_loss(run: Run) -> str:
     """Line about a run that has no loss at every position, with the tokens after which the first one comes."""
-    keys = [] if run.eval_set else ["train_eval_interval"]
-    if run.eval_set or not run.setting("skip_eval"):
+    keys = [] if run.ema else ["train_eval_interval"]
+    if run.ema or not run.setting("skip_eval"):
         keys.append("eval_interval")
-    of = " of the EMA weights" if run.eval_set == EMA else f" on {run.eval_set}" if run.eval_set else ""
+    of = " of the EMA weights" if run.ema else ""
     line = f"{run.output_dir} has no loss at every position{of} yet"
     ahead = [(tokens, key) for key in keys if (tokens := run.setting(key) or 0) > run.tokens]
     return f"{line}: the first comes after {min(ahead)[0]:,} training tokens ({min(ahead)[1]})" if ahead else line

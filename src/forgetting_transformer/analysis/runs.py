@@ -28,8 +28,6 @@ from forgetting_transformer.files import parse_json_lines, read_yaml
 
 #: Training loss at some tokens is the mean of what was logged over the last 5 % of the tokens before.
 TRAIN_WINDOW = 0.05
-#: The "set" of losses on the corpus's own held-out documents under the moving average that the callback ema keeps.
-EMA = names.VAL_EMA.removeprefix(names.VAL_SET)
 _NOT_FINITE = re.compile(r"infinite or NaN|not finite")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -51,13 +49,13 @@ class Run:
     Attributes:
         output_dir: the run's folder, which need not exist yet.
         name: for people.
-        eval_set: the set that the held-out losses are of; "" for the corpus's own (`on`).
+        ema: whether its held-out losses are those of the moving average that the callback ema keeps (`with_ema`).
         until: training tokens after which lines are left out.
     """
 
     output_dir: Path
     name: str
-    eval_set: str = ""
+    ema: bool = False
     until: float = math.inf
     _records: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -138,17 +136,11 @@ class Run:
     @property
     def heldout_kind(self) -> str:
         """The kind of the lines with its held-out losses."""
-        return f"{names.VAL_SET}{self.eval_set}" if self.eval_set else names.VAL
+        return names.VAL_EMA if self.ema else names.VAL
 
-    @property
-    def eval_sets(self) -> list[str]:
-        """Names of the other held-out sets that it has losses of, with `EMA`."""
-        kinds = self.kinds - {names.VAL_DATA_INFO}
-        return sorted(kind.removeprefix(names.VAL_SET) for kind in kinds if kind.startswith(names.VAL_SET))
-
-    def on(self, eval_set: str) -> "Run":
-        """The same run, with its losses on another held-out set as the held-out ones; none if it has none."""
-        return dataclasses.replace(self, eval_set=eval_set)
+    def with_ema(self) -> "Run":
+        """The same run, with the losses of its EMA weights as the held-out ones; none if it has none."""
+        return dataclasses.replace(self, ema=True)
 
     # What else it logged.
 
@@ -250,15 +242,15 @@ def read_run(output_dir: Path, name: str | None = None) -> Run:
 def read_position_losses(run: Run) -> dict[str, np.ndarray]:
     """A run's newest loss at every position (seq_len,), by what it is of: "run3, held-out, after 5.12K tokens".
 
-    It is of held-out documents, else of training batches; of another set, of that alone. {} before any validation.
+    It is of held-out documents, else of training batches; with `ema`, of these weights alone. {} before any validation.
 
     Raises:
         AnalysisError: the newest file is not whole, or does not hold the array.
     """
     folder = run.output_dir / "metrics" / "npz"
     of = {names.VAL: "held-out", names.TRAIN_EVAL: "training batches"}
-    if run.eval_set:
-        of = {run.heldout_kind: f"held-out ({run.eval_set})"}
+    if run.ema:
+        of = {names.VAL_EMA: "held-out (EMA weights)"}
     for kind, what in of.items():
         if (file := max(folder.glob(f"{kind}/step-*.npz"), default=None)) is not None:
             tokens = format_tokens(int(file.stem.removeprefix("step-")))

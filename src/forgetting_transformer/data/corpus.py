@@ -9,7 +9,7 @@ Axes: B sequences of a batch, T tokens of a sequence, S = T + 1 entries of cu_se
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -50,18 +50,6 @@ class DataInfo:
             object.__setattr__(self, "eos_token_id", self.bos_token_id)
 
 
-class Place(Protocol):
-    """Where the sequences of a global batch lie, for people; `str()` says it in a line."""
-
-    def sequence(self, row: int) -> str:
-        """Where the sequence in this row of the global batch lies."""
-        ...
-
-    def describe(self, rows: Sequence[int]) -> dict[str, Any]:
-        """For bad_step.jsonl: where the batch lies, and where the sequences in these rows do."""
-        ...
-
-
 class Corpus(Protocol):
     """A corpus at one batch shape. A class that derives from it need not define `train_lengths`.
 
@@ -93,8 +81,8 @@ class Corpus(Protocol):
         FLOPs are counted with: `{T: 1.0}` without `cu_seqlens`. It may be an estimate, the same at every start."""
         return {self.train_info().seq_len: 1.0}
 
-    def locate(self, batch: int) -> Place:
-        """Where the sequences of a global batch lie."""
+    def locate(self, batch: int) -> Sequence[str]:
+        """Where each sequence of a global batch lies, in its order, in words: bad_step.jsonl and the log show it."""
         ...
 
     def eval_info(self) -> DataInfo:

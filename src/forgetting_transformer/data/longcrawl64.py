@@ -10,7 +10,6 @@ import bisect
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -123,8 +122,8 @@ class LongCrawl64DataModule:
         """Global batches until a corpus has been read once."""
         return self._order().batches
 
-    def locate(self, batch: int) -> Any:
-        return self._order().locate(batch)
+    def locate(self, batch: int) -> list[str]:
+        return self._order().locate(batch).sequences()
 
     def places(self, batch: int, rank: int, world_size: int) -> Iterator[tuple[int, slice | np.ndarray, Location]]:
         """Parts of a rank's share of a batch: the number of a corpus, rows of the share, their place in the corpus."""

@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -75,22 +74,6 @@ class Interleaving:
         return patterns * len(self.pattern_P) + int(within)
 
 
-@dataclass(frozen=True)
-class MixedPlace:
-    """Where the sequences of a batch lie: for each, the corpus and its place there."""
-
-    rows: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "; ".join(self.rows[:4]) + ("; …" if len(self.rows) > 4 else "")
-
-    def sequence(self, row: int) -> str:
-        return self.rows[row]
-
-    def describe(self, rows: Sequence[int]) -> dict[str, Any]:
-        return {"place": str(self), "documents_not_finite": [self.rows[row] for row in rows]}
-
-
 class MixtureDataModule(LongCrawl64DataModule):
     """Loaders over several corpora of LongCrawl64DataModule's format, with one tokenizer.
 
@@ -142,12 +125,12 @@ class MixtureDataModule(LongCrawl64DataModule):
         batches = min(sequences) // self.train_batch_size
         return max(1, batches) if self.repeat else batches  # then parts begin again one by one, also within a batch
 
-    def locate(self, batch: int) -> MixedPlace:
+    def locate(self, batch: int) -> list[str]:
         rows = [""] * self.train_batch_size
         for part, at, place in self.places(batch, 0, 1):
-            for i, row in enumerate(at.tolist()):
-                rows[row] = f"{self.names[part]}: {place.sequence(i)}"
-        return MixedPlace(tuple(rows))
+            for row, sequence in zip(at.tolist(), place.sequences(), strict=True):
+                rows[row] = f"{self.names[part]}: {sequence}"
+        return rows
 
     def places(self, batch: int, rank: int, world_size: int) -> Iterator[tuple[int, np.ndarray, Location]]:
         share = self.train_batch_size // world_size

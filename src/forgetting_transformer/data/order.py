@@ -10,9 +10,7 @@ Ranks slice last: of W ranks, rank k reads the k-th contiguous B/W of those docu
 therefore do not depend on W, so a run may continue on another number of processes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 
 def documents_needed(tokens: int, doc_len: int, seq_len: int, batch_size: int) -> int:
@@ -30,18 +28,10 @@ class Location:
     begin_token: int
     end_token: int
 
-    def __str__(self) -> str:
-        return (
-            f"documents {self.first_document:,}–{self.last_document - 1:,}, "
-            f"tokens {self.begin_token:,}–{self.end_token - 1:,}"
-        )
-
-    def sequence(self, row: int) -> str:
-        return f"document {self.first_document + row:,}, tokens {self.begin_token:,}–{self.end_token - 1:,}"
-
-    def describe(self, rows: Sequence[int]) -> dict[str, Any]:
-        place = {name: getattr(self, name) for name in ("first_document", "begin_token", "end_token")}
-        return place | {"documents_not_finite": [self.first_document + row for row in rows]}
+    def sequences(self) -> list[str]:
+        """Place of each sequence, in words."""
+        tokens = f"tokens {self.begin_token:,}–{self.end_token - 1:,}"
+        return [f"document {document:,}, {tokens}" for document in range(self.first_document, self.last_document)]
 
 
 @dataclass(frozen=True)

@@ -368,13 +368,9 @@ def evaluate(
         found = np.array([score_example(name, record) for record in records])
         scores[name] = mean_score(found.tolist())
         errors[name, None] = mean_and_error(100 * found)[1], found.size
-        groups: list[Any] = [example.get(question_scores.GROUP) for example in examples]
         asked = [[example[key] for key in ("input", "context", "answers")] for example in examples]
-        by_question[name] = question_scores.QuestionScores(
-            {"score": (100 * found).tolist()},
-            question_scores.digest_of(asked),
-            None if None in groups else groups,
-        )
+        digest = question_scores.digest_of(asked)
+        by_question[name] = question_scores.QuestionScores({"score": (100 * found).tolist()}, digest)
         if workers.is_first:
             write_json(folder / "results.json", scores)
     if workers.is_first:

@@ -41,7 +41,6 @@ from forgetting_transformer.analysis.position_loss import (
     LOSS_PER_TOKEN,
     made_with,
     octave_edges,
-    slope_table,
     slopes,
     standard_errors,
 )
@@ -57,7 +56,7 @@ from forgetting_transformer.evaluation.models import (
     token_losses,
 )
 from forgetting_transformer.evaluation.workers import Workers
-from forgetting_transformer.files import replacing, write_atomically, write_json
+from forgetting_transformer.files import replacing, write_json
 from forgetting_transformer.training.parallel.ranks import Ranks
 from forgetting_transformer.training.records.loss_by_position import by_length
 
@@ -100,7 +99,6 @@ def evaluate(
     save_interval: int = 64,
     resume: bool = True,
     context: int = 1,
-    extrapolation: bool = False,
 ) -> dict[str, Any]:
     """Evaluates, or continues an evaluation, and writes `folder/results.json` and `results.npz`.
 
@@ -111,7 +109,6 @@ def evaluate(
         save_interval: batches of every process between two writes of the state.
         resume: continue from those sums; otherwise start again and replace it.
         context: so many processes share each sequence and have equal parts of it. The results do not depend on it.
-        extrapolation: also writes extrapolation.md, about lengths beyond those of training.
 
     Returns:
         What results.json holds, on every process.
@@ -123,8 +120,6 @@ def evaluate(
     """
     check_vocabulary(model, data)
     check_context(context, model, data, workers.world_size)
-    if extrapolation:
-        check_extrapolates(model, data)
     ranks = Ranks(workers.rank, workers.world_size, context, datetime.timedelta(hours=12))
     own = ranks.part(data.length)
     workers.on_first(lambda: check_folder(folder, "per_token_loss", "results.json", "results.npz"))
@@ -193,7 +188,7 @@ def evaluate(
     bar.close()
     results = summarise(sums, model, identity) | {"corpus": data.corpus}
     if workers.is_first:
-        _write_results(folder, results, sums, data.groups(), extrapolation)
+        _write_results(folder, results, sums, data.groups())
     return results
 
 
@@ -246,21 +241,6 @@ def check_context(context: int, model: EvaluatedModel, data: HeldOutSequences, p
         )
 
 
-def check_extrapolates(model: EvaluatedModel, data: HeldOutSequences) -> None:
-    """Refuses an evaluation that never goes beyond the training length.
-
-    Raises:
-        EvaluationError: that, or the training length is not known.
-    """
-    if model.train_length is None:
-        raise EvaluationError(f"{model.source} does not say at which sequence length it was trained: set --train_len")
-    if data.length <= model.train_length:
-        raise EvaluationError(
-            f"--preset=extrapolation: documents of {data.path} have {data.length:,} tokens and {model.source} "
-            f"was trained on {model.train_length:,}; choose a corpus of longer documents"
-        )
-
-
 class _Batches(IterableDataset):
     """Batches of a loader, which may read them in its own process."""
 
@@ -305,9 +285,7 @@ def _read_state(file: Path, identity: dict[str, Any]) -> Sums | None:
     return sums
 
 
-def _write_results(
-    folder: Path, results: dict[str, Any], sums: Sums, group_N: np.ndarray | None, extrapolation: bool
-) -> None:
+def _write_results(folder: Path, results: dict[str, Any], sums: Sums, group_N: np.ndarray | None) -> None:
     numbers = {key: value for key, value in results.items() if isinstance(value, (int, float))}
     arrays = {LOSS_PER_TOKEN: sums.loss_T / sums.sequences, LOSS_PER_OCTAVE: sums.octaves_NO}
     if group_N is not None:
@@ -316,9 +294,6 @@ def _write_results(
     def write_more(new: Path) -> None:
         _savez(new / "results.npz", **numbers, **arrays)
         write_json(new / "results.json", results)
-        if extrapolation:
-            table = slope_table([(results["model"], results)], beyond_training=True)
-            write_atomically(new / "extrapolation.md", f"{table.markdown()}\n", durable=False)
         curve = {results["model"]: arrays[LOSS_PER_TOKEN]}
         loss_against_position(curve, new / FIGURE, results["train_length"], conditions=made_with([results]))
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from forgetting_transformer import signals
 from forgetting_transformer.analysis.runs import Run, read_run
-from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.training import Config
 from forgetting_transformer.training.config.continuing import changes_that_alter_the_run
 
@@ -70,20 +69,9 @@ class Job:
         return self.config.fabric.accelerator
 
     def devices(self, all_devices: int) -> int:
-        """Number of processes, where the job may have `all_devices` of them.
-
-        Raises:
-            SweepError: `fabric.devices` is neither a number nor "auto".
-        """
-        devices = str(self.config.fabric.devices)
-        if devices in ("auto", "-1"):
-            return all_devices
-        if not devices.isdecimal() or int(devices) < 1:
-            raise SweepError(
-                f"fabric.devices={devices}: jobs of a sweep need a number of devices, or auto for all; the sweep "
-                "chooses their GPUs (CUDA_VISIBLE_DEVICES limits it)"
-            )
-        return int(devices)
+        """Number of processes, where the job may have `all_devices` of them."""
+        devices = self.config.fabric.devices
+        return all_devices if devices == "auto" else devices
 
     def command(self, devices: int) -> list[str]:
         """Command that trains on so many devices."""

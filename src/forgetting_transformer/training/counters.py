@@ -41,7 +41,6 @@ class Origin:
         weights_from: what `init_from` was when the run began.
         data_checksums: hash of the list of checksums that the corpus must match from here on.
         kinds: lines that callbacks of earlier starts have written. windows: state of callbacks and of the guard.
-        notes: warnings about the weights, on rank 0, for when there is a log.
     """
 
     text: str = "a new run"
@@ -53,7 +52,6 @@ class Origin:
     data_checksums: str | None = None
     kinds: set[str] = field(default_factory=set)
     windows: dict[str, Tensor] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
     @property
     def saved_step(self) -> int | None:

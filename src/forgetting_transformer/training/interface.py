@@ -48,7 +48,6 @@ class TrainerInterface(Protocol):
     optimizer: Any  #: with Fabric's wrapper; `optimizer.optimizer` is the optimizer itself
     data: Corpus
     data_info: DataInfo
-    eval_sets: dict[str, Corpus]  #: what else is evaluated, by name
     tokens_per_step: int  #: of a global batch
     flops_per_token: float  #: of the model at the corpus's lengths
     undecayed: set[str]  #: parameters without weight decay

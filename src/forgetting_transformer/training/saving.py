@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.faults.shards import local
 
@@ -17,83 +16,69 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Saver:
-    """The checkpoints of a run. All ranks call its methods after the same step.
+def save(trainer: "TrainerInterface", permanent: bool, must_succeed: bool) -> None:
+    """Begins to save, unless this step is saved; with `must_succeed`, or without a background, until it is done.
 
-    Args:
-        saved_step: tokens of the checkpoint of this run that this start goes on from, if any.
+    All ranks call it, and `collect`, after the same step.
     """
+    trainer.guard.poll(wait=True)
+    collect(trainer, wait=True)
+    if trainer.checkpointer.last_good != trainer.counters.token_count:
+        _begin(trainer, permanent)
+    if must_succeed or not trainer.config.checkpoint_background:
+        collect(trainer, wait=True, must_succeed=must_succeed)
 
-    def __init__(self, checkpointer: Checkpointer, saved_step: int | None) -> None:
-        self.checkpointer = checkpointer
-        #: Tokens of the checkpoint saved last, if any.
-        self.saved_step = saved_step
 
-    @property
-    def last_good_checkpoint(self) -> str:
-        """Sentence on the checkpoint that a later start can go on from."""
-        step = self.checkpointer.last_good or self.saved_step
-        return f"the last good checkpoint is at {step:,} tokens" if step else "nothing was saved"
-
-    def save(self, trainer: "TrainerInterface", permanent: bool, must_succeed: bool) -> None:
-        """Begins to save, unless this step is saved; with `must_succeed`, or without a background, until it is done."""
-        trainer.guard.poll(wait=True)
-        self.collect(trainer, wait=True)
-        if self.saved_step != trainer.counters.token_count:
-            self._begin(trainer, permanent)
-        if must_succeed or not trainer.config.checkpoint_background:
-            self.collect(trainer, wait=True, must_succeed=must_succeed)
-
-    def _begin(self, trainer: "TrainerInterface", permanent: bool) -> None:
-        model: Any = trainer.model.module
-        optimizer, tokens = trainer.optimizer.optimizer, trainer.counters.token_count
-        if trainer.comparison is not None:
-            trainer.comparison.begin(trainer.counters.batch_count, model, optimizer)
-            trainer.comparison.refuse(self.last_good_checkpoint)
-        if not _all_finite(model, optimizer):
-            raise TrainingError(
-                f"weights or moments became infinite or NaN before {tokens:,} tokens, though every update that was "
-                f"made had a finite gradient; {self.last_good_checkpoint}, and nothing was saved since. Lower "
-                "optimizer.lr, and if that does not help suspect the hardware"
-            )
-        trainer.callbacks.call_all("on_interval", "save")
-        state = {
-            **vars(trainer.counters),
-            "config": trainer.resolved,
-            "model_config": model.config.to_dict(),
-            "data_fingerprint": trainer.data_info.fingerprint,
-            "data_checksums": trainer.origin.data_checksums,
-            "world_size": trainer.fabric.world_size,
-            "environment": trainer.environment,
-            "execution": trainer.execution.as_json(),
-            "kinds": sorted(trainer.kinds),
-            "weights_from": trainer.origin.weights_from,
-        }
-        self.checkpointer.save(
-            tokens,
-            model,
-            optimizer,
-            state,
-            trainer.callbacks.state() | trainer.guard.state(),
-            permanent,
-            large=trainer.callbacks.large_state(),
-            before_manifest=trainer.metrics.flush if trainer.metrics is not None else lambda: None,
+def collect(trainer: "TrainerInterface", wait: bool = False, must_succeed: bool = False) -> None:
+    """Tells callbacks of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
+    saved = trainer.checkpointer.finished(wait)
+    if saved is None:
+        return
+    if saved.error is None:
+        trainer.callbacks.call_all("on_save", saved)
+    elif must_succeed:
+        raise TrainingError(
+            f"{saved.error}; {trainer.last_good_checkpoint}. Make room and start the same command again"
         )
+    else:
+        log.error("%s; %s. Training goes on", saved.error, trainer.last_good_checkpoint)
 
-    def collect(self, trainer: "TrainerInterface", wait: bool = False, must_succeed: bool = False) -> None:
-        """Tells callbacks of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
-        saved = self.checkpointer.finished(wait)
-        if saved is None:
-            return
-        if saved.error is None:
-            self.saved_step = saved.step
-            trainer.callbacks.call_all("on_save", saved)
-        elif must_succeed:
-            raise TrainingError(
-                f"{saved.error}; {self.last_good_checkpoint}. Make room and start the same command again"
-            )
-        else:
-            log.error("%s; %s. Training goes on", saved.error, self.last_good_checkpoint)
+
+def _begin(trainer: "TrainerInterface", permanent: bool) -> None:
+    model: Any = trainer.model.module
+    optimizer, tokens = trainer.optimizer.optimizer, trainer.counters.token_count
+    if trainer.comparison is not None:
+        trainer.comparison.begin(trainer.counters.batch_count, model, optimizer)
+        trainer.comparison.refuse(trainer.last_good_checkpoint)
+    if not _all_finite(model, optimizer):
+        raise TrainingError(
+            f"weights or moments became infinite or NaN before {tokens:,} tokens, though every update that was "
+            f"made had a finite gradient; {trainer.last_good_checkpoint}, and nothing was saved since. Lower "
+            "optimizer.lr, and if that does not help suspect the hardware"
+        )
+    trainer.callbacks.call_all("on_interval", "save")
+    state = {
+        **vars(trainer.counters),
+        "config": trainer.resolved,
+        "model_config": model.config.to_dict(),
+        "data_fingerprint": trainer.data_info.fingerprint,
+        "data_checksums": trainer.origin.data_checksums,
+        "world_size": trainer.fabric.world_size,
+        "environment": trainer.environment,
+        "execution": trainer.execution.as_json(),
+        "kinds": sorted(trainer.kinds),
+        "weights_from": trainer.origin.weights_from,
+    }
+    trainer.checkpointer.save(
+        tokens,
+        model,
+        optimizer,
+        state,
+        trainer.callbacks.state() | trainer.guard.state(),
+        permanent,
+        large=trainer.callbacks.large_state(),
+        before_manifest=trainer.metrics.flush if trainer.metrics is not None else lambda: None,
+    )
 
 
 @torch.no_grad()

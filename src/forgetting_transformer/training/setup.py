@@ -27,7 +27,6 @@ from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.config.checks import check
 from forgetting_transformer.training.counters import Origin
-from forgetting_transformer.training.eval_sets import check_texts, open_eval_sets
 from forgetting_transformer.training.execution import early, graphs
 from forgetting_transformer.training.execution.choice import choose_on_all_ranks
 from forgetting_transformer.training.faults import status
@@ -72,22 +71,20 @@ def connect(config: Config, start: Start) -> Fabric:
     return fabric
 
 
-def open_data(config: Config, directory: RunDirectory, fabric: Fabric) -> tuple[Corpus, dict[str, Corpus]]:
-    """The corpus, and the held-out sets of `eval_sets` by name. What does not fit is found now, not after hours.
+def open_data(config: Config, directory: RunDirectory, fabric: Fabric) -> Corpus:
+    """The corpus. What does not fit is found now, not after hours.
 
     Raises:
         DataError, ConfigError: the corpus cannot be trained on, or is too small.
     """
     log.info("reading the corpus: %s in %s", config.datamodule.dataset, config.data_dir)
     data = CORPORA.make(config.datamodule.name, config.data_dir, config.datamodule)
-    info = data.train_info()
-    checks.check_budget(config, directory, info)
+    checks.check_budget(config, directory, data.train_info())
     if not config.skip_eval:
         data.eval_info()
-    eval_sets = open_eval_sets(config, data, info)
-    # On one rank: what lies at a URL is fetched.
-    on_rank_zero(fabric, lambda: check_texts(config, data, eval_sets, directory.jsonlines))
-    return data, eval_sets
+    if hasattr(data, "check_tokenizers"):
+        on_rank_zero(fabric, data.check_tokenizers)  # on one rank: what lies at a URL is fetched
+    return data
 
 
 def build_checkpointer(config: Config, directory: RunDirectory, fabric: Fabric, sentinel: Sentinel) -> Checkpointer:

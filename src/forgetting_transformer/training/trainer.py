@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
-from forgetting_transformer.training import setup
+from forgetting_transformer.training import saving, setup
 from forgetting_transformer.training.callbacks import Callback, Step
 from forgetting_transformer.training.callbacks.built_in import callbacks_of
 from forgetting_transformer.training.clock import Clock
@@ -44,7 +44,6 @@ from forgetting_transformer.training.optimization.parameter_groups import undeca
 from forgetting_transformer.training.optimization.schedule import build_schedule
 from forgetting_transformer.training.parallel.ranks import Ranks, on_rank_zero
 from forgetting_transformer.training.records.loss_by_position import StepLosses
-from forgetting_transformer.training.saving import Saver
 from forgetting_transformer.training.start import resume
 from forgetting_transformer.training.start.descriptions import describe, open_metrics
 from forgetting_transformer.training.start.start_block import start_block
@@ -74,7 +73,7 @@ class Trainer:
 
         self.begin("data")
         self.schedule = build_schedule(config.schedule, config.optimizer.lr)
-        self.data, self.eval_sets = setup.open_data(config, self.directory, fabric)
+        self.data = setup.open_data(config, self.directory, fabric)
         self.data_info = self.data.train_info()
         self.tokens_per_step = config.datamodule.train_batch_size * config.datamodule.train_batch_len
 
@@ -99,11 +98,11 @@ class Trainer:
             resume.move_aside(self.directory, fabric)  # only now: a command that is refused leaves the old run alone
         self.directory.make(self.directory.checkpoints)
         on_rank_zero(fabric, self.checkpointer.clean)
-        self.guard = StepGuard(fabric.device, config.train.spike_factor)
+        self.guard = StepGuard(fabric.device)
         model, optimizer = self.model.module, self.optimizer.optimizer  # without Fabric's wrappers
         resume.load(self.origin, config, self.data_info, self.checkpointer, model, optimizer, self.guard)
         self.counters = self.origin.counters
-        self.saver = Saver(self.checkpointer, self.origin.saved_step)
+        self.checkpointer.last_good = self.origin.saved_step
         self.comparison = comparison_of(fabric, config.strategy.compare_steps)
 
         self.execution = choose_execution(
@@ -232,7 +231,7 @@ class Trainer:
         """Saves a checkpoint, in the background unless it must succeed; `permanent`: none that is deleted later."""
         self.wait_for_device()
         with self.clock.during("checkpoint"):
-            self.saver.save(self, permanent, must_succeed)
+            saving.save(self, permanent, must_succeed)
 
     def check_in(self) -> None:
         """Shows that this rank moves, hears of the last save and of bad steps, and sets `stop` to what all ranks voted.
@@ -240,7 +239,7 @@ class Trainer:
         All ranks call it once a step and once a batch of an evaluation.
         """
         self.sentinel.beat()
-        self.saver.collect(self)
+        saving.collect(self)
         self.guard.poll()
         wish = Stop.PREEMPTED if self.sentinel.request else Stop.NO
         if self.guard.most_in_a_row >= self.config.train.max_bad_steps:
@@ -271,7 +270,8 @@ class Trainer:
 
     @property
     def last_good_checkpoint(self) -> str:
-        return self.saver.last_good_checkpoint
+        step = self.checkpointer.last_good
+        return f"the last good checkpoint is at {step:,} tokens" if step else "nothing was saved"
 
     def crossed(self, interval: int) -> bool:
         """Whether the last step crossed a multiple of `interval` training tokens."""
@@ -335,7 +335,7 @@ class Trainer:
 
     def _finish(self) -> None:
         """After the last step, on every rank alike. A stop for a fault ends in its error."""
-        self.saver.collect(self, wait=True, must_succeed=self.stop != Stop.CORRUPT)
+        saving.collect(self, wait=True, must_succeed=self.stop != Stop.CORRUPT)
         self.callbacks.call_all("on_end")
         if self.stop == Stop.CORRUPT and self.comparison is not None:
             self.comparison.refuse(self.last_good_checkpoint)

@@ -25,14 +25,12 @@ from forgetting_transformer.analysis.plots.style import (
     line_handle,
     log_axis,
     marker_handle,
-    panels,
     picture,
-    plain_text,
     reference_line,
     set_limits,
     token_axis,
 )
-from forgetting_transformer.analysis.runs import EMA, Run
+from forgetting_transformer.analysis.runs import Run
 
 #: Reach of the average of a training loss: this part of the tokens before, to either side, up to a part of all logs.
 _SMOOTHING, _MOST_OF_LOGS = 0.25, 1 / 40
@@ -208,22 +206,6 @@ def loss_limits(runs: Sequence[Run], begin: float = 0.0) -> tuple[float, float]:
                 high.append(min(np.quantile(later, 0.99), max(*run.train.values[:1], later.min() + 1e-3)))
     margin = 0.04 * max(max(high) - min(low), 1e-3)
     return min(low) - margin, max(high) + margin
-
-
-def loss_on_sets(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()) -> None:
-    """Draws held-out loss against training tokens, in a panel for the corpus's own documents and each other set."""
-    sets = list(dict.fromkeys(name for run in runs for name in run.eval_sets))
-    parts = {"held-out documents of the corpus": runs} | {name: [run.on(name) for run in runs] for name in sets}
-    with panels(path, f"Held-out loss of {of_runs(runs)}, set by set", len(parts), (3.1, 2.5)) as drawn:
-        styles = run_styles(runs)
-        for axes, (name, members) in zip(drawn.axes.flat, parts.items(), strict=False):
-            for run, style in zip(members, styles, strict=True):
-                draw_line(axes, style, *run.heldout, marker=style.marker)
-            axes.set_title("held-out documents, EMA weights" if name == EMA else plain_text(name, 34), loc="left")
-            axes.set_ylabel(LOSS_LABEL)
-            token_axis(axes)
-        drawn.handles += [line_handle(style, run.name, True) for style, run in zip(styles, runs, strict=True)]
-        drawn.notes += conditions
 
 
 def loss_against_position(

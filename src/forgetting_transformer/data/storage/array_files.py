@@ -34,10 +34,6 @@ SAFE_CODECS = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"})
 _MOST_LISTED = 8
 
 
-class NoArrayError(DataError):
-    """There is no array of that name."""
-
-
 class MissingChunkError(DataError):
     """A chunk of the array has no file."""
 
@@ -185,11 +181,11 @@ def open_array(files: ArrayFiles) -> zarr.Array:
     """The array of these files, read-only, of codecs that are safe to run on what a stranger wrote.
 
     Raises:
-        NoArrayError: there is none.
-        DataError: it is not a Zarr array, or one that should not be decoded; or its list of checksums is damaged.
+        DataError: there is none; or it is not a Zarr array, or one that should not be decoded; or its list of
+            checksums is damaged.
     """
     if not files.has_array():
-        raise NoArrayError(_nothing_at(files.path))
+        raise DataError(_nothing_at(files.path))
     try:
         array = zarr.open_array(_Store(LocalStore(files.folder, read_only=True), files), mode="r")
         stated = json.loads((files.folder / ARRAY_METADATA[array.metadata.zarr_format]).read_bytes())

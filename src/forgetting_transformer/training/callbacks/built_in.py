@@ -32,7 +32,6 @@ def built_in(trainer: "TrainerInterface") -> list[Callback]:
         Norms(),
         throughput,
         HeldOut(trainer.data),
-        *(HeldOut(data, name) for name, data in trainer.eval_sets.items()),
         *([Profile(*config.train.profile_steps)] if config.train.profile_steps else []),
         # Last: it shows what the others have found.
         Progress(throughput),

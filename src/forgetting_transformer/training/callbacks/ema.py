@@ -53,7 +53,7 @@ class Ema(Callback):
         from forgetting_transformer.training.callbacks.held_out import HeldOut
 
         if self.evaluates and not trainer.config.skip_eval:
-            self._held_out = HeldOut(trainer.data, "ema", weights="ema")
+            self._held_out = HeldOut(trainer.data, ema=True)
 
     def on_step(self, trainer: TrainerInterface, step: Step) -> None:
         import torch

@@ -16,7 +16,6 @@ from forgetting_transformer.data.batch_checks import check_batch
 from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.callbacks.base import Callback, Interval
-from forgetting_transformer.training.eval_sets import kind_of
 from forgetting_transformer.training.faults.readers import restarted
 from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length, mean_loss
 from forgetting_transformer.training.records.metrics import prefixed
@@ -31,13 +30,9 @@ log = logging.getLogger(__name__)
 class HeldOut(Callback):
     """Mean loss at every position over held-out documents, with the weights as they are.
 
-    val.jsonl has that of the corpus's own, val_<name>.jsonl that of each of `eval_sets`. Each is an evaluation of its
-    own, so that after a signal those are done that have no line yet.
-
     Args:
         data: whose held-out documents.
-        eval_set: name of the set; "" for the corpus.
-        weights: what its lines call the weights, where they are others than those in training.
+        ema: the weights are the average that the callback ema keeps, which its lines, val_ema.jsonl, say.
     """
 
     name = "held_out"
@@ -45,18 +40,13 @@ class HeldOut(Callback):
     evaluates = True
     kinds = (names.VAL,)
 
-    def __init__(self, data: "Corpus", eval_set: str = "", weights: str | None = None) -> None:
-        self._data, self._title = data, "held-out"
-        self._corpus = f"eval_sets.{eval_set}" if eval_set and weights is None else "the corpus (datamodule.name)"
+    def __init__(self, data: "Corpus", ema: bool = False) -> None:
+        self._data, self._corpus = data, "the corpus (datamodule.name)"
         self._described: dict[str, Any] = {}
-        if eval_set:
+        if ema:
             info = data.eval_info()
-            self.name, self.kinds, self._title = f"eval_sets.{eval_set}", (kind_of(eval_set),), f"held-out, {eval_set}"
-            # With every line, because a later start may give the name to another set.
-            self._described = {"path": info.path, names.FINGERPRINT: info.fingerprint}
-            self.summary = f"{info.path}, {info.total_tokens:,} tokens"
-        if weights is not None:
-            self._described[names.WEIGHTS] = weights
+            self.kinds = (names.VAL_EMA,)
+            self._described = {"path": info.path, names.FINGERPRINT: info.fingerprint, names.WEIGHTS: "ema"}
 
     @torch.no_grad()
     def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
@@ -72,10 +62,10 @@ class HeldOut(Callback):
 
         batches = restarted(read, lambda: trainer.sentinel.reading(self._corpus))
         shown = fabric.is_global_zero and sys.stderr.isatty()
-        for batch in tqdm(batches, desc=self._title, unit="batch", leave=False, disable=not shown):
+        for batch in tqdm(batches, desc="held-out", unit="batch", leave=False, disable=not shown):
             if trainer.should_stop():
                 done = f"{trainer.counters.token_count:,}"
-                log.info("the evaluation after %s tokens was broken off (%s)", done, self._title)
+                log.info("the evaluation after %s tokens was broken off", done)
                 return
             check_batch(batch, self._corpus, None, length, weighted=True)
             batch = fabric.to_device(batch)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from forgetting_transformer.metric_names import LOSS, VAL, VAL_EMA, VAL_SET, name_of
+from forgetting_transformer.metric_names import LOSS, VAL, VAL_EMA, name_of
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 from forgetting_transformer.training.callbacks.throughput import Throughput
 from forgetting_transformer.training.records.logs import ON_THE_BAR
@@ -59,8 +59,7 @@ class Progress(Callback):
         )
 
     def on_evaluate(self, trainer: "TrainerInterface", kind: str, values: dict[str, Any]) -> None:
-        sets = {f"{VAL_SET}{name}": f" of {name}" for name in trainer.eval_sets}
-        what = {VAL: "", VAL_EMA: " of the average", **sets}.get(kind)
+        what = {VAL: "", VAL_EMA: " of the average"}.get(kind)
         if what is None:
             return
         unigram = trainer.data_info.unigram_entropy_nats

@@ -118,7 +118,7 @@ class BadSteps(Callback):
 
     def _report(self, trainer: "TrainerInterface") -> None:
         for bad in trainer.guard.take_reports():
-            where = trainer.data.locate(bad.batch)
-            log.warning("the update of batch %d was left out: %s; %s", bad.batch, bad, where)
-            values = prefixed(names.BAD_STEP, bad.describe(where))
+            places = trainer.data.locate(bad.batch)
+            log.warning("the update of batch %d was left out: %s; from %s on", bad.batch, bad, places[0])
+            values = prefixed(names.BAD_STEP, bad.describe(places))
             trainer.report(names.BAD_STEP, values, step=(bad.batch + 1) * trainer.tokens_per_step)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import secrets
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from forgetting_transformer.console import redact_tree
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.training.callbacks.base import Callback
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.records.metrics import MetricsLog, with_tables
+from forgetting_transformer.training.records.metrics import MetricsLog
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -88,8 +89,7 @@ class Wandb(Callback):
     def log(self, step: int, values: dict[str, Any]) -> None:
         try:
             if self._run is not None and step >= self._run.step:
-                others, tables = with_tables(values)
-                self._run.log(others | {name: _table(rows) for name, rows in tables.items()}, step=step)
+                self._run.log(_with_tables(values), step=step)
         except Exception as error:
             log.warning("wandb stopped taking metrics (%s); they are in the JSON-lines files", one_line(error))
             self._run = None
@@ -102,11 +102,23 @@ class Wandb(Callback):
             log.warning("wandb did not finish (%s); all metrics are in the JSON-lines files", one_line(error))
 
 
-def _table(rows: list[dict[str, str]]) -> Any:
+def _with_tables(values: dict[str, Any]) -> dict[str, Any]:
+    """Values as wandb shows them: texts such as `samples/0/prompt` are in a table, this one in row 0 of `samples`."""
     import wandb
 
-    columns: list[str | int] = list(dict.fromkeys(name for row in rows for name in row))
-    return wandb.Table(columns=columns, data=[[row.get(str(name), "") for name in columns] for row in rows])
+    shown: dict[str, Any] = {}
+    tables: dict[str, dict[int, dict[str, str]]] = {}
+    for name, value in values.items():
+        found = re.fullmatch(r"(.+)/(\d+)/([^/]+)", name)
+        if found and isinstance(value, str):
+            tables.setdefault(found[1], {}).setdefault(int(found[2]), {})[found[3]] = value
+        else:
+            shown[name] = value
+    for name, rows in tables.items():
+        columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+        data = [[row.get(column, "") for column in columns] for _, row in sorted(rows.items())]
+        shown[name] = wandb.Table(columns=[*columns], data=data)
+    return shown
 
 
 def _wandb_run_id(directory: RunDirectory) -> str:

@@ -13,12 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from forgetting_transformer.training.config.types import (
-    Check,
     Count,
     Devices,
     LearningRate,
     Positive,
-    SetName,
     Size,
     Switch,
     Text,
@@ -47,13 +45,6 @@ class FabricConfig:
     #: training/execution/hardware.py knows; a device it does not know has no MFU.
     peak_flops: Annotated[float, Field(ge=1, le=1e21)] | None = None
 
-    def __post_init__(self) -> None:
-        if self.accelerator == "cpu" and (self.devices == -1 or isinstance(self.devices, list)):
-            raise ConfigError(
-                f"fabric.devices={self.devices} means GPUs; with fabric.accelerator=cpu give a number of processes or "
-                "'auto'"
-            )
-
 
 @dataclass(kw_only=True)
 class TrainConfig:
@@ -68,9 +59,6 @@ class TrainConfig:
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     #: An update whose loss or gradient is not finite is left out; after this many in a row the run stops, saved.
     max_bad_steps: Count = 10
-    #: Also leave out updates whose gradient norm, before clipping, is more than this many times the median of the last
-    #: 128; 10 is usual. null: never.
-    spike_factor: Annotated[float, Field(gt=1, le=1e9)] | None = None
     #: Recompute each block's activations in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
     #: With it, keep what blocks start from in the host's memory until the backward pass. Without effect on a CPU.
@@ -249,10 +237,9 @@ class Config:
     #: Start a new run from the checkpoint of another run's output_dir at fork_step tokens.
     fork_dir: Text | None = None
     fork_step: Tokens | None = None
-    #: Begin a new run, at step 0, with the weights of an exported model (folder or hub id), or of the run in this
-    #: output_dir: of its newest checkpoint, or of that at init_step tokens. A run that continues does not read it.
+    #: Begin a new run, at step 0, with the weights of an exported model (folder or hub id). A run that continues does
+    #: not read it.
     init_from: Text | None = None
-    init_step: Tokens | None = None
     #: Tensors that need not match init_from: names, or patterns as in ["*.fgate_proj.*"]. Those of the model keep their
     #: fresh initial weights, others are left out.
     init_allow: list[str] = field(default_factory=list)
@@ -264,9 +251,6 @@ class Config:
     eval_interval: Tokens
     skip_eval: bool = True
     final_eval: bool = True
-    #: More held-out sets: name -> the folder of a corpus, in `data_dir`, absolute or a URL, whose held-out documents
-    #: are evaluated with the corpus's own. At most datamodule.eval_tokens are read of each.
-    eval_sets: dict[SetName, Text] = field(default_factory=dict)
     #: Tokens between checkpoints; the newest `checkpoint_keep_last` stay, and one every checkpoint_keep_interval for
     #: good.
     checkpoint_interval: Tokens
@@ -276,8 +260,8 @@ class Config:
     #: ranks of the job). false: training waits, and needs no such memory.
     checkpoint_background: bool = True
     #: true: check data, disk and memory, time a few steps, say what the run will cost, measure which micro-batch is
-    #: fastest, with activation checkpointing and without, and train nothing. "check": without the measurement.
-    preflight: Check = False
+    #: fastest, with activation checkpointing and without, and train nothing.
+    preflight: bool = False
 
     def sequences_at_once(self, sharing_ranks: int) -> int:
         """Sequences of a micro-batch of each of the ranks that share a global batch (groups, with strategy.context)."""

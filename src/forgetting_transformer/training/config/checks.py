@@ -1,7 +1,5 @@
 """Rules between sections of a configuration, of which some depend on the number of processes."""
 
-from pathlib import Path
-
 from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training.config import Config, ConfigError
 
@@ -47,18 +45,8 @@ def check(config: Config, world_size: int) -> None:
             f"fork_dir={config.fork_dir} and init_from={config.init_from} both say what to begin with: choose fork_dir "
             "to take moments, counters and position in the data along, or init_from for the weights alone"
         )
-    if config.init_from and not config.resume and _same_folder(config.init_from, config.output_dir):
-        raise ConfigError(
-            f"init_from={config.init_from} is the output_dir, whose run resume=false moves aside; choose another "
-            "output_dir"
-        )
-    for key in ("init_step", "init_allow"):
-        if getattr(config, key) and not config.init_from:
-            raise ConfigError(f"{key}={getattr(config, key)} has no effect without init_from; give both or neither")
-
-
-def _same_folder(one: str, other: str) -> bool:
-    return Path(one).expanduser().absolute() == Path(other).expanduser().absolute()
+    if config.init_allow and not config.init_from:
+        raise ConfigError(f"init_allow={config.init_allow} has no effect without init_from; give both or neither")
 
 
 def _check_context(config: Config, world_size: int) -> None:

@@ -22,7 +22,7 @@ FREE_KEYS = (
     "fabric.devices", "fabric.accelerator", "fabric.peak_flops", "strategy", "scale", "train.max_tokens",
     "train.grad_acc_tokens", "train.gradient_checkpointing", "train.block_inputs_on_host", "train.compile",
     "train.cuda_graphs", "train.max_bad_steps", "train.profile_steps", "checkpoint_background", "preflight",
-    "log_interval", "train_eval_interval", "eval_interval", "skip_eval", "final_eval", "eval_sets",
+    "log_interval", "train_eval_interval", "eval_interval", "skip_eval", "final_eval",
     "checkpoint_interval", "checkpoint_keep_interval", "checkpoint_keep_last", "eval",
     "datamodule.train_num_workers", "datamodule.eval_tokens", "datamodule.eval_batch_len",
     "datamodule.eval_local_batch_size", "datamodule.eval_num_workers", "datamodule.dataset", "datamodule.repeat",

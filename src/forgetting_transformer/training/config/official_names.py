@@ -73,8 +73,7 @@ OTHER_NAMES = {
 
 
 def admit(arguments: Sequence[str]) -> list[str]:
-    """Arguments of a command line for Hydra, in which keys may be given though no YAML lists them: those with official
-    names, and those that users name (`eval_sets`).
+    """Arguments of a command line for Hydra, in which keys may have official names, which no YAML lists.
 
     Raises:
         CompactHydraException: a key and its official name are both given, or a value without a key.
@@ -92,7 +91,7 @@ def admit(arguments: Sequence[str]) -> list[str]:
 
 def _is_admitted(key: str) -> bool:
     section, _, name = key.rpartition(".")
-    return name in OFFICIAL.get(section, ()) or key.partition(".")[0] == "eval_sets"
+    return name in OFFICIAL.get(section, ())
 
 
 def _keys(arguments: Sequence[str]) -> set[str]:

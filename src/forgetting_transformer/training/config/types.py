@@ -1,31 +1,22 @@
 """Types of keys: types of Python with what pydantic holds a value to."""
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from forgetting_transformer.metric_names import VAL_EMA, VAL_SET
 from forgetting_transformer.ranges import COUNT, SIZE, TOKENS
-from forgetting_transformer.training.records.run_directory import KINDS
 
 
-def _switch(word: str) -> BeforeValidator:
-    """Refuses 1 and 0 beside true, false and a word, which pydantic takes for true and false."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            raise PydanticCustomError("literal_error", "", {"expected": f"'{word}', true or false"})
-        return value
-
-    return BeforeValidator(check)
+def _check_switch(value: Any) -> Any:
+    """Refuses 1 and 0, which pydantic takes for true and false."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        raise PydanticCustomError("literal_error", "", {"expected": "'auto', true or false"})
+    return value
 
 
 #: True, false, or what is best here.
-Switch = Annotated[Literal["auto", True, False], _switch("auto")]
-#: True, false, or only what takes little time.
-Check = Annotated[Literal["check", True, False], _switch("check")]
+Switch = Annotated[Literal["auto", True, False], BeforeValidator(_check_switch)]
 #: Tokens of a run, a budget or an interval. Whole numbers may be written as 1e9.
 Tokens = Annotated[int, Field(ge=1, le=TOKENS.high)]
 #: The same, or none.
@@ -47,20 +38,16 @@ Text = Annotated[str, Field(pattern=r"\S")]
 
 
 def _check_devices(value: Any) -> Any:
-    listed = isinstance(value, list) and all(type(n) is int and 0 <= n < _DEVICES for n in value)
-    gpus = value == -1 or (listed and 0 < len(value) == len({*value}))
-    counted = type(value) is int and 1 <= value <= _DEVICES
-    if not (value == "auto" or gpus or counted):
+    if not (value == "auto" or (type(value) is int and 1 <= value <= 1024)):
         raise ValueError(
-            f"fabric.devices={value} must be a number of processes from 1 to {_DEVICES:,}, 'auto', GPUs as in "
-            "[0, 1], or -1 for all of them"
+            f"fabric.devices={value} must be a number of processes from 1 to 1,024, or 'auto' for all GPUs; "
+            "CUDA_VISIBLE_DEVICES chooses among them"
         )
     return value
 
 
-_DEVICES = 1024
-#: Processes of a node: their number, "auto", a list of GPUs, or -1 for all of them.
-Devices = Annotated[Any, BeforeValidator(_check_devices)]
+#: Processes of a node: their number, or "auto".
+Devices = Annotated[Workers | Literal["auto"], BeforeValidator(_check_devices)]
 
 
 def _check_steps(steps: list[int]) -> list[int]:
@@ -76,18 +63,3 @@ def _check_steps(steps: list[int]) -> list[int]:
 _TRACED_STEPS = 100
 #: The first and the last step of a trace.
 TracedSteps = Annotated[list[int], AfterValidator(_check_steps)]
-
-
-def _check_set_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}", name):
-        raise ValueError(
-            f"eval_sets: the name {name!r} must be of letters, digits, _ and -, at most 40, and begin with a letter or "
-            "a digit: files are called by it"
-        )
-    if f"{VAL_SET}{name}" in (*KINDS, VAL_EMA):
-        raise ValueError(f"eval_sets: the name {name!r} is that of a file of runs; choose another name")
-    return name
-
-
-#: Name of one of `eval_sets`.
-SetName = Annotated[str, AfterValidator(_check_set_name)]

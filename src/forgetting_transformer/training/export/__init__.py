@@ -4,9 +4,7 @@ contents.py     model and tokenizer of a checkpoint
 folder.py       the folder, and what an export may overwrite
 mark.py         the record in it of the checkpoint and of the files that the export wrote
 card.py         its model card
-averaging.py    the mean of several checkpoints
 forget_gates.py a pretrained Transformer as a FoX
-hub.py          upload to the Hugging Face hub
 official_checkpoint.py  checkpoints of the authors' code, exported or continued
 """
 

@@ -1,10 +1,8 @@
 """The card of an exported model: README.md, made of what its run left in its folder.
 
-A card is read by strangers. It shows the settings of a short list, of a path or URL only the last part, and whatever a
-run was called as text, never as markup.
+A card is read by strangers. It shows the settings of a short list, and of a path or URL only the last part.
 """
 
-import html
 import logging
 import math
 import re
@@ -16,7 +14,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from forgetting_transformer import metric_names as names
-from forgetting_transformer.analysis.runs import EMA, TRAIN_WINDOW, Run
+from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.files import write_atomically
 
@@ -25,9 +23,8 @@ log = logging.getLogger(__name__)
 CARD = "README.md"
 #: Versions that a card names, of those that a start records.
 _VERSIONS = ("python", "torch", "triton", "transformers", "forgetting-transformer")
-#: Words that are a path or a URL. The names of a run and of a model on a hub may have a slash in them.
-_PLACE = re.compile(r"\S*://\S+|(?<!\S)(?:~|\.{1,2})?[/\\]\S+|(?<!\S)[A-Za-z]:[\\/]\S*")
-_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+#: A path or a URL. The names of a run and of a model on a hub may have a slash in them.
+_PLACE = re.compile(r"(?:\w+:/|~|\.{1,2})?/[^?]*")
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,6 @@ class Exported:
         origin: what the export records of the weights (mark.py): training tokens, plug-ins, the weights' source.
         model_type: of its config.json. parameters: their number.
         has_tokenizer: whether one lies beside the weights.
-        model_id: what the card loads: the model's name on the hub, or "." for the folder of the card.
     """
 
     config: Mapping[str, Any]
@@ -47,7 +43,6 @@ class Exported:
     model_type: str
     parameters: int
     has_tokenizer: bool
-    model_id: str = "."
 
     @property
     def step(self) -> int:
@@ -108,14 +103,13 @@ def snippet(exported: Exported) -> str:
     lines = ["import forgetting_transformer.model  # registers the model classes"]
     if exported.setting("datamodule", "dataset") == "longcrawl64":
         lines.append("import forgetting_transformer.tokenizer  # registers LongCrawl64's tokenizer")
-    for name in filter(_MODULE.fullmatch, exported.origin.get("plugins", ())):
+    for name in exported.origin.get("plugins", ()):
         lines.append(f"import {name}  # a plug-in that registers what the model needs")
     auto = "AutoModelForCausalLM, AutoTokenizer" if exported.has_tokenizer else "AutoModelForCausalLM"
-    where = "  # the folder of this file" if exported.model_id == "." else ""
     lines += [
         f"from transformers import {auto}",
         "",
-        f'model_id = "{exported.model_id}"{where}',
+        'model_id = "."  # the folder of this file',
         "model = AutoModelForCausalLM.from_pretrained(model_id)",
     ]
     if exported.has_tokenizer:
@@ -129,14 +123,11 @@ def snippet(exported: Exported) -> str:
 
 
 def public(value: Any) -> Any:
-    """A setting as strangers may see it: of a word that is a path or URL its last part, without what follows a `?`."""
+    """A setting as strangers may see it: of a path or URL its last part, without what follows a `?`."""
     if isinstance(value, Mapping):
-        return {str(key): public(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [public(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    return _PLACE.sub(lambda found: re.split(r"[/\\]", re.split(r"[?#]", found[0])[0].rstrip("/\\"))[-1], value)
+        return {key: public(inner) for key, inner in value.items()}
+    place = _PLACE.match(value) if isinstance(value, str) else None
+    return place[0].rstrip("/").rpartition("/")[2] if place else value
 
 
 def _losses(run: Run, exported: Exported) -> list[str]:
@@ -145,7 +136,7 @@ def _losses(run: Run, exported: Exported) -> list[str]:
     of = f"mean over {tokens:,} held-out tokens, " if tokens else ""
     weights = exported.origin.get("weights", "")
     # Those of the weights here go first.
-    if "average ema" in weights and (average := run.on(EMA).heldout).tokens.size:
+    if "average ema" in weights and (average := run.with_ema().heldout).tokens.size:
         step, loss = average.tokens[-1], float(average.values[-1])
         rows.append(("held-out, moving average of the weights", loss, f"{of}after {step:,} training tokens"))
     if run.heldout.tokens.size:
@@ -206,6 +197,5 @@ def _began_with(exported: Exported) -> str | None:
 
 
 def _text(value: Any) -> str:
-    """A value as Markdown shows it: one line without control characters, in which nothing is markup."""
-    plain = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())[:200]
-    return re.sub(r"([\\`*_{}\[\]|~$#])", r"\\\1", html.escape(plain, quote=False))
+    """A value in one line, which no cell of a table ends."""
+    return " ".join(str(value).split()).replace("|", r"\|")

@@ -14,12 +14,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from forgetting_transformer import plugins
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data.storage.checksums import sha256_of
-from forgetting_transformer.files import explain, write_atomically
+from forgetting_transformer.files import explain, write_json
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest
 from forgetting_transformer.training.config.continuing import decisive
 from forgetting_transformer.training.export import card, official_checkpoint
 from forgetting_transformer.training.export.contents import load_checkpoint, save_tokenizer, tokenizer_of_run
-from forgetting_transformer.training.export.mark import MARK, ExportError, check_replaceable, is_of_a_model, read_mark
+from forgetting_transformer.training.export.mark import MARK, ExportError, read_mark
 from forgetting_transformer.training.records.run_directory import RunDirectory, belongs_to
 from forgetting_transformer.versions import how_to_install
 
@@ -32,7 +32,6 @@ def export(
     save_folder: Path,
     step: int | None = None,
     tokenizer: str | None = None,
-    model_id: str | None = None,
     weights: str | None = None,
     licence: str | None = None,
     replace: bool = False,
@@ -45,7 +44,6 @@ def export(
         run_folder: output_dir of a training run, of this project or of the authors' code; it may still be training.
         step: training tokens of the checkpoint; None for the newest valid one.
         tokenizer: folder or hub id; None for the run's own.
-        model_id: what the card's example loads, such as the id on a hub; None for the folder.
         weights: the callback whose average of the weights is exported, such as "ema"; None for the weights themselves.
         licence: for the card, as the hub calls it; None for none.
         replace: replace another run's export too.
@@ -55,78 +53,23 @@ def export(
         ExportError: the folder is a run's or a corpus's, holds another model, another run's export or files of
             somebody else, or cannot be written, or the tokenizer cannot be used.
     """
-    check_target(save_folder)
+    check_target(save_folder, "--hf_save_dir")
     directory = RunDirectory(run_folder)
     if not directory.checkpoints.is_dir():
         said = "it holds no checkpoints" if directory.root.is_dir() else "there is no such folder"
         raise CheckpointError(f"--hf_load_dir={run_folder}: {said}; give the output_dir of a training run")
     if official_checkpoint.is_official(directory) and weights is None:
-        found = official_checkpoint.load_model(directory, step)
+        checkpoint, state, model = official_checkpoint.load_model(directory, step)
     else:
-        found = read_newest(directory.checkpoints, lambda checkpoint: load_checkpoint(checkpoint, weights), step)
-    what, about = f"checkpoint {found[0].path.name} of {run_folder}", {}
-    if weights is not None:
-        what, about = f"{weights} in {what}", {"weights": f"the moving average {weights} of the weights in training"}
-    return write(
-        directory, *found, save_folder, tokenizer, what, about, model_id=model_id, licence=licence, replace=replace
-    )
-
-
-def check_target(save_folder: Path, flag: str = "--hf_save_dir") -> None:
-    """
-    Args:
-        flag: of the command, for the message.
-
-    Raises:
-        ExportError: the folder is a run's or a corpus's.
-    """
-    if said := belongs_to(save_folder):
-        raise ExportError(
-            f"{flag}={save_folder} {said}, so an exported model must not go there: what reads that folder "
-            f"later would take one for the other; choose another {flag}"
+        checkpoint, state, model = read_newest(
+            directory.checkpoints, lambda found: load_checkpoint(found, weights), step
         )
-
-
-def write(
-    directory: RunDirectory,
-    checkpoint: Checkpoint,
-    state: dict[str, Any],
-    model: PreTrainedModel,
-    save_folder: Path,
-    tokenizer: str | None,
-    what: str,
-    about: dict[str, Any],
-    model_id: str | None = None,
-    flag: str = "--hf_save_dir",
-    licence: str | None = None,
-    replace: bool = False,
-) -> str:
-    """Writes `save_folder` for `export`, which has the errors, and returns its line.
-
-    Args:
-        state: trainer.json of the checkpoint. model: on the CPU.
-        what: the model, for people. about: what the folder records of it, besides the checkpoint.
-        flag: of the command that names the folder, for messages.
-    """
-    config = state["config"]
-    length, bos = config["datamodule"]["train_batch_len"], model.config.bos_token_id
+    length, bos = state["config"]["datamodule"]["train_batch_len"], model.config.bos_token_id
     found_tokenizer, without = _find_tokenizer(directory, state, tokenizer)
     if hasattr(model.config, "max_position_embeddings"):
         # No effect on the model; lm_eval and others read it as the context length of training.
         model.config.max_position_embeddings = length
-    run = [decisive(config), state.get("data_fingerprint")]
-    needed = sorted(
-        {plugins.MODELS.plugin_of(name) for name in (config["model"]["name"], *model.config.mixer_architectures)} - {""}
-    )
-    origin = {
-        "checkpoint": checkpoint.step,
-        "tag": config.get("tag"),
-        "seed": config.get("seed"),
-        "run": hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()[:16],
-        **about,
-        **({"weights_from": card.public(state["weights_from"])} if state.get("weights_from") else {}),
-        **({"plugins": needed} if needed else {}),
-    }
+    origin = _origin(checkpoint, state, model, weights)
     try:
         save_folder.mkdir(parents=True, exist_ok=True)
         for left in save_folder.glob(f"{_UNFINISHED}*"):  # by an export that was killed
@@ -138,16 +81,9 @@ def write(
                 save_tokenizer(found_tokenizer, new, length, bos)
             before = read_mark(save_folder)
             own = before.get("files", {})
-            models = {name for name in os.listdir(save_folder) if is_of_a_model(name)}
+            models = {name for name in os.listdir(save_folder) if _is_of_a_model(name)}
             named = {name for name in (*_STANDARD, MARK, *_files_in(new)) if os.path.lexists(save_folder / name)}
-            check_replaceable(models | named, before, origin, str(save_folder), flag, replace)
-            for name in sorted((models | named) & own.keys()):
-                if (save_folder / name).is_file() and sha256_of(save_folder / name) != own[name]:
-                    # As after training further, which saves under the same names.
-                    raise ExportError(
-                        f"{save_folder}/{name} has changed since it was exported, and an export would overwrite it; "
-                        f"move it away, or choose another {flag}"
-                    )
+            _check_replaceable(save_folder, models | named, before, origin, replace)
             pad = getattr(found_tokenizer, "pad_token_id", None)
             model.generation_config = GenerationConfig(
                 bos_token_id=bos,
@@ -161,9 +97,12 @@ def write(
             kept_card = os.path.lexists(there) and own.get(card.CARD) != sha256_of(there)
             if not kept_card:
                 exported = card.Exported(
-                    config, origin, model.config.model_type, model.num_parameters(), found_tokenizer is not None,
-                    model_id or ".",
-                )  # fmt: skip
+                    state["config"],
+                    origin,
+                    model.config.model_type,
+                    model.num_parameters(),
+                    found_tokenizer is not None,
+                )
                 card.write(directory.root, exported, new, licence)
             files = {name: sha256_of(file) for name, file in _files_in(new).items()}
             for name in models - files.keys():
@@ -172,20 +111,89 @@ def write(
                 (save_folder / name).parent.mkdir(exist_ok=True)
                 os.replace(new / name, save_folder / name)
         kept = {name: digest for name, digest in own.items() if os.path.lexists(save_folder / name)}
-        write_atomically(save_folder / MARK, json.dumps(origin | {"files": kept | files}, indent=1) + "\n")
+        write_json(save_folder / MARK, origin | {"files": kept | files})
     except (OSError, SafetensorError) as error:
         reason = explain(error) if isinstance(error, OSError) else one_line(error)
         raise ExportError(
-            f"cannot write the export to {save_folder} ({reason}); make room, or choose another {flag}"
+            f"cannot write the export to {save_folder} ({reason}); make room, or choose another --hf_save_dir"
         ) from error
-    line = f"{what} is now {save_folder}"
+    line = (
+        f"{weights + ' in ' if weights else ''}checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}"
+    )
     if before and {key: value for key, value in before.items() if key != "files"} != origin:
         line += f", in place of the one at {before['checkpoint']:,} tokens of {before.get('tag')}"
     if kept_card:
         line += f"; {card.CARD} there is not as an export wrote it and is kept"
-    if needed:
+    if needed := origin.get("plugins"):
         line += f"; loading it needs `import {', '.join(needed)}`, or --plugins {' '.join(needed)}"
     return line + without
+
+
+def check_target(folder: Path, flag: str) -> None:
+    """
+    Args:
+        flag: of the command, for the message.
+
+    Raises:
+        ExportError: the folder is a run's or a corpus's.
+    """
+    if said := belongs_to(folder):
+        raise ExportError(
+            f"{flag}={folder} {said}, so an exported model must not go there: what reads that folder "
+            f"later would take one for the other; choose another {flag}"
+        )
+
+
+def _origin(
+    checkpoint: Checkpoint, state: dict[str, Any], model: PreTrainedModel, weights: str | None
+) -> dict[str, Any]:
+    """What the mark of an export says of its weights."""
+    config = state["config"]
+    run = [decisive(config), state.get("data_fingerprint")]
+    needed = {plugins.MODELS.plugin_of(name) for name in (config["model"]["name"], *model.config.mixer_architectures)}
+    return {
+        "checkpoint": checkpoint.step,
+        "tag": config.get("tag"),
+        "seed": config.get("seed"),
+        "run": hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()[:16],
+        **({"weights": f"the moving average {weights} of the weights in training"} if weights else {}),
+        **({"weights_from": card.public(state["weights_from"])} if state.get("weights_from") else {}),
+        **({"plugins": sorted(needed - {""})} if needed != {""} else {}),
+    }
+
+
+def _is_of_a_model(name: str) -> bool:
+    """Whether a file of this name holds the configuration or weights of a model."""
+    return name == "config.json" or name.endswith((".safetensors", ".bin", ".index.json"))
+
+
+def _check_replaceable(
+    folder: Path, present: set[str], before: dict[str, Any], origin: dict[str, Any], replace: bool
+) -> None:
+    """Refuses to overwrite, or to be mixed with, what is not an earlier export of the same run.
+
+    Args:
+        present: names of the files there that the new export would overwrite, or that are of a model.
+        before: mark of the export there, empty without one. origin: what the new one's mark will say.
+        replace: whether another run's export may be replaced.
+
+    Raises:
+        ExportError: a file there is not as an export wrote it, or the export there is another run's.
+    """
+    own = before.get("files", {})
+    for name in sorted(present - ({MARK} if before else set())):
+        file = folder / name
+        # Training further saves under the same names.
+        if name not in own or (file.is_file() and sha256_of(file) != own[name]):
+            raise ExportError(
+                f"{file} is not from an export, or has changed since, and an export would overwrite it or be mixed "
+                "with it; move it away, or choose another --hf_save_dir"
+            )
+    if before and before.get("run") != origin["run"] and not replace:
+        raise ExportError(
+            f"{folder} holds the export of another run ({before.get('tag')}, seed {before.get('seed')}, "
+            f"{before['checkpoint']:,} tokens); choose another --hf_save_dir, or replace it with --replace"
+        )
 
 
 def _find_tokenizer(directory: RunDirectory, state: dict[str, Any], source: str | None) -> tuple[Any, str]:

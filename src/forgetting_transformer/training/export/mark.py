@@ -1,7 +1,6 @@
 """Mark of an export: of which checkpoint it was made, and which files of a model the next export may replace."""
 
 import json
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,34 +32,3 @@ def origin_of(folder: Path) -> tuple[int | None, int | None]:
     if not mark or any(mark["files"].get(file.name) != sha256_of(file) for file in folder.glob("*.safetensors")):
         return None, None
     return mark["checkpoint"], mark.get("seed")
-
-
-def is_of_a_model(name: str) -> bool:
-    """Whether a file of this name holds the configuration or weights of a model."""
-    return name == "config.json" or name.endswith((".safetensors", ".bin", ".index.json"))
-
-
-def check_replaceable(
-    present: Iterable[str], before: Mapping[str, Any], new: Mapping[str, Any], where: str, elsewhere: str, replace: bool
-) -> None:
-    """Refuses to overwrite or to be mixed with what is not an earlier export of the same run.
-
-    Args:
-        present: names of the files there that the new export would overwrite, or that are of a model.
-        before, new: marks of the export there, empty without one, and of the new one.
-        where: the place, for messages. elsewhere: the way to choose another place.
-        replace: whether another run's export may be replaced.
-
-    Raises:
-        ExportError: a file there is not from an export, or the export there is another run's.
-    """
-    if strangers := sorted({*present} - {*before.get("files", ()), *([MARK] if before else [])}):
-        raise ExportError(
-            f"{where} holds {strangers[0]}, which is not from an export: the new model would overwrite it, or be mixed "
-            f"with it; choose another {elsewhere}"
-        )
-    if before and before.get("run") != new["run"] and not replace:
-        raise ExportError(
-            f"{where} holds the export of another run ({before.get('tag')}, seed {before.get('seed')}, "
-            f"{before['checkpoint']:,} tokens); choose another {elsewhere}, or replace it with --replace"
-        )

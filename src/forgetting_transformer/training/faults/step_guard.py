@@ -1,4 +1,4 @@
-"""Steps that must not count: a loss or gradient that is not finite, or a gradient far larger than usual.
+"""Steps that must not count: those with a loss or gradient that is not finite.
 
 Whether a step counts is decided on the device, from numbers that all ranks share, so every rank decides alike and the
 host does not wait. PyTorch's fused optimizers then leave weights, moments and their count of steps as they are. The
@@ -8,21 +8,17 @@ the host waits for the decision and does not call them.
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from forgetting_transformer.data.corpus import Place
 from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.faults.delayed import Delayed
 
 log = logging.getLogger(__name__)
-
-#: Steps whose gradient norms the spike rule looks back at.
-WINDOW = 128
 
 
 class BadStep(NamedTuple):
@@ -37,16 +33,17 @@ class BadStep(NamedTuple):
     def __str__(self) -> str:
         return f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g} ({self.in_a_row} in a row)"
 
-    def describe(self, where: Place) -> dict[str, Any]:
-        """Values of its line in bad_step.jsonl, with the place of its batch and the sequences that are not finite."""
-        not_finite = [row for row, loss in enumerate(self.sequence_losses) if not math.isfinite(loss)]
+    def describe(self, places: Sequence[str]) -> dict[str, Any]:
+        """Values of its line in bad_step.jsonl, with the places of its sequences, and of those that are not finite."""
+        losses = zip(places, self.sequence_losses, strict=True)
         return {
             "batch": self.batch,
             "in_a_row": self.in_a_row,
             "loss": self.loss,
             "global_grad_norm": self.grad_norm,
             "sequence_losses": self.sequence_losses,
-            **where.describe(not_finite),
+            "sequences": list(places),
+            "sequences_not_finite": [place for place, loss in losses if not math.isfinite(loss)],
         }
 
 
@@ -56,17 +53,12 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class StepGuard:
-    """
-    Args:
-        spike_factor: leave out steps whose gradient norm is more than this many times the median of the last WINDOW
-            counted ones; None: only those that are not finite.
-    """
+    """Judges steps, and counts those that were left out."""
 
-    def __init__(self, device: torch.device, spike_factor: float | None = None) -> None:
-        self._device, self._spike_factor = device, spike_factor
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         self._in_a_row = torch.zeros((), dtype=torch.float64, device=device)
-        self._norms = torch.full((WINDOW,), torch.nan, dtype=torch.float64, device=device)
         self._verdicts: Delayed[int] = Delayed()
         self._reports: list[BadStep] = []
         #: Bad steps in a row, as far as the host knows.
@@ -80,17 +72,10 @@ class StepGuard:
                 norm before clipping; both the same on every rank.
         """
         good = torch.isfinite(grad_norm) & torch.isfinite(loss_B).all()
-        norm = grad_norm.double()
-        if self._spike_factor is not None:
-            # NaN, so never exceeded, until there are WINDOW norms.
-            good &= ~(norm > self._spike_factor * self._norms.median())
-            # A finite norm that was too large is kept too: if norms stay there, they become the usual ones.
-            kept = torch.where(torch.isfinite(norm), norm, self._norms[-1])
-            self._norms = torch.cat([self._norms[1:], kept.view(1)])
         bad = (~good).double()
         self._skipped += bad
         self._in_a_row = (self._in_a_row + 1) * bad
-        self._verdicts.send(batch, torch.cat([torch.stack([bad, self._in_a_row, norm]), loss_B.double()]))
+        self._verdicts.send(batch, torch.cat([torch.stack([bad, self._in_a_row, grad_norm.double()]), loss_B.double()]))
         return bad.float()
 
     @staticmethod
@@ -143,19 +128,18 @@ class StepGuard:
             TrainingError: after too many updates in a row that were left out.
         """
         raise TrainingError(
-            f"{self.most_in_a_row} updates in a row were left out, because a loss or gradient was not finite or much "
-            f"larger than usual; {last_good_checkpoint}, without them. metrics/jsonlines/bad_step.jsonl in {folder} "
+            f"{self.most_in_a_row} updates in a row were left out, because a loss or gradient was not finite; "
+            f"{last_good_checkpoint}, without them. metrics/jsonlines/bad_step.jsonl in {folder} "
             "names their documents and tokens. Lower optimizer.lr (in a fork), mend the data, or raise "
             "train.max_bad_steps"
         )
 
     def state(self) -> dict[str, Tensor]:
         """State for the checkpoint."""
-        return {"guard_skipped": self._skipped, "guard_in_a_row": self._in_a_row, "guard_norms": self._norms}
+        return {"guard_skipped": self._skipped, "guard_in_a_row": self._in_a_row}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """From a checkpoint; one that was imported from the authors' code has no such state."""
-        if "guard_norms" in state:
+        if "guard_skipped" in state:
             self._skipped = state["guard_skipped"].to(self._device)
             self._in_a_row = state["guard_in_a_row"].to(self._device)
-            self._norms = state["guard_norms"].to(self._device)

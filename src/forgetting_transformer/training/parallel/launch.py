@@ -35,11 +35,6 @@ def launch(config: Config) -> Fabric:
     """
     under_cli = os.environ.get("LT_CLI_USED") == "1"
     console.die_with_launcher()
-    if not under_cli:
-        stray = sorted(name for name in os.environ if name.startswith("LT_"))
-        if stray:
-            # Fabric would let these override the config and not say so.
-            raise ConfigError(f"environment variables {', '.join(stray)} would override the config; unset them")
     _check_gpus(config)
     processes = expected_world_size(config)
     shard_size = _shard_size(config, processes)
@@ -84,11 +79,11 @@ def _check_gpus(config: Config) -> None:
     Raises:
         ConfigError: GPUs are asked for that are not here.
     """
-    accelerator, devices = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator), config.fabric.devices
-    if (accelerator in ("cuda", "gpu") or isinstance(devices, list) or devices == -1) and (problem := gpus.missing()):
+    accelerator = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
+    if accelerator in ("cuda", "gpu") and (problem := gpus.missing()):
         raise ConfigError(
-            f"fabric.accelerator={accelerator} fabric.devices={devices} ask for GPUs. {problem}; or train on the CPU "
-            "with fabric.accelerator=cpu (`fabric run`: --accelerator cpu) and fabric.devices=1"
+            f"fabric.accelerator={accelerator} asks for GPUs. {problem}; or train on the CPU with "
+            "fabric.accelerator=cpu (`fabric run`: --accelerator cpu)"
         )
 
 
@@ -97,10 +92,10 @@ def expected_world_size(config: Config) -> int:
     if os.environ.get("LT_CLI_USED") == "1" or "TORCHELASTIC_RUN_ID" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     devices = config.fabric.devices
-    if devices in ("auto", -1):
-        use_cuda = config.fabric.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
-        return torch.cuda.device_count() if use_cuda else 1
-    return len(devices) if isinstance(devices, list) else int(devices)
+    if devices != "auto":
+        return devices
+    use_cuda = config.fabric.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
+    return torch.cuda.device_count() if use_cuda else 1
 
 
 def _shard_size(config: Config, world_size: int) -> int:

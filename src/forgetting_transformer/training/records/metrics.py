@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,15 +21,6 @@ from forgetting_transformer.metric_names import RESUME, name_of
 from forgetting_transformer.training.records.run_directory import KINDS, RunDirectory
 
 log = logging.getLogger(__name__)
-
-
-class Sink(Protocol):
-    """Taker of reports besides the files. Its methods raise nothing."""
-
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        """Takes one line; `with_tables` says which of its values are shown together."""
-
-    def close(self) -> None: ...
 
 
 class MetricsLog:
@@ -44,8 +35,8 @@ class MetricsLog:
     def __init__(self, directory: RunDirectory, resume_step: int, kinds: Iterable[str] = ()) -> None:
         self.directory = directory
         self.kinds = {*KINDS, *kinds}
-        #: Takers of every report besides the files.
-        self.sinks: list[Sink] = []
+        #: Takers of every report besides the files, by `log(step, values)` and `close()`, which raise nothing.
+        self.sinks: list[Any] = []
         directory.make(directory.jsonlines)
         for file in self.files():
             # An earlier continuation from this very checkpoint has left its line too.
@@ -126,24 +117,6 @@ def _file(directory: RunDirectory, kind: str) -> Path:
 def prefixed(kind: str, values: dict[str, Any]) -> dict[str, Any]:
     """Values under names that no other kind has: wandb keeps one row per step for all kinds."""
     return {name if "/" in name else name_of(kind, name): value for name, value in values.items()}
-
-
-def with_tables(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[dict[str, str]]]]:
-    """Values as people are to see them: texts that belong together become rows of a table.
-
-    Returns:
-        All other values; and the tables by name, so that `samples/0/prompt` and `samples/0/text` are the first row of
-        the table `samples`.
-    """
-    others: dict[str, Any] = {}
-    tables: dict[str, dict[int, dict[str, str]]] = {}
-    for name, value in values.items():
-        found = re.fullmatch(r"(.+)/(\d+)/([^/]+)", name)
-        if found and isinstance(value, str):
-            tables.setdefault(found[1], {}).setdefault(int(found[2]), {})[found[3]] = value
-        else:
-            others[name] = value
-    return others, {name: [row for _, row in sorted(rows.items())] for name, rows in tables.items()}
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

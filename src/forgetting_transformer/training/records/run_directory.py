@@ -11,14 +11,13 @@ from forgetting_transformer import metric_names as names
 from forgetting_transformer.files import explain, locked
 
 PREVIOUS = "previous"
-#: All that a run, its plots, wandb and TensorBoard write there, besides `run.lock` and `previous/`. The rest is
-#: somebody else's.
+#: All that a run, its plots and wandb write there, besides `run.lock` and `previous/`. The rest is somebody else's.
 #: In the order in which they are moved aside: first what may be a mount and cannot be moved, late
 #: `last_checkpoint.json`, which refuses a start that would not find the checkpoints. The lock, by which the run is
 #: recognised, is not moved.
 OWN_NAMES = (
-    "checkpoints", "logs", "metrics", "tokenizer", "plots", "traces", "wandb", "tensorboard", "goodput.json",
-    "model.txt", "decay_params.txt", "no_decay_params.txt", "status.json", "config.yaml", "last_checkpoint.json",
+    "checkpoints", "logs", "metrics", "tokenizer", "plots", "traces", "wandb", "goodput.json", "model.txt",
+    "decay_params.txt", "no_decay_params.txt", "status.json", "config.yaml", "last_checkpoint.json",
     "starts.jsonl",
 )  # fmt: skip
 #: All kinds of lines that a run writes. Only files of these names are the run's to cut and to read back.
@@ -53,7 +52,6 @@ class RunDirectory:
         self.jsonlines = self.root / "metrics" / "jsonlines"
         self.npz = self.root / "metrics" / "npz"
         self.wandb_run_id = self.root / "metrics" / "wandb" / "wandb_run_id.txt"
-        self.tensorboard = self.root / "tensorboard"
         self.tokenizer = self.root / "tokenizer"
         self.goodput = self.root / "goodput.json"
         self.traces = self.root / "traces"

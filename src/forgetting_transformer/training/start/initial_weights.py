@@ -1,13 +1,12 @@
-"""Weights that a new run begins with (`init_from`): of an exported model, a model of the hub, or a training run.
+"""Weights that a new run begins with (`init_from`): of an exported model, or of a model of the hub.
 
 Only weights are taken: step, moments, counters and the order of the data are those of a new run. Rank 0 reads them, and
-the others receive them from it. Configurations are read as JSON and weights from safetensors or from checkpoints, so
-nothing that a source names is run.
+the others receive them from it. Only config.json and safetensors are read, so nothing that a source names is run.
 """
 
 import logging
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,11 @@ from forgetting_transformer.hub_connection import model_folder
 from forgetting_transformer.model import registry
 from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.ops.finite import check_finite
-from forgetting_transformer.training.checkpoint.folder import read_newest, steps_in
-from forgetting_transformer.training.checkpoint.reading import read_weights
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.counters import Origin
-from forgetting_transformer.training.export import official_checkpoint
-from forgetting_transformer.training.export.mark import MARK
+from forgetting_transformer.training.export.mark import MARK, read_mark
 from forgetting_transformer.training.optimization.parameter_groups import named_by
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
-from forgetting_transformer.training.records.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -44,23 +39,20 @@ _HEADS = ("num_heads", "num_kv_heads", "head_dim", "n_groups", "expand_ratio")
 
 @dataclass
 class InitialWeights:
-    """Weights of a model that `init_from` names, of which `fill` takes those that fit.
+    """Weights of the model that `init_from` names, as far as they fit.
 
     Attributes:
-        fields: of the configuration of that model.
-        tensors: its weights by name; on rank 0 only.
-        tokenizer: folder of its tokenizer; None where there is none.
-        record: where they come from, as the run's checkpoints keep it: `source`, and what else is known of it.
-        fresh: tensors of the model in training that keep what was drawn for them.
-        notes: what is to be told of them once there is a log; on rank 0 only.
+        tensors: by name; on rank 0 only.
+        record: where they come from, as the run's checkpoints keep it: `source`, and what else is known of it; `fresh`,
+            tensors of the model in training that keep what was drawn for them; `unused`, tensors left out.
     """
 
-    fields: dict[str, Any]
     tensors: dict[str, Tensor]
-    tokenizer: Path | None
     record: dict[str, Any]
-    fresh: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+
+    @property
+    def fresh(self) -> list[str]:
+        return self.record.get("fresh", [])
 
     def fill(self, model: nn.Module) -> None:
         """Puts them into a model on the CPU; called by all ranks, and the same on each."""
@@ -78,8 +70,9 @@ class InitialWeights:
         step, tag = self.record.get("step"), self.record.get("tag")
         known = [self.record.get("weights"), step is not None and f"{step:,} tokens", tag and f"of {tag}"]
         said = ", ".join(part for part in known if part)
-        fresh = f"; fresh: {', '.join(self.fresh)}" if self.fresh else ""
-        return f"a new run, weights from {self.record['source']}{f' ({said})' if said else ''}{fresh}"
+        lists = {"fresh": self.fresh, "not used": self.record.get("unused")}
+        rest = "".join(f"; {title}: {', '.join(names)}" for title, names in lists.items() if names)
+        return f"a new run, weights from {self.record['source']}{f' ({said})' if said else ''}{rest}"
 
 
 def on_all_ranks(config: Config, fabric: Fabric, data: Corpus, model: nn.Module, origin: Origin) -> InitialWeights:
@@ -92,77 +85,57 @@ def on_all_ranks(config: Config, fabric: Fabric, data: Corpus, model: nn.Module,
         ConfigError: it cannot be read, or does not fit and `init_allow` does not say that it need not.
     """
     mine = on_rank_zero(fabric, lambda: _read(config, model, data.train_info(), data.folder))
-    told: Any = None if mine is None else replace(mine, fields={}, tensors={}, tokenizer=None, notes=[])
-    told = fabric.broadcast(told)
-    weights: InitialWeights = mine or told
-    origin.text, origin.weights_from, origin.notes = str(weights), weights.record, weights.notes
+    tensors, record = mine or ({}, {})
+    weights = InitialWeights(tensors, fabric.broadcast(record))
+    origin.text, origin.weights_from = str(weights), weights.record
     return weights
 
 
-def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> InitialWeights:
+def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     log.info("reading the initial weights: %s", config.init_from)
     try:
-        weights = find(str(config.init_from), config.init_step)
-        weights.fresh, unused = _unmatched(weights, config, model, _other_vocabulary(weights, data, corpus))
-        for name in {*weights.fresh, *unused} & weights.tensors.keys():
-            del weights.tensors[name]
-        check_finite(weights.tensors.items(), weights.record["source"])
+        folder, record = _find(str(config.init_from))
+        fields, tensors, mark = read_json(folder / "config.json"), _tensors(folder), read_mark(folder)
+        names = {"step": "checkpoint", "tag": "tag", "weights": "weights"}
+        record |= {key: mark[name] for key, name in names.items() if mark.get(name) is not None}
+        _check_heads(fields, config, model)
+        other = _other_vocabulary(folder, fields, data, corpus)
+        fresh, unused = _unmatched(tensors, fields, config, model, other)
+        for name in {*fresh, *unused} & tensors.keys():
+            del tensors[name]
+        check_finite(tensors.items(), record["source"])
     except ConfigError:
         raise
     except Exception as error:  # of a file, of the hub's client, of a tokenizer
         raise ConfigError(f"init_from={config.init_from}: {one_line(error)}") from error
-    if weights.fresh:
-        weights.record["fresh"] = weights.fresh
-        weights.notes.append(f"init_from: fresh initial weights for {', '.join(weights.fresh)}")
-    if unused:
-        weights.notes.append(f"init_from: not used: {', '.join(unused)}")
-    return weights
+    return tensors, record | {key: names for key, names in (("fresh", fresh), ("unused", unused)) if names}
 
 
-def find(name: str, step: int | None = None) -> InitialWeights:
-    """The model of a folder or hub id.
-
-    Args:
-        step: training tokens of a run's checkpoint; None for its newest.
+def _find(name: str) -> tuple[Path, dict[str, Any]]:
+    """Folder of a model, given by that or by its hub id, and what is to be recorded of it.
 
     Raises:
-        ValueError, OSError, CheckpointError: nothing there that can be used.
+        ValueError: there is nothing that can be used.
     """
     folder = Path(name).expanduser()
-    directory = RunDirectory(folder)
-    official = official_checkpoint.is_official(directory)
-    if official or steps_in(directory.checkpoints):
-        return _of_run(directory, step, official)
-    if step is not None:
-        raise ValueError(f"init_step={step} chooses a checkpoint of a run, and this is none; leave it out")
     if (folder / "config.json").is_file():
-        return _exported(folder, {"source": str(folder.absolute())})
+        return folder, {"source": str(folder.absolute())}
     if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise ValueError(
-            "there is neither a run (checkpoints) nor an exported model (config.json); give a run's output_dir, what "
-            "save_model.py wrote, or a hub id"
+            "there is no exported model (config.json); give a folder of save_model.py, which exports a run, or a hub id"
         )
     try:
         downloaded = model_folder(name, _FROM_THE_HUB)
     except ValueError as error:
         raise ValueError(f"there is no such folder, and {error}") from error
-    return _exported(downloaded, {"source": name, "revision": downloaded.name})
+    return downloaded, {"source": name, "revision": downloaded.name}
 
 
-def _of_run(directory: RunDirectory, step: int | None, official: bool) -> InitialWeights:
-    if official:
-        checkpoint, state, model = official_checkpoint.load_model(directory, step)
-        tensors = model.state_dict()
-    else:
-        checkpoint, state, tensors = read_newest(
-            directory.checkpoints, lambda c: (c, c.trainer_state(), read_weights(c)), step
-        )
-    tokenizer = directory.tokenizer if directory.tokenizer.is_dir() else None
-    record = {"source": str(directory.root), "step": checkpoint.step, "tag": state["config"].get("tag")}
-    return InitialWeights(state["model_config"], tensors, tokenizer, record)
-
-
-def _exported(folder: Path, record: dict[str, Any]) -> InitialWeights:
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """
+    Raises:
+        ValueError: there are none, or a file is damaged.
+    """
     tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -171,34 +144,32 @@ def _exported(folder: Path, record: dict[str, Any]) -> InitialWeights:
             raise ValueError(f"{file.name} is damaged ({one_line(error)}); export or download it again") from error
     if not tensors:
         raise ValueError(f"{folder} holds no weights as safetensors, and nothing else is read; save the model as such")
-    if (folder / MARK).is_file():
-        mark = read_json(folder / MARK)
-        names = {"step": "checkpoint", "tag": "tag", "weights": "weights"}
-        record |= {key: mark[name] for key, name in names.items() if mark.get(name) is not None}
-    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    return InitialWeights(read_json(folder / "config.json"), tensors, folder if has_tokenizer else None, record)
+    return tensors
 
 
 def _unmatched(
-    source: InitialWeights, config: Config, model: Any, other_vocabulary: str | None
+    tensors: dict[str, Tensor], fields: dict[str, Any], config: Config, model: Any, other_vocabulary: str | None
 ) -> tuple[list[str], list[str]]:
     """The model's tensors that stay fresh, and those of the source that are left out.
+
+    Args:
+        fields: of the configuration of the source.
+        other_vocabulary: why embeddings and output layer do not fit, if they do not.
 
     Raises:
         ConfigError: `init_allow` does not name them, or names what is not there.
     """
-    _check_heads(source, config, model)
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     named = dict(model.named_parameters(remove_duplicate=False))
     head = next(name for name in named if name.startswith("lm_head."))
     embeddings = next(name for name in named if named[name] is model.get_input_embeddings().weight)
-    if source.fields.get("tie_word_embeddings") is True and embeddings in source.tensors:
-        source.tensors[head] = source.tensors[embeddings]  # one tensor under two names, of which files hold the first
+    if fields.get("tie_word_embeddings") is True and embeddings in tensors:
+        tensors[head] = tensors[embeddings]  # one tensor under two names, of which files hold the first
         if named[head] is named[embeddings]:
-            del source.tensors[head]
+            del tensors[head]
     if named[head] is named[embeddings]:
         del own[head]
-    theirs = {name: tuple(tensor.shape) for name, tensor in source.tensors.items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     reasons = {name: "missing" for name in own.keys() - theirs.keys()}
     reasons |= {name: "unexpected" for name in theirs.keys() - own.keys()}
     for name in own.keys() & theirs.keys():
@@ -218,16 +189,16 @@ def _unmatched(
     return sorted(reasons.keys() & own.keys()), sorted(reasons.keys() - own.keys())
 
 
-def _check_heads(source: InitialWeights, config: Config, model: Any) -> None:
+def _check_heads(fields: dict[str, Any], config: Config, model: Any) -> None:
     """
     Raises:
         ConfigError: the model would read the weights of a mixer as those of other heads; shapes need not show it.
     """
     kind = type(model.config)
-    if source.fields.get("model_type") != kind.model_type:
+    if fields.get("model_type") != kind.model_type:
         return  # what two architectures share has other names than their mixers
     # Files leave out what has its default.
-    theirs = kind(**{key: source.fields[key] for key in registry.fields_of(kind) & source.fields.keys()})
+    theirs = kind(**{key: fields[key] for key in registry.fields_of(kind) & fields.keys()})
     for block in range(min(theirs.num_hidden_layers, model.config.num_hidden_layers)):
         before, now = (whole.mixer_config(block) for whole in (theirs, model.config))
         # Samba's are in a dictionary of its configuration.
@@ -240,15 +211,15 @@ def _check_heads(source: InitialWeights, config: Config, model: Any) -> None:
             )
 
 
-def _other_vocabulary(source: InitialWeights, data: DataInfo, corpus: Path) -> str | None:
+def _other_vocabulary(folder: Path, fields: dict[str, Any], data: DataInfo, corpus: Path) -> str | None:
     """Difference between its tokens and the corpus's, in words; None where there is none, as far as is known."""
-    size, bos = source.fields.get("vocab_size"), source.fields.get("bos_token_id")
+    size, bos = fields.get("vocab_size"), fields.get("bos_token_id")
     if size != data.vocab_size:
         return f"{size} ids, and the corpus {data.vocab_size}"
     if bos is not None and bos != data.bos_token_id:
         return f"its BOS token is {bos}, and the corpus's {data.bos_token_id}"
-    ours = tokens_of(corpus)
-    if source.tokenizer is None or ours is None:
+    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    if not has_tokenizer or (ours := tokens_of(corpus)) is None:
         return None
-    theirs = {id: token for token, id in load_tokenizer(source.tokenizer).get_vocab().items()}
-    return other_token(ours, theirs, f"{source.tokenizer}")
+    theirs = {id: token for token, id in load_tokenizer(folder).get_vocab().items()}
+    return other_token(ours, theirs, f"{folder}")

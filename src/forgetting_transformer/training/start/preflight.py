@@ -42,7 +42,7 @@ _EQUAL = 0.01
 
 
 def preflight(config: Config) -> None:
-    """Checks `config` and prints a table; with `preflight=true` also compares micro-batches.
+    """Checks `config`, prints a table and compares micro-batches.
 
     Raises:
         ConfigError, DataError: as training would.
@@ -53,8 +53,7 @@ def preflight(config: Config) -> None:
     directory.check_ours(config.resume)
     with _trial(config, directory) as trainer:
         _check(trainer, directory.root)
-        if config.preflight is True:
-            _compare(trainer)
+        _compare(trainer)
 
 
 @contextlib.contextmanager
@@ -71,7 +70,6 @@ def _trial(config: Config, directory: RunDirectory) -> Iterator[Trainer]:
             fork_dir=None,
             fork_step=None,
             init_from=None if continues else config.init_from,
-            init_step=None if continues else config.init_step,
             init_allow=[] if continues else config.init_allow,
             train=dataclasses.replace(config.train, profile_steps=None),
             wandb=dataclasses.replace(config.wandb, mode="disabled"),
@@ -243,12 +241,11 @@ def _fits(trainer: Trainer, during: str) -> Iterator[None]:
 
 @torch.no_grad()
 def _evaluate(trainer: Trainer) -> None:
-    """A batch of each held-out set, beside what training holds."""
+    """A batch of held-out documents, beside what training holds."""
     fabric, ranks = trainer.fabric, trainer.ranks
     trainer.model.eval()
-    for corpus in (trainer.data, *trainer.eval_sets.values()):
-        inputs = model_inputs(fabric.to_device(next(iter(corpus.eval_loader(ranks.data_rank, ranks.data_size)))))
-        with ranks.share():
-            trainer.model(**ranks.part_of(inputs))
-        setup.synchronize(fabric.device)
-        trainer.sentinel.starting("preflight")
+    inputs = model_inputs(fabric.to_device(next(iter(trainer.data.eval_loader(ranks.data_rank, ranks.data_size)))))
+    with ranks.share():
+        trainer.model(**ranks.part_of(inputs))
+    setup.synchronize(fabric.device)
+    trainer.sentinel.starting("preflight")

@@ -85,8 +85,6 @@ def load(
     Raises:
         ConfigError: the config would change the run. CheckpointError: it cannot be read.
     """
-    for note in origin.notes:
-        log.warning("%s", note)
     checkpoint = origin.checkpoint
     if checkpoint is None:
         origin.data_checksums = data.checksums

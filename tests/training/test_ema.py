@@ -1,20 +1,15 @@
-"""Averages of weights: of several checkpoints, and the moving average that the callback ema keeps."""
+"""The moving average of the weights that the callback ema keeps."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer.training.checkpoint.folder import CheckpointError
-from forgetting_transformer.training.export import MARK, ExportError, export
+from forgetting_transformer.training.export import MARK, export
 from forgetting_transformer.training.export import contents as export_contents
-from forgetting_transformer.training.export.averaging import average
-from tests.processes import run_command
 from tests.training.conftest import (
     STEP,
     Job,
@@ -27,75 +22,6 @@ from tests.training.test_export import held_out_loss
 
 pytestmark = pytest.mark.slow
 KEPT = [8, 16, 20]  # steps whose checkpoints a run of the tiny configuration keeps
-
-
-def snapshot(folder: Path) -> dict:
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-
-
-@pytest.mark.parametrize(
-    ("chosen", "steps", "tie"), [({"last": 3}, KEPT, True), ({"steps": [20 * STEP, 8 * STEP]}, [8, 20], False)]
-)
-def test_the_mean_of_checkpoints_is_exported_and_the_run_is_left_alone(
-    tiny, tmp_path, finished, tokenizer, chosen, steps, tie
-):
-    run = Path(finished(changed(tiny, model__config__tie_word_embeddings=tie)))
-    before = snapshot(run)
-    said = average(run, tmp_path / "mean", tokenizer=tokenizer, **chosen)
-    assert f"the average of {len(steps)} checkpoints of {run}" in said
-    each = [checkpoint_tensors(str(run), step * STEP) for step in steps]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "mean")
-    for name, tensor in model.state_dict().items():
-        expected = sum(tensors[f"model.{name}"].double() for tensors in each) / len(each)
-        assert torch.equal(tensor, expected.float()), name
-    named = f"the mean of the checkpoints at {', '.join(f'{step * STEP:,}' for step in steps)} tokens"
-    assert json.loads((tmp_path / "mean" / MARK).read_text())["weights"] == named
-    assert f"The weights here are {named}." in (tmp_path / "mean/README.md").read_text()
-    assert snapshot(run) == before
-    average(run, tmp_path / "mean", tokenizer=tokenizer, **chosen)  # again, in its place
-
-
-def test_what_cannot_be_averaged_is_refused(tiny, tmp_path, finished, interrupted, tokenizer):
-    run = Path(finished(tiny))
-    for chosen, message in (
-        ({"last": 4}, r"--last=4: .* holds 3 checkpoints .*checkpoint_keep_last"),
-        ({"steps": [8 * STEP, 9]}, rf"no valid checkpoint at step 9 in .*; it holds \[{8 * STEP}, "),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            average(run, tmp_path / "mean", tokenizer=tokenizer, **chosen)
-    with pytest.raises(ExportError, match=r"^--out=.* is the folder of a training run.*choose another --out$"):
-        average(run, run, last=2)
-    one = tmp_path / "one"
-    (one / "checkpoints" / f"step-{STEP:015d}").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=rf"holds 1 checkpoint \(\[{STEP}\]\)"):
-        average(one, tmp_path / "mean", last=2)
-    mixed = tmp_path / "mixed"
-    shutil.copytree(run, mixed)
-    interrupted(changed(tiny, optimizer__lr=2e-3), 4)
-    name = f"checkpoints/step-{4 * STEP:015d}"
-    shutil.copytree(Path(tiny["output_dir"]) / name, mixed / name)
-    with pytest.raises(CheckpointError, match=r"belong to runs of other settings \(optimizer.lr: 0.002 -> 0.01"):
-        average(mixed, tmp_path / "mean", last=4, tokenizer=tokenizer)
-    (mixed / name / "manifest.json").write_text("")
-    with pytest.raises(CheckpointError, match=rf"no valid checkpoint at step {4 * STEP} in "):
-        average(mixed, tmp_path / "mean", last=4, tokenizer=tokenizer)
-    assert not (tmp_path / "mean").exists()
-
-
-def test_the_command_averages_generates_and_says_what_is_wrong(tiny, tmp_path, finished, tokenizer):
-    shutil.copytree(finished(tiny), tmp_path / "demo")
-    command = ["scripts/average_checkpoints.py", str(tmp_path / "demo")]
-    done = run_command(*command, "--last", "3", "--tokenizer", tokenizer)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().endswith(f"is now {tmp_path / 'demo-average'}")
-    done = run_command("scripts/generate.py", str(tmp_path / "demo-average"), "--prompt", "w3", "--max_new_tokens", "4")
-    assert done.returncode == 0 and "w3" in done.stdout, done.stderr
-    for arguments, message in (
-        (["--steps", "128", "128"], "--steps=[128, 128] must name 2 different checkpoints"),
-        (["--last", "9"], "CheckpointError: --last=9: "),
-    ):
-        done = run_command(*command, *arguments)
-        assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def with_ema(config: dict, **keys) -> dict:
