@@ -3,13 +3,11 @@
 
     python scripts/check_model.py --model gated_delta_net
     python scripts/check_model.py --plugins my_lab --model retention hidden_size=64 num_heads=2
-    python scripts/check_model.py --plugins my_lab --model hybrid pattern=[retention,forgetting_attention]
-    python scripts/check_model.py --model hybrid pattern=[mamba2,sliding_window] mixers.sliding_window.window_size=16
+    python scripts/check_model.py --plugins my_lab --model hybrid pattern=[retention,forgetting_transformer]
 
 Words after the options are fields of the architecture's configuration. Without them hidden_size is 64,
-num_hidden_layers 2 (a hybrid's: one for each mixer of its pattern), vocab_size 61, and num_heads 2; other fields have
-the defaults of their class. A name in a hybrid's pattern is an architecture, or attention, forgetting_attention,
-forgetting_window or sliding_window, as in configs/model/hybrid.yaml.
+num_hidden_layers 2 (a hybrid's: 4), vocab_size 61, and num_heads 2; other fields have the defaults of their class. The
+names in a hybrid's pattern are architectures.
 
 One line for each check says "ok" and what was measured, or what is wrong, by how much, and the likely fix:
 

@@ -613,10 +613,6 @@ LIST = r"""
 - left = log_fgate_BHn[..., 1 : reference + 1].flip(-1).cumsum(-1).flip(-1)
 + left = log_fgate_BHn[..., :reference].flip(-1).cumsum(-1).flip(-1)
 # A key is decayed by its own gate and not by the query's.
-= portable.log_normaliser ops/forgetting_attention/portable.py
-- (log_normaliser_BHt - to_query_BHt).masked_fill
-+ (log_normaliser_BHt + to_query_BHt).masked_fill
-# Log-normalisers are measured from the wrong place.
 
 == Pruning
 
@@ -647,14 +643,6 @@ LIST = r"""
 - self.norm = GatedRMSNorm(n_groups, self.inner_size, norm_eps, gate_first=True)
 + self.norm = GatedRMSNorm(1, self.inner_size, norm_eps, gate_first=True)
 # Groups are normalised together.
-= hgrn2.lower_bound model/mixers/hgrn2.py
-- torch.logaddexp(lower_bound_E.log(), torch.log1p(-lower_bound_E) + log_fgate_BTE)
-+ torch.logaddexp(lower_bound_E.log(), log_fgate_BTE)
-# Gates with a lower bound exceed 1.
-= hgrn2.layers model/mixers/hgrn2.py
-- step_LE[1:].cumsum(0)
-+ step_LE[:-1].cumsum(0)
-# Lower bounds are those of the layer below.
 = delta_net.beta model/mixers/delta_net.py
 - beta=context.to_heads(self.b_proj(hidden_BTE).float().sigmoid())
 + beta=context.to_heads(self.b_proj(hidden_BTE).float())

@@ -31,7 +31,7 @@ def test_the_lines_of_the_page_train_and_show_attention(tmp_path, monkeypatch):
     exec(load, names)
     assert len(names["texts"]) == 1
     exec(attention, names)
-    assert names["weights"].shape == names["forgotten"].shape and names["forgotten"].max() == 1
+    torch.testing.assert_close(names["weights"].sum(-1), torch.ones(names["weights"].shape[:-1]))
     exec(trainer.replace(few_steps, "max_steps=2"), names)
     assert names["trainer"].state.global_step == 2
     assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "output/finetuned").iterdir()}

@@ -98,7 +98,6 @@ def test_tokens_taken_back_leave_no_trace(removed):
     "method, argument, rows",
     [
         ("reorder_cache", torch.tensor([1, 1, 0]), [1, 1, 0]),
-        ("batch_select_indices", torch.tensor([1]), [1]),
         ("batch_repeat_interleave", 2, [0, 0, 1, 1]),
     ],
 )

@@ -37,7 +37,6 @@ MODELS = {
     "kda": ("kda", {}),
     "path_fox": ("path_fox", {}),
     "hgrn2": ("hgrn2", {}),
-    "hgrn2_bounded": ("hgrn2", {"apply_lower_bounds": True}),
     "mamba2": ("mamba2", {}),
     "mamba2_groups": ("mamba2", {"n_groups": 2}),
     "hybrid": (

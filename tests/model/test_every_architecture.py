@@ -14,7 +14,6 @@ from forgetting_transformer.model import DecoderForCausalLM, registry
 from tests.model.small_models import GROUPED, PRO, small
 
 CASES = {name: {} for name in registry.model_names()}
-CASES["hgrn2 with lower bounds"] = {"apply_lower_bounds": True}
 
 
 @pytest.fixture(params=CASES)

@@ -90,10 +90,6 @@ def test_entries_that_no_block_has_are_left_out_of_the_export(tmp_path):
         ({"mixers": {"fox": {**FOX, "num_heads": 5}}}, "mixers.fox: hidden_size is 32; it must be a multiple"),
         ({"mixers": {"fox": {**FOX, "hidden_size": 64}}}, "mixers.fox has 'hidden_size'; set it for the whole model"),
         ({"mixers": {"fox": {"architecture": "hybrid"}}}, "mixers.fox.architecture is 'hybrid'; it must be one of"),
-        (
-            {"mixers": {"fox": {"architecture": "hgrn2", "expand_ratio": 16, "apply_lower_bounds": True}}},
-            "mixers.fox.apply_lower_bounds is True: its blocks would share parameters",
-        ),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_the_mixer_and_the_key(fields, message):

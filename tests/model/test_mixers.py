@@ -169,27 +169,6 @@ def test_what_watches_or_adapts_the_convolution_is_not_passed_by(monkeypatch):
     assert len(asked) == 1 and len(called) == 1
 
 
-# HGRN2
-
-
-def test_bounds_reach_the_mixers_and_are_learned_only_when_asked_for():
-    ids = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))
-    ignoring, applying = small("hgrn2"), small("hgrn2", apply_lower_bounds=True)
-    assert ignoring.state_dict().keys() == applying.state_dict().keys()
-    applying.load_state_dict(ignoring.state_dict())
-    with torch.no_grad():
-        logits, want = applying(input_ids=ids).logits, ignoring(input_ids=ids).logits
-        assert relative_error(logits, want) > 1e-3
-        ignoring.model.lower_bounds.normal_()
-        assert torch.equal(ignoring(input_ids=ids).logits, want)
-        applying.model.lower_bounds.normal_()
-        assert relative_error(applying(input_ids=ids).logits, logits) > 1e-3
-    assert not ignoring.model.lower_bounds.requires_grad
-    applying(input_ids=ids, labels=ids).loss.mean().backward()
-    # The first layer's row counts too: it is the share of the softmax that no bound gets.
-    assert (applying.model.lower_bounds.grad.norm(dim=1) > 0).all()
-
-
 # Samba
 
 

@@ -253,7 +253,6 @@ REFUSED = [
     ("hgrn2", {"expand_ratio": 12}, "hidden_size must be expand_ratio · num_heads"),
     ("hgrn2", {"expand_ratio": None}, "expand_ratio and num_heads are both None"),
     ("hgrn2", {"use_short_conv": True}, "use_short_conv is True"),
-    ("hgrn2", {"apply_lower_bounds": True, "use_lower_bound": False}, "apply_lower_bounds needs the parameter"),
     ("delta_net", {"num_heads": 3}, r"expand_k · hidden_size is 1 · 32 = 32; it must be a multiple of num_heads = 3"),
     ("delta_net", {"expand_v": 0.03125}, r"expand_v · hidden_size is 0.03125 · 32 = 1"),
     ("delta_net", {"use_short_conv": False}, "use_short_conv is False; True is the one choice"),

@@ -32,14 +32,12 @@ def make_inputs(
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, window_size: int | None = None, seq_start=None, sm_scale: float | None = None
-) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, window_size: int | None = None, seq_start=None) -> Tensor:
     """The definition: every pair's score, the invisible ones -inf. Rows of padding are 0."""
     t, n = q.shape[1], k.shape[1]
     heads_per_group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(heads_per_group, dim=2), v.repeat_interleave(heads_per_group, dim=2)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (sm_scale or 1 / math.sqrt(q.shape[-1]))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
     i, j = torch.arange(n - t, n, device=q.device)[:, None], torch.arange(n, device=q.device)
     visible = (j <= i) & (j > i - (window_size or n))
     start = torch.zeros(len(q), dtype=torch.long, device=q.device) if seq_start is None else seq_start
@@ -117,12 +115,6 @@ def test_gradients_are_derivatives():
     assert torch.autograd.gradcheck(lambda *x: causal_attention(*x, window_size=4, seq_start=start), inputs)
 
 
-def test_scale_multiplies_the_scores():
-    inputs = make_inputs(20, 20)
-    want = run(reference, inputs, sm_scale=0.9)
-    assert_close(run(causal_attention, inputs, sm_scale=0.9), want, 1e-12)
-
-
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 6e-3), (torch.float16, 8e-4)])
 @pytest.mark.parametrize("window", [None, 40])
 def test_half_precision_runs_in_its_own_dtype_under_autocast_too(dtype, tolerance, window):
@@ -185,15 +177,15 @@ def test_gpus_run_more_than_one_16_bit_query_through_the_kernels(t, dtype, on_gp
 
     def attend_with_kernel(q, k, v, log_fgate, **options):
         calls.append((log_fgate, options))
-        return q, None
+        return q
 
     monkeypatch.setattr(attention, "takes_kernel", lambda q: on_gpu)
     monkeypatch.setattr(attention, "attend_with_kernel", attend_with_kernel)
     start = torch.tensor([0, 3])
-    causal_attention(*make_inputs(t, 90, dtype=dtype), window_size=7, seq_start=start, sm_scale=0.5)
+    causal_attention(*make_inputs(t, 90, dtype=dtype), window_size=7, seq_start=start)
     assert len(calls) == taken
     for log_fgate, options in calls:
-        assert log_fgate is None and options["seq_start_B"] is start and options["sm_scale"] == 0.5
+        assert log_fgate is None and options["seq_start_B"] is start
         want = (torch.arange(90 - t, 90) - 6).clamp(min=0).int()
         assert torch.equal(options["first_key_BT"], want.expand(2, -1))
 

@@ -151,8 +151,8 @@ def failures(name: str, **fields) -> dict[str, str]:
     ("name", "fields"),
     [
         ("forgetting_transformer", {"use_output_gate": True, "qk_norm": True, "use_k_shift": True}),
-        ("hgrn2", {"apply_lower_bounds": True}),
-        ("hybrid", {"pattern": ["mamba2", "path_fox", "samba", "sliding_window", "attention"]}),
+        ("hgrn2", {}),
+        ("hybrid", {"pattern": ["mamba2", "path_fox", "samba", "transformer"]}),
     ],
 )
 def test_built_in_architectures_pass(name, fields):
@@ -162,7 +162,7 @@ def test_built_in_architectures_pass(name, fields):
 def test_an_architecture_without_a_fault_passes_alone_and_in_a_hybrid(register):
     name = register(Mean)
     assert failures(name) == {}
-    assert failures("hybrid", pattern=[name, "forgetting_attention"]) == {}
+    assert failures("hybrid", pattern=[name, "forgetting_transformer"]) == {}
 
 
 #: Mixer -> the checks that must fail, with what is said. All others must be ok.
@@ -250,7 +250,9 @@ def script(monkeypatch, capsys):
 
 
 def test_it_prints_a_line_for_each_check(script):
-    done = script("--model", "hybrid", "pattern=[hgrn2,sliding_window]", "mixers.sliding_window.window_size=3")
+    window = ("architecture=transformer", "num_heads=2", "window_size=3")
+    words = [f"mixers.window.{word}" for word in window]
+    done = script("--model", "hybrid", "pattern=[hgrn2,window]", *words)
     assert done.code == 0
     *lines, last = done.out.splitlines()
     assert [line.split()[:2] for line in lines] == [["ok", name] for name in CHECKS]

@@ -45,6 +45,13 @@ def checked_cache(past_key_values: Any, cache: Any) -> DecoderCache | None:
     return past
 
 
+def check_shows_attention(decoder: Any) -> None:
+    if not any(getattr(block.sequence_mixer, "shows_attention", False) for block in decoder.layers):
+        raise ValueError(
+            f"output_attentions: {type(decoder).__name__} has no attention layers that give their weights; leave it out"
+        )
+
+
 def check_sharing(decoder: Any, size: int, others: tuple[Any, ...]) -> None:
     if reasons := decoder.whole_sequence_mixers(size):
         raise ValueError(f"{size} processes cannot share sequences: {', '.join(reasons)}")

@@ -7,7 +7,6 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -25,27 +24,6 @@ from forgetting_transformer.ops.forgetting_attention.reference import attention_
 
 # The op for decoding serves up to this many new tokens: one, or the guesses of assisted generation.
 MAX_DECODED_TOKENS = 16
-
-
-class AttentionMaps(NamedTuple):
-    """Maps of an attention layer, `(B, H, T, N)` each, float32 or wider; N positions, past ones included.
-
-    Attributes:
-        weights: how much of each key a query takes; the weights of a query add up to 1. 0 in padding.
-        decay: what the forget gates add to the score of a pair, `Σ log f` from behind the key up to the query, nats.
-            -inf where a query does not see a key.
-    """
-
-    weights: Tensor | None
-    decay: Tensor | None
-
-
-def maps_of_layers(decoder: Any, spans: Sequence[Span]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Weights and decays that the layers of a decoder added to their spans; None for layers without attention."""
-    if not any(span.maps for span in spans):
-        raise ValueError(f"output_attentions: {type(decoder).__name__} has no attention layers; leave it out")
-    maps = [span.maps[0] if span.maps else AttentionMaps(None, None) for span in spans]
-    return tuple(weights for weights, _ in maps), tuple(decay for _, decay in maps)
 
 
 @dataclass(frozen=True)
@@ -125,8 +103,8 @@ def attend(
             options["adaptive_threshold"] = _own_heads(threshold_H, shared)
         out_BHTD: Any = forgetting_attention(q_BHTD, held.keys, held.values, log_fgate_BHT, head_first=True, **options)
         out_BTHD = out_BHTD.transpose(1, 2)
-    if span.maps is not None:
-        span.maps.append(_maps(q_BHTD, log_fgate_BHT, held, seq_start_B, window))
+    if span.attentions is not None:
+        span.attentions.append(_weights(q_BHTD, log_fgate_BHT, held, seq_start_B, window))
     return _join_heads(out_BTHD, len(q_BTHD), shared)
 
 
@@ -167,10 +145,13 @@ def _decode(
 
 
 @torch.no_grad()
-def _maps(
+def _weights(
     q_BHTD: Tensor, log_fgate_BHN: Tensor | None, held: Held, seq_start_B: Tensor | None, window: int | None
-) -> AttentionMaps:
-    """The maps of one layer, computed pair by pair, with nothing pruned and without gradients."""
+) -> Tensor:
+    """The weight of each key for each query, `(B, H, T, N)`, float32 or wider, 0 where a query does not see a key.
+
+    Computed pair by pair, with nothing pruned and without gradients. N counts past tokens too.
+    """
     if held.cum_log_fgate is not None:
         log_fgate_BHN = log_fgate_of(held.cum_log_fgate)
     elif log_fgate_BHN is None:
@@ -178,12 +159,10 @@ def _maps(
     first_key_BT = first_visible_key(q_BHTD, held.keys, window=window)
     scale = 1 / math.sqrt(q_BHTD.shape[-1])
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        weights_BHTN, decay_BHTN, _ = attention_weights(
+        weights_BHTN, _ = attention_weights(
             q_BHTD, held.keys, log_fgate_BHN, seq_start_B, scale, first_key_BT=first_key_BT
         )
-    # Keys that a window's cache no longer holds.
-    before = (held.first, 0)
-    return AttentionMaps(F.pad(weights_BHTN, before), F.pad(decay_BHTN, before, value=-torch.inf))
+    return F.pad(weights_BHTN, (held.first, 0))  # keys that a window's cache has dropped
 
 
 def check_attention_options(

@@ -2,9 +2,8 @@
 
 A mixer is an `nn.Module` with
 
-    forward(hidden_BTE, seq_start_B=None, cache=None, *mixer_inputs) -> (out_BTE, …)
-        The block reads the first result. `seq_start_B` and `cache` are those of `Span` (`span.py`); `mixer_inputs` are
-        what the model's method of this name returns for the block, by default nothing.
+    forward(hidden_BTE, seq_start_B=None, cache=None) -> (out_BTE, …)
+        The block reads the first result. `seq_start_B` and `cache` are those of `Span` (`span.py`).
     new_cache() -> CacheLayerMixin
         An empty layer cache.
 
@@ -17,13 +16,15 @@ It may also have
         How it calls its op, so that the op's kernels are tested before the first step on a GPU. Layers in it may have
         one too.
     takes_span = True
-        Its forward is called as forward(hidden_BTE, span, *mixer_inputs).
+        Its forward is called as forward(hidden_BTE, span).
     packs_documents = True
         It keeps packed documents apart; without a span its forward takes the keyword `cu_seqlens`.
     static_cache = True
         Its forward can write a single token in place, where `cache.slot` says: nothing in it may depend on how many
         tokens came before but through tensors. Then `generate` runs it as a CUDA graph. A recurrent mixer may say so
         whose states keep their names and shapes.
+    shows_attention = True
+        It adds its weights to `span.attentions` where this is a list, for `output_attentions`, as `attend` does.
     context_heads
         It works where processes share a sequence (`ops/context.py`). They must divide this number, of heads that it
         splits among them; 0 if it splits none. A module in it that reads tokens of the part before has their number
@@ -77,7 +78,7 @@ class DecoderBlock(GradientCheckpointingLayer):
     def sequence_mixer(self) -> Any:
         return getattr(self, self.mixer_name)
 
-    def forward(self, hidden_BTE: Tensor, span: Span, *mixer_inputs: Tensor) -> Tensor:
+    def forward(self, hidden_BTE: Tensor, span: Span) -> Tensor:
         """Return the new residual stream `(B, T, E)`."""
         if self.gradient_checkpointing and self.training:
             if span.cache is not None:
@@ -89,17 +90,17 @@ class DecoderBlock(GradientCheckpointingLayer):
             # What is saved inside is not kept; the hooks get what the block starts from.
             on_host = save_on_cpu(pin_memory=hidden_BTE.is_cuda) if self.inputs_on_host else contextlib.nullcontext()
             with on_host:
-                return self._gradient_checkpointing_func(transform, hidden_BTE, *mixer_inputs)
-        return self._transform(hidden_BTE, *mixer_inputs, span=span)
+                return self._gradient_checkpointing_func(transform, hidden_BTE)
+        return self._transform(hidden_BTE, span=span)
 
-    def _transform(self, hidden_BTE: Tensor, *mixer_inputs: Tensor, span: Span) -> Tensor:
+    def _transform(self, hidden_BTE: Tensor, span: Span) -> Tensor:
         mixer = self.sequence_mixer
         normed_BTE, hidden_BTE = getattr(self, self.mixer_norm_name)(hidden_BTE)
         if getattr(mixer, "takes_span", False):
-            mixed = mixer(normed_BTE, span, *mixer_inputs)
+            mixed = mixer(normed_BTE, span)
         else:
             packed = {} if span.cu_seqlens is None else {"cu_seqlens": span.cu_seqlens}
-            mixed = mixer(normed_BTE, span.seq_start_B, span.cache, *mixer_inputs, **packed)
+            mixed = mixer(normed_BTE, span.seq_start_B, span.cache, **packed)
         check_mixed(mixer, mixed, normed_BTE)
         branch_BTE = mixed[0]
         if self.has_mlp:

@@ -134,11 +134,6 @@ class DecoderConfig(PreTrainedConfig):
         """Other registered architectures whose mixers the blocks have."""
         return []
 
-    @property
-    def shared_parameters_key(self) -> str | None:
-        """The field by which mixers of several blocks share parameters (`mixer_inputs`); None if they share none."""
-        return None
-
     def build_from_fields(self, layer_class: type[Layer], **others: Any) -> Layer:
         """Make a layer from `others` and, for its other arguments, the fields and properties of the same names."""
         names = inspect.signature(layer_class).parameters.keys() - others.keys()

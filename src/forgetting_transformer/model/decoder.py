@@ -7,18 +7,16 @@ An architecture is a mixer and a configuration. The configuration builds the mix
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from forgetting_transformer.model.abilities import MixerAbilities
 from forgetting_transformer.model.arguments import check_loss_arguments, check_shape, checked_cache
-from forgetting_transformer.model.attention import maps_of_layers
 from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.model.generation.cache import CACHE_NAME, DecoderCache, one_cache
@@ -28,25 +26,6 @@ from forgetting_transformer.model.span import spans_of_call
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
-
-
-@dataclass
-class DecoderOutput(BaseModelOutputWithPast):
-    """Output of a decoder.
-
-    Attributes (beside transformers' own; one entry per block, None for a block that was not asked for):
-        attentions: attention weights `(B, H, T, N)`, float32.
-        decays: `Σ log f` between key and query, which the weights are computed with, `(B, H, T, N)`, nats, float32.
-    """
-
-    decays: tuple[Tensor | None, ...] | None = None
-
-
-@dataclass
-class CausalDecoderOutput(CausalLMOutputWithPast):
-    """Output of a language model: that of the decoder, with the loss and the logits."""
-
-    decays: tuple[Tensor | None, ...] | None = None
 
 
 class OutputLayer(nn.Linear):
@@ -102,7 +81,6 @@ class DecoderModel(DecoderPreTrainedModel):
         self.embeddings = Embedding(config.vocab_size, config.hidden_size, padding_idx=padding_idx)
         self.layers: Any = nn.ModuleList(DecoderBlock(config, i) for i in range(config.num_hidden_layers))
         self.add_module(config.final_norm_name, FinalRMSNorm(config.hidden_size, config.norm_eps))
-        self.add_shared_parameters()
         self.post_init()
 
     def new_cache(self) -> DecoderCache:
@@ -115,13 +93,7 @@ class DecoderModel(DecoderPreTrainedModel):
             )
         return DecoderCache([mixer.new_cache() for mixer in mixers])
 
-    def add_shared_parameters(self) -> None:
-        """Make the parameters that mixers of several blocks share. Called once; by default there are none."""
-
-    def mixer_inputs(self) -> Sequence[tuple[Tensor, ...]]:
-        """Further arguments of every block's mixer: what is computed from the shared parameters."""
-        return [()] * len(self.layers)
-
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -130,11 +102,10 @@ class DecoderModel(DecoderPreTrainedModel):
         past_key_values: DecoderCache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         output_attentions: bool | None = None,
         cu_seqlens: Tensor | None = None,
         cache: DecoderCache | None = None,
-    ) -> DecoderOutput | tuple:
+    ) -> BaseModelOutputWithPast:
         """Run the blocks on T new tokens.
 
         Args:
@@ -146,9 +117,8 @@ class DecoderModel(DecoderPreTrainedModel):
             past_key_values: cache of the tokens before these. Any number of new tokens may follow it.
             use_cache: return a cache. Default: `config.use_cache` outside training.
             output_hidden_states: also return the input of every block and the normalised output of the last.
-            return_dict: False gives a tuple.
-            output_attentions: also return attention weights and decays of all layers that have attention, `H·T·N`
-                numbers each; for long texts see eval/forget_gates.
+            output_attentions: also return the attention weights `(B, H, T, N)`, float32, of all layers that have
+                attention, None for others; for long texts see eval/forget_gates.
             cu_seqlens: packed documents: where each begins among the B·T tokens of all rows, one row after another, and
                 B·T, `(documents + 1,)`, int32 or int64, rising; ends may be repeated. A row begins a document. No
                 attention, state, shift or rotary position crosses from one document into another. Without a cache,
@@ -179,24 +149,19 @@ class DecoderModel(DecoderPreTrainedModel):
 
         # Nothing else holds the inputs of blocks that are done, unless the backward pass needs them.
         all_hidden: list[Tensor] = []
-        for block, span, mixer_inputs in zip(self.layers, spans, self.mixer_inputs(), strict=True):
+        for block, span in zip(self.layers, spans, strict=True):
             if output_hidden_states:
                 all_hidden.append(hidden_BTE)
-            hidden_BTE = block(hidden_BTE, span, *mixer_inputs)
+            hidden_BTE = block(hidden_BTE, span)
         hidden_BTE = getattr(self, self.config.final_norm_name)(hidden_BTE).view(shape)
-        attentions, decays = maps_of_layers(self, spans) if output_attentions else (None, None)
         kept: dict[str, Any] = {CACHE_NAME: past if use_cache else None}
-        output = DecoderOutput(
+        if output_attentions:
+            kept["attentions"] = tuple(span.attentions[0] if span.attentions else None for span in spans)
+        return BaseModelOutputWithPast(
             last_hidden_state=hidden_BTE,
             **kept,
             hidden_states=(*(x.view(shape) for x in all_hidden), hidden_BTE) if output_hidden_states else None,
-            attentions=attentions,
-            decays=decays,
         )
-        return output if self._wants_dict(return_dict) else output.to_tuple()
-
-    def _wants_dict(self, return_dict: bool | None) -> bool:
-        return bool(self.config.return_dict if return_dict is None else return_dict)
 
 
 class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
@@ -233,6 +198,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         """The model without the output layer, whatever its name is."""
         return getattr(self, self.base_model_prefix)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -243,12 +209,11 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        return_dict: bool | None = None,
         output_attentions: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: DecoderCache | None = None,
-    ) -> CausalDecoderOutput | tuple:
+    ) -> CausalLMOutputWithPast:
         """Compute logits `(B, T, V)`, or with labels the loss. Further arguments: `DecoderModel.forward`.
 
         Args:
@@ -269,7 +234,8 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         others = (inputs_embeds, labels, cu_seqlens, output_attentions, output_hidden_states)
         logits = self._logits_of_graph(input_ids, attention_mask, past_key_values, use_cache, logits_to_keep, others)
         if logits is not None:
-            return self._returned(return_dict, past_key_values, logits=logits)
+            cached: Any = {CACHE_NAME: past_key_values}
+            return CausalLMOutputWithPast(logits=logits, **cached)
         if use_cache is None and labels is not None:
             use_cache = False
         if labels is not None:
@@ -293,13 +259,8 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
             logits = self.lm_head(output.last_hidden_state[:, positions])
         if labels is not None and self.config.loss == "causal_lm":
             loss = self._mean_loss(logits, labels, attention_mask, num_items_in_batch)
-        shown = {name: getattr(output, name) for name in ("hidden_states", "attentions", "decays")}
-        return self._returned(return_dict, getattr(output, CACHE_NAME), loss=loss, logits=logits, **shown)
-
-    def _returned(self, return_dict: bool | None, cache: DecoderCache | None, **fields: Any) -> Any:
-        fields[CACHE_NAME] = cache
-        result = CausalDecoderOutput(**fields)
-        return result if self.decoder._wants_dict(return_dict) else result.to_tuple()
+        kept = {name: getattr(output, name) for name in (CACHE_NAME, "hidden_states", "attentions")}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
 
     def _mean_loss(
         self, logits: Any, labels: Tensor, attention_mask: Tensor | None, num_items_in_batch: int | Tensor | None

@@ -106,15 +106,9 @@ class HybridConfig(SwiGLUDecoderConfig):
             raise ValueError(f"mixers.{name} has {own[0]!r}; set it for the whole model")
         shared = {key: getattr(self, key) for key in _SHARED}
         try:
-            config = registry.build_config(architecture, **shared, **fields)
+            return registry.build_config(architecture, **shared, **fields)
         except ValueError as error:
             raise ValueError(f"mixers.{name}: {error}") from error
-        if key := config.shared_parameters_key:
-            raise ValueError(
-                f"mixers.{name}.{key} is {getattr(config, key)!r}: its blocks would share parameters, which a hybrid "
-                "does not have; leave it out"
-            )
-        return config
 
     def mixer_config(self, layer_idx: int) -> DecoderConfig:
         return self._mixer_config(self.pattern[layer_idx % len(self.pattern)])

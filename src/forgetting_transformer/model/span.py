@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from forgetting_transformer.model.arguments import check_packing, check_sharing
+from forgetting_transformer.model.arguments import check_packing, check_sharing, check_shows_attention
 from forgetting_transformer.model.generation.cache import DecoderCache
 from forgetting_transformer.model.padding import find_seq_start, padding_mask, positions_in_documents
 from forgetting_transformer.ops import context
@@ -27,7 +27,7 @@ class Span:
         cu_seqlens: of packed documents, as `DecoderModel.forward` passes it, in which position_BT then counts; for
             B = 1 and without a cache. Where processes share sequences (`ops/context.py`), of whole ones, and for any B.
         cache: what the layer's `new_cache` returned, holding the tokens before these. The layer extends it in place.
-        maps: where a layer with attention adds its `AttentionMaps`; None where nobody asks for them.
+        attentions: where a layer with attention adds its weights `(B, H, T, N)`; None where nobody asks for them.
     """
 
     seq_start_B: Tensor | None = None
@@ -35,7 +35,7 @@ class Span:
     position_BT: Tensor | None = None
     cu_seqlens: Tensor | None = None
     cache: CacheLayerMixin | None = None
-    maps: list[Any] | None = None
+    attentions: list[Tensor] | None = None
 
     @property
     def position(self) -> Tensor | int:
@@ -70,13 +70,15 @@ def spans_of_call(
     Args:
         hidden_BTE: the tokens; all rows as one where documents are packed.
         shape: as the caller gave them, `(B, T, E)`.
-        output_attentions: whether maps are asked for.
+        output_attentions: whether attention weights are asked for.
 
     Raises:
         ValueError: arguments do not fit together. The message names the argument.
     """
     shared, others = context.active(), (attention_mask, cache, output_attentions or None)
     seq_start_B = padding_BT = position_BT = None
+    if output_attentions:
+        check_shows_attention(decoder)
     if shared is not None:
         check_sharing(decoder, shared.size, others)
     if cu_seqlens is not None:
@@ -97,11 +99,11 @@ def spans_of_call(
     if cache is None and not output_attentions:
         return [span] * len(decoder.layers)
     caches = [None] * len(decoder.layers) if cache is None else cache.layers
-    return [replace(span, cache=layer_cache, maps=[] if output_attentions else None) for layer_cache in caches]
+    return [replace(span, cache=layer_cache, attentions=[] if output_attentions else None) for layer_cache in caches]
 
 
 def span_of_layer(
-    layer: Any, hidden_BTE: Tensor, attention_mask: Tensor | None, past_key_values: Any, use_cache: bool, maps: bool
+    layer: Any, hidden_BTE: Tensor, attention_mask: Tensor | None, past_key_values: Any, use_cache: bool, shows: bool
 ) -> Span:
     """The tokens of a layer that is called by itself, with the arguments of the authors' layer.
 
@@ -110,7 +112,7 @@ def span_of_layer(
         attention_mask: `(B, N)`, 0 for left padding; without a cache padding may be on the right too.
         past_key_values: a layer's cache, or a model's, in which the layer has the number `layer_idx`.
         use_cache: with no cache given, start one.
-        maps: `output_attentions`.
+        shows: `output_attentions`.
 
     Raises:
         ValueError: the mask does not fit, or the layer has no number.
@@ -132,4 +134,4 @@ def span_of_layer(
         known_B, num_past = (attention_mask == 0).sum(-1), 0 if cache is None else cache.get_seq_length()
         seq_start_B = find_seq_start(attention_mask, hidden_BTE, num_past, known_B, allow_right=cache is None)
     padding_BT = padding_mask(hidden_BTE, seq_start_B, cache)
-    return Span(seq_start_B, padding_BT, cache=cache, maps=[] if maps else None)
+    return Span(seq_start_B, padding_BT, cache=cache, attentions=[] if shows else None)

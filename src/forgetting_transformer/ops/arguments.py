@@ -11,26 +11,28 @@ from torch import Tensor
 
 from forgetting_transformer.ops.eager import runs_eagerly
 
-#: Arguments that must have one dtype.
-_OF_ONE_DTYPE = ("q", "k", "v")
+#: Arguments that must have one dtype, and those that are indices of tokens.
+_OF_ONE_DTYPE, _INDICES = ("q", "k", "v"), ("seq_start", "seq_end", "cu_seqlens")
 
 
-def check_tensors(tensors: Mapping[str, tuple[Any, str]]) -> None:
+def check_tensors(tensors: Mapping[str, tuple[Any, str]], optional: Mapping[str, tuple[Any, str]]) -> None:
     """Refuse tensors that do not fit together.
 
     Args:
         tensors: name: a tensor, and a letter for each of its axes. The first tensor with a letter gives its size.
+        optional: the same of arguments that may be None.
 
     Raises:
-        TypeError: an argument is no tensor, or its dtype is not a floating one.
+        TypeError: an argument is no tensor, or has no floating dtype; indices, no dtype of integers.
         ValueError: devices, dtypes or shapes differ.
     """
-    for name, (x, _) in tensors.items():
+    given = {**tensors, **{name: pair for name, pair in optional.items() if pair[0] is not None}}
+    for name, (x, _) in given.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
-    is_eager = runs_eagerly(*[x for x, _ in tensors.values()])
+    is_eager = runs_eagerly(*[x for x, _ in given.values()])
     check = _check_once if is_eager else _check_fit
-    check(*[(name, axes, x.shape, x.dtype, x.device) for name, (x, axes) in tensors.items()])
+    check(*[(name, axes, x.shape, x.dtype, x.device) for name, (x, axes) in given.items()])
 
 
 def _check_fit(*tensors: tuple[str, str, torch.Size, torch.dtype, torch.device]) -> None:
@@ -38,19 +40,16 @@ def _check_fit(*tensors: tuple[str, str, torch.Size, torch.dtype, torch.device])
     first_name, _, _, first_dtype, first_device = tensors[0]
     sizes: dict[str, int] = {}
     for name, axes, shape, dtype, device in tensors:
-        if not dtype.is_floating_point:
-            raise TypeError(f"{name} has dtype {dtype}; it must be a floating dtype")
+        if not (dtype in (torch.int32, torch.int64) if name in _INDICES else dtype.is_floating_point):
+            wanted = "int32 or int64" if name in _INDICES else "a floating dtype"
+            raise TypeError(f"{name} has dtype {dtype}; it must be {wanted}")
         if device != first_device:
             raise ValueError(f"{name} is on {device} and {first_name} on {first_device}; move them to one device")
         if dtype != first_dtype and name in _OF_ONE_DTYPE:
             raise ValueError(f"{name} is {dtype} and q {first_dtype}; cast q, k and v to one dtype")
-        if len(shape) != len(axes):
-            raise ValueError(f"{name} has shape {tuple(shape)}; it must have {len(axes)} axes, ({', '.join(axes)})")
-        if 0 in shape:
-            raise ValueError(f"{name} has shape {tuple(shape)}; every axis must have at least one element")
-        for axis, size in zip(axes, shape, strict=True):
-            sizes.setdefault(axis, size)
-        expected = tuple(sizes[axis] for axis in axes)
+        if len(shape) != len(axes) or 0 in shape:
+            raise ValueError(f"{name} has shape {tuple(shape)}; it must be ({', '.join(axes)}), each at least 1")
+        expected = tuple([sizes.setdefault(axis, size) for axis, size in zip(axes, shape, strict=True)])
         if tuple(shape) != expected:
             raise ValueError(f"{name} has shape {tuple(shape)}; it must be ({', '.join(axes)}) = {expected}")
 
@@ -59,128 +58,94 @@ def _check_fit(*tensors: tuple[str, str, torch.Size, torch.dtype, torch.device])
 _check_once = functools.lru_cache(maxsize=1024)(_check_fit)
 
 
-def shows_values(x: Tensor) -> bool:
+def _shows_values(x: Tensor) -> bool:
     """Whether looking at values neither stalls an accelerator nor breaks a compiled graph."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def check_indices(name: str, x: Any, other_name: str, other: Tensor) -> None:
-    """Refuse what is no tensor of indices beside another tensor."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
-    if x.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} has dtype {x.dtype}; it must be int32 or int64")
-    if x.device != other.device:
-        raise ValueError(f"{name} is on {x.device} and {other_name} on {other.device}; move them to one device")
-
-
-def check_documents(cu_seqlens: Any, name: str, x: Tensor, tokens: int) -> None:
-    """Refuse what does not say where the documents among the tokens of x begin. None packs none."""
+def check_documents(cu_seqlens: Tensor | None, tokens: int) -> None:
+    """Refuse what does not rise from 0 to the number of tokens of all rows."""
     if cu_seqlens is None:
         return
-    check_indices("cu_seqlens", cu_seqlens, name, x)
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+    if len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (documents + 1,)")
-    if shows_values(cu_seqlens):
+    if _shows_values(cu_seqlens):
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in itertools.pairwise(bounds)):
             raise ValueError(f"cu_seqlens is {bounds}; it must rise from 0 to the {tokens} tokens of all rows")
 
 
-# What attention alone has.
-
-
 def check_attention(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, head_first: bool, gates_name: str = "log_fgate"
+    tensors: Mapping[str, Tensor],
+    head_first: bool,
+    *,
+    seq_start: Tensor | None = None,
+    seq_end: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    window_size: int | None = None,
 ) -> None:
-    """Refuse tensors that do not fit together. `gates` is None for an op without gates."""
-    of_q, of_k, of_gates = ("BHTD", "BGND", "BHN") if head_first else ("BTHD", "BNGD", "BNH")
-    tensors = {"q": (q, of_q), "k": (k, of_k), "v": (v, of_k)}
-    check_tensors(tensors if gates is None else tensors | {gates_name: (gates, of_gates)})
+    """Refuse arguments of attention that do not fit together. `tensors`: q, k, v and, with gates, these, by name."""
+    axes = ("BHTD", "BGND", "BGND", "BHN") if head_first else ("BTHD", "BNGD", "BNGD", "BNH")
+    positions = {"seq_start": (seq_start, "B"), "seq_end": (seq_end, "B"), "cu_seqlens": (cu_seqlens, "P")}
+    check_tensors(dict(zip(tensors, zip(tensors.values(), axes, strict=False), strict=True)), positions)
+    q, k = tensors["q"], tensors["k"]
     length, head = (2, 1) if head_first else (1, 2)
-    layout = f"axes ({', '.join(of_q)})" + ("" if gates is None else f", head_first={head_first}")
+    num_queries, num_keys = q.shape[length], k.shape[length]
+    layout = f"axes ({', '.join(axes[0])}), head_first={head_first}"
     if q.shape[head] % k.shape[head]:
         raise ValueError(f"k has {k.shape[head]} heads and q {q.shape[head]}; q's must be a multiple of k's ({layout})")
-    if q.shape[length] > k.shape[length]:
+    if num_queries > num_keys:
         raise ValueError(
-            f"q has {q.shape[length]} positions and k only {k.shape[length]}; the queries are the last positions of "
-            f"the keys, so there cannot be more of them ({layout})"
+            f"q has {num_queries} positions and k only {num_keys}; the queries are the last positions of the keys, so "
+            f"there cannot be more of them ({layout})"
         )
-
-
-def check_gates(log_fgate: Tensor, seq_start: Tensor | None, head_first: bool) -> None:
-    """Refuse gates above 1, where values can be looked at."""
-    if not shows_values(log_fgate) or not bool((log_fgate.detach() > 0).any()):
-        return
-    log_fgate_BHN = log_fgate.detach() if head_first else log_fgate.detach().transpose(1, 2)
-    if seq_start is not None:  # whatever padding holds
-        position_N = torch.arange(log_fgate_BHN.shape[2])
-        log_fgate_BHN = log_fgate_BHN.masked_fill((position_N < seq_start[:, None])[:, None], 0)
-    largest = log_fgate_BHN.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).max().item()
-    if largest > 0:
-        raise ValueError(
-            f"log_fgate has entries up to {largest:.4g}; logarithms of gates between 0 and 1 are never positive: pass "
-            "torch.nn.functional.logsigmoid of the logits"
-        )
-
-
-def check_positions(name: str, x: Tensor | None, lowest: int, k: Tensor, head_first: bool) -> None:
-    """Refuse what is not one position per sequence, from `lowest` to the number of keys."""
-    if x is None:
-        return
-    batch, num_keys = k.shape[0], k.shape[2 if head_first else 1]
-    check_indices(name, x, "k", k)
-    if x.shape != (batch,):
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be ({batch},), one entry per sequence")
-    if shows_values(x) and not bool(((x >= lowest) & (x <= num_keys)).all()):
-        raise ValueError(f"{name} is {x.tolist()}; its entries must lie in [{lowest}, {num_keys}]")
-
-
-def check_window_size(window_size: int | None) -> None:
-    if window_size is None:
-        return
-    if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 1:
-        raise ValueError(f"window_size is {window_size!r}; it must be an integer of at least 1, or None for no window")
-
-
-def check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor, k: Tensor, head_first: bool) -> None:
-    if cu_seqlens is None:
-        return
-    length = 2 if head_first else 1
-    num_queries, num_keys = q.shape[length], k.shape[length]
-    check_documents(cu_seqlens, "q", q, num_keys)
-    if q.shape[0] != 1 or num_queries != num_keys:
+    for name, x, lowest in (("seq_start", seq_start, 0), ("seq_end", seq_end, num_queries)):
+        if x is not None and _shows_values(x) and not bool(((x >= lowest) & (x <= num_keys)).all()):
+            raise ValueError(f"{name} is {x.tolist()}; its entries must lie in [{lowest}, {num_keys}]")
+    check_documents(cu_seqlens, num_keys)
+    if cu_seqlens is not None and (q.shape[0] != 1 or num_queries != num_keys):
         raise ValueError(
             f"cu_seqlens packs documents into one sequence: it needs batch size 1 (got {q.shape[0]}) and as many "
             f"queries as keys (got {num_queries} and {num_keys})"
         )
+    is_count = isinstance(window_size, int) and not isinstance(window_size, bool)
+    if window_size is not None and not (is_count and window_size >= 1):
+        raise ValueError(f"window_size is {window_size!r}; it must be an integer of at least 1, or None for no window")
 
 
-def check_adaptive_threshold(threshold: str | float | Tensor | None, q: Tensor, head_first: bool) -> None:
-    if threshold is None:
+def check_gates(log_fgate: Tensor, seq_start: Tensor | None, head_first: bool) -> None:
+    """Refuse gates above 1, whatever padding holds, where values can be looked at."""
+    if not _shows_values(log_fgate):
         return
+    log_fgate_BHN = log_fgate.detach() if head_first else log_fgate.detach().transpose(1, 2)
+    is_wrong_BHN = log_fgate_BHN > 0
+    if seq_start is not None:
+        is_wrong_BHN &= (torch.arange(log_fgate_BHN.shape[2]) >= seq_start[:, None])[:, None]
+    if bool(is_wrong_BHN.any()):
+        raise ValueError(
+            f"log_fgate has entries up to {log_fgate_BHN[is_wrong_BHN].max().item():.4g}; logarithms of gates between "
+            "0 and 1 are never positive: pass torch.nn.functional.logsigmoid of the logits"
+        )
+
+
+def check_adaptive_threshold(threshold: Any, q: Tensor, head_first: bool) -> None:
+    """Refuse what is neither None, "auto" nor a decay bias of all heads or each."""
+    if threshold is None or (isinstance(threshold, str) and threshold == "auto"):
+        return
+    is_bias = isinstance(threshold, int | float) and not isinstance(threshold, bool) and threshold <= 0
     if isinstance(threshold, Tensor):
-        _check_thresholds(threshold, q, (q.shape[0], q.shape[1 if head_first else 2]))
-    elif isinstance(threshold, str):
-        if threshold != "auto":
-            raise ValueError(f"adaptive_threshold is {threshold!r}; the only word it accepts is 'auto'")
-    elif isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
-        kind = type(threshold).__name__
-        raise TypeError(f"adaptive_threshold is a {kind}; it must be None, 'auto', a number or a tensor")
-    elif not threshold <= 0:
-        raise ValueError(f"adaptive_threshold is {threshold}; it must be ≤ 0, as a decay bias is never positive")
-
-
-def _check_thresholds(threshold: Tensor, q: Tensor, wanted: tuple[int, int]) -> None:
-    if not threshold.is_floating_point():
-        raise TypeError(f"adaptive_threshold has dtype {threshold.dtype}; it must be a floating dtype")
-    if threshold.device != q.device:
-        raise ValueError(f"adaptive_threshold is on {threshold.device} and q on {q.device}; move them to one device")
-    shape = tuple(threshold.shape)
-    if len(shape) > 2 or any(size not in (1, want) for size, want in zip(shape[::-1], wanted[::-1], strict=False)):
-        raise ValueError(f"adaptive_threshold has shape {shape}; it must broadcast to (B, H) = {wanted}")
-    if shows_values(threshold) and not bool((threshold <= 0).all()):
-        raise ValueError("adaptive_threshold has entries that are positive or NaN; a decay bias is never positive")
+        shape, wanted = tuple(threshold.shape), (q.shape[0], q.shape[1 if head_first else 2])
+        fits = all(size in (1, want) for size, want in zip(shape[::-1], wanted[::-1], strict=False))
+        if not fits or len(shape) > 2 or not threshold.is_floating_point() or threshold.device != q.device:
+            raise ValueError(
+                f"adaptive_threshold is {threshold.dtype} {shape} on {threshold.device}; it must be a floating dtype, "
+                f"broadcast to (B, H) = {wanted}, and be on {q.device}"
+            )
+        is_bias = not _shows_values(threshold) or bool((threshold <= 0).all())
+    if not is_bias:
+        raise ValueError(
+            f"adaptive_threshold is {threshold!r}; it must be None, 'auto' or a decay bias, not positive or NaN"
+        )
 
 
 def checked_scale(sm_scale: float | None, head_dim: int) -> float:

@@ -12,19 +12,14 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from forgetting_transformer.ops.arguments import (
-    check_attention,
-    check_cu_seqlens,
-    check_positions,
-    check_window_size,
-    checked_scale,
-)
+from forgetting_transformer.ops.arguments import check_attention
 from forgetting_transformer.ops.forgetting_attention.dispatch import (
     attend_with_kernel,
     first_visible_key,
@@ -46,9 +41,8 @@ def causal_attention(
     window_size: int | None = None,
     seq_start: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    sm_scale: float | None = None,
 ) -> Tensor:
-    """Attend with weights `softmax_j(sm_scale · q_i·k_j)` over the keys i - window_size < j ≤ i.
+    """Attend with weights `softmax_j(q_i·k_j / √D)` over the keys i - window_size < j ≤ i.
 
     When there are fewer queries than keys (T < N, decoding), the queries are the last T positions.
 
@@ -63,7 +57,6 @@ def causal_attention(
             exactly 0.
         cu_seqlens: packed documents: where each begins, and N, `(documents + 1,)`, int32 or int64, rising from 0 to N.
             Needs B = 1 and T = N. A query sees its own document only.
-        sm_scale: factor on q·k. Default 1/√D.
 
     Returns:
         `(B, T, H, D)` in q's dtype. Differentiable in q, k and v.
@@ -71,19 +64,17 @@ def causal_attention(
     Raises:
         TypeError, ValueError: arguments that do not fit together. The message names the argument.
     """
-    check_attention(q_BTHD, k_BNGD, v_BNGD, None, head_first=False)
-    check_window_size(window_size)
-    check_positions("seq_start", seq_start, 0, k_BNGD, head_first=False)
-    check_cu_seqlens(cu_seqlens, q_BTHD, k_BNGD, head_first=False)
-    sm_scale = checked_scale(sm_scale, q_BTHD.shape[-1])
+    tensors = {"q": q_BTHD, "k": k_BNGD, "v": v_BNGD}
+    check_attention(tensors, False, seq_start=seq_start, cu_seqlens=cu_seqlens, window_size=window_size)
+    sm_scale = 1 / math.sqrt(q_BTHD.shape[-1])
     if q_BTHD.shape[1] > 1 and q_BTHD.dtype in (torch.float16, torch.bfloat16) and takes_kernel(q_BTHD):
         first_key_BT = first_visible_key(q_BTHD, k_BNGD, window=window_size, cu_seqlens=cu_seqlens, head_first=False)
-        result = attend_with_kernel(
+        out_BTHD = attend_with_kernel(
             q_BTHD, k_BNGD, v_BNGD, None, head_first=False, sm_scale=sm_scale, seq_start_B=seq_start,
             first_key_BT=first_key_BT,
         )  # fmt: skip
-        if result is not None:
-            return result[0]
+        if out_BTHD is not None:
+            return out_BTHD
     q_BHTD, k_BGND, v_BGND = (x.transpose(1, 2) for x in (q_BTHD, k_BNGD, v_BNGD))
     # Autocast would change the dtype, which is the caller's choice here.
     with torch.autocast(q_BHTD.device.type, enabled=False):

@@ -92,7 +92,8 @@ def path_attention(
             "w": (w_BTHD, "BTHD"),
             "beta": (beta_BTH, "BTH"),
             "log_fgate": (log_fgate_BTH, "BTH"),
-        }
+        },
+        {},
     )
     length, dim = q_BTHD.shape[1], q_BTHD.shape[3]
     scale = dim**-0.5 if scale is None else scale

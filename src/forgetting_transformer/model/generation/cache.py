@@ -158,12 +158,6 @@ class DecoderCache(Cache):
         if self.seq_start_B is not None:
             self.seq_start_B = self.seq_start_B.repeat_interleave(repeats, dim=0)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.make_dynamic()
-        super().batch_select_indices(indices)
-        if self.seq_start_B is not None:
-            self.seq_start_B = self.seq_start_B[indices]
-
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens. As in transformers, the argument is minus their number."""
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor, and lengths are numbers
@@ -225,9 +219,6 @@ class LayerCache(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda x: x[indices])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens."""

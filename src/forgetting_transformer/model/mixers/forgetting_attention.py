@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.attention import AttentionMaps, Pruning, attend, check_attention_options
+from forgetting_transformer.model.attention import Pruning, attend, check_attention_options
 from forgetting_transformer.model.generation.cache import AttentionCache, DecoderCache
 from forgetting_transformer.model.layers import (
     GatedRMSNorm,
@@ -78,6 +78,7 @@ class ForgettingAttentionLayer(nn.Module):
     takes_span = True
     packs_documents = True
     static_cache = True
+    shows_attention = True
 
     def __init__(
         self,
@@ -157,8 +158,8 @@ class ForgettingAttentionLayer(nn.Module):
         past_key_values: AttentionCache | DecoderCache | None = None,
         use_cache: bool = False,
         output_attentions: bool = False,
-    ) -> tuple[Tensor, AttentionMaps | None, AttentionCache | None]:
-        """Return the output `(B, T, E)`, the maps if they are asked for, and the cache.
+    ) -> tuple[Tensor, Tensor | None, AttentionCache | None]:
+        """Return the output `(B, T, E)`, the attention weights if they are asked for, and the cache.
 
         Args:
             hidden_states: T new tokens `(B, T, E)`.
@@ -193,7 +194,7 @@ class ForgettingAttentionLayer(nn.Module):
         elif gate_BTE is not None:
             out_BTE = ACTIVATIONS[self.ogate_act](gate_BTE) * out_BTE
         cache: Any = span.cache
-        return self.o_proj(out_BTE), span.maps[-1] if span.maps else None, cache
+        return self.o_proj(out_BTE), span.attentions[-1] if span.attentions else None, cache
 
     def rotate(self, x_BTHD: Tensor, position: int | Tensor = 0) -> Tensor:
         """Turn queries or keys by their positions, as `ops.layers.rotary.rotate`."""

@@ -1,9 +1,8 @@
 """HGRN2: gated linear attention whose key is one minus its forget gate.
 
 Source: Qin et al., "HGRN2: Gated Linear RNNs with State Expansion", COLM 2024. Parameter names, config keys and
-`model_type` are those of the released checkpoints. These were trained without the lower bounds that are part of the
-published architecture: their code computes the bounds and does not use them. `apply_lower_bounds=True` gives the
-architecture as published.
+`model_type` are those of the released checkpoints. These were trained without the lower bounds of forget gates that are
+part of the published architecture: their code computes the bounds and does not use them, and so there are none here.
 
 Axes: `forgetting_transformer/ops/__init__.py`. K is expand_ratio, and V as large.
 """
@@ -28,7 +27,7 @@ from forgetting_transformer.ops.recurrence import gla_flops_per_token, last_stat
 class HGRN2Attention(RecurrentMixer):
     """The HGRN2 recurrence with an outer-product state.
 
-        q = silu(W_q x),   v = W_i x,   f = b + (1 - b) · sigmoid(W_f x)      b a lower bound, 0 if there is none
+        q = silu(W_q x),   v = W_i x,   f = sigmoid(W_f x)
         S_t = diag(f_t) S_{t-1} + (1 - f_t) v_tᵀ                              K × V per head
         out = W_o RMSNorm(S_tᵀ q_t / √K)                                     normalised over the whole width
 
@@ -58,25 +57,13 @@ class HGRN2Attention(RecurrentMixer):
         return OpUse("gla", self.num_heads, self.head_dim, self.head_dim)
 
     def mix(
-        self,
-        hidden_BTE: Tensor,
-        padding_BT: Tensor | None,
-        states: dict[str, Tensor],
-        lower_bound_E: Tensor | None = None,
+        self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """As `RecurrentMixer.mix`.
-
-        Args:
-            lower_bound_E: what the forget gates stay above, in (0, 1). Default: nothing but 0.
-        """
         hidden_BTE = zero_padding(hidden_BTE, padding_BT)
         logit_BTE = self.f_proj(hidden_BTE).float()
         # 1 - f from the sigmoid of the negated logit, and log f from logsigmoid, keep their relative precision where
         # f approaches 1 and 0.
         k_BTE, log_fgate_BTE = torch.sigmoid(-logit_BTE), F.logsigmoid(logit_BTE)
-        if lower_bound_E is not None:
-            k_BTE = (1 - lower_bound_E) * k_BTE
-            log_fgate_BTE = torch.logaddexp(lower_bound_E.log(), torch.log1p(-lower_bound_E) + log_fgate_BTE)
         v_BTE = self.i_proj(hidden_BTE)
         q_BTE = F.silu(self.q_proj(hidden_BTE))
         q_BTHK, k_BTHK, v_BTHV = map(self.split_heads, (q_BTE, k_BTE.to(v_BTE.dtype), v_BTE))
@@ -93,9 +80,7 @@ class HGRN2Config(SwiGLUDecoderConfig):
     Fields:
         expand_ratio: size of a head, from which the number of heads follows; or
         num_heads: the other way round, with expand_ratio None.
-        use_lower_bound: the model has a parameter `lower_bounds`, as the released checkpoints do.
-        apply_lower_bounds: use it. False agrees with the released checkpoints, which ignore it; True gives HGRN2 as
-            published, whose forget gates in higher layers stay closer to 1.
+        use_lower_bound: the model has a parameter `lower_bounds`, as the released checkpoints do, without effect.
 
     Accepted so that published config.json files load, without effect: conv_size (there are no short convolutions),
     elementwise_affine (norms always have weights), both for training with their defaults only; and attn_mode,
@@ -116,7 +101,6 @@ class HGRN2Config(SwiGLUDecoderConfig):
     use_short_conv: bool = False
     conv_size: int = 4
     use_lower_bound: bool = True
-    apply_lower_bounds: bool = False
     elementwise_affine: bool | None = True
     fuse_cross_entropy: bool = True
 
@@ -132,8 +116,6 @@ class HGRN2Config(SwiGLUDecoderConfig):
             raise ValueError(
                 "use_short_conv is True; HGRN2 without short convolutions is the one choice, set it to False"
             )
-        if self.apply_lower_bounds and not self.use_lower_bound:
-            raise ValueError("apply_lower_bounds needs the parameter that use_lower_bound=False leaves out; set both")
         super().__post_init__(**kwargs)
 
     @property
@@ -144,10 +126,6 @@ class HGRN2Config(SwiGLUDecoderConfig):
     def head_dim(self) -> int:
         return self.expand_ratio or self.hidden_size // self.heads
 
-    @property
-    def shared_parameters_key(self) -> str | None:
-        return "apply_lower_bounds" if self.apply_lower_bounds else None
-
     def build_mixer(self, layer_idx: int) -> HGRN2Attention:
         return HGRN2Attention(self.hidden_size, self.heads, self.norm_eps)
 
@@ -157,29 +135,19 @@ class HGRN2Config(SwiGLUDecoderConfig):
 
 
 class BoundedDecoder(DecoderModel):
-    """A decoder whose blocks share the lower bounds of their forget gates."""
+    """A decoder with the parameter `lower_bounds` of the released checkpoints, which nothing reads."""
 
-    def add_shared_parameters(self) -> None:
-        if self.config.use_lower_bound:
-            # Frozen while unused, so that no strategy or optimizer waits for a gradient that never comes.
-            shape = (self.config.num_hidden_layers, self.config.hidden_size)
-            self.lower_bounds = nn.Parameter(torch.zeros(shape), requires_grad=self.config.apply_lower_bounds)
+    def __init__(self, config: HGRN2Config) -> None:
+        super().__init__(config)
+        if config.use_lower_bound:
+            # Frozen, so that no strategy or optimizer waits for a gradient that never comes.
+            shape = (config.num_hidden_layers, config.hidden_size)
+            self.lower_bounds = nn.Parameter(torch.zeros(shape), requires_grad=False)
             exempt_from_decay(self.lower_bounds)
 
     def init_own_weights(self) -> None:
-        if self.config.use_lower_bound:
+        if hasattr(self, "lower_bounds"):
             init.zeros_(self.lower_bounds)
-
-    def mixer_inputs(self) -> Sequence[tuple[Tensor, ...]]:
-        """Lower bounds of the forget gates, per channel: 0 in the first layer, growing with depth to less than 1.
-
-        A softmax over the layers says how much each one adds to the bound of those above it:
-        bound_l = Σ_{1 ≤ m ≤ l} softmax(lower_bounds)_m.
-        """
-        if not self.config.apply_lower_bounds:
-            return super().mixer_inputs()
-        step_LE = self.lower_bounds.float().softmax(0)
-        return [(), *((bound_E,) for bound_E in step_LE[1:].cumsum(0))]
 
 
 HGRN2Model, HGRN2ForCausalLM = model_classes(HGRN2Config, BoundedDecoder)

@@ -61,14 +61,11 @@ class PathForgettingAttention(RecurrentMixer):
         return OpUse("path_attention", self.num_heads, self.head_dim, self.head_dim)
 
     def forward(
-        self,
-        hidden_BTE: Tensor,
-        span: Span | None = None,
-        *mixer_inputs: Any,
+        self, hidden_BTE: Tensor, span: Span | None = None, **options: Any
     ) -> tuple[Tensor, RecurrentCache | None]:
         # States are made only where a cache keeps them.
-        returns_states: Any = span is not None and span.cache is not None
-        return super().forward(hidden_BTE, span, returns_states)
+        returns_states = span is not None and span.cache is not None
+        return super().forward(hidden_BTE, span, returns_states=returns_states)
 
     def mix(
         self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor], returns_states: bool

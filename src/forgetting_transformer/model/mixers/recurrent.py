@@ -84,23 +84,20 @@ class RecurrentMixer(nn.Module):
         return RecurrentCache()
 
     def forward(
-        self,
-        hidden_BTE: Tensor,
-        span: Span | None = None,
-        *mixer_inputs: Tensor,
+        self, hidden_BTE: Tensor, span: Span | None = None, **options: Any
     ) -> tuple[Tensor, RecurrentCache | None]:
         """Return the output `(B, T, E)` and the cache.
 
         Args:
             hidden_BTE: T new tokens.
             span: what is known of them. Default: whole sequences, without a cache.
-            mixer_inputs: further arguments of `mix`.
+            options: further arguments of `mix`.
         """
         span = span or Span()
         cache: Any = span.cache
         states = {} if cache is None else cache.states
         packed = {} if span.cu_seqlens is None else {"span": span}
-        mixed = self.mix(hidden_BTE, span.padding_BT, states, *mixer_inputs, **packed)
+        mixed = self.mix(hidden_BTE, span.padding_BT, states, **options, **packed)
         if not isinstance(mixed, tuple | list) or len(mixed) != 2 or not isinstance(mixed[1], Mapping):
             raise TypeError(
                 f"{type(self).__name__}.mix must return a tuple of the output {tuple(hidden_BTE.shape)} and a "
@@ -112,14 +109,13 @@ class RecurrentMixer(nn.Module):
         return out_BTE, cache
 
     def mix(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
-        """`mix(hidden_BTE, padding_BT, states, *mixer_inputs)`: the output `(B, T, E)`, and the states after the last
-        token by name, batch axis first.
+        """`mix(hidden_BTE, padding_BT, states)`: the output `(B, T, E)`, and the states after the last token by name,
+        batch axis first.
 
         Args:
             hidden_BTE: T new tokens.
             padding_BT: True for left padding, which must change no state (`zero_padding`); None if there is none.
             states: what the call for the tokens before these returned; empty if there are none.
-            mixer_inputs: what the model's `mixer_inputs` returned for this block.
 
         A mixer with `packs_documents` also takes the keyword `span`, of packed documents.
         """

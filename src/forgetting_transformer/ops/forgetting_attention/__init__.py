@@ -21,18 +21,13 @@ from torch import Tensor
 from forgetting_transformer.ops.arguments import (
     check_adaptive_threshold,
     check_attention,
-    check_cu_seqlens,
     check_gates,
-    check_positions,
-    check_window_size,
     checked_scale,
 )
 from forgetting_transformer.ops.forgetting_attention.decode import cumulative_log_fgate, forgetting_attention_decode
 from forgetting_transformer.ops.forgetting_attention.dispatch import (
     attend_with_kernel,
     first_visible_key,
-    in_layout_of_caller,
-    returned,
     takes_kernel,
     threshold_tensor,
 )
@@ -61,8 +56,7 @@ def forgetting_attention(
     sm_scale: float | None = None,
     adaptive_threshold: str | float | Tensor | None = None,
     log_tolerance: float = -10.0,
-    return_log_normaliser: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Attend with weights `softmax_j(sm_scale · q_i·k_j + Σ_{l=j+1..i} log f_l)` over the keys j ≤ i.
 
     A gate acts on everything before it: `log f_l` is added to every pair whose key lies before position l and whose
@@ -93,22 +87,18 @@ def forgetting_attention(
             weights of all that a row leaves out add up to less than exp(log_tolerance). None skips nothing. Pruning
             only ever saves work: the Triton kernel does it, the portable and the reference backend compute every pair.
         log_tolerance: for adaptive_threshold="auto", nats, < 0.
-        return_log_normaliser: also return ln Σ_j exp(score_ij), to merge attention over parts of the keys.
 
     Returns:
-        Tensor with q's shape and dtype. With `return_log_normaliser` also the log-normalisers `(B, T, H)`, nats,
-        float32 (or float64), -inf for a query that sees nothing. Differentiable once in q, k, v and log_fgate.
+        Tensor with q's shape and dtype. Differentiable once in q, k, v and log_fgate.
 
     Raises:
         TypeError: an argument is not a tensor, or of an unsupported dtype.
         ValueError: shapes, dtypes, devices or ranges do not fit together. The message names the argument.
     """
-    check_attention(q, k, v, log_fgate, head_first)
-    check_positions("seq_start", seq_start, 0, k, head_first)
-    check_cu_seqlens(cu_seqlens, q, k, head_first)
+    tensors = {"q": q, "k": k, "v": v, "log_fgate": log_fgate}
+    check_attention(tensors, head_first, seq_start=seq_start, cu_seqlens=cu_seqlens, window_size=window_size)
     check_gates(log_fgate, seq_start, head_first)
     check_adaptive_threshold(adaptive_threshold, q, head_first)
-    check_window_size(window_size)
     if not -math.inf < log_tolerance < 0:
         raise ValueError(f"log_tolerance is {log_tolerance}; it is ln ε of a small ε, so negative and finite")
     sm_scale = checked_scale(sm_scale, q.shape[-1])
@@ -117,20 +107,18 @@ def forgetting_attention(
         is_bounded = isinstance(adaptive_threshold, str)  # "auto"
         threshold = log_tolerance if isinstance(adaptive_threshold, str) else adaptive_threshold
         first_key_BT = first_visible_key(q, k, window=window_size, cu_seqlens=cu_seqlens, head_first=head_first)
-        result = attend_with_kernel(
+        out = attend_with_kernel(
             q, k, v, log_fgate, head_first=head_first, sm_scale=sm_scale, seq_start_B=seq_start,
             first_key_BT=first_key_BT, threshold_BH=threshold_tensor(threshold, q, head_first), is_bounded=is_bounded,
         )  # fmt: skip
-        if result is not None:
-            out, log_normaliser_BHT = result
-            return returned(out, log_normaliser_BHT if return_log_normaliser else None, head_first)
+        if out is not None:
+            return out
     if not head_first:
         q, k, v, log_fgate = (x.transpose(1, 2) for x in (q, k, v, log_fgate))
     # The op chooses its own precision: autocast would round the decay bias to 16 bits inside it.
     with torch.autocast(q.device.type, enabled=False):
         first_key_BT = first_visible_key(q, k, window=window_size, cu_seqlens=cu_seqlens)
-        out_BHTD, log_normaliser = forgetting_attention_portable(
-            q, k, v, log_fgate, seq_start, sm_scale, first_key_BT=first_key_BT, window=window_size,
-            return_log_normaliser=return_log_normaliser,
-        )  # fmt: skip
-    return in_layout_of_caller(out_BHTD, log_normaliser if return_log_normaliser else None, head_first)
+        out_BHTD = forgetting_attention_portable(
+            q, k, v, log_fgate, seq_start, sm_scale, first_key_BT=first_key_BT, window=window_size
+        )
+    return out_BHTD if head_first else out_BHTD.transpose(1, 2)

@@ -10,17 +10,14 @@ token, against 256 of keys and values with 64 channels in 16 bits.
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from forgetting_transformer.ops.arguments import (
-    check_adaptive_threshold,
-    check_attention,
-    check_positions,
-    checked_scale,
-)
+from forgetting_transformer.ops.arguments import check_adaptive_threshold, check_attention
 from forgetting_transformer.ops.forgetting_attention.constants import MIN_LOG_FGATE
-from forgetting_transformer.ops.forgetting_attention.dispatch import in_layout_of_caller, takes_kernel, threshold_tensor
+from forgetting_transformer.ops.forgetting_attention.dispatch import takes_kernel, threshold_tensor
 
 
 def cumulative_log_fgate(log_fgate: Tensor, previous: Tensor | None = None, *, head_first: bool = False) -> Tensor:
@@ -50,11 +47,9 @@ def forgetting_attention_decode(
     head_first: bool = False,
     seq_start: Tensor | None = None,
     seq_end: Tensor | None = None,
-    sm_scale: float | None = None,
     adaptive_threshold: float | Tensor | None = None,
-    return_log_normaliser: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend from the last T positions with weights `softmax_j(sm_scale · q_i·k_j + c_i - c_j)` over the keys j ≤ i.
+) -> Tensor:
+    """Attend from the last T positions with weights `softmax_j(q_i·k_j / √D + c_i - c_j)` over the keys j ≤ i.
 
     The same numbers as `forgetting_attention`, without gradients, for T of 1 to 16 or so. The cost is one reading of
     the visible keys and values, whatever the number of query heads that share them; with pruning, of those that are not
@@ -75,35 +70,31 @@ def forgetting_attention_decode(
             invisible whatever they hold (NaN included), queries before it give 0.
         seq_end: index `(B,)` one past the last token of each sequence, in [T, N]. Its queries are the T positions
             before that, and what lies behind is invisible whatever it holds. Default N.
-        sm_scale: factor on q·k. Default 1/√D.
         adaptive_threshold: adaptive computation pruning: a backend may skip keys whose decay bias c_i - c_j is below
             this value (nats, ≤ 0), a number or a tensor that broadcasts to `(B, H)`. None skips nothing. The Triton
             kernel prunes, the portable backend computes every pair.
-        return_log_normaliser: also return ln Σ_j exp(score_ij), to merge attention over parts of the keys.
 
     Returns:
-        Tensor with q's shape and dtype. With `return_log_normaliser` also the log-normalisers `(B, T, H)`, nats,
-        float32 (or float64), -inf for a query that sees nothing.
+        Tensor with q's shape and dtype.
 
     Raises:
         TypeError: an argument is not a tensor, or of an unsupported dtype.
         ValueError: shapes, dtypes, devices or ranges do not fit together. The message names the argument.
         RuntimeError: a gradient is asked for.
     """
-    check_attention(q, k, v, cum_log_fgate, head_first, "cum_log_fgate")
+    tensors = {"q": q, "k": k, "v": v, "cum_log_fgate": cum_log_fgate}
+    check_attention(tensors, head_first, seq_start=seq_start, seq_end=seq_end)
     if cum_log_fgate.dtype not in (torch.float64, torch.float32):
         raise TypeError(
             f"cum_log_fgate has dtype {cum_log_fgate.dtype}; it must be float64, or float32 where sequences are short"
         )
-    check_positions("seq_start", seq_start, 0, k, head_first)
-    check_positions("seq_end", seq_end, q.shape[2 if head_first else 1], k, head_first)
     if isinstance(adaptive_threshold, str):
         raise TypeError(
             f"adaptive_threshold is {adaptive_threshold!r}; decoding takes a number or a tensor, because the norms of "
             "all keys would cost as much as attending to them"
         )
     check_adaptive_threshold(adaptive_threshold, q, head_first)
-    sm_scale = checked_scale(sm_scale, q.shape[-1])
+    sm_scale = 1 / math.sqrt(q.shape[-1])
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, cum_log_fgate)):
         raise RuntimeError(
             "forgetting_attention_decode has no gradients: call it under torch.no_grad(), or use forgetting_attention"
@@ -114,14 +105,12 @@ def forgetting_attention_decode(
     if takes_kernel(q):
         threshold_BH = threshold_tensor(adaptive_threshold, q)
         kernel = torch.ops.forgetting_transformer.forgetting_attention_decode
-        out_BHTD, log_normaliser_BHT = kernel(q, k, v, cum_log_fgate, threshold_BH, seq_start, seq_end, sm_scale)
+        out_BHTD, _ = kernel(q, k, v, cum_log_fgate, threshold_BH, seq_start, seq_end, sm_scale)
     else:
         # The op chooses its own precision: autocast would round scores to 16 bits inside it.
         with torch.autocast(q.device.type, enabled=False):
-            out_BHTD, log_normaliser_BHT = forgetting_attention_decode_portable(
-                q, k, v, cum_log_fgate, seq_start, seq_end, sm_scale
-            )
-    return in_layout_of_caller(out_BHTD, log_normaliser_BHT if return_log_normaliser else None, head_first)
+            out_BHTD = forgetting_attention_decode_portable(q, k, v, cum_log_fgate, seq_start, seq_end, sm_scale)
+    return out_BHTD if head_first else out_BHTD.transpose(1, 2)
 
 
 def forgetting_attention_decode_portable(
@@ -132,11 +121,11 @@ def forgetting_attention_decode_portable(
     seq_start_B: Tensor | None,
     seq_end_B: Tensor | None,
     sm_scale: float,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Decode on any device, with T·N scores in memory. Arguments as in `forgetting_attention_decode`, head first.
 
     Returns:
-        The output `(B, H, T, D)` in q's dtype, and the log-normalisers `(B, H, T)`, float32 or float64.
+        The output `(B, H, T, D)` in q's dtype.
     """
     dtype = torch.promote_types(q_BHTD.dtype, torch.float32)
     (batch, heads, num_queries, _), (groups, num_keys) = q_BHTD.shape, k_BGND.shape[1:3]
@@ -161,6 +150,4 @@ def forgetting_attention_decode_portable(
     scores_BHTN = scores_BHTN.masked_fill(~visible_B1TN, torch.finfo(dtype).min)
     weights_BHTN = scores_BHTN.softmax(-1).masked_fill(~visible_B1TN, 0)
     out_BGRD = weights_BHTN.view(batch, groups, -1, num_keys) @ v
-    sees_nothing_B1T = ~visible_B1TN.any(-1)
-    log_normaliser_BHT = scores_BHTN.logsumexp(-1).masked_fill(sees_nothing_B1T, -torch.inf)
-    return out_BGRD.view(q.shape).to(q_BHTD.dtype), log_normaliser_BHT
+    return out_BGRD.view(q.shape).to(q_BHTD.dtype)

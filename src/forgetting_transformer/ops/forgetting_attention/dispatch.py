@@ -40,7 +40,7 @@ def attend_with_kernel(
     first_key_BT: Tensor | None = None,
     threshold_BH: Tensor | None = None,
     is_bounded: bool = False,
-) -> tuple[Tensor, Tensor] | None:
+) -> Tensor | None:
     """Forgetting attention with arguments as in `forgetting_attention`. Only where `takes_kernel`.
 
     Args:
@@ -51,8 +51,7 @@ def attend_with_kernel(
             keys are to say what that is.
 
     Returns:
-        The output in q's shape and dtype, and the log-normalisers `(B, H, T)`, nats, float32. None, after a warning,
-        where Triton cannot compile the kernels.
+        The output in q's shape and dtype. None, after a warning, where Triton cannot compile the kernels.
     """
     arguments = (q, k, v, log_fgate, head_first, sm_scale, seq_start_B, first_key_BT, threshold_BH, is_bounded)
     return backends.attempt("attention", _launch, *arguments)
@@ -69,7 +68,7 @@ def _launch(
     first_key_BT: Tensor | None,
     threshold_BH: Tensor | None,
     is_bounded: bool,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     head_axis, length_axis = (1, 2) if head_first else (2, 1)
     num_queries, num_keys = q.shape[length_axis], k.shape[length_axis]
     padding_BT, missing = None, 0
@@ -95,13 +94,12 @@ def _launch(
         first_key_BT = start_BT if first_key_BT is None else torch.maximum(first_key_BT, start_BT)
     if first_key_BT is not None:
         first_key_BT = first_key_BT.contiguous()
-    out, log_normaliser_BHT = _attend(q, k, v, log_fgate, first_key_BT, threshold_BH, is_bounded, sm_scale, head_first)
+    out = _attend(q, k, v, log_fgate, first_key_BT, threshold_BH, is_bounded, sm_scale, head_first)
     if missing:
         out = out.narrow(length_axis, 0, num_queries)
-        log_normaliser_BHT = log_normaliser_BHT[:, :, :num_queries]
     if padding_BT is not None:  # its gradient may be NaN too
         out = out.masked_fill(padding_BT[..., None], 0.0)
-    return out, log_normaliser_BHT
+    return out
 
 
 def _attend(
@@ -114,12 +112,12 @@ def _attend(
     is_bounded: bool,
     sm_scale: float,
     head_first: bool,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Through the operators, or past them where only autograd looks on."""
     if runs_eagerly(q, k, v, log_fgate):
         from forgetting_transformer.ops.forgetting_attention import triton as launcher
 
-        return launcher.attend(q, k, v, log_fgate, first_key_BT, threshold_BH, is_bounded, sm_scale, head_first)
+        return launcher.attend(q, k, v, log_fgate, first_key_BT, threshold_BH, is_bounded, sm_scale, head_first)[0]
     if not head_first:
         q, k, v, log_fgate = (x.transpose(1, 2) for x in (q, k, v, log_fgate))
     kernels = torch.ops.forgetting_transformer
@@ -127,10 +125,8 @@ def _attend(
     if is_bounded:
         bounds = kernels.forgetting_attention_bounds(q.detach(), k.detach(), first_key_BT, sm_scale)
     decay = kernels.forgetting_attention_decay(log_fgate.detach(), q.shape[2], threshold_BH, *bounds, first_key_BT)
-    out_BHTD, log_normaliser_BHT = kernels.forgetting_attention_forward(
-        q, k, v, log_fgate, *decay, first_key_BT, sm_scale
-    )
-    return out_BHTD if head_first else out_BHTD.transpose(1, 2), log_normaliser_BHT
+    out_BHTD, _ = kernels.forgetting_attention_forward(q, k, v, log_fgate, *decay, first_key_BT, sm_scale)
+    return out_BHTD if head_first else out_BHTD.transpose(1, 2)
 
 
 def _has_gluon(device_index: int | None, head_dim: int) -> bool:
@@ -142,20 +138,6 @@ def _has_gluon(device_index: int | None, head_dim: int) -> bool:
 
 # As of `backends.has_triton`.
 _has_gluon._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def in_layout_of_caller(
-    out_BHTD: Tensor, log_normaliser_BHT: Tensor | None, head_first: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Result of an op: the output and, if wanted, the log-normalisers, with the axes that the caller uses."""
-    return returned(out_BHTD if head_first else out_BHTD.transpose(1, 2), log_normaliser_BHT, head_first)
-
-
-def returned(out: Tensor, log_normaliser_BHT: Tensor | None, head_first: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """Result of an op whose output has the caller's axes already."""
-    if log_normaliser_BHT is None:
-        return out
-    return out, log_normaliser_BHT if head_first else log_normaliser_BHT.transpose(1, 2)
 
 
 def threshold_tensor(threshold: float | Tensor | None, q: Tensor, head_first: bool = True) -> Tensor | None:

@@ -11,8 +11,7 @@ Floating-point numbers are dense near 0 only, so every block of queries computes
 a reference in the middle of the block: pairs near the diagonal, the ones that carry weight, get small accurate numbers
 however long the sequence is. The forward pass of a block is repeated in the backward pass instead of being stored.
 
-Windows and packed documents need an explicit mask, one block at a time. So does the log-normaliser, which
-`scaled_dot_product_attention` does not return: then a block's scores are held in memory.
+Windows and packed documents need an explicit mask, one block at a time.
 
 Axes: `forgetting_transformer/ops/__init__.py`. X is D, the bias channels, and zeros up to a multiple of 8.
 """
@@ -40,19 +39,17 @@ def forgetting_attention_portable(
     *,
     first_key_BT: Tensor | None = None,
     window: int | None = None,
-    return_log_normaliser: bool = False,
     block_size: int = 1024,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Forgetting attention with arguments as in `forgetting_attention`, head first.
 
     Args:
         first_key_BT: the first key that each query sees, for windows and packed documents. Default 0.
         window: keys that a query sees at most, which must be in `first_key_BT` too: blocks leave out what lies before.
-        return_log_normaliser: also compute the log-normalisers.
         block_size: queries per block.
 
     Returns:
-        The output `(B, H, T, D)` in q's dtype, and the log-normalisers `(B, H, T)`, float32 or more, or None.
+        The output `(B, H, T, D)` in q's dtype.
     """
     compute_dtype = _choose_compute_dtype(q_BHTD)
     num_queries, num_keys = q_BHTD.shape[2], k_BGND.shape[2]
@@ -75,7 +72,7 @@ def forgetting_attention_portable(
         # The gate of the first real token acts on padding only.
         log_fgate = log_fgate.masked_fill((key_N <= seq_start_B[:, None])[:, None, :], 0)
 
-    attend = functools.partial(_attend_block, sm_scale=sm_scale, return_log_normaliser=return_log_normaliser)
+    attend = functools.partial(_attend_block, sm_scale=sm_scale)
     if num_queries > block_size and torch.is_grad_enabled():
         attend = functools.partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
     blocks = []
@@ -89,10 +86,8 @@ def forgetting_attention_portable(
         blocks.append(
             attend(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], log_fgate[:, :, keys], padding_Bn, visible)
         )
-    outs, log_normalisers = zip(*blocks, strict=True)
-    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
-    log_normaliser = torch.cat(log_normalisers, dim=2) if return_log_normaliser else None
-    return out.to(q_BHTD.dtype), log_normaliser
+    out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+    return out.to(q_BHTD.dtype)
 
 
 def _visible(first_key_Bt: Tensor, first_query: int, keys: slice, padding_Bn: Tensor | None) -> Tensor:
@@ -125,16 +120,11 @@ def _attend_block(
     padding_Bn: Tensor | None,
     visible_B1tn: Tensor | None,
     sm_scale: float,
-    return_log_normaliser: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Attend from one block of queries, which are the last m of the n keys."""
     num_queries, num_keys, head_dim = q_BHtD.shape[2], k_BHnD.shape[2], q_BHtD.shape[3]
     reference = num_keys - 1 - num_queries // 2
     bias_BHn = _key_bias(log_fgate_BHn, reference)
-    if return_log_normaliser:
-        # Biases are wanted as measured from each query, whose own bias says how far it is from the reference.
-        to_query_BHt = bias_BHn[..., num_keys - num_queries :]
-        return _attend_with_scores(q_BHtD, k_BHnD, v_BHnD, bias_BHn, to_query_BHt, padding_Bn, visible_B1tn, sm_scale)
     if padding_Bn is not None:
         bias_BHn = bias_BHn.masked_fill(padding_Bn[:, None, :], _PADDING_BIAS)
     bias_BHnX = _split_into_channels(bias_BHn / sm_scale, k_BHnD.dtype)
@@ -154,35 +144,7 @@ def _attend_block(
     out_BHtX = F.scaled_dot_product_attention(
         q_BHtX, k_BHnX, v_BHnX, attn_mask=mask, is_causal=is_plain, scale=sm_scale
     )
-    return out_BHtX[..., :head_dim], None
-
-
-def _attend_with_scores(
-    q_BHtD: Tensor,
-    k_BHnD: Tensor,
-    v_BHnD: Tensor,
-    bias_BHn: Tensor,
-    to_query_BHt: Tensor,
-    padding_Bn: Tensor | None,
-    visible_B1tn: Tensor | None,
-    sm_scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Output and log-normalisers of one block."""
-    num_queries, num_keys = q_BHtD.shape[2], k_BHnD.shape[2]
-    visible = visible_B1tn
-    if visible is None:
-        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHtD.device)
-        visible = visible.tril(num_keys - num_queries)[None, None]
-    sees_nothing = torch.zeros((), dtype=torch.bool, device=q_BHtD.device)
-    if padding_Bn is not None:
-        visible = visible & ~padding_Bn[:, None, None, :]
-        sees_nothing = padding_Bn[:, None, num_keys - num_queries :]
-    scores = sm_scale * (q_BHtD @ k_BHnD.transpose(-1, -2)).to(bias_BHn.dtype) + bias_BHn[:, :, None]
-    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    log_normaliser_BHt = scores.logsumexp(-1)
-    weights = (scores - log_normaliser_BHt[..., None]).exp().masked_fill(~visible, 0)
-    out_BHtD = weights.to(v_BHnD.dtype) @ v_BHnD
-    return out_BHtD, (log_normaliser_BHt - to_query_BHt).masked_fill(sees_nothing, -torch.inf)
+    return out_BHtX[..., :head_dim]
 
 
 def _key_bias(log_fgate_BHn: Tensor, reference: int) -> Tensor:

@@ -37,7 +37,7 @@ def forgetting_attention_reference(
     Returns:
         The output `(B, H, T, D)` in q's dtype, and the log-normalisers `(B, H, T)` in the dtype of the computation.
     """
-    weights_BHTN, _, log_normaliser_BHT = attention_weights(
+    weights_BHTN, log_normaliser_BHT = attention_weights(
         q_BHTD, k_BGND, log_fgate_BHN, seq_start_B, sm_scale, first_key_BT=first_key_BT
     )
     v_BHND = v_BGND.to(weights_BHTN.dtype).repeat_interleave(q_BHTD.shape[1] // v_BGND.shape[1], dim=1)
@@ -56,14 +56,14 @@ def attention_weights(
     sm_scale: float,
     *,
     first_key_BT: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights `softmax(sm_scale · q kᵀ + d)`, the decay bias d, and the log-normalisers.
+) -> tuple[Tensor, Tensor]:
+    """The weights `softmax(sm_scale · q kᵀ + d)` and the log-normalisers.
 
     Arguments as in `forgetting_attention_reference`.
 
     Returns:
-        Weights `(B, H, T, N)`, 0 where a query does not see a key; d `(B, H, T, N)`, nats, -inf there; log-normalisers
-        `(B, H, T)`. All in the dtype of the computation.
+        Weights `(B, H, T, N)`, 0 where a query does not see a key, and log-normalisers `(B, H, T)`, in the dtype of
+        the computation.
     """
     dtype = torch.promote_types(q_BHTD.dtype, torch.float32)
     k_BHND = k_BGND.to(dtype).repeat_interleave(q_BHTD.shape[1] // k_BGND.shape[1], dim=1)
@@ -96,7 +96,7 @@ def attention_weights(
     weights_BHTN = masked_BHTN.softmax(-1).masked_fill(~visible_BHTN, 0)
     sees_nothing_BHT = ~visible_BHTN.any(-1)
     log_normaliser_BHT = masked_BHTN.logsumexp(-1).masked_fill(sees_nothing_BHT, -torch.inf)
-    return weights_BHTN, decay_BHTN.masked_fill(~visible_BHTN, -torch.inf), log_normaliser_BHT
+    return weights_BHTN, log_normaliser_BHT
 
 
 class ScoreBounds(NamedTuple):

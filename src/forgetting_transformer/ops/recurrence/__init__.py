@@ -147,14 +147,12 @@ def _simple_gla(
 ) -> tuple[Tensor, Tensor]:
     """Linear attention with one decay per head and token, `S_t = a_t S_{t-1} + step_t k_t v_tᵀ`."""
     log_decay_BTH = gates.filled_log_decay()
-    optional = {"step": (step_BTH, "BTH"), "skip": (skip_H, "H"), "state": (state_BHKV, "BHKV")}
-    sequences = {"q": (q_BTGK, "BTGK"), "k": (k_BTGK, "BTGK"), "v": (v_BTHV, "BTHV")}
-    given = {name: x for name, x in optional.items() if x[0] is not None}
-    _check_recurrence({**sequences, "log_decay": (log_decay_BTH, "BTH"), **given}, scale)
+    gated = {"log_decay": (log_decay_BTH, "BTH"), "step": (step_BTH, "BTH"), "skip": (skip_H, "H")}
+    _check_recurrence((q_BTGK, k_BTGK, v_BTHV), "G", gated | {"cu_seqlens": (cu_seqlens, "P")}, state_BHKV, scale)
     (groups, key_dim), (heads, value_dim) = q_BTGK.shape[2:], v_BTHV.shape[2:]
     if heads % groups:
         raise ValueError(f"q has {groups} heads and v {heads}; the heads of v must be a multiple of those of q")
-    check_documents(cu_seqlens, "q", q_BTGK, q_BTGK.shape[0] * q_BTGK.shape[1])
+    check_documents(cu_seqlens, q_BTGK.shape[0] * q_BTGK.shape[1])
     document_BT = None if cu_seqlens is None else grouped.documents(cu_seqlens, q_BTGK)
     if (
         q_BTGK.is_cuda
@@ -187,10 +185,8 @@ def _linear_recurrence(
     state_BHKV: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments of an op with queries, keys and values, and run it on the fastest backend."""
-    sequences = {"q": (q_BTHK, "BTHK"), "k": (k_BTHK, "BTHK"), "v": (v_BTHV, "BTHV")}
     wanted = {name: (getattr(gates, name), axes) for name, axes in _GATE_AXES[op].items()}
-    wanted |= {} if state_BHKV is None else {"state": (state_BHKV, "BHKV")}
-    _check_recurrence(sequences | wanted, scale)
+    _check_recurrence((q_BTHK, k_BTHK, v_BTHV), "H", wanted, state_BHKV, scale)
     backend = _select_backend(op, q_BTHK, v_BTHV)
     with torch.autocast(q_BTHK.device.type, enabled=False):
         return backend.linear_recurrence(q_BTHK, k_BTHK, v_BTHV, gates, scale, state_BHKV)
@@ -339,8 +335,8 @@ def selective_scan(
     """
     inputs = {"x": (x_BTI, "BTI"), "dt": (dt_BTI, "BTI"), "A": (A_IK, "IK"), "B": (B_BTK, "BTK"), "C": (C_BTK, "BTK")}
     optional = {"D": (D_I, "I"), "dt_bias": (dt_bias_I, "I"), "initial_state": (initial_state_BIK, "BIK")}
-    check_tensors(inputs | {name: x for name, x in optional.items() if x[0] is not None})
-    check_documents(cu_seqlens, "x", x_BTI, x_BTI.shape[0] * x_BTI.shape[1])
+    check_tensors(inputs, optional | {"cu_seqlens": (cu_seqlens, "P")})
+    check_documents(cu_seqlens, x_BTI.shape[0] * x_BTI.shape[1])
     with torch.autocast(x_BTI.device.type, enabled=False):
         if x_BTI.shape[1] > 1 and scan_takes_kernel(A_IK.shape[1], x_BTI.dtype, x_BTI.device):
             result = _scan_with_kernel(x_BTI, dt_BTI, A_IK, B_BTK, C_BTK, initial_state_BIK, D_I, dt_bias_I, cu_seqlens)
@@ -424,8 +420,17 @@ def _select_backend(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> ModuleType:
     return chunked
 
 
-def _check_recurrence(tensors: dict[str, tuple[Any, str]], scale: float) -> None:
+def _check_recurrence(
+    sequences: tuple[Tensor, Tensor, Tensor],
+    head_axis: str,
+    gates: dict[str, tuple[Any, str]],
+    state_BHKV: Tensor | None,
+    scale: float,
+) -> None:
     """Refuse queries, keys and values, and what goes with them, that do not fit together."""
-    check_tensors(tensors)
+    axes = (f"BT{head_axis}K", f"BT{head_axis}K", "BTHV")
+    check_tensors(
+        dict(zip("qkv", zip(sequences, axes, strict=True), strict=True)), gates | {"state": (state_BHKV, "BHKV")}
+    )
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale is {scale}; it must be a positive finite number, such as 1/√K")
