@@ -4,10 +4,9 @@ Every evaluation writes to its folder
 
     evaluation.json    its numbers, in the form below
     table.md           the same for people
-    figure.png         the same as a picture, where it is more than a table
 
-beside files of its own (arrays, and the formats of the paper's repository). A file of somebody else is not replaced
-(outputs.py). evaluation.json:
+beside files of its own (arrays, pictures, and the formats of the paper's repository). A file of somebody else is not
+replaced (outputs.py). evaluation.json:
 
     {
       "format": 1,
@@ -42,12 +41,10 @@ from forgetting_transformer.analysis.tables import Table, plain_number
 
 FORMAT = 1
 #: Files of every evaluation.
-FIGURE = "figure.png"
-FILES = ("evaluation.json", "table.md", FIGURE)
+FILES = ("evaluation.json", "table.md")
 #: Files with the results of the paper's repository.
 _OFFICIAL = ("results.json", "result.json")
-#: LongBench's English sets, in the order of the paper's Table 2, and the two that are not in it: title and group.
-_SYNTHETIC = "Synthetic"
+#: LongBench's English sets that are in the paper's Table 2, in its order: title and group.
 LONGBENCH = {
     "narrativeqa": ("NarrativeQA", "Single-Document QA"),
     "qasper": ("Qasper", "Single-Document QA"),
@@ -63,11 +60,7 @@ LONGBENCH = {
     "samsum": ("SamSum", "Few-shot Learning"),
     "lcc": ("LCC", "Code"),
     "repobench-p": ("RepoBench-P", "Code"),
-    "passage_count": ("PassageCount", _SYNTHETIC),
-    "passage_retrieval_en": ("PassageRetrieval", _SYNTHETIC),
 }
-#: The fourteen of the paper.
-LONGBENCH_OF_PAPER = tuple(name for name, (_, group) in LONGBENCH.items() if group != _SYNTHETIC)
 
 
 @dataclass(frozen=True)
@@ -126,7 +119,7 @@ def write_evaluation(
     """Writes evaluation.json and table.md; each is whole or not there.
 
     Args:
-        write_more: writes further files, as figure.png, into the folder it is given.
+        write_more: writes further files, as pictures, into the folder it is given.
         table: for people; default that of all numbers.
 
     Raises:

@@ -101,13 +101,13 @@ def vocabulary_of(
     doc_len: int,
     manifest: dict[str, Any],
     stated: StatedVocabulary = StatedVocabulary(),
-    recorded: Vocabulary | None = None,
+    assumed: Vocabulary | None = None,
     prefix: str = "datamodule.",
 ) -> Vocabulary:
     """The vocabulary of the corpus at `place`.
 
-    It is what is stated, else what its manifest says, else GPT-2's for LongCrawl64, else what a run recorded when it
-    began. EOS is BOS where only BOS is stated or in the manifest.
+    It is what is stated, else what its manifest says, else GPT-2's for LongCrawl64, else what is assumed. EOS is
+    BOS where only BOS is stated or in the manifest.
 
     LongCrawl64 is a folder of that name with documents of 65,536 tokens, or of as many as
     scripts/download_longcrawl64.py cut them to, which its note says.
@@ -124,7 +124,7 @@ def vocabulary_of(
     bos = manifest.get("bos_token_id") if stated.bos_token_id is None else stated.bos_token_id
     eos = manifest.get("eos_token_id") if stated.eos_token_id is None else stated.eos_token_id
     if size is None or bos is None:
-        known = _known(place, split, doc_len) or recorded or StatedVocabulary()
+        known = _known(place, split, doc_len) or assumed or StatedVocabulary()
         size = known.size if size is None else size
         if bos is None:
             bos, eos = known.bos_token_id, known.eos_token_id if eos is None else eos
