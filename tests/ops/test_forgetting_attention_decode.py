@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from forgetting_transformer import forgetting_attention_decode
 from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate, forgetting_attention_reference
-from tests.ops.kernels import compile_kernel, on_every_device
+from tests.ops.kernels import on_every_device
 
 
 def make_inputs(queries=1, keys=40, heads=4, groups=2, head_dim=8, batch=2, dtype=torch.float64, shift=2.0):
@@ -356,42 +356,3 @@ def test_parts_are_as_many_as_fill_the_gpu_and_not_shorter_than_they_are_worth()
     assert _num_splits(num_programs=1000, num_keys=16384, num_slots=396) == 1
     assert _num_splits(num_programs=24, num_keys=600, num_slots=396) == 3
     assert _num_splits(num_programs=1, num_keys=10**7, num_slots=396) == 256
-
-
-# Integers that are 1 are compiled in, and so are pointers that are None: other code than the interpreter's.
-ONES = {"num_queries": 1, "groups": 1, "num_splits": 1, "num_keys": 1, "heads": 1, "SPLITS": 1}
-OPTIONAL = {"seq_start_ptr": "*i64", "seq_end_ptr": "*i32", "threshold_ptr": "*fp32"}
-COMPILED = {
-    "one of everything": (64, torch.float16, ONES),
-    "everything optional": (64, torch.bfloat16, {**OPTIONAL, "GROUP": 3}),
-    "wide heads": (256, torch.float32, {"GROUP": 6}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "capability, case", [(90, "everything optional"), (86, "one of everything"), (86, "wide heads")]
-)
-def test_kernels_compile_for_gpus_that_are_not_here(case, capability, tmp_path, monkeypatch):
-    """The compiler refuses what the interpreter lets pass, such as a variable whose shape changes in a loop."""
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from forgetting_transformer.ops.forgetting_attention import decode_triton
-
-    head_dim, dtype, given = COMPILED[case]
-    types = dict.fromkeys(("acc_ptr", "maximum_ptr", "total_ptr", "log_normaliser_ptr"), "*fp32")
-    element = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), element) | {"running_ptr": "*fp64", "scale": "fp32"}
-    types |= {name: value for name, value in given.items() if isinstance(value, str)}
-    constants = {"GROUP": 1, "CHANNELS": head_dim, "SPLITS": 32, "CHUNK": 16, "running_2": 1}
-    constants |= decode_triton._tiles(torch.empty(1, 1, 1, head_dim, dtype=dtype))
-    options = {"num_warps": constants.pop("num_warps")}
-    for option, pointer in zip(("HAS_START", "HAS_END", "HAS_THRESHOLD"), OPTIONAL, strict=True):
-        constants |= {option: pointer in types} | ({} if pointer in types else {pointer: None})
-    constants |= {name: value for name, value in given.items() if not isinstance(value, str)}
-    for kernel in (decode_triton.split_kernel, decode_triton.merge_kernel):
-        compiled = compile_kernel(
-            kernel, capability, constants, lambda x: types.get(x, "i32"),
-            lambda x: x.endswith(("_ptr", "_0", "_1", "_2")), options,
-        )  # fmt: skip
-        assert compiled.metadata.shared <= 99 * 1024  # what every generation has

@@ -1,7 +1,4 @@
-"""The Triton kernels of SwiGLU and of the residual stream's norms: values, gradients, graphs, and for every GPU."""
-
-import os
-from typing import Any
+"""The Triton kernels of SwiGLU and of the residual stream's norms: values, gradients and graphs."""
 
 import pytest
 import torch
@@ -11,9 +8,8 @@ pytest.importorskip("triton")
 from forgetting_transformer.ops.layers import norm, residual_norm, swiglu, swiglu_triton
 from forgetting_transformer.ops.layers import residual_norm_triton as kernels
 from tests.ops.interpreter import interpret
-from tests.ops.kernels import compile_kernel, draws, expect_float64, generations, on_every_device, results
+from tests.ops.kernels import draws, expect_float64, on_every_device, results
 
-FILE = "tests/ops/test_layer_kernels.py"
 TOLERANCES = {
     "cpu": {torch.float32: 2e-6, torch.float16: 1e-3},
     "cuda": {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3},
@@ -214,35 +210,3 @@ def test_without_a_gpu_it_is_pytorch():
 def test_gate_and_up_must_be_as_wide():
     with pytest.raises(ValueError, match=r"h has shape \(2, 5\); its last axis holds gate and up, so it must be even"):
         swiglu.swiglu(torch.zeros(2, 5))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("capability", generations(f"{FILE}::test_kernels_compile_for_every_generation"))
-def test_kernels_compile_for_every_generation(capability, tmp_path, monkeypatch):
-    """In bfloat16 at the widths of the 760M models, 1,536 and 4,096 of the MLP; float32 and the widest rows."""
-    from forgetting_transformer.ops.forgetting_attention.layout import FUSED
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    rounded = {"h_ptr", "out_ptr", "d_out_ptr", "dh_ptr", "branch_ptr", "y_ptr", "dy_ptr", "d_branch_ptr"}
-    flags, backward = {"HAS_BRANCH": True, "HAS_TOTAL": True}, kernels.residual_norm_backward_kernel
-    cases: list[tuple[Any, dict[str, Any], str]] = [
-        (swiglu_triton.swiglu_forward_kernel, swiglu_triton._options(4096), "bf16"),
-        (swiglu_triton.swiglu_backward_kernel, swiglu_triton._options(4096), "bf16"),
-        (kernels.sum_kernel, {"PARTS": 512, "BLOCK": 32, "num_warps": 8, **FUSED}, "bf16"),
-        (kernels.residual_norm_forward_kernel, flags | kernels._options("forward", 1536), "bf16"),
-        *(
-            (backward, flags | kernels._options("backward", width), dtype)
-            for width, dtype in ((1536, "bf16"), (2048, "fp32"), (4096, "fp32"), (8192, "fp32"))
-        ),
-    ]
-    for kernel, given, dtype in cases:
-        types = dict.fromkeys(rounded, f"*{dtype}") | {"eps": "fp32"}
-        compiled = compile_kernel(
-            kernel, capability, given,
-            lambda x: types.get(x, "*fp32" if x.endswith("_ptr") else "i32"),  # noqa: B023
-            lambda x: x.endswith(("_ptr", "_row", "width")),
-            {name: value for name, value in given.items() if name not in {*kernel.arg_names, *flags}},
-        )  # fmt: skip
-        # 16 bytes at a time, which masks and strides must not prevent.
-        assert "v4.b32" in compiled.asm["ptx"]

@@ -1,9 +1,7 @@
-"""The Triton kernels of the selective scan against PyTorch in float64, and compiled for every GPU.
+"""The Triton kernels of the selective scan against PyTorch in float64.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
-
-import os
 
 import pytest
 import torch
@@ -11,9 +9,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 from forgetting_transformer.ops import recurrence
-from tests.ops.kernels import compile_kernel, draws, expect_float64, generations, on_every_device, results
+from tests.ops.kernels import draws, expect_float64, on_every_device, results
 
-FILE = "tests/ops/test_selective_scan_kernel.py"
 TOLERANCES = {
     "cpu": {torch.float32: 1e-6, torch.float16: 1e-3},
     "cuda": {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3},
@@ -149,33 +146,3 @@ def test_the_operators_keep_to_their_schemas(device):
     x, dt, A, both, D, dt_bias, state = (x.requires_grad_() for x in make_inputs(1, 11, 8, 4).values())
     B, C = (x.detach().requires_grad_() for x in both[..., 3:].chunk(2, dim=-1))
     torch.library.opcheck(torch.ops.forgetting_transformer.scan_forward, (x, dt, A, B, C, D, dt_bias, None, state))
-
-
-BFLOAT16 = {"x_ptr", "dt_ptr", "B_ptr", "C_ptr", "y_ptr", "dy_ptr", "dx_ptr", "d_dt_ptr"}
-COMPILES = f"{FILE}::test_kernels_compile_for_every_generation"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("name", ["forward_kernel", "carry_kernel", "state_gradient_kernel", "backward_kernel"])
-@pytest.mark.parametrize("capability", generations(COMPILES))
-def test_kernels_compile_for_every_generation(capability, name, tmp_path, monkeypatch):
-    """At the sizes of Samba 760M, in bfloat16."""
-    from forgetting_transformer.ops.recurrence import scan_kernels, scan_triton
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    tile = {"state_gradient_kernel": scan_triton.GRADIENT_TILE, "backward_kernel": scan_triton.BACKWARD_TILE}
-    constants = {
-        "starts_ptr": None, "first_ptr": None, "STATES": 16, "STATES_ONLY": False, "HAS_D": True, "SOFTPLUS": True,
-        "HAS_STARTS": False, "HAS_FIRST": False, "REVERSE": False, "CHUNK": scan_triton.CHUNK,
-        "STEPS": scan_triton._STEPS, "BLOCK": scan_triton._CARRY_BLOCK,
-        **tile.get(name, scan_triton.FORWARD_TILE).sizes(16),
-    }  # fmt: skip
-    compiled = compile_kernel(
-        getattr(scan_kernels, name), capability, constants,
-        lambda x: "*bf16" if x in BFLOAT16 else "*fp32" if x.endswith("_ptr") else "i32",
-        lambda x: x.endswith(("_ptr", "_stride_b", "_stride_t")) or x in ("channels", "size"),
-        scan_triton._BACKWARD_LAUNCH if name == "backward_kernel" else scan_triton._LAUNCH,
-    )  # fmt: skip
-    # States belong in registers. What a lane exchanges is what its tile says, and not every state with every lane.
-    assert compiled.asm["ptx"].count("shfl.sync") <= 4 * 40 + 32

@@ -4,8 +4,6 @@ Without a GPU the op's PyTorch path stands in for the kernels.
 """
 
 import importlib.util
-import subprocess
-import sys
 import threading
 import warnings
 from types import SimpleNamespace
@@ -17,7 +15,7 @@ from forgetting_transformer.model import registry
 from forgetting_transformer.ops import backends, recurrence, selftest
 from forgetting_transformer.ops.backends import BACKENDS, FLA, GLUON, PYTORCH, TRITON, OpUse
 from tests.model.small_models import PRO, small
-from tests.waiting import HANG
+from tests.processes import run_command
 
 FOX = OpUse("attention", heads=3, key_dim=16, value_dim=16, is_gated=True, pruning="threshold")
 CPU = torch.device("cpu")
@@ -380,8 +378,9 @@ importlib.metadata.version = lambda name: "3.9.0"
 
 
 def run_python(code: str, fake: str) -> str:
-    command = [sys.executable, "-c", code.format(fake=fake)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG).stdout
+    done = run_command("-c", code.format(fake=fake))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
-"""The Triton kernels of the short convolution against PyTorch in float64, and compiled for every GPU."""
+"""The Triton kernels of the short convolution against PyTorch in float64."""
 
-import os
 import random
-import re
 
 import pytest
 import torch
@@ -10,9 +8,8 @@ import torch
 pytest.importorskip("triton")
 from forgetting_transformer.ops.layers import short_convolution as public
 from forgetting_transformer.ops.layers import short_convolution_triton as launcher
-from tests.ops.kernels import compile_kernel, draws, expect_float64, generations, on_every_device
+from tests.ops.kernels import draws, expect_float64, on_every_device
 
-FILE = "tests/ops/test_short_convolution_kernel.py"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 
@@ -108,48 +105,3 @@ def test_it_is_one_operator_to_torch_compile(device):
     bias, previous = torch.randn(6, requires_grad=True), torch.randn(2, 6, 3, requires_grad=True)
     given = (x, weight, bias, previous, None, 2, 1e-6)
     torch.library.opcheck(torch.ops.forgetting_transformer.short_convolution, given)
-
-
-RARE = pytest.mark.rare(f"{FILE}::test_it_compiles_for_every_generation_without_spilling")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize(
-    "width, norm, previous, packed",
-    [
-        (128, True, False, False),
-        pytest.param(96, True, False, False, marks=RARE),
-        pytest.param(128, False, True, False, marks=RARE),
-        pytest.param(128, False, False, True, marks=RARE),
-    ],
-)
-@pytest.mark.parametrize("capability", generations(RARE.args[0]))
-@pytest.mark.parametrize("name", ["forward", "backward"])
-def test_it_compiles_for_every_generation_without_spilling(
-    name, capability, width, norm, previous, packed, tmp_path, monkeypatch, capfd
-):
-    """Heads of the 760M models: 128 channels of DeltaNet, 96 of Gated DeltaNet, all of Mamba-2. Values of the delta
-    rules are those of Mamba-2 without a bias."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
-    block = max(16, 1 << (width - 1).bit_length())
-    constants = {
-        "TAPS": 4, "HAS_PREVIOUS": previous, "HAS_DOCUMENTS": packed, "NORM": norm,
-        "WIDTH": width, "BLOCK_C": block, "GROUPS": launcher._TILES[name] // block,
-    }  # fmt: skip
-
-    def type_of(argument):
-        if argument.endswith("_ptr"):
-            is_float32 = argument in ("weight_ptr", "bias_ptr", "part_ptr")
-            return "*i32" if argument == "position_ptr" else "*fp32" if is_float32 else "*bf16"
-        return "fp32" if argument == "epsilon" else "i32"
-
-    compiled = compile_kernel(
-        getattr(launcher, f"convolution_{name}_kernel"), capability, constants, type_of,
-        lambda x: x not in ("epsilon", "steps"), {"num_warps": 4, **launcher.FUSED},
-    )  # fmt: skip
-    spilled = re.findall(r"(\d+) bytes spill stores", capfd.readouterr().out)
-    # ptxas keeps two numbers of the packed kernel outside of the A100's registers.
-    assert spilled and max(map(int, spilled)) <= (8 if packed else 0)
-    assert compiled.metadata.shared <= 16 * 1024

@@ -4,7 +4,6 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import itertools
-import os
 
 import pytest
 import torch
@@ -14,12 +13,12 @@ pytest.importorskip("triton")
 
 from forgetting_transformer.ops import recurrence
 from forgetting_transformer.ops.layers.short_convolution import short_convolution
-from forgetting_transformer.ops.recurrence import Gates, convolved_ssd, grouped, reference, ssd, ssd_kernels
-from tests.ops.kernels import compile_kernel, draws, expect_float64, generations, on_every_device
+from forgetting_transformer.ops.recurrence import Gates, convolved_ssd, grouped, reference, ssd
+from tests.ops.kernels import draws, expect_float64, on_every_device
 
 pytestmark = pytest.mark.slow
 
-FILE = "tests/ops/test_ssd_kernel.py"
+
 DECAYS = {
     "random": lambda shape: F.logsigmoid(torch.randn(shape)),
     "none": torch.zeros,
@@ -216,47 +215,3 @@ def test_convolution_and_state_space_as_one_operator(device):
         return torch.cat(outs, dim=1), last_state, x[:, -(taps - 1) :].transpose(1, 2)
 
     expect_float64(lambda **x: together(documents, **x), one_by_one, inputs, FLOAT32[device])
-
-
-# Arguments by name; what is not listed is a float32 pointer or an integer.
-_OF_DTYPE = ("q_ptr", "k_ptr", "v_ptr", "d_out_ptr", "out_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "states_ptr")
-LARGEST = pytest.mark.rare(f"{FILE}::test_kernels_fit_the_shared_memory_of_every_generation")
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("name", ["decay", "score", "state", "output", "value_gradient", "key_gradient",
-                                  "score_gradient", "group_gradient", "decay_gradient"])  # fmt: skip
-@pytest.mark.parametrize(
-    "capability, dtype, has_documents, keys, values",
-    [
-        *(pytest.param(*x.values, "bf16", False, 128, 64, marks=x.marks) for x in generations(LARGEST.args[0])),
-        *(
-            pytest.param(86, *case, marks=LARGEST)
-            for case in (("bf16", True, 256, 64), ("bf16", False, 128, 128), ("fp32", True, 128, 64))
-        ),
-    ],
-)
-def test_kernels_fit_the_shared_memory_of_every_generation(
-    name, capability, dtype, has_documents, keys, values, tmp_path, monkeypatch
-):
-    """At the shape of Mamba-2's 760M model; the largest heads on GPUs with the least."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    tiles = ssd.TILES[4 if dtype == "fp32" else 2]
-    block_k, block_v = (min(a, b) for a, b in zip(tiles.state_block, (keys, values), strict=True))
-    constants = {
-        "CHUNK": tiles.chunk, "TILE": tiles.tile, "KEYS": keys, "VALUES": values, "BLOCK_K": block_k,
-        "BLOCK_V": block_v, "HEADS": 8, "BLOCKS": 6, "HAS_SKIP": True, "HAS_START": True,
-        "HAS_DOCUMENTS": has_documents, "REVERSE": False, "READS": True, "PRECISION": "ieee",
-    }  # fmt: skip
-
-    def type_of(argument):
-        if argument in (*_OF_DTYPE, "d_states_ptr"):
-            return f"*{dtype}"
-        if not argument.endswith("_ptr"):
-            return "fp32" if argument in ("scale", "minimum") else "i32"
-        is_wide = argument == "sums_ptr" and dtype == "fp32"
-        return "*i32" if argument == "documents_ptr" else "*fp64" if is_wide else "*fp32"
-
-    options = {key: value for key, value in tiles.options(name).items() if key != "CHUNK"}
-    kernel = getattr(ssd_kernels, f"{name}_kernel")
-    compile_kernel(kernel, capability, constants, type_of, lambda x: x.endswith(("_ptr", "_0", "_1", "_2")), options)
