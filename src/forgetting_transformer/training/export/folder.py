@@ -58,7 +58,7 @@ def export(
     if not directory.checkpoints.is_dir():
         said = "it holds no checkpoints" if directory.root.is_dir() else "there is no such folder"
         raise CheckpointError(f"--hf_load_dir={run_folder}: {said}; give the output_dir of a training run")
-    if official_checkpoint.is_official(directory) and weights is None:
+    if directory.is_official and weights is None:
         checkpoint, state, model = official_checkpoint.load_model(directory, step)
     else:
         checkpoint, state, model = read_newest(
