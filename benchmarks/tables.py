@@ -75,27 +75,6 @@ class Results:
         links = (f"[{name}](../benchmarks/results/{name}.json)" for name in self.names)
         return f"{', '.join(parts)}. Files: {', '.join(links)}."
 
-    @property
-    def source(self) -> str:
-        """Commands, and on what, with what and when they were run."""
-        commands = dict.fromkeys(file["environment"]["command"] for file in self.files)
-        lines = ["```bash", *(line for line in commands if line.startswith("python ")), "```", ""]
-        if len(lines) == 3:
-            lines = []
-        made = list(dict.fromkeys(map(describe, self.files)))
-        return "\n".join([*lines, *(made if len(made) == 1 else (f"* {text}" for text in made))])
-
-
-def describe(file: Row) -> str:
-    """Where the numbers of a file come from, in a sentence or two."""
-    place = file["environment"]
-    parts = [*_hardware_and_versions(file).values(), place["date"][:10]]
-    parts += (
-        [f"commit {place['commit'][:7]}{' with changes' if place.get('changed') else ''}"] if place["commit"] else []
-    )
-    text = f"{', '.join(parts)}."
-    return f"{text} {file['source'][0].upper()}{file['source'][1:]}." if "source" in file else text
-
 
 def _hardware_and_versions(file: Row) -> dict[str, str]:
     place = file["environment"]
@@ -266,8 +245,8 @@ def _optional(value: Any, text: Callable[[Any], str]) -> str:
     return "" if value is None else text(value)
 
 
-def _percent(share: float | None, digits: int = 1) -> str:
-    return _optional(share, lambda x: f"{x * 100:.{digits}f} %")
+def _percent(share: float | None) -> str:
+    return _optional(share, lambda x: f"{x * 100:.1f} %")
 
 
 def _gigabytes(size: float | None) -> str:

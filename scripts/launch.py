@@ -5,8 +5,9 @@ r"""Starts training on this machine like `fabric run train.py`, but faster; save
         output_dir=… data_dir=…
     python scripts/launch.py --devices 8 --num-nodes 2 --node-rank 0 --main-address HOST --main-port 1234 …
 
-The options are those of `fabric run`; everything else goes to train.py. --devices is a number, a list of GPUs such as
-0,1, or auto for all GPUs of this machine. This script sets some environment variables, unless you set them yourself:
+The options are those of `fabric run`; everything else goes to train.py. --devices is a number, or auto for all GPUs of
+this machine; CUDA_VISIBLE_DEVICES chooses among them. This script sets some environment variables, unless you set them
+yourself:
 
     PET_SIGNALS_TO_HANDLE            signals that reach every rank; without it SIGUSR1 only ends the launcher
     TORCH_ELASTIC_SHUTDOWN_TIMEOUT   seconds for a rank to save after a signal before it is killed: 600 instead of 30
@@ -30,7 +31,6 @@ from pathlib import Path
 
 from forgetting_transformer import command_line, signals
 from forgetting_transformer.command_line import at_least, count, port
-from forgetting_transformer.training.parallel import gpus
 from forgetting_transformer.versions import how_to_install
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -56,23 +56,22 @@ def processes(args: argparse.Namespace, here: int) -> int:
         here: number of GPUs of this machine.
 
     Raises:
-        ValueError: --devices is no number or list of GPUs, or names GPUs that are not here.
+        ValueError: --devices is no number, or more than there are.
     """
-    if not re.fullmatch(r"auto|-1|0*[1-9]\d*|\d+,|\d+(,\d+)+,?", args.devices):
+    if args.devices == "auto":
+        return 1 if args.accelerator == "cpu" else max(1, here)
+    if not re.fullmatch(r"0*[1-9]\d*", args.devices):
         raise ValueError(
-            f"--devices={args.devices} must be a number of GPUs from 1 on, a list of them such as 0,1, or auto"
+            f"--devices={args.devices} must be a number of GPUs from 1 on, or auto; CUDA_VISIBLE_DEVICES chooses among "
+            "them"
         )
-    is_list = "," in args.devices
-    if args.devices in ("auto", "-1"):
-        asked = range(1 if args.accelerator == "cpu" else max(1, here))
-    elif is_list:
-        asked = [int(number) for number in args.devices.split(",") if number]
-    else:
-        asked = range(int(args.devices))
     # Without a GPU the ranks name what is missing; on a CPU any number of processes will do.
-    if here and args.accelerator != "cpu" and (problem := gpus.too_few(f"--devices={args.devices}", max(asked), here)):
-        raise ValueError(problem)
-    return len(asked)
+    if args.accelerator != "cpu" and 0 < here < int(args.devices):
+        raise ValueError(
+            f"--devices={args.devices}, but this machine has {here} GPU{'s' * (here != 1)}: ask for as many, or look "
+            f"at CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+        )
+    return int(args.devices)
 
 
 def environment(args: argparse.Namespace, count: int, cores: int) -> dict[str, str]:
@@ -93,7 +92,7 @@ def for_fabric(args: argparse.Namespace, count: int) -> dict[str, str]:
         "LT_CLI_USED": "1",
         "LT_ACCELERATOR": args.accelerator,
         "LT_STRATEGY": args.strategy,
-        "LT_DEVICES": args.devices if "," in args.devices else str(count),
+        "LT_DEVICES": str(count),
         "LT_NUM_NODES": str(args.num_nodes),
         "LT_PRECISION": args.precision,
     }

@@ -4,7 +4,6 @@
     python scripts/sweep_lr.py +experiment/demo=fox_pro output_dir=output/sweep data_dir=quickstart/data
     python scripts/sweep_lr.py +experiment/longcrawl64/forgetting_transformer=pro_125m_2b fabric.devices=1 \\
         output_dir=output/sweep data_dir=data --seeds 0,1,2 --head_dims 64,128
-    python scripts/sweep_lr.py --plot both.png output/sweep_fox output/sweep_transformer
 
 The search trains at {1, 2, 5} x 10^i around the guess and extends the grid until both neighbours of the best rate are
 worse. It repeats this for every given head dimension and starts from the best rate so far. Runs are compared by their
@@ -33,7 +32,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "overrides",
         nargs="+",
         metavar="OVERRIDE",
-        help="of train.py, as in key=value or +group=choice; with --plot the folders of searches",
+        help="of train.py, as in key=value or +group=choice",
     )
     parser.add_argument(
         "--guess", type=positive, metavar="RATE", help="learning rate to start from; default: the experiment's"
@@ -51,12 +50,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="D,…",
         help="head dimensions to search around, as in 64,128",
     )
-    parser.add_argument(
-        "--plot",
-        type=command_line.path,
-        metavar="FILE",
-        help="search nothing; draw searches that were made into one figure",
-    )
     return parser.parse_intermixed_args(argv)
 
 
@@ -67,17 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from forgetting_transformer.sweep.learning_rate import (
         LearningRateSweep,
         check_overrides,
-        compare_searches,
         grid_text,
     )
     from forgetting_transformer.train.composer import Composer
     from forgetting_transformer.training import ConfigError
 
     try:
-        if args.plot is not None:
-            compare_searches([Path(folder) for folder in args.overrides], args.plot)
-            print(args.plot)
-            return 0
         check_overrides(args.overrides)
         composer = Composer(ROOT / "configs", args.overrides)
         base = composer.compose(composer.task_overrides)

@@ -6,7 +6,6 @@ study compares, trains and claims.
     run.py         trains and evaluates the models of a study, stage by stage
     report.py      makes JSON, figures and tables of what was trained
     pages.py       fills measured numbers into the pages of the documentation
-    ladder.py      searches learning rates at several sizes
     code_tasks.py  makes downstream tasks of held-out code
     adding_gates.py  gives pretrained Transformers forget gates and trains them on; adding_gates_page.py: its page
 

@@ -175,11 +175,9 @@ def trained() -> dict[str, str]:
     return {
         "one_gpu_rate": thousands(run["tokens_per_second"]),
         "two_gpus_rate": thousands(two.row(part="train")["tokens_per_second"]),
-        "one_gpu_mfu": f"{100 * run['mfu']:.0f} %",
         "trained_parameters": f"{run['parameters'] / 1e6:.0f}M",
         "trained_vocabulary": f"{one.files[-1]['settings']['vocabulary']:,}",
         "trained_gpu": gpu(one),
-        "trained_source": Results("readme_125m_*.json").source,
     }
 
 
@@ -194,7 +192,6 @@ def authors() -> dict[str, str]:
     earlier = Results("others_760m*.json").row(experiment=MODEL_760M, checkpointing=True, pruned=True)
     return {
         "authors": tables.authors(results),
-        "authors_source": results.source,
         "authors_commit": results.files[-1]["settings"]["authors_commit"],
         "authors_gpu": gpu(results),
         "authors_earlier_rate": thousands(earlier["tokens_per_second"]),

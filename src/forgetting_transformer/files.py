@@ -48,7 +48,7 @@ def explain(error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, durable: bool = True, beside: Path | None = None) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """A stream whose contents replace `path` at the end of the block; a reader or a crash sees the old or the new file.
 
     An error leaves `path` as it was, and nothing beside it. A killed process may leave a
@@ -58,9 +58,8 @@ def replacing(path: Path, *, durable: bool = True, beside: Path | None = None) -
         path: in a folder that exists.
         durable: return only when the contents and the name are on the disk. Without it, a machine that loses power may
             keep neither; a killed process always leaves a whole file.
-        beside: the folder of the temporary file, on the same file system, if not that of `path`.
     """
-    temporary = (beside or path.parent) / f".{path.name}.{os.getpid()}-{threading.get_native_id()}"
+    temporary = path.parent / f".{path.name}.{os.getpid()}-{threading.get_native_id()}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         with naming(path), os.fdopen(descriptor, "wb") as stream:

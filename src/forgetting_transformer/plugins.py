@@ -21,19 +21,16 @@ optimizer, a schedule or a corpus derives from OptimizerConfig, ScheduleConfig o
 types the section `callbacks.<name>`. docs/extend.md has an example of each with its YAML.
 
 A plug-in is a module or package that registers its components when it is imported. It is named on the command line
-(`plugins=[my_lab]`, in scripts and evaluations `--plugins my_lab`) or is the entry point of an installed package (group
-"forgetting_transformer.plugins"). It is found in the current folder, beside train.py, on PYTHONPATH, or installed. Its
-folder `configs/`, if it has one, holds choices of Hydra's groups as that of this project does. A run records the
-plug-ins it was given and those it uses; without them it is not continued, exported or evaluated. Nothing is imported
-because a run's folder names it.
+(`plugins=[my_lab]`, in scripts and evaluations `--plugins my_lab`) and found in the current folder, beside train.py, on
+PYTHONPATH, or installed. Its folder `configs/`, if it has one, holds choices of Hydra's groups as that of this project
+does. A run records the plug-ins it was given and those it uses; without them it is not continued, exported or
+evaluated. Nothing is imported because a run's folder names it.
 """
 
 import contextlib
 import dataclasses
 import difflib
-import functools
 import importlib
-import importlib.metadata
 import inspect
 import os
 import re
@@ -189,8 +186,6 @@ SCHEDULES: Registry[Callable[..., Callable[[int], float]]] = Registry(
 #: Their classes for causal language models; model/registry.py registers them.
 MODELS: Registry[type] = Registry("model.name")
 REGISTRIES: tuple[Registry, ...] = (OPTIMIZERS, SCHEDULES, CORPORA, CALLBACKS, MODELS)
-#: Entry points of installed packages that are plug-ins.
-GROUP = "forgetting_transformer.plugins"
 
 
 class PluginError(ValueError):
@@ -215,15 +210,12 @@ def named_in(arguments: Sequence[str]) -> list[str]:
     return names
 
 
-def load(names: Iterable[str] = ()) -> None:
-    """Imports the plug-ins of installed packages and these. What is loaded already stays as it is.
+def load(names: Iterable[str]) -> None:
+    """Imports these plug-ins. What is loaded already stays as it is.
 
     Raises:
         PluginError: there is no such module, it raises an error on import, or it registers nothing.
     """
-    for entry in importlib.metadata.entry_points(group=GROUP):
-        whose = f" (of the installed package {entry.dist.name})" if entry.dist is not None else ""
-        _load(entry.module, entry.load, whose)
     for name in names:
         if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name) or name.endswith(".py"):
             raise PluginError(
@@ -231,15 +223,15 @@ def load(names: Iterable[str] = ()) -> None:
             )
         if (folder := os.getcwd()) not in sys.path:
             sys.path.append(folder)
-        _load(name, functools.partial(importlib.import_module, name))
+        _load(name)
 
 
-def _load(name: str, load: Callable[[], Any], whose: str = "") -> None:
+def _load(name: str) -> None:
     if name in _loaded:
         return
     _importing.append(name)
     try:
-        load()
+        importlib.import_module(name)
     except (Exception, SystemExit) as error:  # a script that reads its own command line ends Python
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise PluginError(
@@ -252,9 +244,7 @@ def _load(name: str, load: Callable[[], Any], whose: str = "") -> None:
         file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else last
         reason = " ".join(str(error).split())
         place = f" at {file}:{line}" if file else ""
-        raise PluginError(
-            f"plugins=[{name}]{whose}: its import failed{place}: {type(error).__name__}: {reason}"
-        ) from error
+        raise PluginError(f"plugins=[{name}]: its import failed{place}: {type(error).__name__}: {reason}") from error
     finally:
         _importing.pop()
     file = getattr(sys.modules.get(name), "__file__", None)
@@ -263,7 +253,7 @@ def _load(name: str, load: Callable[[], Any], whose: str = "") -> None:
     registers = any([registry.attribute(name) for registry in REGISTRIES])
     if configs is None and not registers:
         raise PluginError(
-            f"plugins=[{name}]{whose}: {file or 'this folder without __init__.py'} registers nothing; its import must "
+            f"plugins=[{name}]: {file or 'this folder without __init__.py'} registers nothing; its import must "
             "register a component, as in @plugins.OPTIMIZERS.register(…), or a folder configs/ must lie beside it"
         )
     _loaded[name] = configs
@@ -281,11 +271,6 @@ def missing(names: Any, whose: str = "this run") -> str | None:
         names: what a run or an exported model recorded; None and whatever is no list of names count as none.
     """
     needed = [name for name in names if isinstance(name, str)] if isinstance(names, list | tuple) else []
-    if needed:
-        try:
-            load()  # an installed one needs no name
-        except PluginError as error:
-            return str(error)
     if set(needed) <= _loaded.keys():
         return None
     together = [*_loaded, *(name for name in needed if name not in _loaded)]

@@ -9,5 +9,4 @@ claims.py   the rules and verdicts of claims
 tables.py   tables, and the sections of a page
 noise.py    intervals over seeds for several models at once
 figures.py  octaves of positions, and differences to the baseline
-scaling.py, ladder.py, scaling_figures.py  learning rates at several sizes, and power laws through them
 """

@@ -52,15 +52,12 @@ def results(folder: Path) -> Path:
     record = {"length": 100, "depth": 0.5, "words": 0.25}
     head = {"layer": 0, "head": 1, "memory": 17.0, "memory_is_bound": True, "pruned": 0.4}
 
-    def draw(new: Path) -> None:
-        (new / "figure.png").write_bytes(b"drawn")
-
     for name, evaluation in {
         "per_token_loss/fox": from_position_loss(summary),
         "niah": from_needle({"model": "fox", "mode": "easy", "train_length": 64, "records": [record]}),
         "gates": from_gates({"model": "fox", "tokens": 128, "pruned": 0.4, "heads": [head]}),
     }.items():
-        write_evaluation(evaluation, folder / name, draw)
+        write_evaluation(evaluation, folder / name)
     np.savez(folder / "per_token_loss/fox/results.npz", **{"val/loss_per_token": np.linspace(4, 3, 64)})
     (folder / "per_token_loss/fox/results.json").write_text(json.dumps(summary))
     (folder / "gates/gates.png").write_bytes(b"a picture")
@@ -89,7 +86,7 @@ def test_one_page_holds_everything_and_nothing_but_text_from_texts(runs, tmp_pat
         "Configurations",
     ]
     pictures = re.findall(r'<img [^>]*src="(.*?)"', text)
-    assert len(pictures) == 7 and all(source.startswith("data:image/png;base64,") for source in pictures)
+    assert len(pictures) == 6 and all(source.startswith("data:image/png;base64,") for source in pictures)
     assert f"data:image/png;base64,{base64.b64encode(b'a picture').decode()}" in pictures
     cells = {cell for row in rows_of(text) for cell in row}
     assert {"62.50", "12.50", "-0.5000 ± 0.1000", "layer 0, head 1, at_least True", "4.2000"} <= cells

@@ -36,7 +36,7 @@ def test_what_the_launcher_adds(arguments, standalone, threads):
     assert "SIGUSR1" in added["PET_SIGNALS_TO_HANDLE"].split(",")
 
 
-@pytest.mark.parametrize("devices", ["0", "abc", "1.5"])
+@pytest.mark.parametrize("devices", ["0", "abc", "1.5", "0,1"])
 def test_devices_that_cannot_be_are_one_line_and_nothing_starts(monkeypatch, capsys, devices):
     monkeypatch.setattr("torch.distributed.run.main", lambda arguments: pytest.fail("started"))
     monkeypatch.setattr(sys, "argv", ["launch.py", f"--devices={devices}"])
@@ -48,8 +48,7 @@ def test_devices_that_cannot_be_are_one_line_and_nothing_starts(monkeypatch, cap
 @pytest.mark.parametrize(
     ("devices", "accelerator", "gpus", "count"),
     [
-        ("1", None, 0, 1), ("8", "cpu", 2, 8), ("auto", None, 4, 4), ("-1", None, 4, 4), ("auto", "cpu", 4, 1),
-        ("auto", None, 0, 1), ("1,", None, 2, 1), ("0,2,3,", "cuda", 4, 3),
+        ("1", None, 0, 1), ("8", "cpu", 2, 8), ("auto", None, 4, 4), ("auto", "cpu", 4, 1), ("auto", None, 0, 1),
     ],
 )  # fmt: skip
 def test_a_process_for_each_device(devices, accelerator, gpus, count):
@@ -57,10 +56,9 @@ def test_a_process_for_each_device(devices, accelerator, gpus, count):
     assert launch.processes(args, gpus) == count
 
 
-@pytest.mark.parametrize("devices", ["3", "0,2"])
-def test_more_gpus_than_there_are_is_one_line(devices):
-    args, _ = launch.parse(["--devices", devices])
-    with pytest.raises(ValueError, match=f"^--devices={devices}, but this machine has 2 GPUs"):
+def test_more_gpus_than_there_are_is_one_line():
+    args, _ = launch.parse(["--devices", "3"])
+    with pytest.raises(ValueError, match=r"^--devices=3, but this machine has 2 GPUs"):
         launch.processes(args, here=2)
 
 

@@ -1,14 +1,17 @@
 """A study from its YAML to verdicts: which jobs come of it, and what is collected of them."""
 
+import dataclasses
 import re
 
 import pytest
 
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.runs import read_run
+from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.train.composer import Composer
+from forgetting_transformer.training import Config
+from forgetting_transformer.training.setup import outline
 from studies import ROOT, SEARCH_PATH
-from studies.engine.ladder import _parameters
 from studies.engine.plan import read_plan
 from studies.engine.results import read_study
 from studies.engine.stages import Stages
@@ -107,6 +110,15 @@ def test_a_yaml_that_is_no_study_is_refused_by_key_and_value(tmp_path, line, mes
     assert str(file) in str(refused.value) and "\n" not in str(refused.value)
 
 
+def body_size(config: Config) -> int:
+    """Weights outside of the embedding and the output matrix."""
+    data = DataInfo("", 256, 0, 1, 1, config.datamodule.train_batch_len, 1, 1, 1, "", None)
+    fields = {key: value for key, value in config.model.config.items() if key not in ("vocab_size", "bos_token_id")}
+    model = outline(dataclasses.replace(config, model=dataclasses.replace(config.model, config=fields)), data)
+    outside = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    return sum(p.numel() for p in model.parameters() if id(p) not in outside)
+
+
 @rare
 def test_every_experiment_of_a_study_is_composed_and_bodies_have_one_size(tmp_path):
     sizes, batches = {}, set()
@@ -116,7 +128,7 @@ def test_every_experiment_of_a_study_is_composed_and_bodies_have_one_size(tmp_pa
             experiment = [SEARCH_PATH, f"+experiment/{plan.group}={name}", f"output_dir={tmp_path}"]
             config = stages.composer.compose([*experiment, *stages.composer.task_overrides])
             if plan.group == "study" and name not in sizes:
-                sizes[name] = _parameters(config)
+                sizes[name] = body_size(config)
                 batches.add((config.train.max_tokens, str(config.datamodule), str(config.schedule)))
     assert len(sizes) == 30 and len(batches) == 1
     assert min(sizes.values()) > 19.6e6 and max(sizes.values()) < 20.7e6

@@ -1,9 +1,7 @@
 """Training from an array elsewhere, or from a partial copy: the same run as from a whole local one, or a refusal."""
 
-import logging
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ import zarr
 
 from forgetting_transformer.data.storage.checksums import write_list
 from forgetting_transformer.training.checkpoint.folder import newest_valid
-from forgetting_transformer.training.start.resume import expected_checksums
 from tests.data.mirror import serve
 from tests.training.conftest import STEP, changed, checkpoint_tensors, losses, refused, train
 from tests.training.test_resume import interrupted_at
@@ -66,21 +63,6 @@ def test_contents_that_changed_under_the_same_name_are_refused(tiny, tmp_path, c
     checkpoints = Path(tiny["output_dir"]) / "checkpoints"
     listed = newest_valid(checkpoints).trainer_state()["data_checksums"]
     train(changed(tiny, train__max_tokens=12 * STEP))  # without a list there is nothing to compare
-    assert "not checked any more" in (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
     assert newest_valid(checkpoints).trainer_state()["data_checksums"] == listed is not None
     write_list(array, keys)
     train(tiny)
-
-
-def test_a_list_of_checksums_that_is_gone_is_one_warning_and_not_forgotten(caplog):
-    caplog.set_level(logging.WARNING)
-    before, without = {"data_checksums": "abc"}, SimpleNamespace(checksums=None, path="/data/tiny/train.zarr")
-    assert expected_checksums("step-7", before, without) == "abc"
-    (record,) = caplog.records
-    assert (
-        "step-7 was trained with a list" in record.getMessage()
-        and "/data/tiny/train.sha256 is gone" in record.getMessage()
-    )
-    for state, now, held in (({}, None, None), ({"data_checksums": None}, "new", "new"), (before, "abc", "abc")):
-        assert expected_checksums("step-7", state, SimpleNamespace(checksums=now, path="train.zarr")) == held
-    assert len(caplog.records) == 1

@@ -2,15 +2,10 @@
 
 import json
 import logging
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
 
-from forgetting_transformer.training import parse
-from forgetting_transformer.training.callbacks.wandb import Wandb
 from forgetting_transformer.training.records.metrics import MetricsLog, read_lines, truncate
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
@@ -62,16 +57,3 @@ def test_a_start_cuts_only_the_kinds_that_a_run_writes(tmp_path):
     metrics.close()
     assert [file.read_text() for file in others] == [lines, lines]
     assert steps(directory.jsonlines / "train.jsonl") == [128]
-
-
-def test_wandb_gets_texts_as_tables(tiny, tmp_path, monkeypatch):
-    rows: list[tuple[int, dict]] = []
-    run = SimpleNamespace(step=0, log=lambda values, step: rows.append((step, values)), finish=lambda: None)
-    wandb = SimpleNamespace(init=lambda **_: run, Settings=dict, Table=lambda columns, data: (columns, data))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    metrics = MetricsLog(RunDirectory(tmp_path / "run"), 0, ("samples",))
-    sink = Wandb()
-    sink.open(metrics, parse(OmegaConf.create(tiny | {"wandb": {"mode": "offline"}})), {})
-    texts = {"samples/0/prompt": "a", "samples/0/text": "b", "samples/1/prompt": "c", "samples/1/text": "d"}
-    metrics.report("samples", 128, {"samples/temperature": 0.5, **texts})
-    assert rows == [(128, {"samples/temperature": 0.5, "samples": (["prompt", "text"], [["a", "b"], ["c", "d"]])})]

@@ -9,8 +9,6 @@ from forgetting_transformer.data import LongCrawl64DataModule
 from forgetting_transformer.training import parse, setup
 from forgetting_transformer.training.parallel import gpus
 from forgetting_transformer.training.records.metrics import duration
-from forgetting_transformer.training.start.start_block import _blocks
-from tests.model.small_models import small
 from tests.training.conftest import STEP, blocks, changed, train
 
 
@@ -41,16 +39,6 @@ def test_a_run_says_what_it_is_before_its_first_step(tiny, tmp_path):
     (forked,) = blocks(fork["output_dir"])
     assert forked["start"] == f"forked from {checkpoint}"
     assert forked["optimizer"].startswith("adamw, lr 0.02") and forked["schedule"] == "constant, warm-up 512 tokens"
-
-
-def test_a_hybrid_says_what_its_blocks_are():
-    fox = {"architecture": "forgetting_transformer", "num_heads": 2}
-    mamba = {"architecture": "mamba2", "num_heads": 4, "head_dim": 16, "state_size": 8}
-    hybrid = small(
-        "hybrid", pattern=["mamba2", "mamba2", "fox"], mixers={"mamba2": mamba, "fox": fox}, num_hidden_layers=3
-    )
-    assert _blocks(hybrid) == "mamba2 (4 heads) x 2, fox (2 heads), in turns"
-    assert _blocks(small("forgetting_transformer")) == "" == _blocks(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@ Every evaluation writes to its folder
 
     evaluation.json    its numbers, in the form below
     table.md           the same for people
-    figure.png         the same as a picture, where it is more than a table
 
-beside files of its own (arrays, and the formats of the paper's repository). A file of somebody else is not replaced
-(outputs.py). evaluation.json:
+beside files of its own (arrays, pictures, and the formats of the paper's repository). A file of somebody else is not
+replaced (outputs.py). evaluation.json:
 
     {
       "format": 1,
@@ -42,12 +41,10 @@ from forgetting_transformer.analysis.tables import Table, plain_number
 
 FORMAT = 1
 #: Files of every evaluation.
-FIGURE = "figure.png"
-FILES = ("evaluation.json", "table.md", FIGURE)
+FILES = ("evaluation.json", "table.md")
 #: Files with the results of the paper's repository.
 _OFFICIAL = ("results.json", "result.json")
-#: LongBench's English sets, in the order of the paper's Table 2, and the two that are not in it: title and group.
-_SYNTHETIC = "Synthetic"
+#: LongBench's English sets that are in the paper's Table 2, in its order: title and group.
 LONGBENCH = {
     "narrativeqa": ("NarrativeQA", "Single-Document QA"),
     "qasper": ("Qasper", "Single-Document QA"),
@@ -63,11 +60,7 @@ LONGBENCH = {
     "samsum": ("SamSum", "Few-shot Learning"),
     "lcc": ("LCC", "Code"),
     "repobench-p": ("RepoBench-P", "Code"),
-    "passage_count": ("PassageCount", _SYNTHETIC),
-    "passage_retrieval_en": ("PassageRetrieval", _SYNTHETIC),
 }
-#: The fourteen of the paper.
-LONGBENCH_OF_PAPER = tuple(name for name, (_, group) in LONGBENCH.items() if group != _SYNTHETIC)
 
 
 @dataclass(frozen=True)
@@ -126,7 +119,7 @@ def write_evaluation(
     """Writes evaluation.json and table.md; each is whole or not there.
 
     Args:
-        write_more: writes further files, as figure.png, into the folder it is given.
+        write_more: writes further files, as pictures, into the folder it is given.
         table: for people; default that of all numbers.
 
     Raises:
@@ -246,20 +239,20 @@ def from_lm_eval(results: Mapping[str, Mapping[str, Any]], model: str = "", **mo
 def from_longbench(
     scores: Mapping[str, Any],
     model: str = "",
-    errors: Mapping[tuple[str, str | None], tuple[float | None, int]] | None = None,
+    errors: Mapping[str, tuple[float | None, int]] | None = None,
     **more: Any,
 ) -> Evaluation:
     """Set -> score from 0 to 100, or of LongBench-E set -> range of lengths -> score.
 
     Args:
-        errors: (set, range of lengths or None) -> standard error and number of examples.
+        errors: set -> standard error and number of examples.
     """
     numbers = []
     for name, of_set in scores.items():
         by_range = of_set if isinstance(of_set, Mapping) else {None: of_set}
         for words, value in by_range.items():
             if value is not None:
-                error, samples = (errors or {}).get((name, words), (None, None))
+                error, samples = (errors or {}).get(name, (None, None))
                 at = {} if words is None else {"words": words}
                 numbers.append(Number(name, "score", value, error, samples, at))
     return Evaluation("longbench", model, tuple(numbers), **more)

@@ -16,7 +16,7 @@ from typing import Any
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError, outputs, position_loss, run_figures
-from forgetting_transformer.analysis.evaluations import FIGURE, Evaluation, number_table, read_evaluations
+from forgetting_transformer.analysis.evaluations import Evaluation, number_table, read_evaluations
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
 from forgetting_transformer.analysis.plots.style import DOTS_PER_INCH
 from forgetting_transformer.analysis.position_loss import comparison_table
@@ -148,9 +148,7 @@ def _evaluations(folders: Sequence[Path], left_out: list[str], shown: Mapping[st
         content = _position_losses(models) if kind == "per_token_loss" else _scores(models, kind)
         shown_together = bool(content)
         for name, one in models.items():
-            # The figure of all evaluations is one of the others, where there are others.
             drawn = [] if shown_together else sorted(one.folder.glob("*.png"))
-            drawn = [file for file in drawn if file.name != FIGURE] or drawn
             content += "".join(_embedded(file, f"{name}, {file.stem}") for file in drawn)
             content += _folded(f"Numbers of {name}", _table(number_table(one)))
         sections[_TITLES.get(kind, kind)] = content
@@ -165,7 +163,7 @@ def _position_losses(models: Mapping[str, Evaluation]) -> str:
     lengths = {result.name: result.summary.get("train_length") for result in results}
     made_with, compared = position_loss.made_with(summaries), position_loss.compare(results)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / FIGURE
+        file = Path(folder) / "figure.png"
         loss_against_position(position_loss.group_seeds(results), file, lengths, conditions=made_with)
         content = _embedded(file, "loss at every position")
         if compared:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from forgetting_transformer.analysis import AnalysisError, outputs, statistics
-from forgetting_transformer.analysis.evaluations import LONGBENCH, LONGBENCH_OF_PAPER, Evaluation
+from forgetting_transformer.analysis.evaluations import LONGBENCH, Evaluation
 from forgetting_transformer.analysis.statistics import Estimate
 from forgetting_transformer.analysis.tables import Column, Rows, Table, has_numbers, latex, markdown
 from forgetting_transformer.files import write_atomically
@@ -110,12 +110,12 @@ def lm_eval_row(evaluation: Evaluation) -> dict[str, Estimate]:
 
 
 def longbench_table(models: Models) -> tuple[dict[str, dict[str, Estimate]], list[Column]]:
-    """Rows and columns of the paper's Table 2; sets that are not in it where a model has them."""
+    """Rows and columns of the paper's Table 2."""
     rows = {
         name: over_seeds([{n.task: n.estimate for n in one.numbers if not n.at} for one in several])
         for name, several in models.items()
     }
-    return rows, _longbench_columns({task for row in rows.values() for task in row} | {*LONGBENCH_OF_PAPER})
+    return rows, _longbench_columns(LONGBENCH)
 
 
 def longbench_by_length(evaluation: Evaluation) -> tuple[dict[str, dict[str, Estimate]], list[Column]]:

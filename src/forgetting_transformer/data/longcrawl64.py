@@ -40,7 +40,6 @@ class LongCrawl64DataModule:
         data_dir: folder or URL (s3://, gs://, hf://, https://, …) with `<dataset>/train.zarr` and
             `<dataset>/heldout.zarr`.
         packed: texts in a row are documents that the model keeps apart (`data.packed.keep_apart`).
-        recorded: the vocabulary that a run has used so far, for a corpus that does not say which it has.
 
     Raises:
         DataError: naming the file or key, the value and the fix.
@@ -66,7 +65,6 @@ class LongCrawl64DataModule:
         missing_chunks: str = "error",
         cache_dir: str | None = None,
         cache_gb: float = 20.0,
-        recorded: Vocabulary | None = None,
     ) -> None:
         self.packed, self.repeat = packed, repeat
         self.train_batch_len, self.train_batch_size = train_batch_len, train_batch_size
@@ -75,7 +73,7 @@ class LongCrawl64DataModule:
         self.train_num_workers, self.eval_num_workers = train_num_workers, eval_num_workers
         self.data_dir, self.missing_chunks = data_dir, missing_chunks
         self.cache = CacheSettings(Path(cache_dir) if cache_dir else default_folder(), int(cache_gb * 1e9))
-        self._stated, self._recorded = StatedVocabulary(vocab_size, bos_token_id, eos_token_id), recorded
+        self._stated = StatedVocabulary(vocab_size, bos_token_id, eos_token_id)
         #: The corpora that batches come from: one, and several in a mixture.
         self.names = [dataset]
         self._arrays: dict[tuple[str, int], TokenArray] = {}
@@ -109,7 +107,7 @@ class LongCrawl64DataModule:
         """
         if (split, part) not in self._arrays:
             opened = SparseTokenArray if self.missing_chunks == "skip" else TokenArray
-            array = opened(self._place(part, f"{split}.zarr"), self._stated, self.cache, self._recorded)
+            array = opened(self._place(part, f"{split}.zarr"), self._stated, self.cache)
             key = "train_batch_len" if split == "train" else "eval_batch_len"
             check_length(f"datamodule.{key}", getattr(self, key), array)
             array.keep(self.rows_of(part) if split == "train" else self.eval_local_batch_size, getattr(self, key))

@@ -44,7 +44,7 @@ class TokenArray:
     Args:
         path: the array's folder, such as `data/longcrawl64/train.zarr`, or a URL such as s3://bucket/train.zarr.
         vocabulary: ids must be below it; or what the user states of it, where the manifest beside the array and
-            `recorded`, the vocabulary of a run, say the rest (vocabulary_of).
+            `assumed` say the rest (vocabulary_of).
         cache: where the files of a URL are kept, and how many; None is the default of CacheSettings.
         sampled: whether some rows are looked at now.
         prefix: of the keys or flags that state the vocabulary, for messages.
@@ -64,7 +64,7 @@ class TokenArray:
         path: str | Path,
         vocabulary: int | StatedVocabulary,
         cache: CacheSettings | None = None,
-        recorded: Vocabulary | None = None,
+        assumed: Vocabulary | None = None,
         sampled: bool = True,
         prefix: str = "datamodule.",
     ) -> None:
@@ -86,7 +86,7 @@ class TokenArray:
             self.vocab_size = vocabulary
         else:
             split = Path(self.path).stem
-            self.vocabulary = vocabulary_of(corpus, split, self.doc_len, self.manifest, vocabulary, recorded, prefix)
+            self.vocabulary = vocabulary_of(corpus, split, self.doc_len, self.manifest, vocabulary, assumed, prefix)
             self.vocab_size = self.vocabulary.size
         self.chunk_shape = (int(array.chunks[0]), int(array.chunks[1]))
         self._kept: OrderedDict[Chunk, np.ndarray] = OrderedDict()

@@ -75,15 +75,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Ids lie in [0, size), `bos_token_id` begins a text, and `eos_token_id` ends it; by default it is the same id."""
+    """Ids lie in [0, size), `bos_token_id` begins a text, and `eos_token_id`, perhaps the same id, ends it."""
 
     size: int
     bos_token_id: int
-    eos_token_id: int = None  # type: ignore[assignment]  # BOS's, which a default cannot say
-
-    def __post_init__(self) -> None:
-        if self.eos_token_id is None:
-            object.__setattr__(self, "eos_token_id", self.bos_token_id)
+    eos_token_id: int
 
 
 @dataclass(frozen=True)
@@ -101,13 +97,13 @@ def vocabulary_of(
     doc_len: int,
     manifest: dict[str, Any],
     stated: StatedVocabulary = StatedVocabulary(),
-    recorded: Vocabulary | None = None,
+    assumed: Vocabulary | None = None,
     prefix: str = "datamodule.",
 ) -> Vocabulary:
     """The vocabulary of the corpus at `place`.
 
-    It is what is stated, else what its manifest says, else GPT-2's for LongCrawl64, else what a run recorded when it
-    began. EOS is BOS where only BOS is stated or in the manifest.
+    It is what is stated, else what its manifest says, else GPT-2's for LongCrawl64, else what is assumed. EOS is
+    BOS where only BOS is stated or in the manifest.
 
     LongCrawl64 is a folder of that name with documents of 65,536 tokens, or of as many as
     scripts/download_longcrawl64.py cut them to, which its note says.
@@ -124,7 +120,7 @@ def vocabulary_of(
     bos = manifest.get("bos_token_id") if stated.bos_token_id is None else stated.bos_token_id
     eos = manifest.get("eos_token_id") if stated.eos_token_id is None else stated.eos_token_id
     if size is None or bos is None:
-        known = _known(place, split, doc_len) or recorded or StatedVocabulary()
+        known = _known(place, split, doc_len) or assumed or StatedVocabulary()
         size = known.size if size is None else size
         if bos is None:
             bos, eos = known.bos_token_id, known.eos_token_id if eos is None else eos
@@ -149,7 +145,7 @@ def _known(place: str | Path, split: str, doc_len: int) -> Vocabulary | None:
     cut_short = doc_len != LONGCRAWL64_DOC_LEN
     if cut_short and not (isinstance(place, Path) and download_note(place, split).get("tokens") == doc_len):
         return None
-    return Vocabulary(GPT2_VOCAB_SIZE, GPT2_BOS_TOKEN_ID)
+    return Vocabulary(GPT2_VOCAB_SIZE, GPT2_BOS_TOKEN_ID, GPT2_BOS_TOKEN_ID)
 
 
 def download_note(folder: Path, split: str) -> dict[str, Any]:

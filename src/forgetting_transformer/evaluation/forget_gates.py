@@ -316,9 +316,8 @@ def evaluate(
     def write_more(new: Path) -> None:
         write_json(new / "heads.json", summary)
         columns = ([r.layer for r in reports], [r.memory for r in reports], [r.memory_is_bound for r in reports])
-        for name in ("memory.png", evaluations.FIGURE):
-            title = f"Memory length of every head of {model.name}"
-            heatmaps.heads_by_layer(*columns, new / name, title, conditions)
+        title = f"Memory length of every head of {model.name}"
+        heatmaps.heads_by_layer(*columns, new / "memory.png", title, conditions)
         weight = f"attention weight $A_{{ij}}$ (below {_LEAST_WEIGHT:g}: white)"
         for pictures, name, title, label, least in (
             (gates, "gates.png", "Forget gates", "decay $F_{ij}$", None),

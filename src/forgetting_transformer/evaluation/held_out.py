@@ -154,7 +154,7 @@ def open_heldout(
     tokens: int | None = None,
     vocab_size: int | None = None,
     bos_token_id: int | None = None,
-    recorded: Vocabulary | None = None,
+    assumed: Vocabulary | None = None,
     at_most: int | None = None,
 ) -> HeldOut:
     """Opens held-out documents; only `heldout.zarr` need be there.
@@ -164,14 +164,14 @@ def open_heldout(
         length: tokens in a sequence, a divisor of the documents' length; default whole documents.
         vocab_size, bos_token_id: of the tokenizer that made the corpus; default what its
             manifest says, or LongCrawl64's.
-        recorded: of a model that is known to read this corpus, where the corpus does not say.
+        assumed: where the corpus does not say, and nobody else does.
         tokens, at_most: as of `count_sequences`.
 
     Raises:
         DataError: naming the flag and what the corpus has.
     """
     stated = StatedVocabulary(vocab_size, bos_token_id)
-    array = TokenArray(folder / "heldout.zarr", stated, recorded=recorded, prefix="--")
+    array = TokenArray(folder / "heldout.zarr", stated, assumed=assumed, prefix="--")
     length = length or array.doc_len
     check_length("--eval_len", length, array)
     sequences = count_sequences(length, array.documents * array.doc_len, array.path, tokens, at_most)
@@ -301,8 +301,9 @@ def read_documents(model: EvaluatedModel, data_path: str, dataset: str, needed: 
         EvaluationError: there is no document number `first`, or the corpus is another tokenizer's.
     """
     # A corpus that does not say what it was made with is taken to be the model's.
-    recorded = Vocabulary(model.model.config.get_text_config().vocab_size, model.bos_token_id or 0)
-    data = open_heldout(find_heldout(data_path, dataset), recorded=recorded)
+    bos = model.bos_token_id or 0
+    assumed = Vocabulary(model.model.config.get_text_config().vocab_size, bos, bos)
+    data = open_heldout(find_heldout(data_path, dataset), assumed=assumed)
     check_vocabulary(model, data)
     if first >= data.sequences:
         raise EvaluationError(f"--document={first}: {data.array.path} has documents 0 to {data.sequences - 1}")

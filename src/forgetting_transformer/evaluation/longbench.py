@@ -359,7 +359,7 @@ def evaluate(
     settings = {"max_length": max_length, "limit": limit}
     settings = begin(model, folder, workers, precision, settings, "longbench", [question_scores.FILE])
     scores: dict[str, float] = {}
-    errors: dict[tuple[str, str | None], tuple[float | None, int]] = {}
+    errors: dict[str, tuple[float | None, int]] = {}
     by_question: dict[str, question_scores.QuestionScores] = {}
     for name in sets:
         examples = read_examples(name, data)[:limit]
@@ -367,7 +367,7 @@ def evaluate(
         records = answer_set(model, name, examples, length, folder / "pred", workers, precision)
         found = np.array([score_example(name, record) for record in records])
         scores[name] = mean_score(found.tolist())
-        errors[name, None] = mean_and_error(100 * found)[1], found.size
+        errors[name] = mean_and_error(100 * found)[1], found.size
         asked = [[example[key] for key in ("input", "context", "answers")] for example in examples]
         digest = question_scores.digest_of(asked)
         by_question[name] = question_scores.QuestionScores({"score": (100 * found).tolist()}, digest)
@@ -446,7 +446,7 @@ def score_sets(folder: Path, even: bool = False) -> tuple[dict[str, Any], list[s
             f"run pred.py with the same --model{' and --e' * even} first"
         )
     of_set = score_by_length if even else score
-    scores = {name: of_set(name, records, as_in_paper=True) for name, records in finished.items() if records}
+    scores = {name: of_set(name, records) for name, records in finished.items() if records}
     write_json(folder / "result.json", scores)
     return scores, [name for name in answers if name not in finished]
 
@@ -486,23 +486,21 @@ def answer_set(
     return [{"pred": text, **about} for text, about in zip(texts, kept, strict=True)]
 
 
-def score(name: str, records: Sequence[Mapping[str, Any]], as_in_paper: bool = False) -> float:
-    """The score of a set, 0 to 100: the mean over its answers as `answer_set` returns them."""
-    return mean_score([score_example(name, record, as_in_paper) for record in records])
+def score(name: str, records: Sequence[Mapping[str, Any]]) -> float:
+    """The paper's score of a set, 0 to 100: the mean over its answers as `answer_set` returns them."""
+    return mean_score([score_example(name, record, as_in_paper=True) for record in records])
 
 
 def mean_score(scores: Sequence[float]) -> float:
     return round(100 * sum(scores) / len(scores), 2)
 
 
-def score_by_length(
-    name: str, records: Sequence[Mapping[str, Any]], as_in_paper: bool = False
-) -> dict[str, float | None]:
+def score_by_length(name: str, records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """The score for each range of lengths of LongBench-E; None where it has no examples."""
     found, least = {}, 0.0
     for words, beyond in RANGES.items():
         inside = [record for record in records if least <= record["length"] < beyond]
-        found[words], least = score(name, inside, as_in_paper) if inside else None, beyond
+        found[words], least = score(name, inside) if inside else None, beyond
     return found
 
 

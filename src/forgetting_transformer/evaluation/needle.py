@@ -420,7 +420,6 @@ def evaluate(
             files.write_json(new / "scores.json", found)
             for name in _PICTURES:
                 draw_needles(evaluation, Path(name).stem, new / name)
-            draw_needles(evaluation, "words", new / evaluations.FIGURE)
 
         evaluations.write_evaluation(evaluation, folder, write_more)
     return records

@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from forgetting_transformer.analysis.evaluations import (
-    FIGURE,
     check_folder,
     from_position_loss,
     write_evaluation,
@@ -122,7 +121,7 @@ def evaluate(
     check_context(context, model, data, workers.world_size)
     ranks = Ranks(workers.rank, workers.world_size, context, datetime.timedelta(hours=12))
     own = ranks.part(data.length)
-    workers.on_first(lambda: check_folder(folder, "per_token_loss", "results.json", "results.npz"))
+    workers.on_first(lambda: check_folder(folder, "per_token_loss", "results.json", "results.npz", "figure.png"))
     identity = {
         "weights": fingerprint(model.model),
         "data": data.fingerprint,
@@ -295,7 +294,7 @@ def _write_results(folder: Path, results: dict[str, Any], sums: Sums, group_N: n
         _savez(new / "results.npz", **numbers, **arrays)
         write_json(new / "results.json", results)
         curve = {results["model"]: arrays[LOSS_PER_TOKEN]}
-        loss_against_position(curve, new / FIGURE, results["train_length"], conditions=made_with([results]))
+        loss_against_position(curve, new / "figure.png", results["train_length"], conditions=made_with([results]))
 
     write_evaluation(from_position_loss(results), folder, write_more)
 

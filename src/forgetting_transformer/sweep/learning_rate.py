@@ -2,7 +2,6 @@
 best rate has a worse one on either side, then do the same for every head dimension asked for.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from hydra.errors import HydraException
 
 from forgetting_transformer.analysis import statistics
 from forgetting_transformer.analysis.plots.sweeps import budget, loss_against_learning_rate
-from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run, run_names
+from forgetting_transformer.analysis.runs import TRAIN_WINDOW, read_run
 from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.sweep import SweepError, runner
@@ -317,32 +316,6 @@ class LearningRateSweep:
         if head_dim < 1 or width % head_dim:
             raise SweepError(f"--head_dims {head_dim} does not divide model.config.hidden_size={width}")
         return width // head_dim
-
-
-def compare_searches(folders: Sequence[Path], path: Path) -> None:
-    """Draws the searches in these folders into one figure, a curve for each.
-
-    Raises:
-        SweepError: a folder has no finished run of a search.
-    """
-    searches: dict[str, list[Run]] = {}
-    for name, folder in zip(run_names(folders), folders, strict=True):
-        runs = [read_run(one) for one in sorted(folder.glob("*lr*_seed*")) if (one / "config.yaml").is_file()]
-        searches[name] = [run for run in runs if run.diverged or run.finished(run.config["train"]["max_tokens"])]
-        if not searches[name]:
-            raise SweepError(f"{folder} has no finished run of a search; name the output_dir of a sweep_lr.py")
-    every = list(itertools.chain(*searches.values()))
-    heldout = all(run.heldout.values.size for run in every if not run.diverged)
-    curves: dict[str, dict[float, list[float]]] = {name: {} for name in searches}
-    for name, runs in searches.items():
-        for run in runs:
-            loss = math.inf if run.diverged else run.final_loss(heldout)
-            curves[name].setdefault(run.config["optimizer"]["lr"], []).append(loss)
-    budgets = {
-        f"{run.config['train']['max_tokens']:,} training tokens of {run.config['datamodule']['dataset']}"
-        for run in every
-    }
-    loss_against_learning_rate(curves, _loss_name(heldout), path, ring_each=True, conditions=sorted(budgets))
 
 
 def _loss_name(heldout: bool) -> str:

@@ -169,8 +169,8 @@ def unknown_group(keys: Iterable[str], *config_dirs: Path) -> str | None:
     return f"there is no group {wrong!r}{close} (or name the plug-in that has it: plugins=[…])"
 
 
-def closest(name: str, known: Sequence[str], title: str = "", before: str = "") -> str:
+def closest(name: str, known: Sequence[str], title: str = "") -> str:
     """ "; did you mean …?", or where nothing known is like `name`, under `title` if there is one, all that is known."""
     if found := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
-        return f"; did you mean {before + found[0]!r}?"
+        return f"; did you mean {found[0]!r}?"
     return f"; {title}: {', '.join(known)}" if title else ""

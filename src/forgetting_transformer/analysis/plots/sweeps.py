@@ -36,7 +36,6 @@ def loss_against_learning_rate(
     curves: Mapping[str, Mapping[float, Sequence[float]]],
     loss_name: str,
     path: Path,
-    ring_each: bool = False,
     title: str = "Learning-rate search",
     conditions: Sequence[str] = (),
 ) -> None:
@@ -48,12 +47,10 @@ def loss_against_learning_rate(
     Args:
         curves: name -> learning rate -> the loss of each seed in nats per token, infinite where there is none. The
             name "" is not shown.
-        ring_each: rings the best of every curve and not only the best of all, for curves of separate searches.
     """
     means = {name: {rate: float(np.mean(curve[rate])) for rate in sorted(curve)} for name, curve in curves.items()}
-    best = [(*min((loss, rate) for rate, loss in curve.items()), name) for name, curve in means.items()]
-    best = [point for point in (best if ring_each else [min(best)]) if np.isfinite(point[0])]
-    at_end = [rate in (min(means[name]), max(means[name])) for _, rate, name in best]
+    lowest, rate, name = min((loss, rate, name) for name, curve in means.items() for rate, loss in curve.items())
+    is_open = rate in (min(means[name]), max(means[name]))
     every = [losses for curve in curves.values() for losses in curve.values()]
     finite = [loss for losses in every for loss in losses if np.isfinite(loss)]
     fewest, most = min(map(len, every)), max(map(len, every))
@@ -65,9 +62,9 @@ def loss_against_learning_rate(
             _draw_search(axes, style, curves[name], means[name])
             if name:
                 drawn.handles.append(line_handle(style, name, with_marker=True))
-        for (loss, rate, name), is_open in zip(best, at_end, strict=True):
-            ring = {"facecolors": "none", "edgecolors": styles[name].colour if ring_each else "#000000"}
-            axes.scatter([rate], [loss], s=144, linestyles=":" if is_open else "-", zorder=4, **ring)
+        if np.isfinite(lowest):
+            ring = {"facecolors": "none", "edgecolors": "#000000", "linestyles": ":" if is_open else "-"}
+            axes.scatter([rate], [lowest], s=144, zorder=4, **ring)
         rates = sorted({rate for curve in means.values() for rate in curve})
         axes.set_xscale("log")
         axes.set_xlim(rates[0] / 1.4, rates[-1] * 1.4)
@@ -78,13 +75,13 @@ def loss_against_learning_rate(
             margin = 0.08 * max(max(finite) - min(finite), 1e-3)
             axes.set_ylim(min(finite) - margin, max(finite) + 2 * margin)
         axes.set(xlabel="peak learning rate", ylabel=f"{loss_name}\n(nats per token)")
-        if not all(at_end):
-            drawn.handles.append(marker_handle("o", "best of each" if ring_each else "best", mfc="none", markersize=10))
+        if np.isfinite(lowest) and not is_open:
+            drawn.handles.append(marker_handle("o", "best", mfc="none", markersize=10))
         if most > 1:
             drawn.handles.append(marker_handle(".", "one seed", alpha=0.6))
         if any(not np.isfinite(losses).all() for losses in every):
             drawn.handles.append(marker_handle("x", "diverged or ended early"))
-        if any(at_end):
+        if np.isfinite(lowest) and is_open:
             drawn.notes.append("dotted ring: lowest so far, at an end of the rates tried; the search is not finished")
         seeds = f"mean of {most if fewest == most else f'{fewest} to {most}'} seeds, bars: ± one standard error"
         drawn.notes += [*conditions, seeds if most > 1 else "one seed each, so that noise is unknown"]

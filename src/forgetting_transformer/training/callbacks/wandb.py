@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import re
 import secrets
 import sys
 from collections.abc import Iterator
@@ -89,7 +88,7 @@ class Wandb(Callback):
     def log(self, step: int, values: dict[str, Any]) -> None:
         try:
             if self._run is not None and step >= self._run.step:
-                self._run.log(_with_tables(values), step=step)
+                self._run.log(values, step=step)
         except Exception as error:
             log.warning("wandb stopped taking metrics (%s); they are in the JSON-lines files", one_line(error))
             self._run = None
@@ -100,25 +99,6 @@ class Wandb(Callback):
                 self._run.finish()
         except Exception as error:
             log.warning("wandb did not finish (%s); all metrics are in the JSON-lines files", one_line(error))
-
-
-def _with_tables(values: dict[str, Any]) -> dict[str, Any]:
-    """Values as wandb shows them: texts such as `samples/0/prompt` are in a table, this one in row 0 of `samples`."""
-    import wandb
-
-    shown: dict[str, Any] = {}
-    tables: dict[str, dict[int, dict[str, str]]] = {}
-    for name, value in values.items():
-        found = re.fullmatch(r"(.+)/(\d+)/([^/]+)", name)
-        if found and isinstance(value, str):
-            tables.setdefault(found[1], {}).setdefault(int(found[2]), {})[found[3]] = value
-        else:
-            shown[name] = value
-    for name, rows in tables.items():
-        columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-        data = [[row.get(column, "") for column in columns] for _, row in sorted(rows.items())]
-        shown[name] = wandb.Table(columns=[*columns], data=data)
-    return shown
 
 
 def _wandb_run_id(directory: RunDirectory) -> str:

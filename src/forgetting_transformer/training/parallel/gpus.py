@@ -15,20 +15,6 @@ log = logging.getLogger(__name__)
 LARGE = 100_000_000
 
 
-def too_few(asked: str, largest: int, here: int) -> str | None:
-    """Message where GPU number `largest` is asked for and there are `here`; None if it is there.
-
-    Args:
-        asked: the setting as it was written, such as `fabric.devices=4`.
-    """
-    if largest < here:
-        return None
-    return (
-        f"{asked}, but this machine has {here} GPU{'s' * (here != 1)}: ask for as many, or look "
-        f"at CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
-    )
-
-
 def missing() -> str | None:
     """Why PyTorch finds no GPU, and what to do about it; None if it finds one."""
     import torch

@@ -2,15 +2,12 @@
 
 import logging
 from dataclasses import fields
-from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from forgetting_transformer import console
 from forgetting_transformer.data import DataInfo
-from forgetting_transformer.data.storage.checksums import list_name
 from forgetting_transformer.training.callbacks import Callback
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, steps_in
@@ -94,7 +91,8 @@ def load(
     if not origin.forked:
         origin.execution = recorded(state)
         origin.kinds = {*state.get("kinds", ())}
-    origin.data_checksums = data.checksums if origin.forked else expected_checksums(name, state, data)
+    # A list of checksums that is gone and comes back must be the one that the run began with.
+    origin.data_checksums = data.checksums or (None if origin.forked else state.get("data_checksums"))
     how = "forked from" if origin.forked else "continuing from"
     log.info("%s %s", how, name)
     origin.text = f"{how} {name} ({checkpoint.step:,} tokens)"
@@ -103,26 +101,6 @@ def load(
     origin.counters = Counters(**{counter.name: state[counter.name] for counter in fields(Counters)})
     origin.windows = {name: torch.from_numpy(array) for name, array in checkpoint.windows().items()}
     guard.load(origin.windows)
-
-
-def expected_checksums(checkpoint: str, state: dict[str, Any], data: DataInfo) -> str | None:
-    """Hash of the list of checksums that a continued run and its later checkpoints must match; None without one.
-
-    A list that is gone does not stop the run: contents are not checked any more. One that comes back later must be the
-    one that the run began with.
-
-    Args:
-        checkpoint: its name, for messages. state: what its trainer.json holds. data: the corpus as it is now.
-    """
-    listed = state.get("data_checksums")
-    if listed and not data.checksums and console.rank() == 0:
-        folder, _, array = data.path.rpartition("/")
-        log.warning(
-            "the contents of the corpus are not checked any more: %s was trained with a list of checksums (its hash "
-            "%s), and %s/%s is gone. Copy this file back, and every chunk is compared with it again",
-            *(checkpoint, listed, folder, list_name(array)),
-        )
-    return data.checksums or listed
 
 
 def unreported(due: list[Callback], origin: Origin, metrics: MetricsLog | None, fabric: Fabric) -> list[Callback]:

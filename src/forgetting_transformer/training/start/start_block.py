@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,6 @@ def start_block(trainer: TrainerInterface) -> str:
     steps = math.ceil(config.train.max_tokens / tokens)
     rows = [
         ("model", f"{config.model.name}, {human_count(parameters)} parameters ({parameters:,})"),
-        *([("blocks", blocks)] if (blocks := _blocks(trainer.model.module)) else []),
         ("corpus", f"{info.path}, {info.total_tokens:,} tokens in {info.documents:,} documents"),
         (
             "batch",
@@ -53,19 +51,6 @@ def start_block(trainer: TrainerInterface) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
-
-
-def _blocks(model: Any) -> str:
-    """The mixers of a hybrid, "gated_delta_net (4 heads) x 3, attention (2 heads), in turns"; "" of other models."""
-    pattern = getattr(getattr(model, "config", None), "pattern", None)
-    if not pattern:
-        return ""
-    parts, mixers = [], [block.sequence_mixer for block in model.decoder.layers]
-    for name, alike in itertools.groupby(range(len(pattern)), key=pattern.__getitem__):
-        first, *others = alike
-        heads = getattr(mixers[first], "num_heads", None)
-        parts.append(name + (f" ({heads} heads)" if heads else "") + (f" x {1 + len(others)}" if others else ""))
-    return ", ".join(parts) + (", in turns" if len(parts) > 1 else "")
 
 
 def human_count(number: int) -> str:
