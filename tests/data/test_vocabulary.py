@@ -80,7 +80,7 @@ def test_what_is_stated_wins_and_what_a_run_recorded_comes_last(tmp_path):
         (both, (600, 3), Vocabulary(600, 3, 1)),
         (both, (None, None, 7), Vocabulary(300, 0, 7)),
         ({}, (), recorded),
-        ({}, (500, 499), Vocabulary(500, 499)),
+        ({}, (500, 499), Vocabulary(500, 499, 499)),
     ):
         assert vocabulary_of("data/x", "train", 64, manifest, StatedVocabulary(*stated), recorded) == expected
     with pytest.raises(DataError, match=r"datamodule\.eos_token_id=300 is not in \[0, vocab_size=300\)"):

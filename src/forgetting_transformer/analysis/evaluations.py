@@ -239,20 +239,20 @@ def from_lm_eval(results: Mapping[str, Mapping[str, Any]], model: str = "", **mo
 def from_longbench(
     scores: Mapping[str, Any],
     model: str = "",
-    errors: Mapping[tuple[str, str | None], tuple[float | None, int]] | None = None,
+    errors: Mapping[str, tuple[float | None, int]] | None = None,
     **more: Any,
 ) -> Evaluation:
     """Set -> score from 0 to 100, or of LongBench-E set -> range of lengths -> score.
 
     Args:
-        errors: (set, range of lengths or None) -> standard error and number of examples.
+        errors: set -> standard error and number of examples.
     """
     numbers = []
     for name, of_set in scores.items():
         by_range = of_set if isinstance(of_set, Mapping) else {None: of_set}
         for words, value in by_range.items():
             if value is not None:
-                error, samples = (errors or {}).get((name, words), (None, None))
+                error, samples = (errors or {}).get(name, (None, None))
                 at = {} if words is None else {"words": words}
                 numbers.append(Number(name, "score", value, error, samples, at))
     return Evaluation("longbench", model, tuple(numbers), **more)

@@ -75,15 +75,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Ids lie in [0, size), `bos_token_id` begins a text, and `eos_token_id` ends it; by default it is the same id."""
+    """Ids lie in [0, size), `bos_token_id` begins a text, and `eos_token_id`, perhaps the same id, ends it."""
 
     size: int
     bos_token_id: int
-    eos_token_id: int = None  # type: ignore[assignment]  # BOS's, which a default cannot say
-
-    def __post_init__(self) -> None:
-        if self.eos_token_id is None:
-            object.__setattr__(self, "eos_token_id", self.bos_token_id)
+    eos_token_id: int
 
 
 @dataclass(frozen=True)
@@ -149,7 +145,7 @@ def _known(place: str | Path, split: str, doc_len: int) -> Vocabulary | None:
     cut_short = doc_len != LONGCRAWL64_DOC_LEN
     if cut_short and not (isinstance(place, Path) and download_note(place, split).get("tokens") == doc_len):
         return None
-    return Vocabulary(GPT2_VOCAB_SIZE, GPT2_BOS_TOKEN_ID)
+    return Vocabulary(GPT2_VOCAB_SIZE, GPT2_BOS_TOKEN_ID, GPT2_BOS_TOKEN_ID)
 
 
 def download_note(folder: Path, split: str) -> dict[str, Any]:

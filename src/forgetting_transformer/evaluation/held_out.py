@@ -301,7 +301,8 @@ def read_documents(model: EvaluatedModel, data_path: str, dataset: str, needed: 
         EvaluationError: there is no document number `first`, or the corpus is another tokenizer's.
     """
     # A corpus that does not say what it was made with is taken to be the model's.
-    assumed = Vocabulary(model.model.config.get_text_config().vocab_size, model.bos_token_id or 0)
+    bos = model.bos_token_id or 0
+    assumed = Vocabulary(model.model.config.get_text_config().vocab_size, bos, bos)
     data = open_heldout(find_heldout(data_path, dataset), assumed=assumed)
     check_vocabulary(model, data)
     if first >= data.sequences:

@@ -359,7 +359,7 @@ def evaluate(
     settings = {"max_length": max_length, "limit": limit}
     settings = begin(model, folder, workers, precision, settings, "longbench", [question_scores.FILE])
     scores: dict[str, float] = {}
-    errors: dict[tuple[str, str | None], tuple[float | None, int]] = {}
+    errors: dict[str, tuple[float | None, int]] = {}
     by_question: dict[str, question_scores.QuestionScores] = {}
     for name in sets:
         examples = read_examples(name, data)[:limit]
@@ -367,7 +367,7 @@ def evaluate(
         records = answer_set(model, name, examples, length, folder / "pred", workers, precision)
         found = np.array([score_example(name, record) for record in records])
         scores[name] = mean_score(found.tolist())
-        errors[name, None] = mean_and_error(100 * found)[1], found.size
+        errors[name] = mean_and_error(100 * found)[1], found.size
         asked = [[example[key] for key in ("input", "context", "answers")] for example in examples]
         digest = question_scores.digest_of(asked)
         by_question[name] = question_scores.QuestionScores({"score": (100 * found).tolist()}, digest)
