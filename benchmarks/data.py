@@ -52,7 +52,7 @@ with command_line.interruptible():
     from tests.data.mirror import REPOSITORY, REVISION, serve
     from torch.utils.data import DataLoader, Dataset
 
-    from forgetting_transformer.data import LongCrawl64DataModule, ReadingOrder
+    from forgetting_transformer.data import DataError, LongCrawl64DataModule, ReadingOrder
     from forgetting_transformer.data.prepare import (
         CorpusSettings,
         near_duplicates,
@@ -316,7 +316,7 @@ def prepare(text: Path, out: Path, dies: tuple[str, int] | None = None) -> tuple
         for module, name, _ in STAGES.values():
             stack.enter_context(mock.patch.object(module, name, watched(name, getattr(module, name))))
         settings = CorpusSettings(inputs=(str(text),), tokenizer="train:2048", dedup=0.8, doc_len=1024, chunk_docs=64)
-        prepare_corpus(settings, out, say=lambda line: None)
+        prepare_corpus(settings, out)
     return calls, work
 
 
@@ -373,7 +373,7 @@ def measure_server(case: dict[str, Any], args: argparse.Namespace, folder: Path)
         try:
             data = source.read("0.0", expected)
             outcome = "no such file" if data is None else "right bytes" if data == file.read_bytes() else "WRONG BYTES"
-        except remote.RemoteError as error:
+        except DataError as error:
             outcome = f"error: {error}".replace(mirror.url, "http://127.0.0.1")
         silence = 30.0 * case["requests_with_it"] if case["fault"] == "silent" else 0.0
         return {"outcome": outcome, "requests": mirror.requests["GET", "0.0"], "waited_seconds": sum(waits) + silence}

@@ -72,6 +72,7 @@ def at_least(low: int) -> Callable[[str], int]:
 
 count, positive = at_least(1), number(POSITIVE)
 seed = number(Range(0, 2**64 - 1), whole=True)
+port = number(Range(1, 2**16 - 1), whole=True)
 #: Training tokens of a checkpoint.
 step = number(Range(0, TOKENS.high), whole=True)
 #: Tokens, FLOPs, or FLOPs per second, which may be written as 2e9.

@@ -50,9 +50,7 @@ def package_tree(root: Path, n_packages: int = 6, n_files: int = 8, n_lines: int
 def prepare(out: Path, *inputs: Path, workers: int = 1, force: bool = False, **settings: object) -> dict:
     """Prepare a corpus of bytes in rows of 512 unless told otherwise."""
     settings = {"tokenizer": "bytes", "doc_len": 512, **settings}
-    return prepare_corpus(
-        CorpusSettings(inputs=tuple(map(str, inputs)), **settings), out, workers, force, say=lambda line: None
-    )
+    return prepare_corpus(CorpusSettings(inputs=tuple(map(str, inputs)), **settings), out, workers, force)
 
 
 def rows(out: Path, name: str) -> np.ndarray:

@@ -38,7 +38,7 @@ def mirror(tmp_path, monkeypatch):
 
 def fetch(out, source=HUB, split="train", **options):
     selection = Selection(**{key: options.pop(key) for key in ("documents", "share", "tokens") if key in options})
-    return download(source, split, out, selection, say=lambda line: None, **options)
+    return download(source, split, out, selection, **options)
 
 
 def chunks(folder):
@@ -155,13 +155,15 @@ def test_sources_and_lengths_do_not_mix_in_one_folder(mirror, tmp_path):
         fetch(tmp_path / "mine", documents=8)
 
 
-def test_a_dry_run_fetches_nothing_but_metadata_and_says_what_there_is(mirror, tmp_path):
-    said = []
-    download(HUB, "train", tmp_path / "out", dry_run=True, say=said.append)
+def test_a_dry_run_fetches_nothing_but_metadata_and_says_what_there_is(mirror, tmp_path, capsys):
+    download(HUB, "train", tmp_path / "out", dry_run=True)
     assert mirror.fetched() == {} and not (tmp_path / "out/train.zarr").exists()
-    assert "the source has: 28 documents of 96 tokens, 0.00 billion tokens (4 of 6 row-chunks)\n" in said[0]
-    download(HUB, "train", tmp_path / "out", Selection(documents=9), dry_run=True, say=said.append)
-    assert "asked for: 16 documents of 96 tokens" in said[1]
+    assert (
+        "the source has: 28 documents of 96 tokens, 0.00 billion tokens (4 of 6 row-chunks)\n"
+        in capsys.readouterr().out
+    )
+    download(HUB, "train", tmp_path / "out", Selection(documents=9), dry_run=True)
+    assert "asked for: 16 documents of 96 tokens" in capsys.readouterr().out
 
 
 def run_script(mirror, out, *arguments):

@@ -10,7 +10,7 @@ import pytest
 
 from forgetting_transformer.data import DataError, LongCrawl64DataModule
 from forgetting_transformer.data.storage import remote
-from forgetting_transformer.data.storage.remote import RemoteError, RemoteFolder
+from forgetting_transformer.data.storage.remote import RemoteFolder
 from forgetting_transformer.data.storage.remote_cache import CacheSettings, RemoteCache
 from tests.data import corpus_helpers
 from tests.data.corpus_helpers import labels, package_tree, prepare
@@ -137,7 +137,7 @@ def test_a_busy_server_is_heeded_in_a_line_each_time_and_there_is_an_end(mirror,
     slept: list[float] = []
     monkeypatch.setattr(remote.time, "sleep", slept.append)
     mirror.faults, mirror.headers = {"0.0": [429] * 9}, headers
-    with caplog.at_level(logging.WARNING), pytest.raises(RemoteError, match=r"/0\.0: the server answered 429 \(\d att"):
+    with caplog.at_level(logging.WARNING), pytest.raises(DataError, match=r"/0\.0: the server answered 429 \(\d att"):
         RemoteFolder(mirror.url).read("0.0")
     assert slept == waits if waits else len(slept) == 5
     lines = [line for line in caplog.messages if "/0.0: the server answered 429; attempt" in line]
@@ -149,7 +149,7 @@ def test_a_busy_server_is_heeded_in_a_line_each_time_and_there_is_an_end(mirror,
 )
 def test_what_will_not_pass_is_not_asked_again(mirror, fault, said):
     mirror.faults = {"0.0": [fault] * 99}
-    with pytest.raises(RemoteError, match=said) as error:
+    with pytest.raises(DataError, match=said) as error:
         RemoteFolder(mirror.url).read("0.0")
     assert "\n" not in str(error.value) and mirror.requests["GET", "0.0"] <= 11
 

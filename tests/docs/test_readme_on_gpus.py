@@ -95,7 +95,7 @@ def test_the_documents_that_are_fetched_suffice_for_the_run():
 
 def test_too_few_documents_are_refused_with_their_number_and_the_command_that_fetches_them(mirror, tmp_path):
     data = tmp_path / "longcrawl64"
-    download(mirror.url, "train", data, Selection(documents=8), say=lambda line: None)
+    download(mirror.url, "train", data, Selection(documents=8))
     run = tiny_config(tmp_path / "run", tmp_path) | {"skip_eval": True}
     corpus = {"dataset": "longcrawl64", "missing_chunks": "skip", "vocab_size": None, "bos_token_id": None}
     config = changed(run, **{f"datamodule__{key}": value for key, value in corpus.items()})

@@ -14,11 +14,6 @@ from forgetting_transformer.model.layers import Embedding, lookup
 from tests.model.small_models import PRO, small_model
 
 
-@pytest.fixture
-def ids() -> torch.Tensor:
-    return torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(0))
-
-
 def test_loss_is_per_token_and_labels_are_not_shifted(ids):
     model = small_model(**PRO)
     labels = ids.roll(-1, dims=1)

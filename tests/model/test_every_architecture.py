@@ -13,12 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from forgetting_transformer.model import DecoderForCausalLM, registry
 from tests.model.small_models import GROUPED, PRO, small
 
-CASES = {name: {} for name in registry.model_names()}
-
-
-@pytest.fixture(params=CASES)
-def case(request) -> tuple[str, dict]:
-    return request.param.split()[0], CASES[request.param]
+pytestmark = pytest.mark.parametrize("name", registry.model_names())
 
 
 @pytest.fixture
@@ -44,17 +39,15 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         )
 
 
-def test_every_trainable_parameter_gets_a_gradient(case, ids):
-    name, fields = case
-    model = small(name, **fields).train()
+def test_every_trainable_parameter_gets_a_gradient(name, ids):
+    model = small(name).train()
     got = gradients(model, ids)
     assert got.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     assert all(grad.isfinite().all() and grad.abs().max() > 0 for grad in got.values())
 
 
-def test_no_token_sees_the_future(case, ids):
-    name, fields = case
-    model = small(name, **fields)
+def test_no_token_sees_the_future(name, ids):
+    model = small(name)
     changed = ids.clone()
     changed[:, 70:] = (changed[:, 70:] + 1) % 61
     before, after = (model(input_ids=x, use_cache=False).logits for x in (ids, changed))
@@ -63,17 +56,15 @@ def test_no_token_sees_the_future(case, ids):
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
-def test_gradient_checkpointing_changes_no_gradient(case, ids):
-    name, fields = case
-    model = small(name, **fields).train()
+def test_gradient_checkpointing_changes_no_gradient(name, ids):
+    model = small(name).train()
     want = gradients(model, ids)
     model.gradient_checkpointing_enable()
     assert_close(gradients(model, ids), want)
 
 
-def test_left_padding_contributes_no_gradient(case, ids):
-    name, fields = case
-    model = small(name, **fields).train()
+def test_left_padding_contributes_no_gradient(name, ids):
+    model = small(name).train()
     mask = torch.ones_like(ids)
     mask[:, :11] = 0
     assert_close(gradients(model, ids, attention_mask=mask), gradients(model, ids[:, 11:]))
@@ -88,19 +79,16 @@ def fresh_compiler():
 
 
 @pytest.mark.slow
-def test_a_training_step_compiles_into_one_graph(case, ids, fresh_compiler):
+def test_a_training_step_compiles_into_one_graph(name, ids, fresh_compiler):
     """As few layers as have every kind."""
-    name, fields = case
-    kinds = 2 if fields or name in ("hybrid", "samba") else 1
-    model = small(name, **fields, num_hidden_layers=kinds).train()
+    model = small(name, num_hidden_layers=2 if name in ("hybrid", "samba") else 1).train()
     want = gradients(model, ids)
     model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
     assert_close(gradients(model, ids), want)
 
 
-def test_bfloat16_autocast_keeps_the_residual_stream_in_float32(case, ids):
-    name, fields = case
-    model = small(name, **fields)
+def test_bfloat16_autocast_keeps_the_residual_stream_in_float32(name, ids):
+    model = small(name)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = model(input_ids=ids, use_cache=False, output_hidden_states=True)
     assert all(hidden.dtype == torch.float32 for hidden in out.hidden_states)
@@ -115,9 +103,8 @@ OPTIONS = {
 }
 
 
-def test_saving_and_loading_by_model_type_gives_the_same_model(case, ids, tmp_path):
-    name, fields = case
-    model = small(name, **fields, **OPTIONS.get(name, {}))
+def test_saving_and_loading_by_model_type_gives_the_same_model(name, ids, tmp_path):
+    model = small(name, **OPTIONS.get(name, {}))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.rand_like(parameter))

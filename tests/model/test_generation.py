@@ -63,11 +63,6 @@ def croppable_model(request) -> DecoderForCausalLM:
     return small(name, **fields)
 
 
-@pytest.fixture
-def ids() -> Tensor:
-    return torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(0))
-
-
 def assert_close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 

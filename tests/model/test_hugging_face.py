@@ -15,11 +15,6 @@ from tests.model.small_models import PRO, small, small_model
 ARCHITECTURES = registry.model_names()
 
 
-@pytest.fixture
-def ids() -> Tensor:
-    return torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(0))
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_loss_is_that_of_hugging_face(name, ids):
     model = small(name, loss="causal_lm")

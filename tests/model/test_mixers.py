@@ -27,11 +27,6 @@ from tests.model.small_models import small, small_model
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def ids() -> Tensor:
-    return torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(0))
-
-
 def relative_error(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 

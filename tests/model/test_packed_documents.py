@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.padding import document_positions
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.ops.layers import cross_entropy
 from tests.model.small_models import GROUPED, PRO, WINDOWS, small
@@ -64,18 +63,6 @@ def test_losses_and_gradients_are_those_of_the_documents_one_by_one(kind, checkp
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=10 * limit, atol=limit, msg=name)
     whole = model(input_ids=input_ids, labels=labels).loss
     assert not torch.allclose(packed, whole, atol=1e-2), "without cu_seqlens documents see each other"
-
-
-def test_a_document_of_a_whole_row_changes_nothing():
-    model = small("forgetting_transformer", **PRO).double()
-    input_ids, _ = tokens()
-    packed = model(input_ids=input_ids, cu_seqlens=torch.tensor([0, 12, 24], dtype=torch.int32), use_cache=False)
-    torch.testing.assert_close(packed.logits, model(input_ids=input_ids, use_cache=False).logits, rtol=0, atol=1e-6)
-
-
-def test_positions_count_from_the_beginning_of_each_document():
-    cu_seqlens = torch.tensor([0, 3, 4, 7, 7, 7])
-    assert document_positions(cu_seqlens, 7).tolist() == [[0, 1, 2, 0, 0, 1, 2]]
 
 
 @pytest.mark.parametrize(

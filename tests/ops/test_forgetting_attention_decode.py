@@ -126,11 +126,11 @@ def test_calls_that_cannot_be_right_are_refused(name, value, error, message):
         forgetting_attention_decode(**with_argument(name, value))
 
 
-def kernel_inputs(length, head_dim, dtype=torch.float32, shift=1.0, heads=2, groups=None, queries=1, batch=1):
+def kernel_inputs(length, head_dim, dtype=torch.float32, heads=2, groups=None, queries=1, batch=1):
     """Head first: queries, keys, values and log gates."""
     q = torch.randn(batch, heads, queries, head_dim).to(dtype)
     k, v = (torch.randn(batch, groups or heads, length, head_dim).to(dtype) for _ in range(2))
-    return q, k, v, F.logsigmoid(torch.randn(batch, heads, length) + shift)
+    return q, k, v, F.logsigmoid(torch.randn(batch, heads, length) + 1)
 
 
 def use_splits(device, count):

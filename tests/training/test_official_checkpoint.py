@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
 from forgetting_transformer.training.export import export, load_checkpoint, official_checkpoint
-from forgetting_transformer.training.export.official_checkpoint import import_run, is_official, load_model
+from forgetting_transformer.training.export.official_checkpoint import import_run, load_model
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 from tests.processes import ROOT
 from tests.tiny import VOCAB
@@ -88,9 +88,9 @@ def test_it_is_exported_as_it_is(tiny, official, finished, tmp_path):
 
 def test_a_checkpoint_that_was_not_finished_does_not_count(official, tmp_path):
     (official / f"checkpoints/step-{AT:015d}.pt.done").unlink()
-    assert not is_official(RunDirectory(official))
-    with pytest.raises(CheckpointError, match=r"no step-\*.pt with a .pt.done beside it"):
-        import_run(official, tmp_path / "imported")
+    for use in (import_run, export):
+        with pytest.raises(CheckpointError, match=r"no step-\*.pt with a .pt.done beside it"):
+            use(official, tmp_path / "out")
 
 
 class Evil:

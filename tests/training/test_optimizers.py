@@ -11,8 +11,7 @@ from torch import nn
 from forgetting_transformer.plugins import OPTIMIZERS
 from forgetting_transformer.training.config import ConfigError, OptimizerConfig, TrainConfig
 from forgetting_transformer.training.faults.step_guard import decides_on_device
-from forgetting_transformer.training.optimization.building import build_optimizer, check_owns
-from forgetting_transformer.training.optimization.combined_optimizer import CombinedOptimizer
+from forgetting_transformer.training.optimization.building import CombinedOptimizer, build_optimizer, check_owns
 from forgetting_transformer.training.optimization.optimizers import MuonConfig, muon
 from forgetting_transformer.training.optimization.parameter_groups import block_matrices, undecayed_parameters
 from tests.model.small_models import PRO, small, small_model

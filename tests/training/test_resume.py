@@ -37,9 +37,9 @@ RUNS = {
 }
 
 
-def interrupted_at(config: dict, step: int, world_size: int = 1) -> None:
+def interrupted_at(config: dict, step: int) -> None:
     """Goes on until `step` steps are done and stops, leaving what a job leaves that reached its time limit."""
-    train(changed(config, train__max_tokens=step * STEP), world_size)
+    train(changed(config, train__max_tokens=step * STEP))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.quick] * (n == "one process")) for n in RUNS])

@@ -31,10 +31,9 @@ def shard(model, mesh, found, keeps):
     return model
 sharding.shard = shard
 """
-#: Counts gathers of blocks, by step, into a file.
+#: Appends how often each step gathers a unit to the file FOLDER/gathers-RANK.
 COUNT = """
-import json
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from forgetting_transformer.training import trainer
 gathers, original, step = [0], _fsdp_param_group.foreach_all_gather, trainer.Trainer.step
 def count(*args, **kwargs):
@@ -42,26 +41,26 @@ def count(*args, **kwargs):
     return original(*args, **kwargs)
 _fsdp_param_group.foreach_all_gather = count
 def counted(self, batch):
-    before = gathers[0]
+    gathers[0] = 0
     result = step(self, batch)
-    with open({file!r} + str(self.fabric.global_rank), "a") as out:
-        print(json.dumps(gathers[0] - before), file=out)
+    with open(f"{folder}/gathers-{self.fabric.global_rank}", "a") as out:
+        print(gathers[0], file=out)
     return result
 trainer.Trainer.step = counted
 """
 
 
-def small_model(tiny: dict, name: str, **fields) -> nn.Module:
-    given = {"hidden_size": 32, "num_hidden_layers": 2, **SMALL_FIELDS[name], "initializer_range": 0.02, **fields}
+def small_model(tiny: dict, name: str) -> nn.Module:
+    given = {"hidden_size": 32, "num_hidden_layers": 2, **SMALL_FIELDS[name], "initializer_range": 0.02}
     if name == "forgetting_transformer":
         given |= tiny["model"]["config"]
     config = parse(OmegaConf.create(changed(tiny, model={"name": name, "config": given})))
     return setup.build_model(config, SimpleNamespace(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0))
 
 
-def sharded(model: nn.Module, dtype: torch.dtype, keeps: bool = False) -> nn.Module:
+def sharded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    return shard(model, mesh, units(model, dtype), keeps)
+    return shard(model, mesh, units(model, dtype), False)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -121,13 +120,16 @@ def test_a_run_is_bitwise_that_of_plain_fsdp2(tiny, tmp_path):
     tiny = changed(tiny, strategy__name="fsdp", fabric__precision="bf16-mixed", train__max_tokens=8 * STEP)
     tiny = changed(tiny, train__grad_acc_tokens=32, datamodule__train_batch_size=8)
     found = {}
-    for kind, keep, patch in (("plain", False, PLAIN), ("units", False, None), ("kept", True, None)):
+    for kind, keep, patch in (("plain", False, PLAIN), ("units", False, COUNT), ("kept", True, COUNT)):
         config = changed(tiny, strategy__keep_gathered=keep, output_dir=str(tmp_path / kind))
-        job = Job(config, 2, patch=patch)
+        job = Job(config, 2, patch=patch.replace("{folder}", str(tmp_path / f"{kind}.errors")))
         assert job.wait() == [0, 0], job.errors()
         found[kind] = (losses(config["output_dir"]), checkpoint_tensors(config["output_dir"], 8 * STEP))
     notes = "linear layers of blocks gathered in bf16; weights gathered once a step)"
     assert blocks(str(tmp_path / "kept"))[0]["precision"].endswith(notes)
+    # Two blocks, output layer and the rest in four micro-batches: kept, or gathered in each, blocks backward too.
+    for kind, count in (("kept", 4), ("units", 4 * (4 + 2))):
+        assert {*(tmp_path / f"{kind}.errors/gathers-0").read_text().split()} == {str(count)}
     want_losses, want = found["plain"]
     assert len(want_losses) >= 4
     for kind in ("units", "kept"):

@@ -36,7 +36,6 @@ from forgetting_transformer.ops.finite import NotFiniteError, check_finite
 from forgetting_transformer.training import export
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest
 from forgetting_transformer.training.execution.choice import choose_on_all_ranks
-from forgetting_transformer.training.export.official_checkpoint import is_official
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -256,7 +255,7 @@ def fingerprint(model: nn.Module) -> str:
 
 def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> EvaluatedModel:
     directory = RunDirectory(folder)
-    if is_official(directory):
+    if directory.is_official:
         raise EvaluationError(
             f"{folder} is a run of the authors' code: evaluate its export, python save_model.py --hf_load_dir={folder} "
             "--hf_save_dir=…"

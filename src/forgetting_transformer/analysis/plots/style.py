@@ -225,9 +225,9 @@ def log_axis(axes: Axes) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
 
 
-def token_axis(axes: Axes, label: str = "training tokens") -> None:
-    """Makes the horizontal axis one of tokens from 0 on."""
+def token_axis(axes: Axes) -> None:
+    """Makes the horizontal axis one of training tokens from 0 on."""
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: format_tokens(tokens)))
-    axes.set_xlabel(label)
+    axes.set_xlabel("training tokens")

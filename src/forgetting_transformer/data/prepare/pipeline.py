@@ -33,12 +33,9 @@ FORMAT_VERSION = 1
 ARRAYS = ("train", "heldout")
 #: Packages whose versions the manifest names.
 PACKAGES = ("forgetting-transformer", "tokenizers", "transformers", "numpy", "zarr", "datasketch")
-Say = Callable[[str], None]
 
 
-def prepare_corpus(
-    settings: CorpusSettings, out: Path | str, workers: int = 1, force: bool = False, say: Say = print
-) -> dict[str, Any]:
+def prepare_corpus(settings: CorpusSettings, out: Path | str, workers: int = 1, force: bool = False) -> dict[str, Any]:
     """Build the corpus `settings` describe in the folder `out` and return its manifest.
 
     Continues an interrupted run; does nothing, and says so, if `out` already holds the finished corpus.
@@ -48,7 +45,6 @@ def prepare_corpus(
         workers: processes that encode and write; the result does not depend on it.
         force: build it again, also with other settings. The new corpus replaces the one in `out` when it is complete;
             until then that one stays as it is. An unfinished corpus of other settings is started over.
-        say: called with each message for the user.
 
     Raises:
         DataError: with what is wrong and how to fix it. Finished work is kept, and so is the corpus in `out`.
@@ -57,7 +53,7 @@ def prepare_corpus(
     place = OutputFolder(out.resolve() if out.is_symlink() else out)
     try:
         with place.only_run():
-            return _prepare(settings, place, workers, force, say)
+            return _prepare(settings, place, workers, force)
     except BrokenProcessPool as error:
         raise DataError(
             "a worker process died, most often for lack of memory. Run the same command again with fewer --workers: "
@@ -67,33 +63,33 @@ def prepare_corpus(
         raise cannot_write(error, place.work) from error
 
 
-def _prepare(settings: CorpusSettings, place: OutputFolder, workers: int, force: bool, say: Say) -> dict[str, Any]:
+def _prepare(settings: CorpusSettings, place: OutputFolder, workers: int, force: bool) -> dict[str, Any]:
     published = place.publish(force)  # which a killed run had completed
     finished = place.finished()
     same = finished is not None and not settings.different_from(finished["settings"])
     if finished is not None and not force:
         settings.refuse_if_different(finished["settings"], place.out)
         if not published:
-            say(f"{place.out} already holds this corpus; its inputs were not read again (--force builds it again).")
+            print(f"{place.out} already holds this corpus; its inputs were not read again (--force builds it again).")
             return finished
     if not (published and same):  # else this command was all but done
         place.check_movable()
-        _begin_or_continue(settings, place, force, say)
+        _begin_or_continue(settings, place, force)
         with open_pool(workers) as pool:
             write_json(place.new / MANIFEST, _Building(settings, place, pool, workers).manifest())
         place.publish(force)
     manifest = read_manifest(place.out / MANIFEST)
     for line in summary_lines(manifest):
-        say(line)
+        print(line)
     return manifest
 
 
-def _begin_or_continue(settings: CorpusSettings, place: OutputFolder, force: bool, say: Say) -> None:
+def _begin_or_continue(settings: CorpusSettings, place: OutputFolder, force: bool) -> None:
     """Afterwards the settings, and what is done of the corpus, lie in `place`."""
     if place.begun.exists():
         written = json.loads(place.begun.read_text())
         if not settings.different_from(written):
-            say(f"continuing the unfinished corpus in {place.work}")
+            print(f"continuing the unfinished corpus in {place.work}")
             return
         if not force and any(log.stat().st_size for log in place.work.glob("*/shards.jsonl")):
             settings.refuse_if_different(written, place.work)

@@ -41,10 +41,6 @@ _CONNECTING = threading.Lock()
 _HUB = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?(?:/(?P<folder>.*))?")
 
 
-class RemoteError(DataError):
-    """The source could not be read, after all attempts."""
-
-
 @dataclass(frozen=True)
 class RemoteFile:
     """Size and SHA-256 that the source states of a file; None where it does not say."""
@@ -127,7 +123,7 @@ class RemoteFolder:
             expected: what the source stated; a file that differs is fetched again.
 
         Raises:
-            RemoteError: it could not be had, or not as it should be.
+            DataError: it could not be had, or not as it should be.
         """
 
         def fetch() -> bytes:
@@ -162,11 +158,11 @@ class RemoteFolder:
                 if isinstance(entry, RepoFile)
             }
         except errors.RepositoryNotFoundError as error:
-            raise RemoteError(
+            raise DataError(
                 f"no data set {repository} (or it is private) at {constants.ENDPOINT}; check {self.url}"
             ) from error
         except errors.OfflineModeIsEnabled as error:
-            raise RemoteError(f"cannot list {self.url}: HF_HUB_OFFLINE is set; unset it") from error
+            raise DataError(f"cannot list {self.url}: HF_HUB_OFFLINE is set; unset it") from error
 
     def _connection(self) -> tuple[Any, str]:
         """File system and folder in it."""
@@ -195,7 +191,7 @@ class RemoteFolder:
         """Result of `action`; None if there is no such file.
 
         Raises:
-            RemoteError: it fails, and would again, or has too often.
+            DataError: it fails, and would again, or has too often.
         """
         place, waited, attempt = join(self.url, name), 0.0, 0
         while True:
@@ -212,7 +208,7 @@ class RemoteFolder:
                 said = f"the server answered {status}" if status else f"{kind}{error}"
                 if isinstance(error, PermissionError | ValueError) or status not in (None, *PASSING):
                     login = "; a data set of the hub may need `hf auth login`, or HF_TOKEN" if self._repository else ""
-                    raise RemoteError(f"cannot read {place}: {said}. Check the URL and the login{login}") from error
+                    raise DataError(f"cannot read {place}: {said}. Check the URL and the login{login}") from error
                 attempt += 1
                 wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
                 asked = _asked_wait(getattr(answer, "headers", None) or {})
@@ -220,7 +216,7 @@ class RemoteFolder:
                     wait = min(asked, LONGEST_ASKED_WAIT)
                 if attempt == ATTEMPTS or waited + wait > LONGEST_WAITING:
                     after = f"{attempt} attempts" + (f" in {waited:.0f} s" if waited >= 1 else "")
-                    raise RemoteError(
+                    raise DataError(
                         f"cannot read {place}: {said} ({after}). Check the network and start the same command again"
                     ) from error
                 wish = f" (the server asks for {asked:.0f} s)" if asked is not None else ""

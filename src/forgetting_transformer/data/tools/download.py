@@ -18,7 +18,6 @@ import os
 import shlex
 import shutil
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from forgetting_transformer.data.order import documents_needed
 from forgetting_transformer.data.sparse import documents_in, whole_rows
 from forgetting_transformer.data.storage.array_files import ARRAY_METADATA
 from forgetting_transformer.data.storage.checksums import list_name, read_list
-from forgetting_transformer.data.storage.remote import RemoteError, RemoteFile, RemoteFolder
+from forgetting_transformer.data.storage.remote import RemoteFile, RemoteFolder
 from forgetting_transformer.data.token_array import Chunk, TokenArray
 from forgetting_transformer.data.tools.progress import progress
 from forgetting_transformer.data.vocabulary import download_note
@@ -42,8 +41,6 @@ SPLITS = ("heldout", "train")
 FAILURES_ALLOWED = 8
 #: Bytes to leave free on the disk.
 SPACE_MARGIN = 256 << 20
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -68,15 +65,13 @@ def download(
     selection: Selection = Selection(),
     workers: int = 16,
     dry_run: bool = False,
-    say: Say = print,
 ) -> list[int]:
     """Fetches `<split>.zarr` from `source` into `out`, or continues to.
 
     Args:
         source: a URL that storage.remote.RemoteFolder knows; the array is at `<source>/<split>.zarr`.
         workers: files fetched at a time; each is held in memory (8 MiB for LongCrawl64).
-        dry_run: say what would be fetched, and fetch only the metadata.
-        say: called with each message for the user.
+        dry_run: print what would be fetched, and fetch only the metadata.
 
     Returns:
         Rows of chunks that were asked for.
@@ -89,7 +84,7 @@ def download(
     try:
         out.mkdir(parents=True, exist_ok=True)
         with locked(out / ".download.lock", wait=False):
-            return _Download(RemoteFolder(source), split, out, workers, say).run(selection, dry_run)
+            return _Download(RemoteFolder(source), split, out, workers).run(selection, dry_run)
     except BlockingIOError as error:
         raise DataError(f"another run is downloading into {out}; wait for it, or choose another --out") from error
     except OSError as error:
@@ -107,8 +102,8 @@ class _Download:
     array: TokenArray
     stated: dict[Chunk, RemoteFile]
 
-    def __init__(self, remote: RemoteFolder, split: str, out: Path, workers: int, say: Say) -> None:
-        self.remote, self.split, self.out, self.workers, self.say = remote, split, out, workers, say
+    def __init__(self, remote: RemoteFolder, split: str, out: Path, workers: int) -> None:
+        self.remote, self.split, self.out, self.workers = remote, split, out, workers
         self.name = f"{split}.zarr"
         self.target, self.work = out / self.name, out / ".download" / self.name
         self.note, self.sums = out / f"{split}.download.json", out / list_name(self.name)
@@ -124,7 +119,7 @@ class _Download:
             offered, rows = self._choose(selection)
             left = [chunk for chunk in self.stated if not self._is_there(chunk)]
             total, to_fetch = (sum(map(self._nbytes, chunks)) for chunks in (self.stated, left))
-            self.say(
+            print(
                 f"{self.name} from {self.remote.url}\n"
                 f"  the source has: {self._amount(offered)}\n"
                 f"  asked for: {self._amount(rows)}\n"
@@ -258,7 +253,7 @@ class _Download:
         place = f"{self.remote.url}/{self.name}/{key}"
         data = self.remote.read(f"{self.name}/{key}", self.stated[chunk])
         if data is None:
-            raise RemoteError(f"{place} is not there")
+            raise DataError(f"{place} is not there")
         part, final = self.work / key, self.target / key
         for folder in (part.parent, final.parent):
             folder.mkdir(parents=True, exist_ok=True)
@@ -284,7 +279,7 @@ class _Download:
                 write_atomically(self.target / name, (self.work / name).read_bytes())
         self._write_sums()
         holes = len(rows) * self.array.chunk_shape[0] < self.array.documents
-        self.say(
+        print(
             f"{self.target} is complete and verified"
             + ("; it is sparse, so train on it with datamodule.missing_chunks=skip" if holes else "")
         )

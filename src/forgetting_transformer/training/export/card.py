@@ -33,7 +33,7 @@ class Exported:
 
     Attributes:
         config: its run's settings, as the checkpoint has them.
-        origin: what the export records of the weights (mark.py): training tokens, plug-ins, the weights' source.
+        origin: what the export records of the weights (folder.py): training tokens, plug-ins, the weights' source.
         model_type: of its config.json. parameters: their number.
         has_tokenizer: whether one lies beside the weights.
     """

@@ -1,4 +1,7 @@
-"""From a training checkpoint, of any strategy and at any step, to a Hugging Face folder."""
+"""From a training checkpoint, of any strategy and at any step, to a Hugging Face folder.
+
+The folder's mark, exported_from.json, names its checkpoint, and the files that the next export may replace.
+"""
 
 import hashlib
 import json
@@ -19,12 +22,17 @@ from forgetting_transformer.training.checkpoint.folder import Checkpoint, Checkp
 from forgetting_transformer.training.config.continuing import decisive
 from forgetting_transformer.training.export import card, official_checkpoint
 from forgetting_transformer.training.export.contents import load_checkpoint, save_tokenizer, tokenizer_of_run
-from forgetting_transformer.training.export.mark import MARK, ExportError, read_mark
 from forgetting_transformer.training.records.run_directory import RunDirectory, belongs_to
 from forgetting_transformer.versions import how_to_install
 
+#: The mark, written into every export.
+MARK = "exported_from.json"
 _UNFINISHED = ".unfinished-export-"
 _STANDARD = {"config.json", "generation_config.json", "model.safetensors"}
+
+
+class ExportError(RuntimeError):
+    """An export is not possible. The message names what is missing and how to give it."""
 
 
 def export(
@@ -58,7 +66,7 @@ def export(
     if not directory.checkpoints.is_dir():
         said = "it holds no checkpoints" if directory.root.is_dir() else "there is no such folder"
         raise CheckpointError(f"--hf_load_dir={run_folder}: {said}; give the output_dir of a training run")
-    if official_checkpoint.is_official(directory) and weights is None:
+    if directory.is_official and weights is None:
         checkpoint, state, model = official_checkpoint.load_model(directory, step)
     else:
         checkpoint, state, model = read_newest(
@@ -194,6 +202,26 @@ def _check_replaceable(
             f"{folder} holds the export of another run ({before.get('tag')}, seed {before.get('seed')}, "
             f"{before['checkpoint']:,} tokens); choose another --hf_save_dir, or replace it with --replace"
         )
+
+
+def read_mark(folder: Path) -> dict[str, Any]:
+    """Mark of the last export; empty if no export wrote there."""
+    try:
+        found = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        return found if isinstance(found["checkpoint"], int) and isinstance(found["files"], dict) else {}
+    except (OSError, ValueError, TypeError, LookupError):
+        return {}
+
+
+def origin_of(folder: Path) -> tuple[int | None, int | None]:
+    """Tokens and seed of the training that an exported model comes from; None for what is not known.
+
+    Weights that have changed since the export, as by fine-tuning, come from elsewhere.
+    """
+    mark = read_mark(folder)
+    if not mark or any(mark["files"].get(file.name) != sha256_of(file) for file in folder.glob("*.safetensors")):
+        return None, None
+    return mark["checkpoint"], mark.get("seed")
 
 
 def _find_tokenizer(directory: RunDirectory, state: dict[str, Any], source: str | None) -> tuple[Any, str]:

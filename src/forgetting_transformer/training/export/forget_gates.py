@@ -28,8 +28,7 @@ from forgetting_transformer.model import registry
 from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
 from forgetting_transformer.model.mixers.transformer import TransformerConfig
 from forgetting_transformer.training.export.card import CARD
-from forgetting_transformer.training.export.folder import check_target
-from forgetting_transformer.training.export.mark import ExportError
+from forgetting_transformer.training.export.folder import ExportError, check_target
 
 #: The default memory length, in contexts of the original.
 CONTEXTS = 16

@@ -66,11 +66,6 @@ def steps_of(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in found if name and (folder / name[0].removesuffix(".done")).is_file())
 
 
-def is_official(directory: RunDirectory) -> bool:
-    """Whether the authors' code wrote the checkpoints of this run."""
-    return bool(steps_of(directory.checkpoints)) and not steps_in(directory.checkpoints)
-
-
 def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
     """The model of an official checkpoint, on the CPU in fp32 and evaluation mode, as from `export.load_checkpoint`.
 

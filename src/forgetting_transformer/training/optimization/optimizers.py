@@ -66,7 +66,7 @@ def muon(model: "nn.Module", undecayed: set[str], config: MuonConfig) -> "torch.
     """Muon (Jordan et al. 2024, torch.optim.Muon) for the matrices of the blocks, AdamW for all other parameters."""
     import torch
 
-    from forgetting_transformer.training.optimization.combined_optimizer import CombinedOptimizer
+    from forgetting_transformer.training.optimization.building import CombinedOptimizer
     from forgetting_transformer.training.optimization.parameter_groups import (
         block_matrices,
         group_parameters,

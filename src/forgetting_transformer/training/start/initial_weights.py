@@ -26,7 +26,7 @@ from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.counters import Origin
-from forgetting_transformer.training.export.mark import MARK, read_mark
+from forgetting_transformer.training.export.folder import MARK, read_mark
 from forgetting_transformer.training.optimization.parameter_groups import named_by
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
 

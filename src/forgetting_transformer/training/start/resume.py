@@ -51,9 +51,7 @@ def find_checkpoint(config: Config, checkpointer: Checkpointer, fabric: Fabric) 
     source = Checkpointer(directory.checkpoints, 1, fabric.global_rank, fabric.world_size)
     checkpoint = source.newest(config.fork_step)
     if checkpoint is None:
-        from forgetting_transformer.training.export.official_checkpoint import is_official
-
-        if is_official(directory):
+        if directory.is_official:
             raise CheckpointError(
                 f"fork_dir={config.fork_dir} is a run of the authors' code; make a run of it with "
                 "scripts/import_checkpoint.py first, and continue or fork that"

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 
 from forgetting_transformer.training.faults.step_guard import decides_on_device
-from forgetting_transformer.training.optimization.combined_optimizer import CombinedOptimizer
+from forgetting_transformer.training.optimization.building import CombinedOptimizer
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
