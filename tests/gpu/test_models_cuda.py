@@ -37,7 +37,7 @@ def test_losses_and_gradients_are_those_of_documents_in_rows_of_their_own(kind, 
     rows = cu_seqlens_of(input_ids, 0)
     cu_seqlens = (rows + torch.tensor([[0], [384]], dtype=torch.int32)).flatten()
     if compiled:
-        model.compile_parts()
+        model.run_compiled()
     with torch.autocast("cuda", torch.bfloat16):
         loss = model(input_ids=input_ids.cuda(), labels=labels.cuda(), cu_seqlens=cu_seqlens.cuda()).loss
     loss.mean().backward()

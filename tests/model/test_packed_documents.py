@@ -118,6 +118,6 @@ def test_compiled_blocks_keep_documents_apart(graphs_alone, name, fields):
     model = small(name, **fields, num_hidden_layers=1)
     input_ids, labels = tokens()
     expected = model(input_ids=input_ids, labels=labels, cu_seqlens=CU_SEQLENS).loss
-    model.compile_parts()
+    model.run_compiled()
     found = model(input_ids=input_ids, labels=labels, cu_seqlens=CU_SEQLENS).loss
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from forgetting_transformer import forgetting_attention_decode
 from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate, forgetting_attention_reference
@@ -346,9 +345,6 @@ def test_kernel_takes_any_layout_and_the_operator_is_registered_right(device):
     arguments = (q, k, v, running, torch.full((2, 4), -20.0), starts, ends, 0.25)
     operator = torch.ops.forgetting_transformer.forgetting_attention_decode
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
-    with FlopCounterMode(display=False) as counter:
-        attend(q, k, v, log_fgate)
-    assert counter.get_total_flops() == 4 * 2 * 4 * 16 * (129 + 130)
 
 
 def test_parts_are_as_many_as_fill_the_gpu_and_not_shorter_than_they_are_worth():

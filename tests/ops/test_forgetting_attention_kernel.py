@@ -351,23 +351,6 @@ for op, arguments in ((kernel._bounds, (q, k, None, 0.25)), (kernel._decay, (log
     )
 
 
-def test_the_operator_knows_its_flops():
-    interpret(
-        """
-from torch.utils.flop_counter import FlopCounterMode
-q, k, v, log_fgate, d_out = inputs(64, 16, heads=4, groups=2, queries=48)
-leaves = [x.requires_grad_() for x in (q, k, v, log_fgate)]
-pairs = sum(64 - 48 + i + 1 for i in range(48))
-with FlopCounterMode(display=False) as forward:
-    out, _ = attend(*leaves, None, 0.25)
-assert forward.get_total_flops() == 2 * 2 * 4 * 16 * pairs
-with FlopCounterMode(display=False) as backward:
-    out.backward(d_out)
-assert backward.get_total_flops() == 5 * 2 * 4 * 16 * pairs
-"""
-    )
-
-
 def test_kernels_are_launched_on_the_gpu_that_holds_the_tensors(monkeypatch):
     """Triton launches on the current GPU, whatever the tensors are on."""
     from types import SimpleNamespace

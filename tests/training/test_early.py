@@ -20,11 +20,11 @@ INFO = SimpleNamespace(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0)
 def test_the_first_step_compiles_nothing_again(captured, tiny, name, checkpointing):  # noqa: F811
     config = parse(OmegaConf.create(architecture(tiny, name, compile=True, gradient_checkpointing=checkpointing)))
     empty = setup.as_trained(setup.outline(config, INFO), config)
-    early.compile_parts(empty, torch.device("cpu"), 2, 40)
+    early.compile_blocks(empty, torch.device("cpu"), 2, 40)
     before = captured["stats"]["unique_graphs"]
     assert before
     model = build(config).train()
-    model.compile_parts()
+    model.run_compiled()
     ids = tokens(2, 40)
     model(input_ids=ids, labels=ids).loss.mean().backward()
     assert captured["stats"]["unique_graphs"] == before
@@ -57,7 +57,7 @@ def test_an_error_is_left_to_the_first_step_and_hides_none_of_the_body(wanted, c
     def broken(*_):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(early, "compile_parts", broken)
+    monkeypatch.setattr(early, "compile_blocks", broken)
     caplog.set_level(logging.DEBUG, "forgetting_transformer")
     fabric, empty = Fabric(accelerator="cpu", devices=1), setup.outline(config, INFO)
     with early.compiling(config, fabric, empty, packed=False):

@@ -49,11 +49,11 @@ class MixerAbilities:
                 reasons.add(f"{name} needs {before} tokens of the part before, and parts have {length // size}")
         return sorted(reasons)
 
-    def compile_parts(self) -> None:
+    def run_compiled(self) -> None:
         """Run blocks and loss through torch.compile from now on.
 
         Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights separately.
-        Activation checkpointing stays outside the compiled part: inside, a mixer that breaks the graph (FLA's kernels
+        Activation checkpointing stays outside of what is compiled: inside, a mixer that breaks the graph (FLA's kernels
         do) would make PyTorch give up on the whole block without a warning. Each new length or
         batch size compiles again. Blocks may be recorded as CUDA graphs (`ops/compiling.recording`); the loss is not,
         because each of its slices would get the weight as a copy.

@@ -6,6 +6,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 
 import dataclasses
 import inspect
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -30,8 +31,6 @@ _EPSILON = Range(0, 1, above=True)
 _DECAY_TIME = Range(0, 1e15, above=True)
 #: Names of the kernels of DeltaNet and HGRN2 in the authors' code. They compute the same function.
 KERNEL_MODES = ("chunk", "fused_chunk", "fused_recurrent")
-#: As YAML and the command line have them.
-_SPELLED = {None: "null", True: "true", False: "false"}
 #: By field, whatever the architecture. A field of a user's own that is not here may be any finite number.
 RANGES = {
     "vocab_size": COUNT,
@@ -230,7 +229,7 @@ def check_fields(config_class: type[Any], fields: Mapping[str, Any]) -> None:
             check_field(name, value, hints[name])
         neutral = config_class.neutral_values.get(name, (value,))
         if value not in neutral:
-            spelled = " or ".join(_SPELLED.get(choice, str(choice)) for choice in neutral)
+            spelled = " or ".join(json.dumps(choice).strip('"') for choice in neutral)  # as YAML has them
             raise ValueError(
                 f"{name} is {value!r}, which has no effect in {config_class.__name__}; it must be {spelled}"
             )

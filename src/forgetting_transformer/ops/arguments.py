@@ -85,13 +85,14 @@ def check_attention(
     window_size: int | None = None,
 ) -> None:
     """Refuse arguments of attention that do not fit together. `tensors`: q, k, v and, with gates, these, by name."""
-    axes = ("BHTD", "BGND", "BGND", "BHN") if head_first else ("BTHD", "BNGD", "BNGD", "BNH")
+    of_q, of_k, of_gates = ("BHTD", "BGND", "BHN") if head_first else ("BTHD", "BNGD", "BNH")
+    q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    gates = {name: (x, of_gates) for name, x in tensors.items() if name not in _OF_ONE_DTYPE}
     positions = {"seq_start": (seq_start, "B"), "seq_end": (seq_end, "B"), "cu_seqlens": (cu_seqlens, "P")}
-    check_tensors(dict(zip(tensors, zip(tensors.values(), axes, strict=False), strict=True)), positions)
-    q, k = tensors["q"], tensors["k"]
+    check_tensors({"q": (q, of_q), "k": (k, of_k), "v": (v, of_k)} | gates, positions)
     length, head = (2, 1) if head_first else (1, 2)
     num_queries, num_keys = q.shape[length], k.shape[length]
-    layout = f"axes ({', '.join(axes[0])}), head_first={head_first}"
+    layout = f"axes ({', '.join(of_q)}), head_first={head_first}"
     if q.shape[head] % k.shape[head]:
         raise ValueError(f"k has {k.shape[head]} heads and q {q.shape[head]}; q's must be a multiple of k's ({layout})")
     if num_queries > num_keys:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class GrowingTensor:
-    """A tensor that grows at the end of its third axis and may shrink at both: part of a buffer `(B, G, room, …)`.
+    """A tensor that grows at the end of its third axis and may shrink at both, in a buffer `(B, G, room, …)`.
 
     A full buffer is replaced by one with room for half as many positions again. So however many tokens come one by
     one, each is copied three times or less on average. The first positions stay where they came from, and are never

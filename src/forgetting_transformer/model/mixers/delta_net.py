@@ -39,7 +39,8 @@ class DeltaRuleMixer(RecurrentMixer):
         S_t     = (I - β_t k_t k_tᵀ) diag(a_t) S_{t-1} + β_t k_t v_tᵀ      K × V per head
         out     = W_o norm(S_tᵀ q_t / √K)        RMSNorm per head with one weight vector for all, and a gate
 
-    A subclass says in `log_decay` what the forget gates a are, and in `output_gate` what the norm's gate is.
+    A subclass says in `log_decay` what the forget gates a are, in `output_gate` what the norm's gate is, and in
+    `gate_sizes` what projections the two have.
 
     Args:
         hidden_size: E.
@@ -48,13 +49,12 @@ class DeltaRuleMixer(RecurrentMixer):
         value_size: H·V.
         conv_size: taps of the convolutions.
         norm_eps: epsilon of the RMSNorm.
-        gates: name -> (inputs, outputs) of the projections of gates.
-        step_sizes: number of `dt_bias`, the step sizes of forget gates by Mamba-2's law; 0 without forget gates.
-        activation: of the output gate, "silu" or "sigmoid"; None without one.
+        use_gate: whether there is an output gate.
     """
 
     static_cache = True
     op: ClassVar[str]
+    activation: ClassVar[str] = "silu"  # of the output gate, or "sigmoid"
 
     def __init__(
         self,
@@ -62,31 +62,28 @@ class DeltaRuleMixer(RecurrentMixer):
         num_heads: int,
         key_size: int,
         value_size: int,
-        conv_size: int,
-        norm_eps: float,
-        *,
-        gates: Mapping[str, tuple[int, int]],
-        step_sizes: int = 0,
-        activation: str | None = None,
+        conv_size: int = 4,
+        norm_eps: float = 1e-6,
+        use_gate: bool = True,
     ) -> None:
         super().__init__()
         self.num_heads, self.key_dim, self.value_dim = num_heads, key_size // num_heads, value_size // num_heads
+        self.use_gate = use_gate
         self.q_proj = nn.Linear(hidden_size, key_size, bias=False)
         self.k_proj = nn.Linear(hidden_size, key_size, bias=False)
         self.v_proj = nn.Linear(hidden_size, value_size, bias=False)
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
-        for name, (inputs, outputs) in gates.items():
+        for name, (inputs, outputs) in self.gate_sizes(hidden_size, key_size, value_size).items():
             self.add_module(name, nn.Linear(inputs, outputs, bias=False))
         self.q_conv1d = ShortConvolution(key_size, conv_size, bias=False, unit_heads=num_heads)
         self.k_conv1d = ShortConvolution(key_size, conv_size, bias=False, unit_heads=num_heads)
         self.v_conv1d = ShortConvolution(value_size, conv_size, bias=False)
-        self.step_sizes = step_sizes
-        if step_sizes:
+        self.step_sizes = self.num_step_sizes(key_size)
+        if self.step_sizes:
             self.A_log = nn.Parameter(self._initial_A_log())
             self.dt_bias = nn.Parameter(self._initial_dt_bias())
             exempt_from_decay(self.A_log, self.dt_bias)
-        is_gated = activation is not None
-        self.o_norm = GatedRMSNorm(1, self.value_dim, norm_eps, has_gate=is_gated, activation=activation or "silu")
+        self.o_norm = GatedRMSNorm(1, self.value_dim, norm_eps, has_gate=use_gate, activation=self.activation)
         self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
 
     def init_own_weights(self) -> None:
@@ -106,6 +103,14 @@ class DeltaRuleMixer(RecurrentMixer):
 
     def op_use(self) -> OpUse:
         return OpUse(self.op, self.num_heads, self.key_dim, self.value_dim)
+
+    def gate_sizes(self, hidden_size: int, key_size: int, value_size: int) -> dict[str, tuple[int, int]]:
+        """Name -> inputs and outputs of the projections of gates."""
+        raise NotImplementedError
+
+    def num_step_sizes(self, key_size: int) -> int:
+        """Number of `dt_bias`, the step sizes of forget gates by Mamba-2's law; 0 without forget gates."""
+        return 0
 
     def log_decay(self, hidden_BTE: Tensor) -> Tensor | None:
         """Logarithms of the forget gates, `(B, T, H)` or `(B, T, H, K)`, float32; None: nothing is forgotten."""
@@ -143,21 +148,8 @@ class DeltaNetAttention(DeltaRuleMixer):
     op = "delta_rule"
     g_proj: nn.Linear
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        key_size: int,
-        value_size: int,
-        conv_size: int = 4,
-        norm_eps: float = 1e-6,
-        use_gate: bool = False,
-    ) -> None:
-        gates = {"g_proj": (hidden_size, value_size)} if use_gate else {}
-        activation = "silu" if use_gate else None
-        sizes = (hidden_size, num_heads, key_size, value_size, conv_size)
-        super().__init__(*sizes, norm_eps, gates=gates, activation=activation)
-        self.use_gate = use_gate
+    def gate_sizes(self, hidden_size: int, key_size: int, value_size: int) -> dict[str, tuple[int, int]]:
+        return {"g_proj": (hidden_size, value_size)} if self.use_gate else {}
 
     def init_own_weights(self) -> None:
         init_xavier(self.q_proj, self.k_proj, self.v_proj, self.b_proj)

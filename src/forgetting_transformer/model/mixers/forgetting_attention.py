@@ -34,7 +34,7 @@ FGATE_TYPES = ("full", "bias_only", "fixed", "none")
 
 
 class ForgettingAttentionLayer(nn.Module):
-    """Multi-head forgetting attention with the parts that make up FoX (Pro).
+    """Multi-head forgetting attention, with options that make it that of FoX (Pro).
 
         q, k, v = W x             k and v optionally mixed with their value at the previous token (ShiftLinear)
         q, k    = RMSNorm(q), RMSNorm(k)          per head, optional; then RoPE, optional

@@ -23,18 +23,11 @@ class GatedDeltaNetAttention(DeltaRuleMixer):
     a_proj: nn.Linear
     g_proj: nn.Linear
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        key_size: int,
-        value_size: int,
-        conv_size: int = 4,
-        norm_eps: float = 1e-6,
-    ) -> None:
-        gates = {"a_proj": (hidden_size, num_heads), "g_proj": (hidden_size, value_size)}
-        sizes = (hidden_size, num_heads, key_size, value_size, conv_size)
-        super().__init__(*sizes, norm_eps, gates=gates, step_sizes=num_heads, activation="silu")
+    def gate_sizes(self, hidden_size: int, key_size: int, value_size: int) -> dict[str, tuple[int, int]]:
+        return {"a_proj": (hidden_size, self.num_heads), "g_proj": (hidden_size, value_size)}
+
+    def num_step_sizes(self, key_size: int) -> int:
+        return self.num_heads
 
     def log_decay(self, hidden_BTE: Tensor) -> Tensor:
         step_BTH = F.softplus(self.a_proj(hidden_BTE).float() + self.dt_bias.float())
@@ -54,7 +47,7 @@ class GatedDeltaNetConfig(DeltaRuleConfig):
     expand_v: float = 1.5
 
     def build_mixer(self, layer_idx: int) -> GatedDeltaNetAttention:
-        return self.build_from_fields(GatedDeltaNetAttention)
+        return self.build_from_fields(GatedDeltaNetAttention, use_gate=True)
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
         gate_weights = self.hidden_size * (self.num_heads + self.value_size)

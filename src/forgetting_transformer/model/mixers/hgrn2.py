@@ -1,8 +1,8 @@
 """HGRN2: gated linear attention whose key is one minus its forget gate.
 
 Source: Qin et al., "HGRN2: Gated Linear RNNs with State Expansion", COLM 2024. Parameter names, config keys and
-`model_type` are those of the released checkpoints. These were trained without the lower bounds of forget gates that are
-part of the published architecture: their code computes the bounds and does not use them, and so there are none here.
+`model_type` are those of the released checkpoints. These were trained without the lower bounds of forget gates that the
+published architecture has: their code computes the bounds and does not use them, and so there are none here.
 
 Axes: `forgetting_transformer/ops/__init__.py`. K is expand_ratio, and V as large.
 """

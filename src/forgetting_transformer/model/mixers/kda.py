@@ -24,29 +24,19 @@ class KimiDeltaAttention(DeltaRuleMixer):
     """
 
     op = "kda"
+    activation = "sigmoid"
     f_a_proj: nn.Linear
     f_b_proj: nn.Linear
     g_a_proj: nn.Linear
     g_b_proj: nn.Linear
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        key_size: int,
-        value_size: int,
-        conv_size: int = 4,
-        norm_eps: float = 1e-6,
-    ) -> None:
-        rank = value_size // num_heads
-        gates = {
-            "f_a_proj": (hidden_size, rank),
-            "f_b_proj": (rank, key_size),
-            "g_a_proj": (hidden_size, rank),
-            "g_b_proj": (rank, value_size),
-        }
-        sizes = (hidden_size, num_heads, key_size, value_size, conv_size)
-        super().__init__(*sizes, norm_eps, gates=gates, step_sizes=key_size, activation="sigmoid")
+    def gate_sizes(self, hidden_size: int, key_size: int, value_size: int) -> dict[str, tuple[int, int]]:
+        rank = self.value_dim
+        forget = {"f_a_proj": (hidden_size, rank), "f_b_proj": (rank, key_size)}
+        return forget | {"g_a_proj": (hidden_size, rank), "g_b_proj": (rank, value_size)}
+
+    def num_step_sizes(self, key_size: int) -> int:
+        return key_size
 
     def log_decay(self, hidden_BTE: Tensor) -> Tensor:
         step_BTC = F.softplus(self.f_b_proj(self.f_a_proj(hidden_BTE)).float() + self.dt_bias.float())
@@ -62,7 +52,7 @@ class KDAConfig(DeltaRuleConfig):
     model_type = "kda-project_fox"
 
     def build_mixer(self, layer_idx: int) -> KimiDeltaAttention:
-        return self.build_from_fields(KimiDeltaAttention)
+        return self.build_from_fields(KimiDeltaAttention, use_gate=True)
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
         _, _, rank = self.head_sizes

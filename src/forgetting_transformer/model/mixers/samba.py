@@ -8,6 +8,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -71,8 +72,6 @@ class MambaMixer(StateSpaceMixer):
         conv_kernel: W.
         use_bias: biases of `in_proj` and `out_proj`.
         use_conv_bias: bias of the convolution.
-        time_step_scale: factor on the initial weights of `dt_proj`, U(±1/√R) or constant.
-        time_step_init_scheme: "random" or "constant".
         time_step_min, time_step_max, time_step_floor: step sizes at the start (`initial_dt_bias`).
         out_proj_scale: factor on the initial weights of `out_proj`.
     """
@@ -87,8 +86,6 @@ class MambaMixer(StateSpaceMixer):
         conv_kernel: int = 4,
         use_bias: bool = False,
         use_conv_bias: bool = True,
-        time_step_scale: float = 1.0,
-        time_step_init_scheme: str = "random",
         time_step_min: float = 1e-3,
         time_step_max: float = 0.1,
         time_step_floor: float = 1e-4,
@@ -96,7 +93,6 @@ class MambaMixer(StateSpaceMixer):
     ) -> None:
         super().__init__()
         self.inner_size, self.state_size, self.time_step_rank = inner_size, state_size, time_step_rank
-        self.time_step_scale, self.time_step_init_scheme = time_step_scale, time_step_init_scheme
         self.initial_time_steps = (time_step_min, time_step_max, time_step_floor)
         self.out_proj_scale = out_proj_scale
 
@@ -114,8 +110,7 @@ class MambaMixer(StateSpaceMixer):
         init_uniform(self.in_proj)
         init_uniform(self.x_proj)
         init_uniform(self.out_proj, self.out_proj_scale)
-        bound = self.time_step_scale / math.sqrt(self.time_step_rank)
-        init.uniform_(self.dt_proj.weight, bound if self.time_step_init_scheme == "constant" else -bound, bound)
+        init_uniform(self.dt_proj)
         init.copy_(self.dt_proj.bias, initial_dt_bias(self.inner_size, *self.initial_time_steps))
         init.copy_(self.A_log, self._initial_A_log())
         init.ones_(self.D)
@@ -201,12 +196,17 @@ class SambaConfig(StateSpaceConfig):
         max_position_embeddings: no effect on the model; other tools read it as the training context length.
 
     Accepted so that published config.json files load, without effect: residual_in_fp32 (the residual stream has the
-    dtype of the embedding's weights, float32 in training, as in the authors' code, which reads neither value),
-    fuse_norm and fuse_cross_entropy, which choose among the authors' kernels.
+    dtype of the embedding's weights, float32 in training, as in the authors' code, which reads neither value);
+    time_step_scale and time_step_init_scheme (`dt_proj` starts from PyTorch's uniform law), for training with their
+    defaults only; fuse_norm and fuse_cross_entropy, which choose among the authors' kernels.
     """
 
     model_type = "samba-project_fox"
     mixer_norm_name: ClassVar[str] = "mixer_norm"
+    neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "time_step_scale": (1.0,),
+        "time_step_init_scheme": ("random",),
+    }
 
     hidden_size: int = 2304
     state_size: int = 16
@@ -224,10 +224,6 @@ class SambaConfig(StateSpaceConfig):
     rope_base: float = 500_000.0
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.time_step_init_scheme not in ("random", "constant"):
-            raise ValueError(
-                f"time_step_init_scheme is {self.time_step_init_scheme!r}; it must be 'random' or 'constant'"
-            )
         if self.time_step_rank == "auto":
             self.time_step_rank = math.ceil(self.hidden_size / 16)
         if not isinstance(self.time_step_rank, int) or self.time_step_rank < 1:

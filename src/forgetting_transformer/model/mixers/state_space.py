@@ -1,4 +1,4 @@
-"""Common parts of Mamba and Mamba-2, with parameter names and config keys of the released checkpoints.
+"""Base of the mixers of Mamba and Mamba-2, with parameter names and config keys of the released checkpoints.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """

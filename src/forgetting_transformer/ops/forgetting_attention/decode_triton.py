@@ -26,8 +26,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+import forgetting_transformer.ops.forgetting_attention.triton  # noqa: F401  # registers the other operators
 from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E
 from forgetting_transformer.ops.forgetting_attention.layout import (
@@ -38,7 +38,6 @@ from forgetting_transformer.ops.forgetting_attention.layout import (
     on_device_of_first,
     with_whole_channels,
 )
-from forgetting_transformer.ops.forgetting_attention.triton import attention_flops
 
 # A part shorter than this costs more to merge than it saves.
 _MIN_KEYS_PER_SPLIT = 256
@@ -221,12 +220,6 @@ def decode(
 @decode.register_fake
 def _(q, k, v, cum_log_fgate, threshold, seq_start, seq_end, sm_scale):
     return _outputs(q)
-
-
-@register_flop_formula(torch.ops.forgetting_transformer.forgetting_attention_decode)
-def _decode_flops(q_shape, k_shape, *args, **kwargs) -> int:
-    """Two products over the causal pairs, as if nothing were pruned or hidden."""
-    return attention_flops(q_shape, k_shape)
 
 
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from forgetting_transformer.ops import backends
 from forgetting_transformer.ops.compiling import operator
@@ -563,24 +562,6 @@ def compile_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_fgate: 
     out = empty_heads_like(q).zero_()
     # Without a gradient of the log-normaliser, as where only outputs are used.
     _backward(d_out, None, q, k, v, log_fgate, *decay, None, out, log_normaliser, sm_scale, True)
-
-
-def attention_flops(q_shape: torch.Size, k_shape: torch.Size) -> int:
-    """FLOPs of the forward pass as if nothing were pruned or hidden: two products over the causal pairs."""
-    batch, heads, queries, head_dim = q_shape
-    pairs = queries * k_shape[2] - queries * (queries - 1) // 2
-    return 4 * batch * heads * head_dim * pairs
-
-
-@register_flop_formula(torch.ops.forgetting_transformer.forgetting_attention_forward)
-def _forward_flops(q_shape, k_shape, *args, **kwargs) -> int:
-    return attention_flops(q_shape, k_shape)
-
-
-@register_flop_formula(torch.ops.forgetting_transformer.forgetting_attention_backward)
-def _backward_flops(d_out_shape, d_log_normaliser_shape, q_shape, k_shape, *args, **kwargs) -> int:
-    """Two and a half times the forward pass: five products, of which one repeats the scores."""
-    return attention_flops(q_shape, k_shape) * 5 // 2
 
 
 # (kernel, padded head dimension): queries and keys of a tile, warps, pipeline stages. The tables were measured on an

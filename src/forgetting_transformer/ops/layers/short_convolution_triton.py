@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first, with_whole_channels
@@ -423,15 +422,3 @@ def _autograd(ctx, dy: Tensor, d_last: Tensor | None) -> tuple[Tensor | None, ..
 
 
 convolve.register_autograd(_autograd, setup_context=_save_for_backward)
-
-
-@register_flop_formula(torch.ops.forgetting_transformer.short_convolution)
-def _forward_flops(x_shape, weight_shape, *args, **kwargs) -> int:
-    """Two per tap, position and channel."""
-    return 2 * x_shape.numel() * weight_shape[-1]
-
-
-@register_flop_formula(torch.ops.forgetting_transformer.short_convolution_backward)
-def _backward_flops(dy_shape, d_last_shape, x_shape, weight_shape, *args, **kwargs) -> int:
-    """Twice the forward pass: gradients of inputs and of filters."""
-    return 4 * x_shape.numel() * weight_shape[-1]

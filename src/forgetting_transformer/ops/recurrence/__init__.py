@@ -148,7 +148,8 @@ def _simple_gla(
     """Linear attention with one decay per head and token, `S_t = a_t S_{t-1} + step_t k_t v_tᵀ`."""
     log_decay_BTH = gates.filled_log_decay()
     gated = {"log_decay": (log_decay_BTH, "BTH"), "step": (step_BTH, "BTH"), "skip": (skip_H, "H")}
-    _check_recurrence((q_BTGK, k_BTGK, v_BTHV), "G", gated | {"cu_seqlens": (cu_seqlens, "P")}, state_BHKV, scale)
+    sequences = {"q": (q_BTGK, "BTGK"), "k": (k_BTGK, "BTGK"), "v": (v_BTHV, "BTHV")}
+    _check_recurrence(sequences, gated | {"cu_seqlens": (cu_seqlens, "P")}, state_BHKV, scale)
     (groups, key_dim), (heads, value_dim) = q_BTGK.shape[2:], v_BTHV.shape[2:]
     if heads % groups:
         raise ValueError(f"q has {groups} heads and v {heads}; the heads of v must be a multiple of those of q")
@@ -186,7 +187,8 @@ def _linear_recurrence(
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments of an op with queries, keys and values, and run it on the fastest backend."""
     wanted = {name: (getattr(gates, name), axes) for name, axes in _GATE_AXES[op].items()}
-    _check_recurrence((q_BTHK, k_BTHK, v_BTHV), "H", wanted, state_BHKV, scale)
+    sequences = {"q": (q_BTHK, "BTHK"), "k": (k_BTHK, "BTHK"), "v": (v_BTHV, "BTHV")}
+    _check_recurrence(sequences, wanted, state_BHKV, scale)
     backend = _select_backend(op, q_BTHK, v_BTHV)
     with torch.autocast(q_BTHK.device.type, enabled=False):
         return backend.linear_recurrence(q_BTHK, k_BTHK, v_BTHV, gates, scale, state_BHKV)
@@ -421,16 +423,9 @@ def _select_backend(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> ModuleType:
 
 
 def _check_recurrence(
-    sequences: tuple[Tensor, Tensor, Tensor],
-    head_axis: str,
-    gates: dict[str, tuple[Any, str]],
-    state_BHKV: Tensor | None,
-    scale: float,
+    sequences: dict[str, tuple[Any, str]], others: dict[str, tuple[Any, str]], state_BHKV: Tensor | None, scale: float
 ) -> None:
     """Refuse queries, keys and values, and what goes with them, that do not fit together."""
-    axes = (f"BT{head_axis}K", f"BT{head_axis}K", "BTHV")
-    check_tensors(
-        dict(zip("qkv", zip(sequences, axes, strict=True), strict=True)), gates | {"state": (state_BHKV, "BHKV")}
-    )
+    check_tensors(sequences, others | {"state": (state_BHKV, "BHKV")})
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale is {scale}; it must be a positive finite number, such as 1/√K")

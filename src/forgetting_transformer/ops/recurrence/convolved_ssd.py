@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.layout import on_device_of_first
@@ -136,26 +135,3 @@ def _split(y: Tensor, log_decay: Tensor, groups: int, key_dim: int) -> tuple[Ten
     keys = groups * key_dim
     v, k, q = y.split([y.shape[2] - 2 * keys, keys, keys], dim=-1)
     return v.unflatten(-1, (log_decay.shape[2], -1)), k.unflatten(-1, (groups, -1)), q.unflatten(-1, (groups, -1))
-
-
-def _flops(x_shape: torch.Size, weight_shape: torch.Size, gate_shape: torch.Size, groups: int, key_dim: int) -> int:
-    batch, length, heads = gate_shape
-    q_shape = torch.Size((batch, length, groups, key_dim))
-    v_shape = torch.Size((batch, length, heads, (x_shape[2] - 2 * groups * key_dim) // heads))
-    return 2 * x_shape.numel() * weight_shape[-1] + ssd.flops(q_shape, v_shape)
-
-
-@register_flop_formula(torch.ops.forgetting_transformer.convolved_ssd)
-def _forward_flops(
-    x_shape, weight_shape, bias_shape, previous_shape, gate_shape, step_shape, skip_shape, state_shape,
-    positions_shape, documents_shape, groups, key_dim, *args, **kwargs,
-) -> int:  # fmt: skip
-    return _flops(x_shape, weight_shape, gate_shape, groups, key_dim)
-
-
-@register_flop_formula(torch.ops.forgetting_transformer.convolved_ssd_backward)
-def _backward_flops(
-    d_out_shape, d_state_shape, d_last_shape, x_shape, weight_shape, bias_shape, previous_shape, gate_shape, step_shape,
-    skip_shape, state_shape, positions_shape, documents_shape, groups, key_dim, *args, **kwargs,
-) -> int:  # fmt: skip
-    return 2 * _flops(x_shape, weight_shape, gate_shape, groups, key_dim)

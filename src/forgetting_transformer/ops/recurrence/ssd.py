@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.layout import (
@@ -364,24 +363,3 @@ def _states(
 def _locate(x: Tensor) -> tuple[Tensor, int, int, int]:
     """A tensor `(B, T, heads, channels)` and its strides but the last, which is 1."""
     return x, x.stride(0), x.stride(1), x.stride(2)
-
-
-def flops(q_shape: torch.Size, v_shape: torch.Size) -> int:
-    """FLOPs of the forward pass in chunks of 128, whole squares of pairs counted.
-
-    Per group q·k; per head the sum of values, and reading and updating the state.
-    """
-    batch, length, groups, keys = q_shape
-    heads, values = v_shape[2:]
-    chunk = TILES[2].chunk
-    return 2 * batch * length * (groups * chunk * keys + heads * values * (chunk + 2 * keys))
-
-
-@register_flop_formula(torch.ops.forgetting_transformer.ssd)
-def _forward_flops(q_shape, k_shape, v_shape, *args, **kwargs) -> int:
-    return flops(q_shape, v_shape)
-
-
-@register_flop_formula(torch.ops.forgetting_transformer.ssd_backward)
-def _backward_flops(d_out_shape, d_final_state_shape, q_shape, k_shape, v_shape, *args, **kwargs) -> int:
-    return 2 * flops(q_shape, v_shape)

@@ -53,7 +53,7 @@ class Compilation:
             # Data workers are forked soon: not while another thread holds locks.
             self._starting.join()
         if model is not None:
-            model.compile_parts()
+            model.run_compiled()
 
     def announce(self) -> None:
         """Says that the first step compiles."""

@@ -71,12 +71,12 @@ def _attempt(fabric: Fabric, model: Any, rows: int, length: int) -> None:
             torch.cuda.set_device(fabric.device)  # a thread begins with the first
         # Autograd has one thread for all backward passes of a GPU, and those that test kernels are not to wait there.
         with fabric.autocast(), torch.autograd.set_multithreading_enabled(False):
-            compile_parts(model, fabric.device, rows, length)
+            compile_blocks(model, fabric.device, rows, length)
     except Exception as error:  # the first step will do the same, and say what is wrong
         log.debug("nothing was compiled early: %s", error)
 
 
-def compile_parts(model: Any, device: torch.device, rows: int, length: int) -> None:
+def compile_blocks(model: Any, device: torch.device, rows: int, length: int) -> None:
     """Call a block of each kind, and the loss, forward and backward, with weights of 0. Leaves the model useless."""
     kinds = {repr(block): block for block in model.decoder.layers}
     model.decoder.layers = nn.ModuleList(kinds.values())
@@ -85,7 +85,7 @@ def compile_parts(model: Any, device: torch.device, rows: int, length: int) -> N
     with torch.no_grad():
         for x in (*model.parameters(), *model.buffers()):
             x.zero_()
-    model.compile_parts()
+    model.run_compiled()
     tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
     # The gradient of the decoder's own lookup switches a setting of the whole process, under which others trace now.
     embeddings_BTE = F.embedding(tokens, model.get_input_embeddings().weight)
