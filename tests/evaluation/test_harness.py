@@ -212,7 +212,8 @@ def test_answers_are_kept_in_the_order_of_the_questions_whatever_the_number_of_p
     done = run_script("eval/lm_eval_harness/table_lm_eval.py", *table)
     assert done.returncode == 0, done.stderr
     written = (tmp_path / "out/table.md").read_text()
-    assert "| two | code_choice | acc | +0.0000 ± 0.0000 | 6 | 1 |" in written and written in done.stdout
+    assert written in done.stdout
+    assert "| two | code_choice | acc | +0.0000 ± 0.0000 | 6 | 1 |" in " ".join(written.split())
 
 
 def test_the_table_marks_the_best_and_the_second_best(tmp_path):
@@ -226,7 +227,8 @@ def test_the_table_marks_the_best_and_the_second_best(tmp_path):
     folders = [tmp_path / "fox", f"An LLM={tmp_path / 'llama_7'}", tmp_path / "half"]
     done = run_script("eval/lm_eval_harness/table_lm_eval.py", *folders, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    head, _, fox, llama, half = (tmp_path / "out/table.md").read_text().splitlines()
+    lines = (tmp_path / "out/table.md").read_text().splitlines()
+    head, _, fox, llama, half = (" ".join(line.split()) for line in lines)
     assert head.startswith("| Model | Wiki. ppl ↓ | LMB. ppl ↓ | LMB. acc ↑ | PIQA acc ↑ | Hella. acc-n ↑ |")
     assert fox.startswith("| fox | <u>20.00</u> |") and fox.endswith("| **50.00** | **50.00** |")
     assert llama.startswith("| An LLM | 30.00 |") and llama.endswith("| <u>40.00</u> | <u>40.00</u> |")

@@ -129,7 +129,7 @@ def write_evaluation(
     del content["folder"]
     with outputs.writing(folder, evaluation.kind) as new:
         files.write_json(new / "evaluation.json", content, durable=False)
-        text = (table or number_table(evaluation)).markdown(padded=True)
+        text = (table or number_table(evaluation)).markdown()
         files.write_atomically(new / "table.md", f"{text}\n", durable=False)
         write_more(new)
 

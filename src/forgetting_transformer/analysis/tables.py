@@ -33,19 +33,16 @@ class Table:
     rows: Sequence[Sequence[str]]
     alignment: str
 
-    def markdown(self, padded: bool = False) -> str:
-        """A Markdown table without a newline at its end; padded, its columns also line up on a terminal."""
+    def markdown(self) -> str:
+        """A Markdown table, whose columns also line up on a terminal, without a newline at its end."""
         cells = [[cell.replace("|", "\\|") for cell in row] for row in (self.header, *self.rows)]
-        widths = [max(3, *map(len, column)) if padded else 0 for column in zip(*cells, strict=True)]
+        widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
         columns = list(zip(widths, self.alignment, strict=True))
         lines = [
             f"| {' | '.join(c.rjust(w) if a == 'r' else c.ljust(w) for c, (w, a) in zip(row, columns, strict=True))} |"
             for row in cells
         ]
-        if padded:
-            rule = f"| {' | '.join('-' * (w - 1) + ':' if a == 'r' else '-' * w for w, a in columns)} |"
-        else:
-            rule = f"|{'|'.join('---:' if a == 'r' else '---' for a in self.alignment)}|"
+        rule = f"| {' | '.join('-' * (w - 1) + ':' if a == 'r' else '-' * w for w, a in columns)} |"
         return "\n".join([lines[0], rule, *lines[1:]])
 
     def without_empty_columns(self) -> "Table":
@@ -56,12 +53,12 @@ class Table:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], alignment: str) -> str:
-    """A Markdown table with padded columns; columns that are empty in every row are left out.
+    """A Markdown table; columns that are empty in every row are left out.
 
     Args:
         alignment: a letter per column, "l" or "r".
     """
-    return Table(header, rows, alignment).without_empty_columns().markdown(padded=True)
+    return Table(header, rows, alignment).without_empty_columns().markdown()
 
 
 def format_tokens(tokens: float) -> str:
