@@ -3,7 +3,7 @@
 A script parses its options (`parser`, `parse`), lists its cases and says how one is measured; `run` does the rest. A
 case is a dictionary that tells its row from the others. A file of results, which --out names, is JSON:
 
-    benchmark     the script's name, such as "decode"
+    benchmark     the script's name, such as "attention"
     source        only where the script did not write the file: the source of its numbers
     environment   command, date (UTC), commit, changed (whether code differed from that commit), hardware, versions
     settings      every option that changes what is measured

@@ -54,9 +54,9 @@ class MixerAbilities:
 
         Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights separately.
         Activation checkpointing stays outside of what is compiled: inside, a mixer that breaks the graph (FLA's kernels
-        do) would make PyTorch give up on the whole block without a warning. Each new length or
-        batch size compiles again. Blocks may be recorded as CUDA graphs (`ops/compiling.recording`); the loss is not,
-        because each of its slices would get the weight as a copy.
+        do) would make PyTorch give up on the whole block without a warning. Each new length or batch size compiles
+        again. Blocks may be recorded as CUDA graphs (`ops/compiling.recording`); the loss is not, because each of its
+        slices would get the weight as a copy.
         """
         for module in self.modules():
             if isinstance(module, DecoderBlock):

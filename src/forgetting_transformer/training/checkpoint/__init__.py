@@ -4,15 +4,15 @@
         state/.metadata, state/*.distcp    weights, AdamW's moments and large states of callbacks, sharded
                                            (torch.distributed.checkpoint)
         trainer.json                       counters, resolved config, data fingerprint, versions
-        windows.npz                        running sums of metrics that are not yet reported
+        windows.npz                        small states of callbacks, and of the guard against bad steps
         manifest.json                      size and CRC-32 of every file above; written last
 
 A save writes everything into a folder with a temporary name, the manifest last, flushes it to disk and renames the
 folder. A deletion renames first too. So a folder `step-*` was whole once: without a valid manifest, or with files that
 do not match it, it is damaged. Loading passes over it, says why, and takes the next older one; nothing deletes it, and
 where no valid one is left the run is refused. `last_checkpoint.json`, beside the folder of all checkpoints, says that
-one was finished, for the case that the folder is gone. The format is the same for every strategy
-and number of processes.
+one was finished, for the case that the folder is gone. The format is the same for every strategy and number of
+processes.
 
 Writing may happen in a thread while training goes on: the loop then waits only until a copy in the host's memory is
 made (host_copy.py). The thread has its own gloo group, because collectives of two threads in one group would mix.

@@ -111,7 +111,7 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
     if model.config.bos_token_id is None:
         raise CheckpointError(
             f"{checkpoint.path} was not imported: its vocabulary of {model.config.vocab_size:,} ids is not "
-            "LongCrawl64's, so the first token of a sequence is not known; begin a run with its weights (init_from)"
+            "LongCrawl64's, so the first token of a sequence is not known; begin a run with its export (init_from)"
         )
     optimizer = build_optimizer(model, undecayed_parameters(model, config.train), config.optimizer)
     optimizer.state.update(_moments(checkpoint, saved, model, config))
