@@ -18,8 +18,8 @@ the `weights` of QK-norm, one for each head, or from the norms in each `tile`. `
 of 128 × 128 pairs.
 
 The third table has layouts: packed documents, windows, padding on the left, a length that is no multiple of 128, and
-query heads that share keys. `ratio` is the time of a tile of 128 × 128 pairs that a query sees
-something of, relative to that time of the full kernel, which is measured in turn; forward, backward and both.
+query heads that share keys. `ratio` is the time of a tile of 128 × 128 pairs that a query sees something of, relative
+to that time of the full kernel, which is measured in turn; forward, backward and both.
 
 Times are medians of --repeats runs measured with device events, forward and backward apart. Pruned attention ends
 before Python has launched the next kernel, so runs of the second and third table are replayed from CUDA graphs.

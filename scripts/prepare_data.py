@@ -41,9 +41,8 @@ what happens to the texts:
 
 what --force does:
   It builds the corpus again, also with other settings. The old corpus stays whole in OUT until the new one is complete
-  and takes its place, so there must be room for both. OUT may hold a corpus of
-  this program and nothing else; other files are refused. An unfinished corpus is continued with the same settings and
-  started over with others.
+  and takes its place, so there must be room for both. OUT may hold a corpus of this program and nothing else; other
+  files are refused. An unfinished corpus is continued with the same settings and started over with others.
 
 More: docs/data.md
 """
