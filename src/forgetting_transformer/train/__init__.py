@@ -116,7 +116,7 @@ def train(config: "Config") -> None:
     from forgetting_transformer.training.errors import DeviceError, PreflightError, TrainingError
     from forgetting_transformer.training.records.run_directory import RunDirectoryError
 
-    warnings.filterwarnings("ignore", message=".*tensorboardX.*|.*srun.*")
+    warnings.filterwarnings("ignore", message=".*srun.*")
     try:
         code = console.exit_code(training.run(config))
     except DeviceError as error:
