@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from forgetting_transformer.ops.layers import norm
+from forgetting_transformer.ops.layers import norm, norm_triton  # noqa: F401 (registers the operators)
 from tests.ops.kernels import draws, expect_float64, on_every_device
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
