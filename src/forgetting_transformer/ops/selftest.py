@@ -147,11 +147,10 @@ def _rounded_up(error: float) -> str:
 
 
 def find_backend(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
-    """The fastest backend that takes this use on this device and has not been ruled out."""
+    """The fastest backend that takes this use on this device, a GPU with its number, and has not been ruled out."""
     if device.type != "cuda" or use.op not in _OPS:
         return backends.PYTORCH
-    index = torch.cuda.current_device() if device.index is None else device.index
-    served = _OPS[use.op].serves(use, dtype, index)
+    served = _OPS[use.op].serves(use, dtype, device.index)
     if isinstance(served, str):
         return served
     # Of these ops the kernels of one package stand before PyTorch.

@@ -58,11 +58,12 @@ def _serves(config: Config, fabric: Fabric, model: Any) -> bool:
         return False
     if not hasattr(model, "decoder"):
         return False
-    if any(find_backend(use, torch.bfloat16, fabric.device) == backends.FLA for use in model.op_uses()):
-        return False
     flops_per_token = model.config.flops_per_token(config.datamodule.train_batch_len)
     flops = graphs.flops_in_a_block(config, 1, flops_per_token, model.config.num_hidden_layers)
-    return not graphs.choose(config, fabric.device, 1, True, flops)
+    if graphs.choose(config, fabric.device, 1, True, flops):
+        return False
+    # Last, because it may import FLA and test it.
+    return all(find_backend(use, torch.bfloat16, fabric.device) != backends.FLA for use in model.op_uses())
 
 
 def _attempt(fabric: Fabric, model: Any, rows: int, length: int) -> None:
