@@ -1,4 +1,4 @@
-"""What launchers launch compiles for every generation of GPU, within its registers and shared memory.
+"""Each kernel that a launcher starts compiles for every generation of GPU, within its registers and shared memory.
 
 No GPU is needed: launchers run on this CPU with tensors as wide as those of the 760M models, and each launch is noted
 instead of made. `test_forgetting_attention_compiles.py` has the kernels of forgetting attention.

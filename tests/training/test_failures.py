@@ -195,7 +195,7 @@ def test_processes_that_would_train_alone_are_refused(tiny):
 
 
 def test_the_command_line_trains_resumes_and_explains_itself(tiny, tmp_path):
-    """What users type."""
+    """Arguments as users type them."""
     overrides = command_line(tiny, tmp_path / "cli")
     done = run_command("train.py", *overrides, f"train.max_tokens={6 * STEP}")
     assert done.returncode == 0, done.stderr

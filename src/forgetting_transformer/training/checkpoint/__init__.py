@@ -103,7 +103,7 @@ class Checkpointer:
         self._saved: Saved | None = None
         #: Around every wait for the writer.
         self.watch: Watch = lambda name: nullcontext(lambda: None)
-        #: Tokens of the checkpoint that the run finished last, or goes on from.
+        #: Tokens of the last finished checkpoint, or of the one that the run continues from.
         self.last_good: int | None = None
         self._step = 0
         self._writer = Writer(folder, keep_last, rank, self._group, record)

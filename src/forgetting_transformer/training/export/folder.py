@@ -155,7 +155,7 @@ def check_target(folder: Path, flag: str) -> None:
 def _origin(
     checkpoint: Checkpoint, state: dict[str, Any], model: PreTrainedModel, weights: str | None
 ) -> dict[str, Any]:
-    """What the mark of an export says of its weights."""
+    """The fields of an export's mark that describe its weights."""
     config = state["config"]
     run = [decisive(config), state.get("data_fingerprint")]
     needed = {plugins.MODELS.plugin_of(name) for name in (config["model"]["name"], *model.config.mixer_architectures)}

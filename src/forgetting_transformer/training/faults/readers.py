@@ -23,7 +23,7 @@ _WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited unexpe
 
 
 class DataWorkerError(RuntimeError):
-    """Processes that read data died too often. The message says what to do."""
+    """The processes that read data died too often. The message says what to do."""
 
 
 def restarted(
