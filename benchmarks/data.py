@@ -40,30 +40,26 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import numcodecs
+import numpy as np
+import zarr
 from cases import parse, parser, run, run_main
+from tests.data.mirror import REPOSITORY, REVISION, serve
+from torch.utils.data import DataLoader, Dataset
 
-from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count, positive
-
-with command_line.interruptible():
-    import numcodecs
-    import numpy as np
-    import zarr
-    from tests.data.mirror import REPOSITORY, REVISION, serve
-    from torch.utils.data import DataLoader, Dataset
-
-    from forgetting_transformer.data import DataError, LongCrawl64DataModule, ReadingOrder
-    from forgetting_transformer.data.prepare import (
-        CorpusSettings,
-        near_duplicates,
-        prepare_corpus,
-        shards,
-        stream,
-        tokenizers,
-        writing,
-    )
-    from forgetting_transformer.data.prepare.output import OutputFolder
-    from forgetting_transformer.data.storage import remote
+from forgetting_transformer.data import DataError, LongCrawl64DataModule, ReadingOrder
+from forgetting_transformer.data.prepare import (
+    CorpusSettings,
+    near_duplicates,
+    prepare_corpus,
+    shards,
+    stream,
+    tokenizers,
+    writing,
+)
+from forgetting_transformer.data.prepare.output import OutputFolder
+from forgetting_transformer.data.storage import remote
 
 ROOT = Path(__file__).resolve().parents[1]
 CHUNK = (2048, 2048)
