@@ -1,4 +1,4 @@
-"""docs/operations.md holds no promise without a test: tests/FAULTS.md names one for every row of its table of faults."""
+"""docs/operations.md promises nothing without a test: tests/FAULTS.md names one for every row of its faults."""
 
 import ast
 import re
