@@ -144,7 +144,7 @@ def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int
     except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         if error.filename is None:
             raise
-        # Of a path that the command line gave, such as --out below a file.
+        # A path of the command line, such as --out below a file.
         print(f"error: {error.filename}: {error.strerror}; give another path", file=sys.stderr)
         return 1
     except BrokenPipeError:

@@ -49,7 +49,7 @@ class UnknownComponentError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Component(Generic[T]):
-    """What one name stands for.
+    """Function or class behind one name.
 
     Attributes:
         name: what configs call it.
@@ -106,7 +106,7 @@ class Registry(Generic[T]):
         return self._components[name].plugin if name in self._components else ""
 
     def attribute(self, plugin: str) -> bool:
-        """Whether a plug-in has registered something, be it that its module was imported before it was named."""
+        """Whether a plug-in has registered something, also where its module was imported before it was named."""
         for name, component in self._components.items():
             module = getattr(component.build, "__module__", "")
             if not component.plugin and f"{module}.".startswith(f"{plugin}."):

@@ -95,6 +95,19 @@ FAULTS = {
     "a signal in the start": Fault(
         in_start(STOP + HANG), [75], "preempted", "^stopped by SIGTERM in '(self-test|model)', before the first step$"
     ),
+    "a signal while a rank is still in its first step": Fault(
+        before("training.faults.step_guard.StepGuard", "judge", "time.sleep(2)", "os.environ['RANK'] == '1'")
+        + before(
+            "training.callbacks.steps.Loss",
+            "on_interval",
+            "os.kill(trainer.start.peers._process(1), signal.SIGTERM)\n" + STOP,
+            "trainer.counters.batch_count == 1",
+            "self, trainer, kind",
+        ),
+        [0, 0],
+        "preempted",
+        "^SIGTERM$",
+    ),
     "a signal in a step that hangs": Fault(
         in_step("sentinel.STEP_PATIENCE_SECONDS = 0.5\n" + STOP + HANG),
         [75],
@@ -139,7 +152,7 @@ FAULTS = {
         in_step("self.sentinel.timeout = 2" + HANG, ranks="1"),
         [1, 1],
         "failed",
-        "rank 1 has failed: no step ended for .*this rank stands still",
+        "rank 1 has failed: no step ended for .*this rank makes no progress",
         config={"strategy__timeout_seconds": 3600},
     ),
     "a hung start": Fault(
@@ -157,7 +170,7 @@ FAULTS = {
         ),
         [1],
         "failed",
-        "no batch of datamodule.name='longcrawl64' came for .*this rank stands still",
+        "no batch of datamodule.name='longcrawl64' came for .*this rank makes no progress",
     ),
     "a reader that is killed": Fault(
         in_step("import multiprocessing\nfor one in multiprocessing.active_children():\n    os.kill(one.pid, 9)"),
@@ -186,7 +199,7 @@ FAULTS = {
         [0],
         "done",
         "^$",
-        "No space left on device; the last good checkpoint is at 512 tokens. Training goes on",
+        "No space left on device; the last good checkpoint is at 512 tokens. Training continues",
     ),
     "weights that are not finite": Fault(
         in_step("next(self.model.parameters()).data.fill_(float('nan'))", ranks="01"),

@@ -18,7 +18,7 @@ from forgetting_transformer.sweep.state import open_folder
 
 
 class FreeSearch:
-    """One study with its runs in `base.output_dir`. Started again, it takes what is there and goes on.
+    """One study with its runs in `base.output_dir`. Started again, it continues from what is there.
 
     Args:
         overrides: of train.py, and of hydra.launcher. Those with a range are searched.
@@ -100,7 +100,7 @@ class FreeSearch:
             loss_against_parameters(parameters, losses, log, self.loss_name, figure, title, budget(self.base))
 
     def _batch(self, trials: Sequence[Trial]) -> bool:
-        """Runs these trials and tells Optuna; False if one was interrupted."""
+        """Runs these trials and reports them to Optuna; False if one was interrupted."""
         jobs = [self._job(trial.number, trial.params) for trial in trials]
         results = runner.run_jobs(jobs, self.machine, self.folder / "logs")
         for trial, result in zip(trials, results, strict=True):

@@ -117,7 +117,7 @@ class GridSearch:
 
 
 class LearningRateSweep:
-    """One search with its runs in `base.output_dir`. Started again, it takes what is there and goes on.
+    """One search with its runs in `base.output_dir`. Started again, it continues from what is there.
 
     Args:
         overrides: what all runs have in common, of train.py and of hydra.launcher.
