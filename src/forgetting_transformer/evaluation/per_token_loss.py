@@ -12,7 +12,6 @@ of processes. Source: Lin et al., "Forgetting Transformer", ICLR 2025, section 4
 Axes: N sequences, B those of a batch, T positions, O octaves of positions.
 """
 
-import datetime
 import itertools
 import json
 import math
@@ -49,14 +48,12 @@ from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
     fingerprint,
-    is_own,
     precision_context,
     resolve,
     token_losses,
 )
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.files import replacing, write_json
-from forgetting_transformer.training.parallel.ranks import Ranks
 from forgetting_transformer.training.records.loss_by_position import by_length
 
 #: Shortest context length that results report, as in the paper.
@@ -97,30 +94,25 @@ def evaluate(
     precision: str = "auto",
     save_interval: int = 64,
     resume: bool = True,
-    context: int = 1,
 ) -> dict[str, Any]:
     """Evaluates, or continues an evaluation, and writes `folder/results.json` and `results.npz`.
 
     Args:
         folder: of this model's results; `state/sums.npz` in it holds the sums so far.
-        batch_size: sequences in one forward pass of one process, or of the processes that share sequences.
+        batch_size: sequences in one forward pass of one process.
         precision: "bf16" (autocast over fp32 weights), "fp32" or "auto".
         save_interval: batches of every process between two writes of the state.
         resume: continue from those sums; otherwise start again and replace it.
-        context: so many processes share each sequence and have equal parts of it. The results do not depend on it.
 
     Returns:
         What results.json holds, on every process.
 
     Raises:
         EvaluationError: the folder holds the state of another evaluation, the corpus was made with another tokenizer,
-            sequences cannot be shared like that, or a loss is not finite.
+            or a loss is not finite.
         AnalysisError: the folder holds files of others that this evaluation would replace.
     """
     check_vocabulary(model, data)
-    check_context(context, model, data, workers.world_size)
-    ranks = Ranks(workers.rank, workers.world_size, context, datetime.timedelta(hours=12))
-    own = ranks.part(data.length)
     workers.on_first(lambda: check_folder(folder, "per_token_loss", "results.json", "results.npz", "figure.png"))
     identity = {
         "weights": fingerprint(model.model),
@@ -135,13 +127,13 @@ def evaluate(
     sums = known or Sums.empty(data.length)
     begun = sums.sequences
     octaves_TO = _octave_means(data.length).to(workers.device)
-    per_round = ranks.data_size * batch_size
+    per_round = workers.world_size * batch_size
     # What this process adds between two saves.
     most = min(save_interval * per_round, data.sequences - sums.sequences)
     loss_T = torch.zeros(data.length, dtype=torch.float64, device=workers.device)
     octaves_NO = torch.zeros(most, octaves_TO.shape[1], dtype=torch.float64, device=workers.device)
     rounds = math.ceil((data.sequences - sums.sequences) / per_round)
-    first = sums.sequences + ranks.data_rank * batch_size
+    first = sums.sequences + workers.rank * batch_size
     batches = [
         range(min(begin, data.sequences), min(begin + batch_size, data.sequences))
         for begin in range(first, first + rounds * per_round, per_round)
@@ -160,13 +152,12 @@ def evaluate(
     )
     for number, (mine, batch) in enumerate(zip(batches, received(iter(loader)), strict=True), start=1):
         if batch is not None:
-            parts = ranks.part_of(batch)
-            input_ids, labels = (parts[key].to(workers.device, non_blocking=True) for key in ("input_ids", "labels"))
-            with precision_context(precision, workers.device), ranks.share():
+            input_ids, labels = (batch[key].to(workers.device, non_blocking=True) for key in ("input_ids", "labels"))
+            with precision_context(precision, workers.device):
                 loss_BT = token_losses(model.model, input_ids, labels)
-                loss_T[own] += loss_BT.sum(0, dtype=torch.float64)
+                loss_T += loss_BT.sum(0, dtype=torch.float64)
                 begin = mine.start - sums.sequences
-                octaves_NO[begin : begin + len(loss_BT)] = loss_BT.double() @ octaves_TO[own]
+                octaves_NO[begin : begin + len(loss_BT)] = loss_BT.double() @ octaves_TO
         bar.update(min(per_round, data.sequences - bar.n))
         if number % save_interval == 0 or number == rounds:
             workers.sum(loss_T)
@@ -211,33 +202,6 @@ def summarise(sums: Sums, model: EvaluatedModel, identity: dict[str, Any]) -> di
     results["loss_standard_error"] = standard_errors(length, sums.octaves_NO)
     results["slope"] = slopes(loss_T.size, sums.octaves_NO)
     return results
-
-
-def check_context(context: int, model: EvaluatedModel, data: HeldOutSequences, processes: int) -> None:
-    """Refuses sequences that so many processes cannot share.
-
-    Raises:
-        EvaluationError: naming what does not fit, and what to do.
-    """
-    if context == 1:
-        return
-    if processes % context:
-        raise EvaluationError(
-            f"--context={context} processes share a sequence, and {processes} {'is' if processes == 1 else 'are'} not "
-            f"a multiple of {context}: start with torchrun --nproc-per-node {context}"
-        )
-    if data.length % context:
-        raise EvaluationError(
-            f"--context={context}: sequences of {data.length:,} tokens have no equal parts for {context} processes; "
-            "choose a divisor of --eval_len"
-        )
-    reasons = ["not a model of this package"]
-    if is_own(model.model):
-        reasons = model.model.whole_sequence_mixers(context, data.length)
-    if reasons:
-        raise EvaluationError(
-            f"--context={context}: that many processes cannot share a sequence of {model.source} ({', '.join(reasons)})"
-        )
 
 
 class _Batches(IterableDataset):
