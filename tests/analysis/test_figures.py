@@ -93,7 +93,7 @@ def test_losses_against_tokens_of_several_runs(make_run: MakeRun, drawn: list[Fi
     good, once = read_run(make_run(), "_mine $1_$2"), logged("once", {100: 9.0})
     losses.loss_against_tokens([good, wild, once], tmp_path / "loss.png")
     axes = drawn[0].axes[0]
-    assert axes.get_ylim()[1] < 10 and [text.get_text() for text in axes.texts] == ["↑ wild ends at 1.21e+09"]
+    assert axes.get_ylim()[1] < 10
     assert legend(drawn[0])[:3] == [r" _mine \$1_\$2", "wild", "once"]
     assert "compare held-out losses" in title_and_note(drawn[0])[1]
     with pytest.raises(AnalysisError, match=r"no finite loss \(diverged\)"):
@@ -128,9 +128,8 @@ def test_a_model_that_cannot_extrapolate_does_not_flatten_the_others(drawn: list
     losses.loss_against_position(curves, tmp_path / "position.png", 512)
     left = drawn[0].axes[0]
     assert left.get_ylim()[1] < 3.5
-    assert [text.get_text() for text in left.texts] == ["↑ rising ends at 9", "↑ wild ends at 100"]
     losses.loss_against_position({"rising": rising}, tmp_path / "position.png", 512)
-    assert drawn[1].axes[0].get_ylim()[1] > 9 and not drawn[1].axes[0].texts, "alone it hides nothing"
+    assert drawn[1].axes[0].get_ylim()[1] > 9, "alone it hides nothing"
     for loss in (np.ones((2, 1)), np.array([1.0, math.nan])):
         with pytest.raises(ValueError, match="'fox': expected two or more losses"):
             losses.loss_against_position({"fox": loss}, tmp_path / "position.png")
@@ -220,15 +219,6 @@ def test_a_learning_rate_search_rings_the_best(drawn: list[Figure], tmp_path: Pa
     assert "dotted ring: lowest so far, at an end of the rates tried" in title_and_note(drawn[1])[1]
 
 
-def test_the_best_of_a_free_search_stands_out(drawn: list[Figure], tmp_path: Path) -> None:
-    parameters = {"lr": [1.0, 2.0, 3.0], "kind": ["a", "b", "a"]}
-    sweeps.loss_against_parameters(parameters, [3.0, 4.0, 5.0], {"lr"}, "held-out loss", tmp_path / "x.png")
-    axes = drawn[0].axes[0]
-    (star,) = [line for line in axes.lines if line.get_marker() == "*"]
-    assert star.get_xydata().tolist() == [[1.0, 3.0]] and axes.get_xscale() == "log"
-    assert min(axes.collections[0].get_alpha()) >= 0.3 and "best: 3.0000, run 1 of 3" in legend(drawn[0])
-
-
 def test_a_grid_of_needles_shows_every_cell_and_the_training_length(drawn: list[Figure], tmp_path: Path) -> None:
     numbers = [
         Number("needle, easy", "words", 0.25 * depth + 0.001 * length, 0.1, 4, {"length": length, "depth": depth})
@@ -244,7 +234,7 @@ def test_a_grid_of_needles_shows_every_cell_and_the_training_length(drawn: list[
     assert [label.get_text() for label in axes.get_xticklabels()] == ["100", "200", "400"]
     assert {line.get_xdata()[0] for line in axes.lines} == {1.5} and bar.get_ylabel() == "share of the answer's words"
     title, note = title_and_note(drawn[0])
-    assert title == "fox, needle in a haystack, mode easy" and "4 prompts a cell · mean 0.300 ± " in note
+    assert title == "fox, needle in a haystack, mode easy" and "4 prompts a cell · mean 0.300 over 20 prompts" in note
     assert "dashed line: training length, 200 tokens" in note
 
 
