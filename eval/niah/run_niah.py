@@ -32,8 +32,8 @@ def parse_args() -> argparse.Namespace:
     source.add_argument(
         "--haystack_dir",
         type=command_line.path,
-        help="folder of texts (.txt, .md, .py; in the paper's modes .txt). Default: Python's documentation, or in the "
-        "paper's modes PaulGrahamEssays beside this script if it exists",
+        help="folder of .txt files; default Python's documentation, or in the paper's modes PaulGrahamEssays beside "
+        "this script if it exists",
     )
     source.add_argument(
         "--data_path", type=command_line.name, help="folder of a corpus with heldout.zarr, or the folder that holds it"
@@ -57,7 +57,6 @@ def parse_args() -> argparse.Namespace:
         "--max_new_tokens", type=count, help="tokens of an answer; default 50, in the paper's modes 1024"
     )
     parser.add_argument("--local_batch_size", type=count, default=1, help="prompts that a process runs together")
-    parser.add_argument("--train_len", type=count, help="sequence length of training, where the model does not say")
     args = parser.parse_args()
     in_paper = args.mode.startswith("paper")
     if args.max_new_tokens is None:

@@ -47,9 +47,6 @@ def parse_args() -> argparse.Namespace:
         type=token_count,
         help="tokens to evaluate on, or `all`; default 2147483648 (2^31) as in the paper, or all if there are fewer",
     )
-    parser.add_argument("--vocab_size", type=count, help="of the corpus, where it has no manifest.json that says")
-    parser.add_argument("--bos_token_id", type=at_least(0), help="the id that begins its texts, in the same case")
-    parser.add_argument("--train_len", type=count, help="sequence length of training, where the model does not say")
     parser.add_argument(
         "--local_batch_size", type=count, default=1, help="sequences per forward pass of a process; %(default)s"
     )
@@ -78,8 +75,6 @@ def main() -> None:
             args.corpus,
             length=args.eval_len,
             tokens=None if args.eval_tokens == "all" else args.eval_tokens,
-            vocab_size=args.vocab_size,
-            bos_token_id=args.bos_token_id,
             at_most=per_token_loss.PAPER_TOKENS if args.eval_tokens is None else None,
         )
         folder = args.save_dir / model.name

@@ -152,8 +152,6 @@ def open_heldout(
     folder: Path,
     length: int | None = None,
     tokens: int | None = None,
-    vocab_size: int | None = None,
-    bos_token_id: int | None = None,
     assumed: Vocabulary | None = None,
     at_most: int | None = None,
 ) -> HeldOut:
@@ -162,16 +160,13 @@ def open_heldout(
     Args:
         folder: of the corpus.
         length: tokens in a sequence, a divisor of the documents' length; default whole documents.
-        vocab_size, bos_token_id: of the tokenizer that made the corpus; default what its
-            manifest says, or LongCrawl64's.
-        assumed: where the corpus does not say, and nobody else does.
+        assumed: vocabulary of a corpus whose manifest does not say it and that is not LongCrawl64.
         tokens, at_most: as of `count_sequences`.
 
     Raises:
         DataError: naming the flag and what the corpus has.
     """
-    stated = StatedVocabulary(vocab_size, bos_token_id)
-    array = TokenArray(folder / "heldout.zarr", stated, assumed=assumed, prefix="--")
+    array = TokenArray(folder / "heldout.zarr", StatedVocabulary(), assumed=assumed)
     length = length or array.doc_len
     check_length("--eval_len", length, array)
     sequences = count_sequences(length, array.documents * array.doc_len, array.path, tokens, at_most)
@@ -205,8 +200,6 @@ def open_corpus(
     model: EvaluatedModel,
     length: int | None = None,
     tokens: int | None = None,
-    vocab_size: int | None = None,
-    bos_token_id: int | None = None,
     at_most: int | None = None,
 ) -> CorpusSequences:
     """The held-out sequences of a corpus that a plug-in reads.
@@ -214,7 +207,6 @@ def open_corpus(
     Args:
         name: `datamodule.name`. folder: of the corpus. keys: further ones of `datamodule`, as "skip_tokens=5".
         length: tokens in a sequence; default that of the model's training.
-        vocab_size, bos_token_id: default the model's.
         tokens, at_most: as of `count_sequences`.
 
     Raises:
@@ -227,8 +219,7 @@ def open_corpus(
     values: dict[str, Any] = {
         "name": name, "dataset": place.name, "train_batch_len": length, "train_batch_size": 1, "eval_batch_len": length,
         "eval_local_batch_size": 1, "train_num_workers": 0, "eval_num_workers": 0,
-        "vocab_size": vocab_size or model.model.config.get_text_config().vocab_size,
-        "bos_token_id": model.bos_token_id if bos_token_id is None else bos_token_id,
+        "vocab_size": model.model.config.get_text_config().vocab_size, "bos_token_id": model.bos_token_id,
         "eos_token_id": eos[0] if eos else None,
     }  # fmt: skip
     try:

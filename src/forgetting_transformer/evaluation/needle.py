@@ -46,6 +46,7 @@ Axes: B prompts, T tokens of a prompt, K tokens of an answer, S = T + K - 1.
 
 import hashlib
 import itertools
+import logging
 import re
 import sys
 import time
@@ -88,11 +89,12 @@ from forgetting_transformer.training.config import ConfigError, Count, Text, Tok
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.metrics import prefixed
 
+log = logging.getLogger(__name__)
+
 #: The paper's modes -> which needle is hidden.
 PAPER_MODES = {"paper": "standard", "paper_easy": "easy"}
 PAPER_NEW_TOKENS = 1024
 ESSAYS = "PaulGrahamEssays"
-_TEXT_SUFFIXES = (".txt", ".md", ".py")
 #: Heat-maps, each called as its score.
 _PICTURES = ("words.png", "exact.png")
 # How far back the needle may move from its depth to the end of a sentence, as a part of the text.
@@ -276,8 +278,7 @@ class Essays:
 
 
 def find_essays(chosen: Path | None, expected: Path) -> str:
-    """The text of a folder of essays: the chosen one, else the expected one. All `.txt` files, joined without anything
-    between them, in the order of their names. (The official script takes the file system's order.)
+    """The text of a folder of essays: the chosen one, else the expected one, joined without anything between them.
 
     Where neither is named nor there, it is Python's documentation, and one line on stderr says so.
 
@@ -285,7 +286,7 @@ def find_essays(chosen: Path | None, expected: Path) -> str:
         EvaluationError: there is no text in the folder.
     """
     if chosen is not None or expected.is_dir():
-        return "".join(read_folder(chosen or expected, "*.txt"))
+        return "".join(read_folder(chosen or expected))
     print(
         f"warning: there is no folder {expected}, so the haystack is Python's documentation and scores are not the "
         "paper's. github.com/zhixuan-lin/forgetting-transformer has the essays in "
@@ -295,17 +296,13 @@ def find_essays(chosen: Path | None, expected: Path) -> str:
     return free_text()
 
 
-def read_folder(folder: Path, pattern: str = "**/*") -> list[str]:
-    """The texts of a folder and the folders in it, in the order of their paths.
-
-    Args:
-        pattern: of their paths; "*.txt" takes no other kind, and none of the folders in it.
+def read_folder(folder: Path) -> list[str]:
+    """The `.txt` files of a folder, in the order of their names. (The official script takes the file system's order.)
 
     Raises:
         EvaluationError: it is not there, or holds no text.
     """
-    found = sorted(path for path in folder.glob(pattern) if path.suffix in _TEXT_SUFFIXES and path.is_file())
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in found]
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.txt"))]
     if not any(text.strip() for text in texts):
         raise EvaluationError(f"there is no text in {folder}: give a folder with .txt files")
     return texts
@@ -471,17 +468,12 @@ def numbers_of(config: ConfigFile, section: str, least: str, most: str) -> list[
     """Lengths or depths: those that a config lists, or evenly spaced ones.
 
     Raises:
-        EvaluationError: there is no such key, or no number.
+        EvaluationError: there is no such key.
     """
     chosen = config.get(f"{section}.manually_select_list")
-    try:
-        if chosen is None:
-            chosen = np.linspace(*(config[f"{section}.{key}"] for key in (least, most, "interval")))
-        return [round(float(value)) for value in chosen]
-    except TypeError as error:
-        raise EvaluationError(
-            f"{config.file}: {section} must give numbers: {least}, {most} and interval ({error})"
-        ) from error
+    if chosen is None:
+        chosen = np.linspace(*(config[f"{section}.{key}"] for key in (least, most, "interval")))
+    return [round(float(value)) for value in chosen]
 
 
 def write_prompts(file: Path, exp: str, tokenizer: str | None = None, folder: Path | None = None) -> tuple[Path, int]:
@@ -606,13 +598,12 @@ class Judge:
     """A language model behind an OpenAI-compatible endpoint that rates answers.
 
     Every rating is kept in a file under a hash of what was asked, so that nothing is asked, or paid for, twice. A
-    request that fails is tried again, longer and longer apart; why it failed is kept too, and it is asked again at the
-    next start.
+    request that fails is tried again, longer and longer apart.
 
     Attributes:
         base_url: such as https://api.openai.com/v1 or http://localhost:8000/v1; `/chat/completions` is added.
         model: as the endpoint calls it.
-        cache: JSON-lines file of ratings and failures.
+        cache: JSON-lines file of ratings.
         api_key: sent as a bearer token if there is one.
     """
 
@@ -622,7 +613,7 @@ class Judge:
     api_key: str | None = None
 
     def rate(self, question: str, reference: str, answer: str) -> int | None:
-        """1 to 10, or None where the endpoint gave no rating; the cache says why.
+        """1 to 10, or None where the endpoint gave no rating; a warning says why.
 
         Raises:
             EvaluationError: the endpoint refuses, or after all tries nothing answers at its address.
@@ -632,45 +623,35 @@ class Judge:
         prompt = _PROMPT.format(question=question, reference=reference, answer=answer)
         key = hashlib.sha256(f"{self.base_url}\n{self.model}\n{prompt}".encode()).hexdigest()
         known = {record["key"]: record["rating"] for record in read_records(self.cache)}
-        if known.get(key) is not None:
+        if key in known:
             return known[key]
+        body = {"model": self.model, "temperature": 0, "messages": [{"role": "user", "content": prompt}]}
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        url, failure = f"{self.base_url.rstrip('/')}/chat/completions", ""
         for number in range(_TRIES):
             time.sleep(2.0**number if number else 0)
             try:
-                rating = self._ask(prompt)
-                append_record(self.cache, {"key": key, "rating": rating})
-                return rating
-            except EvaluationError:
-                raise
+                response = httpx.post(url, json=body, headers=headers, timeout=_SECONDS)
+                if response.status_code in (401, 403, 404):
+                    said = f"answers {response.status_code}"
+                    break  # to ask again would not help, and neither would the other answers
+                reply = response.raise_for_status().json()["choices"][0]["message"]["content"] or ""
+                if 1 <= (rating := int(_RATING.findall(reply)[-1])) <= 10:
+                    append_record(self.cache, {"key": key, "rating": rating})
+                    return rating
+                failure = f"the rating {rating} is not from 1 to 10"
+            except httpx.ConnectError as error:
+                said = f"cannot be reached ({error})"
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-                failure: Exception = error
-        said = f"{type(failure).__name__}: {failure}"
-        append_record(self.cache, {"key": key, "rating": None, "error": said})
-        if isinstance(failure, httpx.ConnectError):
-            # It would be the same, after the same waits, for every other answer.
-            raise EvaluationError(
-                f"{self.base_url} cannot be reached ({said}): check --judge_url. Ratings so far are kept"
-            )
-        return None
-
-    def _ask(self, prompt: str) -> int:
-        import httpx
-
-        body = {"model": self.model, "temperature": 0, "messages": [{"role": "user", "content": prompt}]}
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        url = f"{self.base_url.rstrip('/')}/chat/completions"
-        response = httpx.post(url, json=body, headers=headers, timeout=_SECONDS)
-        if response.status_code in (401, 403, 404):
-            # Asking again would not help, and neither would asking for the other answers.
-            raise EvaluationError(
-                f"{url} answers {response.status_code} for the model {self.model!r}: check "
-                "--judge_url, --judge_model and the key"
-            )
-        reply = response.raise_for_status().json()["choices"][0]["message"]["content"] or ""
-        ratings = [int(rating) for rating in _RATING.findall(reply)]
-        if not ratings or not 1 <= ratings[-1] <= 10:
-            raise ValueError(f"no rating from 1 to 10 in double brackets in the reply {reply[:200]!r}")
-        return ratings[-1]
+                failure = f"{type(error).__name__}: {error}"
+        else:
+            if failure:
+                log.warning("an answer has no rating in double brackets: %s", failure)
+                return None
+        raise EvaluationError(
+            f"{url} {said} for the model {self.model!r}: check --judge_url, --judge_model and the key. Ratings "
+            "so far are kept"
+        )
 
 
 def rate_answers(answers: Path, results: Path, question: str, reference: str, judge: Judge) -> tuple[Path, int]:
@@ -691,12 +672,11 @@ def rate_answers(answers: Path, results: Path, question: str, reference: str, ju
     return file, sum(entry["score"] is None for entry in rated.values())
 
 
-def draw_ratings(results: Path, answers: Path, figures: Path, train_length: int | None = None) -> Iterator[Path]:
+def draw_ratings(results: Path, answers: Path, figures: Path) -> Iterator[Path]:
     """Draws the ratings of every experiment and model, and yields the pictures.
 
     Args:
         results, answers: the folders that `rate_answers` and `answer_prompts` wrote to, above those of an experiment.
-        train_length: where the answers' settings do not say it.
 
     Raises:
         EvaluationError: there are no ratings.
@@ -715,7 +695,7 @@ def draw_ratings(results: Path, answers: Path, figures: Path, train_length: int 
         for name, entry in evaluations.read_json(file).items():
             length, depth = _length_and_depth(name)
             records.append({"length": length, "depth": depth / 10_000, "judge": entry["score"]})
-        about = {"model": known_models.display_name(model), "mode": exp, "train_length": train_length or trained}
+        about = {"model": known_models.display_name(model), "mode": exp, "train_length": trained}
         several = len(list(file.parent.glob("*_eval.json"))) > 1  # judges, each of which has a picture
         stem = f"needle_{exp}_{model}" + (f"_{judge}" if several else "")
         pictures = [figures / exp / f"{stem}.{suffix}" for suffix in ("png", "pdf")]

@@ -15,16 +15,15 @@ Axes: N sequences, B those of a batch, T positions, O octaves of positions.
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from forgetting_transformer.analysis.evaluations import (
@@ -42,8 +41,7 @@ from forgetting_transformer.analysis.position_loss import (
     slopes,
     standard_errors,
 )
-from forgetting_transformer.data.worker import hand_over, received
-from forgetting_transformer.evaluation.held_out import HeldOut, HeldOutSequences, check_vocabulary
+from forgetting_transformer.evaluation.held_out import HeldOutSequences, check_vocabulary
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
@@ -56,6 +54,7 @@ from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.files import replacing, write_json
 from forgetting_transformer.training.records.loss_by_position import by_length
 
+T = TypeVar("T")
 #: Shortest context length that results report, as in the paper.
 MIN_LENGTH = 512
 #: Tokens that the paper evaluates on.
@@ -78,10 +77,6 @@ class Sums:
     @property
     def sequences(self) -> int:
         return len(self.octaves_NO)
-
-    @classmethod
-    def empty(cls, length: int) -> "Sums":
-        return cls(np.zeros(length), np.zeros((0, len(octave_edges(length)) - 1)))
 
 
 def evaluate(
@@ -124,9 +119,9 @@ def evaluate(
     state_file = folder / "state" / "sums.npz"
 
     known = workers.on_first(lambda: _read_state(state_file, identity) if resume else None)
-    sums = known or Sums.empty(data.length)
-    begun = sums.sequences
     octaves_TO = _octave_means(data.length).to(workers.device)
+    sums = known or Sums(np.zeros(data.length), np.zeros((0, octaves_TO.shape[1])))
+    begun = sums.sequences
     per_round = workers.world_size * batch_size
     # What this process adds between two saves.
     most = min(save_interval * per_round, data.sequences - sums.sequences)
@@ -138,21 +133,12 @@ def evaluate(
         range(min(begin, data.sequences), min(begin + batch_size, data.sequences))
         for begin in range(first, first + rounds * per_round, per_round)
     ]
-    on_gpu = workers.device.type == "cuda"
-    ahead = int(on_gpu and isinstance(data, HeldOut))  # a loader of a plug-in may have workers itself
-    loader = DataLoader(
-        _Batches(data, batches),
-        batch_size=None,
-        num_workers=ahead,
-        collate_fn=partial(hand_over, fix="") if ahead else None,
-        pin_memory=on_gpu,
-    )
     bar = tqdm(
         total=data.sequences, initial=sums.sequences, unit="seq", desc=model.name, disable=not workers.shows_progress
     )
-    for number, (mine, batch) in enumerate(zip(batches, received(iter(loader)), strict=True), start=1):
+    for number, (mine, batch) in enumerate(zip(batches, _read_ahead(data.read_batches(batches)), strict=True), start=1):
         if batch is not None:
-            input_ids, labels = (batch[key].to(workers.device, non_blocking=True) for key in ("input_ids", "labels"))
+            input_ids, labels = (batch[key].to(workers.device) for key in ("input_ids", "labels"))
             with precision_context(precision, workers.device):
                 loss_BT = token_losses(model.model, input_ids, labels)
                 loss_T += loss_BT.sum(0, dtype=torch.float64)
@@ -204,14 +190,13 @@ def summarise(sums: Sums, model: EvaluatedModel, identity: dict[str, Any]) -> di
     return results
 
 
-class _Batches(IterableDataset):
-    """Batches of a loader, which may read them in its own process."""
-
-    def __init__(self, data: HeldOutSequences, batches: Sequence[range]) -> None:
-        self.data, self.batches = data, batches
-
-    def __iter__(self) -> Iterator[dict[str, Tensor] | None]:
-        return self.data.read_batches(self.batches)
+def _read_ahead(batches: Iterator[T]) -> Iterator[T]:
+    """The same batches; while one is used, a thread reads the next."""
+    with ThreadPoolExecutor(1) as reader:
+        ahead = reader.submit(list, itertools.islice(batches, 1))
+        while batch := ahead.result():
+            ahead = reader.submit(list, itertools.islice(batches, 1))
+            yield from batch
 
 
 def _octave_means(length: int) -> Tensor:
