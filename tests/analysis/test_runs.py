@@ -2,12 +2,10 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.runs import (
@@ -21,7 +19,6 @@ from tests.analysis.conftest import (
     MakeRun,
     add_callbacks,
     is_picture,
-    title_and_note,
     write_lines,
     write_losses_by_position,
 )
@@ -101,18 +98,6 @@ def test_the_figures_of_one_run(make_run: MakeRun, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         plot_run.main([str(run_dir), str(make_run("other"))])
     assert "--out DIR" in capsys.readouterr().err, "of several runs"
-
-
-@pytest.mark.slow
-def test_a_run_without_losses_by_position_is_in_no_caption(
-    make_run: MakeRun, drawn: list[Figure], tmp_path: Path
-) -> None:
-    runs = [make_run("fox"), make_run("young", seed=7)]
-    shutil.rmtree(runs[1] / "metrics/npz")
-    plot_run.main([*map(str, runs), "--out", str(tmp_path / "both")])
-    notes = {title: note for title, note in map(title_and_note, drawn)}
-    assert "seed 0 " in notes["Loss at every position of fox (fox_pro), held-out, after 150K tokens"]
-    assert "seed 0, 7 " in notes["Training and held-out loss of 2 runs"]
 
 
 def test_a_run_that_cannot_be_drawn_is_named(tmp_path: Path) -> None:
