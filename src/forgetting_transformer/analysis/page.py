@@ -12,7 +12,6 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError, outputs, position_loss, run_figures
@@ -173,9 +172,12 @@ def _configurations(runs: Sequence[Run]) -> str:
     """The keys in which runs differ, and those on which all agree, folded away."""
     if not runs:
         return ""
-    configs = [flatten(run.config) for run in runs]
+    configs = [
+        {key: json.dumps(value, default=str, ensure_ascii=False) for key, value in flatten(run.config).items()}
+        for run in runs
+    ]
     keys = dict.fromkeys(key for config in configs for key in config)
-    rows = [[key, *(_setting(config, key) for config in configs)] for key in keys]
+    rows = [[key, *(config.get(key, "– not there –") for config in configs)] for key in keys]
     different = [row for row in rows if len({*row[1:]}) > 1]
     same = sorted(row for row in rows if row not in different)
     header, alignment = ["Key", *(run.name for run in runs)], "l" * (len(runs) + 1)
@@ -184,10 +186,6 @@ def _configurations(runs: Sequence[Run]) -> str:
     note = f"<p class='note'>{len(different)} keys differ, {len(same)} agree.</p>"
     agreed = _folded("Keys on which all agree", _table(Table(header, same, alignment)))
     return note + _table(Table(header, different, alignment), mark=True) + agreed
-
-
-def _setting(config: Mapping[str, Any], key: str) -> str:
-    return json.dumps(config[key], default=str, ensure_ascii=False) if key in config else "– not there –"
 
 
 def _embedded(file: Path, description: str) -> str:

@@ -37,12 +37,12 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
 
 def conditions(runs: Sequence[Run]) -> list[str]:
     """Settings of the runs, from the corpus to the device, for a figure's foot; what no run says is left out."""
-    found = []
+    heldout_tokens, found = names.name_of(names.VAL, names.TOKENS_EVALUATED), []
     for name, several, values in (
         ("{}", "corpora", [run.setting("datamodule", "dataset") for run in runs]),
         ("{} parameters", "model sizes", [_short(run.info("model").get("total_params")) for run in runs]),
         ("{} tokens of training", "budgets", [_short(run.tokens or None) for run in runs]),
-        ("{} held-out tokens", "held-out sets", [_heldout_tokens(run) for run in runs]),
+        ("{} held-out tokens", "held-out sets", [_short(run.last(names.VAL).get(heldout_tokens)) for run in runs]),
         ("sequences of {} tokens", "sequence lengths", [run.setting("datamodule", "train_batch_len") for run in runs]),
         ("{} tokens a step", "batch sizes", [_tokens_per_step(run) for run in runs]),
         ("learning rate {}", "learning rates", [run.setting("optimizer", "lr") for run in runs]),
@@ -93,10 +93,6 @@ def draw_runs(runs: Sequence[Run], folder: Path) -> dict[str, Path]:
         loss_against_position(shown, file, lengths, conditions=conditions([*curves]), of="runs")
         files["Loss at every position, in training"] = file
     return files
-
-
-def _heldout_tokens(run: Run) -> str | None:
-    return _short(run.last(names.VAL).get(names.name_of(names.VAL, names.TOKENS_EVALUATED)))
 
 
 def _short(number: int | None) -> str | None:

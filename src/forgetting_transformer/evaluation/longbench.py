@@ -353,8 +353,8 @@ def answer_sets(
         def prompt_of(n: int, name: str = name, examples: Sequence[Mapping[str, Any]] = examples) -> np.ndarray:
             return build_prompt(model, name, examples[n], max_length)
 
-        asked, parts = {str(n): about for n, about in enumerate(kept)}, folder / "unfinished" / name
-        texts = answer(model, parts, asked, prompt_of, SETS[name].max_new_tokens, workers, precision)
+        keys, parts = [str(n) for n in range(len(examples))], folder / "unfinished" / name
+        texts = answer(model, parts, keys, prompt_of, SETS[name].max_new_tokens, workers, precision)
         if workers.is_first:
             records = [{"pred": text, **about} for text, about in zip(texts, kept, strict=True)]
             write_atomically(file, "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))

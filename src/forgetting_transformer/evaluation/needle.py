@@ -74,7 +74,6 @@ from forgetting_transformer.evaluation.in_training import (
     EvaluationCallback,
     beat,
     evaluated_model,
-    held_out_rows,
     precision,
     share,
 )
@@ -397,7 +396,7 @@ def evaluate(
     predictions = answer(
         model,
         folder / "answers",
-        {str(cell): vars(cell) for cell in cells},
+        [*map(str, cells)],
         lambda n: haystack.prompt(needle, mode, cells[n]),
         max_new_tokens,
         workers,
@@ -556,7 +555,7 @@ def answer_prompts(
         return np.concatenate([model.first, model.encode(questions[asked[n]])])
 
     parts = folder / "unfinished" / "answers"
-    answers = answer(model, parts, {name: {} for name in asked}, prompt_of, max_new_tokens, workers, precision)
+    answers = answer(model, parts, asked, prompt_of, max_new_tokens, workers, precision)
     if workers.is_first:
         for name, text in zip(asked, answers, strict=True):
             files.write_atomically(folder / f"{name}.txt", text.strip())
@@ -749,9 +748,11 @@ class NeedleTest(EvaluationCallback):
                 f"callbacks.needle.lengths={config.lengths or 'null'} has prompts of {lengths[0]} tokens, and needle, "
                 f"question and answer alone have {least - 1}; give lengths of {least} or more"
             )
+        trainer.data.eval_info()  # which says so if nothing is held out
         texts: list[np.ndarray] = []
-        for ids in held_out_rows(trainer, model):
-            texts.append(ids)
+        for batch in trainer.data.eval_loader(0, 1):  # alike on every rank
+            ids = batch["labels"][batch["weight"] > 0].flatten().numpy()
+            texts.append(ids[~np.isin(ids, [*model.first, *model.eos_token_ids])])
             if sum(map(len, texts)) >= config.samples * lengths[-1]:
                 break
         haystack = Haystack(model, np.concatenate(texts))

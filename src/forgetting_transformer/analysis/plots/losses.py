@@ -46,7 +46,7 @@ _POINTS = 400
 LOSS_LABEL = "loss (nats per token)"
 
 
-def smooth(loss: np.ndarray, fraction: float, most: int | None = None) -> np.ndarray:
+def smooth(loss: np.ndarray, fraction: float = _POSITION_SMOOTHING, most: int | None = None) -> np.ndarray:
     """Moving average with a growing window: value p (from 1) is averaged over p - fraction * p ... p + fraction * p.
 
     Losses fall steeply first and slowly later, both over training and over a sequence. The first values therefore stay
@@ -234,7 +234,7 @@ def loss_against_position(
     title = f"Loss at every position of {names[0] if len(names) == 1 else f'{len(names)} {of}'}"
     with picture(path, title, (7.6, 3.4), columns=2) as drawn:
         styles = curve_styles(names)
-        for axes, of_loss in zip(drawn.axes[0], (_smooth_position, prefix_perplexity), strict=True):
+        for axes, of_loss in zip(drawn.axes[0], (smooth, prefix_perplexity), strict=True):
             means: list[np.ndarray] = []
             for losses, style in zip(curves.values(), styles, strict=True):
                 position = np.unique(np.geomspace(first, losses.shape[-1], _POINTS).round().astype(np.int64))
@@ -253,10 +253,6 @@ def loss_against_position(
             drawn.handles.append(line_handle(style, f"{name}{seeds}"))
         drawn.handles += marks
         drawn.notes += [*conditions, f"loss: mean over i ± {_POSITION_SMOOTHING:.0%}"]
-
-
-def _smooth_position(loss_T: np.ndarray) -> np.ndarray:
-    return smooth(loss_T, _POSITION_SMOOTHING)
 
 
 def position_limits(curves: Sequence[np.ndarray]) -> tuple[float, float]:
