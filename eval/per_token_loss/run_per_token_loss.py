@@ -22,16 +22,7 @@ def parse_args() -> argparse.Namespace:
     parser = command_line.make_parser(__doc__)
     options.add_model(parser)
     parser.add_argument(
-        "--data_path",
-        type=command_line.name,
-        required=True,
-        help="folder of a corpus (with heldout.zarr), or the folder that holds it",
-    )
-    parser.add_argument(
-        "--dataset",
-        type=command_line.name,
-        default="longcrawl64",
-        help="the corpus's name in the second case; %(default)s",
+        "--data_path", type=command_line.name, required=True, help="folder of a corpus, with heldout.zarr"
     )
     parser.add_argument(
         "--corpus",
@@ -71,7 +62,6 @@ def main() -> None:
         data = held_out.open_data(
             model,
             args.data_path,
-            args.dataset,
             args.corpus,
             length=args.eval_len,
             tokens=None if args.eval_tokens == "all" else args.eval_tokens,

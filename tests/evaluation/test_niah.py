@@ -81,10 +81,10 @@ def test_samples_use_other_parts_of_a_text_that_goes_round(model):
 
 
 def test_haystacks_are_folders_and_held_out_documents(model, essays, quickstart, tmp_path):
-    hay = niah.find_haystack(model, "easy", essays, tmp_path, None, "", 0)
+    hay = niah.find_haystack(model, "easy", essays, tmp_path, None, 0)
     names = ("a.txt", "b.txt", "c.txt")
     assert hay.tokens.tolist() == ids_of(model, " ".join((essays / name).read_text() for name in names))
-    found = niah.find_haystack(model, "easy", None, tmp_path, str(quickstart.data), "words", 300)
+    found = niah.find_haystack(model, "easy", None, tmp_path, str(quickstart.data), 300)
     assert len(found.tokens) == 512, "two documents of 256"
     assert found.is_end.tolist() == (found.tokens == STOP).tolist()
     (tmp_path / "none").mkdir()

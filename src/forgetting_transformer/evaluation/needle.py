@@ -320,7 +320,6 @@ def find_haystack(
     folder: Path | None,
     essays: Path,
     data_path: str | None,
-    dataset: str,
     needed: int,
 ) -> Haystack | Essays:
     """The haystack of a command line: a folder of texts, held-out documents, or Python's documentation.
@@ -335,7 +334,7 @@ def find_haystack(
     if mode in PAPER_MODES:
         return Essays(model.require_tokenizer(), find_essays(folder, essays), model.bos_token_id)
     if data_path is not None:
-        return Haystack(model, read_documents(model, data_path, dataset, needed))
+        return Haystack(model, read_documents(model, data_path, needed))
     text = free_text() if folder is None else "\n\n".join(read_folder(folder))
     return Haystack(model, model.encode(text))
 
