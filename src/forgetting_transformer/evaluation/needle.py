@@ -433,7 +433,6 @@ def _digest_of(value: object) -> str:
 
 #: The tokenizer that the official configs name: GPT-2's vocabulary behind JSON's escapes.
 _HUB_TOKENIZER = "zhixuan-lin/longcrawl64-json-gpt2-tokenizer"
-_NAME = re.compile(r"Huggingface_len_(\d+)_depth_(\d+)")
 
 
 class ConfigFile(dict[str, Any]):
@@ -564,14 +563,12 @@ def answer_prompts(
 
 def _by_cell(folder: Path, ending: str) -> list[str]:
     """Names of the files of a folder that are called Huggingface_len_L_depth_D and the ending, short prompts first."""
-    found = [file.name.removesuffix(ending) for file in folder.glob(f"*{ending}")]
-    return sorted(filter(_NAME.fullmatch, found), key=_length_and_depth)
+    found = [file.name.removesuffix(ending) for file in folder.glob(f"Huggingface_len_*_depth_*{ending}")]
+    return sorted(found, key=_length_and_depth)
 
 
-def _length_and_depth(name: str) -> tuple[int, int]:
-    match = _NAME.fullmatch(name)
-    assert match is not None, name
-    return int(match[1]), int(match[2])
+def _length_and_depth(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
 
 
 # Ratings
