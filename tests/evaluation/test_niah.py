@@ -89,7 +89,7 @@ def test_haystacks_are_folders_and_held_out_documents(model, essays, quickstart,
     assert found.is_end.tolist() == (found.tokens == STOP).tolist()
     (tmp_path / "none").mkdir()
     with pytest.raises(EvaluationError, match=r"there is no text in .*none: give a folder with \.txt files"):
-        niah.read_folder(tmp_path / "none")
+        niah.read_texts(tmp_path / "none", "")
 
 
 @pytest.mark.parametrize(

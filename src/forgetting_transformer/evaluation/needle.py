@@ -276,42 +276,35 @@ class Essays:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def find_essays(chosen: Path | None, expected: Path) -> str:
-    """The text of a folder of essays: the chosen one, else the expected one, joined without anything between them.
-
-    Where neither is named nor there, it is Python's documentation, and one line on stderr says so.
-
-    Raises:
-        EvaluationError: there is no text in the folder.
-    """
-    if chosen is not None or expected.is_dir():
-        return "".join(read_folder(chosen or expected))
-    print(
-        f"warning: there is no folder {expected}, so the haystack is Python's documentation and scores are not the "
-        "paper's. github.com/zhixuan-lin/forgetting-transformer has the essays in "
-        f"eval/niah/{ESSAYS}: copy that folder here",
-        file=sys.stderr,
-    )
-    return free_text()
-
-
-def read_folder(folder: Path) -> list[str]:
+def read_texts(folder: Path | None, between: str) -> str:
     """The `.txt` files of a folder, in the order of their names. (The official script takes the file system's order.)
 
+    Without a folder it is Python's reference documentation, 465 kB of English in Python 3.11.
+
     Raises:
-        EvaluationError: it is not there, or holds no text.
+        EvaluationError: the folder is not there, or holds no text.
     """
+    if folder is None:
+        from pydoc_data.topics import topics
+
+        return "".join(topics[name] for name in sorted(topics))
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.txt"))]
     if not any(text.strip() for text in texts):
         raise EvaluationError(f"there is no text in {folder}: give a folder with .txt files")
-    return texts
+    return between.join(texts)
 
 
-def free_text() -> str:
-    """Python's reference documentation, 465 kB of English in Python 3.11; other versions have other texts."""
-    from pydoc_data.topics import topics
-
-    return "".join(topics[name] for name in sorted(topics))
+def find_essays(chosen: Path | None, expected: Path) -> str:
+    """The texts of the chosen folder, else of the expected one, else Python's documentation, and a warning says so."""
+    folder = chosen or (expected if expected.is_dir() else None)
+    if folder is None:
+        print(
+            f"warning: there is no folder {expected}, so the haystack is Python's documentation and scores are not the "
+            "paper's. github.com/zhixuan-lin/forgetting-transformer has the essays in "
+            f"eval/niah/{ESSAYS}: copy that folder here",
+            file=sys.stderr,
+        )
+    return read_texts(folder, between="")
 
 
 def find_haystack(
@@ -335,8 +328,7 @@ def find_haystack(
         return Essays(model.require_tokenizer(), find_essays(folder, essays), model.bos_token_id)
     if data_path is not None:
         return Haystack(model, read_documents(model, data_path, needed))
-    text = free_text() if folder is None else "\n\n".join(read_folder(folder))
-    return Haystack(model, model.encode(text))
+    return Haystack(model, model.encode(read_texts(folder, between="\n\n")))
 
 
 def exact_match(prediction: str, answer: str) -> float:
