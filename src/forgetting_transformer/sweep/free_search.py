@@ -116,7 +116,8 @@ class FreeSearch:
         """Draws the loss of every finished trial against each key."""
         with mpl.rc_context(), warnings.catch_warnings():  # the style is Optuna's, and said to be experimental
             warnings.simplefilter("ignore", ExperimentalWarning)
-            figure = np.ravel(plot_slice(self.study, target_name=f"{self.loss_name} (nats per token)"))[0].figure
+            axes: Any = plot_slice(self.study, target_name=f"{self.loss_name} (nats per token)")
+            figure = np.ravel(axes)[0].figure
             figure.suptitle(f"Search over keys of {self.base.model.label or self.base.model.name}")
             figure.text(0, -0.05, " · ".join([*budget(self.base), "one seed each, so that noise is unknown"]))
             figure.savefig(self.folder / "sweep.png", bbox_inches="tight")
