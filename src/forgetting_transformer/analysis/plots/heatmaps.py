@@ -140,7 +140,7 @@ def draw_needles(evaluation: Evaluation, score: str, *paths: Path) -> None:
 
 
 def _described(cells: Sequence[Number]) -> list[str]:
-    """How many prompts a grid shows, and their mean score."""
+    """Number of prompts in a grid, and their mean score."""
     samples = np.array([number.samples or 1 for number in cells])
     mean = samples @ np.array([number.value for number in cells]) / max(1, samples.sum())
     most = int(max(samples, default=0))
