@@ -97,19 +97,6 @@ class Evaluation:
         return next(found, None)
 
 
-def check_folder(folder: Path, kind: str, *more: str) -> None:
-    """Refuses a folder where `write_evaluation` would meet files of others. To be called before the evaluation.
-
-    Args:
-        kind: of the evaluation.
-        more: names of further files that it writes.
-
-    Raises:
-        AnalysisError: that, or the folder cannot be made.
-    """
-    outputs.check(folder, kind, [*FILES, *more])
-
-
 def write_evaluation(
     evaluation: Evaluation,
     folder: Path,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from forgetting_transformer.analysis.evaluations import check_folder, read_json
+from forgetting_transformer.analysis import evaluations, outputs
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
@@ -125,7 +125,7 @@ def begin(
 
     def check() -> None:
         if kind:
-            check_folder(folder, kind, *own)
+            outputs.check(folder, kind, [*evaluations.FILES, *own])
         check_settings(folder, known, cure)
 
     workers.on_first(check)
@@ -148,7 +148,7 @@ def check_settings(folder: Path, settings: dict[str, Any], cure: str) -> None:
         raise EvaluationError(f"{folder}/results.json is of something else, as no settings.json lies beside it: {cure}")
     # Files of a start that failed before its first result may be replaced.
     if file.is_file() and any(path.is_file() and path != file for path in folder.rglob("*")):
-        stored = read_json(file)
+        stored = evaluations.read_json(file)
         for key in sorted(stored.keys() | settings.keys()):
             if stored.get(key) != settings.get(key):
                 raise EvaluationError(

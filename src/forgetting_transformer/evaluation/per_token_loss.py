@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from forgetting_transformer.analysis import outputs
 from forgetting_transformer.analysis.evaluations import (
-    check_folder,
+    FILES,
     from_position_loss,
     write_evaluation,
 )
@@ -108,7 +109,8 @@ def evaluate(
         AnalysisError: the folder holds files of others that this evaluation would replace.
     """
     check_vocabulary(model, data)
-    workers.on_first(lambda: check_folder(folder, "per_token_loss", "results.json", "results.npz", "figure.png"))
+    files = [*FILES, "results.json", "results.npz", "figure.png"]
+    workers.on_first(lambda: outputs.check(folder, "per_token_loss", files))
     identity = {
         "weights": fingerprint(model.model),
         "data": data.fingerprint,
