@@ -10,7 +10,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.exceptions import ExperimentalWarning
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -115,7 +114,7 @@ class FreeSearch:
     def _draw(self) -> None:
         """Draws the loss of every finished trial against each key."""
         with mpl.rc_context(), warnings.catch_warnings():  # the style is Optuna's, and said to be experimental
-            warnings.simplefilter("ignore", ExperimentalWarning)
+            warnings.simplefilter("ignore")
             axes: Any = plot_slice(self.study, target_name=f"{self.loss_name} (nats per token)")
             figure = np.ravel(axes)[0].figure
             figure.suptitle(f"Search over keys of {self.base.model.label or self.base.model.name}")
