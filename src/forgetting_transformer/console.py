@@ -1,5 +1,5 @@
-"""How a process of train.py speaks and ends: in one line where one is enough, once for all processes of a node, and
-without passwords.
+"""Messages and end of a process of train.py: one line where one is enough, once for all processes of a node, without
+passwords.
 
 Passwords stay out of what is written and printed: config.yaml, checkpoints, logs, error messages, wandb. A URL such as
 https://reader:PASSWORD@host/data?token=TOKEN is used as it is given and shown as https://reader:***@host/data?token=***.
@@ -98,7 +98,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def exit_code(outcome: str) -> int:
-    """Tells the launcher how the run ended, "done" or "preempted"; returns the code to exit with.
+    """Reports the end of the run to the launcher, "done" or "preempted"; returns the code to exit with.
 
     An elastic launcher (`fabric run`, torchrun) takes every code but 0 for a failure; so do the launchers of Fabric and
     SLURM for ranks other than 0, and kill those that are not done yet.

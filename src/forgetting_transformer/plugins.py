@@ -51,7 +51,7 @@ class UnknownComponentError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Component(Generic[T]):
-    """What one name stands for.
+    """Function or class behind one name.
 
     Attributes:
         name: what configs call it.
@@ -108,7 +108,7 @@ class Registry(Generic[T]):
         return self._components[name].plugin if name in self._components else ""
 
     def attribute(self, plugin: str) -> bool:
-        """Whether a plug-in has registered something, be it that its module was imported before it was named."""
+        """Whether a plug-in has registered something, also where its module was imported before it was named."""
         for name, component in self._components.items():
             module = getattr(component.build, "__module__", "")
             if not component.plugin and f"{module}.".startswith(f"{plugin}."):
@@ -135,7 +135,7 @@ class Registry(Generic[T]):
         return found
 
     def make(self, name: str, *arguments: Any) -> Any:
-        """What the function or class that is registered under `name` makes of the arguments.
+        """Calls the function or class registered under `name`.
 
         Raises:
             UnknownComponentError: nothing is registered under it. PluginError: it cannot be called with so many.
@@ -173,7 +173,6 @@ CALLBACKS: Registry[Callable[..., Any]] = Registry(
         "gate_statistics": "forgetting_transformer.evaluation.forget_gates",
         "lm_eval": "forgetting_transformer.evaluation.lm_eval_callback",
         "needle": "forgetting_transformer.evaluation.needle",
-        "samples": "forgetting_transformer.evaluation.samples",
     },
 )
 SCHEDULES: Registry[Callable[..., Callable[[int], float]]] = Registry(

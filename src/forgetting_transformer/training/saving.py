@@ -30,7 +30,7 @@ def save(trainer: "TrainerInterface", permanent: bool, must_succeed: bool) -> No
 
 
 def collect(trainer: "TrainerInterface", wait: bool = False, must_succeed: bool = False) -> None:
-    """Tells callbacks of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
+    """Notifies callbacks of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
     saved = trainer.checkpointer.finished(wait)
     if saved is None:
         return
@@ -41,7 +41,7 @@ def collect(trainer: "TrainerInterface", wait: bool = False, must_succeed: bool 
             f"{saved.error}; {trainer.last_good_checkpoint}. Make room and start the same command again"
         )
     else:
-        log.error("%s; %s. Training goes on", saved.error, trainer.last_good_checkpoint)
+        log.error("%s; %s. Training continues", saved.error, trainer.last_good_checkpoint)
 
 
 def _begin(trainer: "TrainerInterface", permanent: bool) -> None:
