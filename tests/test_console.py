@@ -154,7 +154,7 @@ def test_a_process_whose_parent_has_ended_already_ends_too():
         (["callbacks=[lm_evil]"], "there is no callbacks=lm_evil; did you mean 'lm_eval'?"),
         (
             ["callbacks=[lm_eval,zzz]"],
-            "there is no callbacks=zzz; choices: ema, gate_statistics, lm_eval, needle, samples, or "
+            "there is no callbacks=zzz; choices: ema, gate_statistics, lm_eval, needle, or "
             "those of a plug-in, which is named first: plugins=[…]",
         ),
         (["optimizer="], "optimizer= is empty (a variable that is not set?); choices: adamw, muon"),
@@ -213,6 +213,16 @@ def said_by_train(rank, monkeypatch, capsys, tmp_path):
         return error
 
     return start
+
+
+def test_threads_that_wait_sleep_unless_the_user_says_otherwise(said_by_train, monkeypatch):
+    """Beside other work a step on threads that spin takes many times as long."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    said_by_train("=3")
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    said_by_train("=3")
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
 
 
 def test_a_config_of_ones_own_that_is_broken_is_one_line(said_by_train, tmp_path):
