@@ -173,7 +173,6 @@ CALLBACKS: Registry[Callable[..., Any]] = Registry(
         "gate_statistics": "forgetting_transformer.evaluation.forget_gates",
         "lm_eval": "forgetting_transformer.evaluation.lm_eval_callback",
         "needle": "forgetting_transformer.evaluation.needle",
-        "samples": "forgetting_transformer.evaluation.samples",
     },
 )
 SCHEDULES: Registry[Callable[..., Callable[[int], float]]] = Registry(
