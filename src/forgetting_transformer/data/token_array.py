@@ -134,8 +134,7 @@ class TokenArray:
         """One chunk; smaller at the array's edges.
 
         Raises:
-            MissingChunkError: there is no file for it.
-            DataError: it cannot be decoded.
+            DataError: there is no file for it, or it cannot be decoded.
         """
         rows, columns = self.chunk_shape
         window = (

@@ -30,14 +30,6 @@ SAFE_CODECS = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"})
 )
 
 
-#: Other corpora that a message lists.
-_MOST_LISTED = 8
-
-
-class MissingChunkError(DataError):
-    """A chunk of the array has no file."""
-
-
 class ArrayFiles:
     """The files of an array: in a local folder, or at a URL and kept in a cache on disk.
 
@@ -64,7 +56,7 @@ class ArrayFiles:
         if self.cache is None:
             return self.folder.is_dir()
         # Metadata may change while chunks do not (an array that grows), so every start fetches it again.
-        return any([self.cache.fetch(name, fresh=True) for name in ARRAY_METADATA.values()])
+        return any(self.cache.fetch(name, fresh=True) for name in ARRAY_METADATA.values())
 
     def read_checksums(self) -> None:
         """Has every chunk that is read from now on compared with the list beside the array, if there is one.
@@ -119,35 +111,33 @@ class ArrayFiles:
             document: the first that it holds, for messages.
 
         Raises:
-            MissingChunkError: there is no file for it.
-            DataError: it cannot be decoded.
+            DataError: there is no file for it, or it cannot be decoded.
         """
         fetched_again = False
         while True:
             try:
                 return decode()
-            except MissingChunkError as error:
-                raise MissingChunkError(
-                    f"{error}: it holds documents {document:,} and on, which this run needs. The copy of the "
-                    "corpus is partial: fetch the chunk again, choose a complete array, or train on the documents "
-                    "that are there with datamodule.missing_chunks=skip"
-                ) from error
             except DataError:
                 raise
+            except FileNotFoundError as error:
+                raise DataError(
+                    f"missing chunk {self.place(key)}: it holds documents {document:,} and on, which this run needs. "
+                    "The copy of the corpus is partial: fetch the chunk again, choose a complete array, or train on "
+                    "the documents that are there with datamodule.missing_chunks=skip"
+                ) from error
             except Exception as error:  # each codec has its own
-                if fetched_again or self.cache is None or self.cache.fetch(key, fresh=True) is None:
-                    raise DataError(f"{self.place(key)} {self._fault(error)}") from error
-                fetched_again = True
-
-    def _fault(self, error: Exception) -> str:
-        if isinstance(error, ChecksumError) and self.checksums is not None:
-            listed = self.checksums.name
-            return (
-                f"is not the file that {listed} lists: it was changed or is damaged ({error}). Fetch or make it again. "
-                f"If the change is meant, this is another corpus: delete {listed}, and scripts/verify_data.py makes a "
-                "new one"
-            )
-        return f"cannot be decoded ({error}); it is damaged: delete it and fetch or make it again"
+                if not fetched_again and self.cache is not None and self.cache.fetch(key, fresh=True):
+                    fetched_again = True
+                    continue
+                fault = f"cannot be decoded ({error}); it is damaged: delete it and fetch or make it again"
+                if isinstance(error, ChecksumError) and self.checksums is not None:
+                    listed = self.checksums.name
+                    fault = (
+                        f"is not the file that {listed} lists: it was changed or is damaged ({error}). Fetch or make "
+                        f"it again. If the change is meant, this is another corpus: delete {listed}, and "
+                        "scripts/verify_data.py makes a new one"
+                    )
+                raise DataError(f"{self.place(key)} {fault}") from error
 
 
 class _Store(WrapperStore[LocalStore]):
@@ -174,7 +164,7 @@ class _Store(WrapperStore[LocalStore]):
                 if self.files.holds_blosc:
                     _check_blosc(data)
                 return value
-        raise MissingChunkError(f"missing chunk {self.files.place(key)}")
+        raise FileNotFoundError(key)
 
 
 def open_array(files: ArrayFiles) -> zarr.Array:
@@ -222,15 +212,13 @@ def _check_shape(place: str | Path, array: zarr.Array) -> None:
     Raises:
         DataError: the array states rows or chunks of nothing, or more than any corpus has.
     """
-    if 0 in array.chunks or 0 in array.shape[1:]:
-        raise DataError(
-            f"{place} states shape {array.shape} in chunks of {array.chunks}: rows of nothing; make or fetch it again"
-        )
-    files = math.prod(-(-length // size) for length, size in zip(array.shape, array.chunks, strict=True))
+    some = 0 not in array.chunks and 0 not in array.shape[1:]
+    files = math.prod(-(-length // size) for length, size in zip(array.shape, array.chunks, strict=True)) if some else 0
     chunk_bytes = math.prod(array.chunks) * array.dtype.itemsize
-    if files > LARGEST_FILE_COUNT or max(array.shape[1:], default=0) > LONGEST_DOCUMENT or chunk_bytes > LARGEST_CHUNK:
+    longest = max(array.shape[1:], default=0)
+    if not some or files > LARGEST_FILE_COUNT or longest > LONGEST_DOCUMENT or chunk_bytes > LARGEST_CHUNK:
         raise DataError(
-            f"{place} states shape {array.shape} in {files:,} files and chunks of {array.chunks}; up to "
+            f"{place} states shape {array.shape} in {files:,} files and chunks of {array.chunks}; from 1 to "
             f"{LARGEST_FILE_COUNT:,} files, {LONGEST_DOCUMENT:,} tokens in a row and {LARGEST_CHUNK >> 20} MiB in a "
             "chunk are read: its metadata is damaged, fetch it again"
         )
@@ -238,18 +226,17 @@ def _check_shape(place: str | Path, array: zarr.Array) -> None:
 
 def _nothing_at(path: str | Path) -> str:
     """Message that there is no array at `path`, and which corpora are near it."""
-    name, dataset, data_dir = Path(path).name, Path(path).parent.name or "<dataset>", Path(path).parent.parent
-    if isinstance(path, Path):  # listing a URL would be a request for every folder
-        others = sorted(folder.parent.name for folder in data_dir.glob(f"*/{name}"))
-        if others:
-            nearest = difflib.get_close_matches(dataset, others, n=1, cutoff=0.0)
-            shown = ", ".join(others[:_MOST_LISTED]) + (", …" if len(others) > _MOST_LISTED else "")
-            return (
-                f"no token array at {path}. {data_dir} holds {shown}: choose one, as in data_dir={data_dir} "
-                f"datamodule.dataset={nearest[0]}"
-            )
-        if (data_dir / name).is_dir():
-            return f"no token array at {path}. {data_dir} is a corpus itself: choose it with datamodule.dataset=."
+    if isinstance(path, str):  # listing a URL would be a request for every folder
+        return f"no token array at {path}: neither .zarray nor zarr.json is there; check the URL"
+    name, dataset, data_dir = path.name, path.parent.name or "<dataset>", path.parent.parent
+    if others := sorted(folder.parent.name for folder in data_dir.glob(f"*/{name}")):
+        [nearest] = difflib.get_close_matches(dataset, others, n=1, cutoff=0.0)
+        return (
+            f"no token array at {path}. {data_dir} holds {', '.join(others)}: choose one, as in data_dir={data_dir} "
+            f"datamodule.dataset={nearest}"
+        )
+    if (data_dir / name).is_dir():
+        return f"no token array at {path}. {data_dir} is a corpus itself: choose it with datamodule.dataset=."
     return (
         f"no token array at {path}. Set data_dir to the folder that holds {dataset}/{name} "
         f"(datamodule.dataset={dataset}), or make one with scripts/prepare_data.py, or fetch LongCrawl64 with "

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.storage.remote import RemoteFolder, join
+from forgetting_transformer.data.storage.remote import RemoteFile, RemoteFolder, join
 from forgetting_transformer.files import TEMPORARY, explain, locked, replacing
 
 #: Files fetched at a time by one process.
@@ -69,11 +69,12 @@ class RemoteCache:
                 f"cannot keep remote chunks in {settings.folder}: {explain(error)}; set datamodule.cache_dir"
             ) from error
 
-    def fetch(self, name: str, fresh: bool = False) -> Path | None:
+    def fetch(self, name: str, fresh: bool = False, expected: RemoteFile | None = None) -> Path | None:
         """The local copy of a file, fetched if it is not here, or None if the source has no such file.
 
         Args:
             fresh: fetch it anyway, because it may have changed (metadata) or is damaged.
+            expected: as of RemoteFolder.read.
         """
         path = self._path(name)
         if not fresh and self._touch(path):
@@ -81,7 +82,7 @@ class RemoteCache:
         with locked(self.locks / str(hashlib.sha256(str(path).encode()).digest()[0] % LOCKS)):
             # Another process may have fetched it while this one waited.
             if fresh or not self._touch(path):
-                data = self.remote.read(name)
+                data = self.remote.read(name, expected)
                 if data is None:
                     return None
                 self._write(path, data)
