@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measures what data costs: preparing text, reading arrays, a preparation that is killed, a server that misbehaves.
+"""Measures what data costs: preparing text and reading arrays.
 
     python benchmarks/data.py --out data.json
     python benchmarks/data.py --parts reading --documents 8192
@@ -10,32 +10,24 @@ preparing   scripts/prepare_data.py on `--megabytes` of made-up text: MB of text
 reading     an array with LongCrawl64's chunks, in the paper's order, by a loop that takes `--step` seconds a batch:
             the wait for the first batch and the longest after it, chunks decoded per chunk of tokens used, memory.
             "plain zarr" is `array[documents, tokens]` for each batch, as a reader without kept chunks does it
-killed      what the same command does again after SIGKILL in each stage of a preparation of 4 MB, with one worker and
-            shards of an eighth of their size, 256 KiB
-server      what becomes of each fault of the test server, and how long is waited. Nothing sleeps here: waits are
-            those that were asked for, and a silence is cut to a second
 
 CPU times hold for one machine under one load: compare rows of one run.
 """
 
 import argparse
-import functools
 import json
 import multiprocessing
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -49,21 +41,10 @@ with command_line.interruptible():
     import numcodecs
     import numpy as np
     import zarr
-    from tests.data.mirror import REPOSITORY, REVISION, serve
+    from tests.data.mirror import serve
     from torch.utils.data import DataLoader, Dataset
 
-    from forgetting_transformer.data import DataError, LongCrawl64DataModule, ReadingOrder
-    from forgetting_transformer.data.prepare import (
-        CorpusSettings,
-        near_duplicates,
-        prepare_corpus,
-        shards,
-        stream,
-        tokenizers,
-        writing,
-    )
-    from forgetting_transformer.data.prepare.output import OutputFolder
-    from forgetting_transformer.data.storage import remote
+    from forgetting_transformer.data import LongCrawl64DataModule, ReadingOrder
 
 ROOT = Path(__file__).resolve().parents[1]
 CHUNK = (2048, 2048)
@@ -72,33 +53,6 @@ VOCAB_SIZE = 50257
 ZIPF_EXPONENT = 1.1
 #: Options of scripts/prepare_data.py that differ in cost.
 PREPARED = {"bytes": ["--tokenizer", "bytes"], "dedup": ["--tokenizer", "bytes", "--dedup"], "train:32768": []}
-#: Stage -> module and function; SIGKILL comes before the call with this share of its calls behind it.
-STAGES: dict[str, tuple[Any, str, float]] = {
-    "near-duplicates": (near_duplicates, "sketch_texts", 0.5),
-    "tokenizer": (tokenizers, "train_tokenizer", 0),
-    "encoding": (stream, "encode_shard", 0.5),
-    "writing arrays": (writing, "write_block", 0.5),
-    "reading arrays back": (writing, "read_back", 0.5),
-    "publishing": (OutputFolder, "publish", 0.5),
-}
-#: Fault, how many requests get it, headers of the answers, and the test in tests/data that shows what becomes of it.
-FAULTS: list[tuple[str | int, int, dict[str, str], str]] = [
-    ("cut", 2, {}, "test_download.py::test_failures_that_pass_are_tried_again"),
-    ("cut", 99, {}, "test_download.py::test_what_fails_for_good_is_named"),
-    ("flip", 2, {}, "test_download.py::test_failures_that_pass_are_tried_again"),
-    ("flip", 99, {}, "test_download.py::test_what_fails_for_good_is_named"),
-    ("hang up", 1, {}, "test_download.py::test_failures_that_pass_are_tried_again"),
-    ("silent", 1, {}, "test_remote.py::test_a_server_that_goes_silent"),
-    (429, 1, {"Retry-After": "30"}, "test_remote.py::test_a_busy_server_is_heeded"),
-    (429, 99, {"Retry-After": "30"}, "test_remote.py::test_a_busy_server_is_heeded"),
-    (429, 99, {"Retry-After": "999999"}, "test_remote.py::test_a_busy_server_is_heeded"),
-    (429, 99, {"RateLimit": '"resolvers";r=0;t=42'}, "test_remote.py::test_a_busy_server_is_heeded"),
-    (503, 1, {}, "test_download.py::test_failures_that_pass_are_tried_again"),
-    (503, 99, {}, "test_remote.py::test_a_busy_server_is_heeded"),
-    ("circle", 99, {}, "test_remote.py::test_what_will_not_pass"),
-    (403, 99, {}, "test_remote.py::test_what_will_not_pass"),
-    (404, 99, {}, "test_download.py::test_a_source_that_cannot_be_listed"),
-]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -286,99 +240,6 @@ def counted(function: Callable[..., Any], calls: Any) -> Callable[..., Any]:
     return call
 
 
-# A preparation that is killed ---------------------------------------------------------------------------------
-
-
-def size_of(function: str, arguments: Sequence[Any]) -> int:
-    """Amount of work of a call: bytes of text, or rows of an array."""
-    if function in ("sketch_texts", "encode_shard"):
-        return sum(text.stat().st_size if isinstance(text, Path) else len(text.encode()) for text in arguments[0])
-    return len(arguments[3]) if function == "write_block" else 1
-
-
-def prepare(text: Path, out: Path, dies: tuple[str, int] | None = None) -> tuple[Counter[str], Counter[str]]:
-    """Prepares a corpus; returns calls and work by function. Or dies by SIGKILL before the n-th call of one."""
-    calls: Counter[str] = Counter()
-    work: Counter[str] = Counter()
-
-    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            if dies == (name, calls[name]):
-                os.kill(os.getpid(), signal.SIGKILL)
-            calls[name] += 1
-            work[name] += size_of(name, arguments)
-            return function(*arguments, **options)
-
-        return call
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(shards, "SHARD_BYTES", shards.SHARD_BYTES // 8))
-        for module, name, _ in STAGES.values():
-            stack.enter_context(mock.patch.object(module, name, watched(name, getattr(module, name))))
-        settings = CorpusSettings(inputs=(str(text),), tokenizer="train:2048", dedup=0.8, doc_len=1024, chunk_docs=64)
-        prepare_corpus(settings, out)
-    return calls, work
-
-
-@functools.cache
-def prepare_once(text: Path, out: Path) -> tuple[Counter[str], Counter[str]]:
-    return prepare(text, out)
-
-
-def measure_killed(case: dict[str, Any], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    text, out, straight = made_up_text(folder / "little_text", 4), folder / "killed", folder / "straight"
-    calls, work = prepare_once(text, straight)
-    _, name, share = STAGES[case["stage"]]
-    child = multiprocessing.get_context("fork").Process(
-        target=prepare, args=(text, out, (name, round(share * calls[name])))
-    )
-    child.start()
-    child.join()
-    if child.exitcode != -signal.SIGKILL:
-        raise RuntimeError(f"the preparation ended with {child.exitcode}")
-    _, again = prepare(text, out)
-    arrays = [json.loads((place / "manifest.json").read_text())["arrays"] for place in (straight, out)]
-    shutil.rmtree(out)
-    names = {"sketched_bytes": "sketch_texts", "tokenizers_trained": "train_tokenizer", "encoded_bytes": "encode_shard",
-             "written_rows": "write_block"}  # fmt: skip
-    return {
-        "equal": arrays[0] == arrays[1],
-        "share_of_stage_before": share,
-        **{f"{key}_after": again[name] for key, name in names.items()},
-        **{f"{key}_in_all": work[name] for key, name in names.items()},
-    }
-
-
-# A server that misbehaves -------------------------------------------------------------------------------------
-
-
-def measure_server(case: dict[str, Any], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from huggingface_hub import constants
-
-    file = folder / "served" / "0.0"
-    file.parent.mkdir(exist_ok=True)
-    file.write_bytes(b"tokens" * 1000)
-    waits: list[float] = []
-    with serve(file.parent) as mirror, ExitStack() as stack:
-        for place, name, value in (
-            (constants, "ENDPOINT", mirror.url),
-            (constants, "HF_HUB_OFFLINE", False),
-            (remote, "SILENCE_SECONDS", 1.0),
-            (remote.time, "sleep", waits.append),
-        ):
-            stack.enter_context(mock.patch.object(place, name, value))
-        source = remote.RemoteFolder(f"hf://datasets/{REPOSITORY}@{REVISION}")
-        expected = (source.files("") or {})["0.0"]
-        mirror.faults, mirror.headers = {"0.0": [case["fault"]] * case["requests_with_it"]}, case["headers"]
-        try:
-            data = source.read("0.0", expected)
-            outcome = "no such file" if data is None else "right bytes" if data == file.read_bytes() else "WRONG BYTES"
-        except DataError as error:
-            outcome = f"error: {error}".replace(mirror.url, "http://127.0.0.1")
-        silence = 30.0 * case["requests_with_it"] if case["fault"] == "silent" else 0.0
-        return {"outcome": outcome, "requests": mirror.requests["GET", "0.0"], "waited_seconds": sum(waits) + silence}
-
-
 PARTS: dict[str, tuple[list[dict[str, Any]], Callable[..., dict[str, Any]]]] = {
     "preparing": ([{"options": o, "workers": w} for o in PREPARED for w in (1, 2)], measure_preparing),
     "reading": (
@@ -389,14 +250,6 @@ PARTS: dict[str, tuple[list[dict[str, Any]], Callable[..., dict[str, Any]]]] = {
             {"reader": "kept chunks", "place": "URL, cold cache", "workers": 1},
         ],
         measure_reading,
-    ),
-    "killed": ([{"stage": stage} for stage in STAGES], measure_killed),
-    "server": (
-        [
-            {"fault": fault, "requests_with_it": number, "headers": headers, "test": test}
-            for fault, number, headers, test in FAULTS
-        ],
-        measure_server,
     ),
 }
 

@@ -18,7 +18,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +151,7 @@ def evaluate(
         _Batches(data, batches),
         batch_size=None,
         num_workers=ahead,
-        collate_fn=partial(hand_over, fix="") if ahead else None,
+        collate_fn=hand_over if ahead else None,
         pin_memory=on_gpu,
     )
     bar = tqdm(

@@ -13,9 +13,8 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,17 +30,10 @@ Result = dict[str, np.ndarray]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Consecutive items that are worked on together: texts, or pieces of them.
-
-    Attributes:
-        n_bytes: of their text.
-        digest: hash of the items' `identity()`.
-    """
+class Shard(NamedTuple):
+    """Consecutive items that are worked on together, texts or pieces of them, and a hash of their `identity()`."""
 
     items: list[Any]
-    n_bytes: int
     digest: str
 
 
@@ -53,10 +45,10 @@ def make_shards(items: Iterable[Any]) -> Iterator[Shard]:
         n_bytes += item.n_bytes
         hasher.update(item.identity())
         if n_bytes >= SHARD_BYTES:
-            yield Shard(batch, n_bytes, hasher.hexdigest())
+            yield Shard(batch, hasher.hexdigest())
             batch, n_bytes, hasher = [], 0, hashlib.blake2b(digest_size=16)
     if batch:
-        yield Shard(batch, n_bytes, hasher.hexdigest())
+        yield Shard(batch, hasher.hexdigest())
 
 
 class ShardLog:
@@ -162,7 +154,7 @@ def open_pool(workers: int) -> Executor:
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
         context.set_forkserver_preload(["forgetting_transformer.data.prepare.stream"])
-    with sharing_memory(", or use --workers 1"):
+    with sharing_memory():
         return ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
 
 

@@ -15,7 +15,7 @@ from zarr.storage import LocalStore, WrapperStore
 
 from forgetting_transformer.console import redact
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.storage.checksums import ChecksumError, Checksums, list_name, parse_list, read_list
+from forgetting_transformer.data.storage.checksums import ChecksumError, Checksums, read_list
 from forgetting_transformer.data.storage.remote import RemoteFolder, is_url, join
 from forgetting_transformer.data.storage.remote_cache import CacheSettings, RemoteCache
 
@@ -34,16 +34,17 @@ class ArrayFiles:
     """The files of an array: in a local folder, or at a URL and kept in a cache on disk.
 
     Attributes:
-        path: where the array is; of a URL as it may be shown, without a password.
+        address: where the array is.
+        path: the same; of a URL as it may be shown, without a password.
         folder: the local folder, or the array's place in the cache.
         checksums: what the contents of chunks must be, where that is known.
         holds_blosc: whether each chunk is one Blosc frame.
     """
 
     def __init__(self, path: str | Path, settings: CacheSettings) -> None:
-        address = str(path).rstrip("/")
-        self.cache = RemoteCache(RemoteFolder(address), settings) if is_url(path) else None
-        self.path: str | Path = redact(address) if self.cache else Path(path)
+        self.address = str(path).rstrip("/")
+        self.cache = RemoteCache(RemoteFolder(self.address), settings) if is_url(path) else None
+        self.path: str | Path = redact(self.address) if self.cache else Path(path)
         self.folder = self.cache.folder if self.cache else Path(path)
         self.checksums: Checksums | None = None
         self.holds_blosc = False
@@ -58,51 +59,26 @@ class ArrayFiles:
         # Metadata may change while chunks do not (an array that grows), so every start fetches it again.
         return any(self.cache.fetch(name, fresh=True) for name in ARRAY_METADATA.values())
 
-    def read_checksums(self) -> None:
-        """Has every chunk that is read from now on compared with the list beside the array, if there is one.
-
-        Raises:
-            DataError: the list is damaged.
-        """
-        if self.cache is None:
-            self.checksums = read_list(self.folder)
-            return
-        folder, _, array = self.cache.remote.address.rpartition("/")
-        remote, name = RemoteFolder(folder), list_name(array)
-        text = remote.read(name)
-        self.checksums = None if text is None else parse_list(text, array, join(remote.url, name))
-
     def names(self, expected: Iterable[str]) -> set[str]:
         """Which of the chunks `expected` are there.
 
         Raises:
             DataError: the source cannot be listed.
         """
-        if self.cache is not None:
-            listed = self.cache.remote.files("")
-            if listed is None:
-                raise DataError(
-                    f"{self.path} cannot be listed, so nobody knows which chunks it has; set "
-                    "datamodule.missing_chunks=error, or use hf://, s3://, gs:// or a local copy"
-                )
-            return set(listed).intersection(expected)
-        return {file.relative_to(self.folder).as_posix() for file in self.folder.rglob("*")}.intersection(expected)
+        if self.cache is None:
+            return {file.relative_to(self.folder).as_posix() for file in self.folder.rglob("*")}.intersection(expected)
+        listed = self.cache.remote.files()
+        if listed is None:
+            raise DataError(
+                f"{self.path} cannot be listed, so nobody knows which chunks it has; set "
+                "datamodule.missing_chunks=error, or use hf://, s3://, gs:// or a local copy"
+            )
+        return set(listed).intersection(expected)
 
     def fetch(self, keys: list[str]) -> None:
         """Makes sure that chunks are in `folder` if the source has them; several come at the same time."""
         if self.cache is not None:
             self.cache.fetch_all(keys)
-
-    def check_room(self, nbytes: int) -> None:
-        """
-        Raises:
-            DataError: the cache of a remote array has no room for the chunks of a batch, `nbytes`.
-        """
-        if self.cache is not None and self.cache.settings.limit_bytes < nbytes:
-            raise DataError(
-                f"datamodule.cache_gb={self.cache.settings.limit_bytes / 1e9:g} is less than the {nbytes / 1e9:.3g} GB "
-                f"that a batch needs of {self.path}; raise it"
-            )
 
     def decoded(self, key: str, decode: Callable[[], np.ndarray], document: int) -> np.ndarray:
         """A chunk, of which `decode` reads the file `key`; from elsewhere once more, if its copy here is damaged.
@@ -130,13 +106,8 @@ class ArrayFiles:
                     fetched_again = True
                     continue
                 fault = f"cannot be decoded ({error}); it is damaged: delete it and fetch or make it again"
-                if isinstance(error, ChecksumError) and self.checksums is not None:
-                    listed = self.checksums.name
-                    fault = (
-                        f"is not the file that {listed} lists: it was changed or is damaged ({error}). Fetch or make "
-                        f"it again. If the change is meant, this is another corpus: delete {listed}, and "
-                        "scripts/verify_data.py makes a new one"
-                    )
+                if isinstance(error, ChecksumError):
+                    fault = str(error)
                 raise DataError(f"{self.place(key)} {fault}") from error
 
 
@@ -161,8 +132,9 @@ class _Store(WrapperStore[LocalStore]):
                 data = value.as_numpy_array()
                 if self.files.checksums is not None:
                     self.files.checksums.check(key, data)
-                if self.files.holds_blosc:
-                    _check_blosc(data)
+                # numcodecs (0.16) decodes a frame that was cut short to whatever lies behind it in memory.
+                if self.files.holds_blosc and int.from_bytes(data[12:16].tobytes(), "little") != max(data.size, 16):
+                    raise ValueError(f"{data.size:,} bytes that are not a whole Blosc frame: cut short, or not a chunk")
                 return value
         raise FileNotFoundError(key)
 
@@ -190,38 +162,23 @@ def open_array(files: ArrayFiles) -> zarr.Array:
         raise DataError(
             f"{files.path} is stored with the codec {', '.join(unsafe)}; accepted are {', '.join(sorted(SAFE_CODECS))}"
         )
-    _check_shape(files.path, array)
+    some = 0 not in array.chunks and 0 not in array.shape[1:]
+    n_files = math.prod(-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)) if some else 0
+    longest, n_bytes = max(array.shape[1:], default=0), math.prod(array.chunks) * array.dtype.itemsize
+    if not some or n_files > LARGEST_FILE_COUNT or longest > LONGEST_DOCUMENT or n_bytes > LARGEST_CHUNK:
+        raise DataError(
+            f"{files.path} states shape {array.shape} in {n_files:,} files and chunks of {array.chunks}; from 1 to "
+            f"{LARGEST_FILE_COUNT:,} files, {LONGEST_DOCUMENT:,} tokens in a row and {LARGEST_CHUNK >> 20} MiB in a "
+            "chunk are read: its metadata is damaged, fetch it again"
+        )
     files.holds_blosc = names[-1:] == ["blosc"]
-    files.read_checksums()
+    files.checksums = read_list(files.address)
     return array
 
 
 def _name(codec: object) -> str:
     fields = codec if isinstance(codec, dict) else {"id": codec}
     return str(fields.get("id") or fields.get("name")).removeprefix("numcodecs.")
-
-
-def _check_blosc(data: np.ndarray) -> None:
-    """Refuses a frame that was cut short: numcodecs (0.16) decodes it to whatever lies behind it in memory."""
-    if data.size < 16 or int.from_bytes(data[12:16].tobytes(), "little") != data.size:
-        raise ValueError(f"{data.size:,} bytes that are not a whole Blosc frame: cut short, or not a chunk")
-
-
-def _check_shape(place: str | Path, array: zarr.Array) -> None:
-    """
-    Raises:
-        DataError: the array states rows or chunks of nothing, or more than any corpus has.
-    """
-    some = 0 not in array.chunks and 0 not in array.shape[1:]
-    files = math.prod(-(-length // size) for length, size in zip(array.shape, array.chunks, strict=True)) if some else 0
-    chunk_bytes = math.prod(array.chunks) * array.dtype.itemsize
-    longest = max(array.shape[1:], default=0)
-    if not some or files > LARGEST_FILE_COUNT or longest > LONGEST_DOCUMENT or chunk_bytes > LARGEST_CHUNK:
-        raise DataError(
-            f"{place} states shape {array.shape} in {files:,} files and chunks of {array.chunks}; from 1 to "
-            f"{LARGEST_FILE_COUNT:,} files, {LONGEST_DOCUMENT:,} tokens in a row and {LARGEST_CHUNK >> 20} MiB in a "
-            "chunk are read: its metadata is damaged, fetch it again"
-        )
 
 
 def _nothing_at(path: str | Path) -> str:

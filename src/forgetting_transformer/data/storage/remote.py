@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from forgetting_transformer.console import is_redacted, redact
@@ -71,6 +71,14 @@ def join(url: str, *parts: str) -> str:
     return url
 
 
+def read_file(folder: str | Path, name: str) -> bytes | None:
+    """A file in a folder or below a URL; None if there is no such file."""
+    if is_url(folder):
+        return RemoteFolder(str(folder)).read(name)
+    file = Path(folder, name)
+    return file.read_bytes() if file.is_file() else None
+
+
 class RemoteFolder:
     """A folder of files at a URL: hf://datasets/OWNER/NAME[@REVISION][/FOLDER], https://… or another that fsspec reads.
 
@@ -100,20 +108,18 @@ class RemoteFolder:
             self._repository = match["repo"], match["revision"] or "main", match["folder"] or ""
         self._connection()
 
-    def files(self, folder: str) -> dict[str, RemoteFile] | None:
-        """All files below `folder` by their path in it; None where the source cannot list (plain HTTP).
+    def files(self) -> dict[str, RemoteFile] | None:
+        """All files below the folder by their path in it; None where the source cannot list (plain HTTP).
 
         The names come from the source: look up in this dictionary what you expect, never build a path from them.
         """
         if self._repository is not None:
-            return self._persist(folder, lambda: self._list_hub(folder)) or {}
+            return self._persist("", self._list_hub) or {}
         if self.address.startswith(("http://", "https://")):
             return None
         system, root = self._connection()
-        top = (join(root, folder) if root else folder).strip("/")
-        found = self._persist(folder, lambda: system.find(top, detail=True)) or {}
-        names = {path.strip("/")[len(top) :].lstrip("/"): details for path, details in found.items()}
-        return {name: RemoteFile(details.get("size")) for name, details in names.items() if name}
+        found, top = self._persist("", lambda: system.find(root, detail=True)) or {}, root.strip("/")
+        return {path.strip("/")[len(top) :].lstrip("/"): RemoteFile(of.get("size")) for path, of in found.items()}
 
     def read(self, name: str, expected: RemoteFile | None = None) -> bytes | None:
         """The whole file, or None if there is no such file.
@@ -134,13 +140,12 @@ class RemoteFolder:
 
         return self._persist(name, fetch)
 
-    def _list_hub(self, folder: str) -> dict[str, RemoteFile]:
+    def _list_hub(self) -> dict[str, RemoteFile]:
         from huggingface_hub import HfApi, constants
         from huggingface_hub.hf_api import RepoFolder
 
         assert self._repository is not None
-        repository, revision, below = self._repository
-        path = "/".join(filter(None, (below, folder)))
+        repository, revision, path = self._repository
         entries = HfApi(endpoint=constants.ENDPOINT).list_repo_tree(
             repository, path or None, repo_type="dataset", revision=revision, recursive=True
         )

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.storage.remote import RemoteFile, RemoteFolder, join
-from forgetting_transformer.files import TEMPORARY, explain, locked, replacing
+from forgetting_transformer.files import TEMPORARY, explain, locked, write_atomically
 
 #: Files fetched at a time by one process.
 CONNECTIONS = 8
@@ -29,11 +29,6 @@ LOCKS = 64
 #: A half-written file older than this was left by a kill.
 ABANDONED_SECONDS = 3600.0
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-
-
-def default_folder() -> Path:
-    """Where remote chunks are kept unless told otherwise."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forgetting_transformer"
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,11 @@ class CacheSettings:
         limit_bytes: of all files in it that came from elsewhere, whichever array they are of.
     """
 
-    folder: Path = field(default_factory=default_folder)
+    folder: Path = field(
+        default_factory=lambda: Path(
+            os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "forgetting_transformer"
+        )
+    )
     limit_bytes: int = 20 * 10**9
 
 
@@ -61,13 +60,6 @@ class RemoteCache:
         # By the URL without its password, which may change and must not be kept.
         self.folder = self.root / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
         self.locks = self.root / ".locks"
-        try:
-            for folder in (self.folder, self.locks):
-                folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(
-                f"cannot keep remote chunks in {settings.folder}: {explain(error)}; set datamodule.cache_dir"
-            ) from error
 
     def fetch(self, name: str, fresh: bool = False, expected: RemoteFile | None = None) -> Path | None:
         """The local copy of a file, fetched if it is not here, or None if the source has no such file.
@@ -75,17 +67,30 @@ class RemoteCache:
         Args:
             fresh: fetch it anyway, because it may have changed (metadata) or is damaged.
             expected: as of RemoteFolder.read.
+
+        Raises:
+            DataError: it could not be had, or not be kept.
         """
         path = self._path(name)
         if not fresh and self._touch(path):
             return path
-        with locked(self.locks / str(hashlib.sha256(str(path).encode()).digest()[0] % LOCKS)):
-            # Another process may have fetched it while this one waited.
-            if fresh or not self._touch(path):
-                data = self.remote.read(name, expected)
-                if data is None:
-                    return None
-                self._write(path, data)
+        try:
+            for folder in (path.parent, self.locks):
+                folder.mkdir(parents=True, exist_ok=True)
+            with locked(self.locks / str(hashlib.sha256(str(path).encode()).digest()[0] % LOCKS)):
+                # Another process may have fetched it while this one waited.
+                if fresh or not self._touch(path):
+                    data = self.remote.read(name, expected)
+                    if data is None:
+                        return None
+                    write_atomically(path, data, durable=False)
+                    with locked(self.locks / "room"):
+                        self._make_room(keep=path)
+        except OSError as error:
+            raise DataError(
+                f"cannot keep {path.name} in {path.parent}: {explain(error)}. Make room there, lower "
+                "datamodule.cache_gb, or choose another datamodule.cache_dir"
+            ) from error
         return path
 
     def fetch_all(self, names: list[str]) -> None:
@@ -105,19 +110,6 @@ class RemoteCache:
         except FileNotFoundError:
             return False
         return True
-
-    def _write(self, path: Path, data: bytes) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path, durable=False) as stream:
-                stream.write(data)
-            with locked(self.locks / "room"):
-                self._make_room(keep=path)
-        except OSError as error:
-            raise DataError(
-                f"cannot keep {path.name} in {path.parent}: {explain(error)}. Make room there, lower "
-                "datamodule.cache_gb, or choose another datamodule.cache_dir"
-            ) from error
 
     def _make_room(self, keep: Path) -> None:
         """Deletes the files used longest ago until the rest is within the limit."""
@@ -139,11 +131,8 @@ class RemoteCache:
 
 
 def fetch_tokenizer(url: str, settings: CacheSettings) -> Path:
-    """A local folder with `tokenizer/` as it is below `url`, if it has one."""
+    """A local folder with `tokenizer/` as scripts/prepare_data.py writes it, if there is one below `url`."""
     cache = RemoteCache(RemoteFolder(url), settings)
-    listed = cache.remote.files("tokenizer")
-    # A source that cannot be listed is asked for the files that scripts/prepare_data.py writes.
-    for name in TOKENIZER_FILES if listed is None else listed:
-        if re.fullmatch(r"\w[\w.-]*", name):  # plain names only: a listing comes from elsewhere
-            cache.fetch(f"tokenizer/{name}", fresh=True)
+    for name in TOKENIZER_FILES:
+        cache.fetch(f"tokenizer/{name}", fresh=True)
     return cache.folder

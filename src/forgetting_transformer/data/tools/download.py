@@ -147,7 +147,7 @@ class _Download:
         """Rows of chunks that the source has whole, and those of them to have in the end."""
         array, remote = self.array, self.cache.remote
         keys = {at: key for at, key in array.keys().items() if at[1] * array.chunk_shape[1] < self.tokens}
-        files = remote.files("")
+        files = remote.files()
         if files is None:  # plain HTTP, which is taken to have all
             files = {key: RemoteFile() for key in keys.values()}
         offered = rows = sorted({row for row, _ in keys} - {row for (row, _), key in keys.items() if key not in files})
