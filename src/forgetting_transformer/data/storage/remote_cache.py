@@ -24,8 +24,6 @@ from forgetting_transformer.files import TEMPORARY, explain, locked, write_atomi
 
 #: Files fetched at a time by one process.
 CONNECTIONS = 8
-#: Lock files; two names that share one wait for each other, no more.
-LOCKS = 64
 #: A half-written file older than this was left by a kill.
 ABANDONED_SECONDS = 3600.0
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -77,7 +75,8 @@ class RemoteCache:
         try:
             for folder in (path.parent, self.locks):
                 folder.mkdir(parents=True, exist_ok=True)
-            with locked(self.locks / str(hashlib.sha256(str(path).encode()).digest()[0] % LOCKS)):
+            # One of 256 locks: two files that share one wait for each other, no more.
+            with locked(self.locks / str(hashlib.sha256(str(path).encode()).digest()[0])):
                 # Another process may have fetched it while this one waited.
                 if fresh or not self._touch(path):
                     data = self.remote.read(name, expected)
