@@ -224,7 +224,7 @@ class TokenArray:
             )
 
     def _where(self, document: int, position: int) -> tuple[str, str]:
-        """The chunk that holds a token, and the document, in words."""
+        """Place of the chunk that holds a token, and name of the document, for messages."""
         row, (rows, columns) = self.stored_row(document), self.chunk_shape
         on_disk = f" (row {row:,} on disk)" if row != document else ""
         return self.files.place(self.key((row // rows, position // columns))), f"document {document:,}{on_disk}"

@@ -23,14 +23,14 @@ from forgetting_transformer.ranges import COUNT
 GPT2_VOCAB_SIZE = 50257
 GPT2_BOS_TOKEN_ID = 50256
 LONGCRAWL64_DOC_LEN = 65536
-#: What arrays of token ids may hold: two bytes where they suffice, as in LongCrawl64, else four.
+#: Types of token ids in arrays: two bytes where they suffice, as in LongCrawl64, else four.
 TOKEN_DTYPES = (np.dtype(np.uint16), np.dtype(np.uint32))
 
 _Id = Annotated[int, Field(ge=0, le=COUNT.high)]
 
 
 class _Manifest(BaseModel, strict=True):
-    """What a manifest says that training reads."""
+    """Keys of a manifest that training reads."""
 
     vocab_size: Annotated[int, Field(ge=COUNT.low, le=COUNT.high)] | None = None
     bos_token_id: _Id | None = None

@@ -1,4 +1,4 @@
-"""Which bytes the files of an array must have: `train.sha256` beside `train.zarr`, in the format of sha256sum.
+"""Checksums of an array's files: `train.sha256` beside `train.zarr`, in the format of sha256sum.
 
     <64 hexadecimal digits>  train.zarr/0.0
 
