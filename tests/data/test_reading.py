@@ -97,7 +97,7 @@ def test_a_missing_chunk_is_an_error_that_names_the_file_never_zeros(tmp_path, m
         array.read(0, 32, 0, 96)
     array.read(0, 8, 0, 24)  # elsewhere the array is still good
     # The store itself refuses: there is no moment between looking and reading.
-    monkeypatch.setattr(array.files, "fetch", lambda keys: [(path / key).unlink(missing_ok=True) for key in keys])
+    monkeypatch.setattr(array.files, "fetch_all", lambda keys: [(path / key).unlink(missing_ok=True) for key in keys])
     with pytest.raises(DataError, match=r"missing chunk .*train\.zarr/c/0/0"):
         array.read(0, 8, 0, 24)
 

@@ -22,7 +22,7 @@ from forgetting_transformer.data.order import Location, ReadingOrder
 from forgetting_transformer.data.packed import keep_apart, lengths_of
 from forgetting_transformer.data.sparse import SparseTokenArray
 from forgetting_transformer.data.storage.remote import is_url, join
-from forgetting_transformer.data.storage.remote_cache import CacheSettings, fetch_tokenizer
+from forgetting_transformer.data.storage.remote_cache import CacheSettings, Folder
 from forgetting_transformer.data.token_array import TokenArray
 from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary
 from forgetting_transformer.data.worker import hand_over, received, sharing_memory, start_worker
@@ -30,6 +30,8 @@ from forgetting_transformer.ranges import divisors
 
 #: Batches that are prepared ahead.
 PREFETCHED_BATCHES = 8
+#: Files of `tokenizer/` that are fetched from a URL.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(eq=False)
@@ -81,8 +83,10 @@ class LongCrawl64DataModule:
 
     def folder_of(self, part: int) -> Path:
         """Folder of a part on this machine; for a URL the copy of its tokenizer."""
-        place = self._place(part)
-        return place if isinstance(place, Path) else fetch_tokenizer(place, self.cache)
+        folder = Folder(self._place(part), self.cache)
+        for name in TOKENIZER_FILES:
+            folder.fetch(f"tokenizer/{name}", fresh=True)
+        return folder.folder
 
     def _place(self, part: int, *below: str) -> str | Path:
         names = (self.names[part], *below)

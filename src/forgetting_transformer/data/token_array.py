@@ -103,11 +103,11 @@ class TokenArray:
             DataError: the cache of a remote array has no room for so many.
         """
         slots = slots_for(self.chunk_shape, n_documents, seq_len)
-        needed, cache = slots * math.prod(self.chunk_shape) * self.dtype.itemsize, self.files.cache
-        if cache is not None and cache.settings.limit_bytes < needed:
+        needed, limit = slots * math.prod(self.chunk_shape) * self.dtype.itemsize, self.files.settings.limit_bytes
+        if self.files.remote is not None and limit < needed:
             raise DataError(
-                f"datamodule.cache_gb={cache.settings.limit_bytes / 1e9:g} is less than the {needed / 1e9:.3g} GB "
-                f"that a batch needs of {self.path}; raise it"
+                f"datamodule.cache_gb={limit / 1e9:g} is less than the {needed / 1e9:.3g} GB that a batch needs of "
+                f"{self.path}; raise it"
             )
         self._slots = max(self._slots, slots)
 
@@ -118,7 +118,7 @@ class TokenArray:
             DataError: a chunk is missing or cannot be decoded, an id is out of range or a document is all zeros.
         """
         pieces = list(self._pieces(first, last, begin, end))
-        self.files.fetch([self.key(chunk) for chunk, _, _ in pieces if chunk not in self._kept])
+        self.files.fetch_all([self.key(chunk) for chunk, _, _ in pieces if chunk not in self._kept])
         tokens = np.empty((last - first, end - begin), dtype=self.dtype)
         for chunk, source, target in pieces:
             decoded = self._kept.pop(chunk, None)
@@ -203,7 +203,7 @@ class TokenArray:
         rows = np.unique(np.linspace(0, self.documents - 1, SAMPLED_ROWS, dtype=np.int64)).tolist()
         end = min(self.doc_len, SAMPLED_TOKENS)
         chunks = [chunk for row in rows for chunk, _, _ in self._pieces(row, row + 1, 0, end)]
-        self.files.fetch([self.key(chunk) for chunk in dict.fromkeys(chunks)])
+        self.files.fetch_all([self.key(chunk) for chunk in dict.fromkeys(chunks)])
         return np.concatenate([self.read(row, row + 1, 0, end) for row in rows])
 
     def _check_tokens(self, tokens: np.ndarray, first: int, begin: int) -> None:

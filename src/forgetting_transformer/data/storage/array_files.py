@@ -4,7 +4,7 @@ import asyncio
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +13,9 @@ from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import LocalStore, WrapperStore
 
-from forgetting_transformer.console import redact
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.storage.checksums import ChecksumError, Checksums, read_list
-from forgetting_transformer.data.storage.remote import RemoteFolder, is_url, join
-from forgetting_transformer.data.storage.remote_cache import CacheSettings, RemoteCache
+from forgetting_transformer.data.storage.remote_cache import Folder
 
 #: Metadata of Zarr v2 and v3.
 ARRAY_METADATA = {2: ".zarray", 3: "zarr.json"}
@@ -30,55 +28,16 @@ SAFE_CODECS = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"})
 )
 
 
-class ArrayFiles:
-    """The files of an array: in a local folder, or at a URL and kept in a cache on disk.
+class ArrayFiles(Folder):
+    """The files of an array.
 
     Attributes:
-        address: where the array is.
-        path: the same; of a URL as it may be shown, without a password.
-        folder: the local folder, or the array's place in the cache.
         checksums: what the contents of chunks must be, where that is known.
         holds_blosc: whether each chunk is one Blosc frame.
     """
 
-    def __init__(self, path: str | Path, settings: CacheSettings) -> None:
-        self.address = str(path).rstrip("/")
-        self.cache = RemoteCache(RemoteFolder(self.address), settings) if is_url(path) else None
-        self.path: str | Path = redact(self.address) if self.cache else Path(path)
-        self.folder = self.cache.folder if self.cache else Path(path)
-        self.checksums: Checksums | None = None
-        self.holds_blosc = False
-
-    def place(self, key: str) -> str:
-        """Path or URL of a chunk, for error messages."""
-        return str(self.path / key) if isinstance(self.path, Path) else join(self.path, key)
-
-    def has_array(self) -> bool:
-        if self.cache is None:
-            return self.folder.is_dir()
-        # Metadata may change while chunks do not (an array that grows), so every start fetches it again.
-        return any(self.cache.fetch(name, fresh=True) for name in ARRAY_METADATA.values())
-
-    def names(self, expected: Iterable[str]) -> set[str]:
-        """Which of the chunks `expected` are there.
-
-        Raises:
-            DataError: the source cannot be listed.
-        """
-        if self.cache is None:
-            return {file.relative_to(self.folder).as_posix() for file in self.folder.rglob("*")}.intersection(expected)
-        listed = self.cache.remote.files()
-        if listed is None:
-            raise DataError(
-                f"{self.path} cannot be listed, so nobody knows which chunks it has; set "
-                "datamodule.missing_chunks=error, or use hf://, s3://, gs:// or a local copy"
-            )
-        return set(listed).intersection(expected)
-
-    def fetch(self, keys: list[str]) -> None:
-        """Makes sure that chunks are in `folder` if the source has them; several come at the same time."""
-        if self.cache is not None:
-            self.cache.fetch_all(keys)
+    checksums: Checksums | None = None
+    holds_blosc = False
 
     def decoded(self, key: str, decode: Callable[[], np.ndarray], document: int) -> np.ndarray:
         """A chunk, of which `decode` reads the file `key`; from elsewhere once more, if its copy here is damaged.
@@ -102,7 +61,7 @@ class ArrayFiles:
                     "the documents that are there with datamodule.missing_chunks=skip"
                 ) from error
             except Exception as error:  # each codec has its own
-                if not fetched_again and self.cache is not None and self.cache.fetch(key, fresh=True):
+                if not fetched_again and self.remote is not None and self.fetch(key, fresh=True):
                     fetched_again = True
                     continue
                 fault = f"cannot be decoded ({error}); it is damaged: delete it and fetch or make it again"
@@ -126,7 +85,7 @@ class _Store(WrapperStore[LocalStore]):
             return await super().get(key, prototype, byte_range)
         # Twice, because another process may push a file out of a small cache between its coming and its reading.
         for _ in range(2):
-            await asyncio.to_thread(self.files.fetch, [key])
+            await asyncio.to_thread(self.files.fetch_all, [key])
             value = await super().get(key, prototype, byte_range)
             if value is not None:
                 data = value.as_numpy_array()
@@ -146,7 +105,8 @@ def open_array(files: ArrayFiles) -> zarr.Array:
         DataError: there is none; or it is not a Zarr array, or one that should not be decoded; or its list of
             checksums is damaged.
     """
-    if not files.has_array():
+    # Metadata may change while chunks do not (an array that grows), so every start fetches it again.
+    if not any(files.fetch(name, fresh=True) for name in ARRAY_METADATA.values()):
         raise DataError(_nothing_at(files.path))
     try:
         array = zarr.open_array(_Store(LocalStore(files.folder, read_only=True), files), mode="r")

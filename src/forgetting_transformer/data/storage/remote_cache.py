@@ -1,4 +1,4 @@
-"""Files of a remote array on local disk, as many as a limit allows, shared by all processes of a machine.
+"""Files of an array or a corpus; of one elsewhere on local disk, up to a limit, shared by all processes of a machine.
 
 Chunks are needed for a while and then not again until the next epoch, so those used longest ago make room.
 
@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.storage.remote import RemoteFile, RemoteFolder, join
+from forgetting_transformer.data.storage.remote import RemoteFile, RemoteFolder, is_url, join
 from forgetting_transformer.files import TEMPORARY, explain, locked, write_atomically
 
 #: Files fetched at a time by one process.
 CONNECTIONS = 8
 #: A half-written file older than this was left by a kill.
 ABANDONED_SECONDS = 3600.0
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
@@ -46,18 +45,49 @@ class CacheSettings:
     limit_bytes: int = 20 * 10**9
 
 
-class RemoteCache:
-    """Files of one remote folder, fetched when first asked for.
+class Folder:
+    """Files of a folder on this machine; or of one elsewhere, fetched when first asked for and kept.
 
-    What a URL names is taken not to change: a corpus that was replaced at the same place needs another folder.
+    What a URL names is taken not to change: a corpus that was replaced at the same place needs another cache.
+
+    Attributes:
+        address: the folder or URL.
+        path: the same; of a URL as it may be shown, without a password.
+        remote: the folder at the URL, or None.
+        folder: place of the files on this machine.
     """
 
-    def __init__(self, remote: RemoteFolder, settings: CacheSettings) -> None:
-        self.remote, self.settings = remote, settings
+    def __init__(self, address: str | Path, settings: CacheSettings) -> None:
+        self.address, self.settings = str(address).rstrip("/"), settings
+        self.remote = RemoteFolder(self.address) if is_url(address) else None
         self.root = settings.folder / "remote_files"
-        # By the URL without its password, which may change and must not be kept.
-        self.folder = self.root / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
         self.locks = self.root / ".locks"
+        self.path: str | Path = Path(address)
+        self.folder = Path(address)
+        if self.remote is not None:
+            self.path = self.remote.url
+            # By the URL without its password, which may change and must not be kept.
+            self.folder = self.root / hashlib.sha256(self.remote.url.encode()).hexdigest()[:16]
+
+    def place(self, name: str) -> str:
+        """Where a file is, or would be, in the words of an error message."""
+        return str(self.path / name) if isinstance(self.path, Path) else join(self.path, name)
+
+    def names(self) -> set[str]:
+        """Paths of all files in the folder.
+
+        Raises:
+            DataError: the source cannot be listed.
+        """
+        if self.remote is None:
+            return {file.relative_to(self.folder).as_posix() for file in self.folder.rglob("*")}
+        listed = self.remote.files()
+        if listed is None:
+            raise DataError(
+                f"{self.path} cannot be listed, so nobody knows which chunks it has; set "
+                "datamodule.missing_chunks=error, or use hf://, s3://, gs:// or a local copy"
+            )
+        return set(listed)
 
     def fetch(self, name: str, fresh: bool = False, expected: RemoteFile | None = None) -> Path | None:
         """The local copy of a file, fetched if it is not here, or None if the source has no such file.
@@ -70,6 +100,8 @@ class RemoteCache:
             DataError: it could not be had, or not be kept.
         """
         path = self._path(name)
+        if self.remote is None:
+            return path if path.exists() else None
         if not fresh and self._touch(path):
             return path
         try:
@@ -94,9 +126,10 @@ class RemoteCache:
 
     def fetch_all(self, names: list[str]) -> None:
         """Fetches several files at a time; those that the source does not have are an error where they are read."""
-        missing = [name for name in names if not self._touch(self._path(name))]
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            list(pool.map(self.fetch, missing))
+        if self.remote is not None:
+            missing = [name for name in names if not self._touch(self._path(name))]
+            with ThreadPoolExecutor(CONNECTIONS) as pool:
+                list(pool.map(self.fetch, missing))
 
     def _path(self, name: str) -> Path:
         return self.folder / join("", name).lstrip("/")  # join refuses names that lead out of the folder
@@ -127,11 +160,3 @@ class RemoteCache:
             if file != keep:
                 file.unlink(missing_ok=True)
                 excess -= size
-
-
-def fetch_tokenizer(url: str, settings: CacheSettings) -> Path:
-    """A local folder with `tokenizer/` as scripts/prepare_data.py writes it, if there is one below `url`."""
-    cache = RemoteCache(RemoteFolder(url), settings)
-    for name in TOKENIZER_FILES:
-        cache.fetch(f"tokenizer/{name}", fresh=True)
-    return cache.folder

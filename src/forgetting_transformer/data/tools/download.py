@@ -93,9 +93,7 @@ class _Download:
     def __init__(self, source: str, split: str, out: Path, tokens: int | None, work: Path) -> None:
         self.split, self.out, self.name = split, out, f"{split}.zarr"
         self.array = TokenArray(join(source, self.name), 1 << 32, CacheSettings(work, 1 << 60), sampled=False)
-        assert self.array.files.cache is not None  # it is at a URL
-        self.cache = self.array.files.cache
-        self.source = self.cache.remote.url.removesuffix(f"/{self.name}")
+        self.files, self.source = self.array.files, str(self.array.path).removesuffix(f"/{self.name}")
         width, self.tokens = self.array.chunk_shape[1], tokens or self.array.doc_len
         if self.tokens > self.array.doc_len or (self.tokens % width and self.tokens != self.array.doc_len):
             raise DataError(
@@ -132,7 +130,7 @@ class _Download:
             for chunk, _ in zip(left, pool.map(self._fetch, left), strict=True):
                 bar.update(self._nbytes(chunk))
         self._write_sums()
-        for file in filter(Path.exists, (self.cache.folder / name for name in ARRAY_METADATA.values())):
+        for file in filter(Path.exists, (self.files.folder / name for name in ARRAY_METADATA.values())):
             shape = [self.array.stored_documents, self.tokens]
             metadata = json.loads(file.read_bytes()) | {"shape": shape}
             write_atomically(self.target / file.name, json.dumps(metadata, indent=4))
@@ -145,7 +143,8 @@ class _Download:
 
     def _choose(self, wanted: int | float | None) -> tuple[list[int], list[int]]:
         """Rows of chunks that the source has whole, and those of them to have in the end."""
-        array, remote = self.array, self.cache.remote
+        array, remote = self.array, self.files.remote
+        assert remote is not None  # it is at a URL
         keys = {at: key for at, key in array.keys().items() if at[1] * array.chunk_shape[1] < self.tokens}
         files = remote.files()
         if files is None:  # plain HTTP, which is taken to have all
@@ -204,9 +203,9 @@ class _Download:
     def _fetch(self, chunk: Chunk) -> None:
         """One chunk: from the source, verified, into its place."""
         key = self.array.key(chunk)
-        part, final = self.cache.fetch(key, expected=self.stated[chunk]), self.target / key
+        part, final = self.files.fetch(key, expected=self.stated[chunk]), self.target / key
         if part is None:
-            raise DataError(f"{self.array.files.place(key)} is not there; name another source")
+            raise DataError(f"{self.files.place(key)} is not there; name another source")
         self.array.decode(chunk)
         flush(part)
         digest = sha256_of(part)

@@ -54,7 +54,7 @@ def _checks(
     yield "metadata", shape, []
 
     keys = array.keys()
-    there = array.files.names(keys.values())
+    there = array.files.names()
     present = [chunk for chunk, key in keys.items() if key in there]
     whole, n_rows = whole_rows(array, there), len({row for row, _ in keys})
     none = [] if whole else ["no row of chunks is whole: nothing can be trained on"]
