@@ -9,8 +9,8 @@ The sketches are kept on disk, the hash tables in the parent's memory, about 4.5
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor
+from collections.abc import Iterable
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import numpy as np
@@ -89,18 +89,16 @@ def find(
     near: set[bytes] = set()
     kept_bytes = 0
 
-    def wanted() -> Iterator[shards.Shard]:
-        """Shards until the texts that stay reach `max_bytes`."""
-        return itertools.takewhile(lambda _: kept_bytes < limit, shards.make_shards(texts))
-
     def alike(sketch: np.ndarray, number: int) -> bool:
         return float(np.mean(sketch == sketches.rows("sketches", number, 1)[0])) >= threshold
 
+    def start(batch: list[sources.Text]) -> "Future[shards.Result]":
+        return pool.submit(sketch_texts, [text.body for text in batch], words)
+
     numbers = itertools.count()
-    for shard_number, shard in shards.work_through(
-        wanted(), sketches, lambda shard: pool.submit(sketch_texts, [text.body for text in shard.items], words), workers
-    ):
-        for text, sketch, number in zip(shard.items, sketches.read(shard_number, "sketches"), numbers, strict=False):
+    wanted = itertools.takewhile(lambda _: kept_bytes < limit, texts)
+    for shard, batch in shards.work_through(wanted, sketches, start, workers):
+        for text, sketch, number in zip(batch, sketches.read(shard, "sketches"), numbers, strict=False):
             if kept_bytes >= limit:
                 break
             probe.hashvalues = sketch

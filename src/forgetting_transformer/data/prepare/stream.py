@@ -60,12 +60,12 @@ def write_stream(
     open_tokens = 0  # of a text whose last piece has not come yet
     last_path: tuple[str, ...] = ()
 
-    def encode(shard: shards.Shard) -> Future:
-        texts, ends = [piece.text for piece in shard.items], [piece.ends_text for piece in shard.items]
+    def encode(batch: list[Piece]) -> Future:
+        texts, ends = [piece.text for piece in batch], [piece.ends_text for piece in batch]
         return pool.submit(encode_shard, texts, ends, tokenizer, info)
 
-    for number, shard in shards.work_through(shards.make_shards(pieces), log, encode, workers):
-        for piece, length in zip(shard.items, log.read(number, "lengths").tolist(), strict=True):
+    for number, batch in shards.work_through(pieces, log, encode, workers):
+        for piece, length in zip(batch, log.read(number, "lengths").tolist(), strict=True):
             open_tokens += length
             if piece.ends_text:
                 tokens.append(open_tokens)
