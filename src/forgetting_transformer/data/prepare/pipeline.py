@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from forgetting_transformer.versions import installed_versions
 
 FORMAT_VERSION = 1
 ARRAYS = ("train", "heldout")
-Item = TypeVar("Item", sources.Text, sources.Piece)
 #: Packages whose versions the manifest names.
 PACKAGES = ("forgetting-transformer", "tokenizers", "transformers", "numpy", "zarr", "datasketch")
 
@@ -233,7 +232,7 @@ class _Building:
             )
 
 
-def _counted(title: str, items: Iterable[Item]) -> Iterator[Item]:
+def _counted(title: str, items: Iterable[Any]) -> Iterator[Any]:
     """Texts, or pieces of them, with a bar of the bytes that were taken."""
     with progress(title, None, "B") as bar:
         for item in items:
