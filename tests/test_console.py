@@ -168,7 +168,7 @@ def test_a_process_whose_parent_has_ended_already_ends_too():
         (["callbacks=[lm_evil]"], "ConfigError: there is no callbacks=lm_evil; did you mean 'lm_eval'?"),
         (
             ["callbacks=[lm_eval,zzz]"],
-            "ConfigError: there is no callbacks=zzz; choices: ema, gate_statistics, lm_eval, needle, samples, or "
+            "ConfigError: there is no callbacks=zzz; choices: ema, gate_statistics, lm_eval, needle, or "
             "those of a plug-in, which is named first: plugins=[…]",
         ),
         (["optimizer="], "ConfigError: optimizer= is empty (a variable that is not set?); choices: adamw, muon"),
@@ -230,6 +230,16 @@ def said_by_train(rank, monkeypatch, capsys, tmp_path):
         return error
 
     return start
+
+
+def test_threads_that_wait_sleep_unless_the_user_says_otherwise(said_by_train, monkeypatch):
+    """Beside other work a step on threads that spin takes many times as long."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    said_by_train("=3")
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    said_by_train("=3")
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_data_sets_are_looked_for_in_the_cache_alone(hub_at, closed_port, asked_
 def test_a_model_that_is_not_in_the_cache_is_one_line(hub_at, closed_port, asked_once, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     hub_at(f"http://127.0.0.1:{closed_port}")
-    advice = "cannot load the model somebody/none: somebody/none is not in the local cache. It must be a folder or"
+    advice = "cannot load the model somebody/none: somebody/none is not in the local cache. It must be a run"
     with pytest.raises(EvaluationError, match=advice):
         _load_pretrained("somebody/none", None)
 

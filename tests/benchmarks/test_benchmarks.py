@@ -18,7 +18,6 @@ from tests.evaluation.conftest import quickstart  # noqa: F401 (a fixture)
 CASES = {
     "attention": ([], 40),
     "authors": ([], 8),
-    "data": ([], 10),
     "interruptions": (["--devices", "4"], 6),
     "scaling": (["--cases", "one", "context", "--micro_batches", "1", "8"], 4),
     "start": (["--devices", "4", "--launcher", "launch.py"], 2),

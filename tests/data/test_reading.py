@@ -212,6 +212,15 @@ def test_evaluation_counts_every_held_out_slice_once_whatever_the_world_size(cor
     assert sorted(seen) == sorted(tokens_of_corpus()[:documents].reshape(-1, 48).tolist())
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_held_out_batch_has_no_more_rows_than_there_are(corpus, world_size):
+    """One of as many as are asked for may be larger than the memory."""
+    data = module(corpus, eval_tokens=5 * DOC_LEN, eval_local_batch_size=10**6)  # 10 sequences
+    for rank in range(world_size):
+        (batch,) = data.eval_loader(rank, world_size)
+        assert len(batch["labels"]) == len(batch["weight"]) == -(-10 // world_size)
+
+
 def test_lengths_and_sizes_that_do_not_fit_are_refused_with_the_fix(corpus):
     assert module(corpus, train_batch_size=45).train_info().total_batches == 0  # of 44 documents; training refuses it
     for changes, message in (

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from forgetting_transformer.model import DecoderForCausalLM
 from forgetting_transformer.model.generation.cache import AttentionCache
@@ -166,6 +166,26 @@ def test_assisted_generation_takes_back_rejected_tokens(croppable_model, ids):
     want = greedy_by_full_passes(croppable_model, prompt, 12)
     out = croppable_model.generate(prompt, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
     assert torch.equal(out, want)
+
+
+def test_a_target_may_write_the_padding_token_while_a_draft_guesses(ids):
+    model, draft, prompt = small_model(), small("forgetting_transformer", seed=1), ids[:1, :4]
+    want = greedy_by_full_passes(model, prompt, 8)
+    written = {*want[0, 4:].tolist()} - {*prompt[0].tolist()}
+    assert written
+    for token in written:
+        out = model.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=draft, pad_token_id=token)
+        assert torch.equal(out, want)
+
+
+def test_fox_drafts_for_other_models(ids):
+    """They hand on their positions, for which a model without rotary positions has no use."""
+    torch.manual_seed(0)
+    fields = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=61, eos_token_id=None, **fields)).eval()
+    options = {"max_new_tokens": 6, "do_sample": False}
+    out = llama.generate(ids[:1], assistant_model=small_model(), **options)
+    assert torch.equal(out, llama.generate(ids[:1], **options))
 
 
 @pytest.mark.parametrize("name", ["mamba2", "hybrid"])

@@ -147,7 +147,7 @@ sys.exit("FAILING" in os.environ and os.environ["FAILING"] in " ".join(sys.argv)
 def test_evaluations_are_made_once_for_every_run_and_their_failures_are_named(study, tmp_path, monkeypatch):
     """Scripts of the repository are played by one that writes what it was called with."""
     for script in ("eval/per_token_loss/run_per_token_loss.py", "eval/niah/run_niah.py", "studies/code_tasks.py",
-                   "eval/longbench/run_longbench.py", "eval/lm_eval_harness/run_lm_eval.py", "scripts/prepare_data.py",
+                   "eval/lm_eval_harness/run_lm_eval.py", "scripts/prepare_data.py",
                    "benchmarks/training.py"):  # fmt: skip
         (tmp_path / script).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / script).write_text(SCRIPT)

@@ -48,7 +48,6 @@ class TokenArray:
             (vocabulary_of); or a number that ids must be below, where nobody asks which begin and end a text.
         cache: where the files of a URL are kept, and how many; None is the default of CacheSettings.
         sampled: whether some rows are looked at now.
-        prefix: of the keys or flags that state the vocabulary, for messages.
 
     Attributes:
         documents, doc_len: the shape of what can be read.
@@ -67,7 +66,6 @@ class TokenArray:
         cache: CacheSettings | None = None,
         assumed: Vocabulary | None = None,
         sampled: bool = True,
-        prefix: str = "datamodule.",
     ) -> None:
         self.files = ArrayFiles(path, cache or CacheSettings())
         self.path = self.files.path
@@ -83,7 +81,7 @@ class TokenArray:
         self.stored_documents, self.doc_len = (int(size) for size in array.shape)
         stated = StatedVocabulary(vocabulary, 0, 0) if isinstance(vocabulary, int) else vocabulary
         split = Path(self.path).stem
-        self.vocabulary = vocabulary_of(corpus, split, self.doc_len, self.manifest, stated, assumed, prefix)
+        self.vocabulary = vocabulary_of(corpus, split, self.doc_len, self.manifest, stated, assumed)
         self.vocab_size = self.vocabulary.size
         self.chunk_shape = (int(array.chunks[0]), int(array.chunks[1]))
         self._kept: OrderedDict[Chunk, np.ndarray] = OrderedDict()
