@@ -15,7 +15,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,6 @@ import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
 
 from forgetting_transformer import training
-from tests.campaign.runs import untimed
 from tests.processes import Command, free_port, server, start_as_by_default
 from tests.tiny import STEP, VOCAB, make_corpus, tiny_config
 from tests.waiting import HANG, wait_until
@@ -212,6 +211,11 @@ def losses(output_dir: str) -> dict[int, float]:
     entries = lines(output_dir, "train")
     assert len({e["step"] for e in entries}) == len(entries), "a step was logged twice"
     return {e["step"]: e["train/loss"] for e in entries}
+
+
+def untimed(names: Iterable[str]) -> list[str]:
+    """Names of reports, without those of what clocks say."""
+    return [name for name in names if "time" not in name and "per_second" not in name]
 
 
 def assert_same_run(a: str, b: str) -> None:
