@@ -43,38 +43,27 @@ def test_scripts_are_found():
     assert len(SCRIPTS) > 25 and sum(len(PATHS & arguments_of(script).keys()) for script in SCRIPTS) > 50
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: str(script.relative_to(ROOT)))
-def test_every_path_refuses_the_empty_one_and_every_number_has_a_range(script):
-    declared = arguments_of(script)
-    assert "Path" not in declared.values(), "pathlib takes an empty path for the current folder: use command_line.path"
-    assert not {"int", "float"} & {*declared.values()}, "they take nan and -1: use a range of command_line"
-    wrong = [
-        name for name in PATHS & declared.keys() if declared[name] not in ("command_line.path", "command_line.name")
-    ]
-    assert not wrong
+def test_every_path_refuses_the_empty_one_and_every_number_has_a_range():
+    for script in SCRIPTS:
+        declared = arguments_of(script)
+        # pathlib takes an empty path for the current folder; int and float take nan and -1.
+        assert not {"Path", "int", "float"} & {*declared.values()}, f"{script}: use a type of command_line"
+        paths = {declared[name] for name in PATHS & declared.keys()}
+        assert paths <= {"command_line.path", "command_line.name"}, script
 
 
-@pytest.mark.parametrize("text", ["", " "])
-@pytest.mark.parametrize("kind", [command_line.path, command_line.name])
-def test_an_empty_one_is_refused(kind, text):
-    with pytest.raises(argparse.ArgumentTypeError, match="is empty"):
-        kind(text)
-    assert str(kind("a/b")) == "a/b"
-
-
-@pytest.mark.parametrize("text", ["nan", "inf", "-1", "0", "1e300", "1.5", "", "x"])
-def test_a_number_out_of_its_range_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number from 1 to"):
-        command_line.count(text)
-    assert command_line.count("1") == 1
-
-
-def test_whole_numbers_with_commas():
+def test_an_empty_path_and_a_number_out_of_its_range_are_refused():
+    for kind, texts, said in (
+        (command_line.path, ("", " "), "is empty"),
+        (command_line.name, ("", " "), "is empty"),
+        (command_line.count, ("nan", "-1", "0", "1e300", "1.5", "", "x"), "is not a whole number from 1 to"),
+        (command_line.whole_numbers, ("0,x", "", "0,", "-1,2"), "give whole numbers from 0 on with commas between"),
+    ):
+        for text in texts:
+            with pytest.raises(argparse.ArgumentTypeError, match=said):
+                kind(text)
+    assert str(command_line.path("a/b")) == "a/b" and command_line.count("1") == 1
     assert command_line.whole_numbers("0,1, 2") == [0, 1, 2]
-    for text in ("0,x", "", "0,", "1.5", "-1,2"):
-        with pytest.raises(argparse.ArgumentTypeError) as refused:
-            command_line.whole_numbers(text)
-        assert str(refused.value) == f"{text!r}: give whole numbers from 0 on with commas between them, as in 0,1,2"
 
 
 @pytest.mark.parametrize(

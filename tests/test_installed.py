@@ -88,14 +88,8 @@ def test_a_wheel_trains_from_an_empty_folder_with_configs_of_ones_own(source, ow
     assert inside == {path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "configs").rglob("*.yaml")}
     pip("install", "--target", tmp_path / "site", wheel, folder=tmp_path)
 
-    train = (
-        sys.executable,
-        "-m",
-        "forgetting_transformer.train",
-        "--config-dir=mine",
-        f"data_dir={tmp_path}",
-        "output_dir=run",
-    )
+    train = (sys.executable, "-m", "forgetting_transformer.train")
+    train += ("--config-dir=mine", f"data_dir={tmp_path}", "output_dir=run")
     typo = run(*train, "+experiment=my_fx", folder=own_folder, path=tmp_path / "site")
     assert typo.returncode == 1 and typo.stderr == "ConfigError: there is no experiment=my_fx; did you mean 'my_fox'?\n"
     make_corpus(tmp_path)

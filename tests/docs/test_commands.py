@@ -51,10 +51,8 @@ def test_the_commands_of_the_readme_are_found():
     [
         ("python train.py -m +experiment/demo=fox_pro,mamba2 train.max_tokns=1,2 output_dir=x data_dir=x", "max_tokns"),
         ("fabric run train.py --devices 5 +experiment/demo=fox_pro output_dir=x data_dir=x", "train_batch_size"),
-        ("torchrun --nproc-per-node 4 -m forgetting_transformer.train +experiment/demo=fx_pro output_dir=x", "fx_pro"),
         ("python scripts/sweep_lr.py +experiment/demo=fox_pro output_dir=x data_dir=x --sead 0,1", "SystemExit"),
         ("python -m studies.run studies/three_seeds/study.yaml x --models fox_po", "fox_po"),
-        ("python save_models.py --hf_load_dir=x", "there is no save_models.py"),
         ('pip install -e ".[train,gpu]"', "no extra gpu"),
     ],
 )

@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgetting_transformer.analysis import AnalysisError
-from forgetting_transformer.evaluation.models import EvaluationError
 from studies import code_tasks
 from tests.evaluation.scripts import index_few_tasks
 
@@ -17,26 +15,6 @@ TEXT = "".join(
     f"def function_{n}(value):\n    result = value + {n}\n    other = compute(result)\n    return other.name\n\n"
     for n in range(40)
 )
-
-
-def test_a_question_is_a_line_of_the_text_and_wrong_lines_are_not():
-    questions = list(code_tasks.ask(TEXT, 20, np.random.default_rng(0)))
-    assert len(questions) == 20 and len({question["before"] for question in questions}) == 20
-    for question in questions:
-        assert TEXT.startswith(f"{question['before']}{question['line']}\n") and question["before"].endswith("\n")
-        assert len(question["before"]) >= code_tasks.FEWEST
-        assert len({*question["wrong"], question["line"]}) == 4
-        assert all(f"\n{line}\n" in TEXT for line in question["wrong"])
-        indents = {len(line) - len(line.lstrip()) for line in [*question["wrong"], question["line"]]}
-        assert len(indents) == 1
-    assert {question["place"] for question in questions} == {0, 1, 2, 3}
-
-
-def test_lines_that_no_score_could_tell_are_not_asked_for():
-    assert code_tasks.is_code("    result = value + 1")
-    left_out = ["", "    else:", "    # result = value", "url = 'http://a.b'", "a words only line", "x" * 200]
-    assert not any(code_tasks.is_code(line) for line in left_out)
-    assert list(code_tasks.ask("short = text()\n" * 5, 5, np.random.default_rng(0))) == []
 
 
 @pytest.fixture
@@ -95,16 +73,3 @@ def test_lm_eval_finds_the_questions_wherever_the_folder_is(corpus, tmp_path, mo
     task = harness.load_task("next_line", harness.task_manager(Path("moved")))["next_line"]
     rows = [json.loads(line) for line in (tmp_path / "moved/next_line.jsonl").read_text().splitlines()]
     assert list(task.test_docs()) == rows and len(rows) == 10
-
-
-def test_files_of_others_and_other_questions_are_left_as_they_are(corpus, tmp_path):
-    (tmp_path / "others").mkdir()
-    (tmp_path / "others/next_line.jsonl").write_text("of others")
-    with pytest.raises(AnalysisError, match=r"others/next_line\.jsonl is not as studies/code_tasks\.py has written it"):
-        code_tasks.make_tasks("corpus", tmp_path / "others", 10)
-    assert contents(tmp_path / "others") == {"next_line.jsonl": b"of others"}
-    code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)
-    first = contents(tmp_path / "tasks")
-    with pytest.raises(EvaluationError, match=r"tasks/next_line\.jsonl has other questions than the 20 of --questions"):
-        code_tasks.make_tasks("corpus", tmp_path / "tasks", 20)
-    assert first == contents(tmp_path / "tasks")

@@ -78,18 +78,6 @@ def test_folders_are_named_after_what_is_swept_unless_output_dir_differs(faults,
     assert folders == {"c/experiment-demo=fox_pro", "c/experiment-demo=hgrn2", "rates/lr-0.001", "rates/lr-0.002"}
 
 
-def test_jobs_get_the_config_dir_and_name_of_the_command(faults, train_main, tmp_path, monkeypatch):
-    (tmp_path / "mine/experiment").mkdir(parents=True)
-    experiment = "# @package _global_\ndefaults: [/recipe/demo, {override /datamodule: corpus}, _self_]\ntag: mine\n"
-    (tmp_path / "mine/experiment/my.yaml").write_text(experiment)
-    seen = []
-    monkeypatch.setattr(runner, "run_jobs", lambda jobs, *_: seen.extend(jobs) or [])
-    options = ["--config-dir", str(tmp_path / "mine")]
-    train_main(*options, "-m", "+experiment=my", "data_dir=data", "output_dir=out", "seed=0,1")
-    assert [job.config.tag for job in seen] == ["mine", "mine"]
-    assert seen[1].overrides == (f"--config-dir={tmp_path}/mine", "+experiment=my", "data_dir=data", "seed=1")
-
-
 def test_what_cannot_work_is_refused_before_anything_starts(faults, train_main, tmp_path, capsys, monkeypatch):
     for arguments, message in [
         (["output_dir=out,./out"], "jobs 'output_dir=out' and 'output_dir=./out' would both write to output_dir="),

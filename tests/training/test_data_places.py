@@ -48,21 +48,15 @@ def test_contents_that_changed_under_the_same_name_are_refused(tiny, tmp_path, c
     shutil.copytree(corpus, tmp_path / "data")
     array = tmp_path / "data/tiny/train.zarr"
     keys = [str(file.relative_to(array)) for file in array.glob("c/*/*")]
-    tiny = changed(tiny, data_dir=str(tmp_path / "data"), skip_eval=True)
-    interrupted_at(tiny, 4)  # as before there were lists
     write_list(array, keys)
-    interrupted_at(tiny, 8)
-    shutil.copytree(array, tmp_path / "kept")
+    tiny = changed(tiny, data_dir=str(tmp_path / "data"), skip_eval=True)
+    interrupted_at(tiny, 4)
     zarr.open_array(array, mode="r+")[1] = 7  # no row that is looked at for the fingerprint
     assert "c/0/0 is not the file that train.sha256 lists" in refused(tiny)
     write_list(array, keys)
     assert "the corpus's list of checksums (its hash" in refused(tiny)
-    shutil.rmtree(array)
-    (tmp_path / "kept").rename(array)
     array.with_suffix(".sha256").unlink()
     checkpoints = Path(tiny["output_dir"]) / "checkpoints"
     listed = newest_valid(checkpoints).trainer_state()["data_checksums"]
-    train(changed(tiny, train__max_tokens=12 * STEP))  # without a list there is nothing to compare
+    interrupted_at(tiny, 8)  # without a list there is nothing to compare
     assert newest_valid(checkpoints).trainer_state()["data_checksums"] == listed is not None
-    write_list(array, keys)
-    train(tiny)

@@ -67,11 +67,6 @@ def test_an_error_is_left_to_the_first_step_and_hides_none_of_the_body(wanted, c
         raise ValueError("a kernel")
 
 
-def test_nothing_is_compiled_early_without_a_gpu(config):
-    empty = setup.outline(config, INFO)
-    assert not early._serves(config, Fabric(accelerator="cpu", devices=1), empty)
-
-
 def test_nothing_is_compiled_early_beside_the_test_of_kernels_of_fla(tiny, monkeypatch):
     """They keep state of the whole process: two threads at once have ruled out kernels that were right."""
     gpu = SimpleNamespace(device=torch.device("cuda", 0), world_size=1)

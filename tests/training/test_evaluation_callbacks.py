@@ -139,25 +139,12 @@ def lm_eval(tmp_path, monkeypatch, tokenizer) -> dict:
     return {"tasks": ["words"], "interval": 10 * STEP, "include_path": str(tmp_path), "tokenizer": tokenizer}
 
 
-RARE = pytest.mark.rare(
-    "tests/training/test_evaluation_callbacks.py::test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight"
-)
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=RARE)])
-def test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight(
-    tiny, finished, lm_eval, tokenizer, world_size
-):
+def test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight(tiny, finished, lm_eval, tokenizer):
     from forgetting_transformer.evaluation import harness
 
-    straight = finished(tiny, world_size)
+    straight = finished(tiny)
     samples = {"interval": 20 * STEP, "max_new_tokens": 6, "temperature": 0.8, "tokenizer": tokenizer}
-    config = changed(tiny, callbacks__lm_eval=lm_eval, callbacks__samples=samples)
-    if world_size == 1:
-        run(config)
-    else:
-        job = Job(config, world_size)
-        assert job.wait() == [0, 0], job.errors()
+    run(changed(tiny, callbacks__lm_eval=lm_eval, callbacks__samples=samples))
     assert_same_run(straight, tiny["output_dir"])
     found = lines(tiny["output_dir"], "lm_eval")
     assert [entry["step"] for entry in found] == [10 * STEP, 20 * STEP]

@@ -59,18 +59,6 @@ def test_time_runs_in_one_category_at_a_time(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    ["{", "[]", '{"starts": [{"step": "many"}, {}]}'],
-)
-def test_damaged_bookkeeping_stops_nothing(tmp_path, damaged):
-    (tmp_path / "goodput.json").write_text(damaged)
-    goodput = Goodput(tmp_path / "goodput.json", Clock("start"))
-    goodput.begin(0)
-    assert goodput.write(8)["hours"] > 0
-    assert len(json.loads((tmp_path / "goodput.json").read_text())["starts"]) == 1
-
-
 def test_a_run_accounts_for_all_its_starts(tiny):
     assert Job(changed(tiny, checkpoint_background=False), patch=dies(11)).wait() == [9]
     train(changed(tiny, datamodule__train_num_workers=1))

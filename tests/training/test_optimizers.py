@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from forgetting_transformer.plugins import OPTIMIZERS
-from forgetting_transformer.training.config import ConfigError, OptimizerConfig, TrainConfig
+from forgetting_transformer.training.config import ConfigError, TrainConfig
 from forgetting_transformer.training.faults.step_guard import decides_on_device
-from forgetting_transformer.training.optimization.building import CombinedOptimizer, build_optimizer, check_owns
+from forgetting_transformer.training.optimization.building import CombinedOptimizer, check_owns
 from forgetting_transformer.training.optimization.optimizers import MuonConfig, muon
 from forgetting_transformer.training.optimization.parameter_groups import block_matrices, undecayed_parameters
 from tests.model.small_models import PRO, small, small_model
@@ -168,17 +167,3 @@ def test_an_optimizer_that_ignores_found_inf_is_not_called_in_a_bad_step(tiny):
     assert job.wait() == [0], job.errors()
     last = checkpoint_tensors(tiny["output_dir"], 13 * STEP)
     assert {tensor.item() for name, tensor in last.items() if name.endswith(".step")} == {12.0}
-
-
-def test_what_is_no_optimizer_of_pytorchs_kind_is_refused_before_training(monkeypatch):
-    """A step without `closure` would work until a checkpoint is loaded, for which PyTorch calls step(closure=None)."""
-
-    class Odd(torch.optim.SGD):
-        def step(self): ...
-
-    monkeypatch.setattr(OPTIMIZERS, "_components", dict(OPTIMIZERS._components))
-    OPTIMIZERS.register("odd")(lambda model, undecayed, config: Odd(model.parameters(), config.lr))
-    with pytest.raises(
-        ConfigError, match=r"optimizer.name='odd' made a Odd; it must be a torch.optim.Optimizer whose st"
-    ):
-        build_optimizer(nn.Linear(2, 2), set(), OptimizerConfig(name="odd", lr=1.0))

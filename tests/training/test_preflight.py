@@ -44,14 +44,6 @@ def test_it_measures_proposes_and_leaves_the_run_alone(tiny, tmp_path):
     assert re.search(r"^  train\.grad_acc_tokens=(32|64) train\.gradient_checkpointing=(true|false)$", said, re.M), said
 
 
-def test_a_micro_batch_that_would_not_fit_is_not_tried(tiny, tmp_path):
-    said = tmp_path / "said"
-    job = Job(changed(tiny, preflight=True), patch=PRINTED.format(said=str(said)) + MEMORY)
-    assert job.wait() == [0], job.errors()
-    assert re.search(r"^no +128 +- +would not fit$", said.read_text(), re.MULTILINE), said.read_text()
-    assert re.search(r"^yes +128 +[\d,]+ +40 B$", said.read_text(), re.MULTILINE)
-
-
 def test_a_disk_too_small_for_the_checkpoints_to_come_is_noticed(tiny):
     patch = "import shutil, collections; shutil.disk_usage = lambda p: collections.namedtuple('U', 'free')(300_000)"
     job = Job(changed(tiny, preflight=True), patch=patch)

@@ -60,21 +60,6 @@ def test_a_full_disk_does_not_keep_the_status_from_being_right(tmp_path, monkeyp
     assert read(tmp_path)["step"] == 1024 and {p.name for p in tmp_path.iterdir()} == {"status.json", "run.lock"}
 
 
-def test_a_damaged_status_stops_no_start_and_is_moved_aside_as_it_was(tmp_path):
-    text = b"\xff\xfe\x00"
-    (tmp_path / "starts.jsonl").write_text("{}\n")
-    (tmp_path / "status.json").write_bytes(text)
-    directory = RunDirectory(tmp_path)
-    status.claim(directory, resume=False)
-    moved = status.move_aside(directory)
-    assert (moved / "status.json").read_bytes() == text and read(tmp_path)["status"] == "starting"
-    directory.release()
-    (tmp_path / "status.json").write_bytes(text)
-    status.claim(directory)
-    assert read(tmp_path)["status"] == "starting"
-    directory.release()
-
-
 def test_what_fails_after_the_last_step_is_how_the_run_ended(tiny):
     """Its exit code says so, too."""
     full, once = "self.refused = True\nraise OSError(28, 'No space left on device')", "not hasattr(self, 'refused')"
