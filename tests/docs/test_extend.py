@@ -96,9 +96,9 @@ def test_a_mixer_trains_is_killed_continues_is_exported_and_loaded(lab):
     run(save, lab)
     assert json.loads(Path(f"{output}_hf/exported_from.json").read_text())["plugins"] == ["my_lab"]
     for words in more:
-        bare = [word for word in words if word not in ("--plugins", "my_lab")]
-        assert "this model needs plugins=[my_lab]" in refused(bare, lab)
         run(words, lab, "--max_new_tokens", "4")
+    bare = [word for word in words if word not in ("--plugins", "my_lab")]
+    assert "this model needs plugins=[my_lab]" in refused(bare, lab)
 
 
 @pytest.mark.slow
@@ -138,11 +138,8 @@ def test_a_callback_works_and_its_state_survives_a_stop(lab):
         assert jumps[step]["loss_jumps/mean"] == pytest.approx(mean, rel=1e-5)
         assert jumps[step]["loss_jumps/jumps"] == count
     assert sorted(jumps) == list(range(128, 2561, 128))
-    for typo, said in {
-        "+callbacks.loss_jumps.factr=2": "did you mean 'callbacks.loss_jumps.factor'",
-        "callbacks.loss_jumps.factor=0.5": "callbacks.loss_jumps.factor=0.5 must be greater than 1",
-    }.items():
-        assert said in refused(train, lab, typo, "output_dir=typo")
+    wrong = ("callbacks.loss_jumps.factor=0.5", "output_dir=typo")
+    assert "callbacks.loss_jumps.factor=0.5 must be greater than 1" in refused(train, lab, *wrong)
     assert not (lab / "typo").exists()
 
 
@@ -173,9 +170,5 @@ def test_a_corpus_trains_resumes_exactly_is_evaluated_and_exported(lab):
     assert (results["corpus"], results["eval_tokens"]) == ("tales", 320)
     assert results["val/loss_avg_len_32"] == pytest.approx(held_out[-1], abs=1e-5)
     assert "data/tales/tokenizer" in run(save, lab)
-    for mistake, said in {
-        "datamodule.skip_tokens=-1": r"datamodule\.skip_tokens=-1 must be greater than or equal to 0",
-        "datamodule.dataset=tails": r"tails/train\.bin cannot be read .* check data_dir and datamodule\.dataset",
-        "train.max_tokens=30720": r"train\.max_tokens=30,720 is more than the 3,072 tokens of .*train\.bin",
-    }.items():
-        assert re.search(said, refused(train, lab, mistake, "output_dir=mistake"))
+    said = refused(train, lab, "train.max_tokens=30720", "output_dir=mistake")
+    assert re.search(r"train\.max_tokens=30,720 is more than the 3,072 tokens of .*train\.bin", said)

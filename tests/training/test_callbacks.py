@@ -7,10 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forgetting_transformer.plugins import CALLBACKS
 from forgetting_transformer.training.callbacks.base import Callback, Callbacks
-from forgetting_transformer.training.callbacks.built_in import chosen
-from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.errors import TrainingError
 from tests.training.conftest import STEP, Job, assert_same_run, changed, dies, lines, status
 
@@ -156,18 +153,6 @@ class Kept(Callback):
 
 
 @pytest.mark.quick
-def test_each_gets_its_own_state():
-    trainer = SimpleNamespace(fabric=SimpleNamespace(is_global_zero=True))
-    one, two = Kept("one", a=torch.tensor(1)), Kept("one_more", a=torch.tensor(2))
-    bare = Kept("bare")
-    callbacks = Callbacks(trainer, [one, two], [bare])
-    saved = callbacks.state()
-    assert {name: int(value) for name, value in saved.items()} == {"one.a": 1, "one_more.a": 2}
-    callbacks.load(saved | {"guard_skipped": torch.zeros(2)})
-    assert (one.loaded, two.loaded, bare.loaded) == ({"a": 1}, {"a": 2}, None)
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -197,13 +182,3 @@ def test_a_hook_that_fails_is_named():
     with pytest.raises(ZeroDivisionError) as error:
         Callbacks(trainer, [], [Fails()]).call_all("on_save", None)
     assert error.value.__notes__ == ["raised by on_save of callbacks.fails; the last good checkpoint is at 512 tokens"]
-
-
-@pytest.mark.quick
-def test_a_callback_of_another_class_is_refused(monkeypatch):
-    monkeypatch.setattr(CALLBACKS, "_components", dict(CALLBACKS._components))
-    CALLBACKS.register("odd")(SimpleNamespace)
-    with pytest.raises(
-        ConfigError, match=r"^callbacks.odd: SimpleNamespace does not derive from .*callbacks.Callback$"
-    ):
-        chosen(SimpleNamespace(callbacks=SimpleNamespace(odd=None)))

@@ -51,16 +51,14 @@ def test_resume_false_starts_clean_and_moves_what_a_run_wrote_and_nothing_else(t
     assert written - {"previous", "run.lock"} == {path.name for path in moved.iterdir()}, "all a run writes is moved"
 
 
-OF_A_RUN = (
-    "checkpoints/mine", "logs/thesis.log", "config.yaml", "goodput.json", "last_checkpoint.json",
-    "tokenizer/tokenizer.json", "metrics/jsonlines/train.jsonl",
-)  # fmt: skip
+OF_A_RUN = ("goodput.json", "last_checkpoint.json", "tokenizer/tokenizer.json", "metrics/jsonlines/train.jsonl")
 
 
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_first_start_takes_nothing_of_others_for_its_own(tmp_path, resume):
     said = r"^output_dir=.* and no run that wrote .* choose another output_dir$"
-    for number, name in enumerate((*OF_A_RUN, "status.json")):
+    moved = () if resume else ("checkpoints/mine", "logs/thesis.log")
+    for number, name in enumerate((*OF_A_RUN, "config.yaml", "status.json", *moved)):
         root = tmp_path / str(number)
         place(root, name, *STRANGERS)
         before = snapshot(root)
@@ -78,7 +76,7 @@ def test_a_first_start_takes_nothing_of_others_for_its_own(tmp_path, resume):
     place(tmp_path / "others", *STRANGERS)
     RunDirectory(tmp_path / "others").check_ours(resume)
     # One that was killed early: nothing but its lock, which is empty on a full disk, says whose the rest is.
-    place(tmp_path / "killed", *OF_A_RUN[3:])
+    place(tmp_path / "killed", *OF_A_RUN)
     (tmp_path / "killed/run.lock").touch()
     RunDirectory(tmp_path / "killed").check_ours(resume)
 
