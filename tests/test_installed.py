@@ -1,4 +1,4 @@
-"""Installed from a wheel, or with -e: the same entry and the same configs, from any folder."""
+"""Installed from a wheel: the same entry and the same configs, from any folder."""
 
 import os
 import shutil
@@ -14,7 +14,6 @@ from tests.tiny import make_corpus
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "src", "configs")
 #: Keys of a run of two steps on the tiny corpus, as a user's own experiment.
 EXPERIMENT = """\
 # @package _global_
@@ -48,35 +47,22 @@ def run(*command: str | Path, folder: Path, path: Path | None = None) -> subproc
     )
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    """A copy of what the package is made of: building writes beside it."""
-    folder = tmp_path_factory.mktemp("source")
-    for name in PACKAGE:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        else:
-            shutil.copy2(ROOT / name, folder / name)
-    return folder
-
-
 def pip(*arguments: str | Path, folder: Path) -> None:
     offline = ("--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check", "--quiet")
     done = run(sys.executable, "-m", "pip", *arguments[:1], *offline, *arguments[1:], folder=folder)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture
-def own_folder(tmp_path) -> Path:
-    """Where a user works: nothing of the repository, and their own experiment."""
-    folder = tmp_path / "work"
-    (folder / "mine/experiment").mkdir(parents=True)
-    (folder / "mine/experiment/my_fox.yaml").write_text(EXPERIMENT)
-    return folder
-
-
 @pytest.mark.slow
-def test_a_wheel_trains_from_an_empty_folder_with_configs_of_ones_own(source, own_folder, tmp_path):
+def test_a_wheel_trains_from_an_empty_folder_with_configs_of_ones_own(tmp_path):
+    source = tmp_path / "source"  # building writes beside it
+    for name in ("src", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, source)
+    own_folder = tmp_path / "work"
+    (own_folder / "mine/experiment").mkdir(parents=True)
+    (own_folder / "mine/experiment/my_fox.yaml").write_text(EXPERIMENT)
     pip("wheel", "--wheel-dir", tmp_path / "dist", source, folder=tmp_path)
     (wheel,) = (tmp_path / "dist").iterdir()
     assert wheel.name.startswith(f"forgetting_transformer-{__version__}-")
@@ -97,19 +83,3 @@ def test_a_wheel_trains_from_an_empty_folder_with_configs_of_ones_own(source, ow
     assert done.returncode == 0, done.stderr
     assert "training finished: 256 tokens" in done.stderr and "about to train of_my_own" in done.stderr
     assert {path.name for path in own_folder.iterdir()} == {"mine", "run"}
-
-
-@pytest.mark.slow
-def test_an_editable_installation_uses_the_configs_of_the_repository(source, own_folder, tmp_path):
-    pip("install", "--target", tmp_path / "site", "--editable", source, folder=tmp_path)
-    assert not list((tmp_path / "site").rglob("*.yaml"))
-    program = (
-        "import runpy, site, sys; site.addsitedir(sys.argv.pop(1)); sys.path.insert(0, sys.path.pop()); "
-        "runpy.run_module('forgetting_transformer.train', run_name='__main__', alter_sys=True)"
-    )
-    (source / "configs/experiment/demo/new.yaml").write_text(
-        "# @package _global_\ndefaults: [fox_pro]\ntag: just_written\n"
-    )
-    arguments = ("+experiment/demo=new", "output_dir=run", "data_dir=data", "--cfg", "job")
-    done = run(sys.executable, "-c", program, tmp_path / "site", *arguments, folder=own_folder)
-    assert "tag: just_written" in done.stdout, done.stderr

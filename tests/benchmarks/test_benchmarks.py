@@ -9,7 +9,6 @@ import pytest
 
 from tests.benchmarks.conftest import FOLDER, load
 from tests.docs.commands import check_command
-from tests.evaluation.conftest import quickstart  # noqa: F401 (a fixture)
 
 #: Benchmark -> options, and how many cases they are.
 CASES = {
@@ -86,43 +85,12 @@ def test_steps_of_a_model_and_an_override_that_reaches_it(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.rare("no contract: benchmarks")
-def test_a_trained_run_is_measured_on_its_heldout_tokens(quickstart):  # noqa: F811
-    training = load("training")
-    options = [*STEPS, "--device", "cpu", "--vocab_size", "64", "--batch_size", "2", "--experiments"]
-    args = training.parse_args([*options, str(quickstart.run), "--overrides", "model.config.log_pruning_tolerance=-3"])
-    model, _, tokens_BT = training.read_run(args, str(quickstart.run), False)
-    assert model.config.log_pruning_tolerance == -3 and tokens_BT.shape == (2, 33)
-    args = training.parse_args([*options, str(quickstart.run), "--overrides", "model=mamba2"])
-    with pytest.raises(ValueError, match="--overrides model=mamba2: for a run, give KEY=VALUE"):
-        training.read_run(args, str(quickstart.run), False)
-
-
-@pytest.mark.slow
-@pytest.mark.rare("no contract: benchmarks")
 def test_steps_on_two_processes_under_every_strategy(tmp_path):
     options = ["--experiments", "demo/fox_pro", "--seq_len", "32", "--steps", "1", "--micro_batches", "2"]
     rows = rows_of("scaling", tmp_path / "out.json", *options, "--cases", "one", "ddp", "fsdp", "fsdp_kept", "context")
     assert {row["status"] for row in rows} == {"ok"}
     losses = {row["case"]: row["loss"] for row in rows}
     assert losses["ddp"] == pytest.approx(losses["fsdp"]) and losses["fsdp"] == losses["fsdp_kept"]
-
-
-@pytest.mark.slow
-def test_a_whole_run_is_the_command_of_the_readme_cut_short(tmp_path, monkeypatch):
-    whole_run, commands = load("whole_run"), []
-    monkeypatch.setattr(whole_run, "follow", lambda command, log: commands.append(command) or 1.0)
-    monkeypatch.setattr(whole_run, "speeds", lambda output_dir: {})
-    experiment = "forgetting_transformer/pro_125m_2b"
-    args = whole_run.parse_args(["--device", "cuda", "--data_dir", str(tmp_path), "--folder", str(tmp_path)])
-    plain = whole_run.compose(experiment, [])
-    whole_run.measure(args, plain, {"experiment": experiment, "part": "train"})
-    program, (name, *overrides) = commands[0][:5], commands[0][5:]
-    assert Path(program[2]).name == "train.py" and program[1] == "run" and program[3:] == ["--devices", "1"]
-    assert name == "+experiment/longcrawl64/forgetting_transformer=pro_125m_2b"
-    overrides = [override for override in overrides if not override.startswith(("output_dir", "data_dir"))]
-    config = whole_run.compose(experiment, overrides)
-    assert (config.model, config.fabric, config.strategy) == (plain.model, plain.fabric, plain.strategy)
-    assert config.schedule == plain.schedule and config.optimizer == plain.optimizer
 
 
 def test_speed_counts_from_the_first_line_to_the_last(tmp_path):

@@ -1,4 +1,4 @@
-"""benchmarks/cases.py and measure.py: rows are on disk once measured, what is missing is measured, nothing is mixed."""
+"""benchmarks/cases.py: rows are on disk once measured, what is missing is measured, nothing is mixed."""
 
 import argparse
 import importlib.metadata
@@ -111,51 +111,3 @@ def test_results_of_something_else_are_refused_and_stay(cases, tmp_path):
         file.write_text(text)
         with pytest.raises(cases.RecordError, match=said):
             open_record(cases, "--out", str(file))
-
-
-#: Stands in for a benchmark that measure.py starts: ends, fails, waits, or stops a row, by its option.
-COMMAND = """
-import argparse, json, pathlib, sys, time
-parser = argparse.ArgumentParser()
-parser.add_argument("--how")
-parser.add_argument("--out", type=pathlib.Path)
-args = parser.parse_args()
-print("measuring", args.how, flush=True)
-args.out.write_text(json.dumps({"rows": [{"status": "stopped after 9 s" if args.how == "stops" else "ok"}]}))
-time.sleep(3600 * (args.how == "waits"))
-sys.exit(3 * (args.how == "fails"))
-"""
-
-
-@pytest.mark.slow
-def test_measure_goes_on_where_it_ended_and_says_what_is_left(tmp_path, monkeypatch, capfd):
-    measure = load("measure")
-    (tmp_path / "fake.py").write_text(COMMAND)
-    (tmp_path / "commands.yaml").write_text("""
-first:
-  one: {command: fake.py --how ends}
-  broken: {command: fake.py --how fails}
-  many_{gpus}: {gpus: [0, 4], command: "fake.py --how on_{gpus}"}
-  long: {gpus: 0, command: fake.py --how stops}
-second:
-  slow: {gpus: 0, command: fake.py --how waits}
-  theirs: {command: "fake.py --how {authors}"}
-""")
-    monkeypatch.setattr(measure, "FOLDER", tmp_path)
-    monkeypatch.setattr(measure, "COMMANDS", tmp_path / "commands.yaml")
-    monkeypatch.setattr(measure.signal, "signal", lambda *_: None)  # of the process of the tests
-    common = ["--folder", str(tmp_path / "out"), "--gpus", "1"]
-    assert measure.main(["first", *common]) == 1
-    said = capfd.readouterr().out
-    assert "one: finished" in said and "many_0: finished" in said and "broken: failed with exit code 3" in said
-    assert "many_4: not run: needs 4 GPUs, there are 1" in said and "long: some rows were stopped" in said
-    assert measure.main(["one", "many_0", "many_4", *common]) == 0
-    assert "measuring" not in capfd.readouterr().out, "what is finished is not measured again"
-    assert measure.main(["second", *common, "--time_limit", "1"]) == 1
-    said = capfd.readouterr().out
-    assert "slow: out of time; the same command continues" in said
-    assert measure.main(["theirs", *common, "--authors", "their code"]) == 0
-    assert "measuring their code" in capfd.readouterr().out
-    with pytest.raises(SystemExit):
-        measure.parse_args(["firts"])
-    assert "'firts' is no group and no file; groups are first, second," in capfd.readouterr().err

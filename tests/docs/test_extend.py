@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from forgetting_transformer.plugins import CALLBACKS
 from forgetting_transformer.training.callbacks import Callback
 from tests.docs.commands import ROOT, section, shell_commands, write_files
 from tests.processes import Command, run_command
 from tests.tiny import VOCAB, make_corpus
+from tests.training.conftest import word_tokenizer
 from tests.waiting import wait_until
 
 PAGE = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
@@ -66,10 +65,7 @@ def lab(tmp_path_factory) -> Path:
     corpus.parent.mkdir(parents=True)
     (folder / "tiny").rename(corpus)
     words = {"<eos>": 0, "import": 1, "os": 2} | {f"word{n}": n for n in range(3, VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<eos>", eos_token="<eos>", unk_token="<eos>")
-    fast.save_pretrained(corpus / "tokenizer")
+    word_tokenizer(corpus / "tokenizer", words, bos_token="<eos>", eos_token="<eos>", unk_token="<eos>")
     about = {"format_version": 1, "vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
     (corpus / "manifest.json").write_text(json.dumps(about))
     generator = np.random.default_rng(0)

@@ -170,6 +170,16 @@ def test_the_slurm_script_requeues_what_was_preempted_and_nothing_else(
     assert arguments == [*expected, "+experiment/demo=fox_pro", "data_dir=/a b"]
 
 
+def test_the_slurm_script_refuses_an_empty_folder(tmp_path):
+    """It would be the root of the file system: mkdir /logs, rm /status.json."""
+    for tool in ("mkdir", "rm", "scontrol", "srun", "python"):
+        executable(tmp_path / tool, f'#!/bin/sh\necho "{tool} $*" >> {tmp_path}/calls\nexit 1\n')
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
+    command = ["bash", ROOT / "scripts/slurm/train.sbatch", "", "data_dir=data"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "is empty" in done.stderr and not (tmp_path / "calls").exists()
+
+
 def test_a_run_of_a_sweep_is_launched_with_the_same_settings(monkeypatch):
     """Two places state them: this script must start without importing the package, which imports PyTorch."""
     from forgetting_transformer.sweep.jobs import job_environment

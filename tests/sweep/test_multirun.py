@@ -135,28 +135,6 @@ def test_sigterm_lets_jobs_end_and_a_second_one_within_half_a_second_is_the_same
     assert [result.state for result in results] == [State.INTERRUPTED] * 2 and results[1].note == "not started"
 
 
-def test_jobs_that_come_of_a_result_wait_by_priority_and_an_error_in_making_them_ends_the_rest(faults, tmp_path):
-    order = []
-    late, urgent, first = (make_job(tmp_path, name) for name in ("late", "urgent", "first"))
-    object.__setattr__(urgent, "priority", 1)
-
-    def more(result):
-        order.append(result.job.name)
-        return [urgent] if result.job is first else []
-
-    runner.run_jobs([first, late], runner.Machine(gpus=[]), tmp_path / "logs", on_result=more)
-    assert order == ["first", "urgent", "late"]
-    faults["hang"] = "hanging"
-    machine = runner.Machine(gpus=[], jobs_at_once=2)
-
-    def fail(_):
-        raise SweepError("what comes next is unknown")
-
-    with pytest.raises(SweepError, match="what comes next is unknown"):
-        runner.run_jobs([make_job(tmp_path, n) for n in ("hanging", "quick")], machine, tmp_path / "logs", fail)
-    assert machine.take(late) is not None and machine.take(late) is not None, "both have ended"
-
-
 def test_a_real_job_trains_in_a_fabric_run_of_two_processes(train_main, tmp_path, corpus, monkeypatch):
     """No stand-in: what the command of a user starts."""
     overrides = [o for o in command_line({"data_dir": str(corpus)}, tmp_path / "out") if "schedule.total" not in o]

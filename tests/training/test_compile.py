@@ -26,7 +26,7 @@ from forgetting_transformer.training.execution.compilation import Compilation
 from forgetting_transformer.training.parallel.sharding import shard, units
 from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB
-from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, lines, losses
+from tests.training.conftest import STEP, assert_same_tensors, changed, lines, losses, train
 
 #: For a training process: torch.compile that captures graphs and runs them as they are, within a second.
 CAPTURE_ONLY = """
@@ -91,8 +91,7 @@ def run(config: dict, world_size: int = 1, patch: str = CAPTURE_ONLY) -> str:
     """Trains to the end; returns what this start logged, on rank 0."""
     log = Path(config["output_dir"]) / "logs/rank-0.log"
     before = log.stat().st_size if log.exists() else 0
-    job = Job(config, world_size, patch=patch)
-    assert job.wait() == [0] * world_size, job.errors()
+    train(config, world_size, patch=patch)
     return log.read_bytes()[before:].decode()
 
 
@@ -157,7 +156,7 @@ def tokens(batch: int, length: int) -> torch.Tensor:
 
 
 #: Two kinds of blocks in one model, and recurrences.
-GRAPHS = [("forgetting_transformer", "ddp", False), ("forgetting_transformer", "fsdp", True), ("hybrid", "ddp", False)]
+GRAPHS = [("forgetting_transformer", "fsdp", True), ("hybrid", "ddp", False)]
 
 
 @pytest.mark.slow
@@ -231,9 +230,7 @@ def test_the_next_start_finds_blocks_whose_columns_are_split(tiny):
 
 def assert_same_bits(a: str, b: str, step: int) -> None:
     """Weights, moments, losses and norms of two runs without evaluations."""
-    first, second = checkpoint_tensors(a, step), checkpoint_tensors(b, step)
-    assert first.keys() == second.keys() and len(first) > 20
-    assert not [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
+    assert_same_tensors(a, b, step)
     assert losses(a) == losses(b) and lines(a, "norm") == lines(b, "norm")
 
 
@@ -259,8 +256,7 @@ torch._inductor.config.cpp.vec_isa_ok = True
 # Without vector instructions its programs are compiled faster.
 torch._inductor.config.cpp.simdlen = 0
 """
-        job = Job(job_config, patch=patch)
-        assert job.wait() == [0], job.errors()
+        train(job_config, patch=patch)
         return job_config
 
     straight = run("straight", "first", train__compile=True)

@@ -8,7 +8,7 @@ import torch
 
 from forgetting_transformer.training.checkpoint.folder import newest_valid
 from forgetting_transformer.training.faults.corruption import digests, judge
-from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, losses, train
+from tests.training.conftest import STEP, Job, assert_same_tensors, changed, losses, train
 
 #: One element of one tensor of one rank changes after a step.
 FLIP = """
@@ -75,8 +75,7 @@ def test_a_rank_that_differs_stops_the_run_and_nothing_wrong_is_saved(tiny, tmp_
     straight = changed(tiny, output_dir=str(tmp_path / "straight"))
     train(straight, 3)
     train(tiny, 3)
-    ours, theirs = (checkpoint_tensors(c["output_dir"], 12 * 192) for c in (tiny, straight))
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert_same_tensors(tiny["output_dir"], straight["output_dir"], 12 * 192)
     assert losses(tiny["output_dir"]) == losses(straight["output_dir"])
 
 

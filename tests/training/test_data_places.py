@@ -4,13 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 import zarr
 
 from forgetting_transformer.data.storage.checksums import write_list
 from forgetting_transformer.training.checkpoint.folder import newest_valid
 from tests.data.mirror import serve
-from tests.training.conftest import STEP, changed, checkpoint_tensors, losses, refused, train
+from tests.training.conftest import STEP, assert_same_tensors, changed, losses, refused, train
 from tests.training.test_resume import interrupted_at
 
 
@@ -21,8 +20,7 @@ def test_a_run_begun_on_a_url_continues_on_a_local_copy_and_is_the_same_run(tiny
         elsewhere = {"data_dir": mirror.url, "datamodule__cache_dir": str(tmp_path / "cache")}
         interrupted_at(changed(tiny, **elsewhere), 4)
     train(tiny)
-    first, second = (checkpoint_tensors(folder, 8 * STEP) for folder in (finished(tiny), tiny["output_dir"]))
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert_same_tensors(finished(tiny), tiny["output_dir"], 8 * STEP)
     assert losses(finished(tiny)) == losses(tiny["output_dir"])
 
 

@@ -18,7 +18,18 @@ from forgetting_transformer.evaluation.models import load_model
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.training.config import ConfigError
 from tests.evaluation.scripts import index_few_tasks
-from tests.training.conftest import HEARD, STEP, STOP, Job, assert_same_run, before, changed, lines, rank_log, status
+from tests.training.conftest import (
+    HEARD,
+    STEP,
+    STOP,
+    assert_same_run,
+    before,
+    changed,
+    lines,
+    rank_log,
+    status,
+    train,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -75,8 +86,7 @@ def test_two_processes_find_the_numbers_of_the_finished_model_and_change_no_weig
     straight = finished(tiny, 2)
     samples = {"interval": 10 * STEP, "prompts": ["w3 w4", "w5"], "max_new_tokens": 6, "tokenizer": tokenizer}
     watched = changed(with_needle(tiny, tokenizer), callbacks__samples=samples)
-    job = Job(changed(watched, callbacks__gate_statistics={"interval": 10 * STEP}), 2)
-    assert job.wait() == [0, 0], job.errors()
+    train(changed(watched, callbacks__gate_statistics={"interval": 10 * STEP}), 2)
     assert_same_run(straight, tiny["output_dir"])
     last = {}
     for kind in ("needle", "samples", "gates"):
@@ -168,12 +178,10 @@ def test_a_signal_breaks_the_needle_test_off_and_the_next_start_does_it_again(ti
     patch = before("evaluation.needle", "beat", stop, "trainer.fabric.global_rank == 0", "trainer")
     tiny = changed(tiny, train__max_tokens=12 * STEP)
     straight, config = finished(tiny, 2), with_needle(tiny, tokenizer)
-    job = Job(config, 2, patch=patch)
-    assert job.wait() == [0, 0], job.errors()
+    train(config, 2, patch=patch)
     assert status(tiny)["status"] == "preempted" and status(tiny)["step"] == 10 * STEP
     assert "needle after 1,280 tokens was broken off" in rank_log(tiny, 0)
-    job = Job(config, 2)
-    assert job.wait() == [0, 0], job.errors()
+    train(config, 2)
     assert [entry["step"] for entry in lines(tiny["output_dir"], "needle")] == [10 * STEP, 12 * STEP]
     assert_same_run(straight, tiny["output_dir"])
 

@@ -103,19 +103,8 @@ def test_prompts_begin_as_training_sequences_do_and_are_padded_on_the_left(tiny,
 
 def two_token_tokenizer(folder: Path, template: str | None = None, **special: str) -> Path:
     """Words, `<s>` = 0 and `</s>` = 1, which the template may put around a text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
     ids = {"<s>": 0, "</s>": 1, "<unk>": 2, "<pad>": 3} | {f"w{n}": n for n in range(4, VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if template is not None:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
-        )
-    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"} | special
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-    return folder
+    return word_tokenizer(folder, ids, template, bos_token="<s>", eos_token="</s>", unk_token="<unk>", **special)
 
 
 def test_a_corpus_with_two_tokens_around_texts_trains_and_its_export_stops_at_the_second(tiny, tmp_path):

@@ -61,7 +61,7 @@ def test_time_runs_in_one_category_at_a_time(tmp_path, monkeypatch):
 
 def test_a_run_accounts_for_all_its_starts(tiny):
     assert Job(changed(tiny, checkpoint_background=False), patch=dies(11)).wait() == [9]
-    train(changed(tiny, datamodule__train_num_workers=1))
+    train(tiny)
     ledger = json.loads((Path(tiny["output_dir"]) / "goodput.json").read_text())["starts"]
     assert [entry["from_step"] // STEP for entry in ledger] == [0, 8]
     last = lines(tiny["output_dir"], "goodput")[-1]

@@ -11,7 +11,7 @@ from torch import nn
 from forgetting_transformer.training import ConfigError, parse
 from forgetting_transformer.training.execution.graphs import Graphs, choose, possible
 from tests.tiny import STEP
-from tests.training.conftest import Job, changed, checkpoint_tensors
+from tests.training.conftest import assert_same_tensors, changed, train
 
 #: For a training process on a CPU: as if it had graphs. What a micro-batch leaves in their memory is overwritten when
 #: the next one begins. Nothing is compiled, which takes time.
@@ -96,13 +96,9 @@ def test_runs_with_and_without_graphs_continue_each_other_bitwise(tiny, tmp_path
         folders[name] = config["output_dir"]
         for start, on in enumerate(graphs):
             tokens = 8 * STEP if start == len(graphs) - 1 else 4 * STEP
-            job = Job(changed(config, train__cuda_graphs=on, train__max_tokens=tokens), 2, STAND_IN)
-            assert job.wait() == [0, 0], job.errors()
-    wanted = checkpoint_tensors(folders["without"], 8 * STEP)
+            train(changed(config, train__cuda_graphs=on, train__max_tokens=tokens), 2, patch=STAND_IN)
     for name in ("with", "both"):
-        found = checkpoint_tensors(folders[name], 8 * STEP)
-        assert found.keys() == wanted.keys()
-        assert not [key for key, tensor in wanted.items() if not torch.equal(tensor, found[key])]
+        assert_same_tensors(folders["without"], folders[name], 8 * STEP)
         log = (tmp_path / name / "logs/rank-0.log").read_text()
         assert "not bitwise from here" not in log and "yes, with CUDA graphs" in log
         recorded = (tmp_path / name / "micro_batches").read_text()

@@ -16,7 +16,6 @@ from forgetting_transformer.training.trainer import Trainer
 from tests.tiny import VOCAB
 from tests.training.conftest import (
     STEP,
-    Job,
     before,
     blocks,
     changed,
@@ -77,8 +76,7 @@ def test_ranks_begin_with_the_same_weights_which_rank_0_alone_reads(tiny, tmp_pa
     one = changed(tiny, init_from=str(exported), optimizer__lr=0.0, train__max_tokens=STEP, optimizer__weight_decay=0.0)
     train(one)
     two = changed(one, output_dir=str(tmp_path / "two"), strategy__name="fsdp")
-    job = Job(two, 2, patch=ONLY_ON_RANK_0)
-    assert job.wait() == [0, 0], job.errors()
+    train(two, 2, patch=ONLY_ON_RANK_0)
     ours, theirs = (checkpoint_tensors(config["output_dir"], STEP) for config in (one, two))
     stored = load_file(exported / "model.safetensors")
     assert len(stored) > 20
@@ -197,8 +195,7 @@ def test_without_a_network_the_hub_is_refused_on_every_rank_and_the_cache_serves
     (cache / "refs/main").write_text("0123abc")
     shutil.copytree(exported, cache / "snapshots/0123abc")
     (cache / "snapshots/0123abc" / MARK).unlink()
-    job = Job(new, patch=f"import huggingface_hub.constants as c; c.HF_HUB_CACHE = {str(tmp_path / 'cache')!r}")
-    assert job.wait() == [0], job.errors()
+    train(new, patch=f"import huggingface_hub.constants as c; c.HF_HUB_CACHE = {str(tmp_path / 'cache')!r}")
     state = next(Path(tiny["output_dir"]).glob("checkpoints/*/trainer.json")).read_text()
     assert json.loads(state)["weights_from"] == {"source": "some-lab/fox", "revision": "0123abc"}
 

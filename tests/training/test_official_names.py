@@ -146,13 +146,9 @@ def said(*arguments: str) -> str:
         (["schedule=warmup_one_minus_sqrt", "schedule.anneal_steps=9", "schedule.decay_steps=5"],
          "schedule.decay_steps=5 has no meaning"),
         (["schedule.anneal_step=5"], "did you mean 'schedule.anneal_steps'?"),
-        (["model.config.qk_nrm=true"], "did you mean 'model.config.qk_norm'?"),
         (["model.config.fgate_typ=full"], "did you mean 'model.config.fgate_type'?"),
         (["strategy.sharding_strategy=FULL_SHARD"], "strategy=fsdp shards weights"),
         (["model=transformer"], "no value for model.config.rope_base: give it on the command line"),
-        (["schedule.warmup_steps=many"], "schedule.warmup_tokens=many must be a whole number"),
-        (["schedule=warmup_one_minus_square"],
-         "there is no schedule=warmup_one_minus_square; did you mean 'warmup_one_minus_sqrt'?"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(arguments, message):

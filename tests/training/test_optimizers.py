@@ -14,7 +14,7 @@ from forgetting_transformer.training.optimization.building import CombinedOptimi
 from forgetting_transformer.training.optimization.optimizers import MuonConfig, muon
 from forgetting_transformer.training.optimization.parameter_groups import block_matrices, undecayed_parameters
 from tests.model.small_models import PRO, small, small_model
-from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, losses
+from tests.training.conftest import STEP, assert_same_tensors, changed, checkpoint_tensors, losses, train
 from tests.training.test_bad_steps import bad_steps
 
 #: An optimizer of somebody else: it knows nothing of found_inf, and counts its steps in a Python number.
@@ -149,13 +149,9 @@ def test_a_combined_optimizer_is_loaded_into_its_parts():
 def test_an_optimizer_that_ignores_found_inf_is_not_called_in_a_bad_step(tiny):
     tiny = changed(tiny, optimizer__name="toy", optimizer__lr=1e-3)
     tiny = changed(tiny, checkpoint_interval=STEP, checkpoint_keep_last=30, train__max_tokens=12 * STEP)
-    job = Job(tiny, patch=TOY + NAN)
-    assert job.wait() == [0], job.errors()
-    before, after = (checkpoint_tensors(tiny["output_dir"], step * STEP) for step in (8, 9))
+    train(tiny, patch=TOY + NAN)
     assert [line["bad_step/batch"] for line in bad_steps(tiny)] == [8]
-    assert before.keys() == after.keys() and any(name.endswith(".average") for name in before)
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
+    assert_same_tensors(tiny["output_dir"], tiny["output_dir"], 8 * STEP, 9 * STEP)
     later = checkpoint_tensors(tiny["output_dir"], 12 * STEP)
     assert all(torch.isfinite(tensor).all() for tensor in later.values())
     assert {tensor.item() for name, tensor in later.items() if name.endswith(".step")} == {11.0}
@@ -163,7 +159,6 @@ def test_an_optimizer_that_ignores_found_inf_is_not_called_in_a_bad_step(tiny):
     assert "cannot skip a bad step on the device (found_inf): the host waits" in log
     # What it counts in a number is there again: the next run of it takes the 13th step.
     longer = changed(tiny, train__max_tokens=13 * STEP)
-    job = Job(longer, patch=TOY)
-    assert job.wait() == [0], job.errors()
+    train(longer, patch=TOY)
     last = checkpoint_tensors(tiny["output_dir"], 13 * STEP)
     assert {tensor.item() for name, tensor in last.items() if name.endswith(".step")} == {12.0}

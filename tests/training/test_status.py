@@ -25,8 +25,7 @@ def test_a_start_says_that_it_starts_and_what_fails_in_it_replaces_the_end_of_th
         "import shutil\nroot = config.output_dir\nshutil.copy(root + '/status.json', root + '/while-building.json')"
     )
     patch = before("training.setup", "build_model", copies, arguments="config, data")
-    job = Job(changed(tiny, train__max_tokens=5 * STEP), patch=patch)
-    assert job.wait() == [0], job.errors()
+    train(changed(tiny, train__max_tokens=5 * STEP), patch=patch)
     found = json.loads((Path(tiny["output_dir"]) / "while-building.json").read_text())
     assert (found["status"], found["step"]) == ("starting", 4 * STEP)
 
