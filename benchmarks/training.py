@@ -265,7 +265,7 @@ def time_steps(step: Callable[[], Any], count: int, device: Any, losses: list[fl
 
 
 def slowest_kernels(step: Callable[[], Any], count: int) -> list[dict[str, Any]]:
-    """What of a step takes most of the device's time: name, calls and milliseconds of each kernel."""
+    """Kernels that take most of a step on the device: name, calls and milliseconds of each."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -314,7 +314,7 @@ def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> 
 
 
 def overrides(args: argparse.Namespace, checkpointing: bool) -> list[str]:
-    """Those of a row. CUDA graphs and activation checkpointing exclude each other, so no config may have both first."""
+    """Overrides of a row. CUDA graphs exclude activation checkpointing, so no config may have both first."""
     return [f"train.gradient_checkpointing={str(checkpointing).lower()}", *args.overrides]
 
 

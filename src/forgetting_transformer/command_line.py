@@ -15,7 +15,7 @@ from forgetting_transformer import plugins
 from forgetting_transformer.files import UnreadableError
 from forgetting_transformer.ranges import COUNT, POSITIVE, TOKENS, Range
 
-#: What a shell reports of a command that SIGINT has ended, and of one that SIGPIPE has.
+#: Exit codes that a shell reports after SIGINT, and after SIGPIPE.
 _INTERRUPTED = 130
 _READER_GONE = 141
 
@@ -148,7 +148,7 @@ def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int
     except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         if error.filename is None:
             raise
-        # Of a path that the command line gave, such as --out below a file.
+        # A path of the command line, such as --out below a file.
         print(f"error: {error.filename}: {error.strerror}; give another path", file=sys.stderr)
         return 1
     except BrokenPipeError:

@@ -98,7 +98,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def exit_code(outcome: str) -> int:
-    """Tells the launcher how the run ended, "done" or "preempted"; returns the code to exit with.
+    """Reports the end of the run to the launcher, "done" or "preempted"; returns the code to exit with.
 
     An elastic launcher (`fabric run`, torchrun) takes every code but 0 for a failure; so do the launchers of Fabric and
     SLURM for ranks other than 0, and kill those that are not done yet.

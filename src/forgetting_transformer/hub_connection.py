@@ -1,4 +1,4 @@
-"""Whether the Hugging Face Hub answers, found out quickly and with one line."""
+"""Check that the Hugging Face Hub answers, quickly and with one line."""
 
 import functools
 import logging
@@ -18,7 +18,7 @@ TIMEOUT = 5
 
 
 def only_cached() -> bool:
-    """Whether to look for files of the hub in the local cache alone, because nothing answers at its address.
+    """True if the hub's address does not answer, so that only the local cache has its files.
 
     To be passed to `from_pretrained` and the like as `local_files_only`. Otherwise the client asks for each file six
     times with growing waits, which is a minute and 80 lines for a tokenizer. False also where the client knows what to

@@ -52,15 +52,15 @@ LOSS_OVER, PERPLEXITY_OVER = "loss_avg_len_", "perplexity_len_"
 #: The array in metrics/npz/<kind>/step-*.npz.
 LOSS_PER_TOKEN = "loss_per_token"
 
-# Of goodput: all other names of its kind are shares of these hours.
+# Hours of goodput: all other names of its kind are shares of them.
 HOURS = "hours"
 
 # Kinds within the lines of `norm`: "pnorm/<parameter>".
 PARAMETER_NORM, GRADIENT_NORM_OF_PARAMETER = "pnorm", "gnorm"
 
-#: What the name of a score ends with that is the standard error of another.
+#: Ending of the name of a score that is the standard error of another.
 STANDARD_ERROR = "_stderr"
-# What a test in training says of itself besides its scores.
+# Settings that a test in training reports besides its scores.
 CHANCE, EXAMPLES, MAX_LENGTH = "chance", "examples", "max_length"
 MODE, DEPTHS, PROMPTS = "mode", "depths", "samples"
 #: A length of needle prompts comes after it, as in "needle/length_512/loss".

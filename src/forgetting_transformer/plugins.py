@@ -51,7 +51,7 @@ class UnknownComponentError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Component(Generic[T]):
-    """What one name stands for.
+    """Function or class behind one name.
 
     Attributes:
         name: what configs call it.
@@ -135,7 +135,7 @@ class Registry(Generic[T]):
         return found
 
     def make(self, name: str, *arguments: Any) -> Any:
-        """What the function or class that is registered under `name` makes of the arguments.
+        """Calls the function or class registered under `name`.
 
         Raises:
             UnknownComponentError: nothing is registered under it. PluginError: it cannot be called with so many.

@@ -59,7 +59,7 @@ def _written(number: float) -> str:
 
 
 def refusal(value: Any, hint: Any, allowed: Range | None) -> str | None:
-    """What `value` must be instead, as in "a whole number from 1 to 1,024"; None where it will do.
+    """Requirement that `value` misses, as in "a whole number from 1 to 1,024"; None where it will do.
 
     Args:
         hint: the type of the key: bool, int, float or str, or one of these or None. Of other types nothing is checked.

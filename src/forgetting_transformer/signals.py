@@ -72,7 +72,7 @@ def has_launcher() -> bool:
 
 
 def report_outcome(outcome: str) -> None:
-    """Tells scripts/launch.py how the run ended: "done", "preempted" or "failed". One rank of each node writes it."""
+    """Reports the end of the run, "done", "preempted" or "failed", to scripts/launch.py. Rank 0 of a node does."""
     path = os.environ.get(OUTCOME_VARIABLE)
     if path and has_launcher() and os.environ.get("LOCAL_RANK") == "0":
         try:

@@ -172,7 +172,7 @@ class FabricLauncher(Launcher):
         return jobs
 
     def _fixed_overrides(self) -> set[str]:
-        """What the command line gives every job, as sweepers write it."""
+        """Overrides of the command line for every job, as sweepers write them."""
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         # Unresolved: a ${…} in an override is one to compare by its text.
         written = typing.cast(list[str], OmegaConf.to_container(self.config.hydra.overrides.task))

@@ -20,7 +20,7 @@ from forgetting_transformer.training import Config
 from studies import ROOT
 from studies.engine.plan import StudyPlan
 
-# What starts first, of one seed.
+# Order of the starts of one seed.
 _RUN, _SEARCH, _VARIANT = 2, 1, 0
 
 
@@ -143,5 +143,5 @@ class Queue:
 
 
 def unfinished(results: Sequence[runner.JobResult]) -> list[runner.JobResult]:
-    """Those that the same command would run again."""
+    """Jobs that the same command would run again."""
     return [result for result in results if result.state not in (State.FINISHED, State.DIVERGED)]

@@ -157,7 +157,7 @@ class Stages:
     # Processes.
 
     def _of_each_run(self, commands: Callable[[Path], list[Command]], seeds: Sequence[int]) -> list[Command]:
-        """What is to be done for each run of the models with these seeds that there is."""
+        """Jobs for each run of the models with these seeds that there is."""
         found = []
         for run in (self.folder / "runs" / f"{model}_seed{seed}" for seed in seeds for model in self.plan.models):
             if (run / "checkpoints").is_dir():

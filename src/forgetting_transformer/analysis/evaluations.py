@@ -5,7 +5,7 @@ Every evaluation writes to its folder
     evaluation.json    its numbers, in the form below
     table.md           the same for people
 
-beside files of its own (arrays, pictures, and the formats of the paper's repository). It replaces no file that it did
+beside its own files (arrays, pictures, and the formats of the paper's repository). It replaces no file that it did
 not write (outputs.py). evaluation.json:
 
     {

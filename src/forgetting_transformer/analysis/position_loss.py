@@ -36,7 +36,7 @@ def octave_edges(length: int) -> list[int]:
 
 
 def slopes(length: int, octaves_NO: np.ndarray) -> list[dict[str, Any]]:
-    """How fast L falls between every two neighbouring octaves of `length` positions. Sequences count as independent.
+    """Slopes of L between neighbouring octaves of `length` positions. Sequences count as independent.
 
     Returns:
         For each `position` i: the mean loss `before`, in [i/2, i), and `after`, in [i, 2i), in nats; `per_doubling`,
@@ -54,7 +54,7 @@ def slopes(length: int, octaves_NO: np.ndarray) -> list[dict[str, Any]]:
 
 
 def standard_errors(length: int, octaves_NO: np.ndarray) -> dict[str, float]:
-    """Of the mean loss over the first L positions, from what sequences differ by; {} for a single sequence.
+    """Standard errors of the mean loss over the first L positions, from differences of sequences; {} for one sequence.
 
     Args:
         octaves_NO: mean loss of each sequence in each octave.
@@ -231,7 +231,7 @@ def _with_error(values_N: np.ndarray, group_N: np.ndarray | None) -> tuple[float
 
 
 def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """What `compare` found, a row per model and octave."""
+    """Results of `compare`, a row per model and octave."""
     header = ["Model", "against", "positions", "difference in loss (nats)", "difference in change per doubling (nats)"]
     cells = [
         [

@@ -81,7 +81,7 @@ class Run:
 
     @cached_property
     def status(self) -> dict[str, Any]:
-        """How its last start ended (training/faults/status.py); {} before the first, and where the file is damaged."""
+        """Status of its last start (training/faults/status.py); {} before the first, and where the file is damaged."""
         try:
             content = json.loads((self.output_dir / "status.json").read_bytes())
         except (OSError, ValueError, RecursionError):
@@ -149,7 +149,7 @@ class Run:
         """Device of the newest start: the name of a GPU, or "CPU (x86_64)"; None before the first start."""
         machine = self.starts[-1].get("machine", {}) if self.starts else {}
         device = machine.get("device")
-        # Of a CPU, a start records the architecture only, which is a part of its platform's name too.
+        # On a CPU, a start records the architecture only, which is a part of its platform's name too.
         return f"CPU ({device})" if device and device in machine.get("platform", "") else device
 
     @cached_property

@@ -223,7 +223,7 @@ class TokenArray:
             )
 
     def _file_of(self, document: int, position: int) -> str:
-        """Where the chunk is that holds a token."""
+        """Place of the chunk that holds a token."""
         rows, columns = self.chunk_shape
         return self.files.place(self.key((self.stored_row(document) // rows, position // columns)))
 

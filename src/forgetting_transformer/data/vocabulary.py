@@ -22,10 +22,10 @@ from forgetting_transformer.ranges import COUNT, Range, refusal
 GPT2_VOCAB_SIZE = 50257
 GPT2_BOS_TOKEN_ID = 50256
 LONGCRAWL64_DOC_LEN = 65536
-#: What arrays of token ids may hold: two bytes where they suffice, as in LongCrawl64, else four.
+#: Types of token ids in arrays: two bytes where they suffice, as in LongCrawl64, else four.
 TOKEN_DTYPES = (np.dtype(np.uint16), np.dtype(np.uint32))
 _ID = Range(0, COUNT.high)
-#: What a manifest says that training reads.
+#: Keys of a manifest that training reads.
 _MANIFEST = {
     "vocab_size": (int, COUNT),
     "bos_token_id": (int, _ID),

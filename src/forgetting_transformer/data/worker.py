@@ -16,9 +16,9 @@ import torch
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.files import size_in_words
 
-#: Seconds that a reader goes on after SIGTERM.
+#: Seconds that a reader continues after SIGTERM.
 GRACE = 5
-#: Where Linux keeps the memory that processes share. A container has 64 MiB of it unless it was started with more.
+#: Folder of the memory that processes share on Linux. A container has 64 MiB of it unless it was started with more.
 SHARED_MEMORY = "/dev/shm"
 _LITTLE_SHARED_MEMORY = 1 << 30
 _NO_WORKERS = "datamodule.train_num_workers=0 and datamodule.eval_num_workers=0"

@@ -1,4 +1,4 @@
-"""What the forget gates of a trained model do on one text: matrices, maps, memory lengths, and what pruning leaves out.
+"""Forget gates of a trained model on one text: matrices, maps, memory lengths, and what pruning leaves out.
 
     F_ij = Π_{l=j+1..i} f_l                  how much of token j's weight is left at token i
     A_ij = softmax_j(s·q_i·k_j + log F_ij)   the attention weights
@@ -153,7 +153,7 @@ def _attention_inputs(
 
 
 def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tokens back the gates let a head see, `(H,)` float64: the median over queries of the distance at which
+    """Memory length of each head in tokens, `(H,)` float64: the median over queries of the distance at which
     the decay reaches 1/e. And whether that is a lower bound, `(H,)` bool.
 
     The median runs over the second half of the text, whose queries have T/2 or more tokens before them. It is a lower

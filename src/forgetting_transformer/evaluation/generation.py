@@ -41,7 +41,7 @@ def continue_prompts(
         options: of transformers' `generate`.
     """
     tokenizer = model.require_tokenizer()
-    # It warns of texts longer than those of training, which are what is asked for here.
+    # It warns of texts longer than those of training, which are intended here.
     logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.ERROR)
     own, pad = model.eos_token_ids, tokenizer.pad_token_id
     input_ids = torch.from_numpy(prompts_BT).to(model.device)
@@ -160,7 +160,7 @@ def check_settings(
     settings = json.loads(json.dumps(settings))
     if not file.exists() and (folder / "results.json").exists():
         raise EvaluationError(f"{folder}/results.json is of something else, as no settings.json lies beside it: {cure}")
-    # What a start left that failed before its first result stands in nobody's way.
+    # Files of a start that failed before its first result may be replaced.
     if file.is_file() and any(path.is_file() and path != file for path in folder.rglob("*")):
         stored = read_json(file)
         for key in sorted(stored.keys() | settings.keys()):

@@ -40,11 +40,11 @@ from forgetting_transformer.evaluation.models import (
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.hub_connection import use_cached_datasets
 
-#: Of tasks that do not say, as lm_eval's own models.
+#: Default of tasks, as in lm_eval's own models.
 _MAX_NEW_TOKENS = 256
 #: Resamples for the standard error of a metric that has no formula for it, such as a perplexity.
 _BOOTSTRAP = 100
-#: Of evaluation: what its folder holds.
+#: Files of an evaluation's folder.
 _KIND = "lm_eval_harness"
 
 
@@ -160,7 +160,7 @@ class HarnessModel(TemplateLM):
         return answers
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """How a task wants texts generated; a key that is null counts as left out.
+        """A task's settings of generation; a key that is null counts as left out.
 
         Raises:
             EvaluationError: greedy decoding within the longest sequence cannot do it.

@@ -181,7 +181,7 @@ def open_heldout(
 
 
 def count_sequences(length: int, available: int, path: object, tokens: int | None, at_most: int | None) -> int:
-    """How many sequences of `length` tokens are evaluated, of `available` tokens.
+    """Number of sequences of `length` tokens to evaluate, of `available` tokens.
 
     Args:
         tokens: to evaluate on, rounded down to whole sequences; None for all, or for `at_most` if there are more.

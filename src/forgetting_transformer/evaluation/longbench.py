@@ -216,7 +216,7 @@ SETS: dict[str, Set] = {
         code_similarity,
     ),
 }
-#: Those of LongBench-E.
+#: Sets of LongBench-E.
 E_SETS = tuple(name for name in SETS if name not in ("narrativeqa", "musique", "qmsum"))
 #: LongBench-E's ranges of lengths: name -> first length beyond, in words.
 RANGES = {"0-4k": 4000, "4-8k": 8000, "8k+": float("inf")}

@@ -48,7 +48,7 @@ _NO_LIMIT = 10**9
 
 
 class EvaluationError(AnalysisError):
-    """An evaluation cannot go on; the message says what is missing or wrong, and what to do."""
+    """An evaluation cannot continue; the message has the reason and the fix."""
 
 
 def folder_name(option: str, name: str) -> str:
@@ -88,7 +88,7 @@ class EvaluatedModel:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What an evaluation's results say of it (analysis/evaluations.py)."""
+        """Entry of the model in an evaluation's results (analysis/evaluations.py)."""
         known = {"source": self.source, "train_length": self.train_length, "train_tokens": self.train_tokens}
         return known if self.seed is None else known | {"seed": self.seed}
 

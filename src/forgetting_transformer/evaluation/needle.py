@@ -95,7 +95,7 @@ ESSAYS = "PaulGrahamEssays"
 _TEXT_SUFFIXES = (".txt", ".md", ".py")
 #: Heat-maps, each called as its score.
 _PICTURES = ("words.png", "exact.png")
-# How far back the needle may move from its depth to the end of a sentence, as a part of the text.
+# Distance that the needle may move back from its depth to the end of a sentence, as a part of the text.
 _SENTENCE_REACH = 0.05
 _QUIZ = (
     "\n\nThere is an important piece of information hidden inside the above document. Now that you've read the "
@@ -733,7 +733,7 @@ class NeedleConfig:
     interval: Tokens
     #: Tokens of a prompt with its answer; null: as in training, and half of that if there is room.
     lengths: Annotated[list[Count], Field(min_length=1)] | None = None
-    #: Where the needle is, 0 (beginning of the text) to 1 (end).
+    #: Place of the needle, 0 (beginning of the text) to 1 (end).
     depths: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)] = field(
         default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0]
     )
@@ -812,7 +812,7 @@ class NeedleTest(EvaluationCallback):
 def answer_losses(
     model: EvaluatedModel, prompts_BT: np.ndarray, answer_K: np.ndarray, precision: str
 ) -> tuple[Tensor, Tensor]:
-    """How surprised a model is by the answer after each prompt, in one forward pass.
+    """Loss of the answer after each prompt, in one forward pass.
 
     Args:
         answer_K: token ids `(K,)` that should follow every prompt.

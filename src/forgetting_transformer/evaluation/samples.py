@@ -42,7 +42,7 @@ class SamplesConfig:
     max_new_tokens: Count = 64
     #: 0: the likeliest token always. Above: logits are divided by it, and tokens drawn.
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
-    #: Of the drawing, the same every time.
+    #: Seed of the samples, the same every time.
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     #: Folder or hub id; null: the corpus's.
     tokenizer: Text | None = None
@@ -56,7 +56,7 @@ class Samples(EvaluationCallback):
 
     def prepare(self, trainer: TrainerInterface) -> None:
         self._model, self._shared = evaluated_model(trainer, "samples", self.config.tokenizer), share(trainer)
-        #: Of every text: the tokens to continue, and those that follow in the document.
+        #: For every text the tokens to continue, and those that follow in the document.
         self._texts: list[tuple[list[int], list[int]]] = []
         for prompt in self.config.prompts or ():
             self._texts.append((self._model.encode(prompt).tolist(), []))

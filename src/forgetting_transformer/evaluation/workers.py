@@ -55,7 +55,7 @@ class Workers:
         return tensor
 
     def broadcast(self, value: T) -> T:
-        """What the first process passes, on every process."""
+        """The first process's value, on every process."""
         if self.world_size == 1:
             return value
         box = [value]

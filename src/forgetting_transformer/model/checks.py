@@ -48,7 +48,7 @@ class Result(NamedTuple):
 
 
 class CheckFailed(Exception):
-    """A check found something wrong; the message says what, and the likely fix."""
+    """A check failed; the message has the error and the likely fix."""
 
 
 def check_architecture(name: str, fields: Mapping[str, Any] | None = None) -> list[Result]:

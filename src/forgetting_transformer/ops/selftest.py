@@ -1,4 +1,4 @@
-"""Self-test of kernels: the backend of each op, held to float64 before a run relies on it.
+"""Self-test of kernels: the backend of each op, compared with float64 before a run relies on it.
 
 A kernel that is right on the GPU and compiler it was written on may be wrong, or not compile, on others. So before the
 first step each kernel that a run will use computes a small problem of the run's own head dimensions and dtype, forward
@@ -153,7 +153,7 @@ def find_backend(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
     served = _OPS[use.op].serves(use, dtype, device.index)
     if isinstance(served, str):
         return served
-    # Of these ops the kernels of one package stand before PyTorch.
+    # Ops with the kernels of one package before PyTorch.
     return backends.BACKENDS[use.op][-2] if served else backends.PYTORCH
 
 

@@ -20,13 +20,13 @@ from forgetting_transformer.training import Config
 
 
 class FreeSearch:
-    """One study with its runs in `base.output_dir`. Started again, it takes what is there and goes on.
+    """One study with its runs in `base.output_dir`. Started again, it continues from what is there.
 
     Args:
         script: train.py.
         overrides: what all runs have in common, as Hydra overrides.
         compose: overrides -> Config.
-        machine: where the runs are made; as many trials are asked for at a time as it has room for.
+        machine: where the runs are made; as many trials are proposed at a time as it has room for.
         space: config key -> what it is drawn from.
         space_text: the same as the user wrote it.
         trials: runs in all, those of earlier starts included.
@@ -112,7 +112,7 @@ class FreeSearch:
             loss_against_parameters(parameters, losses, log, self.loss_name, figure, title, budget(self.base))
 
     def _batch(self, trials: Sequence[Trial]) -> bool:
-        """Runs these trials and tells Optuna; False if one was interrupted."""
+        """Runs these trials and reports them to Optuna; False if one was interrupted."""
         jobs = [self._job(trial.number, trial.params) for trial in trials]
         results = runner.run_jobs(jobs, self.machine, self.folder / "logs")
         for trial, result in zip(trials, results, strict=True):

@@ -30,7 +30,7 @@ _OF_ANOTHER_LAUNCH = re.compile(
 
 
 class State(StrEnum):
-    """How a job ended."""
+    """End of a job."""
 
     FINISHED = "finished"
     #: Loss or gradients were not finite any more: a result, not an accident.

@@ -118,7 +118,7 @@ class GridSearch:
 
 
 class LearningRateSweep:
-    """One search with its runs in `base.output_dir`. Started again, it takes what is there and goes on.
+    """One search with its runs in `base.output_dir`. Started again, it continues from what is there.
 
     Args:
         script: train.py.

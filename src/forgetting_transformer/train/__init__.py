@@ -12,7 +12,7 @@ is 0 when the run is done, 75 when a signal (Ctrl-C, SIGTERM, SIGUSR1) stopped i
 output_dir/status.json says the same. Ranks of `fabric run` and torchrun, which take 75 for a failure, end with 0 after
 a signal; scripts/launch.py ends with 75. `python train.py --help` lists the choices of every config group, `--cfg job`
 prints the composed config without training. `preflight=true` trains nothing either: it checks whether everything fits,
-says what the run will cost, and proposes the fastest settings that fit.
+states the cost of the run, and proposes the fastest settings that fit.
 """
 
 import logging
@@ -97,7 +97,7 @@ def compose(composed: DictConfig) -> None:
 
 
 def parse(composed: DictConfig) -> "Config":
-    """The composed config, held to the schema in training/config/."""
+    """The composed config, checked by the schema in training/config/."""
     from forgetting_transformer import training
 
     try:

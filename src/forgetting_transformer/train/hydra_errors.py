@@ -1,4 +1,4 @@
-"""What is wrong with a command line, in one line with the closest name, where Hydra prints ten."""
+"""Errors of a command line in one line with the closest name, where Hydra prints ten."""
 
 import contextlib
 import difflib
@@ -156,7 +156,7 @@ def _in_other_choices(config_dirs: Sequence[Path], group: str, name: str) -> str
 
 
 def unknown_group(keys: Iterable[str], *config_dirs: Path) -> str | None:
-    """What to say of `+experiment/dmo=fox_pro`: Hydra takes a group that does not exist for a key of the config.
+    """Message for `+experiment/dmo=fox_pro`: Hydra takes a group that does not exist for a key of the config.
 
     Args:
         keys: top-level keys of the composed config.

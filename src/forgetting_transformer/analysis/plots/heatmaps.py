@@ -141,7 +141,7 @@ def draw_needles(evaluation: Evaluation, score: str, *paths: Path) -> None:
 
 
 def _described(cells: Sequence[Number]) -> list[str]:
-    """How many prompts a grid shows, and their mean score with its standard error."""
+    """Number of prompts in a grid, and their mean score with its standard error."""
     samples = np.array([number.samples or 1 for number in cells])
     means = np.array([number.value for number in cells])
     most, total = int(max(samples, default=0)), int(samples.sum())

@@ -116,7 +116,7 @@ def loss_against_tokens(runs: Sequence[Run], path: Path, conditions: Sequence[st
         for run, style in zip(runs, styles, strict=True):
             draw_line(axes, style, *run.train, alpha=0.25, linewidth=0.8, linestyle="-")
         _draw_losses(drawn, [Model(run.name, (run,)) for run in runs], styles)
-        # Of one run, the legend has its colours.
+        # The legend has the colours of a single run.
         key = styles[0] if len(runs) == 1 else CurveStyle(GREY, "-", "o")
         names = [line_handle(style, run.name, True) for style, run in zip(styles, runs, strict=True)]
         drawn.handles += names if len(runs) > 1 else []

@@ -48,13 +48,13 @@ DOTS_PER_INCH = 200
 _TITLE_CHARACTERS, _LEGEND_CHARACTERS, _NOTE_CHARACTERS = 10, 14, 15
 #: Inches of a column of the legend beside its text.
 _LEGEND_KEY = 0.7
-#: White edges, so that markers on top of each other are told apart.
+#: White edges, so that overlapping markers can be distinguished.
 MARKER: dict[str, Any] = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
 
 
 @dataclass(frozen=True)
 class CurveStyle:
-    """How a model is drawn."""
+    """Style of a model in figures."""
 
     colour: str
     line: Any

@@ -43,7 +43,7 @@ _PANELS = (
     ("gradient norm\nbefore clipping", names.TRAIN, names.GRADIENT_NORM, 1.0, True),
     ("tokens per second", names.THROUGHPUT, names.per_second("token_count", "total", "recent"), 1.0, False),
     ("MFU (%)", names.THROUGHPUT, names.mfu("total", "recent"), 100.0, False),
-    # Of PyTorch's tensors on a GPU, of the whole process on a CPU.
+    # PyTorch's tensors on a GPU, the whole process on a CPU.
     ("peak memory (GB)", names.THROUGHPUT, names.PEAK_MEMORY, 1e-9, False),
 )
 

@@ -41,7 +41,7 @@ class HostCopy:
         return {name: self._copies[name] for name in tensors}, event
 
     def _room_for(self, tensor: Tensor) -> Tensor:
-        # Of a sharded tensor: this rank's shard, still marked as a shard of the whole.
+        # A sharded tensor: this rank's shard, still marked as a shard of the whole.
         copy = torch.empty_like(tensor, device="cpu")
         if local(tensor).is_cuda and local(copy).nbytes:
             local(copy).data = self._locked_like(local(copy))

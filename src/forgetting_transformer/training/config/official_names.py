@@ -1,4 +1,4 @@
-"""What the authors' code calls the keys of a configuration, and what they are here.
+"""Names of configuration keys in the authors' code, and here.
 
 `admit` lets these names through Hydra, which refuses keys that no YAML lists; `translate` puts this project's keys in
 their place, whether they come from the command line or from an experiment's file. Nothing behind that knows the

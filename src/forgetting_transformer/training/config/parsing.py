@@ -45,7 +45,7 @@ _NAMED: dict[str, tuple[Registry, Any]] = {
     "schedule": (SCHEDULES, ScheduleConfig),
     "datamodule": (CORPORA, DataModuleConfig),
 }
-#: What a value must be, by the first word of pydantic's type of error. For other errors pydantic's own words do.
+#: Requirement on a value, by the first word of pydantic's type of error. Other errors keep pydantic's words.
 _EXPECTED = {
     "int": "a whole number",
     "float": "a number",

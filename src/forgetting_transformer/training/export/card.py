@@ -135,7 +135,7 @@ def _losses(run: Run, exported: Exported) -> list[str]:
     tokens = run.last(names.VAL).get(names.name_of(names.VAL, names.TOKENS_EVALUATED))
     of = f"mean over {tokens:,} held-out tokens, " if tokens else ""
     weights = exported.origin.get("weights", "")
-    # Those of the weights here go first.
+    # Losses of these weights come first.
     if "average ema" in weights and (average := run.with_ema().heldout).tokens.size:
         step, loss = average.tokens[-1], float(average.values[-1])
         rows.append(("held-out, moving average of the weights", loss, f"{of}after {step:,} training tokens"))

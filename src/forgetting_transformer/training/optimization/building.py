@@ -1,4 +1,4 @@
-"""The optimizer that the config names, held to what training relies on, and several optimizers as one."""
+"""The optimizer that the config names, checked for what training relies on, and several optimizers as one."""
 
 import inspect
 from collections.abc import Callable

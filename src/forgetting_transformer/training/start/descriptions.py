@@ -1,4 +1,4 @@
-"""What a run says about itself before its first step: configuration, modules, parameter groups, where it started."""
+"""Descriptions of a run before its first step: configuration, modules, parameter groups, where it started."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from forgetting_transformer.versions import installed_versions
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
 
-# Those that can change a run's numbers.
+# Packages that can change a run's numbers.
 PACKAGES = (
     "torch", "triton", "lightning", "hydra-core", "omegaconf", "transformers", "tokenizers", "zarr", "numpy", "wandb",
     "flash-linear-attention", "fla-core", "forgetting-transformer",
@@ -43,7 +43,7 @@ def _model_info(model: Any, flops_per_token: float) -> dict[str, float]:
 
 
 def _data_description(info: DataInfo, local_batch_size: int, data_size: int) -> dict[str, Any]:
-    """What a split offers, with the sizes of batches under their official names.
+    """Size of a split, with the sizes of batches under their official names.
 
     Args:
         local_batch_size: sequences of one rank's batch.
