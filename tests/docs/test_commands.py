@@ -33,19 +33,6 @@ def test_every_command_of_a_page_would_be_taken(page, monkeypatch):
     check_page(read(page))
 
 
-def test_the_commands_of_the_readme_are_found():
-    found = [" ".join(words) for words in shell_commands(read(ROOT / "README.md"))]
-    for start in (
-        "bash scripts/quickstart.sh", "bash scripts/test.sh", "pip install -e .[train,data,wandb,cuda]",
-        "DATA_DIR=./data",
-        "scripts/download_longcrawl64.py heldout", "fabric run train.py --devices 4 --num-nodes 1",
-        "python save_model.py",
-        "python scripts/compare.py RUN", "python scripts/generate.py quickstart/hf --prompt",
-    ):  # fmt: skip
-        assert any(command.startswith(start) for command in found), start
-    assert any(command.endswith("wandb.mode=online resume=true") for command in found)
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import zarr
 from omegaconf import OmegaConf
 
 from forgetting_transformer import training
@@ -213,21 +212,3 @@ def test_what_an_evaluation_lacks_is_missed_before_the_first_step(tiny, tokenize
     install = "callbacks=[lm_eval] needs lm-evaluation-harness: pip install 'lm_eval>=0.4.13,<0.5'"
     refused(changed(tiny, callbacks__lm_eval=lm_eval), install)
     assert not (Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl").exists()
-
-
-def test_gate_statistics_of_a_model_that_prunes_have_the_share_that_is_skipped(tiny, tmp_path):
-    # Three tiles of 128 positions, and gates that are nearly shut.
-    for split in ("train", "heldout"):
-        tokens = np.random.default_rng(0).integers(1, 64, size=(8, 384)).astype(np.uint16)
-        zarr.create_array(tmp_path / "data/tiny" / f"{split}.zarr", data=tokens, chunks=(4, 384))
-    gates = {"fgate_type": "fixed", "fgate_bias_init": True, "decay_time_min": 0.1, "decay_time_max": 1}
-    for key, value in ({"log_pruning_tolerance": -10.0} | gates).items():
-        tiny = changed(tiny, **{f"model__config__{key}": value})
-    lengths = {"train_batch_len": 384, "train_batch_size": 1, "eval_batch_len": 384, "eval_tokens": 4 * 384}
-    tiny = changed(tiny, data_dir=str(tmp_path / "data"), **{f"datamodule__{k}": v for k, v in lengths.items()})
-    tiny = changed(tiny, train={"max_tokens": 2 * 384, "grad_acc_tokens": 384}, skip_eval=True)
-    run(changed(tiny, callbacks__gate_statistics={"interval": 2 * 384}))
-    model, texts = load_model(tiny["output_dir"]).model, next(iter(held_out(tiny).eval_loader(0, 1)))["input_ids"]
-    heads = [head for text in texts for head in report_model(model, text)]
-    share = lines(tiny["output_dir"], "gates")[-1]["gates/pruned"]
-    assert len(texts) == 4 and share == pytest.approx(sum(head.pruned for head in heads) / len(heads)) and share > 0

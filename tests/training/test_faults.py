@@ -127,18 +127,6 @@ FAULTS = {
         "failed",
         r"rank 1 was killed or has crashed \(seen here as: .*the last good checkpoint is at",
     ),
-    "a killed rank, and another inside of a call that never returns": Fault(
-        # As for NCCL. A launcher asks it to stop.
-        in_step(
-            "sentinel.STEP_PATIENCE_SECONDS = 0.5\nself.sentinel._longest = 0\n"
-            "if self.fabric.global_rank == 1:\n    os.kill(os.getpid(), 9)\n"
-            "while self.start.peers.blame(silent=False) is None:\n    pass\n" + STOP + HANG,
-            ranks="01",
-        ),
-        [1, -signal.SIGKILL],
-        "failed",
-        "rank 1 was killed or has crashed; stopped by SIGTERM; no step ended for ",
-    ),
     "a hung rank": Fault(
         in_step("self.sentinel.timeout = 2" + HANG, ranks="1"),
         [1, 1],

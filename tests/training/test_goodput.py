@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from forgetting_transformer.training.callbacks.goodput import Goodput, describe, shares
-from forgetting_transformer.training.clock import CATEGORIES, Clock
+from forgetting_transformer.training.callbacks.goodput import describe, shares
+from forgetting_transformer.training.clock import CATEGORIES
 from tests.training.conftest import STEP, Job, changed, dies, lines, train
 
 pytestmark = pytest.mark.slow
@@ -36,27 +36,6 @@ def test_what_came_after_the_checkpoint_a_later_start_used_was_lost():
     starts[2]["from_step"] = 40
     assert shares(starts)["lost"] * 260 == pytest.approx(60 + 20)
     assert "lost 30.8%" in describe(shares(starts))
-
-
-def test_time_runs_in_one_category_at_a_time(tmp_path, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    clock = Clock("start")
-    goodput = Goodput(tmp_path / "goodput.json", clock)
-    clock._seconds["start"] = 0.0
-    for seconds, category in ((3, "data"), (1, "steps"), (5, None)):
-        now[0] += seconds
-        if category:
-            clock.switch(category)
-    goodput.begin(0)
-    with clock.during("evaluation"):
-        now[0] += 7
-    now[0] += 4
-    found = goodput.write(8)
-    parts = {"start": 3, "data": 1, "steps": 9, "evaluation": 7}
-    assert {c: v for c, v in found.items() if v and c != "hours"} == pytest.approx(
-        {c: v / 20 for c, v in parts.items()}
-    )
 
 
 def test_a_run_accounts_for_all_its_starts(tiny):

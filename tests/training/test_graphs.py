@@ -6,7 +6,6 @@ That a GPU computes the same bits with graphs is in tests/gpu/test_compile_cuda.
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import nn
 
 from forgetting_transformer.training import ConfigError, parse
 from forgetting_transformer.training.execution.graphs import Graphs, choose, possible
@@ -104,32 +103,3 @@ def test_runs_with_and_without_graphs_continue_each_other_bitwise(tiny, tmp_path
         recorded = (tmp_path / name / "micro_batches").read_text()
         assert len(recorded) == 2 * (8 if name == "with" else 4), "micro-batches"
     assert not (tmp_path / "without/micro_batches").exists()
-
-
-def test_gradients_add_up_as_autograd_adds_them():
-    """In mixed order: one parameter has its first gradient in the second micro-batch, one has none in the last."""
-    torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(5, 3)) for _ in range(3)]
-    used = [(0, 2), (0, 1, 2), (0, 1)]
-    inputs = torch.randn(3, 5, 3)
-
-    def losses():
-        """One for each micro-batch."""
-        for chosen, x in zip(used, inputs, strict=True):
-            yield sum((parameters[i] * x).sin().sum() for i in chosen)
-
-    for loss in losses():
-        loss.backward()
-    wanted = [parameter.grad.clone() for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-
-    graphs, overwritten = Graphs(True, parameters), []
-    for number, loss in enumerate(losses()):
-        for gradient in overwritten:  # as the next replay would
-            gradient.fill_(torch.nan)
-        with graphs.micro_batch(last=number == 2):
-            assert all(parameter.grad is None for parameter in parameters)
-            loss.backward()
-            overwritten = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(parameters, wanted, strict=True))

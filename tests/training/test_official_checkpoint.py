@@ -16,7 +16,7 @@ from forgetting_transformer.training.export.official_checkpoint import import_ru
 from forgetting_transformer.training.records.run_directory import RunDirectory
 from tests.processes import ROOT
 from tests.tiny import VOCAB
-from tests.training.conftest import STEP, changed, checkpoint_tensors, lines, losses, refused, train
+from tests.training.conftest import STEP, assert_same_tensors, changed, lines, losses, refused, train
 from tests.training.official import official_run
 
 pytestmark = pytest.mark.slow
@@ -65,9 +65,7 @@ def test_every_tensor_finds_its_parameter(tiny, finished, tmp_path, numbered):
     run = Path(finished(tiny))
     official_run(run, tmp_path / "official", AT, numbered)
     import_run(tmp_path / "official", tmp_path / "imported", AT)
-    ours, theirs = checkpoint_tensors(str(tmp_path / "imported"), AT), checkpoint_tensors(str(run), AT)
-    assert ours.keys() == theirs.keys() and len(ours) > 50
-    assert all(torch.equal(tensor, ours[name]) for name, tensor in theirs.items())
+    assert_same_tensors(str(tmp_path / "imported"), str(run), AT)
 
 
 def test_it_is_exported_as_it_is(tiny, official, finished, tmp_path):

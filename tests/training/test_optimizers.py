@@ -1,6 +1,5 @@
 """Optimizers besides AdamW: they resume bitwise, and a bad step is left out even if they know nothing of it."""
 
-import copy
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from torch import nn
 
 from forgetting_transformer.training.config import ConfigError, TrainConfig
 from forgetting_transformer.training.faults.step_guard import decides_on_device
-from forgetting_transformer.training.optimization.building import CombinedOptimizer, check_owns
+from forgetting_transformer.training.optimization.building import check_owns
 from forgetting_transformer.training.optimization.optimizers import MuonConfig, muon
 from forgetting_transformer.training.optimization.parameter_groups import block_matrices, undecayed_parameters
 from tests.model.small_models import PRO, small, small_model
@@ -117,32 +116,6 @@ def test_an_optimizer_that_leaves_parameters_out_is_refused_with_one_of_them():
     foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(2))])
     with pytest.raises(ConfigError, match=r"^optimizer.name='odd' holds 1 parameter tensor.* not the model's"):
         check_owns(model, foreign, "odd")
-
-
-def test_a_combined_optimizer_is_loaded_into_its_parts():
-    def parts() -> tuple[CombinedOptimizer, list[nn.Parameter]]:
-        generator = torch.Generator().manual_seed(0)
-        parameters = [nn.Parameter(torch.randn(3, 2, generator=generator)) for _ in range(2)]
-        return CombinedOptimizer(
-            torch.optim.SGD([parameters[0]], 0.1, momentum=0.9), torch.optim.AdamW([parameters[1]], 0.1)
-        ), parameters
-
-    (straight, a), (resumed, b) = parts(), parts()
-
-    def step(optimizer: CombinedOptimizer, parameters: list[nn.Parameter]) -> None:
-        for parameter in parameters:
-            parameter.grad = parameter.detach() + 1
-        optimizer.step()
-
-    step(straight, a)
-    with torch.no_grad():
-        for mine, theirs in zip(b, a, strict=True):
-            mine.copy_(theirs)
-    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
-    resumed.param_groups[0]["lr"] = straight.param_groups[0]["lr"] = 0.05
-    for optimizer, parameters in ((straight, a), (resumed, b)):
-        step(optimizer, parameters)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(a, b, strict=True))
 
 
 @pytest.mark.slow

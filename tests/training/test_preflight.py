@@ -58,26 +58,3 @@ def test_it_finds_what_training_would_find_after_hours(tiny):
     patch = before("data.token_array.TokenArray", "read", missing, "first >= 76", "self, first, *rest")
     job = Job(changed(tiny, preflight=True, skip_eval=True), patch=patch)
     assert job.wait() == [1] and "c/4/0 is missing" in job.errors()
-
-
-def test_a_step_or_an_evaluation_that_does_not_fit_is_said_as_in_training(tiny):
-    patch = """
-import torch
-from forgetting_transformer.model.decoder import DecoderForCausalLM as Model
-forward = Model.forward
-def fail(self, *args, **kwargs):
-    if self.training is {training}:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
-    return forward(self, *args, **kwargs)
-Model.forward = fail
-"""
-    for training_fails, said in (
-        (
-            True,
-            "PreflightError: out of memory in a step for 2.50 GiB more. Start the same command again with "
-            "train.grad_acc_tokens=32 (now 64) or train.gradient_checkpointing=true or strategy=fsdp on several GPUs",
-        ),
-        (False, "out of memory in evaluation for 2.50 GiB more"),
-    ):
-        job = Job(changed(tiny, preflight=True), patch=patch.format(training=training_fails))
-        assert job.wait() == [1] and said in job.errors()
