@@ -306,7 +306,7 @@ def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> 
     trained = load_model(output_dir).model
     model = setup.build_model(config, trained.config)  # its vocabulary, BOS and EOS
     model.load_state_dict(trained.state_dict())
-    folder = find_heldout(config.data_dir, config.datamodule.dataset)
+    folder = find_heldout(Path(config.data_dir) / config.datamodule.dataset)
     data = open_heldout(folder, args.seq_len, args.batch_size * args.seq_len)
     labels_BT = torch.from_numpy(np.concatenate([data.read(i) for i in range(args.batch_size)]).astype(np.int64))
     first_B1 = torch.full((args.batch_size, 1), data.bos_token_id)

@@ -1,5 +1,5 @@
-"""How a process of train.py speaks and ends: in one line where one is enough, once for all processes of a node, and
-without passwords.
+"""Messages and end of a process of train.py: one line where one is enough, once for all processes of a node, without
+passwords.
 
 Passwords stay out of what is written and printed: config.yaml, checkpoints, logs, error messages, wandb. A URL such as
 https://reader:PASSWORD@host/data?token=TOKEN is used as it is given and shown as https://reader:***@host/data?token=***.

@@ -9,7 +9,7 @@ TRAIN, TRAIN_EVAL, VAL = "train", "train_eval", "val"
 THROUGHPUT, NORM, GOODPUT, CHECKPOINT = "throughput", "norm", "goodput", "checkpoint"
 BAD_STEP, RESUME = "bad_step", "resume"
 MODEL_INFO, TRAIN_DATA_INFO, VAL_DATA_INFO = "model_info", "train_data_info", "val_data_info"
-LM_EVAL, NEEDLE, GATES, SAMPLES = "lm_eval", "needle", "gates", "samples"
+LM_EVAL, NEEDLE, GATES = "lm_eval", "needle", "gates"
 #: Held-out losses of the moving average that the callback ema keeps.
 VAL_EMA = "val_ema"
 
@@ -68,5 +68,3 @@ LENGTH = "length_"
 ANSWER_LOSS, LOSS_WITHOUT_NEEDLE, ACCURACY = "loss", "loss_without", "accuracy"
 #: Memory lengths of the heads of a model.
 SHORTEST, MEDIAN, LONGEST = (name_of(GATES, which) for which in ("shortest", "median", "longest"))
-# Texts of a sample: "samples/0/prompt".
-PROMPT, CONTINUATION, DOCUMENT = "prompt", "text", "document"

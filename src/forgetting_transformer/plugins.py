@@ -108,7 +108,7 @@ class Registry(Generic[T]):
         return self._components[name].plugin if name in self._components else ""
 
     def attribute(self, plugin: str) -> bool:
-        """Whether a plug-in has registered something, be it that its module was imported before it was named."""
+        """Whether a plug-in has registered something, also where its module was imported before it was named."""
         for name, component in self._components.items():
             module = getattr(component.build, "__module__", "")
             if not component.plugin and f"{module}.".startswith(f"{plugin}."):
@@ -173,7 +173,6 @@ CALLBACKS: Registry[Callable[..., Any]] = Registry(
         "gate_statistics": "forgetting_transformer.evaluation.forget_gates",
         "lm_eval": "forgetting_transformer.evaluation.lm_eval_callback",
         "needle": "forgetting_transformer.evaluation.needle",
-        "samples": "forgetting_transformer.evaluation.samples",
     },
 )
 SCHEDULES: Registry[Callable[..., Callable[[int], float]]] = Registry(

@@ -62,7 +62,7 @@ def ignore() -> None:
 
 
 def first_of_node() -> bool:
-    """Whether this process speaks for all of its node: they fail alike when the configuration or the data is wrong."""
+    """Whether this process reports for all of its node: they fail alike when the configuration or the data is wrong."""
     return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
 
 

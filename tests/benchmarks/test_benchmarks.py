@@ -14,7 +14,6 @@ from tests.docs.commands import check_command
 CASES = {
     "attention": ([], 40),
     "authors": ([], 8),
-    "data": ([], 31),
     "interruptions": (["--devices", "4"], 6),
     "scaling": (["--cases", "one", "context", "--micro_batches", "1", "8"], 4),
     "start": (["--devices", "4", "--launcher", "launch.py"], 2),

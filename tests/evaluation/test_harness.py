@@ -177,20 +177,6 @@ def test_the_papers_eleven_tasks_fill_its_table(quickstart, hub, tmp_path, monke
     assert other.returncode == 1 and "holds results with limit=None, this evaluation has 1" in other.stderr
 
 
-def test_a_task_file_that_is_broken_is_named(tmp_path):
-    options = "dataset_path: json\noutput_type: generate_until\ngeneration_kwargs: {temperature: null, until: [x]}\n"
-    (tmp_path / "a.yaml").write_text(f"task: a\nprocess_docs: !function mine.process\n{options}")
-    (tmp_path / "c.yaml").write_text(f"task: c\n{options}")
-    with pytest.raises(
-        EvaluationError, match=r"the file of task c cannot be used \(.*; leave keys without a value out"
-    ):
-        harness.load_task("c", harness.task_manager(tmp_path))
-    harness.task_manager.cache_clear()
-    (tmp_path / "b.yaml").write_text("task: b\n\tgroup: c\n")
-    with pytest.raises(EvaluationError, match=r"b\.yaml, line 2, column 1: not valid YAML: found character"):
-        harness.task_manager(tmp_path)
-
-
 @pytest.mark.slow
 def test_answers_are_kept_in_the_order_of_the_questions_whatever_the_number_of_processes(
     quickstart, tmp_path, monkeypatch

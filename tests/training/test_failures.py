@@ -68,7 +68,7 @@ def test_a_disk_too_small_for_a_checkpoint_is_noticed_before_writing(tiny):
     assert job.wait() == [1]
     log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
     assert "the disk has 1.00 kB left, a checkpoint needs" in log
-    assert "nothing was saved. Training goes on" in log
+    assert "nothing was saved. Training continues" in log
     assert "TrainingError" in job.errors(), "the last checkpoint is the run's result: without it the run has failed"
 
 

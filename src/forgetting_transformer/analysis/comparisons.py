@@ -38,10 +38,6 @@ class Model:
         """Training tokens that all its runs have logged."""
         return min(run.tokens for run in self.runs)
 
-    def with_ema(self) -> "Model":
-        """The same model, with the losses of its EMA weights as the held-out ones."""
-        return Model(self.name, tuple(run.with_ema() for run in self.runs))
-
     @property
     def flops_per_token(self) -> float:
         return float(self.runs[0].flops_per_token or math.nan)
@@ -209,30 +205,23 @@ def _comparison(what: str, amount: float, places: Sequence[tuple[Model, float]],
     points = []
     for (model, tokens), found in zip(places, losses(heldout), strict=True):
         if lacking := [run for run, loss in zip(model.runs, found, strict=True) if not math.isfinite(loss)]:
-            raise AnalysisError(_no_loss(model, lacking[0], tokens, heldout))
+            series, other = (lacking[0].heldout, "train") if heldout else (lacking[0].train, "heldout")
+            having = series.tokens[np.isfinite(series.values)]
+            there = f"has some from {having[0]:,} to {having[-1]:,} tokens" if having.size else "has none at all"
+            raise AnalysisError(
+                f"{model.name}: {lacking[0].output_dir} has no {'held-out' if heldout else 'finite training'} loss at "
+                f"{tokens:,.0f} tokens, and {there}; choose another point (--tokens, --flops), or --loss {other}"
+            )
         # Evaluations are at whole steps, and a point of equal FLOPs need not be.
         near = [np.isclose(run.heldout.tokens, tokens, rtol=1e-3).any() for run in model.runs]
         points.append(Point(model, tokens, found, heldout and not all(near)))
     return Comparison(what, amount, heldout, points)
 
 
-def _no_loss(model: Model, run: Run, tokens: float, heldout: bool) -> str:
-    """Message that a run has no loss at some tokens, with the tokens at which it has one."""
-    series, other = (run.heldout, "train") if heldout else (run.train, "heldout")
-    having = series.tokens[np.isfinite(series.values)]
-    there = f"has some from {having[0]:,} to {having[-1]:,} tokens" if having.size else "has none at all"
-    return (
-        f"{model.name}: {run.output_dir} has no {'held-out' if heldout else 'finite training'} loss at {tokens:,.0f} "
-        f"tokens, and {there}; choose another point (--tokens, --flops), or --loss {other}"
-    )
-
-
 def table(comparison: Comparison, baseline: str) -> str:
     """A Markdown table with a title; differences are to `baseline`, with Welch's 95 % interval. The best is bold."""
     amount = f"{comparison.amount:,.0f}" if comparison.what == "training tokens" else f"{comparison.amount:.3e}"
-    loss_name = "held-out loss" + " of the EMA weights" * comparison.points[0].model.runs[0].ema
-    if not comparison.heldout:
-        loss_name = f"training loss over the last {TRAIN_WINDOW:.0%} of tokens"
+    loss_name = "held-out loss" if comparison.heldout else f"training loss over the last {TRAIN_WINDOW:.0%} of tokens"
     best = min(comparison.points, key=lambda point: point.mean)
     rows = []
     for point in comparison.points:
@@ -293,10 +282,9 @@ def warnings(comparison: Comparison, baseline: str) -> list[str]:
 
 def _texts(run: Run) -> set[tuple[Any, Any]]:
     """Fingerprint and number of tokens of the held-out documents of its evaluations."""
-    kind = run.heldout_kind
     own = run.info("val_data").get("fingerprint")
-    fingerprint, tokens = names.name_of(kind, names.FINGERPRINT), names.name_of(kind, names.TOKENS_EVALUATED)
-    return {(line.get(fingerprint, own), line[tokens]) for line in run.records(kind) if tokens in line}
+    fingerprint, tokens = (names.name_of(names.VAL, name) for name in (names.FINGERPRINT, names.TOKENS_EVALUATED))
+    return {(line.get(fingerprint, own), line[tokens]) for line in run.records(names.VAL) if tokens in line}
 
 
 def _read(folder: Path) -> Run:

@@ -76,11 +76,10 @@ def made_with(results: Sequence[Mapping[str, Any]]) -> list[str]:
     Args:
         results: the content of each results.json.
     """
-    first = results[0]
-    shared = {key: value for key, value in first.items() if all(one.get(key) == value for one in results)}
+    shared = {key: value for key, value in results[0].items() if all(one.get(key) == value for one in results)}
     tokens, length = shared.get("eval_tokens"), shared.get("eval_len")
     texts = f" in {tokens // length:,} texts" if tokens and length else ""
-    found = [
+    return [
         text.format(value)
         for text, value in (
             ("held-out texts of {}", shared.get("corpus")),
@@ -91,11 +90,6 @@ def made_with(results: Sequence[Mapping[str, Any]]) -> list[str]:
         )
         if value is not None
     ]
-    loss = first.get(names.name_of(names.VAL, f"{names.LOSS_OVER}{length}"))
-    error = first.get("loss_standard_error", {}).get(str(length))
-    if len(results) == 1 and loss is not None and error is not None:
-        found.append(f"mean loss {loss:.4f} ± {error:.4f} (standard error over texts)")
-    return found
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer import plugins
-from forgetting_transformer.analysis import evaluations
+from forgetting_transformer.analysis import evaluations, outputs
 from forgetting_transformer.analysis.plots import heatmaps
 from forgetting_transformer.analysis.tables import format_tokens
 from forgetting_transformer.data.corpus import model_inputs
@@ -273,7 +273,8 @@ def evaluate(
         EvaluationError: the model has no such layer or head, or no forgetting attention at all.
         AnalysisError: the folder holds files of others.
     """
-    evaluations.check_folder(folder, "forget_gates", "gates.png", "attention.png", "memory.png", "heads.json")
+    files = [*evaluations.FILES, "gates.png", "attention.png", "memory.png", "heads.json"]
+    outputs.check(folder, "forget_gates", files)
     source = str(Path(model.source).resolve()) if Path(model.source).exists() else model.source
     check_settings(folder, {"model": source}, "choose another --out, or delete the folder")
     available = attention_layers(model.model)

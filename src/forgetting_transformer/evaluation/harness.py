@@ -18,7 +18,6 @@ import lm_eval
 import numpy as np
 import torch
 import torch.distributed as dist
-import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
@@ -315,16 +314,7 @@ def check_names(tasks: Sequence[str], manager: TaskManager, option: str) -> None
 
 @functools.cache
 def task_manager(include_path: Path | None) -> TaskManager:
-    """lm_eval's register of tasks, which takes seconds to make.
-
-    Raises:
-        EvaluationError: a task file of one's own is not YAML; lm_eval would leave it out.
-    """
-    try:
-        for file in sorted(include_path.glob("**/*.yaml")) if include_path is not None else ():
-            files.read_yaml(file, yaml.compose)  # which makes no values: lm_eval has tags of its own
-    except files.UnreadableError as error:
-        raise EvaluationError(str(error)) from error
+    """lm_eval's register of tasks, which takes seconds to make."""
     return TaskManager(include_path=None if include_path is None else str(include_path))
 
 
@@ -337,10 +327,6 @@ def load_task(task: str, manager: TaskManager) -> dict[str, Any]:
     try:
         use_cached_datasets()
         return manager.load([task])["tasks"]
-    except TypeError as error:  # of temperature: null, for example, which lm_eval reads as a number
-        raise EvaluationError(
-            f"the file of task {task} cannot be used ({error}); leave keys without a value out of its generation_kwargs"
-        ) from error
     except (OSError, ValueError, ImportError) as error:  # what datasets raises without network, cache or permission
         reason = str(error).strip().splitlines()[0]
         dataset = next((f", {entry.dataset}," for entry in TASKS if entry.name == task), "")

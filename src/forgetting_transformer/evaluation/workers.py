@@ -134,7 +134,6 @@ def run(args: argparse.Namespace, evaluate: Callable[[EvaluatedModel, Workers], 
             name=args.model,
             step=args.step,
             tokenizer=args.tokenizer,
-            train_length=getattr(args, "train_len", None),
             device=workers.device,
             precision=args.precision,
         )

@@ -1,16 +1,21 @@
 """A search over any keys of the config with Optuna's tree-structured Parzen estimator."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.visualization.matplotlib import plot_slice
 
-from forgetting_transformer.analysis.plots.sweeps import budget, loss_against_parameters
+from forgetting_transformer.analysis.plots.sweeps import budget
 from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.sweep import SweepError, runner
@@ -103,13 +108,19 @@ class FreeSearch:
 
     def write(self) -> None:
         write_atomically(self.folder / "sweep.md", f"# Search in {self.folder.name}\n\n{self.table()}\n")
-        if done := self._with(TrialState.COMPLETE):
-            parameters = {key: [trial.params[key] for trial in done] for key in self.space}
-            log = {key for key, values in self.space.items() if getattr(values, "log", False)}
-            title = f"Search over {len(parameters)} keys of {self.base.model.label or self.base.model.name}"
-            losses = [trial.values[0] for trial in done]
-            figure = self.folder / "sweep.png"
-            loss_against_parameters(parameters, losses, log, self.loss_name, figure, title, budget(self.base))
+        if self._with(TrialState.COMPLETE):
+            self._draw()
+
+    def _draw(self) -> None:
+        """Draws the loss of every finished trial against each key."""
+        with mpl.rc_context(), warnings.catch_warnings():  # the style is Optuna's, and said to be experimental
+            warnings.simplefilter("ignore")
+            axes: Any = plot_slice(self.study, target_name=f"{self.loss_name} (nats per token)")
+            figure = np.ravel(axes)[0].figure
+            figure.suptitle(f"Search over keys of {self.base.model.label or self.base.model.name}")
+            figure.text(0, -0.05, " · ".join([*budget(self.base), "one seed each, so that noise is unknown"]))
+            figure.savefig(self.folder / "sweep.png", bbox_inches="tight")
+            plt.close(figure)
 
     def _batch(self, trials: Sequence[Trial]) -> bool:
         """Runs these trials and reports them to Optuna; False if one was interrupted."""

@@ -86,7 +86,7 @@ class Job:
         return [*fabric, str(self.script), *own, "fabric.devices=auto", "fabric.accelerator=auto"]
 
     def is_finished(self) -> bool:
-        """Whether its folder holds the finished run that it describes, with these very settings."""
+        """Whether its folder holds the finished run that it describes, with these settings."""
         run = read_run(self.output_dir)
         if not self.config.resume or not run.config or not run.finished(self.config.train.max_tokens):
             return False

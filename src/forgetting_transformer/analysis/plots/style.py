@@ -4,7 +4,6 @@ Drawn without pyplot, so nothing global is left behind and no display is needed.
 and Ito, which people with colour-vision deficiencies can tell apart; line styles and markers repeat the distinction.
 """
 
-import itertools
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -196,21 +195,6 @@ def reference_line(axes: Axes, value: float, label: str, vertical: bool = False,
     style: dict[str, Any] = {"color": GREY, "linestyle": line, "linewidth": 1.1}
     (axes.axvline if vertical else axes.axhline)(value, zorder=1, **style)
     return Line2D([], [], label=label, **style)
-
-
-#: Name, style and y.
-Curve = tuple[str, CurveStyle, np.ndarray]
-
-
-def set_limits(axes: Axes, low: float, high: float, curves: Sequence[Curve]) -> None:
-    """Sets the ends of the vertical axis, and says of a curve that ends above it where it ends."""
-    axes.set_ylim(low, high)
-    lines = itertools.count()
-    for name, style, y in curves:
-        ends = y[np.isfinite(y)][-1:]
-        if ends.size and ends[0] > high:
-            text, place = plain_text(f"↑ {name} ends at {ends[0]:.3g}", 40), (0.99, 0.99 - 0.07 * next(lines))
-            axes.text(*place, text, transform=axes.transAxes, ha="right", va="top", fontsize=7.5, color=style.colour)
 
 
 def log_axis(axes: Axes) -> None:

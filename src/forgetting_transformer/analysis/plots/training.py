@@ -19,7 +19,6 @@ from forgetting_transformer.analysis.plots.losses import (
 from forgetting_transformer.analysis.plots.style import (
     ACCENT,
     GREY,
-    Curve,
     CurveStyle,
     draw_line,
     draw_markers,
@@ -29,7 +28,6 @@ from forgetting_transformer.analysis.plots.style import (
     panels,
     picture,
     plain_text,
-    set_limits,
     token_axis,
 )
 from forgetting_transformer.analysis.runs import Run, Series
@@ -93,14 +91,12 @@ def _loss_against_hours(axes: Axes, runs: Sequence[Run], styles: Mapping[str, Cu
     """Draws losses over wall time, in a unit that suits the longest run."""
     longest = max(run.hours.values[-1] for run in runs)
     unit, scale = ("hours", 1) if longest >= 2 else ("minutes", 60) if longest >= 1 / 30 else ("seconds", 3600)
-    curves: list[Curve] = []
     for run in runs:
-        time, smoothed = scale * np.interp(run.train.tokens, *run.hours), smooth_training(run.train.values)
-        draw_line(axes, styles[run.name], time, smoothed)
-        draw_markers(axes, styles[run.name], scale * np.interp(run.heldout.tokens, *run.hours), run.heldout.values)
-        curves.append((run.name, styles[run.name], smoothed))
+        style, hours = styles[run.name], run.hours
+        draw_line(axes, style, scale * np.interp(run.train.tokens, *hours), smooth_training(run.train.values))
+        draw_markers(axes, style, scale * np.interp(run.heldout.tokens, *hours), run.heldout.values)
     axes.set_xlim(left=0)
-    set_limits(axes, *loss_limits(runs), curves)
+    axes.set_ylim(loss_limits(runs))
     axes.set(xlabel=f"wall time of training ({unit})", ylabel=LOSS_LABEL)
 
 

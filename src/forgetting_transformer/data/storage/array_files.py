@@ -90,7 +90,7 @@ class ArrayFiles:
             listed = self.cache.remote.files("")
             if listed is None:
                 raise DataError(
-                    f"{self.path} cannot be listed, so nobody knows which chunks it has; set "
+                    f"{self.path} cannot be listed, so its chunks are unknown; set "
                     "datamodule.missing_chunks=error, or use hf://, s3://, gs:// or a local copy"
                 )
             return set(listed).intersection(expected)

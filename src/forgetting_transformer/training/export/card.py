@@ -136,7 +136,8 @@ def _losses(run: Run, exported: Exported) -> list[str]:
     of = f"mean over {tokens:,} held-out tokens, " if tokens else ""
     weights = exported.origin.get("weights", "")
     # Losses of these weights come first.
-    if "average ema" in weights and (average := run.with_ema().heldout).tokens.size:
+    average = run.series(names.VAL_EMA, names.name_of(names.VAL_EMA, names.LOSS))
+    if "average ema" in weights and average.tokens.size:
         step, loss = average.tokens[-1], float(average.values[-1])
         rows.append(("held-out, moving average of the weights", loss, f"{of}after {step:,} training tokens"))
     if run.heldout.tokens.size:

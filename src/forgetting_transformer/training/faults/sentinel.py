@@ -204,13 +204,13 @@ class Sentinel:
             self._leave(128 + number, f"{number.name}, after {self.request}: left at once")
 
     def _where(self) -> str:
-        """Whether this rank stands still or waits for another, as far as can be seen."""
+        """Whether this rank makes no progress or waits for another, as far as can be seen."""
         threads = [frame for name, frame in self._stacks() if name in ("MainThread", "checkpoint")]
         files = {f.f_code.co_filename for frame in threads for f, _ in traceback.walk_stack(frame)}
         if any(file.endswith(("distributed_c10d.py", "faults/stop.py")) for file in files):
             return f"{WAITS}, whose log says where it stands"
         # In a backward pass, or when it asks the device, a rank that waits for another looks like one that hangs.
-        return f"this rank stands still{f', {MAY_WAIT}' if dist.is_initialized() else ''}"
+        return f"this rank makes no progress{f', {MAY_WAIT}' if dist.is_initialized() else ''}"
 
     @staticmethod
     def _stacks() -> list[tuple[str, FrameType]]:
