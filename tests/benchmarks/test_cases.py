@@ -1,10 +1,8 @@
 """benchmarks/cases.py: rows are on disk once measured, what is missing is measured, nothing is mixed."""
 
-import argparse
 import importlib.metadata
 import json
 import os
-import sys
 
 import pytest
 import torch
@@ -15,35 +13,6 @@ from tests.benchmarks.conftest import load
 @pytest.fixture(scope="module")
 def cases():
     return load("cases")
-
-
-#: Stands in for the processes of a case, which end in one of these ways.
-WORKER = """
-import os, pathlib, sys, time
-how, file, rank = sys.argv[1], pathlib.Path(sys.argv[2]), int(os.environ.get("RANK", 0))
-if how == "waits" or (how == "rank 1 has no room" and rank == 0):
-    time.sleep(3600)
-if how == "is killed":
-    os.kill(os.getpid(), 9)
-row = file.with_name(f"row.json.{rank}")
-row.write_text('{"status": "%s"}' % ("out of memory" if "room" in how else "ok"))
-row.replace(file)
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "ranks", "limit", "status"),
-    [
-        ("ends", 1, 1e6, "ok"),
-        ("waits", 1, 0.5, "stopped after 0.5 s"),
-        ("rank 1 has no room", 2, 1e6, "out of memory"),
-        ("is killed", 1, 1e6, "failed: processes ended with [-9]"),
-    ],
-)
-def test_the_processes_of_a_case_end_in_a_row(cases, how, ranks, limit, status):
-    args = argparse.Namespace(time_limit=limit, device="cpu")
-    row = cases._in_processes([sys.executable, "-c", WORKER, how], args, ranks, None)
-    assert row == {"status": status}
 
 
 def open_record(cases, *arguments: str):

@@ -10,17 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from forgetting_transformer.ops import columns, compiling
+from forgetting_transformer.ops import backends, columns, compiling
 from forgetting_transformer.ops.layers import cross_entropy
 from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.train import keep_compiled_code
 from forgetting_transformer.training import Config, ConfigError, parse, setup
 from forgetting_transformer.training.execution import choice as execution
+from forgetting_transformer.training.execution import early
 from forgetting_transformer.training.execution.choice import Execution
 from forgetting_transformer.training.execution.compilation import Compilation
 from forgetting_transformer.training.parallel.sharding import shard, units
@@ -31,9 +33,10 @@ from tests.training.conftest import STEP, assert_same_tensors, changed, lines, l
 #: For a training process: torch.compile that captures graphs and runs them as they are, within a second.
 CAPTURE_ONLY = """
 import torch
-from forgetting_transformer.ops import columns, compiling
+from forgetting_transformer.ops import backends, columns, compiling
 compiling.compiled = lambda function, recordable=False: torch.compile(function, dynamic=False, backend="eager")
 """
+INFO = SimpleNamespace(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0)
 ATTENTION = {"attention": Backend("triton", "Triton 3.6.0")}
 
 
@@ -148,7 +151,7 @@ def compilation_of(config: Config) -> Compilation:
 
 
 def build(config: Config) -> nn.Module:
-    return setup.build_model(config, SimpleNamespace(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0))
+    return setup.build_model(config, INFO)
 
 
 def tokens(batch: int, length: int) -> torch.Tensor:
@@ -284,3 +287,66 @@ def test_compiled_code_is_kept_in_the_users_cache_unless_the_user_says_where(mon
     keep_compiled_code()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/forgetting_transformer/inductor"
     assert os.environ["TRITON_CACHE_DIR"] == "mine"
+
+
+# Compiling for the first step while kernels are tested: what that step finds, and what must not stay.
+
+
+def test_the_first_step_compiles_nothing_again(captured, tiny):
+    config = parse(OmegaConf.create(architecture(tiny, "hybrid", compile=True, gradient_checkpointing=True)))
+    empty = setup.as_trained(setup.outline(config, INFO), config)
+    early.compile_blocks(empty, torch.device("cpu"), 2, 40)
+    before = captured["stats"]["unique_graphs"]
+    assert before
+    model = build(config).train()
+    model.run_compiled()
+    ids = tokens(2, 40)
+    model(input_ids=ids, labels=ids).loss.mean().backward()
+    assert captured["stats"]["unique_graphs"] == before
+
+
+@pytest.fixture
+def wanted(monkeypatch):
+    monkeypatch.setattr(early, "_serves", lambda *_: True)
+
+
+@pytest.fixture
+def config(tiny):
+    return parse(OmegaConf.create(architecture(tiny, "forgetting_transformer", compile=True)))
+
+
+def test_compiled_code_goes_with_a_kernel_that_is_ruled_out(captured, wanted, config, monkeypatch):
+    fabric, empty = Fabric(accelerator="cpu", devices=1), setup.outline(config, INFO)
+    resets, faults = [], {}
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(True))
+    monkeypatch.setattr(backends, "_faults", faults)
+    with early.compiling(config, fabric, empty, packed=False):
+        pass
+    assert not resets and captured["stats"]["unique_graphs"]
+    with early.compiling(config, fabric, empty, packed=False):
+        faults["attention", backends.TRITON] = "its self-test found it wrong"
+    assert resets == [True]
+
+
+def test_an_error_is_left_to_the_first_step_and_hides_none_of_the_body(wanted, config, monkeypatch, caplog):
+    def broken(*_):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(early, "compile_blocks", broken)
+    caplog.set_level(logging.DEBUG, "forgetting_transformer")
+    fabric, empty = Fabric(accelerator="cpu", devices=1), setup.outline(config, INFO)
+    with early.compiling(config, fabric, empty, packed=False):
+        pass
+    assert "nothing was compiled early: no compiler" in caplog.text
+    with pytest.raises(ValueError, match="a kernel"), early.compiling(config, fabric, empty, packed=False):
+        raise ValueError("a kernel")
+
+
+def test_nothing_is_compiled_early_beside_the_test_of_kernels_of_fla(tiny, monkeypatch):
+    """They keep state of the whole process: two threads at once have ruled out kernels that were right."""
+    gpu = SimpleNamespace(device=torch.device("cuda", 0), world_size=1)
+    monkeypatch.setattr(early.graphs, "choose", lambda *_: False)
+    monkeypatch.setattr(early, "find_backend", lambda use, *_: backends.FLA if use.op == "kda" else backends.TRITON)
+    for name, served in (("forgetting_transformer", True), ("mamba2", True), ("kda", False)):
+        config = parse(OmegaConf.create(architecture(tiny, name, compile=True)))
+        assert early._serves(config, gpu, setup.outline(config, INFO)) == served
