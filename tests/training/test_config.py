@@ -249,7 +249,7 @@ def test_every_wrong_key_has_its_line_and_those_that_refer_to_it_have_none():
 def test_only_changes_that_alter_the_run_count():
     before = {"optimizer": {"lr": 1e-3}, "log_interval": 5, "strategy": {"name": "ddp"}, "model": {"config": {"a": 1}}}
     after = {"optimizer": {"lr": 2e-3}, "log_interval": 9, "strategy": {"name": "fsdp"}, "model": {"config": {"b": 1}}}
-    assert changes_that_alter_the_run(before, before) == []
+    assert changes_that_alter_the_run(before, before | {"seed": 0}) == [], "a younger key with its default"
     assert changes_that_alter_the_run(before, after) == [
         "model.config.a: 1 -> (absent)",
         "model.config.b: (absent) -> 1",
