@@ -51,33 +51,41 @@ def test_every_path_refuses_the_empty_one_and_every_number_has_a_range():
         assert paths <= {"command_line.path", "command_line.name"}, script
 
 
-def test_an_empty_path_and_a_number_out_of_its_range_are_refused():
+def test_a_path_that_libraries_cannot_open_and_a_number_out_of_its_range_are_refused(tmp_path, monkeypatch):
+    latin, no_utf_8 = os.fsdecode(b"caf\xe9"), r"is not UTF-8.*ln -s"
     for kind, texts, said in (
         (command_line.path, ("", " "), "is empty"),
         (command_line.name, ("", " "), "is empty"),
+        (command_line.path, (latin,), no_utf_8),
+        (command_line.name, (latin,), no_utf_8),
         (command_line.count, ("nan", "-1", "0", "1e300", "1.5", "", "x"), "is not a whole number from 1 to"),
         (command_line.whole_numbers, ("0,x", "", "0,", "-1,2"), "give whole numbers from 0 on with commas between"),
     ):
         for text in texts:
             with pytest.raises(argparse.ArgumentTypeError, match=said):
                 kind(text)
-    assert str(command_line.path("a/b")) == "a/b" and command_line.count("1") == 1
+    assert str(command_line.path("a/é")) == "a/é" and command_line.count("1") == 1
     assert command_line.whole_numbers("0,1, 2") == [0, 1, 2]
+    (tmp_path / latin).mkdir()
+    monkeypatch.chdir(tmp_path / latin)
+    with pytest.raises(argparse.ArgumentTypeError, match=no_utf_8):
+        command_line.path("run")
 
 
 @pytest.mark.parametrize(
-    ("script", "flags", "named"),
+    ("script", "flags", "said"),
     [
-        ("save_model.py", ["--hf_load_dir", "run", "--hf_save_dir", ""], "--hf_save_dir"),
-        ("scripts/prepare_data.py", ["--out", "corpus", ""], "inputs"),
+        ("save_model.py", ["--hf_load_dir", "run", "--hf_save_dir", ""], "--hf_save_dir: '' is empty"),
+        ("scripts/prepare_data.py", ["--out", "corpus", ""], "inputs: '' is empty"),
+        ("eval/per_token_loss/run_per_token_loss.py", ["--eval_len", "1"], "--eval_len: '1' is not a whole number"),
     ],
 )  # fmt: skip
-def test_the_flag_is_named_and_nothing_is_written(script, flags, named, tmp_path, monkeypatch, capsys):
+def test_the_flag_is_named_and_nothing_is_written(script, flags, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [script, *flags])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / script), run_name="__main__")
-    assert end.value.code == 2 and f"argument {named}: '' is empty" in capsys.readouterr().err
+    assert end.value.code == 2 and f"argument {said}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
