@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from forgetting_transformer.console import how_to_install
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare import shards, sources
 from forgetting_transformer.data.prepare.settings import CorpusSettings
-from forgetting_transformer.versions import how_to_install
 
 SKETCH = 128
 #: Weights of false candidates, which cost a comparison, and of missed pairs, which leave a duplicate.
