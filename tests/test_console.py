@@ -127,12 +127,7 @@ def test_a_process_whose_parent_has_ended_already_ends_too():
     [
         (["+experiment/demo=fox_prro"], "there is no experiment/demo=fox_prro; did you mean 'fox_pro'?"),
         (["train.max_token=3"], "unknown config key 'train.max_token'; did you mean 'train.max_tokens'?"),
-        (["trian.max_tokens=3"], "unknown config key 'trian.max_tokens'; did you mean 'train.max_tokens'?"),
         (["learning_rate=1e-3"], "unknown config key 'learning_rate'; did you mean 'optimizer.lr'?"),
-        (
-            ["+experiment=fox_pro"],
-            "there is no experiment=fox_pro; did you mean +experiment/demo=fox_pro?",
-        ),
         (
             ["train.max_tokens"],
             "'train.max_tokens' is not of the form key=value",
@@ -151,7 +146,6 @@ def test_a_process_whose_parent_has_ended_already_ends_too():
             "no value for callbacks.lm_eval.interval, callbacks.lm_eval.tasks: give it on the command line, as in "
             "callbacks.lm_eval.interval=…, or choose the callback, as in callbacks=[lm_eval]",
         ),
-        (["callbacks=[lm_evil]"], "there is no callbacks=lm_evil; did you mean 'lm_eval'?"),
         (
             ["callbacks=[lm_eval,zzz]"],
             "there is no callbacks=zzz; choices: ema, gate_statistics, lm_eval, needle, or "
@@ -164,9 +158,8 @@ def test_a_process_whose_parent_has_ended_already_ends_too():
                 f"{key}={value} cannot be read; give text that holds a space, = , : ; ~ quotes, brackets "
                 f"or letters such as ä in two pairs of quotes: '{key}=\"…\"'",
             )
-            for key, value in (("tag", "[a"), ("output_dir", "out/ä"), ("+datamodule.cache_dir", "~/zzz"))
+            for key, value in (("tag", "[a"), ("output_dir", "out/ä"))
         ),
-        (["ätag=a"], "'ätag=a' is not of the form key=value"),
     ],
 )
 def test_a_typo_is_answered_in_one_line_with_the_closest_name(overrides, text):
@@ -231,11 +224,3 @@ def test_a_config_of_ones_own_that_is_broken_is_one_line(said_by_train, tmp_path
     file.write_text("seed: 1\n\tx: 2\n")
     said = said_by_train("--config-dir=mine", "+experiment=my_model")
     assert said.startswith("ConfigError: ") and f'"{file}", line 2, column 1' in said
-
-
-@pytest.mark.slow
-def test_a_typo_on_two_ranks_is_one_line(tmp_path):
-    flags = ["--accelerator", "cpu", "--devices", "2", "+experiment/demo=fox_prro", f"output_dir={tmp_path}/run"]
-    done = run_command("scripts/launch.py", *flags)
-    said = "ConfigError: there is no experiment/demo=fox_prro; did you mean 'fox_pro'?"
-    assert (done.returncode, done.stderr.splitlines(), done.stdout) == (1, [said], "")
