@@ -142,7 +142,9 @@ def test_the_figures_of_a_model_are_of_one_model_and_impossible_requests_name_th
     assert [(n.at["layer"], n.at["head"]) for n in memory] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all(n.value >= 0 for n in memory) and all(0 <= n.value <= 1 for n in pruned)
     done = run_script(SCRIPT, "--model_path", quickstart.run, *text, "--out", out)
-    assert done.returncode == 1 and "choose another --out" in done.stderr, "results of another model stay"
+    assert done.returncode == 1 and "choose another --model name, --exp or folder" in done.stderr, (
+        "results of another model stay"
+    )
     document = ["--model_path", quickstart.hf, "--data_path", quickstart.data / "words", "--out", tmp_path / "other"]
     done = run_script(SCRIPT, *document, "--document", 1, "--max_length", 16)
     assert done.returncode == 0, done.stderr

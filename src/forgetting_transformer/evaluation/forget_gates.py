@@ -276,7 +276,7 @@ def evaluate(
     files = [*evaluations.FILES, "gates.png", "attention.png", "memory.png"]
     outputs.check(folder, "forget_gates", files)
     source = str(Path(model.source).resolve()) if Path(model.source).exists() else model.source
-    check_settings(folder, {"model": source}, "choose another --out, or delete the folder")
+    check_settings(folder, {"model": source})
     available = attention_layers(model.model)
     spaced = np.linspace(0, len(available) - 1, min(4, len(available))).round().astype(int)
     layers, num_heads = layers or [list(available)[i] for i in spaced], next(iter(available.values())).num_heads
