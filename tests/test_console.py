@@ -232,6 +232,16 @@ def said_by_train(rank, monkeypatch, capsys, tmp_path):
     return start
 
 
+def test_threads_that_wait_sleep_unless_the_user_says_otherwise(said_by_train, monkeypatch):
+    """Beside other work a step on threads that spin takes many times as long."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    said_by_train("=3")
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    said_by_train("=3")
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from forgetting_transformer import plugins
-from forgetting_transformer.files import UnreadableError
+from forgetting_transformer.files import LINK_TO_IT, UnreadableError, is_utf8
 from forgetting_transformer.ranges import COUNT, POSITIVE, TOKENS, Range
 
 #: Exit codes that a shell reports after SIGINT, and after SIGPIPE.
@@ -34,20 +34,27 @@ def name(text: str) -> str:
 
     Raises:
         argparse.ArgumentTypeError: it is empty, as a variable of the shell that is not set leaves
-            it. argparse adds the flag.
+            it, or not UTF-8, which safetensors and tokenizers cannot open. argparse adds the flag.
     """
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is empty (a variable that is not set?); give a path or a name")
-    return text
+    return _in_utf8(text)
 
 
 def path(text: str) -> Path:
     """A path, which pathlib would take for the current folder if it were empty.
 
     Raises:
-        argparse.ArgumentTypeError: as `name`.
+        argparse.ArgumentTypeError: as `name`, also where the current folder is not UTF-8.
     """
-    return Path(name(text))
+    _in_utf8(os.path.abspath(name(text)))
+    return Path(text)
+
+
+def _in_utf8(text: str) -> str:
+    if not is_utf8(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8; {LINK_TO_IT}")
+    return text
 
 
 def number(allowed: Range, whole: bool = False) -> Callable[[str], Any]:

@@ -19,6 +19,10 @@ except ImportError:  # Windows, where corpora can be prepared and read but two p
 TEMPORARY = re.compile(r"\..+\.\d+-\d+")
 
 
+#: What helps with a folder whose name is not UTF-8; Linux allows any bytes, and libraries in Rust open none of them.
+LINK_TO_IT = "make a link to the folder (ln -s) and name that"
+
+
 class UnreadableError(ValueError):
     """A file whose contents are not what they should be; the message is one line with file, line and column."""
 
@@ -84,9 +88,12 @@ def append_durably(path: Path, data: bytes) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """Replaces a file's contents by a text (UTF-8) or bytes; see `replacing`."""
+    """Replaces a file's contents by a text (UTF-8) or bytes; see `replacing`.
+
+    A byte of a file's name that is not UTF-8 becomes `\\udcXX`, which JSON reads as that byte.
+    """
     with replacing(path, durable=durable) as stream:
-        stream.write(content.encode() if isinstance(content, str) else content)
+        stream.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
@@ -183,6 +190,11 @@ def parse_json_lines(data: bytes, place: object) -> Iterator[Any]:
 def _at(place: object, before: str, first_line: int = 1) -> str:
     """The place behind a text, for a message."""
     return f"{place}, line {first_line + before.count(chr(10))}, column {len(before) - before.rfind(chr(10))}"
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a name, as Python has it of the system's bytes, is UTF-8."""
+    return name == name.encode(errors="replace").decode()
 
 
 def size_in_words(count: float) -> str:

@@ -132,15 +132,22 @@ def test_scores_and_texts_are_those_of_lm_evals_own_backend(quickstart, model, a
                 assert mine == pytest.approx(their, rel=1e-4)
 
 
+def test_a_key_that_is_null_in_a_task_counts_as_left_out(adapter):
+    null = dict.fromkeys(("until", "temperature", "num_beams", "do_sample"))
+    asked = [instance("generate_until", "the cat", {"max_gen_toks": 5} | each) for each in (null, {"until": []})]
+    texts = [adapter.generate_until([one], disable_tqdm=True) for one in asked]
+    assert texts[0] == texts[1] and texts[0][0]
+
+
 def test_what_the_adapter_does_not_do_is_refused_by_name(adapter):
     for options, message in (
-        ({"max_new_tokens": None}, "max_gen_toks=256 tokens, and its prompt needs room too in --max_length=32"),
+        ({"max_new_tokens": None}, "max_gen_toks=256 tokens, and its prompt needs room too in --max_len=32"),
         ({"max_gen_toks": 5, "temperature": 0.8}, "asks for do_sample=True"),
         ({"max_gen_toks": 5, "num_beams": 4}, "asks for num_beams=4"),
     ):
         with pytest.raises(EvaluationError, match=message):
             adapter.generate_until([instance("generate_until", "the cat", options)], disable_tqdm=True)
-    message = r"a continuation of 33 tokens, ' dog dog .*…, does not fit --max_length=32"
+    message = r"a continuation of 33 tokens, ' dog dog .*…, does not fit --max_len=32"
     with pytest.raises(EvaluationError, match=message):
         adapter.loglikelihood([instance("loglikelihood", "the cat", " dog" * 33)], disable_tqdm=True)
 

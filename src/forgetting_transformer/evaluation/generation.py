@@ -176,4 +176,4 @@ def append_record(file: Path, record: dict[str, Any]) -> None:
             stream.seek(-1, os.SEEK_END)
             if stream.read(1) != b"\n":
                 stream.write(b"\n")
-        stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        stream.write(json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")

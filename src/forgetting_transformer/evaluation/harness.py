@@ -99,7 +99,7 @@ class HarnessModel(TemplateLM):
         for (_context, text), _ids, continuation in requests:
             if len(continuation) > self.max_length:
                 raise EvaluationError(
-                    f"a continuation of {len(continuation):,} tokens, {text[:40]!r}…, does not fit --max_length="
+                    f"a continuation of {len(continuation):,} tokens, {text[:40]!r}…, does not fit --max_len="
                     f"{self.max_length:,}, and would be scored in part; give a longer one"
                 )
         inputs = [(context + continuation)[-self.max_length - 1 : -1] for _, context, continuation in requests]
@@ -168,7 +168,7 @@ class HarnessModel(TemplateLM):
         if not 0 < options["max_gen_toks"] < self.max_length:
             raise EvaluationError(
                 f"a task generates max_gen_toks={options['max_gen_toks']:,} tokens, and its prompt needs room too in "
-                f"--max_length={self.max_length:,}; give a longer one"
+                f"--max_len={self.max_length:,}; give a longer one"
             )
         # Without sampling, temperature and the like have no effect.
         for key, greedy in {"do_sample": False, "num_beams": 1, "max_length": None}.items():

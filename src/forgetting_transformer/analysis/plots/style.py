@@ -158,7 +158,8 @@ def _frame(drawn: Picture, title: str) -> None:
 
 
 def plain_text(name: str, characters: int) -> str:
-    """A name as matplotlib should show it: wrapped, with no formula between dollar signs, never hidden."""
+    """A name as matplotlib should show it: wrapped, with no formula between dollar signs, never hidden, all Unicode."""
+    name = name.encode(errors="backslashreplace").decode()  # of a folder that is not UTF-8
     text = textwrap.fill(name, characters, break_on_hyphens=False).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text  # a leading underscore keeps a label out of a legend
 

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from forgetting_transformer import plugins
 from forgetting_transformer.console import redact
-from forgetting_transformer.files import flatten
+from forgetting_transformer.files import LINK_TO_IT, flatten
 from forgetting_transformer.plugins import (
     CALLBACKS,
     CORPORA,
@@ -45,12 +45,13 @@ _NAMED: dict[str, tuple[Registry, Any]] = {
     "schedule": (SCHEDULES, ScheduleConfig),
     "datamodule": (CORPORA, DataModuleConfig),
 }
-#: Requirement on a value, by the first word of pydantic's type of error. Other errors keep pydantic's words.
+#: Requirement on a value, by pydantic's type of error or its first word. Other errors keep pydantic's words.
 _EXPECTED = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
     "string": "text",
+    "string_unicode": f"UTF-8; {LINK_TO_IT}",
     "list": "a list, as in [a, b]",
     "dict": "a mapping, as in {name: value}",
 }
@@ -242,7 +243,7 @@ def _line(key: str, error: Any, keys: Mapping[str, Key]) -> str:
         return _is_group(key, value, keys)
     known = keys.get(key)
     null = ", or null" * (known is not None and types.NoneType in typing.get_args(known.type))
-    expected = _EXPECTED.get(kind.partition("_")[0])
+    expected = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0])
     if not value.strip():
         wanted = "a path or a name" if kind == "string_pattern_mismatch" else expected or "a value"
         given = repr(value) if value else ""
