@@ -48,3 +48,14 @@ def test_the_readme_cites_the_same_paper():
     names = " and ".join(f"{author['given-names']} {author['family-names']}" for author in paper["authors"])
     for said in (paper["title"], names, str(paper["year"]), paper["url"]):
         assert f"{{{said}}}" in readme
+
+
+def test_nobody_is_sent_to_a_package_index_for_this_package():
+    """It is in none."""
+    places = (ROOT / name for name in ("README.md", "train.py", "save_model.py", "docs", "eval", "scripts", "src"))
+    files = [file for place in places for file in ([place] if place.is_file() else place.rglob("*.*"))]
+    texts = {
+        file: file.read_text(encoding="utf-8") for file in files if file.suffix in (".py", ".md", ".sh", ".sbatch")
+    }
+    assert len(texts) > 200
+    assert not [file for file, text in texts.items() if re.search(r"pip install[^\n`]*forgetting[-_]transformer", text)]

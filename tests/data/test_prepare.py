@@ -209,6 +209,7 @@ def test_a_long_text_is_cut_alike_however_it_is_read_and_nothing_is_lost(tmp_pat
         ("a.jsonl", b'{"text": "x"}\n{"body": "x", "id": 1}', r"line 2: no text under 'text'; its keys are body, id"),
         ("a.jsonl", b'{"text": 7}', r"line 1: 'text' holds int, not text.*--text_field"),
         ("a.jsonl", b"\xe9", r"line 1, column 1: the byte 0xe9 is not UTF-8"),
+        ("a.jsonl", b'{"text": "x"}\n{"text":\n', r"a\.jsonl, line 2, column 9: not valid JSON"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)[:-20], r"a\.jsonl\.gz is damaged behind line"),
         ("a.parquet", b"not parquet", r"a\.parquet: not a readable Parquet file"),
     ],

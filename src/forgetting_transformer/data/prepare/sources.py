@@ -265,7 +265,7 @@ def _json_rows(file: Path, text_field: str) -> Iterator[str | None]:
         with reading(file), opener(file, "rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    yield _text_of(parse_json(line, file, number), text_field, f"{file}, line {number}")
+                    yield _text_of(parse_json(line.rstrip(b"\n"), file, number), text_field, f"{file}, line {number}")
     except UnreadableError as error:
         raise DataError(f"{error}. Mend the line, or leave the file out with --exclude.") from error
     except (EOFError, zlib.error) as error:
