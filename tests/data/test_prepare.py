@@ -381,6 +381,16 @@ def test_a_full_disk_names_the_file_and_the_same_command_continues(tree, place, 
     assert all_files(place.out) == all_files(tmp_path / "fresh")
 
 
+def test_too_many_open_files_are_put_down_to_the_limit_and_to_no_file(tree, place, monkeypatch):
+    def refuse(folder):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(folder))
+
+    with monkeypatch.context() as patch, pytest.raises(DataError, match=r"^Too many open files: .* fewer --workers"):
+        patch.setattr(os, "scandir", refuse)
+        prepare(place.out, tree)
+    prepare(place.out, tree)
+
+
 # Folders that hold something already --------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ needs memory for the largest record, and 16 bytes of hash (about a hundred with 
 """
 
 import codecs
+import errno
 import fnmatch
 import gzip
 import hashlib
@@ -135,6 +136,8 @@ def reading(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EMFILE:  # no file's fault
+            raise
         raise DataError(
             f"cannot read {path}: {error.strerror or error}. Fix it, or leave it out with --exclude."
         ) from error
