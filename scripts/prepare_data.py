@@ -8,16 +8,14 @@ import sys
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count, number, seed
+from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.prepare import CorpusSettings, prepare_corpus
+from forgetting_transformer.data.prepare.settings import (
+    DEFAULT_DEDUP,
+    DEFAULT_DEDUP_WORDS,
+    DEFAULT_HELDOUT_FRACTION,
+)
 from forgetting_transformer.ranges import Range
-
-with command_line.interruptible("interrupted: the same command continues"):
-    from forgetting_transformer.data.errors import DataError
-    from forgetting_transformer.data.prepare import CorpusSettings, prepare_corpus
-    from forgetting_transformer.data.prepare.settings import (
-        DEFAULT_DEDUP,
-        DEFAULT_DEDUP_WORDS,
-        DEFAULT_HELDOUT_FRACTION,
-    )
 
 EPILOG = """\
 examples:
@@ -59,15 +57,6 @@ def number_of_bytes(text: str) -> int:
     return amount
 
 
-def similarity(text: str) -> float:
-    try:
-        return number(Range(0.5, 1))(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(
-            f"{error}, such as {DEFAULT_DEDUP}; files and folders come before --dedup, or give both"
-        ) from None
-
-
 def available_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -106,7 +95,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--keep_duplicates", action="store_true", help="keep texts that are equal to an earlier one")
     add(
         "--dedup",
-        type=similarity,
+        type=number(Range(0.5, 1)),
         nargs="?",
         const=DEFAULT_DEDUP,
         metavar="SIMILARITY",

@@ -42,14 +42,6 @@ def test_one_range_of_pythons_stands_everywhere():
     assert (ROOT / "README.md").read_text().count(f"Python 3.{first} to {last}") == 1
 
 
-def test_the_readme_cites_the_same_paper():
-    readme = (ROOT / "README.md").read_text()
-    paper = yaml.safe_load((ROOT / "CITATION.cff").read_text())["preferred-citation"]
-    names = " and ".join(f"{author['given-names']} {author['family-names']}" for author in paper["authors"])
-    for said in (paper["title"], names, str(paper["year"]), paper["url"]):
-        assert f"{{{said}}}" in readme
-
-
 def test_nobody_is_sent_to_a_package_index_for_this_package():
     """It is in none."""
     places = (ROOT / name for name in ("README.md", "train.py", "save_model.py", "docs", "eval", "scripts", "src"))

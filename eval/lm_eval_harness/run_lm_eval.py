@@ -14,8 +14,8 @@ import sys
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count
+from forgetting_transformer.console import how_to_install
 from forgetting_transformer.evaluation import options
-from forgetting_transformer.versions import how_to_install
 
 
 def main() -> None:

@@ -5,19 +5,16 @@ import contextlib
 import io
 import math
 import os
-import select
+import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from forgetting_transformer import plugins
 from forgetting_transformer.files import LINK_TO_IT, UnreadableError, is_utf8
 from forgetting_transformer.ranges import COUNT, POSITIVE, TOKENS, Range
-
-#: Exit codes that a shell reports after SIGINT, and after SIGPIPE.
-_INTERRUPTED = 130
-_READER_GONE = 141
 
 
 class CommandError(ValueError):
@@ -126,14 +123,13 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-@contextlib.contextmanager
-def interruptible(interrupted: str = "interrupted") -> Iterator[None]:
-    """Ctrl-C in here, where a command imports what takes seconds, ends it as it would in `run`."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        sys.exit(_INTERRUPTED)
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Name → version, Python's first. Packages that are not installed, such as this one on PYTHONPATH, are left out."""
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
 
 
 def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int | None:
@@ -148,7 +144,7 @@ def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int
         sys.stdout.flush()
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
-        return _INTERRUPTED
+        return 130  # as a shell reports SIGINT
     except (CommandError, UnreadableError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -159,11 +155,7 @@ def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int
         print(f"error: {error.filename}: {error.strerror}; give another path", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)
-        if not poll.poll(0):  # which tells of errors without being asked
-            raise  # another pipe broke
         # Python writes what is left when it ends, and would complain of it then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _READER_GONE
+        return 141  # as a shell reports SIGPIPE
     return code

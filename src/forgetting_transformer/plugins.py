@@ -27,11 +27,9 @@ does. A run records the plug-ins it was given and those it uses; without them it
 evaluated. Nothing is imported because a run's folder names it.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import importlib
-import inspect
 import os
 import re
 import sys
@@ -133,25 +131,6 @@ class Registry(Generic[T]):
             plug_in = "name the plug-in that has it: plugins=[…]"
             raise UnknownComponentError(f"{self.key}={name!r} is unknown; {hint} {plug_in}")
         return found
-
-    def make(self, name: str, *arguments: Any) -> Any:
-        """Calls the function or class registered under `name`.
-
-        Raises:
-            UnknownComponentError: nothing is registered under it. PluginError: it cannot be called with so many.
-        """
-        component = self.get(name)
-        build: Any = component.build
-        try:
-            with contextlib.suppress(ValueError):  # something built in, which has no signature to read
-                inspect.signature(build).bind(*arguments)
-        except TypeError as error:
-            whose = f" of plugins=[{component.plugin}]" if component.plugin else ""
-            raise PluginError(
-                f"{self.key}={name!r}{whose}: {getattr(build, '__name__', build)} is called with {len(arguments)} "
-                f"arguments, which it does not take: {error}"
-            ) from error
-        return build(*arguments)
 
 
 #: The plug-ins that are being imported, the innermost last.

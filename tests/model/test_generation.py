@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from forgetting_transformer.model import DecoderForCausalLM
 from forgetting_transformer.model.generation.cache import AttentionCache
@@ -279,20 +279,6 @@ def test_the_tokenizer_that_generate_hands_on_is_no_input(ids):
     state = model.prepare_inputs_for_generation(ids[:1, :5], tokenizer="a tokenizer", assistant_tokenizer="another")
     assert "tokenizer" not in state and "assistant_tokenizer" not in state
     assert model.generate(ids[:1, :5], max_new_tokens=2, tokenizer="a tokenizer").shape[1] <= 7
-
-
-@pytest.mark.parametrize(
-    "call, error, message",
-    [
-        ({"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}, ValueError, "only left padding .* Pad on the left"),
-        ({"attention_mask": torch.ones(2, 4)}, ValueError, r"attention_mask has shape \(2, 4\)"),
-        ({"inputs_embeds": torch.zeros(2, 3, 32)}, ValueError, "exactly one of input_ids and inputs_embeds"),
-        ({"past_key_values": DynamicCache()}, TypeError, "past_key_values is a DynamicCache"),
-    ],
-)
-def test_calls_that_cannot_be_right_are_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        small_model()(input_ids=torch.zeros(2, 3, dtype=torch.long), **call)
 
 
 def test_what_is_no_batch_of_sequences_is_refused():

@@ -8,15 +8,15 @@ import pytest
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.data.corpus import DataInfo
-from forgetting_transformer.train.composer import Composer
+from forgetting_transformer.sweep.composer import compose_config
 from forgetting_transformer.training import Config
 from forgetting_transformer.training.setup import outline
 from studies import ROOT, SEARCH_PATH
 from studies.engine.plan import read_plan
+from studies.engine.queue import Queue
 from studies.engine.results import read_study
 from studies.engine.stages import Stages
 from studies.engine.tables import sections
-from tests.studies.conftest import YAML
 
 rare = pytest.mark.rare("no contract: studies")
 pytestmark = pytest.mark.slow
@@ -39,6 +39,14 @@ def test_a_yaml_becomes_runs_numbers_figures_and_verdicts(study, tmp_path):
     ]
     assert found["octaves_figure"] == "Not run yet." and "(study/report/differences.png)" in found["differences_figure"]
     assert study("--stages", "train")[2] == [], "what is finished is not run again"
+
+
+def test_jobs_find_the_experiments_of_studies(tmp_path):
+    """train.py knows the folder of its own alone."""
+    file = ROOT / "studies/three_seeds/study.yaml"
+    plan = dataclasses.replace(read_plan(file), models={"fox_pro": ""}, learning_rates={"fox_pro": 2e-3}, variants={})
+    jobs = Queue(plan, tmp_path, [f"data_dir={tmp_path}"])._planned["fox_pro"]
+    assert compose_config([*jobs[0].overrides, "output_dir=out"]).model == jobs[0].config.model
 
 
 @rare
@@ -69,19 +77,6 @@ def test_a_model_is_searched_run_at_its_best_rate_and_then_its_variants(study, t
 
 
 @rare
-def test_parts_of_a_study_are_collected_from_one_folder(study, tmp_path):
-    """As when machines make other models and seeds, and their folders are copied into one."""
-    assert study("--stages", "train", "--models", "fox_pro", "--seeds", "0", "1")[0] == 0
-    assert study("--stages", "train", "collect", "--models", "mamba2", "--seeds", "0")[0] == 0
-    found = read_study(tmp_path / "study/report")
-    assert {name: model["seeds"] for name, model in found["models"].items()} == {"mamba2": [0], "fox_pro": [0, 1]}
-    config = tmp_path / "study/runs/fox_pro_seed1/config.yaml"
-    config.write_text(config.read_text().replace("max_tokens: ", "max_tokens: 1"))
-    code, out, _ = study("--stages", "collect")
-    assert code == 1 and "fox_pro_seed1 differ in train.max_tokens, and seeds of one model are averaged" in out
-
-
-@rare
 def test_a_job_that_failed_leaves_the_rest_and_the_same_command_goes_on(study, faults):
     faults["fail"] = "fox_pro_seed1"
     code, out, order = study("--stages", "train")
@@ -94,11 +89,8 @@ def test_a_job_that_failed_leaves_the_rest_and_the_same_command_goes_on(study, f
     ("line", "message"),
     [
         ("seeds: [0, 0]", "seeds=[0, 0]: give at least one, each once"),
-        ("sedes: [0]", "Key 'sedes' not in 'StudyPlan'"),
-        ("learning_rates: {fox_pro: -1}", "learning_rates: fox_pro: -1 must be a positive number"),
         ("claims: [{claim: a, rule: loer, models: [fox_pro]}]", "rule='loer' must be one of falls, rises"),
         ("claims: [{claim: a, rule: lower, models: [fox_pro]}]", "the claim 'a': the rule lower needs than"),
-        ("claims: [{claim: a, rule: falls, models: [mamba2], at: 0.3}]", "at=0.3 must be a power of two"),
     ],
 )
 @rare
@@ -126,57 +118,9 @@ def test_every_experiment_of_a_study_is_composed_and_bodies_have_one_size(tmp_pa
         stages = Stages(file, plan := read_plan(file), tmp_path)
         for name in {*plan.models, *(name for names in plan.variants.values() for name in names)}:
             experiment = [SEARCH_PATH, f"+experiment/{plan.group}={name}", f"output_dir={tmp_path}"]
-            config = stages.composer.compose([*experiment, *stages.composer.task_overrides])
+            config = compose_config([*experiment, *stages.overrides])
             if plan.group == "study" and name not in sizes:
                 sizes[name] = body_size(config)
                 batches.add((config.train.max_tokens, str(config.datamodule), str(config.schedule)))
     assert len(sizes) == 30 and len(batches) == 1
     assert min(sizes.values()) > 19.6e6 and max(sizes.values()) < 20.7e6
-
-
-#: Says what it was called with, fails for one run, and leaves what an evaluation of a run would.
-SCRIPT = """
-import os, pathlib, sys
-with open("calls.txt", "a") as file:
-    file.write(" ".join(map(str, sys.argv)) + "\\n")
-sys.exit("FAILING" in os.environ and os.environ["FAILING"] in " ".join(sys.argv))
-"""
-
-
-@rare
-def test_evaluations_are_made_once_for_every_run_and_their_failures_are_named(study, tmp_path, monkeypatch):
-    """Scripts of the repository are played by one that writes what it was called with."""
-    for script in ("eval/per_token_loss/run_per_token_loss.py", "eval/niah/run_niah.py", "studies/code_tasks.py",
-                   "eval/lm_eval_harness/run_lm_eval.py", "scripts/prepare_data.py",
-                   "benchmarks/training.py"):  # fmt: skip
-        (tmp_path / script).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / script).write_text(SCRIPT)
-    assert study("--stages", "train")[0] == 0
-    monkeypatch.setattr("studies.engine.stages.ROOT", tmp_path)
-    monkeypatch.setattr(Composer, "__init__", lambda *_: None)
-    runs = [f"{model}_seed{seed}" for seed in range(3) for model in ("mamba2", "fox_pro")]
-    for run in runs[:-1]:
-        (tmp_path / "study/runs" / run / "checkpoints").mkdir()
-        (tmp_path / "study/runs" / run / "status.json").write_text('{"status": "done"}')
-
-    def calls(*stages: str) -> tuple[int, str, list[str]]:
-        (tmp_path / "calls.txt").write_text("")
-        code, out, _ = study("--stages", *stages, yaml=YAML + "speed_seeds: [0]\n")
-        made = (tmp_path / "calls.txt").read_text().replace(f"{tmp_path}/", "").splitlines()
-        return code, out, sorted(made)
-
-    code, out, made = calls("corpus", "evaluate")
-    assert code == 0 and f"there is no run {runs[-1]} yet" in out
-    assert made[-1].startswith("scripts/prepare_data.py ") and "--doc_len 16384 --heldout_docs 128" in made[-1]
-    assert sum(call.startswith("eval/per_token_loss") for call in made) == 5
-    assert next(call.split()[2] for call in made if call.startswith("benchmarks/")) == "study/runs/fox_pro_seed0"
-    for run in runs[:-1]:
-        file = tmp_path / "study/position_loss" / run / "results.json"
-        file.parent.mkdir(parents=True)
-        file.write_text("{}")
-    assert not [call for call in calls("evaluate")[2] if call.startswith("eval/per_token_loss")], "they are there"
-    monkeypatch.setenv("FAILING", "runs/mamba2_seed1")
-    code, out, made = calls("downstream")
-    assert code == 1 and "failed    needle-mamba2_seed1-paper: exit code 1: " in out
-    assert f"({tmp_path}/study/logs/needle-mamba2_seed1-paper.log)" in out
-    assert sum("--mode paper_easy" in call for call in made) == 5

@@ -25,8 +25,7 @@ def test_a_start_says_that_it_starts_and_what_fails_in_it_replaces_the_end_of_th
         "import shutil\nroot = config.output_dir\nshutil.copy(root + '/status.json', root + '/while-building.json')"
     )
     patch = before("training.setup", "build_model", copies, arguments="config, data")
-    job = Job(changed(tiny, train__max_tokens=5 * STEP), patch=patch)
-    assert job.wait() == [0], job.errors()
+    train(changed(tiny, train__max_tokens=5 * STEP), patch=patch)
     found = json.loads((Path(tiny["output_dir"]) / "while-building.json").read_text())
     assert (found["status"], found["step"]) == ("starting", 4 * STEP)
 
@@ -58,21 +57,6 @@ def test_a_full_disk_does_not_keep_the_status_from_being_right(tmp_path, monkeyp
     status.write_status(directory, "done", 1024)
     directory.release()
     assert read(tmp_path)["step"] == 1024 and {p.name for p in tmp_path.iterdir()} == {"status.json", "run.lock"}
-
-
-def test_a_damaged_status_stops_no_start_and_is_moved_aside_as_it_was(tmp_path):
-    text = b"\xff\xfe\x00"
-    (tmp_path / "starts.jsonl").write_text("{}\n")
-    (tmp_path / "status.json").write_bytes(text)
-    directory = RunDirectory(tmp_path)
-    status.claim(directory, resume=False)
-    moved = status.move_aside(directory)
-    assert (moved / "status.json").read_bytes() == text and read(tmp_path)["status"] == "starting"
-    directory.release()
-    (tmp_path / "status.json").write_bytes(text)
-    status.claim(directory)
-    assert read(tmp_path)["status"] == "starting"
-    directory.release()
 
 
 def test_what_fails_after_the_last_step_is_how_the_run_ended(tiny):

@@ -26,7 +26,7 @@ from forgetting_transformer.evaluation.models import (
     EvaluationError,
 )
 from forgetting_transformer.model_tokenizer import check_size_and_bos
-from forgetting_transformer.plugins import CORPORA, PluginError, UnknownComponentError
+from forgetting_transformer.plugins import CORPORA, UnknownComponentError
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.config.parsing import parse_section
 
@@ -164,7 +164,6 @@ def open_heldout(
     length = length or array.doc_len
     check_length("--eval_len", length, array)
     sequences = count_sequences(length, array.documents * array.doc_len, array.path, tokens, at_most)
-    assert array.vocabulary is not None
     ids = array.vocab_size, array.vocabulary.bos_token_id
     return HeldOut(str(array.path), folder, array.fingerprint, *ids, length, sequences, array)
 
@@ -218,8 +217,8 @@ def open_corpus(
     }  # fmt: skip
     try:
         config = parse_section("datamodule", OmegaConf.merge(values, OmegaConf.from_dotlist(list(keys))))
-        source: Corpus = CORPORA.make(name, str(place.parent), config)
-    except (ConfigError, PluginError, UnknownComponentError) as error:
+        source: Corpus = CORPORA.get(name).build(str(place.parent), config)
+    except (ConfigError, UnknownComponentError) as error:
         raise DataError(f"--corpus {' '.join([name, *keys])}: {error}") from error
     if source.packed:
         raise DataError(

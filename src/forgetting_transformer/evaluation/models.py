@@ -29,7 +29,7 @@ import forgetting_transformer.tokenizer  # noqa: F401 (registers it for AutoToke
 from forgetting_transformer import plugins
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.command_line import one_line
-from forgetting_transformer.hub_connection import cached_model, only_cached
+from forgetting_transformer.hub_connection import model_folder, only_cached
 from forgetting_transformer.model import DecoderForCausalLM
 from forgetting_transformer.model_tokenizer import check_vocabulary, encode, load_tokenizer
 from forgetting_transformer.ops.finite import NotFiniteError, check_finite
@@ -279,7 +279,7 @@ def _load_pretrained(source: str, tokenizer: str | None) -> EvaluatedModel:
     cached = not Path(source).is_dir() and only_cached()
     try:
         # Not local_files_only, with which the client asks the hub for adapters all the same.
-        place = cached_model(source) if cached else source
+        place = model_folder(source) if cached else source
         # safetensors only: a pickle from the hub may run what its author liked.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,

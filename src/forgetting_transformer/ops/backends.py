@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from forgetting_transformer.versions import how_to_install
+from forgetting_transformer.console import how_to_install
 
 GLUON, TRITON, FLA, PYTORCH = "gluon", "triton", "fla", "pytorch"
 

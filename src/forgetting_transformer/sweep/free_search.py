@@ -1,7 +1,7 @@
 """A search over any keys of the config with Optuna's tree-structured Parzen estimator."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import optuna
-from optuna.distributions import BaseDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -18,44 +17,32 @@ from optuna.visualization.matplotlib import plot_slice
 from forgetting_transformer.analysis.plots.sweeps import budget
 from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.files import write_atomically
-from forgetting_transformer.sweep import SweepError, runner
-from forgetting_transformer.sweep.jobs import Job, State
+from forgetting_transformer.sweep import SweepError, composer, runner
+from forgetting_transformer.sweep.jobs import Job, State, of_each_job
 from forgetting_transformer.sweep.state import open_folder
-from forgetting_transformer.training import Config
 
 
 class FreeSearch:
     """One study with its runs in `base.output_dir`. Started again, it continues from what is there.
 
     Args:
-        script: train.py.
-        overrides: what all runs have in common, as Hydra overrides.
-        compose: overrides -> Config.
-        machine: where the runs are made; as many trials are proposed at a time as it has room for.
-        space: config key -> what it is drawn from.
-        space_text: the same as the user wrote it.
+        overrides: of train.py, and of hydra.launcher. Those with a range are searched.
         trials: runs in all, those of earlier starts included.
+
+    Raises:
+        SweepError, ConfigError: a range that cannot be searched, or none; a run that train.py would refuse.
     """
 
     study: optuna.Study  # from `run` on
 
-    def __init__(
-        self,
-        script: Path,
-        overrides: Sequence[str],
-        compose: Callable[[Sequence[str]], Config],
-        machine: runner.Machine,
-        space: Mapping[str, BaseDistribution],
-        space_text: Mapping[str, str],
-        trials: int,
-    ) -> None:
-        if not space:
+    def __init__(self, overrides: Sequence[str], trials: int) -> None:
+        self.overrides, self.space, self.space_text = composer.search_space(overrides)
+        if not self.space:
             raise SweepError("nothing to search: give a range, as in 'optimizer.lr=tag(log, interval(1e-4, 1e-2))'")
-        self.script, self.overrides, self.compose, self.machine = script, tuple(overrides), compose, machine
-        self.space, self.space_text, self.trials = dict(space), space_text, trials
+        self.trials = trials
         # A value of the space, so that keys without one in the config compose.
         self._example = {key: _example(values) for key, values in self.space.items()}
-        self.base = compose([*overrides, *_overrides(self._example)])
+        self.base = composer.compose_config([*self.overrides, *_overrides(self._example)])
         self.folder = Path(self.base.output_dir).expanduser().absolute()
         self.heldout = not self.base.skip_eval and self.base.final_eval
 
@@ -68,6 +55,7 @@ class FreeSearch:
         Raises:
             SweepError: the folder holds a search with other settings.
         """
+        self.machine = composer.machine(self.overrides)
         open_folder(self.folder, self.base, self.space, {"search": "free", **self.space_text})
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         storage = JournalStorage(JournalFileBackend(str(self.folder / "optuna.jsonl")))
@@ -139,10 +127,9 @@ class FreeSearch:
 
     def _job(self, number: int, parameters: Mapping[str, Any]) -> Job:
         overrides = [*self.overrides, *_overrides(parameters)]
-        config = self.compose(overrides)
+        config = composer.compose_config(overrides)
         config.output_dir = str(self.folder / _name(number))
-        passed_on = tuple(override for override in overrides if not override.startswith("output_dir="))
-        return Job(_name(number), self.script, passed_on, config)
+        return Job(_name(number), of_each_job(overrides), config)
 
     def _with(self, state: TrialState) -> list[FrozenTrial]:
         return self.study.get_trials(deepcopy=False, states=(state,))

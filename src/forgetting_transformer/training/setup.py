@@ -78,7 +78,7 @@ def open_data(config: Config, directory: RunDirectory, fabric: Fabric) -> Corpus
         DataError, ConfigError: the corpus cannot be trained on, or is too small.
     """
     log.info("reading the corpus: %s in %s", config.datamodule.dataset, config.data_dir)
-    data = CORPORA.make(config.datamodule.name, config.data_dir, config.datamodule)
+    data = CORPORA.get(config.datamodule.name).build(config.data_dir, config.datamodule)
     checks.check_budget(config, directory, data.train_info())
     if not config.skip_eval:
         data.eval_info()

@@ -226,10 +226,11 @@ def _leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _no_value(keys: Iterable[str]) -> str:
+    said = f"no value for {', '.join(sorted(keys))}: give it on the command line, as in {min(keys)}=…"
+    if min(keys).startswith("callbacks."):
+        return f"{said}, or choose the callback, as in callbacks=[{min(keys).split('.')[1]}]"
     folders = {*keys} <= {"output_dir", "data_dir"}
-    return f"no value for {', '.join(sorted(keys))}: give it on the command line, as in {min(keys)}=…" + (
-        "" if folders else ", or choose an experiment that sets it (+experiment/demo=fox_pro)"
-    )
+    return said if folders else f"{said}, or choose an experiment that sets it (+experiment/demo=fox_pro)"
 
 
 def _line(key: str, error: Any, keys: Mapping[str, Key]) -> str:
@@ -238,7 +239,7 @@ def _line(key: str, error: Any, keys: Mapping[str, Key]) -> str:
     if kind == "value_error":  # of a `__post_init__`
         return str(error["ctx"]["error"])
     if kind == "unexpected_keyword_argument":
-        return f"unknown config key {key!r}{official_names.closest_key(key, list(keys))}"
+        return _unknown(key, keys)
     if kind == "dataclass_type":
         return _is_group(key, value, keys)
     known = keys.get(key)
@@ -254,6 +255,10 @@ def _line(key: str, error: Any, keys: Mapping[str, Key]) -> str:
         expected = error["ctx"]["expected"].replace("True", "true").replace("False", "false")
     better = f" must be {expected}" if expected else f": {error['msg']}".replace(": Input should be", " must be")
     return f"{key}={redact(value)}{better}{null}"
+
+
+def _unknown(key: str, keys: Mapping[str, Key]) -> str:
+    return f"unknown config key {key!r}{official_names.closest_key(key, list(keys))}"
 
 
 def _is_group(key: str, value: Any, keys: Mapping[str, Key]) -> str:
@@ -272,6 +277,11 @@ def _explained(written: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except OmegaConfBaseException as error:
+        known = keys_of(config_class(written))
+        listed = [f"{key}." for key in (*known, "model.sizes")]
+        wrong = [key for key in written if key != "callbacks" and not f"{key}.".startswith(tuple(listed))]
+        if wrong:  # a typo may be why another key has no value
+            raise ConfigError("\n".join(_unknown(key, known) for key in wrong)) from error
         key, said = str(error.full_key), str(error).splitlines()[0]
         for _ in written:  # by the key that was given it, and not by another that refers to that one
             reference = re.fullmatch(r"\$\{([\w.]+)\}", str(written.get(key)))

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from forgetting_transformer import plugins
 from forgetting_transformer.command_line import one_line
+from forgetting_transformer.console import how_to_install
 from forgetting_transformer.data.storage.checksums import sha256_of
 from forgetting_transformer.files import explain, write_json
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest
@@ -23,7 +24,6 @@ from forgetting_transformer.training.config.continuing import decisive
 from forgetting_transformer.training.export import card, official_checkpoint
 from forgetting_transformer.training.export.contents import load_checkpoint, save_tokenizer, tokenizer_of_run
 from forgetting_transformer.training.records.run_directory import RunDirectory, belongs_to
-from forgetting_transformer.versions import how_to_install
 
 #: The mark, written into every export.
 MARK = "exported_from.json"

@@ -95,7 +95,7 @@ def _found(source: str) -> Path:
     folder = Path(source).expanduser()
     if not folder.exists():
         try:
-            folder = model_folder(source, _READ)
+            folder = model_folder(source, [*_READ])
         except ValueError as error:
             raise ExportError(f"SOURCE={source} is no folder, and {error}") from error
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):

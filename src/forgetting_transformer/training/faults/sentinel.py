@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from forgetting_transformer import signals
-from forgetting_transformer.data.worker import shared_memory_hint
+from forgetting_transformer import console
 from forgetting_transformer.training.faults.peers import MAY_WAIT, STOPPED, WAITS
 
 log = logging.getLogger(__name__)
@@ -60,12 +59,10 @@ class _Wait(NamedTuple):
     Attributes:
         missing: beginning of a message that goes on with "for 5 s".
         after_signal: seconds that the wait may last after a signal.
-        hint: text added to the message.
     """
 
     missing: str
     after_signal: float
-    hint: Callable[[], str] = str
 
 
 class Sentinel:
@@ -102,7 +99,7 @@ class Sentinel:
     def __enter__(self) -> "Sentinel":
         if threading.current_thread() is threading.main_thread():
             # The handlers do nothing: having them is what makes Python write to the descriptor.
-            self._previous = {number: signal.signal(number, lambda *_: None) for number in signals.NUMBERS}
+            self._previous = {number: signal.signal(number, lambda *_: None) for number in console.SIGNALS}
             signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             # A forked data worker must not speak for its parent.
             os.register_at_fork(after_in_child=_forget_descriptor)
@@ -145,7 +142,7 @@ class Sentinel:
 
     def reading(self, what: str) -> contextlib.AbstractContextManager[Any]:
         """Around a wait for a batch of `what`."""
-        wait = _Wait(f"no batch of {what} came", READER_PATIENCE_SECONDS, shared_memory_hint)
+        wait = _Wait(f"no batch of {what} came", READER_PATIENCE_SECONDS)
         return self._waiting(wait)
 
     def waiting_for(self, checkpoint: str) -> contextlib.AbstractContextManager[Callable[[], None]]:
@@ -170,17 +167,16 @@ class Sentinel:
             readable, _, _ = select.select([self._reader], [], [], 0.5)
             now = time.monotonic()
             for number in self._reader.recv(4096) if readable else b"":
-                if number in signals.NUMBERS:
+                if number in console.SIGNALS:
                     self._hear(signal.Signals(number), now)
             if self._closing:
                 break
             silence = time.monotonic() - self._last_beat
             missing, limit, after_signal = self._patience()
             if self.request and min(silence, now - self._heard_at) > after_signal:
-                self._leave(signals.PREEMPTED_EXIT_CODE, f"{STOPPED}{self.request}; {missing} for {silence:.0f} s")
+                self._leave(console.PREEMPTED_EXIT_CODE, f"{STOPPED}{self.request}; {missing} for {silence:.0f} s")
             elif silence > limit:
-                hint = self._wait.hint() if self._wait is not None else ""
-                self._leave(1, f"{missing} for {silence:.0f} s (strategy.timeout_seconds); {self._where()}{hint}")
+                self._leave(1, f"{missing} for {silence:.0f} s (strategy.timeout_seconds); {self._where()}")
 
     def _patience(self) -> tuple[str, float, float]:
         """Thing that the process waits for, and for how many seconds at most and after a signal."""
@@ -197,7 +193,7 @@ class Sentinel:
             self.request, self._heard_at = number.name, now
             if self._stage is not None:
                 reason = f"{STOPPED}{number.name} in {self._stage!r}, before the first step"
-                self._leave(signals.PREEMPTED_EXIT_CODE, reason)
+                self._leave(console.PREEMPTED_EXIT_CODE, reason)
             said = "stopping after this step, with a checkpoint; a second signal leaves at once"
             self._answer = _aside(lambda: log.warning("%s: %s", number.name, said))
         elif now - self._heard_at > SAME_REQUEST_SECONDS:
@@ -220,7 +216,7 @@ class Sentinel:
 
     def _leave(self, code: int, reason: str) -> None:
         """Ends the process. Log, status and terminal may hang where the run hangs: none of them can keep it."""
-        outcome = "preempted" if code == signals.PREEMPTED_EXIT_CODE else "failed"
+        outcome = "preempted" if code == console.PREEMPTED_EXIT_CODE else "failed"
         noted, stacks = [outcome], self._stacks()
 
         def note() -> None:
@@ -236,7 +232,7 @@ class Sentinel:
             thread.join(max(0.0, deadline - time.monotonic()))
         if outcome == "preempted":
             code = {"preempted": code, "done": 0}.get(noted[0], 1)
-            signals.report_outcome(noted[0])
+            console.report_outcome(noted[0])
         os._exit(code)
 
 

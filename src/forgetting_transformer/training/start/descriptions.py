@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 
+from forgetting_transformer.command_line import installed_versions
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.files import append_durably, write_atomically
 from forgetting_transformer.metric_names import MODEL_INFO, RESUME, TRAIN_DATA_INFO, VAL_DATA_INFO, name_of
 from forgetting_transformer.training.records.metrics import MetricsLog
 from forgetting_transformer.training.records.run_directory import RunDirectory
-from forgetting_transformer.versions import installed_versions
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
