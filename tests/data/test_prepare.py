@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from forgetting_transformer.data import DataError
-from forgetting_transformer.data.prepare import CorpusSettings, output, pipeline, shards
+from forgetting_transformer.data.prepare import CorpusSettings, output, pipeline, shards, sources
 from forgetting_transformer.data.prepare.sources import MADE_HERE, Tally, read_pieces
 from tests.data.corpus_helpers import (
     all_files,
@@ -386,13 +386,12 @@ def test_a_full_disk_names_the_file_and_the_same_command_continues(tree, place, 
 
 
 def test_too_many_open_files_are_put_down_to_the_limit_and_to_no_file(tree, place, monkeypatch):
-    def refuse(folder):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(folder))
+    def refuse(descriptor):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    with monkeypatch.context() as patch, pytest.raises(DataError, match=r"^Too many open files: .* fewer --workers"):
-        patch.setattr(os, "scandir", refuse)
+    monkeypatch.setattr(sources.os, "fstat", refuse)  # of a text
+    with pytest.raises(DataError, match=r"^Too many open files: .* fewer --workers"):
         prepare(place.out, tree)
-    prepare(place.out, tree)
 
 
 # Folders that hold something already --------------------------------------------------------------------------
