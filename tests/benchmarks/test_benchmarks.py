@@ -1,5 +1,6 @@
 """Every benchmark starts, lists its cases and measures a small one on a CPU; every command of measure.py is taken."""
 
+import functools
 import json
 import re
 import shlex
@@ -7,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.conftest import FOLDER, load
 from tests.docs.commands import check_command
+from tests.processes import ROOT, load_script
 
+FOLDER = ROOT / "benchmarks"
+load = functools.partial(load_script, folder="benchmarks")
 #: Benchmark -> options, and how many cases they are.
 CASES = {
     "attention": ([], 40),

@@ -7,12 +7,12 @@ import os
 import pytest
 import torch
 
-from tests.benchmarks.conftest import load
+from tests.processes import load_script
 
 
 @pytest.fixture(scope="module")
 def cases():
-    return load("cases")
+    return load_script("cases", "benchmarks")
 
 
 def open_record(cases, *arguments: str):

@@ -164,6 +164,8 @@ def test_texts_come_in_path_order_and_what_is_left_out_is_counted(tmp_path):
     write_tree(tmp_path / "a", {"x.py": "5"})
     (tmp_path / "b/binary.py").write_bytes(b"x\0y")
     (tmp_path / "b/latin.py").write_bytes(b"caf\xe9")
+    (tmp_path / "b/utf16.py").write_bytes(b"\xff\xfe1\0")
+    (tmp_path / "b/latin1.py").write_bytes(b"\xe9t\xe9")
     (tmp_path / "b/loop").symlink_to(tmp_path, target_is_directory=True)
     (tmp_path / "b/broken.py").symlink_to(tmp_path / "nothing")
     texts, tally = read(tmp_path / "b", tmp_path / "a", tmp_path / "b/m", include=("*.py",), exclude=("tests", "old/*"))
@@ -174,8 +176,8 @@ def test_texts_come_in_path_order_and_what_is_left_out_is_counted(tmp_path):
         "does not match --glob": 1,
         "hidden file or folder": 2,
         "excluded file or folder": 3,
-        "binary file": 1,
-        "not UTF-8": 1,
+        "binary file": 2,
+        "not UTF-8": 2,
         "symbolic link to a folder": 1,
         "broken link or special file": 1,
     }

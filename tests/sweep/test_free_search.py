@@ -7,7 +7,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.composer import search_space
-from tests.sweep.conftest import DEMO, load_script, starts
+from tests.processes import load_script
+from tests.sweep.conftest import DEMO, starts
 
 pytestmark = pytest.mark.slow
 

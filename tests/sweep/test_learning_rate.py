@@ -13,7 +13,8 @@ from forgetting_transformer.sweep.learning_rate import (
     grid_value,
     nearest_grid_index,
 )
-from tests.sweep.conftest import DEMO, load_script, starts
+from tests.processes import load_script
+from tests.sweep.conftest import DEMO, starts
 
 pytestmark = pytest.mark.slow
 

@@ -22,12 +22,9 @@ from tests.data.corpus_helpers import prepare, write_tree
 from tests.processes import ROOT, run_command
 from tests.tiny import VOCAB
 from tests.training.conftest import STEP, changed, refused, train, word_tokenizer
+from tests.training.test_checkpoint import snapshot
 
 pytestmark = pytest.mark.slow
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def held_out_loss(folder: Path, config: dict) -> float:
@@ -221,25 +218,25 @@ def test_a_folder_with_files_of_somebody_else_is_refused(tiny, tmp_path, finishe
         with pytest.raises(ExportError, match=f"{STRANGERS[stranger]}.*choose another --hf_save_dir") as refused:
             export(Path(finished(tiny)), folder, tokenizer=tokenizer, replace=replace)
         assert "\n" not in str(refused.value)
-    assert contents(folder) == {stranger: b"mine"}
+    assert snapshot(folder) == {stranger: b"mine"}
 
 
 def test_an_export_is_replaced_by_the_next_one_and_other_files_stay(tiny, tmp_path, finished, tokenizer):
     run, folder = Path(finished(tiny)), tmp_path / "hf"
     export(run, folder, step=8 * STEP, tokenizer=tokenizer)
-    before = contents(folder)
+    before = snapshot(folder)
     (folder / "notes.txt").write_text("mine")
     said = export(run, folder, tokenizer=tokenizer)
     assert f"in place of the one at {8 * STEP:,} tokens of debug" in said
     assert "in place of" not in export(run, folder, tokenizer=tokenizer)
-    after = contents(folder)
+    after = snapshot(folder)
     assert after["model.safetensors"] != before["model.safetensors"] and after["notes.txt"] == b"mine"
     mark = json.loads(after[MARK])
     assert mark["checkpoint"] == 20 * STEP and set(mark["files"]) == after.keys() - {MARK, "notes.txt"}
     (folder / "config.json").unlink()
     (folder / ".unfinished-export-1").mkdir()  # by an export that was killed
     assert str(folder) in export(run, folder, tokenizer=tokenizer)
-    assert contents(folder) == after and not list(folder.glob(".*"))
+    assert snapshot(folder) == after and not list(folder.glob(".*"))
     # What was trained further has the same names.
     (folder / "model.safetensors").write_bytes(after["model.safetensors"] + b" ")
     with pytest.raises(ExportError, match=f"{folder}/model.safetensors is not from an export, or has changed since"):
@@ -255,13 +252,13 @@ def test_another_runs_export_is_replaced_where_that_is_asked_for_alone(tiny, tmp
     folder = tmp_path / "hf"
     run, other = Path(finished(tiny)), Path(finished(changed(tiny, optimizer__lr=5e-3, train__max_tokens=8 * STEP)))
     export(run, folder, step=8 * STEP, tokenizer=tokenizer)
-    before = contents(folder)
+    before = snapshot(folder)
     with pytest.raises(ExportError, match=rf"{folder} holds the export of another run \(.*, seed 0, 1,024 tokens\)"):
         export(other, folder, tokenizer=tokenizer)
-    assert contents(folder) == before
+    assert snapshot(folder) == before
     said = export(other, folder, tokenizer=tokenizer, replace=True)
     assert "in place of the one at 1,024 tokens" in said
-    assert contents(folder)["model.safetensors"] != before["model.safetensors"]
+    assert snapshot(folder)["model.safetensors"] != before["model.safetensors"]
 
 
 def test_the_card_of_an_export_loads_it_and_names_no_place(tiny, tmp_path, finished, tokenizer):

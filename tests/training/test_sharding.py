@@ -1,7 +1,5 @@
 """FSDP2: weights gathered in bf16 are those that products round anyway, and when they are gathered changes no bit."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -10,12 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.block import DecoderBlock
-from forgetting_transformer.training import parse, setup
+from forgetting_transformer.training import parse
 from forgetting_transformer.training.parallel.sharding import shard, units
-from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB
 from tests.training.conftest import STEP, assert_same_tensors, blocks, changed, losses, train
-from tests.training.test_compile import one_process_group
+from tests.training.test_compile import architecture, build, one_process_group
 
 #: For a training process: FSDP2 as it is used without care, one unit for each block, all in fp32.
 PLAIN = """
@@ -51,11 +48,7 @@ trainer.Trainer.step = counted
 
 
 def small_model(tiny: dict, name: str) -> nn.Module:
-    given = {"hidden_size": 32, "num_hidden_layers": 2, **SMALL_FIELDS[name], "initializer_range": 0.02}
-    if name == "forgetting_transformer":
-        given |= tiny["model"]["config"]
-    config = parse(OmegaConf.create(changed(tiny, model={"name": name, "config": given})))
-    return setup.build_model(config, SimpleNamespace(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0))
+    return build(parse(OmegaConf.create(architecture(tiny, name))))
 
 
 def sharded(model: nn.Module, dtype: torch.dtype) -> nn.Module:

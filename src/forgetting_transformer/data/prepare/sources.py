@@ -123,7 +123,7 @@ def reading(path: Path | str) -> Iterator[None]:
     """Names `path` in any failure to read it. An input that cannot be read is an error, never a shorter corpus."""
     try:
         yield
-    except DataError:
+    except (DataError, UnicodeDecodeError):  # a file that is not text is no failure
         raise
     except (OSError, EOFError, ValueError, zlib.error) as error:  # Arrow's errors are among them
         if getattr(error, "errno", None) == errno.EMFILE:  # no file's fault
