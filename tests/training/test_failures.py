@@ -201,7 +201,7 @@ def test_the_command_line_trains_resumes_and_explains_itself(tiny, tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "train.max_tokens=999,999,999 is more than" in done.stderr
     assert "train.max_tokens=999,999,999 is more than" in (tmp_path / "cli/logs/rank-0.log").read_text()
-    under_fabric = shell_environment() | {"LT_CLI_USED": "1"}
+    under_fabric = shell_environment() | {"TORCHELASTIC_RUN_ID": "1"}
     done = run_command("train.py", "-m", *overrides, "seed=0,1", environment=under_fabric)
     assert done.returncode != 0 and "-m under `fabric run` is not possible" in done.stderr
 
