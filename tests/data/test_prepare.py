@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from forgetting_transformer.data import DataError
-from forgetting_transformer.data.prepare import CorpusSettings, output, pipeline, shards
+from forgetting_transformer.data.prepare import CorpusSettings, output, pipeline, shards, sources
 from forgetting_transformer.data.prepare.sources import MADE_HERE, Tally, read_pieces
 from tests.data.corpus_helpers import (
     all_files,
@@ -211,6 +211,7 @@ def test_a_long_text_is_cut_alike_however_it_is_read_and_nothing_is_lost(tmp_pat
         ("a.jsonl", b'{"text": "x"}\n{"body": "x", "id": 1}', r"line 2: no text under 'text'; its keys are body, id"),
         ("a.jsonl", b'{"text": 7}', r"line 1: 'text' holds int, not text.*--text_field"),
         ("a.jsonl", b"\xe9", r"line 1, column 1: the byte 0xe9 is not UTF-8"),
+        ("a.jsonl", b'{"text": "x"}\n{"text":\n', r"a\.jsonl, line 2, column 9: not valid JSON"),
         (
             "a.jsonl.gz",
             gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)[:-20],
@@ -384,6 +385,16 @@ def test_a_full_disk_names_the_file_and_the_same_command_continues(tree, place, 
     prepare(place.out, tree)
     prepare(tmp_path / "fresh", tree)
     assert all_files(place.out) == all_files(tmp_path / "fresh")
+
+
+def test_too_many_open_files_are_put_down_to_the_limit_and_to_no_file(tree, place, monkeypatch):
+    def refuse(descriptor):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    # Of a text; pytest has files of its own.
+    monkeypatch.setattr(sources, "os", types.SimpleNamespace(**vars(os) | {"fstat": refuse}))
+    with pytest.raises(DataError, match=r"^Too many open files: .* fewer --workers"):
+        prepare(place.out, tree)
 
 
 # Folders that hold something already --------------------------------------------------------------------------

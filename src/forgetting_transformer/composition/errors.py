@@ -10,6 +10,7 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from forgetting_transformer.files import UnreadableError
 from forgetting_transformer.training.config import ConfigError
 
 
@@ -19,6 +20,8 @@ def explain(error: Exception, folders: Sequence[Path]) -> str | None:
     Args:
         folders: of the configs that were to be composed.
     """
+    if isinstance(error, UnreadableError):
+        return str(error)
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     raised_in = modules[-1].partition(".")[0] if modules else ""
     of_hydra = isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError)
