@@ -32,7 +32,8 @@ def explain(error: Exception, folders: Sequence[Path]) -> str | None:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return _unknown_choice(group, option, folders)
-    lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
+    said = f"{error}\n{error.__cause__ or ''}".replace("'++", "'")  # as it was typed
+    lines = [line.strip() for line in said.splitlines()]
     return "; ".join(dict.fromkeys(line.rstrip(".;") for line in lines if line)) or type(error).__name__
 
 
