@@ -12,8 +12,6 @@ difference to the first model with Welch's interval. The figure shows losses ove
 "Equal" tokens or FLOPs are those that the shortest run has reached. A model that is cut off before its learning rate
 has decayed is at a disadvantage; the table says how much of its schedule was left. FLOPs follow the architecture's
 formula (docs/performance.md).
-
-Where all runs have losses of EMA weights (callbacks=[ema]), there are tables and a figure of these too.
 """
 
 import argparse
@@ -66,7 +64,6 @@ def compare(args: argparse.Namespace) -> list[Path]:
     from forgetting_transformer.analysis.plots.losses import loss_of_models
     from forgetting_transformer.analysis.run_figures import conditions
     from forgetting_transformer.files import write_atomically
-    from forgetting_transformer.metric_names import VAL_EMA
     from forgetting_transformer.training.config.continuing import decisive
 
     models = [comparisons.named_model(name, [Path(run) for run in runs]) for name, *runs in args.model]
@@ -76,32 +73,20 @@ def compare(args: argparse.Namespace) -> list[Path]:
     if len(set(names)) < len(names) or baseline not in names:
         raise AnalysisError(f"models {names}: names must differ, and --baseline {baseline!r} be one of them")
     heldout = None if args.loss is None else args.loss == "heldout"
-    parts, figures = [], {}
-    kinds = {"compare.png": models}
-    if heldout is not False and all(VAL_EMA in run.kinds for model in models for run in model.runs):
-        kinds["compare_ema.png"] = [model.with_ema() for model in models]
-    for file, members in kinds.items():
-        try:
-            tokens = comparisons.at_equal_tokens(members, args.tokens, heldout)
-            flops = comparisons.at_equal_flops(members, args.flops, heldout)
-        except AnalysisError as error:
-            if members is models:
-                raise
-            print(f"EMA weights are not compared: {error}", file=sys.stderr)
-            continue
-        for comparison in [tokens, flops] if flops else [tokens]:
-            notes = [f"- {note}" for note in comparisons.warnings(comparison, baseline)]
-            parts.append("\n".join([comparisons.table(comparison, baseline), "", *notes]).rstrip())
-        figures[file] = members, tokens.amount, flops.amount if flops else None
+    parts = []
+    tokens = comparisons.at_equal_tokens(models, args.tokens, heldout)
+    flops = comparisons.at_equal_flops(models, args.flops, heldout)
+    for comparison in [tokens, flops] if flops else [tokens]:
+        notes = [f"- {note}" for note in comparisons.warnings(comparison, baseline)]
+        parts.append("\n".join([comparisons.table(comparison, baseline), "", *notes]).rstrip())
     runs = [f"- {model.name}: {', '.join(str(run.output_dir) for run in model.runs)}" for model in models]
     text = "\n\n".join([*parts, "\n".join(["Runs:", "", *runs])])
     print(text)
     with outputs.writing(args.out, "scripts/compare.py") as new:
         write_atomically(new / "compare.md", f"{text}\n", durable=False)
-        for file, (members, at_tokens, at_flops) in figures.items():
-            made_with = conditions([run for model in members for run in model.runs])
-            loss_of_models(members, new / file, at_tokens, at_flops, made_with)
-    return [args.out / file for file in ("compare.md", *figures)]
+        made_with = conditions([run for model in models for run in model.runs])
+        loss_of_models(models, new / "compare.png", tokens.amount, flops.amount if flops else None, made_with)
+    return [args.out / "compare.md", args.out / "compare.png"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

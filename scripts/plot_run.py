@@ -9,8 +9,7 @@ training.png        loss against wall time, learning rate, gradient norm, throug
 norms.png           norms of weights and gradients, block by block; of a single run
 evaluations.png     scores of the callbacks lm_eval, needle and gate_statistics against training tokens
 loss_position.png   left: loss at each position in the context; right: perplexity over a context of each length.
-                    From the newest validation; before the first one, from training batches. With callbacks=[ema] also
-                    loss_position_ema.png.
+                    From the newest validation; before the first one, from training batches.
 
 Works while a run is still training. RUN_DIR is the output_dir of the run.
 """

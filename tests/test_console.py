@@ -168,7 +168,7 @@ def test_a_process_whose_parent_has_ended_already_ends_too():
         (["callbacks=[lm_evil]"], "ConfigError: there is no callbacks=lm_evil; did you mean 'lm_eval'?"),
         (
             ["callbacks=[lm_eval,zzz]"],
-            "ConfigError: there is no callbacks=zzz; choices: ema, gate_statistics, lm_eval, needle, samples, or "
+            "ConfigError: there is no callbacks=zzz; choices: gate_statistics, lm_eval, needle, samples, or "
             "those of a plug-in, which is named first: plugins=[…]",
         ),
         (["optimizer="], "ConfigError: optimizer= is empty (a variable that is not set?); choices: adamw, muon"),

@@ -10,8 +10,6 @@ THROUGHPUT, NORM, GOODPUT, CHECKPOINT = "throughput", "norm", "goodput", "checkp
 BAD_STEP, RESUME = "bad_step", "resume"
 MODEL_INFO, TRAIN_DATA_INFO, VAL_DATA_INFO = "model_info", "train_data_info", "val_data_info"
 LM_EVAL, NEEDLE, GATES, SAMPLES = "lm_eval", "needle", "gates", "samples"
-#: Held-out losses of the moving average that the callback ema keeps.
-VAL_EMA = "val_ema"
 
 
 def name_of(kind: str, *parts: str) -> str:

@@ -173,17 +173,6 @@ def test_the_script_writes_tables_and_a_figure(make_run, tmp_path, capsys):
     assert "| transformer " in capsys.readouterr().out
 
 
-def test_the_script_compares_ema_weights_where_every_run_has_their_loss(make_run, tmp_path, capsys):
-    for name, loss in (("fox", 4.0), ("llama", 5.0)):
-        folder = make_run(name, loss + 1, tag=name, evaluated=[500, 1000])
-        ema = {"val_ema/loss": loss, "val_ema/val_token_count": 100, "val_ema/fingerprint": "a"}
-        write_lines(folder, "val_ema", [{"step": t, **ema} for t in (500, 1000)])
-    compare_script.main([str(tmp_path / "fox"), str(tmp_path / "llama"), "--out", str(tmp_path / "out")])
-    said = capsys.readouterr().out
-    assert "held-out loss of the EMA weights, nats per token" in said and "+1.0000" in said
-    assert (tmp_path / "out/compare_ema.png").is_file()
-
-
 def test_the_script_says_what_it_cannot_compare(make_run, tmp_path):
     run = str(make_run("a", 3.0))
     make_run("b", 3.0)

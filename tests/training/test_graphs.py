@@ -105,9 +105,9 @@ def test_an_error_while_graphs_are_recorded_names_the_key(caplog, error, micro_b
 
 @pytest.mark.slow
 def test_runs_with_and_without_graphs_continue_each_other_bitwise(tiny, tmp_path):
-    """With evaluations, and a moving average that is evaluated in the place of the weights."""
+    """With evaluations in between."""
     tiny = changed(tiny, train__grad_acc_tokens=STEP // 4, train__compile=True, train__max_tokens=8 * STEP)
-    tiny |= {"callbacks": {"ema": {}}, "eval_interval": 3 * STEP}
+    tiny |= {"eval_interval": 3 * STEP}
     folders = {}
     for name, graphs in (("without", (False,)), ("with", (True,)), ("both", (True, False))):
         config = changed(tiny, output_dir=str(tmp_path / name))

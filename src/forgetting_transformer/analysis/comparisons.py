@@ -38,10 +38,6 @@ class Model:
         """Training tokens that all its runs have logged."""
         return min(run.tokens for run in self.runs)
 
-    def with_ema(self) -> "Model":
-        """The same model, with the losses of its EMA weights as the held-out ones."""
-        return Model(self.name, tuple(run.with_ema() for run in self.runs))
-
     @property
     def flops_per_token(self) -> float:
         return float(self.runs[0].flops_per_token or math.nan)
@@ -230,9 +226,7 @@ def _no_loss(model: Model, run: Run, tokens: float, heldout: bool) -> str:
 def table(comparison: Comparison, baseline: str) -> str:
     """A Markdown table with a title; differences are to `baseline`, with Welch's 95 % interval. The best is bold."""
     amount = f"{comparison.amount:,.0f}" if comparison.what == "training tokens" else f"{comparison.amount:.3e}"
-    loss_name = "held-out loss" + " of the EMA weights" * comparison.points[0].model.runs[0].ema
-    if not comparison.heldout:
-        loss_name = f"training loss over the last {TRAIN_WINDOW:.0%} of tokens"
+    loss_name = "held-out loss" if comparison.heldout else f"training loss over the last {TRAIN_WINDOW:.0%} of tokens"
     best = min(comparison.points, key=lambda point: point.mean)
     rows = []
     for point in comparison.points:

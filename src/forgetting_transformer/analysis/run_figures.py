@@ -41,7 +41,6 @@ def conditions(runs: Sequence[Run]) -> list[str]:
         ("{} parameters", "model sizes", [_short(run.info("model").get("total_params")) for run in runs]),
         ("{} tokens of training", "budgets", [_short(run.tokens or None) for run in runs]),
         ("{} held-out tokens", "held-out sets", [_heldout_tokens(run) for run in runs]),
-        ("{} weights", "kinds of weights", ["EMA" if run.ema else None for run in runs]),
         ("sequences of {} tokens", "sequence lengths", [run.setting("datamodule", "train_batch_len") for run in runs]),
         ("{} tokens a step", "batch sizes", [_tokens_per_step(run) for run in runs]),
         ("learning rate {}", "learning rates", [run.setting("optimizer", "lr") for run in runs]),
@@ -89,38 +88,33 @@ def draw_runs(runs: Sequence[Run], folder: Path, left_out: list[str]) -> dict[st
     if scored := [run for run in logged if read_scores(run)]:
         scores_over_training(scored, file := folder / "evaluations.png", conditions(scored))
         files["Evaluations during training"] = file
-    averaged = [run.with_ema() for run in logged if names.VAL_EMA in run.kinds]
-    for members, suffix, of in ((logged, "", ""), (averaged, "_ema", ", of the EMA weights")):
-        drawn: list[Run] = []
-        curves: dict[str, np.ndarray] = {}
-        lengths: dict[str, int | None] = {}
-        for run in members:
-            if losses := read_position_losses(run):
-                drawn.append(run)
-                curves |= losses
-                lengths |= dict.fromkeys(losses, run.setting("datamodule", "train_batch_len"))
-            else:
-                left_out.append(_no_position_loss(run))
-        if drawn:
-            file = folder / f"loss_position{suffix}.png"
-            loss_against_position(curves, file, lengths, conditions=conditions(drawn), of="runs")
-            files[f"Loss at every position, in training{of}"] = file
+    drawn: list[Run] = []
+    curves: dict[str, np.ndarray] = {}
+    lengths: dict[str, int | None] = {}
+    for run in logged:
+        if losses := read_position_losses(run):
+            drawn.append(run)
+            curves |= losses
+            lengths |= dict.fromkeys(losses, run.setting("datamodule", "train_batch_len"))
+        else:
+            left_out.append(_no_position_loss(run))
+    if drawn:
+        file = folder / "loss_position.png"
+        loss_against_position(curves, file, lengths, conditions=conditions(drawn), of="runs")
+        files["Loss at every position, in training"] = file
     return files
 
 
 def _no_position_loss(run: Run) -> str:
     """Line about a run that has no loss at every position, with the tokens after which the first one comes."""
-    keys = [] if run.ema else ["train_eval_interval"]
-    if run.ema or not run.setting("skip_eval"):
-        keys.append("eval_interval")
-    of = " of the EMA weights" if run.ema else ""
-    line = f"{run.output_dir} has no loss at every position{of} yet"
+    keys = ["train_eval_interval", *([] if run.setting("skip_eval") else ["eval_interval"])]
+    line = f"{run.output_dir} has no loss at every position yet"
     ahead = [(tokens, key) for key in keys if (tokens := run.setting(key) or 0) > run.tokens]
     return f"{line}: the first comes after {min(ahead)[0]:,} training tokens ({min(ahead)[1]})" if ahead else line
 
 
 def _heldout_tokens(run: Run) -> str | None:
-    return _short(run.last(run.heldout_kind).get(names.name_of(run.heldout_kind, names.TOKENS_EVALUATED)))
+    return _short(run.last(names.VAL).get(names.name_of(names.VAL, names.TOKENS_EVALUATED)))
 
 
 def _short(number: int | None) -> str | None:

@@ -8,7 +8,6 @@ Kinds and names are those of metric_names.py. A kind that a run does not have is
 has just begun lacks most.
 """
 
-import dataclasses
 import json
 import math
 import re
@@ -49,13 +48,11 @@ class Run:
     Attributes:
         output_dir: the run's folder, which need not exist yet.
         name: for people.
-        ema: whether its held-out losses are those of the moving average that the callback ema keeps (`with_ema`).
         until: training tokens after which lines are left out.
     """
 
     output_dir: Path
     name: str
-    ema: bool = False
     until: float = math.inf
     _records: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -131,16 +128,7 @@ class Run:
     @cached_property
     def heldout(self) -> Series:
         """Loss on held-out documents."""
-        return self.series(self.heldout_kind, names.name_of(self.heldout_kind, names.LOSS))
-
-    @property
-    def heldout_kind(self) -> str:
-        """The kind of the lines with its held-out losses."""
-        return names.VAL_EMA if self.ema else names.VAL
-
-    def with_ema(self) -> "Run":
-        """The same run, with the losses of its EMA weights as the held-out ones; none if it has none."""
-        return dataclasses.replace(self, ema=True)
+        return self.series(names.VAL, names.name_of(names.VAL, names.LOSS))
 
     # What else it logged.
 
@@ -242,15 +230,13 @@ def read_run(output_dir: Path, name: str | None = None) -> Run:
 def read_position_losses(run: Run) -> dict[str, np.ndarray]:
     """A run's newest loss at every position (seq_len,), by what it is of: "run3, held-out, after 5.12K tokens".
 
-    It is of held-out documents, else of training batches; with `ema`, of these weights alone. {} before any validation.
+    It is of held-out documents, else of training batches. {} before any validation.
 
     Raises:
         AnalysisError: the newest file is not whole, or does not hold the array.
     """
     folder = run.output_dir / "metrics" / "npz"
     of = {names.VAL: "held-out", names.TRAIN_EVAL: "training batches"}
-    if run.ema:
-        of = {names.VAL_EMA: "held-out (EMA weights)"}
     for kind, what in of.items():
         if (file := max(folder.glob(f"{kind}/step-*.npz"), default=None)) is not None:
             tokens = format_tokens(int(file.stem.removeprefix("step-")))

@@ -76,7 +76,6 @@ def _begin(trainer: "TrainerInterface", permanent: bool) -> None:
         state,
         trainer.callbacks.state() | trainer.guard.state(),
         permanent,
-        large=trainer.callbacks.large_state(),
         before_manifest=trainer.metrics.flush if trainer.metrics is not None else lambda: None,
     )
 

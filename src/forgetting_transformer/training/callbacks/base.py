@@ -100,18 +100,6 @@ class Callback:
     def load(self, state: dict[str, Tensor]) -> None:
         """Takes `state()` back, before `on_start`; not called where the checkpoint has none of this callback."""
 
-    def large_state(self, trainer: TrainerInterface) -> dict[str, Tensor]:
-        """Tensors as large as the model for the checkpoint: always the same ones, first asked for before `on_start`.
-
-        Each is sharded (a DTensor, as parameters are under FSDP), or equal on all ranks, so `all_ranks` must be true.
-        They are filled in place when a run continues, before `on_start` and after `load`.
-        """
-        return {}
-
-
-#: Beginning of the names of large states in a checkpoint.
-LARGE = "callbacks."
-
 
 class Callbacks:
     """The callbacks of a run that this rank calls, in their order.
@@ -149,21 +137,6 @@ class Callbacks:
         for callback in self._callbacks:
             if _overrides(callback, hook):
                 self.call(callback, hook, *arguments)
-
-    def large_state(self) -> dict[str, Tensor]:
-        """Large states for the checkpoint: `callbacks.<callback>.<key>`.
-
-        Raises:
-            TrainingError: a callback of rank 0 alone has such a state.
-        """
-        found: dict[str, Tensor] = {}
-        for callback in self._callbacks:
-            if _overrides(callback, "large_state"):
-                if not callback.all_ranks:
-                    raise TrainingError(f"callbacks.{callback.name} has a large_state() and so needs all_ranks = True")
-                state = callback.large_state(self._trainer)
-                found |= {f"{LARGE}{callback.name}.{key}": tensor for key, tensor in state.items()}
-        return found
 
     def start(self) -> None:
         """`on_start` of all, and a first look at their state, which would else be refused with the first checkpoint."""

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from forgetting_transformer.plugins import CALLBACKS
-from forgetting_transformer.training.callbacks.base import LARGE, Callback, Callbacks
+from forgetting_transformer.training.callbacks.base import Callback, Callbacks
 from forgetting_transformer.training.callbacks.goodput import Goodput
 from forgetting_transformer.training.callbacks.held_out import HeldOut
 from forgetting_transformer.training.callbacks.profile import Profile
@@ -59,7 +59,4 @@ def callbacks_of(trainer: "TrainerInterface") -> Callbacks:
     """All of them, with what the checkpoint holds of them."""
     callbacks = Callbacks(trainer, built_in(trainer), chosen(trainer.config))
     callbacks.load(trainer.origin.windows)
-    large = callbacks.large_state()
-    if trainer.origin.checkpoint is not None:
-        trainer.checkpointer.load_large(trainer.origin.checkpoint, large, LARGE)
     return callbacks

@@ -5,7 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ class HeldOut(Callback):
 
     Args:
         data: whose held-out documents.
-        ema: the weights are the average that the callback ema keeps, which its lines, val_ema.jsonl, say.
     """
 
     name = "held_out"
@@ -40,13 +39,8 @@ class HeldOut(Callback):
     evaluates = True
     kinds = (names.VAL,)
 
-    def __init__(self, data: "Corpus", ema: bool = False) -> None:
+    def __init__(self, data: "Corpus") -> None:
         self._data, self._corpus = data, "the corpus (datamodule.name)"
-        self._described: dict[str, Any] = {}
-        if ema:
-            info = data.eval_info()
-            self.kinds = (names.VAL_EMA,)
-            self._described = {"path": info.path, names.FINGERPRINT: info.fingerprint, names.WEIGHTS: "ema"}
 
     @torch.no_grad()
     def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
@@ -76,7 +70,7 @@ class HeldOut(Callback):
         trainer.sum_over_ranks(sums.flat)
         mean_T, counts_T = sums.mean_T(), sums.counts_T()
         sequences, tokens = int(sums.sequences_T[0].item()), int(sums.sequences_T.sum().item())
-        seconds, name = time.perf_counter() - started, self.kinds[0]
+        seconds, name = time.perf_counter() - started, names.VAL
         values = {
             names.LOSS: mean_loss(mean_T, counts_T),
             names.TOKENS_EVALUATED: tokens,
@@ -84,7 +78,6 @@ class HeldOut(Callback):
             "val_time": seconds,
             "val_tokens_per_second": tokens / seconds,
             **{f"{names.COUNTER}{counter}": value for counter, value in vars(trainer.counters).items()},
-            **self._described,
         }
         values = prefixed(name, values) | by_length(name, mean_T, trainer.config.eval.min_val_length, counts_T)
         trainer.report(name, values, {names.name_of(name, names.LOSS_PER_TOKEN): mean_T})

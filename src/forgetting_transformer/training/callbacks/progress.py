@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from forgetting_transformer.metric_names import LOSS, VAL, VAL_EMA, name_of
+from forgetting_transformer.metric_names import LOSS, VAL, name_of
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 from forgetting_transformer.training.callbacks.throughput import Throughput
 from forgetting_transformer.training.records.logs import ON_THE_BAR
@@ -59,13 +59,12 @@ class Progress(Callback):
         )
 
     def on_evaluate(self, trainer: "TrainerInterface", kind: str, values: dict[str, Any]) -> None:
-        what = {VAL: "", VAL_EMA: " of the average"}.get(kind)
-        if what is None:
+        if kind != VAL:
             return
         unigram = trainer.data_info.unigram_entropy_nats
-        known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram and kind == VAL else ""
+        known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram else ""
         loss, done = values[name_of(kind, LOSS)], f"{trainer.counters.token_count:,}"
-        log.info("held-out loss%s %.4f nats per token%s after %s tokens", what, loss, known, done)
+        log.info("held-out loss %.4f nats per token%s after %s tokens", loss, known, done)
 
     def on_end(self, trainer: "TrainerInterface") -> None:
         self._bar.close()

@@ -1,10 +1,9 @@
 """Checkpoints that are whole or not there.
 
     checkpoints/step-000000123456/         the number is training tokens
-        state/.metadata, state/*.distcp    weights, AdamW's moments and large states of callbacks, sharded
-                                           (torch.distributed.checkpoint)
+        state/.metadata, state/*.distcp    weights and AdamW's moments, sharded (torch.distributed.checkpoint)
         trainer.json                       counters, resolved config, data fingerprint, versions
-        windows.npz                        small states of callbacks, and of the guard against bad steps
+        windows.npz                        states of callbacks, and of the guard against bad steps
         manifest.json                      size and CRC-32 of every file above; written last
 
 A save writes everything into a folder with a temporary name, the manifest last, flushes it to disk and renames the
@@ -42,7 +41,7 @@ from forgetting_transformer.training.checkpoint.folder import (
     reason_of,
 )
 from forgetting_transformer.training.checkpoint.host_copy import HostCopy
-from forgetting_transformer.training.checkpoint.reading import load_large, load_training
+from forgetting_transformer.training.checkpoint.reading import load_training
 from forgetting_transformer.training.checkpoint.writing import Writer, share, tensors_of
 
 #: Seconds between two looks at a save that is waited for.
@@ -117,13 +116,11 @@ class Checkpointer:
         windows: dict[str, Tensor],
         permanent: bool,
         before_manifest: Callable[[], None] = lambda: None,
-        large: dict[str, Tensor] | None = None,
     ) -> None:
         """Saves a checkpoint; called by every rank after the same step. `finished` tells how it ended.
 
         Args:
             trainer_state: as JSON. windows: small tensors, the same on every rank.
-            large: tensors by name, besides weights and moments: sharded, or the same on every rank.
             before_manifest: what has to be on disk before the checkpoint counts; called on rank 0.
 
         Raises:
@@ -135,7 +132,7 @@ class Checkpointer:
             # Asking FSDP2 for the state of a fresh optimizer makes it take a step.
             raise CheckpointError("there is nothing to save before the first optimizer step")
         started = time.perf_counter()
-        tensors = tensors_of(model, optimizer)[0] | (large or {})
+        tensors = tensors_of(model, optimizer)[0]
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         mine = share(tensors, self.rank, self.world_size)
         mine |= {f"windows.{name}": tensor for name, tensor in windows.items()}
@@ -226,7 +223,3 @@ class Checkpointer:
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fills model and optimizer (reading.py). In a fork, moments that the checkpoint lacks begin at zero."""
         load_training(checkpoint, model, optimizer, self._group, new_moments=self.forked)
-
-    def load_large(self, checkpoint: Checkpoint, tensors: dict[str, Tensor], prefix: str) -> None:
-        """Fills large states of callbacks in place (reading.py); `prefix` begins the names of all of them."""
-        load_large(checkpoint, tensors, prefix, self._group, says=self.rank == 0)

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -66,40 +66,11 @@ def load_training(
         param_group.update(setting)
 
 
-def load_large(
-    checkpoint: Checkpoint, tensors: dict[str, Tensor], prefix: str, group: dist.ProcessGroup | None, says: bool
-) -> None:
-    """Fills large states of callbacks in place with those of their names, if the checkpoint has them.
-
-    Args:
-        prefix: of the names of all that are not weights or moments.
-        says: whether this rank logs which states begin or end here.
-
-    Raises:
-        CheckpointError: it has some of them only, or they cannot be read.
-    """
-
-    def owners(names: Iterable[str]) -> set[str]:
-        return {prefix + name.removeprefix(prefix).partition(".")[0] for name in names}
-
-    stored = {name for name in stored_names(checkpoint) if name.startswith(prefix)}
-    before, now = owners(stored), owners(tensors)
-    for one in sorted(now - before) if says else ():
-        log.info("%s has no state of %s, which begins here", checkpoint.path, one)
-    for one in sorted(before - now) if says else ():
-        log.warning("%s has the state of %s, which this start does not choose: it ends here", checkpoint.path, one)
-    known = {name: tensor for name, tensor in tensors.items() if owners([name]) <= before}
-    if lacking := sorted(known.keys() - stored):
-        raise CheckpointError(f"{checkpoint.path} was written with another model: it has no {lacking[0]}")
-    if known:
-        _fill(checkpoint, known, group)
-
-
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Fills a plain model on one process."""
     own = model.state_dict()
     _check_names(checkpoint, {f"model.{name}": tensor for name, tensor in own.items()})
-    model.load_state_dict(read_weights(checkpoint, own))
+    model.load_state_dict(read_weights(checkpoint))
     check_weights(model, checkpoint.path)
 
 
@@ -115,20 +86,14 @@ def check_weights(model: nn.Module, where: Any) -> None:
         raise CheckpointError(str(error)) from error
 
 
-def read_weights(checkpoint: Checkpoint, names: Iterable[str] | None = None, part: str = "model.") -> dict[str, Tensor]:
-    """Weights of a checkpoint on the CPU, on one process, by the model's names; all of them without `names`.
-
-    Args:
-        part: prefix of their names in the checkpoint; "callbacks.ema." for what the callback ema keeps of them.
+def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Weights of a checkpoint on the CPU, on one process, by the model's names.
 
     Raises:
         CheckpointError: they are not there, or cannot be read.
     """
-    stored = stored_names(checkpoint)
-    wanted = [name for name in stored if name.startswith(part)] if names is None else [f"{part}{n}" for n in names]
-    if lacking := sorted({*wanted} - stored):
-        raise CheckpointError(f"{checkpoint.path} belongs to another model: it has no {lacking[0].removeprefix(part)}")
-    return _part_of(part, load_tensors(checkpoint, wanted))
+    wanted = [name for name in stored_names(checkpoint) if name.startswith("model.")]
+    return _part_of("model.", load_tensors(checkpoint, wanted))
 
 
 def load_tensors(checkpoint: Checkpoint, names: list[str] | None = None) -> dict[str, Tensor]:

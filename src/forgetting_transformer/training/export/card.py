@@ -134,11 +134,6 @@ def _losses(run: Run, exported: Exported) -> list[str]:
     rows = []
     tokens = run.last(names.VAL).get(names.name_of(names.VAL, names.TOKENS_EVALUATED))
     of = f"mean over {tokens:,} held-out tokens, " if tokens else ""
-    weights = exported.origin.get("weights", "")
-    # Those of the weights here go first.
-    if "average ema" in weights and (average := run.with_ema().heldout).tokens.size:
-        step, loss = average.tokens[-1], float(average.values[-1])
-        rows.append(("held-out, moving average of the weights", loss, f"{of}after {step:,} training tokens"))
     if run.heldout.tokens.size:
         step, loss = run.heldout.tokens[-1], run.final_loss(heldout=True)
         rows.append(("held-out", loss, f"{of}after {step:,} training tokens"))
@@ -152,7 +147,7 @@ def _losses(run: Run, exported: Exported) -> list[str]:
         f"| {name} | {loss:.4f} | {f'{math.exp(loss):,.2f}' if loss < 20 else ''} | {what} |"
         for name, loss, what in rows
     ]
-    return ["\n".join(lines), *([f"These are losses of the run. The weights here are {weights}."] if weights else [])]
+    return ["\n".join(lines)]
 
 
 def _rows(run: Run, exported: Exported) -> list[tuple[str, str]]:
@@ -171,7 +166,6 @@ def _rows(run: Run, exported: Exported) -> list[tuple[str, str]]:
         "training tokens": f"{exported.step:,}",
         "batch": f"{batch:,} sequences of {length:,} tokens" if batch and length else None,
         "started from": _began_with(exported),
-        "weights": exported.origin.get("weights"),
         "optimizer": known("optimizer", "name"),
         "peak learning rate": known("optimizer", "lr"),
         "schedule": known("schedule", "name"),
@@ -190,9 +184,7 @@ def _began_with(exported: Exported) -> str | None:
     weights = exported.origin.get("weights_from")
     fork, step = exported.config.get("fork_dir"), exported.config.get("fork_step")
     if isinstance(weights, Mapping):
-        return "the weights of " + ", ".join(
-            str(weights[key]) for key in ("source", "revision", "weights") if key in weights
-        )
+        return "the weights of " + ", ".join(str(weights[key]) for key in ("source", "revision") if key in weights)
     return f"{public(fork)} at {step:,} tokens" if fork and step else None
 
 

@@ -40,7 +40,6 @@ def export(
     save_folder: Path,
     step: int | None = None,
     tokenizer: str | None = None,
-    weights: str | None = None,
     licence: str | None = None,
     replace: bool = False,
 ) -> str:
@@ -52,12 +51,11 @@ def export(
         run_folder: output_dir of a training run, of this project or of the authors' code; it may still be training.
         step: training tokens of the checkpoint; None for the newest valid one.
         tokenizer: folder or hub id; None for the run's own.
-        weights: the callback whose average of the weights is exported, such as "ema"; None for the weights themselves.
         licence: for the card, as the hub calls it; None for none.
         replace: replace another run's export too.
 
     Raises:
-        CheckpointError: no valid checkpoint (at that step), or none of these weights in it.
+        CheckpointError: no valid checkpoint (at that step).
         ExportError: the folder is a run's or a corpus's, holds another model, another run's export or files of
             somebody else, or cannot be written, or the tokenizer cannot be used.
     """
@@ -66,18 +64,16 @@ def export(
     if not directory.checkpoints.is_dir():
         said = "it holds no checkpoints" if directory.root.is_dir() else "there is no such folder"
         raise CheckpointError(f"--hf_load_dir={run_folder}: {said}; give the output_dir of a training run")
-    if directory.is_official and weights is None:
+    if directory.is_official:
         checkpoint, state, model = official_checkpoint.load_model(directory, step)
     else:
-        checkpoint, state, model = read_newest(
-            directory.checkpoints, lambda found: load_checkpoint(found, weights), step
-        )
+        checkpoint, state, model = read_newest(directory.checkpoints, load_checkpoint, step)
     length, bos = state["config"]["datamodule"]["train_batch_len"], model.config.bos_token_id
     found_tokenizer, without = _find_tokenizer(directory, state, tokenizer)
     if hasattr(model.config, "max_position_embeddings"):
         # No effect on the model; lm_eval and others read it as the context length of training.
         model.config.max_position_embeddings = length
-    origin = _origin(checkpoint, state, model, weights)
+    origin = _origin(checkpoint, state, model)
     try:
         save_folder.mkdir(parents=True, exist_ok=True)
         for left in save_folder.glob(f"{_UNFINISHED}*"):  # by an export that was killed
@@ -125,9 +121,7 @@ def export(
         raise ExportError(
             f"cannot write the export to {save_folder} ({reason}); make room, or choose another --hf_save_dir"
         ) from error
-    line = (
-        f"{weights + ' in ' if weights else ''}checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}"
-    )
+    line = f"checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}"
     if before and {key: value for key, value in before.items() if key != "files"} != origin:
         line += f", in place of the one at {before['checkpoint']:,} tokens of {before.get('tag')}"
     if kept_card:
@@ -152,9 +146,7 @@ def check_target(folder: Path, flag: str) -> None:
         )
 
 
-def _origin(
-    checkpoint: Checkpoint, state: dict[str, Any], model: PreTrainedModel, weights: str | None
-) -> dict[str, Any]:
+def _origin(checkpoint: Checkpoint, state: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
     """The fields of an export's mark that describe its weights."""
     config = state["config"]
     run = [decisive(config), state.get("data_fingerprint")]
@@ -164,7 +156,6 @@ def _origin(
         "tag": config.get("tag"),
         "seed": config.get("seed"),
         "run": hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()[:16],
-        **({"weights": f"the moving average {weights} of the weights in training"} if weights else {}),
         **({"weights_from": card.public(state["weights_from"])} if state.get("weights_from") else {}),
         **({"plugins": sorted(needed - {""})} if needed != {""} else {}),
     }

@@ -68,7 +68,7 @@ class InitialWeights:
     def __str__(self) -> str:
         """For the start block."""
         step, tag = self.record.get("step"), self.record.get("tag")
-        known = [self.record.get("weights"), step is not None and f"{step:,} tokens", tag and f"of {tag}"]
+        known = [step is not None and f"{step:,} tokens", tag and f"of {tag}"]
         said = ", ".join(part for part in known if part)
         lists = {"fresh": self.fresh, "not used": self.record.get("unused")}
         rest = "".join(f"; {title}: {', '.join(names)}" for title, names in lists.items() if names)
@@ -96,7 +96,7 @@ def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> tuple[dic
     try:
         folder, record = _find(str(config.init_from))
         fields, tensors, mark = read_json(folder / "config.json"), _tensors(folder), read_mark(folder)
-        names = {"step": "checkpoint", "tag": "tag", "weights": "weights"}
+        names = {"step": "checkpoint", "tag": "tag"}
         record |= {key: mark[name] for key, name in names.items() if mark.get(name) is not None}
         _check_heads(fields, config, model)
         other = _other_vocabulary(folder, fields, data, corpus)

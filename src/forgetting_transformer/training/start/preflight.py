@@ -110,9 +110,8 @@ def _check(trainer: Trainer, place: Path) -> None:
         return
     step = statistics.median(seconds[1:] or seconds)
     takes = seconds[0] + step * (total_steps - 1)
-    # Weights and AdamW's two moments, and what callbacks keep beside them, over all ranks.
+    # Weights and AdamW's two moments, over all ranks.
     checkpoint = 3 * sum(p.numel() * p.element_size() for p in trainer.model.module.parameters())
-    checkpoint += sum(t.numel() * t.element_size() for t in trainer.callbacks.large_state().values())
     free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.is_dir())).free
     # All that will be there, and one more: a new one is whole before an old one goes.
     there = len(steps_in(RunDirectory(place).checkpoints)) if config.resume else 0
