@@ -139,7 +139,7 @@ def test_a_process_whose_parent_has_ended_already_ends_too():
         (["trian.max_tokens=3"], "ConfigError: unknown config key 'trian'; did you mean 'train'?"),
         (
             ["strategy.keep_gathered=true"],
-            "ConfigError: unknown config key 'strategy.keep_gathered'; it is a key of strategy=fsdp and hsdp",
+            "ConfigError: unknown config key 'strategy.keep_gathered'; it is a key of strategy=fsdp",
         ),
         (["learning_rate=1e-3"], "ConfigError: unknown config key 'learning_rate'; did you mean 'optimizer.lr'?"),
         (

@@ -42,7 +42,6 @@ PEAK_MEMORY = name_of(THROUGHPUT, "peak_memory_bytes")
 LOSS = "loss"
 TOKENS_EVALUATED = "val_token_count"
 FINGERPRINT = "fingerprint"
-WEIGHTS = "weights"
 #: A counter of training at the time of an evaluation comes after it, as in "val/train_total_time".
 COUNTER = "train_"
 # The number of the first positions comes after them, as in "val/loss_avg_len_512".

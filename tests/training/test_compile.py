@@ -204,7 +204,7 @@ def test_blocks_of_a_kind_share_one_graph_per_shape(captured, tiny, tmp_path, ca
     with one_process_group(tmp_path):
         model = build(config)
         if strategy == "fsdp":
-            mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+            mesh = init_device_mesh("cpu", (1,))
             wrapped = shard(model, mesh, units(model))
         else:
             wrapped = DistributedDataParallel(AsUnderFabric(model), find_unused_parameters=True)

@@ -287,10 +287,9 @@ def warnings(comparison: Comparison, baseline: str) -> list[str]:
 
 def _texts(run: Run) -> set[tuple[Any, Any]]:
     """Fingerprint and number of tokens of the held-out documents of its evaluations."""
-    kind = run.heldout_kind
     own = run.info("val_data").get("fingerprint")
-    fingerprint, tokens = names.name_of(kind, names.FINGERPRINT), names.name_of(kind, names.TOKENS_EVALUATED)
-    return {(line.get(fingerprint, own), line[tokens]) for line in run.records(kind) if tokens in line}
+    fingerprint, tokens = names.name_of(names.VAL, names.FINGERPRINT), names.name_of(names.VAL, names.TOKENS_EVALUATED)
+    return {(line.get(fingerprint, own), line[tokens]) for line in run.records(names.VAL) if tokens in line}
 
 
 def _read(folder: Path) -> Run:

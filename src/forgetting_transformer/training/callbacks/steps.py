@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
-from forgetting_transformer.training.faults.shards import is_counted, local
+from forgetting_transformer.training.faults.shards import local
 from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length
 from forgetting_transformer.training.records.metrics import prefixed
 
@@ -95,7 +95,9 @@ class Norms(Callback):
         }
         squares = torch.stack([torch.linalg.vector_norm(local(t)) for t in tensors.values()]).double() ** 2
         if any(isinstance(p, DTensor) for _, p in named):
-            squares *= torch.tensor([is_counted(t) for t in tensors.values()], device=squares.device)
+            # What is not sharded counts on one rank.
+            counted = [isinstance(t, DTensor) or trainer.fabric.is_global_zero for t in tensors.values()]
+            squares *= torch.tensor(counted, device=squares.device)
             dist.all_reduce(squares)
         trainer.report(names.NORM, dict(zip(tensors, squares.sqrt().tolist(), strict=True)))
 

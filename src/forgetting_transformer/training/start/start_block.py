@@ -7,10 +7,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.fabric.strategies import DDPStrategy
 
 from forgetting_transformer.training.faults.step_guard import decides_on_device
 from forgetting_transformer.training.optimization.building import CombinedOptimizer
+from forgetting_transformer.training.parallel.sharding import Sharded
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
@@ -74,17 +75,12 @@ def _devices(trainer: TrainerInterface) -> str:
 
 
 def _strategy(trainer: TrainerInterface) -> str:
-    strategy, wanted = trainer.fabric.strategy, trainer.config.strategy.name
-    if isinstance(strategy, ModelParallelStrategy):
-        (copies, shards), notes = strategy.device_mesh.shape, list(getattr(strategy, "notes", ()))
-        if copies > 1:
-            notes.insert(0, f"{copies} copies of the model, each sharded over {shards} processes")
-        elif wanted == "hsdp":
-            notes.insert(0, "one copy of the model: nothing to replicate")
-        return ("hsdp" if copies > 1 else "fsdp") + (f" ({'; '.join(notes)})" if notes else "")
+    strategy = trainer.fabric.strategy
+    if isinstance(strategy, Sharded):
+        return "fsdp" + (f" ({'; '.join(strategy.notes)})" if strategy.notes else "")
     if isinstance(strategy, DDPStrategy):
-        return "ddp (one process for each copy of the model: nothing to shard)" if wanted == "hsdp" else "ddp"
-    return "none (one process: nothing to shard)" if wanted in ("fsdp", "hsdp") else "none"
+        return "ddp"
+    return "none (one process: nothing to shard)" if trainer.config.strategy.name == "fsdp" else "none"
 
 
 def _optimizer(trainer: TrainerInterface) -> str:
