@@ -28,7 +28,6 @@ from forgetting_transformer.versions import how_to_install
 #: The mark, written into every export.
 MARK = "exported_from.json"
 _UNFINISHED = ".unfinished-export-"
-_STANDARD = {"config.json", "generation_config.json", "model.safetensors"}
 
 
 class ExportError(RuntimeError):
@@ -78,16 +77,13 @@ def export(
         save_folder.mkdir(parents=True, exist_ok=True)
         for left in save_folder.glob(f"{_UNFINISHED}*"):  # by an export that was killed
             shutil.rmtree(left)
+        before, there = read_mark(save_folder), save_folder / card.CARD
+        own = before.get("files", {})
         # Nothing is replaced before all of the new export is on the disk.
         with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=save_folder) as staged:
             new = Path(staged)
             if found_tokenizer is not None:
                 save_tokenizer(found_tokenizer, new, length, bos)
-            before = read_mark(save_folder)
-            own = before.get("files", {})
-            models = {name for name in os.listdir(save_folder) if _is_of_a_model(name)}
-            named = {name for name in (*_STANDARD, MARK, *_files_in(new)) if os.path.lexists(save_folder / name)}
-            _check_replaceable(save_folder, models | named, before, origin, replace)
             pad = getattr(found_tokenizer, "pad_token_id", None)
             model.generation_config = GenerationConfig(
                 bos_token_id=bos,
@@ -97,25 +93,17 @@ def export(
             model.save_pretrained(new)
             for file in new.glob("model*.safetensors"):  # safetensors lets nobody else read them
                 shutil.copymode(new / "config.json", file)
-            there = save_folder / card.CARD
-            kept_card = os.path.lexists(there) and own.get(card.CARD) != sha256_of(there)
-            if not kept_card:
-                exported = card.Exported(
-                    state["config"],
-                    origin,
-                    model.config.model_type,
-                    model.num_parameters(),
-                    found_tokenizer is not None,
-                )
-                card.write(directory.root, exported, new, licence)
-            files = {name: sha256_of(file) for name, file in _files_in(new).items()}
-            for name in models - files.keys():
-                (save_folder / name).unlink()  # a part of the export before
+            if not (kept_card := there.exists() and own.get(card.CARD) != sha256_of(there)):
+                parameters, has_tokenizer = model.num_parameters(), found_tokenizer is not None
+                card.write(new, directory.root, state["config"], origin, parameters, has_tokenizer, licence)
+            files = {f.relative_to(new).as_posix(): sha256_of(f) for f in new.rglob("*") if f.is_file()}
+            _check_replaceable(save_folder, before, {*own, *files}, origin, replace)
+            for name in own.keys() - files.keys() - {card.CARD}:
+                (save_folder / name).unlink(missing_ok=True)
             for name in files:
                 (save_folder / name).parent.mkdir(exist_ok=True)
                 os.replace(new / name, save_folder / name)
-        kept = {name: digest for name, digest in own.items() if os.path.lexists(save_folder / name)}
-        write_json(save_folder / MARK, origin | {"files": kept | files})
+        write_json(save_folder / MARK, origin | {"files": files})
     except (OSError, SafetensorError) as error:
         reason = explain(error) if isinstance(error, OSError) else one_line(error)
         raise ExportError(
@@ -161,29 +149,25 @@ def _origin(checkpoint: Checkpoint, state: dict[str, Any], model: PreTrainedMode
     }
 
 
-def _is_of_a_model(name: str) -> bool:
-    """Whether a file of this name holds the configuration or weights of a model."""
-    return name == "config.json" or name.endswith((".safetensors", ".bin", ".index.json"))
-
-
 def _check_replaceable(
-    folder: Path, present: set[str], before: dict[str, Any], origin: dict[str, Any], replace: bool
+    folder: Path, before: dict[str, Any], files: set[str], origin: dict[str, Any], replace: bool
 ) -> None:
     """Refuses to overwrite, or to be mixed with, what is not an earlier export of the same run.
 
     Args:
-        present: names of the files there that the new export would overwrite, or that are of a model.
-        before: mark of the export there, empty without one. origin: what the new one's mark will say.
-        replace: whether another run's export may be replaced.
+        before: mark of the export there, empty without one.
+        files: names of the files of that export and of the new one. A card is not overwritten.
+        origin: what the new one's mark will say. replace: whether another run's export may be replaced.
 
     Raises:
         ExportError: a file there is not as an export wrote it, or the export there is another run's.
     """
     own = before.get("files", {})
-    for name in sorted(present - ({MARK} if before else set())):
+    there = {file.name for file in folder.iterdir() if not file.name.startswith(_UNFINISHED)}
+    for name in sorted((files if before else there) - {card.CARD}):
         file = folder / name
         # Training further saves under the same names.
-        if name not in own or (file.is_file() and sha256_of(file) != own[name]):
+        if file.exists() and (name not in own or sha256_of(file) != own[name]):
             raise ExportError(
                 f"{file} is not from an export, or has changed since, and an export would overwrite it or be mixed "
                 "with it; move it away, or choose another --hf_save_dir"
@@ -221,21 +205,13 @@ def _find_tokenizer(directory: RunDirectory, state: dict[str, Any], source: str 
     Raises:
         ExportError: the one that is named, or the run's own, cannot be used.
     """
-    data = state["config"]["datamodule"]
     fix = "name one with --tokenizer FOLDER_OR_HUB_ID"
-    if data["dataset"] == "longcrawl64":
+    if state["config"]["datamodule"]["dataset"] == "longcrawl64":
         fix += "; a folder with GPT-2's vocab.json and merges.txt will do, or " + how_to_install("gpt2")
     try:
         return tokenizer_of_run(directory, state, source), ""
     except (OSError, ValueError) as error:
         if source is None and not directory.tokenizer.is_dir():
-            if data["dataset"] != "longcrawl64":
-                place = f"{state['config']['data_dir']}/{data['dataset']}/tokenizer"
-                fix += f", or save it as {place}, which the next start of the run keeps with it"
             return None, f", without a tokenizer ({one_line(error)}): {fix}"
         whose = "the run's tokenizer" if source is None else f"--tokenizer={source}"
         raise ExportError(f"nothing is written: {whose} cannot be used ({one_line(error)}); {fix}") from error
-
-
-def _files_in(folder: Path) -> dict[str, Path]:
-    return {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}

@@ -6,9 +6,8 @@ the others receive them from it. Only config.json and safetensors are read, so n
 
 import logging
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning.fabric import Fabric
@@ -37,8 +36,7 @@ _FROM_THE_HUB = ["config.json", "*.safetensors", MARK, "tokenizer*", "*.txt", "*
 _HEADS = ("num_heads", "num_kv_heads", "head_dim", "n_groups", "expand_ratio")
 
 
-@dataclass
-class InitialWeights:
+class InitialWeights(NamedTuple):
     """Weights of the model that `init_from` names, as far as they fit.
 
     Attributes:
@@ -65,15 +63,6 @@ class InitialWeights:
         if group is not None:
             dist.destroy_process_group(group)
 
-    def __str__(self) -> str:
-        """For the start block."""
-        step, tag = self.record.get("step"), self.record.get("tag")
-        known = [step is not None and f"{step:,} tokens", tag and f"of {tag}"]
-        said = ", ".join(part for part in known if part)
-        lists = {"fresh": self.fresh, "not used": self.record.get("unused")}
-        rest = "".join(f"; {title}: {', '.join(names)}" for title, names in lists.items() if names)
-        return f"a new run, weights from {self.record['source']}{f' ({said})' if said else ''}{rest}"
-
 
 def on_all_ranks(config: Config, fabric: Fabric, data: Corpus, model: nn.Module, origin: Origin) -> InitialWeights:
     """Reads on rank 0, which alone needs the folder, what `init_from` has for a model; `origin` says what that is.
@@ -86,27 +75,33 @@ def on_all_ranks(config: Config, fabric: Fabric, data: Corpus, model: nn.Module,
     """
     mine = on_rank_zero(fabric, lambda: _read(config, model, data.train_info(), data.folder))
     tensors, record = mine or ({}, {})
-    weights = InitialWeights(tensors, fabric.broadcast(record))
-    origin.text, origin.weights_from = str(weights), weights.record
-    return weights
+    record = fabric.broadcast(record)
+    known = f" ({record['step']:,} tokens, of {record['tag']})" if "step" in record else ""
+    lists = {"fresh": record.get("fresh"), "not used": record.get("unused")}
+    rest = "".join(f"; {title}: {', '.join(names)}" for title, names in lists.items() if names)
+    origin.text, origin.weights_from = f"a new run, weights from {record['source']}{known}{rest}", record
+    return InitialWeights(tensors, record)
 
 
 def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     log.info("reading the initial weights: %s", config.init_from)
     try:
         folder, record = _find(str(config.init_from))
-        fields, tensors, mark = read_json(folder / "config.json"), _tensors(folder), read_mark(folder)
-        names = {"step": "checkpoint", "tag": "tag"}
-        record |= {key: mark[name] for key, name in names.items() if mark.get(name) is not None}
+        fields, tensors = read_json(folder / "config.json"), {}
+        for file in sorted(folder.glob("*.safetensors")):
+            tensors |= load_file(file)
+        if not tensors:
+            raise ValueError(f"{folder} holds no weights as safetensors, and nothing else is read")
+        if mark := read_mark(folder):
+            record |= {"step": mark["checkpoint"], "tag": mark["tag"]}
         _check_heads(fields, config, model)
-        other = _other_vocabulary(folder, fields, data, corpus)
-        fresh, unused = _unmatched(tensors, fields, config, model, other)
+        fresh, unused = _unmatched(tensors, fields, config, model, _other_vocabulary(folder, fields, data, corpus))
         for name in {*fresh, *unused} & tensors.keys():
             del tensors[name]
         check_finite(tensors.items(), record["source"])
     except ConfigError:
         raise
-    except Exception as error:  # of a file, of the hub's client, of a tokenizer
+    except Exception as error:  # of a damaged file, of the hub's client, of a tokenizer
         raise ConfigError(f"init_from={config.init_from}: {one_line(error)}") from error
     return tensors, record | {key: names for key, names in (("fresh", fresh), ("unused", unused)) if names}
 
@@ -124,27 +119,8 @@ def _find(name: str) -> tuple[Path, dict[str, Any]]:
         raise ValueError(
             "there is no exported model (config.json); give a folder of save_model.py, which exports a run, or a hub id"
         )
-    try:
-        downloaded = model_folder(name, _FROM_THE_HUB)
-    except ValueError as error:
-        raise ValueError(f"there is no such folder, and {error}") from error
+    downloaded = model_folder(name, _FROM_THE_HUB)
     return downloaded, {"source": name, "revision": downloaded.name}
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    """
-    Raises:
-        ValueError: there are none, or a file is damaged.
-    """
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            tensors |= load_file(file)
-        except Exception as error:
-            raise ValueError(f"{file.name} is damaged ({one_line(error)}); export or download it again") from error
-    if not tensors:
-        raise ValueError(f"{folder} holds no weights as safetensors, and nothing else is read; save the model as such")
-    return tensors
 
 
 def _unmatched(
@@ -192,23 +168,20 @@ def _unmatched(
 def _check_heads(fields: dict[str, Any], config: Config, model: Any) -> None:
     """
     Raises:
-        ConfigError: the model would read the weights of a mixer as those of other heads; shapes need not show it.
+        ConfigError: the model would read the weights as those of other heads; shapes need not show it.
     """
     kind = type(model.config)
     if fields.get("model_type") != kind.model_type:
         return  # what two architectures share has other names than their mixers
     # Files leave out what has its default.
     theirs = kind(**{key: fields[key] for key in registry.fields_of(kind) & fields.keys()})
-    for block in range(min(theirs.num_hidden_layers, model.config.num_hidden_layers)):
-        before, now = (whole.mixer_config(block) for whole in (theirs, model.config))
-        # Samba's are in a dictionary of its configuration.
-        old, new = ({**vars(mixer), **(getattr(mixer, "attn", None) or {})} for mixer in (before, now))
-        wrong = [f"{key}={old.get(key)} (not {new.get(key)})" for key in _HEADS if old.get(key) != new.get(key)]
-        if wrong and type(before) is type(now):
-            raise ConfigError(
-                f"init_from={config.init_from} does not fit: set what its model was trained with in model.config: "
-                f"{', '.join(wrong)} in block {block}"
-            )
+    # Samba's are in a dictionary of its configuration.
+    old, new = ({**vars(fields), **(getattr(fields, "attn", None) or {})} for fields in (theirs, model.config))
+    if wrong := [f"{key}={old.get(key)} (not {new.get(key)})" for key in _HEADS if old.get(key) != new.get(key)]:
+        raise ConfigError(
+            f"init_from={config.init_from} does not fit: set what its model was trained with in model.config: "
+            f"{', '.join(wrong)}"
+        )
 
 
 def _other_vocabulary(folder: Path, fields: dict[str, Any], data: DataInfo, corpus: Path) -> str | None:
