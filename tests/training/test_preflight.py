@@ -82,7 +82,7 @@ Model.forward = fail
     for training_fails, said in (
         (
             True,
-            "PreflightError: out of memory in a step for 2.50 GiB more. Start the same command again with "
+            "TrainingError: out of memory in training for 2.50 GiB more. Start the same command again with "
             "train.grad_acc_tokens=32 (now 64) or train.gradient_checkpointing=true or strategy=fsdp on several GPUs",
         ),
         (False, "out of memory in evaluation for 2.50 GiB more"),

@@ -113,7 +113,7 @@ def train(config: "Config") -> None:
     from forgetting_transformer import training
     from forgetting_transformer.data import DataError
     from forgetting_transformer.training.checkpoint.folder import CheckpointError
-    from forgetting_transformer.training.errors import DeviceError, PreflightError, TrainingError
+    from forgetting_transformer.training.errors import DeviceError, TrainingError
     from forgetting_transformer.training.records.run_directory import RunDirectoryError
 
     warnings.filterwarnings("ignore", message=".*srun.*")
@@ -123,7 +123,6 @@ def train(config: "Config") -> None:
         console.fail(f"{type(error).__name__}: {error}", once=False, at_once=True)
     except (
         training.ConfigError, plugins.PluginError, DataError, CheckpointError, RunDirectoryError, TrainingError,
-        PreflightError,
     ) as error:  # fmt: skip
         # These say what to do; a traceback would bury it. The run's log gets them too, if there is one yet.
         console.fail(f"{type(error).__name__}: {error}")
