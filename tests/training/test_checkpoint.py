@@ -162,16 +162,12 @@ def test_a_newer_checkpoint_that_is_damaged_pushes_out_no_good_one(tmp_path):
     assert newest_valid(tmp_path).step == 2
 
 
-def test_moments_of_another_optimizer_begin_at_zero_in_a_fork_alone(tmp_path):
+def test_another_optimizer_is_refused(tmp_path):
     save(tmp_path, 3)
-    model, checkpointer = nn.Linear(8, 8), Checkpointer(tmp_path, 1, 0, 1)
+    model = nn.Linear(8, 8)
     optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
     with pytest.raises(CheckpointError, match=r"with another optimizer: it has no .*max_exp_avg_sq"):
-        checkpointer.load(newest_valid(tmp_path), model, optimizer)
-    checkpointer.forked = True
-    checkpointer.load(newest_valid(tmp_path), model, optimizer)
-    assert_holds(newest_valid(tmp_path).path, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
-    assert not optimizer.state, "no step is counted"
+        Checkpointer(tmp_path, 1, 0, 1).load(newest_valid(tmp_path), model, optimizer)
 
 
 def test_the_copy_is_reused():
@@ -405,14 +401,6 @@ def test_too_many_open_files_are_no_damage(tmp_path, monkeypatch):
         newest_valid(tmp_path)
 
 
-@pytest.mark.parametrize("record", ["", "[]", '{"step": Infinity}'])
-def test_a_damaged_record_still_says_that_there_was_a_checkpoint(tmp_path, record):
-    (tmp_path / "last_checkpoint.json").write_text(record)
-    checkpointer = Checkpointer(tmp_path / "checkpoints", 1, 0, 1, record=tmp_path / "last_checkpoint.json")
-    with pytest.raises(CheckpointError, match=r"a checkpoint was finished, and .*checkpoints holds none"):
-        checkpointer.newest()
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_only_from_what_it_saved(tiny):
     """Killed before its first save, a run starts at 0; without its checkpoints, or their manifests, it is refused."""
@@ -424,7 +412,7 @@ def test_a_run_goes_on_only_from_what_it_saved(tiny):
     assert len(logged) == 8
     (root / "checkpoints").rename(root.parent / "elsewhere")
     message = refused(tiny)
-    assert f"a checkpoint was finished at {8 * STEP:,} tokens" in message and "Bring the folder back" in message
+    assert "last_checkpoint.json says that a checkpoint was finished" in message and "Bring the folder back" in message
     # A copy that left out *.json must not be taken for saves that never ended.
     ignored = shutil.ignore_patterns("*.json")
     shutil.copytree(root.parent / "elsewhere", root / "checkpoints", ignore=ignored, dirs_exist_ok=True)

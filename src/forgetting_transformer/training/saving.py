@@ -1,7 +1,7 @@
 """When and what a run saves, and what became of it. How a checkpoint is written: checkpoint/."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,14 +9,12 @@ from torch import nn
 
 from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.faults.shards import local
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
+from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
 
-def save(trainer: "TrainerInterface", permanent: bool, must_succeed: bool) -> None:
+def save(trainer: TrainerInterface, permanent: bool, must_succeed: bool) -> None:
     """Begins to save, unless this step is saved; with `must_succeed`, or without a background, until it is done.
 
     All ranks call it, and `collect`, after the same step.
@@ -29,7 +27,7 @@ def save(trainer: "TrainerInterface", permanent: bool, must_succeed: bool) -> No
         collect(trainer, wait=True, must_succeed=must_succeed)
 
 
-def collect(trainer: "TrainerInterface", wait: bool = False, must_succeed: bool = False) -> None:
+def collect(trainer: TrainerInterface, wait: bool = False, must_succeed: bool = False) -> None:
     """Tells callbacks of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
     saved = trainer.checkpointer.finished(wait)
     if saved is None:
@@ -44,7 +42,7 @@ def collect(trainer: "TrainerInterface", wait: bool = False, must_succeed: bool 
         log.error("%s; %s. Training goes on", saved.error, trainer.last_good_checkpoint)
 
 
-def _begin(trainer: "TrainerInterface", permanent: bool) -> None:
+def _begin(trainer: TrainerInterface, permanent: bool) -> None:
     model: Any = trainer.model.module
     optimizer, tokens = trainer.optimizer.optimizer, trainer.counters.token_count
     if trainer.comparison is not None:

@@ -99,7 +99,6 @@ def build_checkpointer(config: Config, directory: RunDirectory, fabric: Fabric, 
         directory.last_checkpoint,
     )
     built.watch = sentinel.waiting_for
-    built.forked = config.fork_dir is not None
     return built
 
 

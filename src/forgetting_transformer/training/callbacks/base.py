@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forgetting_transformer.training.errors import TrainingError
+from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.run_directory import KINDS
 
 if TYPE_CHECKING:

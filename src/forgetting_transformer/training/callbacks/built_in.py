@@ -1,7 +1,5 @@
 """The callbacks that every run has, and those that its config names."""
 
-from typing import TYPE_CHECKING
-
 from forgetting_transformer.plugins import CALLBACKS
 from forgetting_transformer.training.callbacks.base import Callback, Callbacks
 from forgetting_transformer.training.callbacks.goodput import Goodput
@@ -13,12 +11,10 @@ from forgetting_transformer.training.callbacks.throughput import Throughput
 from forgetting_transformer.training.callbacks.wandb import Wandb
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.execution.hardware import peak_of
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
+from forgetting_transformer.training.interface import TrainerInterface
 
 
-def built_in(trainer: "TrainerInterface") -> list[Callback]:
+def built_in(trainer: TrainerInterface) -> list[Callback]:
     """The callbacks of every run, in their order, of a trainer whose checkpoint is loaded."""
     config, data = trainer.config, trainer.config.datamodule
     peak = peak_of(config.fabric, trainer.fabric.device)
@@ -55,7 +51,7 @@ def chosen(config: Config) -> list[Callback]:
     return found
 
 
-def callbacks_of(trainer: "TrainerInterface") -> Callbacks:
+def callbacks_of(trainer: TrainerInterface) -> Callbacks:
     """All of them, with what the checkpoint holds of them."""
     callbacks = Callbacks(trainer, built_in(trainer), chosen(trainer.config))
     callbacks.load(trainer.origin.windows)

@@ -17,12 +17,12 @@ from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 from forgetting_transformer.training.faults.readers import restarted
+from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length, mean_loss
 from forgetting_transformer.training.records.metrics import prefixed
 
 if TYPE_CHECKING:
     from forgetting_transformer.data.corpus import Corpus
-    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class HeldOut(Callback):
         self._data, self._corpus = data, "the corpus (datamodule.name)"
 
     @torch.no_grad()
-    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
+    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind != "eval":
             return
         started = time.perf_counter()

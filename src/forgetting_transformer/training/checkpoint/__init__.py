@@ -36,9 +36,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from forgetting_transformer.training.checkpoint.folder import (
     Checkpoint,
     CheckpointError,
-    check_record,
     newest_valid,
     reason_of,
+    refuse_to_start_over,
 )
 from forgetting_transformer.training.checkpoint.host_copy import HostCopy
 from forgetting_transformer.training.checkpoint.reading import load_training
@@ -93,8 +93,6 @@ class Checkpointer:
     ) -> None:
         self.folder, self.rank, self.world_size = folder, rank, world_size
         self.record = record
-        #: The run began from another's checkpoint.
-        self.forked = False
         self.background = background
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
         self._copy = HostCopy()
@@ -210,8 +208,8 @@ class Checkpointer:
         if self.rank == 0:
             answer[0] = newest_valid(self.folder, step)
             try:
-                if step is None:
-                    check_record(self.folder, self.record, answer[0])
+                if step is None and answer[0] is None:
+                    refuse_to_start_over(self.folder, self.record)
             except CheckpointError as error:
                 answer[1] = str(error)
         if self._group is not None:
@@ -221,5 +219,5 @@ class Checkpointer:
         return answer[0]
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Fills model and optimizer (reading.py). In a fork, moments that the checkpoint lacks begin at zero."""
-        load_training(checkpoint, model, optimizer, self._group, new_moments=self.forked)
+        """Fills model and optimizer (reading.py)."""
+        load_training(checkpoint, model, optimizer, self._group)

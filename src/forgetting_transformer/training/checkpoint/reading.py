@@ -1,7 +1,6 @@
 """Reading a checkpoint that any strategy wrote: into a run, on all ranks, or whole on the CPU of one process."""
 
 import contextlib
-import logging
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -23,21 +22,17 @@ from forgetting_transformer.training.checkpoint.safe_reader import (
 )
 from forgetting_transformer.training.checkpoint.writing import tensors_of
 
-log = logging.getLogger(__name__)
-
 
 def load_training(
     checkpoint: Checkpoint,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup | None,
-    new_moments: bool,
 ) -> None:
     """Fills model and optimizer, on all ranks. Learning rate, decay and betas stay as the config set them.
 
     Args:
         group: gloo group of all ranks; None for one.
-        new_moments: those of an optimizer that the checkpoint does not know begin at zero, as in a fork.
 
     Raises:
         CheckpointError: its tensors are not those of this model, or cannot be read.
@@ -45,23 +40,18 @@ def load_training(
     settings = [{k: v for k, v in param_group.items() if k != "params"} for param_group in optimizer.param_groups]
     tensors, optimizer_state = tensors_of(model, optimizer)
     stored = _check_names(checkpoint, tensors)
-    lacking = sorted(name for name in tensors if name.startswith("optimizer.") and name not in stored)
-    if lacking:
-        if not new_moments:
-            raise CheckpointError(f"{checkpoint.path} was written with another optimizer: it has no {lacking[0]}")
-        if group is None or dist.get_rank() == 0:
-            log.warning("%s was written with another optimizer: moments begin at zero", checkpoint.path)
-        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    if lacking := sorted(tensors.keys() - stored):
+        raise CheckpointError(
+            f"{checkpoint.path} was written with another optimizer: it has no {lacking[0]}; to begin with its weights "
+            "alone, export it and give init_from"
+        )
     _fill(checkpoint, tensors, group)
     set_model_state_dict(model, _part_of("model.", tensors))
-    if lacking:
-        optimizer.state.clear()  # of the step that asking for it made
-    else:
-        for name, tensor in _part_of("optimizer.", tensors).items():
-            before = optimizer_state[name]
-            optimizer_state[name] = tensor if isinstance(before, Tensor) else type(before)(tensor.item())
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+    for name, tensor in _part_of("optimizer.", tensors).items():
+        before = optimizer_state[name]
+        optimizer_state[name] = tensor if isinstance(before, Tensor) else type(before)(tensor.item())
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
     for param_group, setting in zip(optimizer.param_groups, settings, strict=True):
         param_group.update(setting)
 

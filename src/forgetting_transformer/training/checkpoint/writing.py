@@ -91,18 +91,13 @@ class Writer:
         self, folder: Path, keep_last: int, rank: int, group: dist.ProcessGroup | None, record: Path | None
     ) -> None:
         self.folder, self.keep_last, self.rank, self.record = folder, keep_last, rank, record
-        self._group, self._moved = group, 0
+        self._group = group
 
     def progress(self, step: int) -> int:
-        """A number that changes when any rank has written bytes of the save in flight, or this one has come further."""
-        count = self._moved
-        with contextlib.suppress(OSError):
-            for file in (self.folder / f"{TEMPORARY}{name_of(step)}").rglob("*"):
-                count += file.stat().st_size
-        return count
-
-    def _move(self, amount: int = 1) -> None:
-        self._moved += amount
+        """Bytes that all ranks have written of the save in flight."""
+        with contextlib.suppress(OSError):  # files appear and go
+            return sum(file.stat().st_size for file in (self.folder / f"{TEMPORARY}{name_of(step)}").rglob("*"))
+        return 0
 
     def write(
         self,
@@ -135,7 +130,6 @@ class Writer:
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"could not write {final}: {reason_of(error)}") from error
-        self._move()
         checksums = self._gather_checksums(temporary)
         arrays = {name.removeprefix("windows."): tensor.cpu().numpy() for name, tensor in windows.items()}
 
@@ -143,9 +137,7 @@ class Writer:
             before_manifest()
             self._publish(temporary, final, checksums, trainer_state, arrays, permanent)
 
-        self._move()
         self._agree(publish, "finish")
-        self._move()
         if self.rank == 0:
             self._prune(step)
 
@@ -168,7 +160,7 @@ class Writer:
     def _gather_checksums(self, temporary: Path) -> dict[str, dict[str, int]]:
         """Every rank reads back the shards it wrote, so that the work is shared."""
         shards = sorted((temporary / "state").iterdir())
-        mine = {f"state/{file.name}": checksum(file, self._move) for file in shards if _writer_of(file) == self.rank}
+        mine = {f"state/{file.name}": checksum(file) for file in shards if _writer_of(file) == self.rank}
         if self._group is None:
             return mine
         gathered: list[Any] = [None] * dist.get_world_size(self._group)

@@ -5,7 +5,6 @@ import platform
 import re
 import threading
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,10 +16,8 @@ from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.peers import STOPPED, Peers
 from forgetting_transformer.training.faults.readers import DataWorkerError
 from forgetting_transformer.training.faults.sentinel import Sentinel
+from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
 
 
 class Start:

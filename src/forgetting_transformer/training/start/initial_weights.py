@@ -87,7 +87,8 @@ def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> tuple[dic
     log.info("reading the initial weights: %s", config.init_from)
     try:
         folder, record = _find(str(config.init_from))
-        fields, tensors = read_json(folder / "config.json"), {}
+        fields = read_json(folder / "config.json")
+        tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             tensors |= load_file(file)
         if not tensors:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.strategies import DDPStrategy
 
 from forgetting_transformer.training.faults.step_guard import decides_on_device
+from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.optimization.building import CombinedOptimizer
 from forgetting_transformer.training.parallel.sharding import Sharded
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
 
 
 def start_block(trainer: TrainerInterface) -> str:
