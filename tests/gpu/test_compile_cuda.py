@@ -167,10 +167,6 @@ def test_cuda_graphs_change_no_bit_and_survive_a_kill(long_corpus, tmp_path):
     log = run(config, 1, tmp_path / "caches")
     assert_identical(plain["output_dir"], config["output_dir"], 8 * STEP)
     assert "yes, with CUDA graphs" in log and f"step-{4 * STEP:015d}" in log and "cannot be recorded" not in log
-    (size,) = re.findall(
-        r"CUDA graphs: blocks are recorded; their memory, ([\d.]+) GB", log[log.rindex("about to train") :]
-    )
-    assert float(size) > 0.05
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")

@@ -84,25 +84,6 @@ def test_auto_records_small_micro_batches_where_graphs_are_possible(tiny, wanted
     assert choose(config, torch.device(device), 1, compiled, flops) is on
 
 
-@pytest.mark.parametrize(
-    ("error", "micro_batches", "said"),
-    [
-        (RuntimeError("operation not permitted when stream is capturing"), 0, True),
-        (RuntimeError("operation not permitted when stream is capturing"), 2, True),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), 3, False),
-        (torch.OutOfMemoryError("CUDA out of memory"), 0, False),
-    ],
-)
-def test_an_error_while_graphs_are_recorded_names_the_key(caplog, error, micro_batches, said):
-    graphs = Graphs(True, parameters=[])
-    for _ in range(micro_batches):
-        with graphs.micro_batch(last=True):
-            pass
-    with pytest.raises(type(error), match=str(error)), graphs.micro_batch(last=True):
-        raise error
-    assert ("start the same command with train.cuda_graphs=false" in caplog.text) is said
-
-
 @pytest.mark.slow
 def test_runs_with_and_without_graphs_continue_each_other_bitwise(tiny, tmp_path):
     """With evaluations in between."""

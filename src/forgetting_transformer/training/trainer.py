@@ -284,7 +284,7 @@ class Trainer:
     def report(
         self, kind: str, values: dict[str, Any], arrays: dict[str, Any] | None = None, step: int | None = None
     ) -> None:
-        """Writes a line of `kind` on rank 0; on others nothing. An evaluation's is handed to all callbacks here.
+        """Writes a line of `kind` on rank 0; on others nothing.
 
         Args:
             arrays: for an npz file that holds `values` too.
@@ -296,8 +296,6 @@ class Trainer:
             self.metrics.report(kind, step, values)
             if arrays is not None:
                 self.metrics.report_arrays(kind, step, values | arrays)
-        if self.callbacks.running is not None and self.callbacks.running.evaluates:
-            self.callbacks.call_all("on_evaluate", kind, values)
 
     def sum_over_ranks(self, tensor: Tensor) -> None:
         """In place. Fabric's own all_reduce would put a barrier before it, for which the host waits."""

@@ -85,9 +85,6 @@ class Callback:
         it leaves without a report, and the next start does it again: the line of its first kind is missing.
         """
 
-    def on_evaluate(self, trainer: TrainerInterface, kind: str, values: dict[str, Any]) -> None:
-        """An evaluation has reported `values` as a line of `kind`; rank 0 only."""
-
     def on_save(self, trainer: TrainerInterface, saved: Saved) -> None:
         """A checkpoint is whole on the disk; training has gone on meanwhile."""
 

@@ -70,14 +70,20 @@ class HeldOut(Callback):
         trainer.sum_over_ranks(sums.flat)
         mean_T, counts_T = sums.mean_T(), sums.counts_T()
         sequences, tokens = int(sums.sequences_T[0].item()), int(sums.sequences_T.sum().item())
-        seconds, name = time.perf_counter() - started, names.VAL
+        seconds, loss = time.perf_counter() - started, mean_loss(mean_T, counts_T)
         values = {
-            names.LOSS: mean_loss(mean_T, counts_T),
+            names.LOSS: loss,
             names.TOKENS_EVALUATED: tokens,
             "val_seq_count": sequences,
             "val_time": seconds,
             "val_tokens_per_second": tokens / seconds,
             **{f"{names.COUNTER}{counter}": value for counter, value in vars(trainer.counters).items()},
         }
-        values = prefixed(name, values) | by_length(name, mean_T, trainer.config.eval.min_val_length, counts_T)
-        trainer.report(name, values, {names.name_of(name, names.LOSS_PER_TOKEN): mean_T})
+        values = prefixed(names.VAL, values)
+        values |= by_length(names.VAL, mean_T, trainer.config.eval.min_val_length, counts_T)
+        trainer.report(names.VAL, values, {names.name_of(names.VAL, names.LOSS_PER_TOKEN): mean_T})
+        if fabric.is_global_zero:
+            unigram = trainer.data_info.unigram_entropy_nats
+            known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram else ""
+            done = f"{trainer.counters.token_count:,}"
+            log.info("held-out loss %.4f nats per token%s after %s tokens", loss, known, done)

@@ -1,11 +1,9 @@
 """The state of the run for people: a live bar on a terminal, plain lines in the log."""
 
 import logging
-from typing import Any
 
 from tqdm import tqdm
 
-from forgetting_transformer.metric_names import LOSS, VAL, name_of
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 from forgetting_transformer.training.callbacks.throughput import Throughput
 from forgetting_transformer.training.interface import TrainerInterface
@@ -55,14 +53,6 @@ class Progress(Callback):
             *("%s of %s tokens, loss %.4f, lr %.2e, %s%s", f"{tokens:,}", f"{total:,}", loss, lr, rate, left),
             extra={ON_THE_BAR: self.live},
         )
-
-    def on_evaluate(self, trainer: TrainerInterface, kind: str, values: dict[str, Any]) -> None:
-        if kind != VAL:
-            return
-        unigram = trainer.data_info.unigram_entropy_nats
-        known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram else ""
-        loss, done = values[name_of(kind, LOSS)], f"{trainer.counters.token_count:,}"
-        log.info("held-out loss %.4f nats per token%s after %s tokens", loss, known, done)
 
     def on_end(self, trainer: TrainerInterface) -> None:
         self._bar.close()
