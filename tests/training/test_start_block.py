@@ -66,17 +66,3 @@ def test_a_large_model_without_a_gpu_gets_a_warning_unless_the_cpu_was_chosen(ti
     assert no_gpu_warnings(tiny, caplog, monkeypatch, large=10**8, fabric__accelerator="auto") == []
     monkeypatch.setenv("LT_ACCELERATOR", "cpu")
     assert no_gpu_warnings(tiny, caplog, monkeypatch, fabric__accelerator="auto") == []
-
-
-@pytest.mark.parametrize(
-    ("cuda", "visible", "reason"),
-    [(None, None, "is a build for CPUs"), ("13.0", "", "CUDA_VISIBLE_DEVICES=''"), ("13.0", None, "nvidia-smi")],
-)
-def test_the_probable_cause_of_a_missing_gpu_is_named(monkeypatch, cuda, visible, reason):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert reason in gpus.missing()
