@@ -72,13 +72,6 @@ class CombinedOptimizer(Optimizer):
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
         self._share()
 
-    def parameter_counts(self) -> dict[str, int]:
-        """Class of each optimizer -> numbers that it trains."""
-        return {
-            type(optimizer).__name__: sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-            for optimizer in self._optimizers
-        }
-
     def _share(self) -> None:
         """The parts see the groups and the state of the whole."""
         first = 0
