@@ -195,16 +195,13 @@ class Callbacks:
 
         found: dict[str, Tensor] = {}
         for callback in self._callbacks:
-            state, whose = callback.state(), f"callbacks.{callback.name}: state()"
-            if not isinstance(state, dict):
-                raise TrainingError(f"{whose} gave {state!r}; it must give a dictionary of tensors")
-            for key, value in state.items():
-                if not isinstance(value, torch.Tensor):
-                    kind = type(value).__name__
-                    raise TrainingError(
-                        f"{whose}[{key!r}] is of type {kind}, not a tensor; wrap it, as in torch.tensor(…)"
-                    )
-                found[f"{callback.name}.{key}"] = value
+            state = callback.state()
+            if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+                raise TrainingError(
+                    f"callbacks.{callback.name}: state() gave {state!r}; it must give a dictionary of tensors, as in "
+                    "{'steps': torch.tensor(3)}"
+                )
+            found |= {f"{callback.name}.{key}": value for key, value in state.items()}
         return found
 
     def load(self, windows: dict[str, Tensor]) -> None:

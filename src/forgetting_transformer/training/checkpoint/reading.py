@@ -2,7 +2,7 @@
 
 import contextlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from forgetting_transformer.training.checkpoint.folder import Checkpoint, Checkp
 from forgetting_transformer.training.checkpoint.safe_reader import (
     TensorPlanner,
     TensorReader,
-    UnsafeCheckpointError,
     read_tensors,
 )
 from forgetting_transformer.training.checkpoint.writing import tensors_of
@@ -45,7 +44,9 @@ def load_training(
             f"{checkpoint.path} was written with another optimizer: it has no {lacking[0]}; to begin with its weights "
             "alone, export it and give init_from"
         )
-    _fill(checkpoint, tensors, group)
+    reader = TensorReader(checkpoint.path / "state")
+    with _named(checkpoint):
+        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=group, no_dist=group is None)
     set_model_state_dict(model, _part_of("model.", tensors))
     for name, tensor in _part_of("optimizer.", tensors).items():
         before = optimizer_state[name]
@@ -58,9 +59,9 @@ def load_training(
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Fills a plain model on one process."""
-    own = model.state_dict()
-    _check_names(checkpoint, {f"model.{name}": tensor for name, tensor in own.items()})
-    model.load_state_dict(read_weights(checkpoint))
+    names = [f"model.{name}" for name in model.state_dict()]
+    _check_names(checkpoint, names)
+    model.load_state_dict(_part_of("model.", load_tensors(checkpoint, names)))
     check_weights(model, checkpoint.path)
 
 
@@ -76,16 +77,6 @@ def check_weights(model: nn.Module, where: Any) -> None:
         raise CheckpointError(str(error)) from error
 
 
-def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Weights of a checkpoint on the CPU, on one process, by the model's names.
-
-    Raises:
-        CheckpointError: they are not there, or cannot be read.
-    """
-    wanted = [name for name in stored_names(checkpoint) if name.startswith("model.")]
-    return _part_of("model.", load_tensors(checkpoint, wanted))
-
-
 def load_tensors(checkpoint: Checkpoint, names: list[str] | None = None) -> dict[str, Tensor]:
     """Tensors of a checkpoint on the CPU, on one process; all of them without `names`.
 
@@ -96,55 +87,30 @@ def load_tensors(checkpoint: Checkpoint, names: list[str] | None = None) -> dict
         return read_tensors(checkpoint.path / "state", names)
 
 
-def stored_names(checkpoint: Checkpoint) -> set[str]:
-    """The names of all tensors in the checkpoint.
-
-    Raises:
-        CheckpointError: its list of them cannot be read.
-    """
-    with _named(checkpoint):
-        return set(TensorReader(checkpoint.path / "state").tensors())
-
-
-def _fill(checkpoint: Checkpoint, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Fills tensors in place, on all ranks."""
-    reader = TensorReader(checkpoint.path / "state")
-    with _named(checkpoint):
-        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=group, no_dist=group is None)
-
-
 @contextlib.contextmanager
 def _named(checkpoint: Checkpoint) -> Iterator[None]:
     """Around the reading of a checkpoint: errors are CheckpointErrors that name it."""
     try:
         yield
     except (CheckpointException, OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-        cause: BaseException = error
-        if isinstance(error, CheckpointException):  # a BaseException that maps ranks to (exception, traceback)
-            cause = next(iter(error.failures.values()))[0]
-        if isinstance(cause, OSError):
-            place = cause.filename or checkpoint.path
-            said = f"{place} cannot be read: {cause.strerror}; bring back a copy, or take another checkpoint"
-        elif isinstance(cause, UnsafeCheckpointError | EOFError | pickle.UnpicklingError):
-            said = f"{checkpoint.path} was not loaded: {cause}"
-        else:
-            said = f"{checkpoint.path} does not fit this model: {reason_of(cause)}"
-        raise CheckpointError(said) from error
+        raise CheckpointError(
+            f"{checkpoint.path} was not loaded: {reason_of(error)}; bring back a copy, or take another checkpoint"
+        ) from error
 
 
 def _part_of(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _check_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> set[str]:
+def _check_names(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     """The names of all tensors in the checkpoint.
 
     Raises:
-        CheckpointError: those of the model are not the names of this one.
+        CheckpointError: its weights are not the `model.*` among `names`.
     """
-    stored = stored_names(checkpoint)
-    wanted = {name for name in tensors if name.startswith("model.")}
-    present = {name for name in stored if name.startswith("model.")}
+    with _named(checkpoint):
+        stored = set(TensorReader(checkpoint.path / "state").tensors())
+    wanted, present = ({name for name in of if name.startswith("model.")} for of in (names, stored))
     if wanted != present:
         raise CheckpointError(
             f"{checkpoint.path} belongs to another model: missing {sorted(wanted - present)[:3]}, "
