@@ -44,13 +44,6 @@ from forgetting_transformer.training.checkpoint.host_copy import HostCopy
 from forgetting_transformer.training.checkpoint.reading import load_training
 from forgetting_transformer.training.checkpoint.writing import Writer, share, tensors_of
 
-#: Seconds between two looks at a save that is waited for.
-_LOOK_SECONDS = 1.0
-
-
-#: Context manager around a wait for a writer, made from a name for people; yields a function to call per progress.
-Watch = Callable[[str], AbstractContextManager[Callable[[], None]]]
-
 
 @dataclass(frozen=True)
 class Saved:
@@ -75,8 +68,8 @@ class Checkpointer:
         folder: `output_dir/checkpoints`.
         keep_last: rolling checkpoints to keep; two, so that a damaged newest one costs one interval and not the run.
         rank, world_size: of this process. Collective calls go over a separate gloo group, which needs no GPU.
-        timeout: how long a rank waits for the others in one. Where `watch` ends a wait for a writer that writes
-            nothing, a very long one: a rank with a slow disk is not gone.
+        timeout: how long a rank waits for the others in one. Where `watch` ends a wait for a writer that hangs, a very
+            long one: a rank with a slow disk is not gone.
         background: write in a thread, from a copy in the host's memory. False needs no memory for the copy.
         record: file outside `folder` that says that a checkpoint was finished; None keeps none.
     """
@@ -98,8 +91,8 @@ class Checkpointer:
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
-        #: Around every wait for the writer.
-        self.watch: Watch = lambda name: nullcontext(lambda: None)
+        #: Context manager around every wait for the writer, made from a name for people.
+        self.watch: Callable[[str], AbstractContextManager[None]] = nullcontext
         #: Tokens of the last finished checkpoint, or of the one that the run continues from.
         self.last_good: int | None = None
         self._step = 0
@@ -179,15 +172,9 @@ class Checkpointer:
 
     def _wait(self) -> None:
         """Until the save in flight, if there is one, has ended."""
-        if self._thread is None or not self._thread.is_alive():
-            return
-        with self.watch(f"the checkpoint at {self._step:,} tokens") as moves:
-            before = -1
-            while self._thread.is_alive():
-                self._thread.join(timeout=_LOOK_SECONDS)
-                if (now := self._writer.progress(self._step)) != before:
-                    before = now
-                    moves()
+        if self._thread is not None:
+            with self.watch(f"the checkpoint at {self._step:,} tokens"):
+                self._thread.join()
 
     def clean(self) -> None:
         """Removes what an interrupted save or deletion left behind; rank 0, at start-up."""

@@ -1,6 +1,5 @@
 """Writer of a checkpoint: all ranks write beside, flush, name the files in a manifest, and rename last."""
 
-import contextlib
 import errno
 import json
 import logging
@@ -92,12 +91,6 @@ class Writer:
     ) -> None:
         self.folder, self.keep_last, self.rank, self.record = folder, keep_last, rank, record
         self._group = group
-
-    def progress(self, step: int) -> int:
-        """Bytes that all ranks have written of the save in flight."""
-        with contextlib.suppress(OSError):  # files appear and go
-            return sum(file.stat().st_size for file in (self.folder / f"{TEMPORARY}{name_of(step)}").rglob("*"))
-        return 0
 
     def write(
         self,

@@ -111,9 +111,8 @@ class StrategyConfig:
     keep_gathered: Switch = "auto"
     #: So many ranks share each sequence, every one a part of it; the rest of the world is data parallel.
     context: Annotated[int, Field(ge=1, le=1024)] = 1
-    #: Seconds without a step, or without a byte written of a checkpoint that is waited for, after which a rank is stuck
-    #: and ends itself; so long it waits for the others in a collective operation. Each stage of the start may take
-    #: half an hour more.
+    #: Seconds without a step after which a rank is stuck and ends itself; so long it waits for the others in a
+    #: collective operation. Each stage of the start, and a checkpoint that is waited for, may take half an hour more.
     timeout_seconds: Annotated[int, Field(ge=1, le=10**8)] = 1800
     #: ddp: steps between comparisons of weights and moments over the ranks, which hold the same unless memory or a GPU
     #: failed; they are compared before every checkpoint too. null: never.
