@@ -1,6 +1,5 @@
 """Every figure draws the numbers it is given, and says of which runs and under which conditions."""
 
-import json
 import math
 from pathlib import Path
 
@@ -9,18 +8,17 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from forgetting_transformer.analysis import AnalysisError, known_models, run_figures
+from forgetting_transformer.analysis import known_models, run_figures
 from forgetting_transformer.analysis.evaluations import Evaluation, Number
-from forgetting_transformer.analysis.plots import heatmaps, losses, style, sweeps, training
+from forgetting_transformer.analysis.plots import heatmaps, losses, sweeps, training
 from forgetting_transformer.analysis.plots.style import curve_styles
-from forgetting_transformer.analysis.runs import Run, read_run
+from forgetting_transformer.analysis.runs import read_run
 from tests.analysis.conftest import (
     MakeRun,
     add_callbacks,
     is_picture,
     legend,
     title_and_note,
-    write_lines,
 )
 
 
@@ -82,24 +80,6 @@ def test_losses_against_tokens_of_one_run(make_run: MakeRun, drawn: list[Figure]
         assert part in note
 
 
-def test_losses_against_tokens_of_several_runs(make_run: MakeRun, drawn: list[Figure], tmp_path: Path) -> None:
-    """One diverges, one has logged once, one has a name that is no good for a legend."""
-
-    def logged(name: str, losses: dict[int, float]) -> Run:
-        write_lines(tmp_path / name, "train", [{"step": t, "train/loss": loss} for t, loss in losses.items()])
-        return read_run(tmp_path / name)
-
-    wild = logged("wild", {1000 * n: 8 * 1.1**n for n in range(1, 201)})
-    good, once = read_run(make_run(), "_mine $1_$2"), logged("once", {100: 9.0})
-    losses.loss_against_tokens([good, wild, once], tmp_path / "loss.png")
-    axes = drawn[0].axes[0]
-    assert axes.get_ylim()[1] < 10 and [text.get_text() for text in axes.texts] == ["↑ wild ends at 1.21e+09"]
-    assert legend(drawn[0])[:3] == [r" _mine \$1_\$2", "wild", "once"]
-    assert "compare held-out losses" in title_and_note(drawn[0])[1]
-    with pytest.raises(AnalysisError, match=r"no finite loss \(diverged\)"):
-        losses.loss_against_tokens([logged("diverged", {1: math.nan})], tmp_path / "loss.png")
-
-
 def test_losses_against_position(drawn: list[Figure], tmp_path: Path) -> None:
     """Seeds are a mean and a range, lengths may differ, and each training length has a line."""
     seeds = np.stack([np.full(1024, 3.0), np.full(1024, 5.0)])
@@ -119,21 +99,6 @@ def test_losses_against_position(drawn: list[Figure], tmp_path: Path) -> None:
         "training length of fox (256 tokens)",
     ]  # fmt: skip
     assert title_and_note(drawn[0]) == ["Loss at every position of 2 models", "seed 0 · loss: mean over i ± 10%"]
-
-
-@pytest.mark.slow
-def test_a_model_that_cannot_extrapolate_does_not_flatten_the_others(drawn: list[Figure], tmp_path: Path) -> None:
-    rising = np.concatenate([np.full(512, 2.0), np.full(512, 9.0)])
-    curves = {"flat": np.linspace(2.5, 1.5, 1024), "rising": rising, "wild": np.full(1024, 100.0)}
-    losses.loss_against_position(curves, tmp_path / "position.png", 512)
-    left = drawn[0].axes[0]
-    assert left.get_ylim()[1] < 3.5
-    assert [text.get_text() for text in left.texts] == ["↑ rising ends at 9", "↑ wild ends at 100"]
-    losses.loss_against_position({"rising": rising}, tmp_path / "position.png", 512)
-    assert drawn[1].axes[0].get_ylim()[1] > 9 and not drawn[1].axes[0].texts, "alone it hides nothing"
-    for loss in (np.ones((2, 1)), np.array([1.0, math.nan])):
-        with pytest.raises(ValueError, match="'fox': expected two or more losses"):
-            losses.loss_against_position({"fox": loss}, tmp_path / "position.png")
 
 
 def test_differences_of_losses_have_error_bars(drawn: list[Figure], tmp_path: Path) -> None:
@@ -169,22 +134,6 @@ def test_a_panel_for_everything_that_a_run_logs(make_run: MakeRun, drawn: list[F
     assert [line.get_ydata()[0] for line in left.lines] == pytest.approx([5.0, 2.0]), "a block's parameters together"
     assert [line.get_ydata()[0] for line in right.lines] == pytest.approx([0.5, 0.2])
     assert legend(drawn[1]) == ["layer 0", "lm_head"]
-    record = (folder / "metrics/jsonlines/norm.jsonl").read_text().partition("\n")[0]
-    others = {"pnorm/model.norm.weight": 1.0, "pnorm/model.embeddings.weight": 2.0}
-    write_lines(folder, "norm", [json.loads(record) | others])
-    training.norms(read_run(folder), tmp_path / "x.png")
-    markers = [line.get_marker() for line in drawn[2].legends[0].get_lines()]
-    assert len(set(markers)) == len(markers) == 4, "points of a run that has logged once are told apart"
-
-
-def test_axes_have_whole_numbers_where_values_differ_little(drawn: list[Figure], tmp_path: Path) -> None:
-    with style.picture(tmp_path / "x.png", "x", (3, 2), columns=2) as picture:
-        picture.axes[0, 1].plot([650, 1100])
-        style.draw_line(picture.axes[0, 0], style.CurveStyle("black", "-", "o"), np.arange(3), 7 + 1e-4 * np.arange(3))
-        style.log_axis(picture.axes[0, 1])
-    assert drawn[0].axes[0].yaxis.get_offset_text().get_text() == ""
-    ticks = [tick for tick in drawn[0].axes[1].get_yticks() if 640 < tick < 1110]
-    assert len(ticks) >= 3, "a logarithmic axis of less than a factor of two has numbers too"
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import base64
 import html
 import json
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -102,18 +101,6 @@ def test_one_page_holds_everything_and_nothing_but_text_from_texts(runs, tmp_pat
         ["output_dir", "– not there –", "null"],
     ]
     assert ["optimizer.lr", "0.003", "0.003"] in rows_of(text), "what agrees is there too"
-
-
-@pytest.mark.slow
-def test_what_is_left_out_is_named(make_run, tmp_path):
-    new, other = tmp_path / "new", tmp_path / "other"
-    for folder in (new, other):
-        folder.mkdir()
-    shutil.copy(make_run("fox") / "config.yaml", new)
-    (other / "results.json").write_text('{"accuracy": 0.5}')
-    left_out = write_report([tmp_path / "fox", new], [other], tmp_path / "page")
-    assert left_out[0].startswith(f"{new} has no losses yet")
-    assert left_out[-1] == f"{other} holds no results of evaluations"
 
 
 def test_what_cannot_be_reported_is_refused(tmp_path):

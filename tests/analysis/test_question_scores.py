@@ -12,7 +12,6 @@ from forgetting_transformer.analysis.question_scores import (
     difference,
     differences_table,
     digest_of,
-    read_question_scores,
     write_question_scores,
 )
 
@@ -82,10 +81,3 @@ def test_what_cannot_be_compared_is_refused_by_name(tmp_path):
     ):
         with pytest.raises(AnalysisError, match=message):
             differences_table(models, baseline)
-
-
-def test_a_damaged_file_is_named(tmp_path):
-    (tmp_path / "question_scores.json").write_text("[]")
-    with pytest.raises(AnalysisError, match=r"question_scores\.json is damaged .*; run the evaluation again"):
-        read_question_scores(tmp_path)
-    assert read_question_scores(tmp_path / "absent") == {}

@@ -2,12 +2,10 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.runs import (
@@ -21,7 +19,6 @@ from tests.analysis.conftest import (
     MakeRun,
     add_callbacks,
     is_picture,
-    title_and_note,
     write_lines,
     write_losses_by_position,
 )
@@ -101,26 +98,6 @@ def test_the_figures_of_one_run(make_run: MakeRun, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         plot_run.main([str(run_dir), str(make_run("other"))])
     assert "--out DIR" in capsys.readouterr().err, "of several runs"
-
-
-@pytest.mark.slow
-def test_a_run_without_losses_by_position_is_told_when_and_is_in_no_caption(
-    make_run: MakeRun, drawn: list[Figure], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [make_run("fox"), make_run("young", seed=7)]
-    shutil.rmtree(runs[1] / "metrics/npz")
-    for skip_eval, first in (
-        (False, "300,000 training tokens (eval_interval)"),
-        (True, "1,000,000 training tokens (tr"),
-    ):
-        config = json.loads((runs[1] / "config.yaml").read_text())
-        config |= {"skip_eval": skip_eval, "eval_interval": 300_000, "train_eval_interval": 1_000_000}
-        (runs[1] / "config.yaml").write_text(json.dumps(config))
-        plot_run.main([*map(str, runs), "--out", str(tmp_path / "both")])
-        assert f"young has no loss at every position yet: the first comes after {first}" in capsys.readouterr().err
-    notes = {title: note for title, note in map(title_and_note, drawn)}
-    assert "seed 0 " in notes["Loss at every position of fox (fox_pro), held-out, after 150K tokens"]
-    assert "seed 0, 7 " in notes["Training and held-out loss of 2 runs"]
 
 
 def test_a_run_that_cannot_be_drawn_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,18 +28,6 @@ def corpus(tmp_path):
     return tmp_path
 
 
-def test_one_flipped_bit_is_refused_although_it_decodes(tmp_path):
-    write_array(tmp_path / "train.zarr", tokens_of_corpus(), chunks=CHUNK, zarr_format=2, compressors=None)
-    write_list(tmp_path / "train.zarr", ["2.1"])
-    array = TokenArray(tmp_path / "train.zarr", VOCAB)
-    file = tmp_path / "train.zarr/2.1"
-    data = bytearray(file.read_bytes())
-    data[100] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(DataError, match=r"2\.1 is not the file that train\.sha256 lists"):
-        array.read(16, 24, 24, 48)
-
-
 def test_in_the_cache_of_a_remote_corpus_a_changed_file_is_fetched_again(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("forgetting_transformer.data.storage.remote.FIRST_WAIT", 0.01)
     with serve(corpus) as mirror:

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from forgetting_transformer.data.prepare import near_duplicates, shards
-from forgetting_transformer.data.prepare.output import OutputFolder
+from forgetting_transformer.data.prepare import shards
 from forgetting_transformer.data.prepare.sources import NEAR_DUPLICATE
 from tests.data import corpus_helpers
 from tests.data.corpus_helpers import WORDS, write_tree
@@ -45,33 +44,3 @@ def test_near_duplicates_are_left_out_and_counted_apart_from_exact_ones(tree, tm
     assert prepare(tree, tmp_path / "two", workers=2)["arrays"] == manifest["arrays"]
     # One word in ten changed leaves half of the runs, a third of all runs of both.
     assert prepare(tree, tmp_path / "more", dedup=0.5, dedup_words=1)["dropped"][NEAR_DUPLICATE] == 4
-
-
-def test_a_killed_search_keeps_its_sketches_and_comes_to_the_same_result(tree, tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "SHARD_BYTES", 4000)
-    sketch, calls, dies_at = near_duplicates.sketch_texts, [], [0]
-
-    def counted(bodies, words):
-        calls.append(bodies)
-        if len(calls) == dies_at[0]:
-            raise KeyboardInterrupt
-        return sketch(bodies, words)
-
-    monkeypatch.setattr(near_duplicates, "sketch_texts", counted)
-    straight, total = prepare(tree, tmp_path / "straight"), len(calls)
-    dies_at[0] = total + 5
-    with pytest.raises(KeyboardInterrupt):
-        prepare(tree, tmp_path / "out")
-    committed = len((OutputFolder(tmp_path / "out").work / "sketches/shards.jsonl").read_text().splitlines())
-    calls.clear()
-    dies_at[0] = 0
-    assert prepare(tree, tmp_path / "out")["arrays"] == straight["arrays"]
-    assert committed > 0 and len(calls) == total - committed
-
-
-def test_max_bytes_counts_what_stays(tree, tmp_path):
-    # The near-duplicates come first in reading order here, so that the limit falls behind them.
-    write_tree(tree, {"0/copy.txt": changed(words_of(0, 400), every=200)})
-    manifest = prepare(tree, tmp_path / "out", max_bytes=20_000, heldout_docs=4)
-    assert manifest["stopped_early"] and 20_000 <= manifest["bytes"] < 25_000
-    assert manifest["dropped"] == {NEAR_DUPLICATE: 1}

@@ -259,10 +259,7 @@ def test_wrong_settings_name_the_flag(settings, message):
 #: Function, number of the call, and whether the process dies before it, after it or in the middle of writing.
 KILLS = {
     "in the middle of a shard's tokens": ("forgetting_transformer.data.prepare.shards", "_append", 7, "half"),
-    "in the middle of a log line": ("forgetting_transformer.data.prepare.shards", "_append", 9, "half"),
-    "before the stream is complete": ("forgetting_transformer.data.prepare.pipeline", "write_json", 2, "before"),
     "after a block of rows": ("forgetting_transformer.data.prepare.writing", "write_block", 3, "after"),
-    "before the manifest": ("forgetting_transformer.data.prepare.pipeline", "write_json", 3, "before"),
     "before the corpus appears": ("os", "rename", 1, "before"),
     "after the corpus has appeared": ("os", "rename", 1, "after"),
 }
@@ -382,13 +379,6 @@ def test_a_full_disk_names_the_file_and_the_same_command_continues(tree, place, 
     prepare(tmp_path / "fresh", tree)
     assert all_files(place.out) == all_files(tmp_path / "fresh")
 
-    def full_too(*_, **options):
-        raise OSError(errno.ENOSPC, "No space left on device")  # of a semaphore
-
-    monkeypatch.setattr(shards, "ProcessPoolExecutor", full_too)
-    with pytest.raises(DataError, match=r"^/dev/shm \(.*`--shm-size`, or use --workers 1$"):
-        prepare(tmp_path / "more", tree, workers=2)
-
 
 # Folders that hold something already --------------------------------------------------------------------------
 
@@ -435,8 +425,3 @@ def test_a_corpus_inside_an_input_is_not_read(tree, tmp_path):
     second = prepare(tree / "data" / "two", tree)
     assert first["dropped"] == {} and second["texts"] == first["texts"]
     assert second["dropped"] == {MADE_HERE: 1}
-
-
-def test_amounts_of_bytes():
-    read_amount = script("prepare_data").number_of_bytes
-    assert [read_amount(text) for text in ("500", "30MB", "1.5g")] == [500, 30_000_000, 1_500_000_000]

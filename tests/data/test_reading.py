@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from forgetting_transformer.data import DataError, ReadingOrder, TokenArray, worker
-from forgetting_transformer.data.token_array import slots_for
 from tests.data.corpus_helpers import labels, module, rewrite, write_array
 from tests.data.mirror import CHUNK, DOC_LEN, DOCUMENTS, tokens_of_corpus, write_layout
 from tests.processes import Command, run_command
@@ -213,13 +212,6 @@ def test_evaluation_counts_every_held_out_slice_once_whatever_the_world_size(cor
     assert sorted(seen) == sorted(tokens_of_corpus()[:documents].reshape(-1, 48).tolist())
 
 
-def test_a_held_out_batch_has_no_more_rows_than_there_are(corpus):
-    data = module(corpus, eval_tokens=7 * DOC_LEN, eval_local_batch_size=1000)
-    batches = [batch for rank in range(4) for batch in data.eval_loader(rank, 4)]
-    assert [batch["labels"].shape for batch in batches] == [(4, 48)] * 4
-    assert sum(batch["weight"].sum() for batch in batches) == 14
-
-
 def test_lengths_and_sizes_that_do_not_fit_are_refused_with_the_fix(corpus):
     for changes, message in (
         ({"train_batch_len": 33}, r"train_batch_len=33 must divide .* 96 tokens.*nearest .* 24, 32, 48"),
@@ -253,11 +245,6 @@ def test_a_batch_that_cannot_be_handed_over_is_an_error_with_the_resource(corpus
 
 
 # Each chunk is decoded once, by one process of a rank, which ends with it -----------------------------------------
-
-
-def test_room_for_the_chunks_that_a_batch_touches():
-    assert slots_for((2048, 2048), 32, 16_384) == 2 * 8  # a batch of the paper may lie across two rows of chunks
-    assert slots_for((2048, 2048), 32, 3000) == 2 * 3  # not aligned with chunks: 3,000 tokens can touch three of them
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from forgetting_transformer.evaluation.models import EvaluationError, fingerprint, load_model, token_losses
-from forgetting_transformer.evaluation.workers import Workers, start_workers
+from forgetting_transformer.evaluation.workers import start_workers
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest
 from forgetting_transformer.training.export import export, load_checkpoint
@@ -65,13 +65,6 @@ def test_what_is_no_model_is_refused_in_one_line(quickstart, tmp_path):
     for name in ("step-000000000001280.pt", "step-000000000001280.pt.done"):
         (tmp_path / "official/checkpoints" / name).write_bytes(b"")
     refused(tmp_path / "official", r"a run of the authors' code: evaluate its export, python save_model\.py")
-
-
-def test_a_model_trained_with_hugging_faces_loss_is_evaluated_like_any_other(quickstart, tmp_path):
-    AutoModelForCausalLM.from_pretrained(quickstart.hf, loss="causal_lm").save_pretrained(tmp_path)
-    ids = torch.arange(8)[None]
-    losses = [token_losses(load_model(str(folder)).model, ids, ids.roll(-1, 1)) for folder in (tmp_path, quickstart.hf)]
-    assert losses[0].shape == ids.shape and torch.equal(*losses)
 
 
 @pytest.mark.parametrize("change", ["prefix", "more", "shape"])
@@ -147,28 +140,6 @@ def test_a_foreign_models_losses_are_those_of_its_logits(tmp_path):
     logits = found.model(input_ids=input_ids).logits
     expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     torch.testing.assert_close(token_losses(found.model, input_ids, labels), expected)
-
-
-def test_what_the_first_process_refuses_every_process_refuses(monkeypatch):
-    """Another that waited for it would end with another error, of the network."""
-    sent = []
-
-    def broadcast(workers, value):
-        if workers.is_first:
-            sent.append(value)
-        return sent[-1]
-
-    monkeypatch.setattr(Workers, "broadcast", broadcast)
-    processes = [Workers(rank, 2, torch.device("cpu")) for rank in (0, 1)]
-
-    def refuse():
-        raise EvaluationError("the folder holds other results")
-
-    for process in processes:
-        with pytest.raises(EvaluationError, match="the folder holds other results"):
-            process.on_first(refuse)
-    calls = iter([7])
-    assert [process.on_first(lambda: next(calls)) for process in processes] == [7, 7]
 
 
 def test_an_option_that_fabric_run_has_taken_is_not_lost_silently(monkeypatch):

@@ -241,15 +241,6 @@ def test_a_corpus_of_another_tokenizer_is_refused(quickstart, model, tmp_path):
         per_token_loss.evaluate(model, data, tmp_path, ALONE)
 
 
-def test_the_table_says_what_a_context_beyond_the_training_length_is_worth(quickstart, tmp_path):
-    arguments = ["--data_path", quickstart.data, "--dataset", "words", "--save_dir", tmp_path, "--model", "fox"]
-    done = run_script(SCRIPT, *arguments, "--model_path", quickstart.hf, "--local_batch_size", 8)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("| fox")]
-    assert [row[2].strip() for row in rows if row[-2].strip()] == ["32", "64", "128"]
-    assert len(rows) > 3, "the positions within it are there too"
-
-
 def test_results_say_how_certain_they_are_and_what_they_were_made_with(quickstart, model, tmp_path):
     data = heldout(quickstart)
     results = per_token_loss.evaluate(model, data, tmp_path, ALONE, batch_size=8)

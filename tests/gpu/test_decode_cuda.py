@@ -85,25 +85,6 @@ def test_buffers_that_fill_up_are_served_by_one_cuda_graph(kernel_only):
             assert relative_error(out[i : i + 1], want) < 4e-3
 
 
-def test_compiles_into_one_graph_for_all_lengths(kernel_only):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    counts = CompileCounterWithBackend("inductor")
-    q, k, v, log_fgate = make_inputs(keys=800)
-    running = cumulative_log_fgate(log_fgate, head_first=True)
-    seq_start = torch.tensor([0, 5], device="cuda")
-
-    def step(k, v, running):
-        options = {"head_first": True, "seq_start": seq_start, "adaptive_threshold": -20.0}
-        return 2 * forgetting_attention_decode(q, k, v, running, **options)
-
-    compiled = torch.compile(step, fullgraph=True, backend=counts)
-    for length in (500, 501, 600, 700):
-        arguments = (x[:, :, :length] for x in (k, v, running))
-        assert torch.equal(compiled(*arguments), step(*(x[:, :, :length] for x in (k, v, running))))
-    assert counts.frame_count <= 2  # the second length makes it a symbol
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
 def test_a_model_decodes_what_a_full_pass_computes(dtype, tolerance):
     torch.manual_seed(0)

@@ -169,27 +169,6 @@ def test_the_same_bits_twice_with_windows_documents_and_shared_keys(kernels, hea
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_block_that_keeps_only_itself_gives_the_gradients_of_that_block(kernels, head_dim, poisoned):
-    """A threshold above every bias leaves each block of queries one block of keys, and earlier keys none."""
-    for queries, keys in ((1024, 1024), (256, 1024)):
-        leaves, d_out = random_leaves(2, queries, 3, head_dim, keys=keys, shift=0)
-        q, k, v, log_fgate = leaves
-        kernels.clear()
-        found = gradients(leaves, d_out, adaptive_threshold=0.0)
-        assert kernels == [*KERNELS]
-        hidden = keys - queries
-        for x in (found[1], found[2]):
-            assert not x[:, :hidden].any()
-        for start in range(0, queries, 128):
-            rows, columns = slice(start, start + 128), slice(hidden + start, hidden + start + 128)
-            alone = [q[:, rows], k[:, columns], v[:, columns], log_fgate[:, columns]]
-            alone = [x.detach().contiguous().requires_grad_() for x in alone]
-            expected_bits = gradients(alone, d_out[:, rows].contiguous())
-            for a, b in zip(found[:3], expected_bits[:3], strict=True):
-                assert torch.equal(a[:, rows] if a is found[0] else a[:, columns], b)
-
-
 def test_slices_of_one_projection_are_read_where_they_lie(kernels):
     """Heads within wider rows, as a joint projection writes them."""
     q, k, v = torch.randn(2, 512, 3, 4, 128, device="cuda").bfloat16().unbind(2)

@@ -111,10 +111,9 @@ def test_fla_and_its_gradients_agree_with_float64(op):
             inputs = make_inputs(op, length, decay)
             assert recurrence._select_backend(op, inputs["q"], inputs["v"]) is fla
             want = expected(op, inputs)
-            floors = {"dlog_decay": rounding_of_gate_gradients(want, inputs)} if decay == "strong" else {}
             got = run(public(op), inputs)
             assert got["out"].dtype == torch.bfloat16 and got["state"].dtype == torch.float32
-            assert_close(got, want, 1.5e-2, **floors)
+            assert_close(got, want, 1.5e-2, **decay_floors(op, decay, want, inputs))
 
 
 @pytest.mark.parametrize("op", HEAD_DIMS)

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 
-from tests.processes import run_command
 from tests.training.conftest import (
     HEARD,
     STEP,
@@ -16,7 +15,6 @@ from tests.training.conftest import (
     assert_same_run,
     changed,
     checkpoint_tensors,
-    command_line,
     in_step,
     losses,
     rank_log,
@@ -164,14 +162,6 @@ def test_the_launcher_stops_two_gpus_in_order(on_gpus, tmp_path):
     assert found["status"] == "preempted" and found["reason"] == "SIGTERM"
     assert (folder / f"checkpoints/step-{found['step']:015d}/manifest.json").is_file()
     assert "Traceback" not in said.read_text()
-
-
-def test_more_gpus_than_there_are_is_one_line(on_gpus, tmp_path):
-    overrides = [*command_line(on_gpus("auto", 1), tmp_path / "run"), "fabric.accelerator=cuda", "fabric.devices=99"]
-    done = run_command("train.py", *overrides)
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    [line] = [line for line in done.stderr.splitlines() if "fabric.devices=99" in line]
-    assert "your machine only has" in line and not (tmp_path / "run/checkpoints").exists()
 
 
 #: PyTorch gives each of its warnings once per process, so that the check has a process of its own.

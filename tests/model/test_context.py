@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops import context
 from tests.model.small_models import PRO, SMALL_FIELDS, small
 from tests.processes import server
@@ -22,14 +21,10 @@ from tests.waiting import HANG
 BATCH, LENGTH, VOCAB = 2, 32, 61
 #: name: architecture and fields of the model. Four heads, so that four processes can share them.
 MODELS = {
-    "fox_pro": ("forgetting_transformer", PRO),
-    "fox_rope": ("forgetting_transformer", {"use_rope": True, "fgate_type": "bias_only"}),
-    "fox_pruned": ("forgetting_transformer", {"log_pruning_tolerance": -10.0}),
     "fox_pro_pruned": ("forgetting_transformer", {**PRO, "log_pruning_tolerance": -10.0}),
     "transformer_pro": ("forgetting_transformer", {**PRO, "fgate_type": "none", "use_rope": True}),
     "fox_two_key_heads": ("forgetting_transformer", {**PRO, "num_kv_heads": 2, "log_pruning_tolerance": -10.0}),
     "fox_window_one_key_head": ("forgetting_transformer", {**PRO, "num_kv_heads": 1, "window_size": 11}),
-    "transformer_llama": ("transformer", {}),
     "transformer_swa": ("transformer", {"window_size": 11}),
     "transformer_two_key_heads": ("transformer", {"num_kv_heads": 2}),
     "delta_net": ("delta_net", {"use_gate": True}),
@@ -37,7 +32,6 @@ MODELS = {
     "kda": ("kda", {}),
     "path_fox": ("path_fox", {}),
     "hgrn2": ("hgrn2", {}),
-    "mamba2": ("mamba2", {}),
     "mamba2_groups": ("mamba2", {"n_groups": 2}),
     "hybrid": (
         "hybrid",
@@ -51,17 +45,7 @@ MODELS = {
     ),
     "samba": ("samba", {"attn": {"num_heads": 4, "num_kv_heads": 2, "window_size": 11, "layers": None}}),
 }
-PACKED = (
-    "fox_pro",
-    "fox_rope",
-    "fox_two_key_heads",
-    "fox_window_one_key_head",
-    "transformer_llama",
-    "transformer_swa",
-    "mamba2",
-    "mamba2_groups",
-    "samba",
-)
+PACKED = ("fox_pro_pruned", "fox_two_key_heads", "fox_window_one_key_head", "transformer_swa", "mamba2_groups", "samba")
 
 
 def test_every_architecture_is_among_them():
@@ -109,7 +93,7 @@ def summed_gradients(model, shared) -> dict[str, torch.Tensor]:
 #: Most are checkpointed alone, since layers know nothing of it.
 CASES = [
     *((name, False, True) for name in MODELS),
-    *((name, False, False) for name in ("fox_pro", "mamba2")),
+    *((name, False, False) for name in ("fox_pro_pruned", "mamba2_groups")),
     *((name, True, True) for name in PACKED),
 ]
 
@@ -174,68 +158,6 @@ def test_heads_are_dealt_out_by_how_far_their_gates_reach(monkeypatch):
     assert context.even_order(log_fgate) is None
     with pretended(4), pytest.raises(ValueError, match="6 heads cannot be shared equally by 4 processes"):
         context.even_order(log_fgate)
-
-
-class Asked(Exception):
-    """Enough is known."""
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_layer_says_how_far_pruning_reaches_and_where_documents_begin(packed, monkeypatch):
-    def asked(*arguments):
-        raise Asked(*arguments)
-
-    layer = small("forgetting_transformer", qk_norm=True, log_pruning_tolerance=-10.0).decoder.layers[0].sequence_mixer
-    monkeypatch.setattr(context, "even_order", asked)
-    cu_seqlens = torch.tensor([0, 20, 64]) if packed else None
-    with pretended(2), pytest.raises(Asked) as caught:
-        layer(torch.randn(1, 32, 32), Span(cu_seqlens=cu_seqlens))
-    log_fgate, threshold, documents = caught.value.args
-    assert log_fgate.shape == (1, 32, layer.num_heads) and documents is cu_seqlens
-    assert torch.equal(threshold, layer.pruning().threshold(64))
-
-
-@pytest.mark.parametrize("cu_seqlens", [None, [0, 100, 101, 101, 512]])
-@pytest.mark.parametrize("thresholds", [None, [20.0, 30, 40, 50]])
-def test_the_work_of_a_head_is_the_pairs_that_pruning_leaves(cu_seqlens, thresholds, monkeypatch):
-    monkeypatch.setattr(context, "_gather", lambda x: torch.stack([0.5 * x, 1.5 * x]))
-    arguments: list = []
-    monkeypatch.setattr(context, "_deal", lambda *a: arguments.extend(a) or torch.arange(4))
-    gates = -torch.tensor([40.0, 2.0, 0.25, 0.0])
-    packed, threshold = (None if x is None else torch.tensor(x) for x in (cu_seqlens, thresholds))
-    with pretended(2):
-        context.even_order(gates.expand(1, 256, 4), threshold, packed)
-    found = context._keys_per_query(*arguments)
-    position = torch.arange(512)
-    document = torch.bucketize(position, torch.tensor(cu_seqlens or [0, 512]), right=True)
-    distance = position[:, None] - position
-    for head, far in enumerate(thresholds or [context.USUAL_THRESHOLD] * 4):
-        kept = (distance >= 0) & (document[:, None] == document) & (distance * -gates[head] <= far)
-        # The band is counted to half a token, of which there is one per query.
-        assert found[head].item() == pytest.approx(kept.sum().item() / 512 + context.TILE, abs=1)
-
-
-def test_compiled_code_writes_what_is_exchanged_as_it_is_sent(monkeypatch):
-    """Forward and backward, also where heads are dealt out: an exchange that packs its input copies it once more."""
-    from functorch.compile import aot_function, make_boxed_func
-
-    monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda received, sent, group: received.copy_(sent))
-    sent = []
-
-    def kept(graph, _):
-        for node in graph.graph.nodes:
-            if "forgetting_transformer.exchange" in str(node.target):
-                sent.append(node.args[0].meta["val"].is_contiguous())
-        return make_boxed_func(graph.forward)
-
-    def there_and_back(x):
-        order = context.Order(torch.tensor([2, 0, 1, 3]), torch.tensor([1, 2, 0, 3]))
-        return context.to_sequence(context.to_heads(x, order=order).sin(), 1, order).cos()
-
-    with context.sharing(context.Context(0, 2), None):
-        x = torch.randn(1, 8, 4, 3, requires_grad=True)
-        aot_function(there_and_back, fw_compiler=kept)(x).sum().backward()
-    assert sent == [True] * 4
 
 
 @contextlib.contextmanager

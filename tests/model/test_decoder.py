@@ -1,14 +1,9 @@
 """The decoder shell: what forward returns, losses, gradient checkpointing, and how an architecture plugs in."""
 
-from typing import ClassVar
-
 import pytest
 import torch
-from torch import nn
 from transformers import PreTrainedModel
-from transformers import initialization as init
 
-from forgetting_transformer.model import DecoderConfig, DecoderForCausalLM
 from forgetting_transformer.model.generation.cache import CACHE_NAME
 from forgetting_transformer.model.layers import Embedding, lookup
 from tests.model.small_models import PRO, small_model
@@ -114,66 +109,6 @@ def test_hooks_of_a_checkpointed_block_run_once_per_pass(ids):
     block.register_forward_pre_hook(lambda *_: calls.append("hook"))
     gradients(model, ids)
     assert calls == ["hook"]
-
-
-class RunningSum(nn.Module):
-    """The simplest mixer there is."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.in_proj = nn.Linear(width, width, bias=False)
-
-    def init_own_weights(self) -> None:
-        init.eye_(self.in_proj.weight)
-
-    def forward(self, hidden, seq_start=None, cache=None):
-        return self.in_proj(hidden).cumsum(1), cache
-
-
-class RunningSumConfig(DecoderConfig):
-    """An architecture whose blocks have no MLP and whose modules have other names."""
-
-    mixer_norm_name: ClassVar[str] = "norm"
-    mixer_name: ClassVar[str] = "mixer"
-    final_norm_name: ClassVar[str] = "norm_f"
-    norm_eps: float = 1e-5
-
-    def build_mixer(self, layer_idx: int) -> RunningSum:
-        return RunningSum(self.hidden_size)
-
-    def build_mlp(self, layer_idx: int) -> None:
-        return None
-
-    def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
-        return 2 * self.hidden_size**2
-
-    def mlp_flops_per_token(self, layer_idx: int) -> float:
-        return 0
-
-
-class RunningSumForCausalLM(DecoderForCausalLM):
-    config_class = RunningSumConfig
-    base_model_prefix = "backbone"
-
-
-def test_another_architecture_is_a_mixer_and_a_config(ids, tmp_path):
-    config = RunningSumConfig(vocab_size=61, hidden_size=8, num_hidden_layers=2)
-    model = RunningSumForCausalLM(config)
-    layers = [f"backbone.layers.{i}.{name}" for i in range(2) for name in ("norm.weight", "mixer.in_proj.weight")]
-    assert set(model.state_dict()) == {
-        "backbone.embeddings.weight",
-        *layers,
-        "backbone.norm_f.weight",
-        "lm_head.weight",
-    }
-    assert torch.equal(model.backbone.layers[1].mixer.in_proj.weight, torch.eye(8))
-    with torch.no_grad():
-        model.backbone.layers[1].mixer.in_proj.weight.add_(1)
-    gradients(model, ids)
-    model.save_pretrained(tmp_path)
-    loaded = RunningSumForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
-    assert config.flops_per_token(100) == 3 * (2 * 2 * 64 + 2 * 8 * 61)
 
 
 def test_the_lookup_of_gpus_gives_the_gradient_of_pytorchs_embedding():

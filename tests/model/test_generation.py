@@ -1,12 +1,11 @@
 """Whatever a cache is put through, the model predicts what a full forward pass predicts."""
 
-import functools
 import re
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, GenerationConfig
 
 from forgetting_transformer.model import DecoderForCausalLM
 from forgetting_transformer.model.generation.cache import AttentionCache
@@ -80,7 +79,6 @@ def logits_in_pieces(model, ids: Tensor, lengths: list[int], mask: Tensor | None
     return torch.cat(pieces, dim=1)
 
 
-PIECES = [[1] * 12, [5, *[1] * 7], [5, 3, 4]]
 VARIANTS = {
     **MODELS,
     "fox llama": ("forgetting_transformer", {}),
@@ -104,14 +102,14 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("lengths", PIECES, ids=str)
+@pytest.mark.parametrize("lengths", [[1] * 12, [5, 3, *[1] * 4]], ids=str)
 @pytest.mark.parametrize(("name", "fields"), VARIANTS.values(), ids=VARIANTS)
 def test_pieces_equal_the_whole(name, fields, lengths, ids):
     model = small(name, **fields)
     assert_close(logits_in_pieces(model, ids, lengths), model(input_ids=ids, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("lengths", [[12], [5, 7], [1] * 12], ids=len)
+@pytest.mark.parametrize("lengths", [[5, 7], [1] * 12], ids=len)
 def test_left_padding_changes_nothing(model, ids, lengths):
     mask = torch.ones_like(ids)
     mask[0, :6] = 0
@@ -136,8 +134,8 @@ def greedy_by_full_passes(model, ids: Tensor, steps: int) -> Tensor:
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"use_cache": False}, {"attention_mask": torch.ones(2, 12, dtype=torch.long)}, {"prefill_chunk_size": 5}],
-    ids=["cache", "no cache", "mask of ones", "chunked prefill"],
+    [{}, {"use_cache": False}, {"prefill_chunk_size": 5}],
+    ids=["cache", "no cache", "chunked prefill"],
 )
 def test_greedy_generation_with_and_without_left_padding(model, ids, how):
     want = greedy_by_full_passes(model, ids, 10)
@@ -148,9 +146,7 @@ def test_greedy_generation_with_and_without_left_padding(model, ids, how):
     assert torch.equal(out[:1, 5:], greedy_by_full_passes(model, ids[:1, 5:], 10)) and torch.equal(out[1:], want[1:])
 
 
-@pytest.mark.parametrize(
-    "how", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}, {"do_sample": True}], ids=str
-)
+@pytest.mark.parametrize("how", [{"num_beams": 4, "num_return_sequences": 2}, {"do_sample": True}], ids=str)
 def test_beams_and_samples_do_not_depend_on_the_cache(model, ids, how):
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
@@ -172,43 +168,12 @@ def test_assisted_generation_takes_back_rejected_tokens(croppable_model, ids):
     assert torch.equal(out, want)
 
 
-@pytest.mark.slow
-def test_a_target_may_write_the_padding_token_while_a_draft_guesses(croppable_model, ids):
-    model, prompt = croppable_model, ids[:1, :4]
-    want = greedy_by_full_passes(model, prompt, 8)
-    draft = small_model(seed=1)
-    written = {*want[0, 4:].tolist()} - {*prompt[0].tolist()}
-    assert written
-    for token in written:
-        out = model.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=draft, pad_token_id=token)
-        assert torch.equal(out, want)
-
-
-def test_fox_drafts_for_other_models(ids):
-    """They hand on their positions, for which a model without rotary positions has no use."""
-    torch.manual_seed(0)
-    fields = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=61, eos_token_id=None, **fields)).eval()
-    options = {"max_new_tokens": 6, "do_sample": False}
-    want = llama.generate(ids[:1], **options)
-    for draft in (small_model(), small("transformer")):
-        assert torch.equal(llama.generate(ids[:1], assistant_model=draft, **options), want)
-
-
 @pytest.mark.parametrize("name", ["mamba2", "hybrid"])
 def test_a_draft_that_cannot_take_tokens_back_is_refused_at_the_start(name, ids):
     model, draft = small_model(), small(MODELS[name][0], **MODELS[name][1])
     draft.decoder.register_forward_pre_hook(lambda *_: pytest.fail("it drafts"))
     with pytest.raises(ValueError, match=f"assistant_model is a {type(draft).__name__}, whose recurrent state"):
         model.generate(ids[:1], max_new_tokens=8, assistant_model=draft)
-
-
-def test_the_tokenizer_that_generate_hands_on_is_no_input(model, ids):
-    """With stop_strings, and from servers; models that take any argument swallow it."""
-    state = model.prepare_inputs_for_generation(ids[:1, :5], tokenizer="a tokenizer", assistant_tokenizer="another")
-    assert "tokenizer" not in state and "assistant_tokenizer" not in state
-    model(**state)
-    assert model.generate(ids[:1, :5], max_new_tokens=2, tokenizer="a tokenizer").shape[1] <= 7
 
 
 def test_generation_from_embeddings(model, ids):
@@ -279,18 +244,21 @@ def test_a_sliding_window_keeps_only_the_keys_it_needs(ids):
     assert_close(model(input_ids=ids[:, 6:], past_key_values=cache).logits, model(input_ids=ids).logits[:, 6:])
 
 
-def test_reset_empties_the_cache(model, ids):
+def test_an_emptied_cache_remembers_nothing(model, ids):
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    cache = model(input_ids=ids, attention_mask=mask).past_key_values
-    cache.reset()
-    assert_close(model(input_ids=ids, past_key_values=cache).logits, model(input_ids=ids).logits)
+    for empty in (lambda cache: cache.reset(), lambda cache: cache.crop(-12)):
+        cache = model(input_ids=ids, attention_mask=mask).past_key_values
+        empty(cache)
+        assert_close(model(input_ids=ids, past_key_values=cache).logits, model(input_ids=ids).logits)
 
 
-def test_generation_under_autocast(model, ids):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = model.generate(ids, max_new_tokens=5, do_sample=False)
-    assert out.shape == (2, 17)
+def test_the_tokenizer_that_generate_hands_on_is_no_input(ids):
+    """With stop_strings, and from servers; models that take any argument swallow it."""
+    model = small_model()
+    state = model.prepare_inputs_for_generation(ids[:1, :5], tokenizer="a tokenizer", assistant_tokenizer="another")
+    assert "tokenizer" not in state and "assistant_tokenizer" not in state
+    assert model.generate(ids[:1, :5], max_new_tokens=2, tokenizer="a tokenizer").shape[1] <= 7
 
 
 @pytest.mark.parametrize(
@@ -309,24 +277,11 @@ def test_calls_that_cannot_be_right_are_refused(call, error, message):
 
 def test_what_is_no_batch_of_sequences_is_refused():
     model = small_model()
-    for name, shape, right in (
-        (
-            "input_ids",
-            (5,),
-            r"\(B, T\), at least one .* one sequence is a batch too: input_ids\[None\]",
-        ),
-        ("input_ids", (2, 0), r"\(B, T\)"),
-        ("input_ids", (2, 3, 4), r"\(B, T\)"),
-        ("inputs_embeds", (2, 5, 16), r"\(B, T, 32\)"),
-    ):
+    for name, shape in (("input_ids", (5,)), ("input_ids", (2, 0)), ("inputs_embeds", (2, 5, 16))):
         given = {name: torch.zeros(shape, dtype=torch.float32 if name == "inputs_embeds" else torch.long)}
-        labels = torch.zeros(shape[:2], dtype=torch.long)
-        for call in (model.eval(), model.decoder, functools.partial(model.train(), labels=labels)):
-            with pytest.raises(ValueError, match=f"{name} has shape {re.escape(str(shape))}; it must be {right}"):
+        for call in (model, model.decoder, *([model.generate] if name == "input_ids" else [])):
+            with pytest.raises(ValueError, match=re.escape(f"{name} has shape {shape}; it must be (B, T")):
                 call(**given)
-    for shape in ((5,), (2, 0)):
-        with pytest.raises(ValueError, match=re.escape(f"input_ids has shape {shape}; it must be (B, T)")):
-            model.generate(torch.zeros(shape, dtype=torch.long), max_new_tokens=2)
     with pytest.raises(TypeError, match="input_ids is a list; it must be a tensor"):
         model([[1, 2]])
 

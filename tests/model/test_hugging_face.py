@@ -9,7 +9,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from forgetting_transformer.model import ForgettingAttentionLayer, registry
 from forgetting_transformer.model.generation.cache import DecoderCache
-from forgetting_transformer.model.span import Span
 from tests.model.small_models import PRO, small, small_model
 
 ARCHITECTURES = registry.model_names()
@@ -27,15 +26,6 @@ def test_the_loss_is_that_of_hugging_face(name, ids):
     model.config.loss = "per_token"
     per_token_BT = model(input_ids=ids[:, :-1], labels=labels[:, 1:]).loss
     torch.testing.assert_close(out.loss, per_token_BT.sum() / (labels[:, 1:] != -100).sum())
-
-
-def test_micro_batches_add_up_to_the_mean_of_the_step(ids):
-    model = small_model(loss="causal_lm")
-    labels = ids.clone()
-    labels[0, 3:] = -100
-    count = (labels[:, 1:] != -100).sum()
-    parts = [model(input_ids=ids[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=count).loss for i in (0, 1)]
-    torch.testing.assert_close(sum(parts), model(input_ids=ids, labels=labels).loss)
 
 
 def test_the_convention_is_stored_with_the_model_and_may_be_chosen_at_loading(ids, tmp_path):
@@ -113,17 +103,6 @@ def test_trainer_trains(name, options, tmp_path):
 def test_trainer_refuses_a_model_of_the_other_convention_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"Trainer .* model\.config\.loss = 'causal_lm'"):
         trained(small_model(), tmp_path)
-
-
-@pytest.mark.slow
-def test_smoothed_labels_are_shifted(tmp_path):
-    """Trainer takes the labels for itself then, and shifts them only for models that it knows by name."""
-    model = small_model(loss="causal_lm", initializer_range=0.02)
-    trained(model, tmp_path, label_smoothing_factor=0.01)
-    ids = torch.arange(20, 32)[None]
-    logits = model.eval()(input_ids=ids).logits[0, :-1]
-    copied, predicted = (F.cross_entropy(logits, target).item() for target in (ids[0, :-1], ids[0, 1:]))
-    assert predicted < copied
 
 
 def test_an_adapter_of_the_output_layer_counts_in_either_convention(ids):
@@ -226,26 +205,6 @@ def test_layers_without_attention_cannot_be_shown(ids):
 
 
 # The layer by itself.
-
-
-def test_the_layer_alone_starts_as_in_a_model():
-    torch.manual_seed(0)
-    layer = ForgettingAttentionLayer(hidden_size=256, num_heads=4, use_output_gate=True, use_k_shift=True)
-    weights = {name: p for name, p in layer.named_parameters() if name.endswith("weight")}
-    assert {"q_proj.weight", "k_proj.linear.weight", "k_proj.shift_proj.weight", "ogate_proj.weight"} < set(weights)
-    for name, weight in weights.items():
-        assert weight.std().item() == pytest.approx(0.02, rel=0.1), name
-    assert not layer.fgate_proj.bias.any()
-    wide = ForgettingAttentionLayer(hidden_size=256, num_heads=4, initializer_range=0.1)
-    assert wide.q_proj.weight.std().item() == pytest.approx(0.1, rel=0.1)
-
-
-def test_what_layers_know_of_tokens_follows_a_model_that_lies_on_several_devices():
-    accelerate = pytest.importorskip("accelerate", reason="pip install -r requirements-dev.txt")
-    cache = small_model().new_cache().layers[0]
-    span = Span(torch.zeros(2, dtype=torch.long), position_BT=torch.zeros(1, 4), cache=cache)
-    moved = accelerate.utils.send_to_device(span, "meta")
-    assert moved.seq_start_B.is_meta and moved.position_BT.is_meta and moved.cache is cache
 
 
 def test_the_layer_takes_the_arguments_of_the_authors(ids):

@@ -17,10 +17,9 @@ from forgetting_transformer.model import (
     Mamba2ForCausalLM,
     layers,
 )
-from forgetting_transformer.model.mixers import mamba2, path_fox
+from forgetting_transformer.model.mixers import mamba2
 from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
 from forgetting_transformer.model.mixers.samba import MambaMixer, SambaAttention
-from forgetting_transformer.model.span import Span
 from tests.docs.commands import blocks, section
 from tests.model.small_models import small, small_model
 
@@ -184,25 +183,6 @@ def test_which_blocks_have_attention(attn, kinds, ids):
     model = small("samba", attn=attn, mamba_hidden_ratio=8, attn_hidden_ratio=16)
     assert [block.mlp.down_proj.in_features for block in model.backbone.layers] == [widths[kind] for kind in kinds]
     assert model(input_ids=ids, labels=ids).loss.isfinite().all()
-
-
-# PaTH-FoX
-
-
-def test_nothing_is_made_for_a_cache_that_is_not_there(monkeypatch):
-    """Training would carry every key to the end of the sequence for nothing."""
-    asked = []
-    original = path_fox.path_attention
-
-    def recorded(*args, **options):
-        asked.append(options["returns_past"])
-        return original(*args, **options)
-
-    monkeypatch.setattr(path_fox, "path_attention", recorded)
-    mixer = small("path_fox").model.layers[0].attn
-    mixer(torch.randn(1, 5, 32))
-    mixer(torch.randn(1, 5, 32), Span(cache=mixer.new_cache()))
-    assert asked == [False, True]
 
 
 # Gated DeltaNet

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.ops import compiling
-from forgetting_transformer.ops.layers import cross_entropy
 from tests.model.small_models import GROUPED, PRO, WINDOWS, small
 
 #: Two rows of 12 tokens, of five documents and of one; ends repeated, as loaders pad them.
@@ -39,13 +37,12 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.randint(0, 61, (2, 12), generator=generator) for _ in range(2))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", PACKING)
-def test_losses_and_gradients_are_those_of_the_documents_one_by_one(kind, checkpointing):
+def test_losses_and_gradients_are_those_of_the_documents_one_by_one(kind):
+    """The packed ones with activation checkpointing."""
     name, fields = PACKING[kind]
     model = small(name, **fields).double().train()
-    if checkpointing:
-        model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     input_ids, labels = tokens()
     packed = model(input_ids=input_ids, labels=labels, cu_seqlens=CU_SEQLENS).loss
     assert packed.shape == input_ids.shape
@@ -53,6 +50,7 @@ def test_losses_and_gradients_are_those_of_the_documents_one_by_one(kind, checkp
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
     model.zero_grad()
+    model.gradient_checkpointing_disable()
     alone = []
     for inputs, targets in zip(input_ids.view(-1).split(LENGTHS), labels.view(-1).split(LENGTHS), strict=True):
         alone.append(model(input_ids=inputs[None], labels=targets[None]).loss[0])
@@ -91,33 +89,3 @@ def test_what_does_not_go_with_packing_is_refused():
             model(input_ids=input_ids, cu_seqlens=CU_SEQLENS, **others)
     with pytest.raises(ValueError, match="whose shift crosses documents"):
         small("transformer", loss="causal_lm")(input_ids=input_ids, labels=labels, cu_seqlens=CU_SEQLENS)
-
-
-COMPILED = pytest.mark.rare("tests/model/test_packed_documents.py::test_compiled_blocks_keep_documents_apart")
-
-
-@pytest.fixture
-def graphs_alone(monkeypatch):
-    """torch.compile that makes graphs, and no code of them."""
-    monkeypatch.setattr(
-        compiling, "compiled", lambda function, **_: torch.compile(function, dynamic=False, backend="aot_eager")
-    )
-    cross_entropy._compiled_slice_loss.cache_clear()
-    torch.compiler.reset()
-    yield
-    cross_entropy._compiled_slice_loss.cache_clear()
-    torch.compiler.reset()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "fields"), [("forgetting_transformer", PRO), pytest.param("mamba2", {}, marks=COMPILED)]
-)
-def test_compiled_blocks_keep_documents_apart(graphs_alone, name, fields):
-    """Graphs of both passes, run as they are; tests/gpu/test_models_cuda.py generates code for them."""
-    model = small(name, **fields, num_hidden_layers=1)
-    input_ids, labels = tokens()
-    expected = model(input_ids=input_ids, labels=labels, cu_seqlens=CU_SEQLENS).loss
-    model.run_compiled()
-    found = model(input_ids=input_ids, labels=labels, cu_seqlens=CU_SEQLENS).loss
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

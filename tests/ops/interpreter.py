@@ -26,7 +26,7 @@ from forgetting_transformer.ops.forgetting_attention.reference import forgetting
 def poisoned(original):
     def make(*args, **options):
         x = original(*args, **options)
-        return x.fill_(math.nan if x.is_floating_point() else -(2 ** 30))
+        return x.fill_(math.nan if x.is_floating_point() else -(2 ** 30) if x.element_size() > 2 else 1)
     return make
 
 for name in ("empty", "empty_like", "empty_strided"):

@@ -80,6 +80,14 @@ def results(function: Callable[..., Any], inputs: dict[str, Tensor | None]) -> d
     return {f"out {i}": x.detach() for i, x in enumerate(outs)} | gradients
 
 
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float, floor: float = 0.1) -> None:
+    """‖got - want‖ ≤ tolerance · (‖want‖ + floor), since some gradients are zero but for rounding."""
+    for name in want:
+        assert got[name].isfinite().all(), name
+        error, size = (got[name].double() - want[name].double()).norm().item(), want[name].double().norm().item()
+        assert error <= tolerance * (size + floor), f"{name}: relative error {error / max(size, 1e-30):.1e}"
+
+
 def expect_float64(
     function: Callable[..., Any],
     reference: Callable[..., Any],

@@ -77,35 +77,6 @@ assert all(torch.equal(a, b) for a, b in zip(same_as([*apart, tensors[3]], d_out
     )
 
 
-def test_eager_calls_may_be_recomputed_and_are_differentiable_once():
-    interpret(
-        f"""
-{COMPARE}
-from torch.utils.checkpoint import checkpoint
-q, k, v, f, d_out = (x.transpose(1, 2).contiguous() for x in inputs(20, 16))
-leaves = [x.requires_grad_() for x in (q, k, v, f)]
-wanted = torch.autograd.grad(forgetting_attention(*leaves), leaves, d_out)
-again = torch.autograd.grad(checkpoint(forgetting_attention, *leaves, use_reentrant=False), leaves, d_out)
-assert all(torch.equal(a, b) for a, b in zip(again, wanted, strict=True))
-doubled = forgetting_attention(*leaves).mul_(2)  # the backward pass needs what was there
-try:
-    torch.autograd.grad(doubled, leaves, d_out)
-except RuntimeError as error:
-    assert "modified by an inplace operation" in str(error)
-else:
-    raise AssertionError("gradients of an output that was overwritten")
-once = torch.autograd.grad(forgetting_attention(*leaves), leaves, d_out, create_graph=True)
-assert all(torch.equal(a, b) for a, b in zip(once, wanted, strict=True))
-try:
-    torch.autograd.grad(once[0].sum(), leaves)
-except RuntimeError as error:
-    assert "no autograd formula" in str(error)
-else:
-    raise AssertionError("differentiated twice")
-"""
-    )
-
-
 class Subclass(torch.Tensor):
     pass
 
@@ -145,28 +116,3 @@ def test_tensors_of_checked_shapes_are_not_taken_for_others():
         with pytest.raises(ValueError, match="v has shape"):
             forgetting_attention(q, k, v[:, :4], log_fgate)
     assert isinstance(checked_scale(1, 64), float)  # integers that are 1 would be compiled into the kernel
-
-
-def test_launches_are_prepared_for_one_signature():
-    """The compiled kernel of a call is looked up once; what Triton compiles another one for prepares another launch."""
-    interpret(
-        """
-def call(*tensors):
-    out, log_normaliser = run(attend, *tensors, d_out, None, 0.25)[:2]
-    return kernel._prepare_forward.cache_info().currsize, kernel._prepare_backward.cache_info().currsize
-
-q, k, v, f, d_out = inputs(36, 16)
-forward, backward = call(q, k, v, f)
-assert call(*(x.clone() for x in (q, k, v, f))) == (forward, backward)
-unaligned = torch.zeros(q.numel() + 1)[1:].view(q.shape).copy_(q)
-rows = torch.zeros(*q.shape[:3], 20)[..., :16].copy_(q)
-for i, other in enumerate((unaligned, rows, q.half())):
-    with torch.no_grad():
-        kernel._forward(other, *(x.to(other.dtype) for x in (k, v)), f, *kernel._decay(f, 36, *[None] * 5), None, 0.25)
-    assert kernel._prepare_forward.cache_info().currsize == forward + 1 + i
-first_key = torch.zeros(1, 36, dtype=torch.int32)
-with torch.no_grad():
-    kernel._forward(q, k, v, f, *kernel._decay(f, 36, *[None] * 4, first_key), first_key, 0.25)
-assert kernel._prepare_forward.cache_info().currsize == forward + 4
-"""
-    )

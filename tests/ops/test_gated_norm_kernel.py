@@ -42,16 +42,6 @@ def test_it_computes_what_pytorch_does_in_float64(device, has_gate, gate_first):
             expect_right(*shape, has_gate, gate_first, draw.random() < 0.5, dtype)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("has_gate", [True, False])
-@on_every_device
-def test_it_is_one_operator_to_torch_compile(device, has_gate):
-    x, gate = torch.randn(2, 9, 24, requires_grad=True), torch.randn(2, 9, 30)[..., 2:-4].requires_grad_()
-    weight = torch.randn(24, requires_grad=True)
-    given = (x, gate if has_gate else None, weight, 3, True, True, 1e-6)
-    torch.library.opcheck(torch.ops.forgetting_transformer.gated_rms_norm, given)
-
-
 def test_an_unknown_activation_and_an_epsilon_of_zero_are_refused():
     """The kernel would take anything else for a sigmoid, and make NaN of rows beyond the end."""
     x = torch.zeros(2, 8)

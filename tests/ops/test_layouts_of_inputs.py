@@ -1,7 +1,8 @@
-"""Operators get their inputs as compiled code lays them out, which pads rows and reorders axes. No GPU is needed.
+"""Operators get their inputs as compiled code lays them out: rows padded, axes reordered, 2³¹ elements apart.
 
 TorchInductor may do so because the operators say that they read any strides (`ops/compiling.py`); a `.contiguous()`
-before the call does not keep it from that. And activation checkpointing hands out each saved tensor once.
+before the call does not keep it from that. And activation checkpointing hands out each saved tensor once. No GPU is
+needed: kernels run in Triton's interpreter.
 """
 
 import pytest
@@ -9,104 +10,190 @@ import pytest
 pytest.importorskip("triton")
 from tests.ops.interpreter import interpret
 
-#: How each operator is called, and the shapes of the inputs with gradients.
+pytestmark = pytest.mark.slow
+
+#: How each operator is called, and the shapes of the inputs with gradients, of B sequences of T tokens.
 CALLS = {
     "gated norm": (
         "lambda x, g, w: norm_triton.normalise(x, g, w, 3, False, True, 1e-6)",
-        [(2, 7, 24), (2, 7, 24), (24,)],
+        "(B, T, 24), (B, T, 24), (24,)",
     ),
-    "norm": ("lambda x, w: norm_triton.normalise(x, None, w, 3, False, True, 1e-6)", [(2, 7, 24), (24,)]),
+    "norm": ("lambda x, w: norm_triton.normalise(x, None, w, 3, False, True, 1e-6)", "(B, T, 24), (24,)"),
     "token shift and norm": (
         "lambda y, s, p, w: shift_norm_triton.shift_and_normalise(y, s, p, starts, w, 3, 1e-6)",
-        [(2, 9, 24), (2, 9, 3), (2, 24), (8,)],
+        "(B, T, 24), (B, T, 3), (B, 24), (8,)",
     ),
     "residual norm": (
         "lambda x, y, w: residual_norm_triton.ResidualNorm.apply(x, y, w, 1e-6, torch.float32, False)",
-        [(2, 7, 24), (2, 7, 24), (24,)],
+        "(B, T, 24), (B, T, 24), (24,)",
     ),
-    "SwiGLU": ("lambda h: swiglu_triton.gated(h)", [(2, 7, 24)]),
+    "SwiGLU": ("lambda h: swiglu_triton.gated(h)", "(B, T, 24),"),
     "short convolution": (
-        "lambda x, w, p: short_convolution_triton.convolve(x, w, None, p, position, 0, 1e-6)[0]",
-        [(2, 9, 24), (24, 1, 4), (2, 24, 3)],
+        "lambda x, w, b, p: short_convolution_triton.convolve(x, w, b, p, position, 2, 1e-6)[0]",
+        "(B, T, 24), (24, 1, 4), (24,), (B, 24, 3)",
     ),
     "selective scan": (
-        "lambda x, dt, a, b, c, d, h: scan_triton._forward(x, F.softplus(dt), -a.exp(), b, c, d, None, starts.char(),"
-        " h)[0]",
-        [(2, 9, 8), (2, 9, 8), (8, 16), (2, 9, 16), (2, 9, 16), (8,), (2, 8, 16)],
+        "lambda x, dt, a, b, c, d, bias, h: scan_triton._forward(x, dt, -a.exp(), b, c, d, bias, starts.char(), h)[0]",
+        "(B, T, 8), (B, T, 8), (8, 16), (B, T, 16), (B, T, 16), (8,), (8,), (B, 8, 16)",
     ),
     "SSD": (
-        "lambda q, k, v, f, s, h: ssd.ssd(q, k, v, F.logsigmoid(f), F.softplus(s), None, h, document, 1.0)[0]",
-        [(2, 9, 1, 16), (2, 9, 1, 16), (2, 9, 2, 16), (2, 9, 2), (2, 9, 2), (2, 2, 16, 16)],
+        "lambda q, k, v, f, s, d, h: ssd.ssd(q, k, v, F.logsigmoid(f), F.softplus(s), d, h, document, 1.0)[0]",
+        "(B, T, 1, 16), (B, T, 1, 16), (B, T, 2, 16), (B, T, 2), (B, T, 2), (2,), (B, 2, 16, 16)",
     ),
     "convolution and SSD": (
         "lambda x, w, f, s: convolved_ssd.convolved_ssd(x, w, None, None, F.logsigmoid(f), F.softplus(s), None, None,"
         " position, document, 1, 16, 1.0)[0]",
-        [(2, 9, 64), (64, 1, 4), (2, 9, 2), (2, 9, 2)],
+        "(B, T, 64), (64, 1, 4), (B, T, 2), (B, T, 2)",
     ),
     "forgetting attention": (
-        "lambda q, k, v, f: attend(q, k, v, F.logsigmoid(f), first_key, 0.25, torch.full((2, 2), -10.0), True)[0]",
-        [(2, 2, 9, 16), (2, 1, 9, 16), (2, 1, 9, 16), (2, 2, 9)],
+        "lambda q, k, v, f: attend(q, k, v, F.logsigmoid(f), first_key, 0.25, torch.full((B, 2), -10.0), True)[0]",
+        "(B, 2, T, 16), (B, 1, T, 16), (B, 1, T, 16), (B, 2, T)",
+    ),
+    "decoding": (
+        "lambda q, k, v, f: torch.ops.forgetting_transformer.forgetting_attention_decode(q, k, v,"
+        " F.logsigmoid(f).double().cumsum(-1), torch.full((B, 2), -10.0), None, None, 0.25)[0]",
+        "(B, 2, 1, 16), (B, 1, T, 16), (B, 1, T, 16), (B, 2, T)",
     ),
 }
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CALLS)
-def test_operators_read_inputs_however_they_lie_and_may_be_checkpointed(name):
-    """Bitwise the same outputs and gradients. What an operator returned lies as it says, also when another reads it."""
-    call, shapes = CALLS[name]
-    interpret(
-        f"""
+LAID = """
+import mmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+import forgetting_transformer.ops.forgetting_attention.decode_triton
 from forgetting_transformer.ops.layers import norm_triton, residual_norm_triton, shift_norm_triton
 from forgetting_transformer.ops.layers import short_convolution_triton, swiglu_triton
 from forgetting_transformer.ops.recurrence import convolved_ssd, scan_triton, ssd
 
+def far(x, axis, apart):
+    "A copy of x whose parts along an axis are so many elements from each other; only pages that are touched exist."
+    size = apart * x.shape[axis] * x.element_size()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=x.dtype)
+    strides = [*x.movedim(axis, 0)[0].contiguous().stride()]
+    strides.insert(axis, apart)
+    return memory.as_strided(x.shape, strides).copy_(x)
+
 class Laid(TorchDispatchMode):
+    "Lays inputs of operators out; what an operator returned lies as it says, also when another reads it."
+
     def __init__(self, how):
         super().__init__()
-        self.how, self.results, self.count = how, set(), 0
+        self.how, self.results, self.calls, self.count = how, set(), {}, 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         ours = op.namespace == "forgetting_transformer"
         if ours:
-            args = [self.lay(x) if isinstance(x, torch.Tensor) and x.dim() > 1 else x for x in args]
-        out = op(*args, **(kwargs or {{}}))
+            args = [self.lay(x) if isinstance(x, torch.Tensor) else x for x in args]
+            self.calls[op] = args
+        out = op(*args, **(kwargs or {}))
         if ours:
-            self.results |= {{x.data_ptr() for x in (out if isinstance(out, (tuple, list)) else (out,))}}
+            self.results |= {x.data_ptr() for x in (out if isinstance(out, (tuple, list)) else (out,))}
         return out
 
     def lay(self, x):
-        if x.data_ptr() in self.results:
+        if x.data_ptr() in self.results or x.dim() == 0:
             return x
         self.count += 1
         if self.how == "padded":
-            return torch.cat((x, x.flip(-1)), -1)[..., : x.shape[-1]]
-        axes = list(reversed(range(x.dim())))
-        return x.permute(axes).contiguous().permute(axes)
+            return torch.cat((x, x.flip(-1)), -1)[..., : x.shape[-1]] if x.dim() > 1 else torch.stack((x, -x), 1)[:, 0]
+        if self.how == "reordered":
+            axes = list(reversed(range(x.dim())))
+            return x.permute(axes).contiguous().permute(axes)
+        if self.how == "tokens far apart":  # the last ones begin behind 2³¹ elements
+            return far(x, x.shape.index(T), 2**24) if x.is_floating_point() and x.dim() > 1 and T in x.shape else x
+        # 32 bits hold this in units of 8 elements, not in elements.
+        return far(x, 0, 2**31 + 8) if x.dtype == torch.float32 and x.dim() > 1 and x.shape[0] == B else x
 
-first_key = torch.tensor([[0, 0, 0, 3, 3, 5, 5, 5, 8], [0, 1, 1, 1, 1, 5, 5, 7, 7]], dtype=torch.int32)
+first_token = T // 3 + torch.arange(B)[:, None]  # tokens of a document
+first_key = (torch.arange(T) // first_token * first_token).int()
 starts = first_key.diff(prepend=first_key[:, :1]) != 0
 document = starts.cumsum(1, dtype=torch.int32)
 # The first document goes on from what stood before.
-position = torch.where(first_key == 0, torch.arange(9) + 4, torch.arange(9) - first_key).int()
-leaves = [torch.randn(shape, requires_grad=True) for shape in {shapes}]
-call = {call}
+position = torch.where(first_key == 0, torch.arange(T) + 4, torch.arange(T) - first_key).int()
 
 def results(call):
     out = call(*leaves)
-    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+    return [out.detach(), *(torch.autograd.grad(out.square().sum(), leaves) if out.requires_grad else ())]
+"""
 
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_read_inputs_however_they_lie_and_may_be_checkpointed(name):
+    """Bitwise the same outputs and gradients. Fake tensors and autograd are as `opcheck` wants them."""
+    call, shapes = CALLS[name]
+    interpret(
+        f"""
+B, T = 2, 9
+{LAID}
+leaves = [torch.randn(shape, requires_grad={name != "decoding"}) for shape in [{shapes}]]
+call = {call}
 want = results(call)
 assert all(x.isfinite().all() and x.abs().sum() > 0 for x in want)
-for how in ("padded", "reordered"):
+calls = {{}}
+for how in ("padded", "reordered", "sequences far apart"):
     with Laid(how) as laid:
         got = results(call)
     assert laid.count > 1
+    calls |= {{op: args for op, args in laid.calls.items() if how == "padded" and "backward" not in str(op)}}
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b), (how, tuple(a.shape))
 got = results(lambda *leaves: checkpoint(call, *leaves, use_reentrant=False))
 assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+for op, args in calls.items():
+    args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
+    args = [x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+"""
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_offsets_do_not_wrap_behind_2_31_elements(name):
+    """Tokens lie so far apart as if they were slices of something very wide."""
+    call, shapes = CALLS[name]
+    interpret(
+        f"""
+B, T = 1, 140
+{LAID}
+leaves = [torch.randn(shape, requires_grad={name != "decoding"}) for shape in [{shapes}]]
+call = {call}
+short_convolution_triton._STEPS, short_convolution_triton._TILES = 2, {{"forward": 128, "backward": 64}}
+want = results(call)
+with Laid("tokens far apart"):
+    got = results(call)
+assert all(torch.isfinite(a).all() and torch.equal(a, b) for a, b in zip(got, want, strict=True))
+"""
+    )
+
+
+def test_a_launch_has_room_for_a_million_tokens_and_many_rows():
+    """CUDA takes 2³¹ - 1 programs along the first axis of a grid, and 65,535 along the others."""
+    interpret(
+        """
+from forgetting_transformer.ops.layers import short_convolution_triton
+from forgetting_transformer.ops.recurrence import ssd
+
+grids = []
+
+class Recorded:
+    def __getitem__(self, grid):
+        grids.append(grid)
+        return lambda *given, **options: None
+
+def many(*shape, **_):
+    "A tensor that has no memory of its own."
+    return torch.zeros(()).expand(*shape)
+
+torch.empty = many
+short_convolution_triton.convolution_forward_kernel = Recorded()
+short_convolution_triton.convolve(many(1, 2**20, 256), torch.ones(256, 1, 4), None, None, None, 1, 1e-6)
+ssd.kernels.score_kernel = ssd.kernels.state_kernel = Recorded()
+q, v = many(1, 2**24, 1, 16), many(1, 2**24, 2, 16)
+ssd._scores(ssd._Call.of(q, v), q, q)
+k, v = many(2**16, 1, 1, 16), many(2**16, 1, 2, 16)
+ssd._states(ssd._Call.of(k, v), k, v, many(1), many(1), None, None, 1.0, False)
+assert len(grids) == 3 and all(max(grid) > 65535 for grid in grids)
+assert all(programs <= 65535 for grid in grids for programs in grid[1:])
 """
     )

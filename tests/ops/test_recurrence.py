@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from forgetting_transformer.ops import backends, recurrence
 from forgetting_transformer.ops.recurrence import Gates, chunked, fla, fla_on_hopper, reference, scan
+from tests.ops.kernels import assert_close, results
 
 OPS = ["simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda", "selective_scan"]
 GATES = {
@@ -46,6 +47,10 @@ REFERENCE = {op: by_position(reference, op) for op in OPS}
 DECAYS = ["random", "none", "strong", "resets"]
 
 
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
 def make_log_decay(kind: str, *shape: int) -> Tensor:
     logit = torch.randn(shape, dtype=torch.float64)
     if kind == "none":
@@ -61,10 +66,6 @@ def make_log_decay(kind: str, *shape: int) -> Tensor:
 def make_inputs(op: str, length: int, decay: str = "random", key_dim: int = 6, value_dim: int = 9) -> dict[str, Tensor]:
     """Float64 arguments by name, for 2 sequences (of 3 heads), with an initial state."""
     torch.manual_seed(length)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64)
-
     if op == "selective_scan":
         # The decay of state n of channel e is exp(dt_te A_en).
         dt = -make_log_decay(decay, 2, length, key_dim)
@@ -102,22 +103,8 @@ def call(function, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 def run(function, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Output, final state and the gradients of both, for fixed random gradients of output and final state."""
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
-    out, state = call(function, leaves)
-    generator = torch.Generator().manual_seed(1)
-    # Rounded to bfloat16, so that they are the same numbers in every dtype.
-    grads = [torch.randn(x.shape, generator=generator).bfloat16().to(x) for x in (out, state)]
-    torch.autograd.backward((out, state), grads)
-    gradients = {f"d{name}": x.grad for name, x in leaves.items()}
-    return {"out": out.detach(), "state": state.detach(), **gradients}
-
-
-def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
-    """||got - want|| ≤ tolerance · ||want||, with a floor for gradients that are zero but for rounding."""
-    for name in want:
-        assert got[name].isfinite().all(), name
-        error, size = (got[name].double() - want[name].double()).norm().item(), want[name].double().norm().item()
-        assert error <= tolerance * (size + 0.1), f"{name}: relative error {error / max(size, 1e-30):.1e}"
+    got = results(lambda **leaves: call(function, leaves), inputs)
+    return {{"out 0": "out", "out 1": "state"}.get(name, name.replace(" ", "")): x for name, x in got.items()}
 
 
 def rounded(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -160,14 +147,7 @@ def test_the_reference_of_the_scan_is_the_definition():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_gradients_of_the_reference_are_derivatives(op):
-    inputs = make_inputs(op, 3, key_dim=2, value_dim=3)
-    leaves = [x.requires_grad_() for x in inputs.values()]
-    assert torch.autograd.gradcheck(lambda *x: call(REFERENCE[op], dict(zip(inputs, x, strict=True))), leaves)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_portable_equals_reference(op):
+def test_portable_equals_reference(op, monkeypatch):
     for decay in ["none"] if op == "delta_rule" else DECAYS:
         for length in (1, 65, 200):
             inputs = make_inputs(op, length, decay)
@@ -175,18 +155,13 @@ def test_portable_equals_reference(op):
             single = rounded(inputs, torch.float32)
             want = run(REFERENCE[op], {name: x.double() for name, x in single.items()})
             assert_close(run(PORTABLE[op], single), want, 1e-5)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_portable_equals_reference_over_several_segments(op, monkeypatch):
-    monkeypatch.setattr(chunked, "_SEGMENT_LENGTH", 128)
+    monkeypatch.setattr(chunked, "_SEGMENT_LENGTH", 128)  # the last inputs in several segments
     monkeypatch.setattr(scan, "_CPU_STATES", 1)
-    inputs = make_inputs(op, 300)
-    assert_close(run(PORTABLE[op], inputs), run(REFERENCE[op], inputs), 1e-11)
+    want = run(REFERENCE[op], inputs)
+    assert_close(run(PORTABLE[op], inputs), want, 1e-11)
     with torch.no_grad():
         out, state = call(PORTABLE[op], inputs)
-    want_out, want_state = call(REFERENCE[op], inputs)
-    assert_close({"out": out, "state": state}, {"out": want_out, "state": want_state}, 1e-11)
+    assert_close({"out": out, "state": state}, {"out": want["out"], "state": want["state"]}, 1e-11)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -239,15 +214,6 @@ def test_nothing_passes_a_decay_of_minus_infinity(op):
     torch.testing.assert_close(got["state"], state, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("op", ["simple_gla", "gla", "gated_delta_rule", "kda"])
-def test_a_gate_next_to_a_strong_decay_keeps_its_digits(op):
-    """Float32: what one running sum over the chunk would lose at -1e4 is 5e-4 of every later pair."""
-    inputs = rounded(make_inputs(op, 64), torch.float32)
-    inputs["log_decay"][:, 3] = -1e4
-    want = run(REFERENCE[op], {name: x.double() for name, x in inputs.items()})
-    assert_close(run(PORTABLE[op], inputs), want, 2e-6)
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_a_sequence_may_be_cut_anywhere(op):
     inputs = make_inputs(op, 130)
@@ -266,13 +232,12 @@ def test_a_sequence_may_be_cut_anywhere(op):
     assert_close(run(in_parts, inputs), whole, 1e-11)
 
 
-@pytest.mark.parametrize("length", [1, 70])
 @pytest.mark.parametrize("op", OPS)
-def test_the_first_state_is_zero_and_autocast_does_not_round_inside(op, length):
-    inputs = rounded(make_inputs(op, length), torch.float32)
-    given = [x for name, x in inputs.items() if name != "initial_state"]
+def test_the_first_state_is_zero_and_autocast_does_not_round_inside(op):
+    inputs = rounded(make_inputs(op, 70), torch.float32)
+    *given, initial = inputs.values()
     out, state = walk(op, *given)
-    want, want_state = call(REFERENCE[op], inputs | {"initial_state": torch.zeros_like(inputs["initial_state"])})
+    want, want_state = call(REFERENCE[op], inputs | {"initial_state": torch.zeros_like(initial)})
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(state, want_state)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -317,94 +282,87 @@ def test_flops_per_token_are_those_of_the_chunked_products(op, key_dim=32, value
     assert formula(3, key_dim, value_dim) == pytest.approx(counted, rel=1e-12)
 
 
-GOOD = {"q": (2, 5, 3, 8), "k": (2, 5, 3, 8), "v": (2, 5, 3, 4), "beta": (2, 5, 3), "log_decay": (2, 5, 3)}
+def documents(bounds: list[int], length: int):
+    """Row, positions in it, whether it is the first of a row, and the last, of every packed document."""
+    for start, stop in itertools.pairwise(bounds):
+        row, first = divmod(start, length)
+        if start < stop:
+            yield [row], slice(first, first + stop - start), first == 0, stop % length == 0
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 13, 13, 70, 71, 140]])
+def test_heads_that_share_queries_and_keys_steps_skips_and_packed_documents(bounds):
+    torch.manual_seed(0)
+    q, k, v, skip, initial = (
+        normal(2, 70, 2, 5),
+        normal(2, 70, 2, 5),
+        normal(2, 70, 6, 3),
+        normal(6),
+        normal(2, 6, 5, 3),
+    )
+    log_decay, step = make_log_decay("random", 2, 70, 6), F.softplus(normal(2, 70, 6))
+    options = {"log_decay": log_decay, "step": step, "skip": skip, "state": initial, "scale": 0.7}
+    out, state = recurrence.recurrence(q, k, v, **options, cu_seqlens=None if bounds is None else torch.tensor(bounds))
+    for row, part, is_first, is_last in documents(bounds or [0, 70, 140], 70):
+        sequences = (x[row, part].repeat_interleave(6 // x.shape[2], 2) for x in (q, k, v * step[..., None]))
+        gates, before = Gates(log_decay=log_decay[row, part]), initial[row] if is_first else None
+        want, last = reference.linear_recurrence(*sequences, gates, 0.7, before)
+        torch.testing.assert_close(out[row, part], want + skip[:, None] * v[row, part])
+        if is_last:
+            torch.testing.assert_close(state[row], last)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 1, 23, 70, 80, 80]])
+def test_a_scan_with_a_bias_of_steps_a_skip_and_packed_documents(bounds):
+    x, dt, A, B, C, initial = make_inputs("selective_scan", 40).values()
+    D, bias = normal(6), normal(6)
+    options = {"D_I": D, "dt_bias_I": bias, "initial_state_BIK": initial}
+    packed = None if bounds is None else torch.tensor(bounds)
+    out, state = recurrence.selective_scan(x, dt, A, B, C, **options, cu_seqlens=packed)
+    step = (1 + (dt + bias).exp()).log()
+    for row, part, is_first, is_last in documents(bounds or [0, 40, 80], 40):
+        inputs = x[row, part], step[row, part], A, B[row, part], C[row, part]
+        want, last = reference.selective_scan(*inputs, initial[row] if is_first else None)
+        torch.testing.assert_close(out[row, part], want + D * x[row, part])
+        if is_last:
+            torch.testing.assert_close(state[row], last)
+
+
+GOOD = {
+    "q_BTGK": (2, 5, 3, 8),
+    "k_BTGK": (2, 5, 3, 8),
+    "v_BTHV": (2, 5, 3, 4),
+    "beta": (2, 5, 3),
+    "log_decay": (2, 5, 3),
+}
+GOOD_SCAN = {"x_BTI": (2, 5, 6), "dt_BTI": (2, 5, 6), "A_IK": (6, 4), "B_BTK": (2, 5, 4), "C_BTK": (2, 5, 4)}
+SHARED = {"q_BTGK": torch.zeros(2, 5, 2, 8), "k_BTGK": torch.zeros(2, 5, 2, 8), "beta": None}
+BOUNDS = "must rise from 0 to the 10 tokens"
 
 
 @pytest.mark.parametrize(
-    "change, error, message",
+    ("good", "change", "message"),
     [
-        ({"k": torch.zeros(2, 6, 3, 8)}, ValueError, r"k has shape .*\(B, T, H, K\) = \(2, 5, 3, 8\)"),
-        ({"log_decay": torch.zeros(2, 5, 3, 7)}, ValueError, r"log_decay has shape .*\(B, T, H, K\) = \(2, 5, 3, 8\)"),
-        ({"log_decay": 0.5}, TypeError, "log_decay is a float"),
-        ({"log_decay": None, "beta": None}, ValueError, "log_decay and beta are both None; give one of them"),
-        ({"state": torch.zeros(2, 3, 4, 8)}, ValueError, r"state has shape .*\(B, H, K, V\) = \(2, 3, 8, 4\)"),
-        ({"scale": math.nan}, ValueError, "scale is nan; it must be a positive finite number"),
+        (GOOD, {"k_BTGK": torch.zeros(2, 6, 3, 8)}, r"k has shape .*\(B, T, H, K\) = \(2, 5, 3, 8\)"),
+        (GOOD, {"log_decay": torch.zeros(2, 5, 3, 7)}, r"log_decay has shape .*\(B, T, H, K\) = \(2, 5, 3, 8\)"),
+        (GOOD, {"log_decay": 0.5}, "log_decay is a float"),
+        (GOOD, {"log_decay": None, "beta": None}, "log_decay and beta are both None; give one of them"),
+        (GOOD, {"state": torch.zeros(2, 3, 4, 8)}, r"state has shape .*\(B, H, K, V\) = \(2, 3, 8, 4\)"),
+        (GOOD, {"scale": math.nan}, "scale is nan; it must be a positive finite number"),
+        (GOOD, SHARED, "q has 2 heads and v 3; the heads of v must be a multiple"),
+        (GOOD, {"beta": None, "skip": torch.zeros(5)}, "skip has shape"),
+        (GOOD, {"beta": None, "cu_seqlens": torch.tensor([0, 7, 5, 10])}, BOUNDS),
+        (GOOD_SCAN, {"dt_BTI": torch.zeros(2, 5, 1)}, r"dt has shape .*\(B, T, I\) = \(2, 5, 6\)"),
+        (GOOD_SCAN, {"C_BTK": torch.zeros(2, 5, 3)}, r"C has shape .*\(B, T, K\) = \(2, 5, 4\)"),
+        (GOOD_SCAN, {"cu_seqlens": torch.tensor([0, 5, 9])}, BOUNDS),
+        (GOOD_SCAN, {"cu_seqlens": torch.tensor([0.0, 10.0])}, "cu_seqlens has dtype torch.float32; it must be int32"),
+        (GOOD_SCAN, {"cu_seqlens": torch.tensor([[0, 10]])}, r"cu_seqlens has shape \(1, 2\)"),
     ],
 )
-def test_refused_inputs_are_named(change, error, message):
-    q, k, v, beta, log_decay = (torch.zeros(shape) for shape in GOOD.values())
-    arguments = {"q_BTGK": q, "k_BTGK": change.pop("k", k), "v_BTHV": v, "beta": beta, "log_decay": log_decay} | change
-    with pytest.raises(error, match=message):
-        recurrence.recurrence(**arguments)
-
-
-def test_the_scan_checks_its_own_arguments():
-    x, A, B = torch.zeros(2, 5, 6), torch.zeros(6, 4), torch.zeros(2, 5, 4)
-    with pytest.raises(ValueError, match=r"dt has shape .*\(B, T, I\) = \(2, 5, 6\)"):
-        recurrence.selective_scan(x, x[..., :1], A, B, B)
-    with pytest.raises(ValueError, match=r"C has shape .*\(B, T, K\) = \(2, 5, 4\)"):
-        recurrence.selective_scan(x, x, A, B, B[..., :3])
-
-
-def shared_inputs(length: int = 70) -> dict[str, Tensor]:
-    """Of simple_gla in float64: 2 sequences, 6 heads in 2 groups."""
-    torch.manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64)
-
-    return {
-        "q_BTGK": normal(2, length, 2, 5),
-        "k_BTGK": normal(2, length, 2, 5),
-        "v_BTHV": normal(2, length, 6, 3),
-        "log_decay": make_log_decay("random", 2, length, 6),
-        "step": F.softplus(normal(2, length, 6)),
-        "skip": normal(6),
-        "state": normal(2, 6, 5, 3),
-    }
-
-
-@pytest.mark.parametrize("length", [1, 70])
-def test_heads_may_share_queries_and_keys(length):
-    inputs = shared_inputs(length)
-    out, state = recurrence.recurrence(**inputs, scale=0.7)
-    for head in range(6):
-        q, k = (inputs[name][:, :, head // 3, None] for name in ("q_BTGK", "k_BTGK"))
-        v, step = inputs["v_BTHV"][:, :, head, None], inputs["step"][:, :, head, None, None]
-        gates = Gates(log_decay=inputs["log_decay"][:, :, head, None])
-        initial = inputs["state"][:, head, None]
-        want, want_state = reference.linear_recurrence(q, k, v * step, gates, 0.7, initial)
-        torch.testing.assert_close(out[:, :, head, None], want + inputs["skip"][head] * v)
-        torch.testing.assert_close(state[:, head, None], want_state)
-
-
-def test_packed_documents_are_kept_apart():
-    inputs = shared_inputs()
-    bounds = [0, 13, 13, 70, 71, 140]
-    out, state = recurrence.recurrence(**inputs, scale=1.0, cu_seqlens=torch.tensor(bounds))
-    for start, stop in itertools.pairwise(bounds):
-        if start == stop:
-            continue
-        row, begin = divmod(start, 70)
-        part = {
-            name: x[row : row + 1, begin : begin + stop - start]
-            for name, x in inputs.items()
-            if name not in ("skip", "state")
-        }
-        initial = inputs["state"][row : row + 1] if begin == 0 else None
-        want, want_state = recurrence.recurrence(**part, skip=inputs["skip"], scale=1.0, state=initial)
-        torch.testing.assert_close(out[row : row + 1, begin : begin + stop - start], want)
-        if begin + stop - start == 70:
-            torch.testing.assert_close(state[row : row + 1], want_state)
-
-
-def test_heads_that_groups_do_not_divide_are_refused():
-    inputs = shared_inputs()
-    inputs |= {name: inputs[name][:, :, :1].expand(-1, -1, 4, -1) for name in ("q_BTGK", "k_BTGK")}
-    with pytest.raises(ValueError, match="q has 4 heads and v 6; the heads of v must be a multiple"):
-        recurrence.recurrence(**inputs, scale=1.0)
-    with pytest.raises(ValueError, match="skip has shape"):
-        recurrence.recurrence(**shared_inputs() | {"skip": torch.zeros(5, dtype=torch.float64)}, scale=1.0)
+def test_refused_inputs_are_named(good, change, message):
+    function = recurrence.recurrence if good is GOOD else recurrence.selective_scan
+    with pytest.raises((TypeError, ValueError), match=message):
+        function(**{name: torch.zeros(shape) for name, shape in good.items()} | change)
 
 
 # Modules, functions and arguments of flash-linear-attention 0.6.
@@ -432,13 +390,13 @@ def fresh_fla():
 
 
 @pytest.fixture
-def stand_in_fla(fresh_fla, monkeypatch):
-    """Modules named as in FLA, whose kernels are the reference; what they were called with, by name of the kernel."""
-    calls = {}
+def stand_in_fla(fresh_fla, monkeypatch) -> list[dict]:
+    """Modules named as in FLA, whose kernels are the reference; what they were called with."""
+    calls = []
     for op, (module_name, kernel_name, order) in FLA_KERNELS.items():
 
-        def kernel(op=op, order=order, kernel_name=kernel_name, **arguments):
-            calls[kernel_name] = dict(arguments)
+        def kernel(op=op, order=order, **arguments):
+            calls.append(dict(arguments))
             assert arguments.pop("output_final_state") is True
             scale, state = arguments.pop("scale"), arguments.pop("initial_state")
             assert sorted(arguments) == sorted(order)
@@ -456,7 +414,7 @@ def stand_in_fla(fresh_fla, monkeypatch):
 def on_hopper(monkeypatch):
     """Pretends a GPU and a Triton: whether FLA refuses the gated backward pass, and whether that pass is right."""
 
-    def pretend(refuses: bool, is_right: bool = False) -> None:
+    def pretend(refuses: bool, is_right: bool) -> None:
         monkeypatch.setattr(fla_on_hopper, "is_hopper", lambda device_index: True)
         monkeypatch.setattr(fla_on_hopper, "choose_configurations", lambda: None)
         monkeypatch.setattr(fla_on_hopper, "refuses_gated_backward", lambda: refuses)
@@ -466,87 +424,65 @@ def on_hopper(monkeypatch):
     return pretend
 
 
-GATED = ("simple_gla", "gated_delta_rule", "kda")
-
-
-@pytest.mark.parametrize("op", FLA_KERNELS)
-def test_fla_gets_every_argument_under_its_name(op, stand_in_fla, on_hopper):
-    inputs = rounded(make_inputs(op, 9, key_dim=128, value_dim=64), torch.bfloat16)
-    for refuses, is_right in ((False, False), (True, False), (True, True)):
-        on_hopper(refuses, is_right)
-        miscompiled = not is_right if op == "kda" else refuses and not is_right
-        assert fla.serves(op, 128, 64, torch.bfloat16, 0) == (not (miscompiled and op in GATED))
-        backends._faults.clear()
-    assert_close(run(by_position(fla, op), inputs), run(REFERENCE[op], inputs), 1e-6)
-    [(name, arguments)] = stand_in_fla.items()
-    assert name == FLA_KERNELS[op][1]
-    assert type(arguments["scale"]) is float
-    assert all(arguments[gate].dtype == torch.float32 for gate in ("g", "beta") if gate in arguments)
-
-
-def test_fla_serves_16_bits_whole_tiles_and_on_hopper_gates_where_they_were_right(stand_in_fla, on_hopper, monkeypatch):
-    """On Hopper it was wrong (16 × 32, Triton 3.6) or needed too much shared memory (256 × 256, every Triton)."""
-    monkeypatch.setattr(fla_on_hopper, "is_hopper", lambda device_index: False)
-    for op in FLA_KERNELS:
-        assert fla.serves(op, 64, 128, torch.bfloat16, 0) and fla.serves(op, 32, 64, torch.float16, 0)
-        assert not fla.serves(op, 64, 128, torch.float32, 0)
-        assert not fla.serves(op, 60, 128, torch.bfloat16, 0) and not fla.serves(op, 64, 33, torch.bfloat16, 0)
-        assert fla.serves(op, 512, 512, torch.bfloat16, 0) == (op not in DELTA_RULES)
-    on_hopper(refuses=False, is_right=True)
-    for op in FLA_KERNELS:
-        assert fla.serves(op, 128, 64, torch.bfloat16, 0) and fla.serves(op, 128, 128, torch.bfloat16, 0)
-        assert fla.serves(op, 16, 32, torch.bfloat16, 0) == (op != "simple_gla")
-        assert fla.serves(op, 256, 256, torch.bfloat16, 0) == (op == "gla")
-
-
 @pytest.mark.parametrize(
-    "op, key_dim, value_dim, calls",
+    ("op", "key_dim", "value_dim", "calls"),
     [
+        *((op, 128, 64, [(128, 64)]) for op in FLA_KERNELS),
         ("delta_rule", 96, 192, [(128, 192)]),
         ("gated_delta_rule", 48, 96, [(64, 64), (64, 64)]),
         ("kda", 96, 192, [(128, 128), (128, 64)]),
     ],
 )
-def test_heads_of_the_delta_rules_are_padded_and_split_into_those_that_were_right(
-    op, key_dim, value_dim, calls, stand_in_fla, on_hopper, monkeypatch
-):
+def test_fla_gets_every_argument_under_its_name(op, key_dim, value_dim, calls, stand_in_fla, on_hopper):
+    """Heads of the delta rules are padded and split into those that were right."""
     on_hopper(refuses=False, is_right=True)
     assert fla.serves(op, key_dim, value_dim, torch.bfloat16, 0)
-    fla._is_installed()
-    kernel, seen = fla._loaded[op], []
-
-    def recorded(**arguments):
-        seen.append((arguments["k"].shape[-1], arguments["v"].shape[-1]))
-        return kernel(**arguments)
-
-    monkeypatch.setitem(fla._loaded, op, recorded)
     inputs = rounded(make_inputs(op, 9, key_dim=key_dim, value_dim=value_dim), torch.bfloat16)
     # The gradients that each call has for q and k are rounded to bfloat16 before they are added.
     tolerance = 1e-6 if len(calls) == 1 else 5e-3
     assert_close(run(by_position(fla, op), inputs), run(REFERENCE[op], inputs), tolerance)
-    assert seen == calls
+    assert [(given["k"].shape[-1], given["v"].shape[-1]) for given in stand_in_fla] == calls
+    for given in stand_in_fla:
+        assert type(given["scale"]) is float
+        assert all(given[gate].dtype == torch.float32 for gate in ("g", "beta") if gate in given)
 
 
-def test_a_gated_backward_pass_that_is_wrong_stays_forbidden(monkeypatch):
-    """The guard in FLA is lifted only for kernels that give PyTorch's gradients."""
+def test_fla_serves_16_bits_whole_tiles_and_on_hopper_gates_where_they_were_right(stand_in_fla, on_hopper, monkeypatch):
+    """On Hopper it was wrong (16 × 32, Triton 3.6) or needed too much shared memory (256 × 256, every Triton)."""
+    monkeypatch.setattr(fla_on_hopper, "is_hopper", lambda device_index: False)
+    every, half = {*FLA_KERNELS}, torch.bfloat16
+
+    def served(*sizes) -> set[str]:
+        return {op for op in every if fla.serves(op, *sizes, 0)}
+
+    assert served(64, 128, half) == served(32, 64, torch.float16) == every
+    assert served(64, 128, torch.float32) == served(60, 128, half) == served(64, 33, half) == set()
+    assert served(512, 512, half) == every - {*DELTA_RULES}
+    on_hopper(refuses=False, is_right=True)
+    assert served(128, 64, half) == served(128, 128, half) == every
+    assert served(16, 32, half) == every - {"simple_gla"} and served(256, 256, half) == {"gla"}
+    for refuses, others in ((False, {"kda"}), (True, {"kda", "simple_gla", "gated_delta_rule"})):
+        on_hopper(refuses, is_right=False)
+        assert served(128, 64, half) == every - others
+        backends._faults.clear()
+
+
+def test_kernels_of_hopper_with_other_gradients_stay_forbidden(fresh_fla, monkeypatch):
+    """The guard in FLA is lifted only for kernels that give PyTorch's gradients; wrong ones of KDA are a warning."""
     chunk_o = types.SimpleNamespace(TRITON_ABOVE_3_7_1=False)
     monkeypatch.setitem(sys.modules, "fla.ops.common.chunk_o", chunk_o)
+    sizes, cached = (64, 64, torch.bfloat16, 0), (fla_on_hopper.gated_backward_is_right, fla_on_hopper.kda_is_right)
     for answer in (True, False):
-        fla_on_hopper.gated_backward_is_right.cache_clear()
+        for function in cached:
+            function.cache_clear()
         chunk_o.TRITON_ABOVE_3_7_1 = False
         monkeypatch.setattr(fla_on_hopper, "_agrees", lambda *_, answer=answer: answer and chunk_o.TRITON_ABOVE_3_7_1)
-        assert fla_on_hopper.gated_backward_is_right("simple_gla", 64, 64, torch.bfloat16, 0) is answer
-        assert chunk_o.TRITON_ABOVE_3_7_1 is answer
-    fla_on_hopper.gated_backward_is_right.cache_clear()
-
-
-def test_kernels_of_kimi_delta_attention_that_are_wrong_are_ruled_out_with_a_warning(fresh_fla, monkeypatch):
-    monkeypatch.setattr(fla_on_hopper, "_agrees", lambda *_: False)
-    fla_on_hopper.kda_is_right.cache_clear()
+        assert fla_on_hopper.gated_backward_is_right("simple_gla", *sizes) is answer is chunk_o.TRITON_ABOVE_3_7_1
     with pytest.warns(RuntimeWarning, match="kda: flash-linear-attention is not used: .*PyTorch runs instead"):
-        assert not fla_on_hopper.serves_gated("kda", 128, 128, torch.bfloat16, 0)
+        assert not fla_on_hopper.serves_gated("kda", *sizes)
     assert not backends.is_usable("kda", backends.FLA)
-    fla_on_hopper.kda_is_right.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
 @pytest.mark.slow
@@ -567,17 +503,6 @@ def test_one_warning_says_what_to_install(fresh_fla, monkeypatch):
     assert len(caught) == 1
 
 
-def test_the_package_that_flash_linear_attention_lacks_is_named(monkeypatch):
-    def fails(module):
-        raise ModuleNotFoundError("No module named 'einops'", name="einops")
-
-    monkeypatch.setattr(backends, "installed_version", lambda package: "0.6.0")
-    monkeypatch.setattr(backends, "_faults", {})
-    monkeypatch.setattr(backends.importlib, "import_module", fails)
-    with pytest.warns(RuntimeWarning, match="needs einops, which is not installed.* To mend it, pip install einops"):
-        assert not backends.load_fla("recurrences", fla._KERNELS)
-
-
 @pytest.mark.slow
 def test_nothing_is_imported_from_fla_or_triton_on_the_cpu():
     code = """
@@ -589,51 +514,6 @@ loaded = {name.partition(".")[0] for name in sys.modules}
 assert not loaded & {"fla", "triton"}, loaded & {"fla", "triton"}
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
-
-
-def test_step_sizes_from_a_bias_and_a_skip_are_those_of_the_definition():
-    inputs = make_inputs("selective_scan", 70)
-    x, dt, A, B, C, state = inputs.values()
-    D, bias = torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
-    got, got_state = recurrence.selective_scan(x, dt, A, B, C, D_I=D, dt_bias_I=bias, initial_state_BIK=state)
-    want, want_state = reference.selective_scan(x, (1 + (dt + bias).exp()).log(), A, B, C, state)
-    torch.testing.assert_close(got, want + D * x)
-    torch.testing.assert_close(got_state, want_state)
-
-
-def test_a_scan_of_packed_documents_is_the_scans_of_the_documents():
-    """Documents of one token and of several; ends are repeated; the first of a row goes on from the initial state."""
-    x, dt, A, B, C, initial = make_inputs("selective_scan", 40).values()
-    cu_seqlens = torch.tensor([0, 1, 23, 70, 80, 80])
-    got, state = recurrence.selective_scan(x, dt, A, B, C, initial_state_BIK=initial, cu_seqlens=cu_seqlens)
-    flat = [tensor.flatten(0, 1)[None] for tensor in (x, dt, B, C)]
-    for start, stop in [(0, 1), (1, 23), (23, 40), (40, 70), (70, 80)]:
-        part = [tensor[:, start:stop] for tensor in flat]
-        before = initial[start // 40, None] if start % 40 == 0 else None
-        want, last = reference.selective_scan(*part[:2], A, *part[2:], before)
-        torch.testing.assert_close(got.flatten(0, 1)[None, start:stop], want)
-        if stop % 40 == 0:
-            torch.testing.assert_close(state[stop // 40 - 1], last[0])
-
-
-@pytest.mark.parametrize(
-    "cu_seqlens, message",
-    [
-        ([0, 5, 9], "must rise from 0 to the 10 tokens"),
-        ([0, 7, 5, 10], "must rise from 0 to the 10 tokens"),
-        ([0.0, 10.0], "cu_seqlens has dtype torch.float32; it must be int32 or int64"),
-        ([[0, 10]], r"cu_seqlens has shape \(1, 2\)"),
-    ],
-)
-def test_boundaries_of_documents_that_do_not_fit_are_refused(cu_seqlens, message):
-    """They would compute something: documents that are joined, or none."""
-    x, dt, A, B, C, _ = make_inputs("selective_scan", 5).values()
-    bounds = torch.tensor(cu_seqlens)
-    with pytest.raises((TypeError, ValueError), match=message):
-        recurrence.selective_scan(x, dt, A, B, C, cu_seqlens=bounds)
-    q, log_decay = torch.randn(2, 5, 1, 4), torch.zeros(2, 5, 1)
-    with pytest.raises((TypeError, ValueError), match=message):
-        recurrence.recurrence(q, q, q, log_decay=log_decay, cu_seqlens=bounds)
 
 
 @pytest.mark.parametrize(("op", "groups"), [("simple_gla", 3), ("simple_gla", 1), ("gla", 3)])
@@ -660,47 +540,3 @@ def test_the_last_state_needs_no_walk(op, groups, decay, length=600):
 
     for ours, theirs in zip(last(added), last(walked), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("op", ["simple_gla", "gla"])
-def test_the_state_before_a_part_is_compiled_without_running_sums(op, monkeypatch):
-    """On a GPU TorchInductor of PyTorch 2.11 fails on some running sums, as of 32 chunks of 256 tokens, 48 heads."""
-    from functorch.compile import aot_function, make_boxed_func
-
-    from forgetting_transformer.ops import context
-
-    found = []
-    monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda received, sent, group: received.copy_(sent))
-
-    def kept(graph, _):
-        found.extend(str(node.target) for node in graph.graph.nodes)
-        return make_boxed_func(graph.forward)
-
-    def state(k, v, log_decay):
-        return context.state_before(*recurrence.last_state(k, v, log_decay))
-
-    inputs = make_inputs(op, 600)
-    leaves = [inputs[name].clone().requires_grad_() for name in ("k", "v", "log_decay")]
-    with context.sharing(context.Context(1, 2)):
-        aot_function(state, fw_compiler=kept)(*leaves).sum().backward()
-    assert sum("forgetting_transformer.exchange" in name for name in found) >= 4, "forward and backward pass"
-    assert [name for name in found if "cumsum" in name or "scan" in name] == []
-
-
-@pytest.mark.parametrize("op", ["simple_gla", "gla"])
-def test_the_last_state_of_bfloat16_inputs_is_not_rounded_to_it(op):
-    """Only decayed keys or values are; their products are added in float32."""
-    inputs = make_inputs(op, 600)
-    k, v = (inputs[name].bfloat16() for name in ("k", "v"))
-    log_decay = inputs["log_decay"].float()
-    with torch.autocast("cpu", torch.bfloat16):
-        state, _ = recurrence.last_state(k, v, log_decay)
-    weight = torch.cat((log_decay[:, 1:], torch.zeros_like(log_decay[:, :1])), dim=1).flip(1).cumsum(1).flip(1).exp()
-    if op == "gla":
-        k = (k * weight).bfloat16()
-    else:
-        v = (v * weight[..., None]).bfloat16()
-    torch.testing.assert_close(
-        state.double(), torch.einsum("bthk,bthv->bhkv", k.double(), v.double()), rtol=1e-4, atol=1e-4
-    )
-    assert state.dtype == torch.float32

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 from forgetting_transformer.ops import recurrence
-from tests.ops.kernels import draws, expect_float64, on_every_device, results
+from tests.ops.kernels import draws, expect_float64, on_every_device
 
 TOLERANCES = {
     "cpu": {torch.float32: 1e-6, torch.float16: 1e-3},
@@ -60,23 +60,6 @@ def expect_right(device, inputs, **options):
     assert got["out 0"].dtype == dtype and got["out 1"].dtype == torch.float32
 
 
-@on_every_device
-def test_numbers_per_channel_may_be_a_column_of_a_wider_tensor_or_one_number_for_all(device):
-    take_kernels(device)
-
-    def spread(D, dt_bias, **rest):
-        columns = torch.stack((D, dt_bias), dim=1)
-        assert columns[:, 0].stride() == (2,)
-        return scan(D=columns[:, 0], dt_bias=columns[:, 1], **rest)
-
-    def one(D, dt_bias, **rest):
-        return scan(D=D[:1].expand(8), dt_bias=dt_bias[:1].expand(8), **rest)
-
-    for function in (spread, one):  # the gradient of one number for all is a sum, which may nearly cancel
-        floors = {"d_A": 1e-4, "d_D": 1e-4, "d_dt_bias": 1e-4}
-        expect_float64(function, function, make_inputs(1, 9, 8, 4), 2e-5, **floors)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", ["none", "usual", "strong"])
 @on_every_device
@@ -125,24 +108,3 @@ def test_random_shapes(device):
             bounds = torch.tensor(sorted([*range(0, batch * length + 1, length), *inside]), dtype=torch.int32)
         shape = batch, length, draw.choice([8, 40, 192]), draw.choice([16, 16, 5, 1])
         expect_right(device, make_inputs(*shape, decay, dtype, **flags), cu_seqlens=bounds)
-
-
-@pytest.mark.slow
-@on_every_device
-def test_a_compiled_graph_holds_the_scan_whole(device):
-    take_kernels(device)
-    inputs = make_inputs(1, 11, 8, 4)
-    compiled = torch.compile(scan, backend="aot_eager", fullgraph=True, dynamic=False)
-    for given, bounds in ((inputs, None), (inputs | {"state": None}, torch.tensor([0, 3, 11]))):
-        want = results(lambda **x: scan(**x, cu_seqlens=bounds), given)  # noqa: B023
-        got = results(lambda **x: compiled(**x, cu_seqlens=bounds), given)  # noqa: B023
-        assert all(torch.equal(got[name], x) for name, x in want.items())
-
-
-@pytest.mark.slow
-@on_every_device
-def test_the_operators_keep_to_their_schemas(device):
-    take_kernels(device)
-    x, dt, A, both, D, dt_bias, state = (x.requires_grad_() for x in make_inputs(1, 11, 8, 4).values())
-    B, C = (x.detach().requires_grad_() for x in both[..., 3:].chunk(2, dim=-1))
-    torch.library.opcheck(torch.ops.forgetting_transformer.scan_forward, (x, dt, A, B, C, D, dt_bias, None, state))

@@ -14,8 +14,7 @@ import torch
 from forgetting_transformer.model import registry
 from forgetting_transformer.ops import backends, recurrence, selftest
 from forgetting_transformer.ops.backends import BACKENDS, FLA, GLUON, PYTORCH, TRITON, OpUse
-from tests.model.small_models import PRO, small
-from tests.processes import run_command
+from tests.model.small_models import small
 
 FOX = OpUse("attention", heads=3, key_dim=16, value_dim=16, is_gated=True, pruning="threshold")
 CPU = torch.device("cpu")
@@ -192,20 +191,6 @@ def test_a_self_test_works_inside_inference_and_uses_no_global_random_numbers(pr
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_short_lengths_stand_for_long_ones():
-    lengths = {16384: 2048, 2176: 384, 1000: 360, 300: 300, 64: 64}
-    assert {length: selftest.problem_length(length) for length in lengths} == lengths
-
-
-def test_the_log_says_the_error_and_what_is_not_reproducible(pretend_gpu, monkeypatch):
-    use = OpUse("path_attention", 3, 16, 16)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    for error, text in ((2.31e-3, "3e-3"), (2e-3, "2e-3"), (9.2e-4, "1e-3"), (0.0, "0e")):
-        monkeypatch.setattr(selftest, "check", lambda *args: (error, "the output"))  # noqa: B023
-        found = selftest.choose_backends([use], torch.bfloat16, torch.device("cuda", 0), [64])["path_attention"].text
-        assert f"self-test within {text}" in found and found.endswith(", gradients not bitwise reproducible")
-
-
 def test_what_fla_serves_is_tested_by_one_thread_at_a_time(pretend_gpu, monkeypatch):
     """Its kernels keep state of the whole process; those of others are tested side by side."""
     running, most = [], {"fla": 0, "all": 0}
@@ -238,41 +223,34 @@ def test_threads_of_the_self_test_take_the_gpu_of_the_caller(pretend_gpu, monkey
 # What models say of their calls is what they do.
 
 
-def recorded_uses(model, dtype, monkeypatch) -> list[tuple]:
-    """(op, query heads, key channels, value channels, dtype, options) of every call in a forward pass."""
+def recorded_uses(model, monkeypatch) -> list[OpUse]:
+    """The use that tensors and options of each call show, in a forward pass under autocast."""
     from forgetting_transformer.model import attention
 
     calls = []
 
-    def record(module, name, op, heads_axis=2):
+    def record(module, name, op=None, heads_axis=2):
         original = getattr(module, name)
 
-        def recorded(*args, op=op, **options):
-            q, k, v = args[:3]
-            if op == "recurrence":
-                op = recurrence.Gates(options.get("beta"), options.get("log_decay")).op
-            calls.append(
-                (
-                    op,
-                    (v if op == "simple_gla" else q).shape[heads_axis],
-                    k.shape[heads_axis],
-                    q.shape[-1],
-                    v.shape[-1],
-                    {x.dtype for x in (q, k, v)},
-                    options,
-                )
-            )
-            return original(*args, **options)
+        def recorded(q, k, v, *args, **options):
+            found = op or recurrence.Gates(options.get("beta"), options.get("log_decay")).op
+            heads, key_heads = (x.shape[heads_axis] for x in (v if found == "simple_gla" else q, k))
+            threshold, window = options.get("adaptive_threshold"), options.get("window_size")
+            pruning = "auto" if isinstance(threshold, str) else None if threshold is None else "threshold"
+            assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}
+            calls.append(OpUse(found, heads, q.shape[-1], v.shape[-1], key_heads, window=window, pruning=pruning))
+            return original(q, k, v, *args, **options)
 
         monkeypatch.setattr(module, name, recorded)
 
     record(attention, "forgetting_attention", "attention", heads_axis=1)
     record(attention, "causal_attention", "attention")
-    for architecture in ("mamba2", "hgrn2", "delta_net"):
-        module = importlib.import_module(f"forgetting_transformer.model.mixers.{architecture}")
-        record(module, "recurrence", "recurrence")
-    record(importlib.import_module("forgetting_transformer.model.mixers.path_fox"), "path_attention", "path_attention")
-    with torch.no_grad(), torch.autocast("cpu", dtype):
+    for mixer, name, op in (
+        *((mixer, "recurrence", None) for mixer in ("mamba2", "hgrn2", "delta_net")),
+        ("path_fox", "path_attention", "path_attention"),
+    ):
+        record(importlib.import_module(f"forgetting_transformer.model.mixers.{mixer}"), name, op)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model.train()(input_ids=torch.randint(1, 61, (1, 8)))
     return calls
 
@@ -287,149 +265,71 @@ CASES = [(name, {}) for name in registry.model_names()] + [
 
 
 @pytest.mark.parametrize("name, fields", CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "default")
-def test_models_say_how_they_call_ops(name, fields, monkeypatch, dtype=torch.bfloat16):
+def test_models_say_how_they_call_ops(name, fields, monkeypatch):
     model = small(name, **fields)
     elsewhere = ("selective_scan", "short_convolution", "gated_norm", "swiglu", "residual_norm", "shift_norm")
     said = [use for use in model.op_uses() if use.op not in elsewhere]
-    done = recorded_uses(model, dtype, monkeypatch)
+    done = recorded_uses(model, monkeypatch)
     assert said or name == "samba"
-    assert len(said) == len(done)
-    for use, (op, heads, key_heads, key_dim, value_dim, dtypes, options) in zip(said, done, strict=True):
-        assert (use.op, use.heads, use.key_dim, use.value_dim) == (op, heads, key_dim, value_dim)
-        assert use.key_heads in (None, key_heads)
-        assert dtypes == {dtype}
-        if op == "attention":
-            assert use.window == options.get("window_size")
-            threshold = options.get("adaptive_threshold")
-            assert use.pruning == ("auto" if isinstance(threshold, str) else None if threshold is None else "threshold")
+    for use, call in zip(said, done, strict=True):
+        assert use._replace(key_heads=use.key_heads or call.key_heads, is_gated=False) == call
 
 
-def test_models_say_how_they_call_layers():
-    def said(op, name, **fields):
-        model = small(name, **fields)
-        return model.config, {use for use in model.op_uses() if use.op == op}
-
-    config, found = said("short_convolution", "gated_delta_net")
-    assert found == {
-        OpUse("short_convolution", config.num_heads, 4, config.key_size),
-        OpUse("short_convolution", 0, 4, config.value_size),
-    }
-    gates = {"delta_net": {}, "gated_delta_net": {"is_gated": True}, "kda": {"is_gated": True, "activation": "sigmoid"}}
-    for name, gate in gates.items():
-        config, found = said("gated_norm", name)
-        gate = gate or {"is_gated": config.use_gate}
-        assert found == {OpUse("gated_norm", 1, 0, config.value_size // config.num_heads, **gate)}
-    config, found = said("gated_norm", "mamba2")
-    assert found == {OpUse("gated_norm", config.n_groups, 1, config.num_heads * config.head_dim, is_gated=True)}
-    config, found = said("selective_scan", "samba")
-    assert found == {OpUse("selective_scan", 1, config.state_size, config.inner_size)}
-
-    model = small("forgetting_transformer", num_hidden_layers=1, **PRO)
-    width, mlp, heads = model.config.hidden_size, model.config.mlp_width, model.config.num_heads
-    assert {use for use in model.op_uses() if use.op != "attention"} == {
-        OpUse("residual_norm", 1, width, width),
-        OpUse("swiglu", 1, mlp, mlp),
-        OpUse("shift_norm", heads, 0, width),
-        OpUse("shift_norm", heads, width, width),
-        OpUse("gated_norm", heads, 0, width, is_gated=True, activation="sigmoid"),
-    }
+# Packages that are not there, are broken, or are strangers.
 
 
-# A Triton that is not there, is broken, or is a stranger.
-
-
-BARE = """
-import sys, types, importlib.metadata, importlib.util, warnings
-import torch
-from forgetting_transformer.ops import backends
-from forgetting_transformer.ops.forgetting_attention import dispatch
-torch.cuda.get_device_capability = lambda index: (9, 0)
-{fake}
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    print(*(backends.has_triton("attention", dispatch._KERNELS, 0) for _ in range(2)))
-print(*(str(w.message) for w in caught), sep="\\n")
-"""
-MISSING = """
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "triton":
-            raise ModuleNotFoundError("No module named 'triton'", name="triton")
-sys.meta_path.insert(0, Hidden())
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
-version = importlib.metadata.version
-def no_version(name):
-    if name == "triton":
-        raise importlib.metadata.PackageNotFoundError(name)
-    return version(name)
-importlib.metadata.version = no_version
-"""
-BROKEN = """
-class Broken:
-    def find_spec(self, name, path=None, target=None):
-        if name == "triton.runtime":
-            raise ModuleNotFoundError("No module named 'triton.backends.amd'", name="triton.backends.amd")
-sys.meta_path.insert(0, Broken())
-for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
-    del sys.modules[name]
-importlib.metadata.version = lambda name: "3.9.0"
-"""
-
-
-def run_python(code: str, fake: str) -> str:
-    done = run_command("-c", code.format(fake=fake))
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize(
-    "fake, cause, cure",
+    ("op", "version", "missing", "message"),
     [
-        (MISSING, "it is not installed. PyTorch runs instead", "pip install triton"),
+        ("attention", None, "triton", "it is not installed. PyTorch runs instead.* pip install triton"),
         (
-            BROKEN,
-            "Triton 3.9.0 is installed but broken, ModuleNotFoundError: No module named 'triton.backends.amd'",
-            "pip install --force-reinstall --no-deps triton==3.9.0",
+            "attention", "3.9.0", "triton.backends.amd", "Triton 3.9.0 is installed but broken, ModuleNotFoundError: "
+            "No module named 'triton.backends.amd'.* pip install --force-reinstall --no-deps triton==3.9.0",
         ),
+        ("kda", "0.6.0", "einops", "fla-core 0.6.0 needs einops, which is not installed.* pip install einops"),
     ],
-    ids=["missing", "broken"],
-)
-def test_a_triton_that_cannot_be_used_is_one_warning(fake, cause, cure):
-    said = run_python(BARE, fake)
-    assert said.startswith("False False") and said.count("attention:") == 1 and cause in said and cure in said
+)  # fmt: skip
+def test_a_package_that_cannot_be_used_is_one_warning(op, version, missing, message, monkeypatch):
+    def fails(module):
+        raise ModuleNotFoundError(f"No module named '{missing}'", name=missing)
+
+    monkeypatch.setattr(backends, "installed_version", lambda package: version)
+    monkeypatch.setattr(backends.importlib, "import_module", fails)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    backends._loads_triton.cache_clear()
+    with pytest.warns(RuntimeWarning, match=f"{op}: .*{message}") as caught:
+        for _ in range(2):
+            found = (
+                backends.has_triton(op, "kernels", 0) if op == "attention" else backends.load_fla(op, {"": ("", "")})
+            )
+            assert not found
+    assert len(caught) == 1
+    backends._loads_triton.cache_clear()
 
 
-GLUON_IS_THERE = """
-import importlib, warnings, torch
-torch.cuda.get_device_capability = lambda index: (9, 0)
-{fake}
-launcher = importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    print(launcher.has_gluon(0, 64), launcher.has_gluon(0, 64), launcher.has_gluon(0, 80))
-print(*(str(w.message) for w in caught), sep="\\n")
-"""
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-def test_names_decide_whether_gluon_runs_and_not_versions():
-    assert run_python(GLUON_IS_THERE, "import triton; triton.__version__ = '4.2.0'").split() == [
-        "True",
-        "True",
-        "False",
-    ]
-    missing = "import triton.experimental.gluon.language.nvidia.hopper as hopper; del hopper.warpgroup_mma"
-    said = run_python(GLUON_IS_THERE, missing)
-    assert said.startswith("False False False\n") and said.count("attention:") == 1
-    assert "cannot import name 'warpgroup_mma'" in said
-    assert "Triton runs instead: attention takes 1.3 to 1.5 times as long" in said
+@needs_triton
+def test_names_decide_whether_gluon_runs_and_not_versions(monkeypatch):
+    def missing(kernel="forward"):
+        raise ImportError("cannot import name 'warpgroup_mma'")
+
+    launcher = importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(launcher.triton, "__version__", "4.2.0")
+    launcher._loads_hopper.cache_clear()
+    assert launcher.has_gluon(0, 64) and not launcher.has_gluon(0, 80)
+    monkeypatch.setattr(launcher, "_hopper", missing)
+    launcher._loads_hopper.cache_clear()
+    message = "cannot import name 'warpgroup_mma'.* Triton runs instead: attention takes 1.3 to 1.5 times as long"
+    with pytest.warns(RuntimeWarning, match=message) as caught:
+        assert not launcher.has_gluon(0, 64) and not launcher.has_gluon(0, 128)
+    assert len(caught) == 1
+    launcher._loads_hopper.cache_clear()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@needs_triton
 def test_a_gluon_kernel_that_does_not_compile_falls_back_and_a_gpu_that_fails_does_not(monkeypatch):
     launcher = importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
     errors, calls = [RuntimeError("PassManager::run failed"), RuntimeError("Triton Error [CUDA]: illegal access")], []

@@ -94,16 +94,6 @@ def test_what_stands_before_a_document_does_not_matter(device):
     assert gradient[:, :17].isfinite().all() and gradient[:, :17].any()
 
 
-@pytest.mark.slow
-@on_every_device
-def test_it_is_one_operator_to_torch_compile(device):
-    """Its fakes have the shapes, strides and dtypes of its results, and its gradients are registered."""
-    y, shift = torch.randn(2, 9, 20)[..., 4:].requires_grad_(), torch.randn(2, 9, 2, requires_grad=True)
-    previous, begins = torch.randn(2, 16, requires_grad=True), torch.rand(2, 9) < 0.3
-    given = y, shift, previous, begins, torch.randn(16, requires_grad=True)
-    torch.library.opcheck(torch.ops.forgetting_transformer.shift_norm, (*given, 2, 1e-6))
-
-
 def test_without_a_gpu_it_is_pytorch():
     """The same bits as shift and norm one after the other."""
     y, shift, weight = torch.randn(2, 9, 24), torch.randn(2, 9, 3), torch.randn(24)

@@ -34,14 +34,6 @@ def test_it_is_a_causal_filter_per_channel_and_silu(length, taps, with_bias):
     assert torch.equal(last, history[..., history.shape[-1] - (taps - 1) :])
 
 
-def test_it_is_what_a_depthwise_conv1d_layer_computes():
-    x, weight, bias, _ = make_inputs(9)
-    layer = torch.nn.Conv1d(6, 6, 4, groups=6, padding=3).double()
-    layer.load_state_dict({"weight": weight, "bias": bias})
-    y, _ = short_convolution(x, layer.weight, layer.bias)
-    torch.testing.assert_close(y, F.silu(layer(x.transpose(1, 2))[..., :9].transpose(1, 2)))
-
-
 def test_a_sequence_may_be_cut_anywhere():
     x, weight, bias, previous = make_inputs(9)
     whole, whole_last = short_convolution(x, weight, bias, previous_BCW=previous)
@@ -50,11 +42,6 @@ def test_a_sequence_may_be_cut_anywhere():
         second, last = short_convolution(x[:, cut:], weight, bias, previous_BCW=last)
         torch.testing.assert_close(torch.cat((first, second), dim=1), whole)
         assert torch.equal(last, whole_last)
-
-
-def test_gradients_are_derivatives_through_the_kept_inputs_too():
-    inputs = [tensor.requires_grad_() for tensor in make_inputs(5)]
-    assert torch.autograd.gradcheck(lambda x, w, b, p: short_convolution(x, w, b, previous_BCW=p), inputs)
 
 
 def test_norms_of_heads_follow():

@@ -36,18 +36,6 @@ def expect_right(batch, length, channels, taps, heads, has_bias, has_previous, d
     expect_float64(lambda **x: kernel(*x.values()), lambda **x: reference(*x.values()), inputs, TOLERANCES[dtype])
 
 
-@on_every_device
-def test_a_bias_may_be_a_column_of_a_wider_tensor(device):
-    def kernel(x, weight, wide):
-        return launcher.convolve(x, weight, wide[:, 1], None, None, 0, public._EPSILON)[0]
-
-    def reference(x, weight, wide):
-        return public._in_pytorch(x, weight, wide[:, 1], None, None, 0)[0]
-
-    inputs = {"x": torch.randn(1, 9, 20), "weight": torch.randn(20, 1, 4), "wide": torch.randn(20, 2)}
-    expect_float64(kernel, reference, inputs, 1e-5)
-
-
 KINDS = {"20": (20, 4, 0), "150": (150, 3, 0), "2 heads": (48, 4, 2), "a head": (24, 2, 1)}
 
 
@@ -95,13 +83,3 @@ def test_inputs_of_one_packed_document_do_not_enter_another(device):
 @on_every_device
 def test_sixteen_bits_round_the_results_alone(device):
     expect_right(1, 70, 32, 4, 2, True, True, torch.float16)
-
-
-@pytest.mark.slow
-@on_every_device
-def test_it_is_one_operator_to_torch_compile(device):
-    """Its fakes have the shapes, strides and dtypes of its results, and its gradients are registered."""
-    x, weight = torch.randn(2, 9, 12)[..., 2:8].requires_grad_(), torch.randn(6, 1, 4, requires_grad=True)
-    bias, previous = torch.randn(6, requires_grad=True), torch.randn(2, 6, 3, requires_grad=True)
-    given = (x, weight, bias, previous, None, 2, 1e-6)
-    torch.library.opcheck(torch.ops.forgetting_transformer.short_convolution, given)

@@ -96,6 +96,19 @@ FAULTS = {
     "a signal in the start": Fault(
         in_start(STOP + HANG), [75], "preempted", "^stopped by SIGTERM in '(self-test|model)', before the first step$"
     ),
+    "a signal while a rank is still in its first step": Fault(
+        before("training.faults.step_guard.StepGuard", "judge", "time.sleep(2)", "os.environ['RANK'] == '1'")
+        + before(
+            "training.callbacks.steps.Loss",
+            "on_interval",
+            "os.kill(trainer.start.peers._process(1), signal.SIGTERM)\n" + STOP,
+            "trainer.counters.batch_count == 1",
+            "self, trainer, kind",
+        ),
+        [0, 0],
+        "preempted",
+        "^SIGTERM$",
+    ),
     "a signal in a step that hangs": Fault(
         in_step("sentinel.STEP_PATIENCE_SECONDS = 0.5\n" + STOP + HANG),
         [75],

@@ -325,6 +325,7 @@ class Trainer:
 
     def _first_step_is_done(self, step: Step) -> None:
         self.wait_for_device()
+        self.vote.wait_for_all()  # a signal ends a rank at once that is in its first step, and others would wait for it
         self.startup.switch(None)
         self.sentinel.started()
         log.info("the first step is done, loss %.4f, %s", step.loss.item(), self.startup)
