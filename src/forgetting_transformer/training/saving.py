@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from forgetting_transformer.training.errors import TrainingError
+from forgetting_transformer.training.faults.corruption import compare_ranks
 from forgetting_transformer.training.faults.shards import local
 from forgetting_transformer.training.interface import TrainerInterface
 
@@ -42,12 +43,20 @@ def collect(trainer: TrainerInterface, wait: bool = False, must_succeed: bool = 
         log.error("%s; %s. Training goes on", saved.error, trainer.last_good_checkpoint)
 
 
+def compare(trainer: TrainerInterface) -> None:
+    """
+    Raises:
+        TrainingError: ranks hold different weights or moments; on every rank.
+    """
+    model, optimizer = trainer.model.module, trainer.optimizer.optimizer
+    compare_ranks(trainer.counters.batch_count, model, optimizer, trainer.last_good_checkpoint)
+
+
 def _begin(trainer: TrainerInterface, permanent: bool) -> None:
     model: Any = trainer.model.module
     optimizer, tokens = trainer.optimizer.optimizer, trainer.counters.token_count
-    if trainer.comparison is not None:
-        trainer.comparison.begin(trainer.counters.batch_count, model, optimizer)
-        trainer.comparison.refuse(trainer.last_good_checkpoint)
+    if trainer.compare_steps is not None:
+        compare(trainer)
     if not _all_finite(model, optimizer):
         raise TrainingError(
             f"weights or moments became infinite or NaN before {tokens:,} tokens, though every update that was "

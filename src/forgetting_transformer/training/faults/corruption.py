@@ -1,8 +1,7 @@
 """Finds ranks that hold other weights or moments than they should, as failing memory or a failing GPU leaves them.
 
 With data parallelism (ddp) all ranks hold the same. Every `strategy.compare_steps` steps, and before every checkpoint,
-the digests of all ranks are gathered on all of them. Nobody waits for that but a checkpoint. Under fsdp and on one
-process nothing is held twice.
+the digests of all ranks are gathered on all of them. Under fsdp and on one process nothing is held twice.
 
 The digest of a tensor is the sum of the bits of its elements, taken as signed integers, modulo 2^64. A sum of integers
 does not depend on the order of additions, so it is the same whatever device and kernel computes it, and an element that
@@ -20,60 +19,32 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from forgetting_transformer.training.errors import TrainingError
-from forgetting_transformer.training.faults.delayed import Delayed
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Comparison:
-    """Compares weights and moments over all ranks.
+def are_copies(fabric: Fabric) -> bool:
+    """Whether all ranks hold the same, so that they can be compared."""
+    return isinstance(fabric.strategy, DDPStrategy) and fabric.world_size > 1
 
-    Args:
-        steps: of training between two comparisons.
+
+@torch.no_grad()
+def compare_ranks(batch: int, model: nn.Module, optimizer: torch.optim.Optimizer, last_good_checkpoint: str) -> None:
+    """Called by all ranks after the same step, `batch`; waits for the device.
+
+    Raises:
+        TrainingError: ranks hold different weights or moments; on every rank.
     """
-
-    def __init__(self, world_size: int, steps: int) -> None:
-        self._world_size, self.steps = world_size, steps
-        self._tables: Delayed[tuple[int, list[str]]] = Delayed()
-        self._found: str | None = None
-
-    @torch.no_grad()
-    def begin(self, batch: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Gathers the digests of all ranks' tensors; called by all of them after the same step, `batch`."""
-        tensors = weights_and_moments(model, optimizer)
-        mine = digests(tensors.values())
-        gathered = mine.new_empty(self._world_size, len(mine))
-        dist.all_gather(list(gathered.unbind()), mine)
-        self._tables.send((batch, list(tensors)), gathered)
-
-    def difference(self, wait: bool = False) -> str | None:
-        """The first difference that was found, if any.
-
-        Args:
-            wait: for the device, so that the answer includes the last comparison. All ranks then get the same answer.
-        """
-        for (batch, names), table in self._tables.arrived(wait):
-            self._found = self._found or judge(batch, names, table)
-        return self._found
-
-    def refuse(self, last_good_checkpoint: str) -> None:
-        """
-        Raises:
-            TrainingError: ranks hold different weights or moments; on every rank.
-        """
-        found = self.difference(wait=True)
-        if found is not None:
-            raise TrainingError(
-                f"weights or moments are corrupt: {found}. All ranks should hold the same, so memory or a GPU has "
-                f"failed; nothing was saved since, and {last_good_checkpoint}. Leave that machine out, or test it, and "
-                "start the same command again"
-            )
-
-
-def comparison_of(fabric: Fabric, steps: int | None) -> Comparison | None:
-    """Comparison of the ranks; None where no two hold the same, or without `strategy.compare_steps`."""
-    same = isinstance(fabric.strategy, DDPStrategy) and fabric.world_size > 1
-    return Comparison(fabric.world_size, steps) if steps and same else None
+    tensors = weights_and_moments(model, optimizer)
+    mine = digests(tensors.values())
+    gathered = mine.new_empty(dist.get_world_size(), len(mine))
+    dist.all_gather(list(gathered.unbind()), mine)
+    if found := judge(batch, list(tensors), gathered):
+        raise TrainingError(
+            f"weights or moments are corrupt: {found}. All ranks should hold the same, so memory or a GPU has failed; "
+            f"nothing was saved since, and {last_good_checkpoint}. Leave that machine out, or test it, and start the "
+            "same command again"
+        )
 
 
 def judge(batch: int, names: Sequence[str], table: Tensor) -> str | None:
