@@ -32,7 +32,7 @@ from forgetting_transformer.training.checkpoint.folder import (
 from forgetting_transformer.training.checkpoint.host_copy import HostCopy, own_pages
 from forgetting_transformer.training.checkpoint.reading import load_tensors
 from forgetting_transformer.training.checkpoint.safe_reader import UnsafeCheckpointError, read_tensors
-from forgetting_transformer.training.checkpoint.writing import share
+from forgetting_transformer.training.checkpoint.writing import remove_leftovers, share
 from forgetting_transformer.training.records.run_directory import RunDirectory
 from tests.training.conftest import STEP, Job, changed, dies, lines, refused, train
 from tests.waiting import HANG
@@ -117,7 +117,7 @@ def test_death_between_any_two_writes_leaves_a_whole_checkpoint(tmp_path):
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL
-        Checkpointer(folder, 1, 0, 1).clean()
+        remove_leftovers(folder)
         save(folder, 2)  # and the next life saves the same step again
         assert newest_valid(folder).step == 2
         assert [path.name for path in folder.iterdir()] == [f"step-{2:015d}"], "wreckage is cleared away"
@@ -335,7 +335,7 @@ def test_only_names_that_a_run_writes_are_cleared_away(tmp_path):
     for name in (f".tmp-step-{7:015d}", f".deleted-step-{3:015d}"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "trainer.json").write_text("{}")
-    Checkpointer(tmp_path, 1, 0, 1).clean()
+    remove_leftovers(tmp_path)
     assert snapshot(tmp_path) == before
     assert not list(tmp_path.glob(".tmp-step-0*")) and not list(tmp_path.glob(".deleted-step-0*"))
 

@@ -30,6 +30,7 @@ from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training import saving, setup
 from forgetting_transformer.training.callbacks import Callback, Step
 from forgetting_transformer.training.callbacks.built_in import callbacks_of
+from forgetting_transformer.training.checkpoint.writing import remove_leftovers
 from forgetting_transformer.training.clock import Clock
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import recorded
@@ -82,7 +83,7 @@ class Trainer:
 
         self.begin("checkpoint")
         self.checkpointer = setup.build_checkpointer(config, self.directory, fabric, self.sentinel)
-        self.origin = resume.find_checkpoint(config, self.checkpointer, fabric)
+        self.origin = resume.find_checkpoint(config, self.directory, fabric)
 
         self.begin("self-test")
         model, self.backends = setup.model_and_kernels(config, fabric, self.data, self.origin, self.begin)
@@ -97,7 +98,7 @@ class Trainer:
         if not config.resume:
             resume.move_aside(self.directory, fabric)  # only now: a command that is refused leaves the old run alone
         self.directory.make(self.directory.checkpoints)
-        on_rank_zero(fabric, self.checkpointer.clean)
+        on_rank_zero(fabric, lambda: remove_leftovers(self.directory.checkpoints))
         self.guard = StepGuard(fabric.device)
         model, optimizer = self.model.module, self.optimizer.optimizer  # without Fabric's wrappers
         resume.load(self.origin, config, self.data_info, self.checkpointer, model, optimizer, self.guard)

@@ -36,9 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from forgetting_transformer.training.checkpoint.folder import (
     Checkpoint,
     CheckpointError,
-    newest_valid,
     reason_of,
-    refuse_to_start_over,
 )
 from forgetting_transformer.training.checkpoint.host_copy import HostCopy
 from forgetting_transformer.training.checkpoint.reading import load_training
@@ -62,7 +60,7 @@ class Saved:
 
 
 class Checkpointer:
-    """Saves, finds and loads the checkpoints of one run.
+    """Saves and loads the checkpoints of one run.
 
     Args:
         folder: `output_dir/checkpoints`.
@@ -85,7 +83,6 @@ class Checkpointer:
         record: Path | None = None,
     ) -> None:
         self.folder, self.rank, self.world_size = folder, rank, world_size
-        self.record = record
         self.background = background
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
         self._copy = HostCopy()
@@ -176,34 +173,10 @@ class Checkpointer:
             with self.watch(f"the checkpoint at {self._step:,} tokens"):
                 self._thread.join()
 
-    def clean(self) -> None:
-        """Removes what an interrupted save or deletion left behind; rank 0, at start-up."""
-        self._writer.clean()
-
     def close(self) -> None:
         """Waits for a save in flight, and gives the memory of the copy back."""
         self.finished(wait=True)
         self._copy.close()
-
-    def newest(self, step: int | None = None) -> Checkpoint | None:
-        """The newest valid checkpoint (or the one at `step`), the same on every rank; None if none was ever finished.
-
-        Raises:
-            CheckpointError: checkpoints were finished and none is valid, or none is there.
-        """
-        answer: list[Any] = [None, None]
-        if self.rank == 0:
-            answer[0] = newest_valid(self.folder, step)
-            try:
-                if step is None and answer[0] is None:
-                    refuse_to_start_over(self.folder, self.record)
-            except CheckpointError as error:
-                answer[1] = str(error)
-        if self._group is not None:
-            dist.broadcast_object_list(answer, src=0, group=self._group)
-        if answer[1] is not None:
-            raise CheckpointError(answer[1])
-        return answer[0]
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fills model and optimizer (reading.py)."""

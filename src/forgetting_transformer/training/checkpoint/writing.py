@@ -78,6 +78,14 @@ def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, T
     return mine
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Removes what an interrupted save or deletion left behind; on rank 0."""
+    for path in sorted(folder.glob(".*")):
+        if LEFTOVER.fullmatch(path.name):
+            log.warning("removing %s, which an interrupted save or deletion left behind", path)
+            shutil.rmtree(path, ignore_errors=True)
+
+
 class Writer:
     """Writes checkpoints on all ranks, and deletes old ones.
 
@@ -133,15 +141,6 @@ class Writer:
         self._agree(publish, "finish")
         if self.rank == 0:
             self._prune(step)
-
-    def clean(self) -> None:
-        """Removes what an interrupted save or deletion left behind; rank 0, at start-up."""
-        for leftover in sorted(self._leftovers()):
-            log.warning("removing %s, which an interrupted save or deletion left behind", leftover)
-            shutil.rmtree(leftover, ignore_errors=True)
-
-    def _leftovers(self) -> list[Path]:
-        return [path for path in self.folder.glob(".*") if LEFTOVER.fullmatch(path.name)]
 
     def _prepare(self, temporary: Path, needed: int) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -222,8 +221,7 @@ class Writer:
                 action()
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 problem = [reason_of(error)]
-                for leftover in self._leftovers():
-                    shutil.rmtree(leftover, ignore_errors=True)
+                remove_leftovers(self.folder)
         if self._group is not None:
             dist.broadcast_object_list(problem, src=0, group=self._group)
         if problem[0] is not None:
