@@ -89,7 +89,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         #: Context manager around every wait for the writer, made from a name for people.
-        self.watch: Callable[[str], AbstractContextManager[None]] = nullcontext
+        self.watch: Callable[[str], AbstractContextManager[Any]] = nullcontext
         #: Tokens of the last finished checkpoint, or of the one that the run continues from.
         self.last_good: int | None = None
         self._step = 0
