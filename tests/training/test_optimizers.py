@@ -66,14 +66,14 @@ def with_muon(config: dict, **changes) -> dict:
 
 
 @pytest.mark.slow
-def test_a_run_with_muon_learns_and_says_what_muon_has(tiny, finished):
+def test_a_run_with_muon_learns(tiny, finished):
     run = finished(with_muon(tiny))
     moments = {name.rpartition(".")[2] for name in checkpoint_tensors(run, 20 * STEP)}
     assert {"momentum_buffer", "exp_avg", "exp_avg_sq"} <= moments
     reached = losses(run)
     assert reached[20 * STEP] < 0.9 * reached[STEP], "it learns"
     log = (Path(run) / "logs/rank-0.log").read_text()
-    assert re.search(r"optimizer +muon, .*, Muon for \S+ and AdamW for \S+ parameters, cannot skip a bad step", log)
+    assert re.search(r"optimizer +muon, .*; cannot skip a bad step", log)
 
 
 @pytest.mark.slow

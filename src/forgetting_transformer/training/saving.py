@@ -49,7 +49,13 @@ def compare(trainer: TrainerInterface) -> None:
         TrainingError: ranks hold different weights or moments; on every rank.
     """
     model, optimizer = trainer.model.module, trainer.optimizer.optimizer
-    compare_ranks(trainer.counters.batch_count, model, optimizer, trainer.last_good_checkpoint)
+    if found := compare_ranks(trainer.counters.batch_count, model, optimizer):
+        collect(trainer, wait=True)
+        raise TrainingError(
+            f"weights or moments are corrupt: {found}. All ranks should hold the same, so memory or a GPU has failed; "
+            f"nothing was saved since, and {trainer.last_good_checkpoint}. Leave that machine out, or test it, and "
+            "start the same command again"
+        )
 
 
 def _begin(trainer: TrainerInterface, permanent: bool) -> None:

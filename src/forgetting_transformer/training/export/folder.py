@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from forgetting_transformer import plugins
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data.storage.checksums import sha256_of
 from forgetting_transformer.files import explain, write_json
+from forgetting_transformer.hub_connection import model_folder
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest
 from forgetting_transformer.training.config.continuing import decisive
 from forgetting_transformer.training.export import card, official_checkpoint
@@ -117,6 +119,29 @@ def export(
     if needed := origin.get("plugins"):
         line += f"; loading it needs `import {', '.join(needed)}`, or --plugins {' '.join(needed)}"
     return line + without
+
+
+def find_model(source: str, files: Sequence[str]) -> Path:
+    """The folder of a model.
+
+    Args:
+        source: the folder, or a hub id. files: patterns of what is fetched from the hub.
+
+    Raises:
+        ExportError: there is no model, or it has other files.
+    """
+    folder = Path(source).expanduser()
+    if not folder.exists():
+        try:
+            folder = model_folder(source, files)
+        except ValueError as error:
+            raise ExportError(f"{source} is no folder, and {error}") from error
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise ExportError(
+            f"{source} has no config.json with *.safetensors, and nothing else is read; give a folder of "
+            "save_model.py, which exports a run, or a hub id"
+        )
+    return folder
 
 
 def check_target(folder: Path, flag: str) -> None:

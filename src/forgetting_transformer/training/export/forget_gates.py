@@ -24,12 +24,11 @@ from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.files import explain
-from forgetting_transformer.hub_connection import model_folder
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
 from forgetting_transformer.model.mixers.transformer import TransformerConfig
 from forgetting_transformer.training.export.card import CARD
-from forgetting_transformer.training.export.folder import ExportError, check_target
+from forgetting_transformer.training.export.folder import ExportError, check_target, find_model
 
 #: The default memory length, in contexts of the original.
 CONTEXTS = 16
@@ -70,7 +69,7 @@ def add_forget_gates(source: str, out: Path, memory_length: Sequence[float] = ()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ExportError(f"OUT={out} is there already; choose another folder")
     try:
-        folder = _found(source)
+        folder = find_model(source, _READ)
         fields = json.loads((folder / "config.json").read_text("utf-8"))
         model_fields, named = _fields(fields)
         length = memory_length or (CONTEXTS * float(model_fields["max_position_embeddings"] or 2048),)
@@ -88,21 +87,6 @@ def add_forget_gates(source: str, out: Path, memory_length: Sequence[float] = ()
         raise ExportError(f"SOURCE={source} cannot become OUT={out}: {reason}") from error
     without = "" if tokenizer else ", without a tokenizer, which the source has not"
     return f"{out} is {source} with forget gates, {parameters:,} parameters, memory length {_said(length)}{without}"
-
-
-def _found(source: str) -> Path:
-    folder = Path(source).expanduser()
-    if not folder.exists():
-        try:
-            folder = model_folder(source, _READ)
-        except ValueError as error:
-            raise ExportError(f"SOURCE={source} is no folder, and {error}") from error
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        raise ExportError(
-            f"SOURCE={source} has no config.json with *.safetensors, and nothing else is read; give a folder of "
-            "save_pretrained"
-        )
-    return folder
 
 
 def _fields(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:

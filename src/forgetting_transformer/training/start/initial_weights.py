@@ -5,7 +5,6 @@ the others receive them from it. Only config.json and safetensors are read, so n
 """
 
 import logging
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +18,12 @@ from forgetting_transformer.data import DataInfo
 from forgetting_transformer.data.corpus import Corpus
 from forgetting_transformer.data.vocabulary import other_token, tokens_of
 from forgetting_transformer.files import read_json
-from forgetting_transformer.hub_connection import model_folder
 from forgetting_transformer.model import registry
 from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.counters import Origin
-from forgetting_transformer.training.export.folder import MARK, read_mark
+from forgetting_transformer.training.export.folder import MARK, find_model, read_mark
 from forgetting_transformer.training.optimization.parameter_groups import named_by
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
 
@@ -86,13 +84,15 @@ def on_all_ranks(config: Config, fabric: Fabric, data: Corpus, model: nn.Module,
 def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     log.info("reading the initial weights: %s", config.init_from)
     try:
-        folder, record = _find(str(config.init_from))
+        source = str(config.init_from)
+        folder = find_model(source, _FROM_THE_HUB)
+        record: dict[str, Any] = {"source": source, "revision": folder.name}
+        if folder == Path(source).expanduser():
+            record = {"source": str(folder.absolute())}
         fields = read_json(folder / "config.json")
         tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             tensors |= load_file(file)
-        if not tensors:
-            raise ValueError(f"{folder} holds no weights as safetensors, and nothing else is read")
         if mark := read_mark(folder):
             record |= {"step": mark["checkpoint"], "tag": mark["tag"]}
         _check_heads(fields, config, model)
@@ -105,23 +105,6 @@ def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> tuple[dic
     except Exception as error:  # of a damaged file, of the hub's client, of a tokenizer
         raise ConfigError(f"init_from={config.init_from}: {one_line(error)}") from error
     return tensors, record | {key: names for key, names in (("fresh", fresh), ("unused", unused)) if names}
-
-
-def _find(name: str) -> tuple[Path, dict[str, Any]]:
-    """Folder of a model, given by that or by its hub id, and what is to be recorded of it.
-
-    Raises:
-        ValueError: there is nothing that can be used.
-    """
-    folder = Path(name).expanduser()
-    if (folder / "config.json").is_file():
-        return folder, {"source": str(folder.absolute())}
-    if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
-        raise ValueError(
-            "there is no exported model (config.json); give a folder of save_model.py, which exports a run, or a hub id"
-        )
-    downloaded = model_folder(name, _FROM_THE_HUB)
-    return downloaded, {"source": name, "revision": downloaded.name}
 
 
 def _unmatched(
