@@ -1,5 +1,6 @@
 """When and what a run saves, and what became of it. How a checkpoint is written: checkpoint/."""
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -78,7 +79,7 @@ def _begin(trainer: TrainerInterface, permanent: bool) -> None:
         "data_checksums": trainer.origin.data_checksums,
         "world_size": trainer.fabric.world_size,
         "environment": trainer.environment,
-        "execution": trainer.execution.as_json(),
+        "execution": dataclasses.asdict(trainer.execution),
         "kinds": sorted(trainer.kinds),
         "weights_from": trainer.origin.weights_from,
     }

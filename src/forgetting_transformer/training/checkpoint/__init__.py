@@ -174,9 +174,8 @@ class Checkpointer:
                 self._thread.join()
 
     def close(self) -> None:
-        """Waits for a save in flight, and gives the memory of the copy back."""
+        """Waits for a save in flight."""
         self.finished(wait=True)
-        self._copy.close()
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fills model and optimizer (reading.py)."""
