@@ -245,7 +245,8 @@ def _moments(
     FSDP saves it by name. DDP saves what torch's optimizer numbers: first all decayed parameters, then the others, each
     in the order of the model's weights in the same file.
     """
-    parameters, found = dict(model.named_parameters()), {}
+    parameters = dict(model.named_parameters())
+    found: dict[Tensor, dict[str, Tensor]] = {}
     with _reading(checkpoint.path):
         state = saved["optimizer"]["state"]
         if all(isinstance(key, int) for key in state):
