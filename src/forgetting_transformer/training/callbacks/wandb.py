@@ -84,19 +84,22 @@ class Wandb(Callback):
         metrics.sinks.append(self)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        try:
+        with self._failing("takes no more metrics"):
             if self._run is not None and step >= self._run.step:
                 self._run.log(values, step=step)
-        except Exception as error:
-            log.warning("wandb stopped taking metrics (%s); they are in the JSON-lines files", one_line(error))
-            self._run = None
 
     def close(self) -> None:
-        try:
+        with self._failing("did not finish"):
             if self._run is not None:
                 self._run.finish()
+
+    @contextlib.contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
-            log.warning("wandb did not finish (%s); all metrics are in the JSON-lines files", one_line(error))
+            log.warning("wandb %s (%s); all metrics are in the JSON-lines files", what, one_line(error))
+            self._run = None
 
 
 def _wandb_run_id(directory: RunDirectory) -> str:

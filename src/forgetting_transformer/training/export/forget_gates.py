@@ -27,7 +27,7 @@ from forgetting_transformer.files import explain
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
 from forgetting_transformer.model.mixers.transformer import TransformerConfig
-from forgetting_transformer.training.export.card import CARD
+from forgetting_transformer.training.export.card import CARD, snippet
 from forgetting_transformer.training.export.folder import ExportError, check_target, find_model
 
 #: The default memory length, in contexts of the original.
@@ -247,10 +247,7 @@ def _card(source: str, memory_length: Sequence[float], parameters: int, has_toke
         f"{shown} as a Forgetting Transformer with {parameters:,} parameters: the same weights, and a forget gate for "
         f"every head. Gates start at a memory length of {_said(memory_length)} and were not trained.",
         "It needs the Python package `forgetting-transformer`, from a clone of its repository:",
-        "```python\nimport forgetting_transformer.model  # registers the model classes\n"
-        "from transformers import AutoModelForCausalLM\n\n"
-        'model = AutoModelForCausalLM.from_pretrained(".")  # the folder of this file\n```',
-        *([] if has_tokenizer else ["There is no tokenizer here: the model takes token ids."]),
+        f"```python\n{snippet([], None, has_tokenizer)}```",
         "The licence of the original holds for these weights too.",
     ]
     return "---\nlibrary_name: transformers\ntags: [forgetting-transformer]\n---\n\n" + "\n\n".join(lines) + "\n"
