@@ -8,7 +8,7 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithConfigs(build_py):
-    """Copies `configs/` beside the code, where forgetting_transformer.train looks first.
+    """Copies `configs/` beside the code, where forgetting_transformer.composition looks first.
 
     An editable installation uses the folder in place.
     """

@@ -356,8 +356,8 @@ def dumps(content: Mapping[str, Any]) -> str:
 
 def environment(command_line: str, device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
     """Command, date, commit, hardware and versions of a measurement on `device` ("cuda" or "cpu")."""
+    from forgetting_transformer.command_line import installed_versions
     from forgetting_transformer.training.start.descriptions import PACKAGES, git_state
-    from forgetting_transformer.versions import installed_versions
 
     state = git_state(Path(__file__).parent)
     # Results and pages are written beside the code; only code changes what is measured.

@@ -158,7 +158,7 @@ class Runs:
         return {"timeout": self.args.timeout, **self._strike(self.folder / "hang", signal.SIGSTOP, timeout)}
 
     def _strike(self, output: Path, number: signal.Signals, overrides: Sequence[str] = ()) -> dict[str, Any]:
-        """How a run ends after a signal to the last rank, and what it says of it.
+        """End of a run after a signal to the last rank, and its message.
 
         Raises:
             RuntimeError: it ended before the signal, or does not name the rank after SIGKILL or SIGSTOP.

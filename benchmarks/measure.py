@@ -33,8 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import end_with_parent, run_main
 
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import at_least, positive
-from forgetting_transformer.versions import installed_versions
+from forgetting_transformer.command_line import at_least, installed_versions, positive
 
 FOLDER = Path(__file__).resolve().parent
 COMMANDS = FOLDER / "commands.yaml"

@@ -115,7 +115,7 @@ def read_status(output: Path) -> dict[str, Any]:
 
 
 def launch_command(devices: int, accelerator: str, launcher: str) -> list[str]:
-    """What starts train.py on so many devices, with `launcher` ("fabric" or "launch.py") on several."""
+    """Command that starts train.py on so many devices, with `launcher` ("fabric" or "launch.py") on several."""
     train = str(CONFIGS.parent / "train.py")
     if devices == 1:
         return [sys.executable, train, "fabric.devices=1", f"fabric.accelerator={accelerator}"]

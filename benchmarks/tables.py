@@ -16,7 +16,7 @@ from scaling import compared_with
 from forgetting_transformer.analysis.tables import markdown_table
 
 RESULTS = Path(__file__).resolve().parent / "results"
-#: How experiments are called, in the order of the tables; the size is left out.
+#: Names of experiments without their size, in the order of the tables.
 NAMES = {
     "forgetting_transformer/pro": "FoX (Pro)",
     "forgetting_transformer/llama": "FoX (LLaMA)",
@@ -199,7 +199,7 @@ def _unpruned(row: Row) -> bool:
 
 
 def name_of(experiment: str) -> str:
-    """How an experiment is called."""
+    """Name of an experiment in tables."""
     return next((name for start, name in NAMES.items() if experiment.startswith(start)), experiment)
 
 

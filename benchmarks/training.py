@@ -265,7 +265,7 @@ def time_steps(step: Callable[[], Any], count: int, device: Any, losses: list[fl
 
 
 def slowest_kernels(step: Callable[[], Any], count: int) -> list[dict[str, Any]]:
-    """What of a step takes most of the device's time: name, calls and milliseconds of each kernel."""
+    """Kernels that take most of a step on the device: name, calls and milliseconds of each."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -306,7 +306,7 @@ def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> 
     trained = load_model(output_dir).model
     model = setup.build_model(config, trained.config)  # its vocabulary, BOS and EOS
     model.load_state_dict(trained.state_dict())
-    folder = find_heldout(config.data_dir, config.datamodule.dataset)
+    folder = find_heldout(Path(config.data_dir) / config.datamodule.dataset)
     data = open_heldout(folder, args.seq_len, args.batch_size * args.seq_len)
     labels_BT = torch.from_numpy(np.concatenate([data.read(i) for i in range(args.batch_size)]).astype(np.int64))
     first_B1 = torch.full((args.batch_size, 1), data.bos_token_id)
@@ -314,7 +314,7 @@ def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> 
 
 
 def overrides(args: argparse.Namespace, checkpointing: bool) -> list[str]:
-    """Those of a row. CUDA graphs and activation checkpointing exclude each other, so no config may have both first."""
+    """Overrides of a row. CUDA graphs exclude activation checkpointing, so no config may have both first."""
     return [f"train.gradient_checkpointing={str(checkpointing).lower()}", *args.overrides]
 
 

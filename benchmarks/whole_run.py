@@ -53,7 +53,7 @@ ON_GPU = {"experiments": ["forgetting_transformer/pro_125m_2b"], "tokens": 44_00
 ON_CPU = {"experiments": ["demo/fox_pro"], "tokens": 65_536, "vocabulary": 4_096}
 #: A loss that train.py logged, as in "8,192 of 16,384 tokens, loss 10.8459, lr 1.50e-03".
 LOSS_LINE = re.compile(r"\bloss \d")
-#: How often a run logs. The host waits for the GPU at each.
+#: Steps between two log lines, at each of which the host waits for the GPU.
 LINES = 20
 
 

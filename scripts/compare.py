@@ -58,7 +58,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def compare(args: argparse.Namespace) -> list[Path]:
-    """Prints the tables, writes them with the figures, and returns the files."""
+    """Prints the tables, writes them with the figure, and returns the files."""
     # Only now, so that --help is quick.
     from forgetting_transformer.analysis import AnalysisError, comparisons, outputs
     from forgetting_transformer.analysis.plots.losses import loss_of_models
@@ -73,9 +73,9 @@ def compare(args: argparse.Namespace) -> list[Path]:
     if len(set(names)) < len(names) or baseline not in names:
         raise AnalysisError(f"models {names}: names must differ, and --baseline {baseline!r} be one of them")
     heldout = None if args.loss is None else args.loss == "heldout"
-    parts = []
     tokens = comparisons.at_equal_tokens(models, args.tokens, heldout)
     flops = comparisons.at_equal_flops(models, args.flops, heldout)
+    parts = []
     for comparison in [tokens, flops] if flops else [tokens]:
         notes = [f"- {note}" for note in comparisons.warnings(comparison, baseline)]
         parts.append("\n".join([comparisons.table(comparison, baseline), "", *notes]).rstrip())

@@ -8,10 +8,8 @@ from pathlib import Path
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count
-
-with command_line.interruptible("interrupted: the same command continues"):
-    from forgetting_transformer.data.errors import DataError
-    from forgetting_transformer.data.tools.download import MIRROR, SPLITS, Selection, download
+from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.tools.download import MIRROR, SPLITS, Selection, download
 
 EPILOG = f"""\
 examples:

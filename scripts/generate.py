@@ -26,7 +26,7 @@ def temperature(text: str) -> float:
     with contextlib.suppress(ValueError):
         if float(text) == 0:
             return 0.0
-    return number(Range(LEAST_TEMPERATURE, POSITIVE.high, otherwise="0"))(text)
+    return number(Range(LEAST_TEMPERATURE, POSITIVE.high))(text)
 
 
 def main() -> None:

@@ -29,9 +29,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from forgetting_transformer import command_line, signals
+from forgetting_transformer import command_line, console
 from forgetting_transformer.command_line import at_least, count, port
-from forgetting_transformer.versions import how_to_install
+from forgetting_transformer.console import how_to_install
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
@@ -80,7 +80,7 @@ def environment(args: argparse.Namespace, count: int, cores: int) -> dict[str, s
     Args:
         count: processes of this machine.
     """
-    added = {**signals.ELASTIC_LAUNCHER, "OMP_NUM_THREADS": str(max(1, cores // count))}
+    added = {**console.ELASTIC_LAUNCHER, "OMP_NUM_THREADS": str(max(1, cores // count))}
     if args.num_nodes == 1 and args.main_port is None:
         added["PET_STANDALONE"] = "1"
     return added
@@ -105,9 +105,8 @@ def main() -> int:
         print(__doc__)
         return 0
     args, rest = parse(arguments)
-    # A signal ends the start until there are ranks to pass it to.
-    with signals.StartEnds():
-        return launch(args, rest)
+    console.end_on_signals()  # until there are ranks to pass them to
+    return launch(args, rest)
 
 
 def launch(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -140,7 +139,7 @@ def launch(args: argparse.Namespace, rest: Sequence[str]) -> int:
     ]
     with tempfile.TemporaryDirectory(prefix="forgetting_transformer-") as folder:
         outcome = Path(folder, "outcome")
-        os.environ[signals.OUTCOME_VARIABLE] = str(outcome)
+        os.environ[console.OUTCOME_VARIABLE] = str(outcome)
         error: Exception | None = None
         try:
             torch.distributed.run.main(command)
@@ -168,15 +167,15 @@ def conclude(error: Exception | None, outcome: str | None) -> tuple[int, list[st
     if error is None or isinstance(error, SignalException):
         if error is not None and outcome is None:
             return 128 + error.sigval, [f"{error.sigval.name}: the ranks have ended without a status"]
-        return {None: 0, "done": 0, "preempted": signals.PREEMPTED_EXIT_CODE}.get(outcome, 1), []
+        return {None: 0, "done": 0, "preempted": console.PREEMPTED_EXIT_CODE}.get(outcome, 1), []
     if isinstance(error, ChildFailedError):
         failures = error.failures
         stopped = {
             rank for rank, failure in failures.items()
-            if failure.exitcode == signals.PREEMPTED_EXIT_CODE or failure.signal_name() == "SIGTERM"
+            if failure.exitcode == console.PREEMPTED_EXIT_CODE or failure.signal_name() == "SIGTERM"
         }  # fmt: skip
         if outcome == "preempted" and len(stopped) == len(failures):
-            return signals.PREEMPTED_EXIT_CODE, []
+            return console.PREEMPTED_EXIT_CODE, []
         silent = {rank: failure for rank, failure in failures.items() if failure.error_file == "<N/A>"}
         if silent.keys() - stopped or len(silent) < len(failures):
             # The others were stopped because one failed, which is named here or has printed its error.

@@ -40,16 +40,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def plot(args: argparse.Namespace) -> list[Path]:
-    """Draws the figures and returns their files; prints on stderr what a run does not have yet."""
+    """Draws the figures and returns their files."""
     out = args.out or args.run_dirs[0] / "plots"
-    left_out: list[str] = []
     with outputs.writing(out, "scripts/plot_run.py") as new:
-        run_figures.draw_runs(run_figures.read_runs(args.run_dirs), new, left_out)
+        run_figures.draw_runs(run_figures.read_runs(args.run_dirs), new)
         written = [out / path.name for path in sorted(new.iterdir())]
-        for reason in left_out:
-            print(f"left out: {reason}", file=sys.stderr)
         if not written:
-            raise AnalysisError("nothing to plot yet")
+            raise AnalysisError("nothing to plot yet: give a run's output_dir, and wait until it has logged a loss")
     return written
 
 

@@ -8,16 +8,14 @@ import sys
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count, number, seed
+from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.prepare import CorpusSettings, prepare_corpus
+from forgetting_transformer.data.prepare.settings import (
+    DEFAULT_DEDUP,
+    DEFAULT_DEDUP_WORDS,
+    DEFAULT_HELDOUT_FRACTION,
+)
 from forgetting_transformer.ranges import Range
-
-with command_line.interruptible("interrupted: the same command continues"):
-    from forgetting_transformer.data.errors import DataError
-    from forgetting_transformer.data.prepare import CorpusSettings, prepare_corpus
-    from forgetting_transformer.data.prepare.settings import (
-        DEFAULT_DEDUP,
-        DEFAULT_DEDUP_WORDS,
-        DEFAULT_HELDOUT_FRACTION,
-    )
 
 EPILOG = """\
 examples:

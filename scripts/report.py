@@ -36,8 +36,7 @@ def main() -> None:
 
     from forgetting_transformer.analysis.page import write_report
 
-    for reason in write_report(args.run_dirs, args.results, args.out):
-        print(f"left out: {reason}", file=sys.stderr)
+    write_report(args.run_dirs, args.results, args.out)
     print(args.out / "report.html")
 
 

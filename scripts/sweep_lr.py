@@ -18,12 +18,9 @@ finished runs and continues interrupted ones. You may add seeds or head dimensio
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import positive
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -62,22 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_overrides,
         grid_text,
     )
-    from forgetting_transformer.train.composer import Composer
     from forgetting_transformer.training import ConfigError
 
     try:
         check_overrides(args.overrides)
-        composer = Composer(ROOT / "configs", args.overrides)
-        base = composer.compose(composer.task_overrides)
-        sweep = LearningRateSweep(
-            ROOT / "train.py",
-            composer.task_overrides,
-            composer.compose,
-            composer.machine(),
-            base.optimizer.lr if args.guess is None else args.guess,
-            [base.seed] if args.seeds is None else args.seeds,
-            args.head_dims,
-        )
+        sweep = LearningRateSweep(args.overrides, args.guess, args.seeds, args.head_dims)
         complete = sweep.run()
     except (SweepError, ConfigError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -20,13 +20,10 @@ increase --trials later.
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count
-from forgetting_transformer.versions import how_to_install
-
-ROOT = Path(__file__).resolve().parents[1]
+from forgetting_transformer.console import how_to_install
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -46,21 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     from forgetting_transformer.sweep import SweepError
     from forgetting_transformer.sweep.free_search import FreeSearch
-    from forgetting_transformer.train.composer import Composer, search_space
     from forgetting_transformer.training import ConfigError
 
     try:
-        fixed, space, text = search_space(args.overrides)
-        composer = Composer(ROOT / "configs", fixed)
-        search = FreeSearch(
-            ROOT / "train.py",
-            composer.task_overrides,
-            composer.compose,
-            composer.machine(),
-            space,
-            text,
-            args.trials,
-        )
+        search = FreeSearch(args.overrides, args.trials)
         complete = search.run()
     except (SweepError, ConfigError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

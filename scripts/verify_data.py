@@ -6,12 +6,10 @@ import sys
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count, number
+from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.tools.verify import verify
+from forgetting_transformer.data.vocabulary import GPT2_VOCAB_SIZE, read_manifest
 from forgetting_transformer.ranges import Range
-
-with command_line.interruptible():
-    from forgetting_transformer.data.errors import DataError
-    from forgetting_transformer.data.tools.verify import verify
-    from forgetting_transformer.data.vocabulary import GPT2_VOCAB_SIZE, read_manifest
 
 EPILOG = """\
 examples:

@@ -73,7 +73,7 @@ TINY = Sizes(
 
 
 class Arm(NamedTuple):
-    """How a pretrained model is trained on.
+    """Settings with which a pretrained model is trained on.
 
     Attributes:
         contexts: memory lengths at the start in contexts of the original, as add_forget_gates.py takes them; empty: no

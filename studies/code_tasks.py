@@ -41,7 +41,7 @@ MOST, FEWEST = 1_500, 400
 _WRONG = 3
 #: lm_eval takes the path of a data file from the current folder, and only `!function` from the folder of the task.
 _PLACE = '''\
-"""Where the questions of next_line.yaml are. Made by studies/code_tasks.py."""
+"""Folder of the questions of next_line.yaml. Made by studies/code_tasks.py."""
 
 from pathlib import Path
 

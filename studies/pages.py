@@ -129,7 +129,7 @@ def front() -> dict[str, str]:
 
 
 def leads() -> dict[str, str]:
-    """How far models end above FoX (Pro), in a study of three seeds and in one at 125M."""
+    """Losses of models above FoX (Pro), in a study of three seeds and in one at 125M."""
     study = read_study(ROOT / "studies" / "three_seeds_100m")
     apart = study.differences("models")
     recurrent = sorted(apart[name].value for name in ("mamba2", "hgrn2", "delta_net"))

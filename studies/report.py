@@ -31,7 +31,7 @@ from studies.engine.tables import TABLES, missing
 COMPARED_FROM = 256
 #: Held-out texts whose loss is computed with and without pruning.
 TEXTS = 8
-#: What collect writes.
+#: Files that `collect` writes.
 COMMAND = "studies/report.py"
 FILES = ("study.json", "octaves.png", "differences.png")
 

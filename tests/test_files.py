@@ -1,5 +1,6 @@
 """Files that people write: what is broken in them is one line with file, line and column."""
 
+import os
 import re
 
 import pytest
@@ -51,3 +52,9 @@ def test_a_broken_line_of_json_lines_is_named_by_its_number():
 def test_a_byte_order_mark_is_no_fault(tmp_path):
     (tmp_path / "a").write_bytes(b'\xef\xbb\xbf{"a": 1}')
     assert files.read_yaml(tmp_path / "a") == files.read_json(tmp_path / "a") == {"a": 1}
+
+
+def test_a_name_that_is_not_utf_8_can_be_written_and_read(tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    files.write_json(tmp_path / name, {"name": name})
+    assert files.read_json(tmp_path / name) == {"name": name}

@@ -66,7 +66,7 @@ def test_data_sets_are_looked_for_in_the_cache_alone(hub_at, closed_port, asked_
 def test_a_model_that_is_not_in_the_cache_is_one_line(hub_at, closed_port, asked_once, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     hub_at(f"http://127.0.0.1:{closed_port}")
-    advice = "cannot load the model somebody/none: somebody/none is not in the local cache. It must be a folder or"
+    advice = "cannot load the model somebody/none: .* run `hf download somebody/none .*It must be a run"
     with pytest.raises(EvaluationError, match=advice):
         _load_pretrained("somebody/none", None)
 
@@ -76,15 +76,6 @@ def test_a_hub_that_answers_is_asked_and_believed(hub_at, caplog):
         hub_at(f"http://127.0.0.1:{server.getsockname()[1]}")
         assert not only_cached()
     assert not only_cached() and not caplog.records, "the server is gone, but it has answered once"
-
-
-def test_a_name_that_is_not_resolved_in_time_is_not_waited_for(hub_at, monkeypatch, caplog):
-    release = hub_connection.threading.Event()
-    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: release.wait() and socket.socket())
-    monkeypatch.setattr(hub_connection, "TIMEOUT", 0.1)
-    hub_at("https://somewhere.test")
-    assert only_cached() and "somewhere.test:443 cannot be reached (no answer in 0.1 s)" in caplog.text
-    release.set()
 
 
 def test_who_is_offline_on_purpose_or_has_a_proxy_is_not_warned(hub_at, closed_port, monkeypatch, caplog):

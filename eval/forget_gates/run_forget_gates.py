@@ -28,9 +28,6 @@ def main() -> None:
     source.add_argument(
         "--data_path", type=command_line.name, help="folder of a corpus with heldout.zarr: a document of it"
     )
-    parser.add_argument(
-        "--dataset", type=command_line.name, default="longcrawl64", help="the corpus, if --data_path holds several"
-    )
     parser.add_argument("--document", type=at_least(0), default=0, help="its number; default %(default)s")
     parser.add_argument("--max_length", type=at_least(2), default=16384, help="tokens read; default %(default)s")
     parser.add_argument(
@@ -50,8 +47,8 @@ def main() -> None:
     from forgetting_transformer.evaluation.workers import run
 
     def evaluate(model, workers):
-        tokens = read_tokens(model, args.text, args.data_path, args.dataset, args.document, args.max_length)
-        corpus = "" if args.text else find_heldout(args.data_path, args.dataset).resolve().name
+        tokens = read_tokens(model, args.text, args.data_path, args.document, args.max_length)
+        corpus = "" if args.text else find_heldout(args.data_path).resolve().name
         found = forget_gates.evaluate(
             model,
             tokens,

@@ -14,8 +14,8 @@ import sys
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count
+from forgetting_transformer.console import how_to_install
 from forgetting_transformer.evaluation import options
-from forgetting_transformer.versions import how_to_install
 
 
 def main() -> None:
@@ -31,9 +31,7 @@ def main() -> None:
     parser.add_argument("--limit", type=count, help="examples of each task, for a quick test; default: all")
     args = parser.parse_args()
 
-    from forgetting_transformer.analysis.evaluations import from_lm_eval
-    from forgetting_transformer.analysis.published import TASKS, lm_eval_table
-    from forgetting_transformer.analysis.tables import markdown
+    from forgetting_transformer.analysis.published import TASKS
     from forgetting_transformer.evaluation.workers import run
 
     try:
@@ -43,7 +41,7 @@ def main() -> None:
 
     def evaluate(model, workers):
         folder = args.save_dir / model.name
-        results = harness.evaluate(
+        harness.evaluate(
             model,
             folder,
             workers,
@@ -55,7 +53,7 @@ def main() -> None:
             include_path=args.include_path,
         )
         if workers.is_first:
-            table = markdown(*lm_eval_table({model.name: [from_lm_eval(results)]}))
+            table = (folder / "table.md").read_text(encoding="utf-8")
             print(f"{folder}/results.json\n\n{table}", end="")
 
     run(args, evaluate)

@@ -1,12 +1,11 @@
 #!/usr/bin/env python
-"""Scores the answers of pred.py as the paper does: pred/MODEL/result.json.
+"""Scores the answers of pred.py as the paper does: pred/MODEL/result.json, with standard errors in evaluation.json.
 
     cd eval/longbench
     python eval.py --model fox-pro-760m-longcrawl64-48b
     python eval.py --model fox-pro-760m-longcrawl64-48b --e         # LongBench-E, in pred_e
 
-The paper's code keeps only the first line of every answer. LongBench does so only for TREC, TriviaQA and SAMSum:
-run_longbench.py answers and scores by its rules.
+The paper's code keeps only the first line of every answer. LongBench does so only for TREC, TriviaQA and SAMSum.
 """
 
 import sys
@@ -20,20 +19,13 @@ def main() -> None:
     parser.add_argument("--e", action="store_true", help="LongBench-E")
     args = parser.parse_args()
 
-    from forgetting_transformer.analysis import published, tables
-    from forgetting_transformer.analysis.evaluations import from_longbench
     from forgetting_transformer.evaluation import longbench
 
     folder = longbench.folder_of(args.model, args.e)
-    scores, missing = longbench.score_sets(folder, args.e)
+    table, missing = longbench.score_sets(folder, args.e)
     if missing:
         print(f"warning: {', '.join(missing)} not finished by pred.py and left out", file=sys.stderr)
-    evaluation = from_longbench(scores)
-    rows, columns = (
-        published.longbench_by_length(evaluation) if args.e else published.longbench_table({args.model: [evaluation]})
-    )
-    shown = [column for column in columns if column.key in scores]
-    print(f"{folder / 'result.json'}\n\n{tables.markdown(rows, shown, 'Words' if args.e else 'Scores')}")
+    print(f"{folder / 'result.json'}\n\n{table.markdown()}")
 
 
 if __name__ == "__main__":

@@ -8,20 +8,25 @@
 
 MODEL is an export of save_model.py, a training run's output_dir, or a hub id. --e answers LongBench-E, in pred_e. The
 same command continues after an interruption. The data comes from the Hugging Face hub, or from --data_dir.
-run_longbench.py answers and scores by LongBench's own rules.
 """
 
 import sys
 
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import at_least
+from forgetting_transformer.command_line import at_least, count
 from forgetting_transformer.evaluation import options
 
 
 def main() -> None:
     parser = command_line.make_parser(__doc__)
     options.add_model(parser, name_required=True)
-    options.add_longbench(parser)
+    parser.add_argument("--sets", help="separated by commas; default: the paper's")
+    parser.add_argument(
+        "--data_dir",
+        type=command_line.path,
+        help="LongBench's data.zip, or a folder with it or with <set>.jsonl; default the hub",
+    )
+    parser.add_argument("--limit", type=count, help="examples of each set, for a quick test; default: all")
     parser.add_argument(
         "--max_length", type=at_least(4), required=True, help="tokens of a prompt (the paper: 15500 for 16384)"
     )

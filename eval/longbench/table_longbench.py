@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Prints the paper's Table 2 for any number of models: best bold, second best underlined.
 
-    python eval/longbench/table_longbench.py output/longbench/fox output/longbench/llama --out output/tables/longbench
-    python eval/longbench/table_longbench.py "FoX (Pro)=output/longbench/fox" …
-    cd eval/longbench && python table_longbench.py        # all models in ./pred, after pred.py and eval.py
+    cd eval/longbench
+    python table_longbench.py                              # all models in ./pred, after pred.py and eval.py
+    python table_longbench.py "FoX (Pro)=pred/fox" pred/llama --out ../../output/tables/longbench
 
 Several RESULTs with one NAME are seeds of one model: the table has their mean and its 95 % interval.
 The table is printed in Markdown and LaTeX (package booktabs). With --out, the script writes OUT/table.md

@@ -47,7 +47,7 @@ def main() -> None:
     file, failed = rate_answers(answers, results, question, reference, judge)
     print(file)
     if failed:
-        sys.exit(f"{failed} answers have no rating; {judge.cache} has the reasons. The same command asks again")
+        sys.exit(f"{failed} answers have no rating, for the reasons above. The same command asks again")
 
 
 if __name__ == "__main__":

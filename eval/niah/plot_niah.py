@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import count
 
 
 def main() -> None:
@@ -19,12 +18,11 @@ def main() -> None:
     parser.add_argument(
         "--figure_dir", type=command_line.path, required=True, help="folder to write to; made if needed"
     )
-    parser.add_argument("--train_len", type=count, help="training length to mark; default: the one that pred.py found")
     args = parser.parse_args()
 
     from forgetting_transformer.evaluation import needle
 
-    for picture in needle.draw_ratings(Path("results"), Path("pred"), args.figure_dir, args.train_len):
+    for picture in needle.draw_ratings(Path("results"), Path("pred"), args.figure_dir):
         print(picture)
 
 

@@ -32,15 +32,10 @@ def parse_args() -> argparse.Namespace:
     source.add_argument(
         "--haystack_dir",
         type=command_line.path,
-        help="folder of texts (.txt, .md, .py; in the paper's modes .txt). Default: Python's documentation, or in the "
-        "paper's modes PaulGrahamEssays beside this script if it exists",
+        help="folder of .txt files; default Python's documentation, or in the paper's modes PaulGrahamEssays beside "
+        "this script if it exists",
     )
-    source.add_argument(
-        "--data_path", type=command_line.name, help="folder of a corpus with heldout.zarr, or the folder that holds it"
-    )
-    parser.add_argument(
-        "--dataset", type=command_line.name, default="longcrawl64", help="the corpus, if --data_path holds several"
-    )
+    source.add_argument("--data_path", type=command_line.name, help="folder of a corpus with heldout.zarr")
     parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL/MODE")
     parser.add_argument(
         "--mode", choices=["standard", "easy", "paper", "paper_easy"], default="easy", help="default %(default)s"
@@ -57,7 +52,6 @@ def parse_args() -> argparse.Namespace:
         "--max_new_tokens", type=count, help="tokens of an answer; default 50, in the paper's modes 1024"
     )
     parser.add_argument("--local_batch_size", type=count, default=1, help="prompts that a process runs together")
-    parser.add_argument("--train_len", type=count, help="sequence length of training, where the model does not say")
     args = parser.parse_args()
     in_paper = args.mode.startswith("paper")
     if args.max_new_tokens is None:
@@ -83,9 +77,7 @@ def main() -> None:
         chosen = {key: getattr(args, key) for key in ("question", "statement", "answer")}
         hidden = needle.Needle(**{key: value for key, value in chosen.items() if value is not None})
         essays, needed = Path(__file__).with_name(needle.ESSAYS), args.samples * args.max_length
-        haystack = needle.find_haystack(
-            model, args.mode, args.haystack_dir, essays, args.data_path, args.dataset, needed
-        )
+        haystack = needle.find_haystack(model, args.mode, args.haystack_dir, essays, args.data_path, needed)
         lengths = np.linspace(args.min_length, args.max_length, args.num_lengths)
         depths = np.linspace(0, 1, args.num_depths) if args.num_depths > 1 else [0.5]
         folder = args.save_dir / model.name / args.mode

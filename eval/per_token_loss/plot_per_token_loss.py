@@ -22,7 +22,6 @@ import sys
 from forgetting_transformer import command_line
 from forgetting_transformer.analysis import known_models, outputs, position_loss
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
-from forgetting_transformer.command_line import count
 from forgetting_transformer.files import write_atomically
 
 
@@ -35,8 +34,6 @@ def main() -> None:
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=command_line.path, metavar="DIR", help="folder to write to; made if needed")
     target.add_argument("--figure_dir", type=command_line.path, help="the same, with the official name of the figure")
-    parser.add_argument("--train_len", type=count, help="training length to mark; default: the one in all results")
-    parser.add_argument("--first", type=count, help="first position drawn; default a 512th of the longest sequence")
     args = parser.parse_args()
     if not args.results and args.result_dir is None:
         parser.error("give RESULT folders, or --result_dir")
@@ -51,7 +48,7 @@ def main() -> None:
                 file=sys.stderr,
             )
         curves = position_loss.group_seeds(results)
-        lengths = args.train_len or {result.name: result.summary.get("train_length") for result in results}
+        lengths = {result.name: result.summary.get("train_length") for result in results}
         compared = position_loss.compare(results)
         conditions = position_loss.made_with([result.summary for result in results])
         tables = {"slopes.md": position_loss.slope_table([(result.name, result.summary) for result in results])}
@@ -59,7 +56,7 @@ def main() -> None:
             tables["comparison.md"] = position_loss.comparison_table(compared)
         with outputs.writing(out, "plot_per_token_loss.py") as new:
             for suffix in ("png", "pdf"):
-                loss_against_position(curves, new / f"{stem}.{suffix}", lengths, args.first, conditions)
+                loss_against_position(curves, new / f"{stem}.{suffix}", lengths, conditions)
                 if compared:
                     loss_differences(compared, new / f"differences.{suffix}", conditions, lengths)
             for name, table in tables.items():

@@ -4,7 +4,6 @@
     python eval/per_token_loss/run_per_token_loss.py --model_path output/hf/fox --data_path data/longcrawl64 \\
         --save_dir output/per_token_loss
     fabric run eval/per_token_loss/run_per_token_loss.py --devices 4 --model_path …     # or torchrun --nproc-per-node 4
-    torchrun --nproc-per-node 4 … --context 4                                           # four GPUs share each sequence
 
 MODEL_PATH is an export of save_model.py, a training run's output_dir, or a hub id. Writes SAVE_DIR/MODEL/results.json
 and results.npz. The same command continues after a kill, on any number of GPUs. plot_per_token_loss.py draws results.
@@ -23,16 +22,7 @@ def parse_args() -> argparse.Namespace:
     parser = command_line.make_parser(__doc__)
     options.add_model(parser)
     parser.add_argument(
-        "--data_path",
-        type=command_line.name,
-        required=True,
-        help="folder of a corpus (with heldout.zarr), or the folder that holds it",
-    )
-    parser.add_argument(
-        "--dataset",
-        type=command_line.name,
-        default="longcrawl64",
-        help="the corpus's name in the second case; %(default)s",
+        "--data_path", type=command_line.name, required=True, help="folder of a corpus, with heldout.zarr"
     )
     parser.add_argument(
         "--corpus",
@@ -48,20 +38,8 @@ def parse_args() -> argparse.Namespace:
         type=token_count,
         help="tokens to evaluate on, or `all`; default 2147483648 (2^31) as in the paper, or all if there are fewer",
     )
-    parser.add_argument("--vocab_size", type=count, help="of the corpus, where it has no manifest.json that says")
-    parser.add_argument("--bos_token_id", type=at_least(0), help="the id that begins its texts, in the same case")
-    parser.add_argument("--train_len", type=count, help="sequence length of training, where the model does not say")
     parser.add_argument(
-        "--local_batch_size",
-        type=count,
-        default=1,
-        help="sequences per forward pass of a process, or of those that share them",
-    )
-    parser.add_argument(
-        "--context",
-        type=count,
-        default=1,
-        help="processes that share each sequence, equal parts each, for sequences that do not fit one GPU; %(default)s",
+        "--local_batch_size", type=count, default=1, help="sequences per forward pass of a process; %(default)s"
     )
     parser.add_argument("--save_interval", type=count, default=64, help="batches between two writes of the state")
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="continue; the default")
@@ -84,12 +62,9 @@ def main() -> None:
         data = held_out.open_data(
             model,
             args.data_path,
-            args.dataset,
             args.corpus,
             length=args.eval_len,
             tokens=None if args.eval_tokens == "all" else args.eval_tokens,
-            vocab_size=args.vocab_size,
-            bos_token_id=args.bos_token_id,
             at_most=per_token_loss.PAPER_TOKENS if args.eval_tokens is None else None,
         )
         folder = args.save_dir / model.name
@@ -102,7 +77,6 @@ def main() -> None:
             precision=args.precision,
             save_interval=args.save_interval,
             resume=args.resume,
-            context=args.context,
         )
         if workers.is_first:
             table = position_loss.slope_table([(model.name, results)])

@@ -7,10 +7,9 @@ Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", ICLR
 >>> import forgetting_transformer.tokenizer  # registers LongCrawl64's tokenizer
 """
 
-TYPE_CHECKING = False  # typing takes longer to import than what train.py needs before it hears signals
-if TYPE_CHECKING:
-    from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
     from forgetting_transformer.ops.forgetting_attention import (
         cumulative_log_fgate,
         forgetting_attention,
@@ -22,7 +21,7 @@ __version__ = "0.2.0"
 __all__ = ["cumulative_log_fgate", "forgetting_attention", "forgetting_attention_decode"]
 
 
-def __getattr__(name: str) -> "Any":
+def __getattr__(name: str) -> Any:
     """The operators load PyTorch, so they come when they are first asked for: train.py answers a typo before that."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,19 +5,16 @@ import contextlib
 import io
 import math
 import os
-import select
+import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from forgetting_transformer import plugins
-from forgetting_transformer.files import UnreadableError
+from forgetting_transformer.files import LINK_TO_IT, UnreadableError, is_utf8
 from forgetting_transformer.ranges import COUNT, POSITIVE, TOKENS, Range
-
-#: What a shell reports of a command that SIGINT has ended, and of one that SIGPIPE has.
-_INTERRUPTED = 130
-_READER_GONE = 141
 
 
 class CommandError(ValueError):
@@ -34,20 +31,27 @@ def name(text: str) -> str:
 
     Raises:
         argparse.ArgumentTypeError: it is empty, as a variable of the shell that is not set leaves
-            it. argparse adds the flag.
+            it, or not UTF-8, which safetensors and tokenizers cannot open. argparse adds the flag.
     """
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is empty (a variable that is not set?); give a path or a name")
-    return text
+    return _in_utf8(text)
 
 
 def path(text: str) -> Path:
     """A path, which pathlib would take for the current folder if it were empty.
 
     Raises:
-        argparse.ArgumentTypeError: as `name`.
+        argparse.ArgumentTypeError: as `name`, also where the current folder is not UTF-8.
     """
-    return Path(name(text))
+    _in_utf8(os.path.abspath(name(text)))
+    return Path(text)
+
+
+def _in_utf8(text: str) -> str:
+    if not is_utf8(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8; {LINK_TO_IT}")
+    return text
 
 
 def number(allowed: Range, whole: bool = False) -> Callable[[str], Any]:
@@ -119,14 +123,13 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-@contextlib.contextmanager
-def interruptible(interrupted: str = "interrupted") -> Iterator[None]:
-    """Ctrl-C in here, where a command imports what takes seconds, ends it as it would in `run`."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        sys.exit(_INTERRUPTED)
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Name → version, Python's first. Packages that are not installed, such as this one on PYTHONPATH, are left out."""
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
 
 
 def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int | None:
@@ -141,22 +144,18 @@ def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int
         sys.stdout.flush()
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
-        return _INTERRUPTED
+        return 130  # as a shell reports SIGINT
     except (CommandError, UnreadableError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         if error.filename is None:
             raise
-        # Of a path that the command line gave, such as --out below a file.
+        # A path of the command line, such as --out below a file.
         print(f"error: {error.filename}: {error.strerror}; give another path", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)
-        if not poll.poll(0):  # which tells of errors without being asked
-            raise  # another pipe broke
         # Python writes what is left when it ends, and would complain of it then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _READER_GONE
+        return 141  # as a shell reports SIGPIPE
     return code

@@ -1,5 +1,5 @@
-"""How a process of train.py speaks and ends: in one line where one is enough, once for all processes of a node, and
-without passwords.
+"""Messages and end of a process of train.py: one line where one is enough, once for all processes of a node, without
+passwords.
 
 Passwords stay out of what is written and printed: config.yaml, checkpoints, logs, error messages, wandb. A URL such as
 https://reader:PASSWORD@host/data?token=TOKEN is used as it is given and shown as https://reader:***@host/data?token=***.
@@ -20,17 +20,74 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
-
-from forgetting_transformer import signals
 
 DATE_FORMAT = "%m-%d %H:%M:%S"
 #: What every process of a node finds wrong, its first one says. The others wait so long for the launcher to end them
 #: before they say it too: then it was wrong for them alone.
 _SECONDS_FOR_THE_FIRST = 20.0
+#: Signals that end a run in order.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+#: EX_TEMPFAIL of sysexits.h, "try again": what train.py and scripts/launch.py exit with when the run was preempted.
+PREEMPTED_EXIT_CODE = 75
+#: Names the file into which the first rank of a node writes how the run ended; set by scripts/launch.py.
+OUTCOME_VARIABLE = "FORGETTING_TRANSFORMER_OUTCOME"
+#: Environment of PyTorch's elastic launcher: it passes these signals on to the ranks, and waits this long for them to
+#: end. By itself SIGUSR1 only ends it.
+ELASTIC_LAUNCHER = {
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+}
 
 log = logging.getLogger(__name__)
 _has_log = False
+#: Process that started this one. It is read here since it may end during the imports that follow.
+_parent = os.getppid()
+
+
+def end_on_signals() -> None:
+    """From now on a signal ends this process with the code of a preempted one, until somebody else sets a handler."""
+    process = os.getpid()
+
+    def leave(number: int, _: FrameType | None) -> None:
+        if os.getpid() != process:  # a forked worker, which its parent ends
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if first_of_node():
+            said = f"{signal.Signals(number).name} before training began; the same command starts it\n"
+            os.write(2, said.encode())  # print() may be what the signal has interrupted
+        # Not 0, although the launcher may take this for a failure: ranks that got no signal would wait for this one.
+        report_outcome("preempted")
+        os._exit(PREEMPTED_EXIT_CODE)
+
+    for number in SIGNALS:
+        signal.signal(number, leave)
+
+
+def ignore_signals() -> None:
+    """Hears no signal from now on, so that none changes the exit code of a process that is about to leave."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def first_of_node() -> bool:
+    """Whether this process speaks for all of its node: they fail alike when the configuration or the data is wrong."""
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
+
+
+def has_launcher() -> bool:
+    """Whether PyTorch's elastic launcher started this process: `fabric run`, torchrun or scripts/launch.py."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def report_outcome(outcome: str) -> None:
+    """Tells scripts/launch.py how the run ended: "done", "preempted" or "failed". One rank of each node writes it."""
+    path = os.environ.get(OUTCOME_VARIABLE)
+    if path and has_launcher() and os.environ.get("LOCAL_RANK") == "0":
+        with contextlib.suppress(OSError):  # the launcher then takes the code alone
+            Path(path).write_text(outcome, encoding="utf-8")
 
 
 def rank() -> int:
@@ -69,7 +126,7 @@ def start_log() -> None:
 @contextlib.contextmanager
 def one_voice() -> Iterator[None]:
     """Context in which only the first process of a node prints."""
-    if signals.first_of_node():
+    if first_of_node():
         yield
         return
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -79,8 +136,8 @@ def one_voice() -> Iterator[None]:
 def die_with_launcher() -> None:
     """Asks Linux to end this rank when the process that started it ends, however that ends: a signal that a launcher
     does not handle, such as SIGUSR1, would otherwise leave ranks behind that hold the GPUs and the run's folder."""
-    if signals.has_launcher() or os.environ.get("LOCAL_RANK", "0") != "0":
-        die_with_parent(signals.StartEnds.parent or os.getppid())
+    if has_launcher() or os.environ.get("LOCAL_RANK", "0") != "0":
+        die_with_parent(_parent)
 
 
 def die_with_parent(parent: int) -> None:
@@ -98,18 +155,18 @@ def die_with_parent(parent: int) -> None:
 
 
 def exit_code(outcome: str) -> int:
-    """Tells the launcher how the run ended, "done" or "preempted"; returns the code to exit with.
+    """Reports the end of the run to the launcher, "done" or "preempted"; returns the code to exit with.
 
     An elastic launcher (`fabric run`, torchrun) takes every code but 0 for a failure; so do the launchers of Fabric and
     SLURM for ranks other than 0, and kill those that are not done yet.
     """
-    signals.report_outcome(outcome)
+    report_outcome(outcome)
     if outcome == "preempted":
         # A scheduler and a launcher may both have sent the signal: the second must not end what ends in order.
-        signals.ignore()
-    if outcome != "preempted" or signals.has_launcher() or rank() > 0:
+        ignore_signals()
+    if outcome != "preempted" or has_launcher() or rank() > 0:
         return 0
-    return signals.PREEMPTED_EXIT_CODE
+    return PREEMPTED_EXIT_CODE
 
 
 def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = False) -> NoReturn:
@@ -121,11 +178,11 @@ def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = Fa
         once: the other processes of the node have probably failed for the same reason, and leave it to the first.
         at_once: without Python's clean-up, in which tensors on a GPU that failed would abort the process.
     """
-    signals.report_outcome("failed")
+    report_outcome("failed")
     reason = redact(reason)
     _record_reason(reason)
     text = f"{reason}\n{redact(traceback.format_exc())}" if trace else reason
-    speaks = signals.first_of_node() or not once
+    speaks = first_of_node() or not once
     if not speaks:
         _only_into_files()
     if _has_log:
@@ -146,9 +203,9 @@ def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = Fa
 
 def leave_it_to_the_first() -> None:
     """Waits until the launcher ends this process, because the first of the node has said what is wrong and left."""
-    if signals.first_of_node():
+    if first_of_node():
         return
-    for number in signals.NUMBERS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     parent, deadline = os.getppid(), time.monotonic() + _SECONDS_FOR_THE_FIRST
     while time.monotonic() < deadline:
@@ -197,6 +254,11 @@ def redact_tree(value: Any) -> Any:
 def is_redacted(url: str) -> bool:
     """Whether this is a record of a URL, without its password, rather than the URL."""
     return f"{REDACTED}@" in url or f"={REDACTED}" in url
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra of this package, which is in no package index."""
+    return f'pip install -e ".[{extra}]" in a clone of this repository'
 
 
 class RedactingFormatter(logging.Formatter):

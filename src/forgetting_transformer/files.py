@@ -1,7 +1,6 @@
 """Files that are whole or not there, files that people write, and locks that a killed process does not keep."""
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -17,6 +16,10 @@ except ImportError:  # Windows, where corpora can be prepared and read but two p
 
 #: Names of files that `replacing` left when its process was killed.
 TEMPORARY = re.compile(r"\..+\.\d+-\d+")
+
+
+#: What helps with a folder whose name is not UTF-8; Linux allows any bytes, and libraries in Rust open none of them.
+LINK_TO_IT = "make a link to the folder (ln -s) and name that"
 
 
 class UnreadableError(ValueError):
@@ -39,11 +42,6 @@ def explain(error: OSError) -> str:
     """An error of the operating system in words: the file that it names, if it does, and the reason."""
     if error.strerror is None:
         return str(error)
-    if error.errno == errno.EMFILE:  # not the fault of the file that could not be opened
-        import resource
-
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"{error.strerror}: this process may have {limit:,} (`ulimit -n`)"
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
@@ -84,9 +82,12 @@ def append_durably(path: Path, data: bytes) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """Replaces a file's contents by a text (UTF-8) or bytes; see `replacing`."""
+    """Replaces a file's contents by a text (UTF-8) or bytes; see `replacing`.
+
+    A byte of a file's name that is not UTF-8 becomes `\\udcXX`, which JSON reads as that byte.
+    """
     with replacing(path, durable=durable) as stream:
-        stream.write(content.encode() if isinstance(content, str) else content)
+        stream.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
@@ -183,6 +184,11 @@ def parse_json_lines(data: bytes, place: object) -> Iterator[Any]:
 def _at(place: object, before: str, first_line: int = 1) -> str:
     """The place behind a text, for a message."""
     return f"{place}, line {first_line + before.count(chr(10))}, column {len(before) - before.rfind(chr(10))}"
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a name, as Python has it of the system's bytes, is UTF-8."""
+    return name == name.encode(errors="replace").decode()
 
 
 def size_in_words(count: float) -> str:

@@ -1,11 +1,9 @@
-"""Whether the Hugging Face Hub answers, found out quickly and with one line."""
+"""Check that the Hugging Face Hub answers, quickly and with one line."""
 
 import functools
 import logging
 import socket
-import threading
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,7 +16,7 @@ TIMEOUT = 5
 
 
 def only_cached() -> bool:
-    """Whether to look for files of the hub in the local cache alone, because nothing answers at its address.
+    """True if the hub's address does not answer, so that only the local cache has its files.
 
     To be passed to `from_pretrained` and the like as `local_files_only`. Otherwise the client asks for each file six
     times with growing waits, which is a minute and 80 lines for a tokenizer. False also where the client knows what to
@@ -46,26 +44,11 @@ def use_cached_datasets() -> None:
         datasets.config.HF_HUB_OFFLINE = True
 
 
-def cached_model(name: str) -> Path:
-    """The folder of the local cache that holds a model of the hub.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        ValueError: it is no name of a model.
-    """
-    from huggingface_hub import errors, snapshot_download
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except errors.LocalEntryNotFoundError:
-        raise FileNotFoundError(f"{name} is not in the local cache") from None
-
-
-def model_folder(name: str, files: Sequence[str]) -> Path:
+def model_folder(name: str, files: list[str] | None = None) -> Path:
     """The folder of the local cache with a model of the hub, which is downloaded if something answers.
 
     Args:
-        files: patterns of the files that are needed.
+        files: patterns of the files that are needed; None for all.
 
     Raises:
         ValueError: it is not in the cache and cannot be downloaded; the message continues a list of what `name` is not.
@@ -73,7 +56,7 @@ def model_folder(name: str, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[*files], local_files_only=only_cached()))
+        return Path(snapshot_download(name, allow_patterns=files, local_files_only=only_cached()))
     except Exception as error:  # of the client, or of what carries its requests
         raise ValueError(
             f"the hub's model of this name cannot be had ({one_line(error)}); without a network run "
@@ -83,20 +66,9 @@ def model_folder(name: str, files: Sequence[str]) -> Path:
 
 @functools.cache
 def _answers(host: str, port: int) -> bool:
-    reasons: list[str] = []
-
-    def connect() -> None:
-        try:
-            socket.create_connection((host, port), timeout=TIMEOUT).close()
-            reasons.append("")
-        except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one of a host
-            reasons.append(str(error))
-
-    # A host may have many addresses, each with this timeout, and resolving its name has none.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(TIMEOUT)
-    reason = reasons[0] if reasons else f"no answer in {TIMEOUT} s"
-    if reason:
-        log.warning("%s:%d cannot be reached (%s): only what is in the local cache is found", host, port, reason)
-    return not reason
+    try:
+        socket.create_connection((host, port), timeout=TIMEOUT).close()
+    except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one of a host
+        log.warning("%s:%d cannot be reached (%s): only what is in the local cache is found", host, port, error)
+        return False
+    return True

@@ -9,7 +9,7 @@ TRAIN, TRAIN_EVAL, VAL = "train", "train_eval", "val"
 THROUGHPUT, NORM, GOODPUT, CHECKPOINT = "throughput", "norm", "goodput", "checkpoint"
 BAD_STEP, RESUME = "bad_step", "resume"
 MODEL_INFO, TRAIN_DATA_INFO, VAL_DATA_INFO = "model_info", "train_data_info", "val_data_info"
-LM_EVAL, NEEDLE, GATES, SAMPLES = "lm_eval", "needle", "gates", "samples"
+LM_EVAL, NEEDLE, GATES = "lm_eval", "needle", "gates"
 
 
 def name_of(kind: str, *parts: str) -> str:
@@ -49,15 +49,15 @@ LOSS_OVER, PERPLEXITY_OVER = "loss_avg_len_", "perplexity_len_"
 #: The array in metrics/npz/<kind>/step-*.npz.
 LOSS_PER_TOKEN = "loss_per_token"
 
-# Of goodput: all other names of its kind are shares of these hours.
+# Hours of goodput: all other names of its kind are shares of them.
 HOURS = "hours"
 
 # Kinds within the lines of `norm`: "pnorm/<parameter>".
 PARAMETER_NORM, GRADIENT_NORM_OF_PARAMETER = "pnorm", "gnorm"
 
-#: What the name of a score ends with that is the standard error of another.
+#: Ending of the name of a score that is the standard error of another.
 STANDARD_ERROR = "_stderr"
-# What a test in training says of itself besides its scores.
+# Settings that a test in training reports besides its scores.
 CHANCE, EXAMPLES, MAX_LENGTH = "chance", "examples", "max_length"
 MODE, DEPTHS, PROMPTS = "mode", "depths", "samples"
 #: A length of needle prompts comes after it, as in "needle/length_512/loss".
@@ -65,5 +65,3 @@ LENGTH = "length_"
 ANSWER_LOSS, LOSS_WITHOUT_NEEDLE, ACCURACY = "loss", "loss_without", "accuracy"
 #: Memory lengths of the heads of a model.
 SHORTEST, MEDIAN, LONGEST = (name_of(GATES, which) for which in ("shortest", "median", "longest"))
-# Texts of a sample: "samples/0/prompt".
-PROMPT, CONTINUATION, DOCUMENT = "prompt", "text", "document"

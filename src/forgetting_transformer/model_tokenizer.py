@@ -33,7 +33,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Any:
             f"the tokenizer {source} asks for its own code (auto_map in tokenizer_config.json), which is never run; "
             "give one that Transformers knows, for example its tokenizer.json alone"
         ) from error
-    # Where it finds no vocabulary, transformers makes a tokenizer of special tokens (T5's has one token more).
+    # Without a vocabulary, transformers makes a tokenizer of special tokens (T5's has one token more).
     if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) < 2:
         raise ValueError(
             f"the tokenizer {source} has no vocabulary, only special tokens; bring back its tokenizer.json (or "

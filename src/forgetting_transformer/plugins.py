@@ -27,11 +27,9 @@ does. A run records the plug-ins it was given and those it uses; without them it
 evaluated. Nothing is imported because a run's folder names it.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import importlib
-import inspect
 import os
 import re
 import sys
@@ -51,7 +49,7 @@ class UnknownComponentError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Component(Generic[T]):
-    """What one name stands for.
+    """Function or class behind one name.
 
     Attributes:
         name: what configs call it.
@@ -108,7 +106,7 @@ class Registry(Generic[T]):
         return self._components[name].plugin if name in self._components else ""
 
     def attribute(self, plugin: str) -> bool:
-        """Whether a plug-in has registered something, be it that its module was imported before it was named."""
+        """Whether a plug-in has registered something, also where its module was imported before it was named."""
         for name, component in self._components.items():
             module = getattr(component.build, "__module__", "")
             if not component.plugin and f"{module}.".startswith(f"{plugin}."):
@@ -134,25 +132,6 @@ class Registry(Generic[T]):
             raise UnknownComponentError(f"{self.key}={name!r} is unknown; {hint} {plug_in}")
         return found
 
-    def make(self, name: str, *arguments: Any) -> Any:
-        """What the function or class that is registered under `name` makes of the arguments.
-
-        Raises:
-            UnknownComponentError: nothing is registered under it. PluginError: it cannot be called with so many.
-        """
-        component = self.get(name)
-        build: Any = component.build
-        try:
-            with contextlib.suppress(ValueError):  # something built in, which has no signature to read
-                inspect.signature(build).bind(*arguments)
-        except TypeError as error:
-            whose = f" of plugins=[{component.plugin}]" if component.plugin else ""
-            raise PluginError(
-                f"{self.key}={name!r}{whose}: {getattr(build, '__name__', build)} is called with {len(arguments)} "
-                f"arguments, which it does not take: {error}"
-            ) from error
-        return build(*arguments)
-
 
 #: The plug-ins that are being imported, the innermost last.
 _importing: list[str] = []
@@ -172,7 +151,6 @@ CALLBACKS: Registry[Callable[..., Any]] = Registry(
         "gate_statistics": "forgetting_transformer.evaluation.forget_gates",
         "lm_eval": "forgetting_transformer.evaluation.lm_eval_callback",
         "needle": "forgetting_transformer.evaluation.needle",
-        "samples": "forgetting_transformer.evaluation.samples",
     },
 )
 SCHEDULES: Registry[Callable[..., Callable[[int], float]]] = Registry(

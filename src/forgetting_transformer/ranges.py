@@ -12,16 +12,11 @@ _EXACT = 2**53
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both included unless `above` is true, which leaves `low` itself out.
-
-    Args:
-        otherwise: what to set instead, for the message; "null for never", say.
-    """
+    """Numbers from `low` to `high`, both included unless `above` is true, which leaves `low` itself out."""
 
     low: float
     high: float
     above: bool = False
-    otherwise: str = ""
 
     def __contains__(self, value: float) -> bool:
         return (self.low < value if self.above else self.low <= value) and value <= self.high  # false for NaN
@@ -33,7 +28,7 @@ class Range:
         high = "" if self.high == math.inf else f"{' and at most' if self.above else ' to'} {_written(self.high)}"
         if not high and not self.above:
             low += " on"
-        return f"{kind} {low}{high}" + (f", or {self.otherwise}" if self.otherwise else "")
+        return f"{kind} {low}{high}"
 
 
 #: Tokens of a run, a budget or an interval.
@@ -46,20 +41,12 @@ SIZE = Range(1, 2**24)
 POSITIVE = Range(0, 1e9, above=True)
 
 
-#: Bounds that no decimal says as well.
-_POWERS: dict[float, str] = {
-    -(2**63): "-2**63", 2**63 - 1: "2**63 - 1", 2**64 - 1: "2**64 - 1", 2**31 - 1: "2**31 - 1", _EXACT: "2**53",
-}  # fmt: skip
-
-
 def _written(number: float) -> str:
-    if number in _POWERS:
-        return _POWERS[number]
-    return f"{int(number):,}" if number == int(number) and abs(number) < 1e16 else f"{number:g}"
+    return f"{int(number):,}" if abs(number) < 1e16 and number == int(number) else f"{number:g}"
 
 
 def refusal(value: Any, hint: Any, allowed: Range | None) -> str | None:
-    """What `value` must be instead, as in "a whole number from 1 to 1,024"; None where it will do.
+    """Requirement that `value` misses, as in "a whole number from 1 to 1,024"; None where it will do.
 
     Args:
         hint: the type of the key: bool, int, float or str, or one of these or None. Of other types nothing is checked.
@@ -76,7 +63,7 @@ def refusal(value: Any, hint: Any, allowed: Range | None) -> str | None:
         expected = allowed.describe(whole) if allowed else f"a {'whole ' * whole}number"
     else:
         expected = "true or false" if bool in kinds else "text"
-    return expected + " or null" * (type(None) in kinds and not (allowed and allowed.otherwise))
+    return expected + " or null" * (type(None) in kinds)
 
 
 def divisors(number: int) -> list[int]:

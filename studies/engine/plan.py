@@ -68,7 +68,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Claim:
-    """What a study decides for each of some models; see the module docstring."""
+    """A decision about each of some models; see the module docstring."""
 
     claim: str
     rule: str
@@ -122,7 +122,7 @@ class StudyPlan:
         return [f"{key}={_text(value)}" for key, value in self.overrides.get(part, {}).items()]
 
     def name(self, model: str) -> str:
-        """What tables and figures call a model or variant."""
+        """Name of a model or variant in tables and figures."""
         return self.models.get(model, model)
 
 

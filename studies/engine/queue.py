@@ -10,17 +10,16 @@ that what is stopped early has something of everything.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from forgetting_transformer.sweep import SweepError, runner
-from forgetting_transformer.sweep.jobs import Job, State, quote
+from forgetting_transformer.sweep import SweepError, composer, runner
+from forgetting_transformer.sweep.jobs import Job, State, of_each_job, quote
 from forgetting_transformer.sweep.learning_rate import LearningRateSweep, grid_text
-from forgetting_transformer.training import Config
-from studies import ROOT
+from studies import SEARCH_PATH
 from studies.engine.plan import StudyPlan
 
-# What starts first, of one seed.
+# Order of the starts of one seed.
 _RUN, _SEARCH, _VARIANT = 2, 1, 0
 
 
@@ -29,7 +28,6 @@ class Queue:
 
     Args:
         plan: of the study.
-        compose: overrides -> Config.
         folder: of the study; started again in it, the study goes on.
         shared: overrides of every run, besides those of the plan.
 
@@ -41,10 +39,8 @@ class Queue:
         ConfigError: a run or variant that train.py would refuse. All are composed here, since they start hours later.
     """
 
-    def __init__(
-        self, plan: StudyPlan, compose: Callable[[Sequence[str]], Config], folder: Path, shared: Sequence[str]
-    ) -> None:
-        self.plan, self.compose, self.folder = plan, compose, folder
+    def __init__(self, plan: StudyPlan, folder: Path, shared: Sequence[str]) -> None:
+        self.plan, self.folder = plan, folder
         self.models = list(plan.slowest_first or plan.models)
         self.shared = [*plan.overrides_of("runs"), *shared]
         self.searches: dict[str, LearningRateSweep] = {}
@@ -53,10 +49,7 @@ class Queue:
                 place = f"output_dir={quote(str(folder / 'search' / name))}"
                 first = [f"seed={plan.seeds[0]}", *plan.overrides_of("search"), place]
                 overrides = [*self._experiment(name), *self.shared, *first]
-                rate = plan.start_rate or compose(overrides).optimizer.lr
-                self.searches[name] = LearningRateSweep(
-                    ROOT / "train.py", overrides, compose, None, rate, plan.seeds[:1]
-                )
+                self.searches[name] = LearningRateSweep(overrides, plan.start_rate, plan.seeds[:1])
         self._rounds: dict[str, Generator[list[Job], list[runner.JobResult], bool]] = {}
         #: Model -> results of the round that its search is in, in the round's order; None: not yet.
         self._results: dict[str, dict[str, runner.JobResult | None]] = {}
@@ -128,13 +121,13 @@ class Queue:
             for kind, name, priority, more in named:
                 place = f"{kind}/{name}_seed{seed}"
                 overrides = [*self._experiment(name), *self.shared, f"seed={seed}", *more, f"optimizer.lr={rate}"]
-                config = self.compose([*overrides, f"output_dir={quote(str(self.folder / place))}"])
+                config = composer.compose_config([*overrides, f"output_dir={quote(str(self.folder / place))}"])
                 rank = self._priority(number, priority, model)
-                jobs.append(Job(place, ROOT / "train.py", tuple(overrides), config, rank))
+                jobs.append(Job(place, of_each_job(overrides), config, rank))
         return jobs
 
     def _experiment(self, name: str) -> list[str]:
-        return [f"+experiment/{self.plan.group}={name}"]
+        return [SEARCH_PATH, f"+experiment/{self.plan.group}={name}"]
 
     def _priority(self, seed_number: int, kind: int, model: str) -> int:
         """By seed, of one seed by kind of job, and of one kind by the order of the models."""
@@ -143,5 +136,5 @@ class Queue:
 
 
 def unfinished(results: Sequence[runner.JobResult]) -> list[runner.JobResult]:
-    """Those that the same command would run again."""
+    """Jobs that the same command would run again."""
     return [result for result in results if result.state not in (State.FINISHED, State.DIVERGED)]

@@ -21,13 +21,13 @@ from studies.engine.plan import StudyPlan, read_plan
 FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
 #: A head is local or global by its memory length, as a share of the training length.
 LOCAL, GLOBAL = 1 / 16, 1 / 2
-#: What a run must share with variants to stand among them.
+#: Settings that a run must share with variants to stand among them.
 _VARIANT_SHARES = ("budget", "learning_rate", "warmup_tokens")
 
 
 @dataclass(frozen=True)
 class Study:
-    """What a study compares, and what was measured.
+    """Models and measurements of a study.
 
     Args:
         plan: its YAML.
@@ -100,7 +100,7 @@ class Study:
 
 
 def read_study(folder: Path) -> Study:
-    """What `collect` wrote: study.json, and study.yaml beside it.
+    """Results of `collect`: study.json, and study.yaml beside it.
 
     Raises:
         AnalysisError: one is missing or damaged.
@@ -231,7 +231,7 @@ def _describe(paths: Sequence[Path]) -> dict[str, Any]:
         "parameters": info["total_params"],
         # Without embedding and output layer, which have the same size in all models.
         "body_parameters": info["total_params"] - 2 * info["embedding_params"],
-        # Of each seed, that of the searches first; a loss is None where there is none (yet).
+        # By seed, that of the searches first; a loss is None where there is none (yet).
         "seeds": [run.config["seed"] for run in runs],
         "states": states,
         "tokens": [run.tokens for run in runs],
@@ -251,7 +251,7 @@ def _describe(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def _heads(run: Run) -> list[dict[str, float]]:
-    """What the callback gate_statistics recorded, an entry per measurement; [] where it was not there.
+    """Records of the callback gate_statistics, an entry per measurement; [] without it.
 
     Returns:
         Training `tokens`; the shares of `local` and `global` heads; and of the tiles that pruning skips, `pruned`,
@@ -314,7 +314,7 @@ def read_positions(study: Study, folder: Path) -> dict[str, position_loss.Result
 
 
 def position_changes(study: Study, results: Mapping[str, position_loss.Result]) -> list[dict[str, Any]]:
-    """How the loss changes with every doubling of the context, with intervals over seeds and texts.
+    """Change of the loss with every doubling of the context, with intervals over seeds and texts.
 
     Args:
         results: loss at every position, by the names of the runs' folders (`read_positions`).

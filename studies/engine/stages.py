@@ -15,9 +15,9 @@ from pathlib import Path
 from forgetting_transformer import plugins
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.sweep import runner
+from forgetting_transformer.sweep.composer import machine
 from forgetting_transformer.sweep.jobs import Command, State
-from forgetting_transformer.train.composer import Composer
-from studies import ROOT, SEARCH_PATH, report
+from studies import ROOT, report
 from studies.engine.plan import StudyPlan
 from studies.engine.queue import Queue, unfinished
 
@@ -40,7 +40,7 @@ class Stages:
         defaults.append(f"hydra.launcher.jobs_per_gpu={plan.jobs_per_gpu}")
         given = {override.partition("=")[0] for override in overrides}
         defaults = [default for default in defaults if default.partition("=")[0] not in given]
-        self.composer = Composer(ROOT / "configs", [*defaults, *overrides])
+        self.overrides = [*defaults, *overrides]
         named = plugins.named_in(overrides)
         self.plugins = ["--plugins", *named] if named else []
         self.corpus_folder = self.folder / "data" / "python_code"
@@ -58,13 +58,8 @@ class Stages:
         Raises:
             SweepError, ConfigError: the study cannot begin.
         """
-        work = Queue(
-            self.plan,
-            lambda overrides: self.composer.compose([SEARCH_PATH, *overrides]),
-            self.folder,
-            self.composer.task_overrides,
-        )
-        results = work.run(self.composer.machine())
+        work = Queue(self.plan, self.folder, self.overrides)
+        results = work.run(machine(self.overrides))
         print(f"\n{runner.summary(results)}\n")
         for model, why in work.failures.items():
             print(f"{model}: its search stopped, and it was not run: {why}", file=sys.stderr)
@@ -157,7 +152,7 @@ class Stages:
     # Processes.
 
     def _of_each_run(self, commands: Callable[[Path], list[Command]], seeds: Sequence[int]) -> list[Command]:
-        """What is to be done for each run of the models with these seeds that there is."""
+        """Jobs for each run of the models with these seeds that there is."""
         found = []
         for run in (self.folder / "runs" / f"{model}_seed{seed}" for seed in seeds for model in self.plan.models):
             if (run / "checkpoints").is_dir():

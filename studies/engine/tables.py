@@ -65,7 +65,7 @@ def _heldout(model: Mapping[str, Any]) -> list[str]:
 
 
 def missing(study: Study) -> list[str]:
-    """What a study does not have yet, a line each."""
+    """Missing results of a study, a line each."""
     lines = [
         f"search/{name}: not finished, as its lowest loss is at an end of the rates tried ({', '.join(losses)})"
         for name, losses in study["search"].items()

@@ -169,15 +169,6 @@ def test_a_learning_rate_search_rings_the_best(drawn: list[Figure], tmp_path: Pa
     assert "dotted ring: lowest so far, at an end of the rates tried" in title_and_note(drawn[1])[1]
 
 
-def test_the_best_of_a_free_search_stands_out(drawn: list[Figure], tmp_path: Path) -> None:
-    parameters = {"lr": [1.0, 2.0, 3.0], "kind": ["a", "b", "a"]}
-    sweeps.loss_against_parameters(parameters, [3.0, 4.0, 5.0], {"lr"}, "held-out loss", tmp_path / "x.png")
-    axes = drawn[0].axes[0]
-    (star,) = [line for line in axes.lines if line.get_marker() == "*"]
-    assert star.get_xydata().tolist() == [[1.0, 3.0]] and axes.get_xscale() == "log"
-    assert min(axes.collections[0].get_alpha()) >= 0.3 and "best: 3.0000, run 1 of 3" in legend(drawn[0])
-
-
 def test_a_grid_of_needles_shows_every_cell_and_the_training_length(drawn: list[Figure], tmp_path: Path) -> None:
     numbers = [
         Number("needle, easy", "words", 0.25 * depth + 0.001 * length, 0.1, 4, {"length": length, "depth": depth})
@@ -193,7 +184,7 @@ def test_a_grid_of_needles_shows_every_cell_and_the_training_length(drawn: list[
     assert [label.get_text() for label in axes.get_xticklabels()] == ["100", "200", "400"]
     assert {line.get_xdata()[0] for line in axes.lines} == {1.5} and bar.get_ylabel() == "share of the answer's words"
     title, note = title_and_note(drawn[0])
-    assert title == "fox, needle in a haystack, mode easy" and "4 prompts a cell · mean 0.300 ± " in note
+    assert title == "fox, needle in a haystack, mode easy" and "4 prompts a cell · mean 0.300 over 20 prompts" in note
     assert "dashed line: training length, 200 tokens" in note
 
 

@@ -18,7 +18,6 @@ from tests.evaluation.conftest import quickstart  # noqa: F401 (a fixture)
 CASES = {
     "attention": ([], 40),
     "authors": ([], 8),
-    "data": ([], 31),
     "interruptions": (["--devices", "4"], 6),
     "scaling": (["--cases", "one", "context", "--micro_batches", "1", "8"], 4),
     "start": (["--devices", "4", "--launcher", "launch.py"], 2),
@@ -162,13 +161,6 @@ def test_the_authors_model_runs_in_the_mode_of_the_row_and_ours_keeps_its_op(tmp
     assert sys.modules["forgetting_transformer.ops.forgetting_attention"] is forgetting_attention
     for name in [name for name in sys.modules if name.startswith("authors_fox")]:
         del sys.modules[name]
-
-
-@pytest.mark.rare("no contract: benchmarks")
-@pytest.mark.slow
-def test_no_fault_of_a_server_gives_other_bytes(tmp_path):
-    rows = rows_of("data", tmp_path / "data.json", "--parts", "server")
-    assert {row["outcome"].partition(":")[0] for row in rows} == {"right bytes", "no such file", "error"}
 
 
 @pytest.mark.slow

@@ -1,10 +1,7 @@
 """Downloading from a partial mirror: complete row-chunks only, every file verified, nothing fetched twice."""
 
-import os
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +12,9 @@ from forgetting_transformer.data.tools.download import Selection, download
 from forgetting_transformer.files import locked
 from tests.data.corpus_helpers import script
 from tests.data.mirror import REPOSITORY, REVISION, serve, tokens_of_corpus, write_layout
-from tests.waiting import HANG, wait_until
+from tests.processes import Command
+from tests.waiting import wait_until
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "download_longcrawl64.py"
 HUB = f"hf://datasets/{REPOSITORY}@{REVISION}"
 #: Row-chunk 1 lacks all its chunks, row-chunk 3 the last one; 0, 2, 4 and the ragged 5 are whole.
 HOLES = ("1.0", "1.1", "1.2", "1.3", "3.3")
@@ -166,28 +163,24 @@ def test_a_dry_run_fetches_nothing_but_metadata_and_says_what_there_is(mirror, t
     assert "asked for: 16 documents of 96 tokens" in capsys.readouterr().out
 
 
-def run_script(mirror, out, *arguments):
-    environment = {**os.environ, "HF_ENDPOINT": mirror.url, "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, str(SCRIPT), "train", "--source", HUB, "--out", str(out), "--workers", "2", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 @pytest.mark.slow
-def test_killed_and_started_again_it_ends_complete_and_fetches_no_verified_file_twice(mirror, tmp_path):
+def test_killed_and_started_again_it_ends_complete_and_fetches_no_verified_file_twice(mirror, tmp_path, capsys):
     mirror.faults = {f"train.zarr/{row}.{column}": ["slow"] for row in (0, 2, 4, 5) for column in range(4)}
     out, sums = tmp_path / "out", tmp_path / "out/train.sha256"
-    process = run_script(mirror, out)
-    wait_until(
-        lambda: sums.exists() and len(sums.read_text().splitlines()) >= 3,
-        lambda: process.poll() is None,
-        process.communicate,
-    )
+    arguments = ["train", "--source", HUB, "--out", str(out), "--workers", "2"]
+    program = f"""
+from huggingface_hub import constants
+from tests.data.corpus_helpers import script
+constants.ENDPOINT, constants.HF_HUB_OFFLINE = {mirror.url!r}, False
+script("download_longcrawl64").main({arguments})
+"""
+    process = Command("-c", program)
+    wait_until(lambda: sums.exists() and len(sums.read_text().splitlines()) >= 3, lambda: process.poll() is None)
     process.kill()
-    process.communicate()
+    process.wait()
     verified = {line.split()[1]: mirror.fetched()[line.split()[1]] for line in sums.read_text().splitlines()}
-    printed, problems = (process := run_script(mirror, out)).communicate(timeout=HANG)
-    assert process.returncode == 0, problems
-    assert "train.zarr is complete and verified; it is sparse" in printed
+    assert script("download_longcrawl64").main(arguments) == 0
+    assert "train.zarr is complete and verified; it is sparse" in capsys.readouterr().out
     assert {name: mirror.fetched()[name] for name in verified} == verified
     assert len(chunks(out / "train.zarr")) == 16 and not (out / ".download").exists()
     array = SparseTokenArray(out / "train.zarr", 50_257)

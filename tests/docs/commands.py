@@ -27,7 +27,7 @@ from omegaconf import MissingMandatoryValue
 from torch.distributed.run import get_args_parser
 
 from forgetting_transformer.sweep import SweepError
-from forgetting_transformer.train.composer import Composer, search_space
+from forgetting_transformer.sweep.composer import compose_config, machine, search_space
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.config.checks import check
 from studies import SEARCH_PATH
@@ -278,11 +278,10 @@ def check_overrides(script: str, options: argparse.Namespace) -> None:
         some = [f"{key}={d.choices[0] if hasattr(d, 'choices') else d.low}" for key, d in ranges.items()]
         compose([*fixed, *some])
     elif script == "studies/run.py":
-        with _refusals(SweepError, ConfigError):
-            stages = Stages(options.study, options.plan, options.folder, options.overrides)
+        stages = Stages(options.study, options.plan, options.folder, options.overrides)
         for model in options.plan.models:
             experiment = f"+experiment/{options.plan.group}={model}"
-            compose([SEARCH_PATH, experiment, "output_dir=x", *stages.composer.task_overrides])
+            compose([SEARCH_PATH, experiment, "output_dir=x", *stages.overrides])
     elif script in ("benchmarks/training.py", "benchmarks/whole_run.py"):
         from tests.benchmarks.conftest import load
 
@@ -361,13 +360,11 @@ def compose(overrides: Sequence[str], processes: int = 1, check_machine: bool = 
 
 @functools.cache
 def _compose(overrides: tuple[str, ...], processes: int, check_machine: bool) -> None:
-    composer = Composer(CONFIGS, overrides)
     with _refusals(SweepError, ConfigError, MissingMandatoryValue):
-        searched = [override for override in overrides if override.startswith("hydra.searchpath=")]
-        config = composer.compose([*searched, *composer.task_overrides])
+        config = compose_config(overrides)
         check(config, processes)
         if check_machine:
-            composer.machine()
+            machine(overrides)
 
 
 def _existing(path: str) -> Path:

@@ -132,15 +132,22 @@ def test_scores_and_texts_are_those_of_lm_evals_own_backend(quickstart, model, a
                 assert mine == pytest.approx(their, rel=1e-4)
 
 
+def test_a_key_that_is_null_in_a_task_counts_as_left_out(adapter):
+    null = dict.fromkeys(("until", "temperature", "num_beams", "do_sample"))
+    asked = [instance("generate_until", "the cat", {"max_gen_toks": 5} | each) for each in (null, {"until": []})]
+    texts = [adapter.generate_until([one], disable_tqdm=True) for one in asked]
+    assert texts[0] == texts[1] and texts[0][0]
+
+
 def test_what_the_adapter_does_not_do_is_refused_by_name(adapter):
     for options, message in (
-        ({"max_new_tokens": None}, "max_gen_toks=256 tokens, and its prompt needs room too in --max_length=32"),
+        ({"max_new_tokens": None}, "max_gen_toks=256 tokens, and its prompt needs room too in --max_len=32"),
         ({"max_gen_toks": 5, "temperature": 0.8}, "asks for do_sample=True"),
         ({"max_gen_toks": 5, "num_beams": 4}, "asks for num_beams=4"),
     ):
         with pytest.raises(EvaluationError, match=message):
             adapter.generate_until([instance("generate_until", "the cat", options)], disable_tqdm=True)
-    message = r"a continuation of 33 tokens, ' dog dog .*…, does not fit --max_length=32"
+    message = r"a continuation of 33 tokens, ' dog dog .*…, does not fit --max_len=32"
     with pytest.raises(EvaluationError, match=message):
         adapter.loglikelihood([instance("loglikelihood", "the cat", " dog" * 33)], disable_tqdm=True)
 
@@ -175,20 +182,6 @@ def test_the_papers_eleven_tasks_fill_its_table(quickstart, hub, tmp_path, monke
             assert len(scores) == 2 and sum(scores) / 2 == results[task][f"{metric},none"]
     other = run_script(*command, "--limit", 1)
     assert other.returncode == 1 and "holds results with limit=None, this evaluation has 1" in other.stderr
-
-
-def test_a_task_file_that_is_broken_is_named(tmp_path):
-    options = "dataset_path: json\noutput_type: generate_until\ngeneration_kwargs: {temperature: null, until: [x]}\n"
-    (tmp_path / "a.yaml").write_text(f"task: a\nprocess_docs: !function mine.process\n{options}")
-    (tmp_path / "c.yaml").write_text(f"task: c\n{options}")
-    with pytest.raises(
-        EvaluationError, match=r"the file of task c cannot be used \(.*; leave keys without a value out"
-    ):
-        harness.load_task("c", harness.task_manager(tmp_path))
-    harness.task_manager.cache_clear()
-    (tmp_path / "b.yaml").write_text("task: b\n\tgroup: c\n")
-    with pytest.raises(EvaluationError, match=r"b\.yaml, line 2, column 1: not valid YAML: found character"):
-        harness.task_manager(tmp_path)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import json
 import zipfile
 
-import numpy as np
 import pytest
 
 pytest.importorskip("rouge", reason="the extra `eval` is not installed")
@@ -13,9 +12,6 @@ from forgetting_transformer.analysis.question_scores import read_question_scores
 from forgetting_transformer.evaluation import generation, longbench
 from forgetting_transformer.evaluation.models import EvaluationError
 from tests.evaluation.conftest import ALONE, sentences
-from tests.evaluation.scripts import run_script, short_answers
-
-SCRIPT = "eval/longbench/run_longbench.py"
 
 
 @pytest.fixture
@@ -99,18 +95,14 @@ def test_scores_are_the_benchmarks():
     assert longbench.code_line("\n\nx = 1\ny") == "x = 1" and longbench.code_line("x = 1  # one\n// y") is None
 
 
-def test_only_the_benchmarks_three_sets_count_the_first_line_alone():
-    assert {name for name, entry in longbench.SETS.items() if entry.first_line} == {"trec", "triviaqa", "samsum"}
+def test_the_first_line_of_an_answer_counts_and_the_best_reference():
+    def score(name: str, prediction: str, *answers: str) -> float:
+        return longbench.score_example(name, {"pred": prediction, "answers": answers})
 
-    def score(name: str, prediction: str, *answers: str, as_in_paper: bool = False) -> float:
-        return longbench.score_example(name, {"pred": prediction, "answers": answers}, as_in_paper)
-
-    assert score("triviaqa", "\nParis\nLondon is", "Paris") == 1.0
-    assert score("hotpotqa", "\nParis\nLondon is", "Paris") == 0.5
-    whole = score("gov_report", "the cat sat.\nthe dog ran.", "the cat sat. the dog ran.")
-    assert whole == pytest.approx(1.0, abs=1e-6), "a summary has more than one line"
-    assert score("hotpotqa", "red", "blue", "red", "green") == 1.0, "the best reference"
-    assert score("hotpotqa", "\nParis\nLondon is", "Paris", as_in_paper=True) == 1.0
+    assert score("hotpotqa", "\nParis\nLondon is", "Paris") == 1.0
+    whole = score("gov_report", "the cat sat.\nthe dog ran.", "the cat sat.")
+    assert whole == pytest.approx(1.0, abs=1e-6), "of a summary too"
+    assert score("hotpotqa", "red", "blue", "red", "green") == 1.0
 
 
 def test_longbench_e_has_a_score_for_each_range_of_lengths():
@@ -123,47 +115,26 @@ def test_a_prompt_that_is_too_long_loses_its_middle(model):
     example = {"context": sentences(0, 200), "input": "what is best ?"}
     whole = longbench.build_prompt(model, "qasper", example, 10_000)
     assert whole[0] == 0
-    cut = longbench.build_prompt(model, "qasper", example, 101)
-    assert len(cut) == 101
-    assert cut.tolist() == [*whole[:51], *whole[-50:]]
-    assert longbench.build_prompt(model, "qasper", example, 100).tolist() == [*whole[:50], *whole[-49:]]
-    # In the paper's code half of the length counts the first token, and the halves become text once more.
+    # Half of the length counts the first token, and the halves become text once more.
     halves = (model.tokenizer.decode(half, skip_special_tokens=True) for half in (whole[:50], whole[-50:]))
     expected = [0, *model.tokenizer("".join(halves), add_special_tokens=False).input_ids]
-    assert longbench.build_prompt(model, "qasper", example, 101, as_in_paper=True).tolist() == expected
+    assert longbench.build_prompt(model, "qasper", example, 101).tolist() == expected
     # Braces in a text are text.
     braces = {"context": "{input} {0} {context.__class__}", "input": "{}"}
     assert longbench.build_prompt(model, "lcc", braces, 100).shape
 
 
-def test_the_command_answers_and_scores_every_set(quickstart, data, tmp_path, monkeypatch):
-    asked = short_answers(monkeypatch)
-    arguments = ["--model_path", quickstart.hf, "--save_dir", tmp_path, "--data_dir", data, "--max_length", 40]
-    done = run_script(SCRIPT, *arguments, "--limit", 1)
-    assert done.returncode == 0, done.stderr
-    assert asked == [entry.max_new_tokens for entry in longbench.SETS.values()]
-    scores = json.loads((tmp_path / "hf/results.json").read_text())
-    assert list(scores) == list(longbench.SETS) and all(0 <= score <= 100 for score in scores.values())
-    answers = read_question_scores(tmp_path / "hf")
-    assert {name: round(np.mean(of_set.scores["score"]), 2) for name, of_set in answers.items()} == scores
-    done = run_script(SCRIPT, *arguments)
-    assert done.returncode == 1 and "holds results with limit=1, this evaluation has None" in done.stderr
-    done = run_script(SCRIPT, *arguments, "--sets", "dureader")
-    assert done.returncode == 1 and "--sets=dureader: the English sets are narrativeqa" in done.stderr
-
-
-def test_samsum_has_its_own_rule_and_scores_have_errors(model, data, tmp_path, monkeypatch):
-    asked = []
-
-    def answer(_model, _prompts, *_arguments, **options):
-        asked.append(options)
-        return ["the cat sat\nand more"]
-
-    monkeypatch.setattr(generation, "continue_prompts", answer)
-    longbench.evaluate(model, tmp_path, ALONE, sets=["samsum"], data=data, max_length=200)
-    assert [options["min_new_tokens"] for options in asked] == [1, 1, 1]
+def test_scores_have_errors_and_a_number_for_every_question(model, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "continue_prompts", lambda *_: ["the cat sat\nand more"])
+    options = {"data": data, "max_length": 40}
+    longbench.answer_sets(model, tmp_path, ALONE, sets=["samsum"], **options)
+    _, missing = longbench.score_sets(tmp_path)
+    assert set(missing) == longbench.SETS.keys() - {"samsum"}
     (score,) = read_evaluation(tmp_path).numbers
     assert (score.task, score.value, score.standard_error, score.samples) == ("samsum", 100.0, 0.0, 3)
+    assert read_question_scores(tmp_path)["samsum"].scores["score"] == pytest.approx([100.0] * 3)
+    with pytest.raises(EvaluationError, match=r"holds results with limit=None, this evaluation has 1"):
+        longbench.answer_sets(model, tmp_path, ALONE, sets=["samsum", "lcc"], limit=1, **options)
 
 
 def test_data_is_read_from_the_benchmarks_archive_and_what_is_missing_is_said(data, tmp_path, monkeypatch):

@@ -50,8 +50,8 @@ def test_what_is_no_model_is_refused_in_one_line(quickstart, tmp_path):
         assert "\n" not in str(caught.value)
 
     for source in (tmp_path / "none", "./none", "output/hf/none"):
-        refused(source, f"^there is no folder {source}; give")
-    refused(tmp_path, r"neither a training run .* nor a model in Hugging Face format")
+        refused(source, f"cannot load the model .*there is no folder {source} here")
+    refused(tmp_path, r"It must be a run with checkpoints, or a folder or hub id with config\.json")
     refused(quickstart.hf, r"--model='a/b' names a folder", name="a/b")
     model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, n_positions=16))
     model.save_pretrained(tmp_path)

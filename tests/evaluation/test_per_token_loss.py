@@ -29,7 +29,7 @@ SCRIPT = "eval/per_token_loss/run_per_token_loss.py"
 
 
 def heldout(quickstart, **options) -> held_out.HeldOut:
-    return held_out.open_heldout(held_out.find_heldout(quickstart.data, "words"), **options)
+    return held_out.open_heldout(held_out.find_heldout(quickstart.data), **options)
 
 
 def expected_losses(model, data: held_out.HeldOut) -> np.ndarray:
@@ -62,7 +62,7 @@ def test_results_are_the_mean_losses_of_all_held_out_sequences(quickstart, model
 def test_the_runs_own_validation_is_reproduced_from_its_output_dir(quickstart, tmp_path):
     """train.py's val/loss, on the same tokens at the same length."""
     logged = json.loads((quickstart.run / "metrics/jsonlines/val.jsonl").read_text().splitlines()[-1])
-    arguments = ["--model_path", quickstart.run, "--data_path", quickstart.data, "--dataset", "words"]
+    arguments = ["--model_path", quickstart.run, "--data_path", quickstart.data / "words"]
     arguments += ["--eval_len", TRAIN_LENGTH, "--eval_tokens", 4 * DOC_LEN, "--save_dir", tmp_path]
     done = run_script(SCRIPT, *arguments, "--local_batch_size", 3)
     assert done.returncode == 0, done.stderr
@@ -89,9 +89,7 @@ def stopped_after(monkeypatch, batches: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", [1, 2])
-def test_a_stopped_evaluation_continues_with_two_processes(quickstart, model, tmp_path, monkeypatch, context):
-    """With --context 2 they have halves of every row."""
+def test_a_stopped_evaluation_continues_with_two_processes(quickstart, model, tmp_path, monkeypatch):
     data = heldout(quickstart, length=64)
     straight = per_token_loss.evaluate(model, data, tmp_path / "straight", ALONE, batch_size=8)
     with monkeypatch.context() as patch:
@@ -101,7 +99,7 @@ def test_a_stopped_evaluation_continues_with_two_processes(quickstart, model, tm
     with np.load(tmp_path / "hf/state/sums.npz", allow_pickle=False) as state:
         assert len(state["octaves_NO"]) == 16 * 3
     arguments = ["--model_path", quickstart.hf, "--data_path", quickstart.data / "words", "--save_dir", tmp_path]
-    arguments += ["--eval_len", 64, "--local_batch_size", 5, "--device", "cpu", "--context", context]
+    arguments += ["--eval_len", 64, "--local_batch_size", 5, "--device", "cpu"]
     done = run_script(SCRIPT, *arguments, "--save_interval", 5, processes=2)
     assert done.returncode == 0, done.stderr
     resumed = json.loads((tmp_path / "hf/results.json").read_text())
@@ -109,18 +107,6 @@ def test_a_stopped_evaluation_continues_with_two_processes(quickstart, model, tm
     one, two = (np.load(tmp_path / name / "results.npz") for name in ("straight", "hf"))
     np.testing.assert_allclose(one["val/loss_per_token"], two["val/loss_per_token"], rtol=0, atol=1e-6)
     np.testing.assert_allclose(one["val/loss_per_octave"], two["val/loss_per_octave"], rtol=0, atol=1e-5)
-
-
-def test_sequences_that_cannot_be_shared_are_refused(quickstart, model):
-    other = dataclasses.replace(model, model=GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)))
-    for chosen, context, length, message in (
-        (model, 2, 256, "--context=2 processes share a sequence, and 3 are not a multiple of 2: start with torchrun"),
-        (model, 3, 63, r"cannot share a sequence of \S+ \(ForgettingAttentionLayer has \d heads\)"),
-        (other, 3, 63, r"cannot share a sequence of .* \(not a model of this package\)"),
-    ):
-        data = dataclasses.replace(heldout(quickstart), length=length)
-        with pytest.raises(EvaluationError, match=message):
-            per_token_loss.check_context(context, chosen, data, processes=3)
 
 
 def test_the_state_of_another_evaluation_is_refused(quickstart, model, tmp_path):
@@ -187,7 +173,7 @@ def plug_in(quickstart, tmp_path, monkeypatch) -> Path:
 
 def test_a_corpus_of_a_plug_in_has_the_losses_of_its_held_out_sequences(quickstart, model, plug_in, tmp_path):
     corpus = ["half", "half=1"]
-    data = held_out.open_data(model, str(plug_in), "longcrawl64", corpus, length=64, tokens=9 * 64)
+    data = held_out.open_data(model, str(plug_in), corpus, length=64, tokens=9 * 64)
     rows = [batch["labels"][0].tolist() for batch in data.source.eval_loader(0, 1)]
     results = per_token_loss.evaluate(model, data, tmp_path / "out", ALONE, batch_size=4)
     assert (results["eval_tokens"], results["corpus"], data.sequences) == (9 * 64, "words", 9)
@@ -200,7 +186,7 @@ def test_a_corpus_of_a_plug_in_has_the_losses_of_its_held_out_sequences(quicksta
     # Of another process, or after a stop: not from the first sequence on, and maybe without work in the last round.
     batches = [*data.read_batches([range(2, 4), range(7, 9), range(9, 9)])]
     assert [batches[n]["labels"].tolist() for n in range(2)] == [rows[2:4], rows[7:9]] and batches[2] is None
-    assert held_out.open_data(model, str(plug_in.parent), "mine", corpus).length == TRAIN_LENGTH
+    assert held_out.open_data(model, str(plug_in), corpus).length == TRAIN_LENGTH
 
 
 @pytest.mark.parametrize(

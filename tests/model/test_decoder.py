@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from forgetting_transformer.model.generation.cache import CACHE_NAME
 from forgetting_transformer.model.layers import Embedding, lookup
@@ -120,3 +120,32 @@ def test_the_lookup_of_gpus_gives_the_gradient_of_pytorchs_embedding():
     got, want = (torch.autograd.grad(x, embedding.weight, d)[0] for x in (y, embedding(ids)))
     assert torch.equal(got, want) and want[7].any() and not want[3].any()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+IDS, PACKED, HF = torch.zeros(2, 12, dtype=torch.long), torch.tensor([0, 5, 12, 24]), {"loss": "causal_lm"}
+RIGHT, HOLE = (torch.ones_like(IDS).index_fill(1, torch.tensor([n]), 0) for n in (11, 3))
+TOGETHER = "cu_seqlens is given with attention_mask, past_key_values"
+
+
+@pytest.mark.parametrize(
+    ("fields", "call", "message"),
+    [
+        ({}, {"attention_mask": RIGHT}, "only left padding .* Pad on the left"),
+        ({}, {"attention_mask": HOLE, "use_cache": False}, "zeros between ones"),
+        ({}, {"attention_mask": torch.ones(2, 4)}, r"attention_mask has shape \(2, 4\)"),
+        ({}, {"inputs_embeds": torch.zeros(2, 12, 32)}, "exactly one of input_ids and inputs_embeds"),
+        ({}, {"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache"),
+        ({}, {"labels": IDS, "num_items_in_batch": 3}, r"num_items_in_batch .* model\.config\.loss = 'causal_lm'"),
+        (HF, {"labels": IDS[:, 1:]}, r"labels have shape \(2, 11\); they must be \(2, 12\)"),
+        (HF, {"labels": IDS, "logits_to_keep": 1}, "logits_to_keep"),
+        (HF, {"labels": IDS, "cu_seqlens": PACKED}, "whose shift crosses documents"),
+        ({}, {"cu_seqlens": torch.tensor([0, 5, 24])}, "each of the 2 rows of 12 tokens"),
+        ({}, {"cu_seqlens": PACKED[None]}, r"cu_seqlens has shape \(1, 4\); it must be \(documents \+ 1,\)"),
+        ({}, {"cu_seqlens": PACKED, "attention_mask": IDS + 1}, TOGETHER),
+        ({}, {"cu_seqlens": PACKED, "use_cache": True}, TOGETHER),
+        ({}, {"cu_seqlens": PACKED, "output_attentions": True}, TOGETHER),
+    ],
+)
+def test_calls_that_cannot_be_right_are_refused(fields, call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        small_model(**fields)(**{"input_ids": IDS} | call)

@@ -74,7 +74,6 @@ def decode(
 
 STATIC = [name for name in registry.model_names() if name != "path_fox"]
 CASES = [(name, {}) for name in STATIC] + [
-    ("forgetting_transformer", PRO),
     ("forgetting_transformer", {**PRO, "log_pruning_tolerance": -10.0}),
     ("forgetting_transformer", {**PRO, "fgate_type": "none", "use_rope": True}),
     ("transformer", {"num_kv_heads": 1, "window_size": 8}),

@@ -71,21 +71,3 @@ def test_models_that_carry_a_state_refuse_by_name(name):
     input_ids, labels = tokens()
     with pytest.raises(ValueError, match=f"^cu_seqlens: {name.split('-')[0]}.* carries a state"):
         small(name)(input_ids=input_ids, labels=labels, cu_seqlens=CU_SEQLENS)
-
-
-def test_what_does_not_go_with_packing_is_refused():
-    input_ids, labels = tokens()
-    model = small("transformer")
-    with pytest.raises(ValueError, match="each of the 2 rows of 12 tokens"):
-        model(input_ids=input_ids, cu_seqlens=torch.tensor([0, 5, 24]))
-    with pytest.raises(ValueError, match=r"cu_seqlens has shape \(1, 4\); it must be \(documents \+ 1,\)"):
-        model(input_ids=input_ids, cu_seqlens=torch.tensor([[0, 5, 12, 24]]))
-    for others in (
-        {"attention_mask": torch.ones_like(input_ids)},
-        {"use_cache": True},
-        {"output_attentions": True},
-    ):
-        with pytest.raises(ValueError, match="cu_seqlens is given with attention_mask, past_key_values"):
-            model(input_ids=input_ids, cu_seqlens=CU_SEQLENS, **others)
-    with pytest.raises(ValueError, match="whose shift crosses documents"):
-        small("transformer", loss="causal_lm")(input_ids=input_ids, labels=labels, cu_seqlens=CU_SEQLENS)

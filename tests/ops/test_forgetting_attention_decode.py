@@ -77,6 +77,24 @@ def test_running_sums_may_come_in_pieces_and_start_anywhere():
     torch.testing.assert_close(got, reference(q, k, v, log_fgate))
 
 
+@pytest.mark.slow
+def test_compiles_into_one_graph_for_all_lengths():
+    from torch._dynamo.testing import CompileCounter
+
+    q, k, v, log_fgate = make_inputs(keys=80, dtype=torch.float32)
+    running, start = cumulative_log_fgate(log_fgate), torch.tensor([0, 5])
+
+    def step(k, v, running):
+        return forgetting_attention_decode(q, k, v, running, seq_start=start, adaptive_threshold=-20.0)
+
+    counts = CompileCounter()
+    compiled = torch.compile(step, fullgraph=True, backend=counts)
+    for length in (50, 51, 55, 60):
+        inputs = [x[:, :length] for x in (k, v, running)]
+        assert torch.equal(compiled(*inputs), step(*inputs))
+    assert counts.frame_count <= 2  # the second length makes it a symbol
+
+
 @pytest.mark.parametrize(
     "name, value, error, message",
     [

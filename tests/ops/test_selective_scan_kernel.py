@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 from forgetting_transformer.ops import recurrence
 from tests.ops.kernels import draws, expect_float64, on_every_device
 
+pytestmark = pytest.mark.slow
+
 TOLERANCES = {
     "cpu": {torch.float32: 1e-6, torch.float16: 1e-3},
     "cuda": {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3},
@@ -39,17 +41,13 @@ def scan(x, dt, A, both, D, dt_bias, state, cu_seqlens=None):
     )
 
 
-def take_kernels(device):
-    """In the interpreter too, with chunks of 8 tokens instead of 128, so that few tokens make several."""
+def expect_right(device, inputs, **options):
+    """In the interpreter with chunks of 8 tokens instead of 128, so that few tokens make several."""
     from forgetting_transformer.ops.recurrence import scan_triton  # which registers the operators
 
     if device == "cpu":
         scan_triton.CHUNK = 8
         recurrence.scan_takes_kernel = lambda states, dtype, device: dtype != torch.float64
-
-
-def expect_right(device, inputs, **options):
-    take_kernels(device)
     states, dtype = inputs["A"].shape[1], inputs["x"].dtype
     assert recurrence.scan_takes_kernel(states, dtype, torch.device(device))
     tolerance = TOLERANCES[device][dtype]
@@ -60,38 +58,26 @@ def expect_right(device, inputs, **options):
     assert got["out 0"].dtype == dtype and got["out 1"].dtype == torch.float32
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("decay", ["none", "usual", "strong"])
+NO_STATE = {"state": False}
+#: Sizes and options of the inputs, and boundaries of documents: of one token, of several chunks of eight, and none.
+CASES = {
+    **{f"decay {kind}": ((1, 18, 40, 3, kind), {}, None) for kind in ("none", "usual", "strong")},
+    **{f"no {name}": ((1, 9, 8, 16), {name: False}, None) for name in ("D", "bias", "state")},
+    "nothing": ((3, 2, 70, 1), {"D": False, "bias": False, "state": False}, None),
+    "16 bits": ((1, 13, 33, 16), {"dtype": torch.float16}, None),
+    "documents": ((2, 18, 8, 5), NO_STATE, [0, 1, 2, 16, 18, 27, 36, 36]),
+    "documents without decay": ((2, 18, 8, 5, "none"), NO_STATE, [0, 1, 2, 16, 18, 27, 36, 36]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
 @on_every_device
-def test_outputs_states_and_gradients_equal_float64(device, decay):
-    """Two and a part of a third chunk of eight, blocks of channels that are not full, a number of states not of 2ⁿ."""
-    expect_right(device, make_inputs(1, 18, 40, 3, decay))
+def test_outputs_states_and_gradients_equal_float64(device, name):
+    """Two chunks of eight and a part, blocks of channels that are not full, a number of states not of 2ⁿ."""
+    sizes, options, bounds = CASES[name]
+    expect_right(device, make_inputs(*sizes, **options), cu_seqlens=None if bounds is None else torch.tensor(bounds))
 
 
-@pytest.mark.slow
-@on_every_device
-def test_what_may_be_left_out(device):
-    for name in ("D", "bias", "state"):
-        expect_right(device, make_inputs(1, 9, 8, 16, **{name: False}))
-    expect_right(device, make_inputs(3, 2, 70, 1, D=False, bias=False, state=False))
-
-
-@pytest.mark.slow
-@on_every_device
-def test_half_precision_costs_no_more_than_rounding(device):
-    expect_right(device, make_inputs(1, 13, 33, 16, dtype=torch.float16))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("decay", ["none", "usual"])
-@on_every_device
-def test_packed_documents_are_the_documents_one_by_one(device, decay):
-    """Documents of one token and of several chunks; one begins with a chunk, ends are repeated."""
-    bounds = torch.tensor([0, 1, 2, 16, 18, 27, 36, 36])
-    expect_right(device, make_inputs(2, 18, 8, 5, decay, state=False), cu_seqlens=bounds)
-
-
-@pytest.mark.slow
 @on_every_device
 def test_random_shapes(device):
     for draw in draws(device):

@@ -287,6 +287,7 @@ def test_models_say_how_they_call_ops(name, fields, monkeypatch):
             "No module named 'triton.backends.amd'.* pip install --force-reinstall --no-deps triton==3.9.0",
         ),
         ("kda", "0.6.0", "einops", "fla-core 0.6.0 needs einops, which is not installed.* pip install einops"),
+        ("kda", "0.6.0", "fla.layers", "needs flash-linear-attention, which is not installed.* pip install -e "),
     ],
 )  # fmt: skip
 def test_a_package_that_cannot_be_used_is_one_warning(op, version, missing, message, monkeypatch):

@@ -51,7 +51,7 @@ def make_inputs(
     }
 
 
-def expect_right(inputs, breaks=0.0, scale=1.0):
+def expect_right(inputs, breaks, scale):
     """With documents that begin at a share of the tokens."""
     q = inputs["q"]
     documents = (torch.rand(q.shape[:2]) < breaks).int().cumsum(1).int() if breaks else None
@@ -70,54 +70,36 @@ def expect_right(inputs, breaks=0.0, scale=1.0):
     expect_float64(kernel, definition, inputs, TOLERANCES.get(q.dtype, FLOAT32[q.device.type]))
 
 
-@pytest.mark.quick
+QUICK = "two chunks and a part"
+#: Sizes and options of the inputs, and the share of tokens that begin a document. A chunk has 64 tokens, or 128.
+CASES = {
+    "one token": ((2, 1, 2, 1, 16, 16), {}, 0.0),
+    QUICK: ((2, 130, 2, 1, 16, 16), {}, 0.05),
+    "no decay": ((1, 70, 3, 1, 16, 32, "none"), {}, 0.0),
+    "strong decay": ((1, 70, 3, 1, 16, 32, "strong"), {}, 0.0),
+    "resets": ((1, 70, 3, 1, 16, 32, "resets"), {}, 0.0),
+    "documents": ((2, 70, 2, 1, 16, 16), {}, 0.3),
+    "documents of one token": ((2, 70, 2, 1, 16, 16), {}, 1.0),
+    "no skip": ((1, 70, 4, 2, 16, 16), {"has_skip": False}, 0.0),
+    "no state": ((1, 70, 4, 2, 16, 16), {"has_state": False}, 0.0),
+    "slices of wider rows": ((2, 70, 4, 2, 32, 16), {"is_spread": True}, 0.0),
+    "three blocks of six heads": ((1, 40, 18, 1, 16, 16), {}, 0.0),
+    "16 bits": ((1, 140, 2, 1, 32, 16), {"dtype": torch.float16}, 0.02),
+    "16 bits, resets": ((1, 140, 2, 1, 32, 16, "resets"), {"dtype": torch.float16}, 0.02),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.quick if x == QUICK else []) for x in CASES])
 @on_every_device
-def test_one_chunk_and_a_part_with_everything(device):
-    expect_right(make_inputs(1, 70, 2, 1, 16, 16), breaks=0.05, scale=0.7)
-
-
-@on_every_device
-def test_ragged_lengths(device):
-    """A chunk has 64 tokens."""
-    for length in (1, 130) if device == "cpu" else (1, 31, 64, 65, 130, 200):
-        expect_right(make_inputs(2, length, 2, 1, 16, 16))
-
-
-@pytest.mark.parametrize("decay", ["none", "strong", "resets"])
-@on_every_device
-def test_strong_and_absent_decay(device, decay):
-    expect_right(make_inputs(1, 70, 3, 1, 16, 32, decay))
-
-
-@pytest.mark.parametrize("breaks", [0.3, 1.0])
-@on_every_device
-def test_no_state_goes_on_from_one_document_into_the_next(device, breaks):
-    expect_right(make_inputs(2, 70, 2, 1, 16, 16), breaks)
-
-
-@on_every_device
-def test_without_skip_or_initial_state_and_slices_of_wider_rows(device):
-    expect_right(make_inputs(1, 70, 4, 2, 16, 16, has_skip=False))
-    expect_right(make_inputs(1, 70, 4, 2, 16, 16, has_state=False))
-    expect_right(make_inputs(2, 70, 4, 2, 32, 16, is_spread=True))
-
-
-@on_every_device
-def test_more_heads_than_one_program_adds_up(device):
-    """18 heads of a group are three blocks of six."""
-    expect_right(make_inputs(1, 40, 18, 1, 16, 16))
-
-
-@pytest.mark.parametrize("decay", ["random", "resets"])
-@on_every_device
-def test_16_bit_inputs_have_chunks_of_128_and_keep_their_digits(device, decay):
-    expect_right(make_inputs(1, 140, 2, 1, 32, 16, decay, dtype=torch.float16), breaks=0.02)
+def test_it_is_the_definition(device, name):
+    sizes, options, breaks = CASES[name]
+    expect_right(make_inputs(*sizes, **options), breaks, scale=0.7)
 
 
 @on_every_device
 def test_random_shapes(device):
     is_small = device == "cpu"
-    for draw in draws(device, on_cpu=2):
+    for draw in draws(device):
         groups = draw.choice([1, 2, 3])
         sizes = (
             draw.choice([1, 2]),
@@ -174,7 +156,7 @@ def test_convolution_and_state_space_as_one_operator(device):
     def together(documents, **given):
         return convolved_ssd.convolved_ssd(*given.values(), *documents, groups, keys, 0.7)
 
-    for absent in ((), ("bias", "previous"), ("skip", "state")):
+    for absent in ((), ("bias", "previous", "skip", "state")):
         given = inputs | dict.fromkeys(absent)
         expect_float64(lambda **x: together((None, None), **x), apart, given, FLOAT32[device])
 

@@ -8,11 +8,12 @@ import pytest
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.data.corpus import DataInfo
-from forgetting_transformer.train.composer import Composer
+from forgetting_transformer.sweep.composer import compose_config
 from forgetting_transformer.training import Config
 from forgetting_transformer.training.setup import outline
 from studies import ROOT, SEARCH_PATH
 from studies.engine.plan import read_plan
+from studies.engine.queue import Queue
 from studies.engine.results import read_study
 from studies.engine.stages import Stages
 from studies.engine.tables import sections
@@ -39,6 +40,14 @@ def test_a_yaml_becomes_runs_numbers_figures_and_verdicts(study, tmp_path):
     ]
     assert found["octaves_figure"] == "Not run yet." and "(study/report/differences.png)" in found["differences_figure"]
     assert study("--stages", "train")[2] == [], "what is finished is not run again"
+
+
+def test_jobs_find_the_experiments_of_studies(tmp_path):
+    """train.py knows the folder of its own alone."""
+    file = ROOT / "studies/three_seeds/study.yaml"
+    plan = dataclasses.replace(read_plan(file), models={"fox_pro": ""}, learning_rates={"fox_pro": 2e-3}, variants={})
+    jobs = Queue(plan, tmp_path, [f"data_dir={tmp_path}"])._planned["fox_pro"]
+    assert compose_config([*jobs[0].overrides, "output_dir=out"]).model == jobs[0].config.model
 
 
 @rare
@@ -126,7 +135,7 @@ def test_every_experiment_of_a_study_is_composed_and_bodies_have_one_size(tmp_pa
         stages = Stages(file, plan := read_plan(file), tmp_path)
         for name in {*plan.models, *(name for names in plan.variants.values() for name in names)}:
             experiment = [SEARCH_PATH, f"+experiment/{plan.group}={name}", f"output_dir={tmp_path}"]
-            config = stages.composer.compose([*experiment, *stages.composer.task_overrides])
+            config = compose_config([*experiment, *stages.overrides])
             if plan.group == "study" and name not in sizes:
                 sizes[name] = body_size(config)
                 batches.add((config.train.max_tokens, str(config.datamodule), str(config.schedule)))
@@ -147,13 +156,12 @@ sys.exit("FAILING" in os.environ and os.environ["FAILING"] in " ".join(sys.argv)
 def test_evaluations_are_made_once_for_every_run_and_their_failures_are_named(study, tmp_path, monkeypatch):
     """Scripts of the repository are played by one that writes what it was called with."""
     for script in ("eval/per_token_loss/run_per_token_loss.py", "eval/niah/run_niah.py", "studies/code_tasks.py",
-                   "eval/longbench/run_longbench.py", "eval/lm_eval_harness/run_lm_eval.py", "scripts/prepare_data.py",
+                   "eval/lm_eval_harness/run_lm_eval.py", "scripts/prepare_data.py",
                    "benchmarks/training.py"):  # fmt: skip
         (tmp_path / script).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / script).write_text(SCRIPT)
     assert study("--stages", "train")[0] == 0
     monkeypatch.setattr("studies.engine.stages.ROOT", tmp_path)
-    monkeypatch.setattr(Composer, "__init__", lambda *_: None)
     runs = [f"{model}_seed{seed}" for seed in range(3) for model in ("mamba2", "fox_pro")]
     for run in runs[:-1]:
         (tmp_path / "study/runs" / run / "checkpoints").mkdir()

@@ -14,9 +14,8 @@ from types import ModuleType
 import pytest
 from omegaconf import OmegaConf
 
-from forgetting_transformer.sweep import runner
+from forgetting_transformer.sweep import composer, runner
 from forgetting_transformer.sweep.jobs import Job
-from forgetting_transformer.train.composer import Composer
 from forgetting_transformer.training import Config, parse
 from tests.training.conftest import corpus  # noqa: F401 (a fixture)
 
@@ -30,16 +29,16 @@ def faults(monkeypatch: pytest.MonkeyPatch, shared_folder: Path) -> dict[str, st
     """Jobs are played by fake_train.py, with the faults that a test puts in here. What one worker composed all have."""
     kinds: dict[str, str | float] = {}
 
-    def compose_once(composer: Composer, overrides: Sequence[str]) -> Config:
+    def compose_once(overrides: Sequence[str]) -> Config:
         file = shared_folder / f"composed-{hashlib.sha256(json.dumps(list(overrides)).encode()).hexdigest()[:20]}"
         if not file.exists():
             temporary = file.with_name(f"{file.name}.{os.getpid()}")
-            temporary.write_text(json.dumps(dataclasses.asdict(compose(composer, overrides))))
+            temporary.write_text(json.dumps(dataclasses.asdict(compose(overrides))))
             temporary.replace(file)
         return parse(OmegaConf.create(json.loads(file.read_text())), overrides)
 
-    compose = Composer.compose
-    monkeypatch.setattr(Composer, "compose", compose_once)
+    compose = composer.compose_config
+    monkeypatch.setattr(composer, "compose_config", compose_once)
 
     def command(job, devices):
         return [sys.executable, str(FAKE), json.dumps(dataclasses.asdict(job.config)), json.dumps(kinds)]

@@ -9,7 +9,7 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from forgetting_transformer.sweep import SweepError
-from forgetting_transformer.train.composer import search_space
+from forgetting_transformer.sweep.composer import search_space
 from tests.sweep.conftest import DEMO, load_script, starts
 from tests.waiting import wait_until
 

@@ -32,7 +32,7 @@ def make_job(folder: Path, name: str, *overrides: str) -> jobs.Job:
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = parse(compose("config", overrides=[*DEMO, *overrides, "output_dir=out"]))
     config.output_dir = str(folder / name)
-    return jobs.Job(name, ROOT / "train.py", (*DEMO, *overrides), config)
+    return jobs.Job(name, (*DEMO, *overrides), config)
 
 
 def test_each_job_has_a_folder_a_row_and_a_value_whatever_becomes_of_the_others(
@@ -98,7 +98,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(faults, train_main, 
     ]:
         assert train_main("-m", *DEMO, *arguments) == 1
         assert message in capsys.readouterr().err
-    monkeypatch.setenv("LT_CLI_USED", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert train_main("-m", *DEMO, "output_dir=out", "seed=0,1") == 1
     assert "-m under `fabric run` is not possible" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -175,6 +175,6 @@ def test_a_real_job_trains_in_a_fabric_run_of_two_processes(train_main, tmp_path
     overrides += [f"train.max_tokens={4 * STEP}", "fabric.accelerator=cpu", "fabric.devices=2"]
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.1)
     assert train_main("-m", *overrides, "optimizer.lr=choice(1e-3)") is None
-    run = read_run(tmp_path / "out/optimizer.lr=0.001")
+    run = read_run(tmp_path / "out")
     assert json.loads((run.output_dir / "starts.jsonl").read_text())["world_size"] == 2
     assert run.finished(4 * STEP) and run.tokens == 4 * STEP and math.isfinite(run.final_loss(heldout=True))

@@ -11,9 +11,9 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from forgetting_transformer.composition import for_hydra
 from forgetting_transformer.files import flatten
 from forgetting_transformer.model import DecoderForCausalLM, registry
-from forgetting_transformer.train.folders import options_first
 from forgetting_transformer.training.config import Config, ConfigError, ModelConfig
 from forgetting_transformer.training.config.checks import check
 from forgetting_transformer.training.config.continuing import changes_that_alter_the_run
@@ -202,14 +202,14 @@ def test_the_parts_of_a_mixture_are_checked_before_anything_is_read(parts, messa
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        (["+experiment/demo=fox_pro", "-m", "seed=0,1"], ["-m", "+experiment/demo=fox_pro", "seed=0,1"]),
-        (["seed=0", "--config-dir", "mine", "tag=a"], ["--config-dir", "mine", "seed=0", "tag=a"]),
-        (["seed=0", "--cfg", "job", "tag=a", "--resolve"], ["--cfg", "job", "--resolve", "seed=0", "tag=a"]),
-        (["a=1", "--info", "defaults", "c=3"], ["--info", "defaults", "a=1", "c=3"]),
+        (["+experiment/demo=fox_pro", "-m", "seed=0,1"], ["-m", "+experiment/demo=fox_pro", "++seed=0,1"]),
+        (["model=fox_pro", "--config-dir", "mine", "+a=b"], ["--config-dir", "mine", "model=fox_pro", "+a=b"]),
+        (["a.b=0", "--cfg", "job", "~tag", "--resolve"], ["--cfg", "job", "--resolve", "++a.b=0", "~tag"]),
+        (["a/b=1", "--info", "defaults", "hydra.x=3"], ["--info", "defaults", "a/b=1", "hydra.x=3"]),
     ],
 )
-def test_options_of_hydra_may_stand_anywhere_on_the_command_line(given, wanted):
-    assert options_first(given) == wanted
+def test_options_of_hydra_may_stand_anywhere_and_keys_that_no_yaml_lists_are_let_through(given, wanted):
+    assert for_hydra(given, [CONFIGS]) == wanted
 
 
 @pytest.mark.parametrize(

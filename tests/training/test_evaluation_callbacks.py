@@ -1,4 +1,4 @@
-"""The callbacks lm_eval, needle, samples and gate_statistics give the numbers of evaluations, and change no weight."""
+"""The callbacks lm_eval, needle and gate_statistics give the numbers of evaluations, and change no weight."""
 
 import importlib.util
 import json
@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from forgetting_transformer import training
 from forgetting_transformer.data import LongCrawl64DataModule
 from forgetting_transformer.evaluation import forget_gates
-from forgetting_transformer.evaluation.generation import continue_prompts
 from forgetting_transformer.evaluation.models import load_model
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.training.config import ConfigError
@@ -73,20 +72,15 @@ def test_two_processes_find_the_numbers_of_the_finished_model_and_change_no_weig
     tiny = changed(tiny, train__max_tokens=12 * STEP)
     tiny = changed(tiny, strategy__name="fsdp", **{f"model__config__{key}": value for key, value in gates.items()})
     straight = finished(tiny, 2)
-    samples = {"interval": 10 * STEP, "prompts": ["w3 w4", "w5"], "max_new_tokens": 6, "tokenizer": tokenizer}
-    watched = changed(with_needle(tiny, tokenizer), callbacks__samples=samples)
-    job = Job(changed(watched, callbacks__gate_statistics={"interval": 10 * STEP}), 2)
+    job = Job(changed(with_needle(tiny, tokenizer), callbacks__gate_statistics={"interval": 10 * STEP}), 2)
     assert job.wait() == [0, 0], job.errors()
     assert_same_run(straight, tiny["output_dir"])
     last = {}
-    for kind in ("needle", "samples", "gates"):
+    for kind in ("needle", "gates"):
         found = lines(tiny["output_dir"], kind)
         assert [entry["step"] for entry in found] == [10 * STEP, 12 * STEP]
         last |= found[-1]
     model, data = load_model(tiny["output_dir"], tokenizer=tokenizer), held_out(tiny)
-    for number, ids in enumerate(([0, 3, 4], [0, 5])):
-        (text,) = continue_prompts(model, np.array([ids]), 6, "fp32")
-        assert last[f"samples/{number}/text"] == text and text
     check_gates(last, model, data)
     check_needle(last, model, data)
 
@@ -151,8 +145,7 @@ def test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight(
     from forgetting_transformer.evaluation import harness
 
     straight = finished(tiny, world_size)
-    samples = {"interval": 20 * STEP, "max_new_tokens": 6, "temperature": 0.8, "tokenizer": tokenizer}
-    config = changed(tiny, callbacks__lm_eval=lm_eval, callbacks__samples=samples)
+    config = changed(tiny, callbacks__lm_eval=lm_eval)
     if world_size == 1:
         run(config)
     else:
@@ -169,11 +162,6 @@ def test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight(
     assert found[-1]["lm_eval/words/acc_stderr"] == scores["words"]["acc_stderr,none"] > 0
     assert found[-1]["lm_eval/words/chance"] == pytest.approx(1 / 3)
     assert (found[-1]["lm_eval/words/examples"], found[-1]["lm_eval/max_length"]) == (7, 32)
-    # Without prompts, held-out documents are continued.
-    (line,) = lines(tiny["output_dir"], "samples")
-    parts = ("prompt", "text", "document")
-    assert {f"samples/{n}/{part}" for n in range(3) for part in parts} == line.keys() - {"step"}
-    assert len(line["samples/0/prompt"].split()) == 16 and len(line["samples/0/document"].split()) == 6
 
 
 def test_a_signal_breaks_the_needle_test_off_and_the_next_start_does_it_again(tiny, finished, tokenizer):

@@ -153,7 +153,7 @@ FAULTS = {
         in_step("self.sentinel.timeout = 2" + HANG, ranks="1"),
         [1, 1],
         "failed",
-        "rank 1 has failed: no step ended for .*this rank stands still",
+        "rank 1 has failed: no step ended for .*this rank makes no progress",
         config={"strategy__timeout_seconds": 3600},
     ),
     "a hung start": Fault(
@@ -171,7 +171,7 @@ FAULTS = {
         ),
         [1],
         "failed",
-        "no batch of datamodule.name='longcrawl64' came for .*this rank stands still",
+        "no batch of datamodule.name='longcrawl64' came for .*this rank makes no progress",
     ),
     "a reader that is killed": Fault(
         in_step("import multiprocessing\nfor one in multiprocessing.active_children():\n    os.kill(one.pid, 9)"),
@@ -204,7 +204,7 @@ FAULTS = {
         [0],
         "done",
         "^$",
-        "No space left on device; the last good checkpoint is at 512 tokens. Training goes on",
+        "No space left on device; the last good checkpoint is at 512 tokens. Training continues",
     ),
     "weights that are not finite": Fault(
         in_step("next(self.model.parameters()).data.fill_(float('nan'))", ranks="01"),

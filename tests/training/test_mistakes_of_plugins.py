@@ -10,8 +10,6 @@ from torch import nn
 from forgetting_transformer.data.batch_checks import check_batch, check_tokens
 from forgetting_transformer.data.corpus import shifted
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.plugins import Component, PluginError, Registry
-from forgetting_transformer.training.optimization.schedule import build_schedule
 from tests.model.small_models import small
 from tests.training.conftest import STEP, Job, changed
 
@@ -85,22 +83,6 @@ def test_a_mixer_that_returns_something_else_than_its_output_is_named(returned, 
         model(torch.ones(2, 8, dtype=torch.int64), use_cache=False)
     with pytest.raises(TypeError, match=r"^Mine has no new_cache\(\), so nothing can be generated with a cache"):
         model.new_cache()
-
-
-def test_a_function_that_cannot_be_called_as_components_are_is_refused(tiny, monkeypatch):
-    from forgetting_transformer.plugins import SCHEDULES
-    from forgetting_transformer.training.config import ConfigError, ScheduleConfig
-
-    component, components = Component("mine", lambda model: model, plugin="my_lab"), Registry("optimizer.name")
-    monkeypatch.setattr(components, "_components", {"mine": component, "five": Component("five", 5)})
-    assert components.make("mine", 1) == 1
-    with pytest.raises(PluginError, match=r"^optimizer.name='five': 5 is called with 0 arguments, which it does not"):
-        components.make("five")
-    with pytest.raises(PluginError, match=r"^optimizer.name='mine' of plugins=\[my_lab\]: <lambda> is called with 3"):
-        components.make("mine", 1, 2, 3)
-    monkeypatch.setattr(SCHEDULES, "_components", {"mine": component})
-    with pytest.raises(ConfigError, match=r"schedule\.name='mine'"):
-        build_schedule(ScheduleConfig(name="mine"), 1e-3)
 
 
 CALLBACK = """

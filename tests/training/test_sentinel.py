@@ -69,8 +69,8 @@ def test_of_ranks_that_end_the_first_to_fail_is_blamed(ranks, monkeypatch):
         patched.setattr(peers, "is_gone", lambda process: process != 0)
         assert here.blame(silent=False) == "rank 2 was killed or has crashed"
     one.failed("no step ended for 9 s; this rank waits for another, whose log says where it stands")
-    two.failed("no step ended for 9 s; this rank stands still, or waits for another")
-    assert here.blame() == "rank 2 has failed: no step ended for 9 s; this rank stands still, or waits for another"
+    two.failed("no step ended for 9 s; this rank makes no progress, or waits for another")
+    assert here.blame() == "rank 2 has failed: no step ended for 9 s; this rank makes no progress, or waits for another"
     two.failed("ValueError: no such thing")
     assert here.blame() == "rank 2 has failed: ValueError: no such thing"
     # A launcher sends a signal to the ranks that are left.

@@ -205,22 +205,17 @@ def _comparison(what: str, amount: float, places: Sequence[tuple[Model, float]],
     points = []
     for (model, tokens), found in zip(places, losses(heldout), strict=True):
         if lacking := [run for run, loss in zip(model.runs, found, strict=True) if not math.isfinite(loss)]:
-            raise AnalysisError(_no_loss(model, lacking[0], tokens, heldout))
+            series, other = (lacking[0].heldout, "train") if heldout else (lacking[0].train, "heldout")
+            having = series.tokens[np.isfinite(series.values)]
+            there = f"has some from {having[0]:,} to {having[-1]:,} tokens" if having.size else "has none at all"
+            raise AnalysisError(
+                f"{model.name}: {lacking[0].output_dir} has no {'held-out' if heldout else 'finite training'} loss at "
+                f"{tokens:,.0f} tokens, and {there}; choose another point (--tokens, --flops), or --loss {other}"
+            )
         # Evaluations are at whole steps, and a point of equal FLOPs need not be.
         near = [np.isclose(run.heldout.tokens, tokens, rtol=1e-3).any() for run in model.runs]
         points.append(Point(model, tokens, found, heldout and not all(near)))
     return Comparison(what, amount, heldout, points)
-
-
-def _no_loss(model: Model, run: Run, tokens: float, heldout: bool) -> str:
-    """Message that a run has no loss at some tokens, with the tokens at which it has one."""
-    series, other = (run.heldout, "train") if heldout else (run.train, "heldout")
-    having = series.tokens[np.isfinite(series.values)]
-    there = f"has some from {having[0]:,} to {having[-1]:,} tokens" if having.size else "has none at all"
-    return (
-        f"{model.name}: {run.output_dir} has no {'held-out' if heldout else 'finite training'} loss at {tokens:,.0f} "
-        f"tokens, and {there}; choose another point (--tokens, --flops), or --loss {other}"
-    )
 
 
 def table(comparison: Comparison, baseline: str) -> str:
@@ -288,7 +283,7 @@ def warnings(comparison: Comparison, baseline: str) -> list[str]:
 def _texts(run: Run) -> set[tuple[Any, Any]]:
     """Fingerprint and number of tokens of the held-out documents of its evaluations."""
     own = run.info("val_data").get("fingerprint")
-    fingerprint, tokens = names.name_of(names.VAL, names.FINGERPRINT), names.name_of(names.VAL, names.TOKENS_EVALUATED)
+    fingerprint, tokens = (names.name_of(names.VAL, name) for name in (names.FINGERPRINT, names.TOKENS_EVALUATED))
     return {(line.get(fingerprint, own), line[tokens]) for line in run.records(names.VAL) if tokens in line}
 
 

@@ -5,7 +5,7 @@ Every evaluation writes to its folder
     evaluation.json    its numbers, in the form below
     table.md           the same for people
 
-beside files of its own (arrays, pictures, and the formats of the paper's repository). It replaces no file that it did
+beside its own files (arrays, pictures, and the formats of the paper's repository). It replaces no file that it did
 not write (outputs.py). evaluation.json:
 
     {
@@ -95,19 +95,6 @@ class Evaluation:
         """The first number of this task and metric that was measured there."""
         found = (n for n in self.numbers if (n.task, n.metric) == (task, metric) and at.items() <= n.at.items())
         return next(found, None)
-
-
-def check_folder(folder: Path, kind: str, *more: str) -> None:
-    """Refuses a folder where `write_evaluation` would meet files of others. To be called before the evaluation.
-
-    Args:
-        kind: of the evaluation.
-        more: names of further files that it writes.
-
-    Raises:
-        AnalysisError: that, or the folder cannot be made.
-    """
-    outputs.check(folder, kind, [*FILES, *more])
 
 
 def write_evaluation(
@@ -203,10 +190,6 @@ def named_folders(texts: Sequence[str]) -> list[tuple[str, Path]]:
     return found
 
 
-def _error(standard_error: float | None) -> str:
-    return "" if standard_error is None else f" ± {plain_number(standard_error, 2)}"
-
-
 def number_table(evaluation: Evaluation) -> Table:
     """All numbers, a row each."""
     rows = [
@@ -214,7 +197,7 @@ def number_table(evaluation: Evaluation) -> Table:
             n.task,
             n.metric,
             ", ".join(f"{key} {value}" for key, value in n.at.items()),
-            plain_number(n.value, 4) + _error(n.standard_error),
+            plain_number(n.value, 4) + ("" if n.standard_error is None else f" ± {plain_number(n.standard_error, 2)}"),
             "" if n.samples is None else str(n.samples),
         ]
         for n in evaluation.numbers

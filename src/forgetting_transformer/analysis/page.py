@@ -12,7 +12,6 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError, outputs, position_loss, run_figures
@@ -48,8 +47,8 @@ img { max-width: 100%; height: auto; } .note { color: #666; font-size: 0.9rem; }
 _PIXELS_PER_INCH = 120
 
 
-def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -> list[str]:
-    """Writes report.html and returns what was left out, and why.
+def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -> None:
+    """Writes report.html.
 
     Args:
         run_dirs: output_dirs of runs.
@@ -57,30 +56,24 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
         out: the folder of the page.
 
     Raises:
-        AnalysisError: nothing to report, a folder that is not a run's, a damaged file, or a
-            page that cannot be written.
+        AnalysisError: nothing to report, a folder that is not a run's or without results, a damaged file, or a page
+            that cannot be written.
     """
-    for folder in run_dirs:
-        if not (folder / "config.yaml").is_file():
-            raise AnalysisError(f"{folder} is not a run's output_dir: it holds no config.yaml")
     for folder in results:
-        if not folder.is_dir():
-            raise AnalysisError(f"--results {folder}: no such folder")
+        if not read_evaluations([folder]):
+            raise AnalysisError(f"--results {folder}: there are no results of evaluations in it")
     if not run_dirs and not results:
         raise AnalysisError("nothing to report: give the output_dir of a run, or --results FOLDER")
-    left_out: list[str] = []
     runs = run_figures.read_runs(run_dirs) if run_dirs else []
     with tempfile.TemporaryDirectory() as temporary:
-        drawn = run_figures.draw_runs(runs, Path(temporary), left_out)
+        drawn = run_figures.draw_runs(runs, Path(temporary))
         figures = {title: _embedded(file, title) for title, file in drawn.items()}
     sections = {
         "Runs": _overview(runs),
         **figures,
-        **_evaluations(results, left_out, {run.output_dir.resolve().name: run.name for run in runs}),
+        **_evaluations(results, {run.output_dir.resolve().name: run.name for run in runs}),
         "Configurations": _configurations(runs),
     }
-    if not any(sections.values()):
-        raise AnalysisError("nothing to report: " + "; ".join(left_out))
     body = "\n".join(f"<h2>{html.escape(title)}</h2>\n{content}" for title, content in sections.items() if content)
     title = html.escape("Report: " + (", ".join(run.name for run in runs) or ", ".join(map(str, results))))
     page = (
@@ -90,7 +83,6 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
     )
     with outputs.writing(out, "scripts/report.py") as new:
         (new / "report.html").write_text(page, encoding="utf-8", errors="backslashreplace")
-    return left_out
 
 
 def _overview(runs: Sequence[Run]) -> str:
@@ -126,16 +118,13 @@ def _facts(run: Run) -> dict[str, str]:
     }
 
 
-def _evaluations(folders: Sequence[Path], left_out: list[str], shown: Mapping[str, str]) -> dict[str, str]:
+def _evaluations(folders: Sequence[Path], shown: Mapping[str, str]) -> dict[str, str]:
     """A section per kind of evaluation in the folders.
 
     Args:
         shown: the page's names for models that have others in the folders; so a model has one colour everywhere.
     """
     found = read_evaluations(folders)
-    for folder in folders:
-        if not any(one.folder.is_relative_to(folder) for one in found):
-            left_out.append(f"{folder} holds no results of evaluations")
     sections = {}
     for kind in dict.fromkeys((*_TITLES, *(one.kind for one in found))):
         models: dict[str, Evaluation] = {}
@@ -181,9 +170,12 @@ def _configurations(runs: Sequence[Run]) -> str:
     """The keys in which runs differ, and those on which all agree, folded away."""
     if not runs:
         return ""
-    configs = [flatten(run.config) for run in runs]
+    configs = [
+        {key: json.dumps(value, default=str, ensure_ascii=False) for key, value in flatten(run.config).items()}
+        for run in runs
+    ]
     keys = dict.fromkeys(key for config in configs for key in config)
-    rows = [[key, *(_setting(config, key) for config in configs)] for key in keys]
+    rows = [[key, *(config.get(key, "– not there –") for config in configs)] for key in keys]
     different = [row for row in rows if len({*row[1:]}) > 1]
     same = sorted(row for row in rows if row not in different)
     header, alignment = ["Key", *(run.name for run in runs)], "l" * (len(runs) + 1)
@@ -192,10 +184,6 @@ def _configurations(runs: Sequence[Run]) -> str:
     note = f"<p class='note'>{len(different)} keys differ, {len(same)} agree.</p>"
     agreed = _folded("Keys on which all agree", _table(Table(header, same, alignment)))
     return note + _table(Table(header, different, alignment), mark=True) + agreed
-
-
-def _setting(config: Mapping[str, Any], key: str) -> str:
-    return json.dumps(config[key], default=str, ensure_ascii=False) if key in config else "– not there –"
 
 
 def _embedded(file: Path, description: str) -> str:

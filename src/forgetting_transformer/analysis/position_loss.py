@@ -36,7 +36,7 @@ def octave_edges(length: int) -> list[int]:
 
 
 def slopes(length: int, octaves_NO: np.ndarray) -> list[dict[str, Any]]:
-    """How fast L falls between every two neighbouring octaves of `length` positions. Sequences count as independent.
+    """Slopes of L between neighbouring octaves of `length` positions. Sequences count as independent.
 
     Returns:
         For each `position` i: the mean loss `before`, in [i/2, i), and `after`, in [i, 2i), in nats; `per_doubling`,
@@ -54,7 +54,7 @@ def slopes(length: int, octaves_NO: np.ndarray) -> list[dict[str, Any]]:
 
 
 def standard_errors(length: int, octaves_NO: np.ndarray) -> dict[str, float]:
-    """Of the mean loss over the first L positions, from what sequences differ by; {} for a single sequence.
+    """Standard errors of the mean loss over the first L positions, from differences of sequences; {} for one sequence.
 
     Args:
         octaves_NO: mean loss of each sequence in each octave.
@@ -76,11 +76,10 @@ def made_with(results: Sequence[Mapping[str, Any]]) -> list[str]:
     Args:
         results: the content of each results.json.
     """
-    first = results[0]
-    shared = {key: value for key, value in first.items() if all(one.get(key) == value for one in results)}
+    shared = {key: value for key, value in results[0].items() if all(one.get(key) == value for one in results)}
     tokens, length = shared.get("eval_tokens"), shared.get("eval_len")
     texts = f" in {tokens // length:,} texts" if tokens and length else ""
-    found = [
+    return [
         text.format(value)
         for text, value in (
             ("held-out texts of {}", shared.get("corpus")),
@@ -91,11 +90,6 @@ def made_with(results: Sequence[Mapping[str, Any]]) -> list[str]:
         )
         if value is not None
     ]
-    loss = first.get(names.name_of(names.VAL, f"{names.LOSS_OVER}{length}"))
-    error = first.get("loss_standard_error", {}).get(str(length))
-    if len(results) == 1 and loss is not None and error is not None:
-        found.append(f"mean loss {loss:.4f} ± {error:.4f} (standard error over texts)")
-    return found
 
 
 @dataclass(frozen=True)
@@ -231,7 +225,7 @@ def _with_error(values_N: np.ndarray, group_N: np.ndarray | None) -> tuple[float
 
 
 def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """What `compare` found, a row per model and octave."""
+    """Results of `compare`, a row per model and octave."""
     header = ["Model", "against", "positions", "difference in loss (nats)", "difference in change per doubling (nats)"]
     cells = [
         [

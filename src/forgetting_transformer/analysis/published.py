@@ -15,7 +15,7 @@ from typing import Literal
 from forgetting_transformer.analysis import AnalysisError, outputs, statistics
 from forgetting_transformer.analysis.evaluations import LONGBENCH, Evaluation
 from forgetting_transformer.analysis.statistics import Estimate
-from forgetting_transformer.analysis.tables import Column, Rows, Table, has_numbers, latex, markdown
+from forgetting_transformer.analysis.tables import Column, Rows, Table, has_numbers, latex, score_table
 from forgetting_transformer.files import write_atomically
 
 
@@ -151,7 +151,7 @@ def write_tables(rows: Rows, columns: Sequence[Column], folder: Path | None, dif
     """
     if not has_numbers(rows, columns):
         raise AnalysisError(f"nothing to table: the results of {', '.join(rows)} hold no number")
-    texts = {"table.md": markdown(rows, columns), "table.tex": latex(rows, columns)}
+    texts = {"table.md": f"{score_table(rows, columns).markdown()}\n", "table.tex": latex(rows, columns)}
     if differences is not None:
         texts["table.md"] += f"\n{differences.markdown()}\n"
     print("\n".join(texts.values()), end="")

@@ -131,5 +131,5 @@ def _scores_of(evaluation: Evaluation) -> dict[str, QuestionScores]:
         return found
     raise AnalysisError(
         f"{evaluation.folder} has no {FILE} with the score of every question: another program made it, or its tasks "
-        "have none, as WikiText's perplexity. run_lm_eval.py and run_longbench.py write it"
+        "have none, as WikiText's perplexity. run_lm_eval.py and LongBench's eval.py write it"
     )

@@ -6,9 +6,8 @@ scripts/plot_run.py writes them, and the page shows them.
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from forgetting_transformer import metric_names as names
+from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, scores_over_training, training_metrics
 from forgetting_transformer.analysis.runs import Run, read_position_losses, read_run, run_names
@@ -23,8 +22,11 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
     """The runs under the names that figures show, with the model in each, as in "run3 (fox_pro)": it gives the colour.
 
     Raises:
-        AnalysisError: a run is given twice.
+        AnalysisError: a run is given twice, or a folder is not a run's.
     """
+    for folder in run_dirs:
+        if not (folder / "config.yaml").is_file():
+            raise AnalysisError(f"{folder} is not a run's output_dir: it holds no config.yaml")
     runs = [read_run(folder, name) for folder, name in zip(run_dirs, run_names(run_dirs), strict=True)]
     models = [run.setting("model", "label") or "" for run in runs]
     return [
@@ -35,12 +37,12 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
 
 def conditions(runs: Sequence[Run]) -> list[str]:
     """Settings of the runs, from the corpus to the device, for a figure's foot; what no run says is left out."""
-    found = []
+    heldout_tokens, found = names.name_of(names.VAL, names.TOKENS_EVALUATED), []
     for name, several, values in (
         ("{}", "corpora", [run.setting("datamodule", "dataset") for run in runs]),
         ("{} parameters", "model sizes", [_short(run.info("model").get("total_params")) for run in runs]),
         ("{} tokens of training", "budgets", [_short(run.tokens or None) for run in runs]),
-        ("{} held-out tokens", "held-out sets", [_heldout_tokens(run) for run in runs]),
+        ("{} held-out tokens", "held-out sets", [_short(run.last(names.VAL).get(heldout_tokens)) for run in runs]),
         ("sequences of {} tokens", "sequence lengths", [run.setting("datamodule", "train_batch_len") for run in runs]),
         ("{} tokens a step", "batch sizes", [_tokens_per_step(run) for run in runs]),
         ("learning rate {}", "learning rates", [run.setting("optimizer", "lr") for run in runs]),
@@ -56,12 +58,11 @@ def conditions(runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def draw_runs(runs: Sequence[Run], folder: Path, left_out: list[str]) -> dict[str, Path]:
-    """Draws the figures that there is something to draw for, with all runs in each.
+def draw_runs(runs: Sequence[Run], folder: Path) -> dict[str, Path]:
+    """Draws the figures that there is something to draw for, with all runs in each that have it.
 
     Args:
         folder: gets the figures.
-        left_out: gets a line about every run that has nothing yet for a figure that each run has sooner or later.
 
     Returns:
         Titles, as the page has them -> files.
@@ -70,11 +71,6 @@ def draw_runs(runs: Sequence[Run], folder: Path, left_out: list[str]) -> dict[st
         AnalysisError: a file is damaged.
     """
     logged = [run for run in runs if run.train.tokens.size or run.heldout.tokens.size]
-    left_out += [
-        f"{run.output_dir} has no losses yet: give a run's output_dir, and wait until the run has logged once"
-        for run in runs
-        if run not in logged
-    ]
     made_with, files = conditions(logged), {}
     if any(run.has_loss for run in logged):
         loss_against_tokens(logged, file := folder / "loss_tokens.png", made_with)
@@ -88,33 +84,15 @@ def draw_runs(runs: Sequence[Run], folder: Path, left_out: list[str]) -> dict[st
     if scored := [run for run in logged if read_scores(run)]:
         scores_over_training(scored, file := folder / "evaluations.png", conditions(scored))
         files["Evaluations during training"] = file
-    drawn: list[Run] = []
-    curves: dict[str, np.ndarray] = {}
-    lengths: dict[str, int | None] = {}
-    for run in logged:
-        if losses := read_position_losses(run):
-            drawn.append(run)
-            curves |= losses
-            lengths |= dict.fromkeys(losses, run.setting("datamodule", "train_batch_len"))
-        else:
-            left_out.append(_no_position_loss(run))
-    if drawn:
+    if curves := {run: losses for run in logged if (losses := read_position_losses(run))}:
+        lengths = {
+            name: run.setting("datamodule", "train_batch_len") for run, losses in curves.items() for name in losses
+        }
+        shown = {name: loss for losses in curves.values() for name, loss in losses.items()}
         file = folder / "loss_position.png"
-        loss_against_position(curves, file, lengths, conditions=conditions(drawn), of="runs")
+        loss_against_position(shown, file, lengths, conditions=conditions([*curves]), of="runs")
         files["Loss at every position, in training"] = file
     return files
-
-
-def _no_position_loss(run: Run) -> str:
-    """Line about a run that has no loss at every position, with the tokens after which the first one comes."""
-    keys = ["train_eval_interval", *([] if run.setting("skip_eval") else ["eval_interval"])]
-    line = f"{run.output_dir} has no loss at every position yet"
-    ahead = [(tokens, key) for key in keys if (tokens := run.setting(key) or 0) > run.tokens]
-    return f"{line}: the first comes after {min(ahead)[0]:,} training tokens ({min(ahead)[1]})" if ahead else line
-
-
-def _heldout_tokens(run: Run) -> str | None:
-    return _short(run.last(names.VAL).get(names.name_of(names.VAL, names.TOKENS_EVALUATED)))
 
 
 def _short(number: int | None) -> str | None:

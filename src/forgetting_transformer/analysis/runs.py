@@ -78,7 +78,7 @@ class Run:
 
     @cached_property
     def status(self) -> dict[str, Any]:
-        """How its last start ended (training/faults/status.py); {} before the first, and where the file is damaged."""
+        """Status of its last start (training/faults/status.py); {} before the first, and where the file is damaged."""
         try:
             content = json.loads((self.output_dir / "status.json").read_bytes())
         except (OSError, ValueError, RecursionError):
@@ -137,7 +137,7 @@ class Run:
         """Device of the newest start: the name of a GPU, or "CPU (x86_64)"; None before the first start."""
         machine = self.starts[-1].get("machine", {}) if self.starts else {}
         device = machine.get("device")
-        # Of a CPU, a start records the architecture only, which is a part of its platform's name too.
+        # On a CPU, a start records the architecture only, which is a part of its platform's name too.
         return f"CPU ({device})" if device and device in machine.get("platform", "") else device
 
     @cached_property
@@ -236,8 +236,7 @@ def read_position_losses(run: Run) -> dict[str, np.ndarray]:
         AnalysisError: the newest file is not whole, or does not hold the array.
     """
     folder = run.output_dir / "metrics" / "npz"
-    of = {names.VAL: "held-out", names.TRAIN_EVAL: "training batches"}
-    for kind, what in of.items():
+    for kind, what in ((names.VAL, "held-out"), (names.TRAIN_EVAL, "training batches")):
         if (file := max(folder.glob(f"{kind}/step-*.npz"), default=None)) is not None:
             tokens = format_tokens(int(file.stem.removeprefix("step-")))
             return {f"{run.name}, {what}, after {tokens} tokens": _position_loss(file, kind)}

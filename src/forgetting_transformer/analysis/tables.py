@@ -136,14 +136,9 @@ def score_table(rows: Rows, columns: Sequence[Column], first: str = "Model") -> 
     return Table([first, *(column.head for column in columns)], cells, "l" + "r" * len(columns))
 
 
-def markdown(rows: Rows, columns: Sequence[Column], first: str = "Model") -> str:
-    """`score_table` in Markdown."""
-    return score_table(rows, columns, first).markdown() + "\n"
-
-
-def latex(rows: Rows, columns: Sequence[Column], first: str = "Model") -> str:
+def latex(rows: Rows, columns: Sequence[Column]) -> str:
     r"""A LaTeX tabular for the package booktabs: the best value `\textbf`, the second best `\underline`."""
-    table = score_table(rows, columns, first)
+    table = score_table(rows, columns)
     lines = [rf"\begin{{tabular}}{{{table.alignment}}}", r"\toprule"]
     if any(column.group for column in columns):
         groups = [(name or "", len([*of])) for name, of in itertools.groupby(columns, lambda column: column.group)]

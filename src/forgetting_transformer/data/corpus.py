@@ -1,4 +1,4 @@
-"""What training asks of a corpus: the protocol between the two, and what both call a batch.
+"""Protocol between training and a corpus, and the definition of a batch.
 
 A corpus is registered by name (`plugins.CORPORA`) as a function `build(data_dir, config)` that returns a
 `Corpus`, with a dataclass of its keys that derives from `DataModuleConfig`. docs/extend.md adds one.
@@ -25,7 +25,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class DataInfo:
-    """What a split offers at the chosen batch shape; written to `metrics/jsonlines/{train,val}_data_info.jsonl`."""
+    """Contents of a split at one batch shape; written to `metrics/jsonlines/{train,val}_data_info.jsonl`."""
 
     path: str
     vocab_size: int
@@ -40,7 +40,7 @@ class DataInfo:
     fingerprint: str
     #: Entropy of the token frequencies of the training split in nats: the loss of a model that knows no context.
     unigram_entropy_nats: float | None
-    #: A short hash of the list of checksums that every chunk is held to; None where the corpus has none.
+    #: A short hash of the list of checksums of all chunks; None where the corpus has none.
     checksums: str | None = None
     #: The token that ends a text; by default BOS, which ends one text and begins the next.
     eos_token_id: int = None  # type: ignore[assignment]
@@ -82,7 +82,7 @@ class Corpus(Protocol):
         return {self.train_info().seq_len: 1.0}
 
     def locate(self, batch: int) -> Sequence[str]:
-        """Where each sequence of a global batch lies, in its order, in words: bad_step.jsonl and the log show it."""
+        """Place of each sequence of a global batch, in order, as text for bad_step.jsonl and the log."""
         ...
 
     def eval_info(self) -> DataInfo:

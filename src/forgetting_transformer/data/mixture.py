@@ -2,7 +2,7 @@
 
 Which corpus sequence s of a run comes from is arithmetic. Weights are brought to whole numbers without a common
 divisor, and sequences repeat a pattern as long as their sum, in which every corpus has its weight and lies as evenly as
-possible. So after n sequences corpus i has given `n // P · w_i + prefix_i[n % P]`, which is where it goes on.
+possible. So after n sequences corpus i has given `n // P · w_i + prefix_i[n % P]`, from where it continues.
 Each corpus is read in its own order (order.py, at batch size 1): the first T tokens of every document, then the next T.
 
 Axes: P sequences of the pattern, I corpora.
@@ -59,7 +59,7 @@ class Interleaving:
         self.prefix_PI = np.concatenate([np.zeros((1, len(weights)), dtype=np.int64), members_PI.cumsum(0)])
 
     def counts(self, sequences: int) -> np.ndarray:
-        """How many of the first sequences each corpus gives, `(I,)`."""
+        """Number of the first sequences that each corpus gives, `(I,)`."""
         patterns, more = divmod(sequences, len(self.pattern_P))
         return patterns * self.weights_I + self.prefix_PI[more]
 

@@ -21,7 +21,7 @@ def documents_needed(tokens: int, doc_len: int, seq_len: int, batch_size: int) -
 
 @dataclass(frozen=True)
 class Location:
-    """Where the sequences of a batch lie in the array: documents [first, last), tokens [begin, end) of each."""
+    """Place of a batch's sequences in the array: documents [first, last), tokens [begin, end) of each."""
 
     first_document: int
     last_document: int

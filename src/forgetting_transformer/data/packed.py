@@ -19,7 +19,7 @@ def keep_apart(batch: dict[str, Tensor], bos_token_id: int, eos_token_id: int) -
 
 
 def cu_seqlens_of(input_ids_BT: Tensor, bos_token_id: int) -> Tensor:
-    """Where documents begin in each row, `(B, S)` int32 filled up with T: at every BOS token, and at 0."""
+    """Beginnings of documents in each row, `(B, S)` int32 filled up with T: every BOS token, and 0."""
     n_rows, length = input_ids_BT.shape
     begins_BT = input_ids_BT == bos_token_id
     begins_BT[:, 0] = True

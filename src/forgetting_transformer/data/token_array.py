@@ -47,7 +47,6 @@ class TokenArray:
             `assumed` say the rest (vocabulary_of).
         cache: where the files of a URL are kept, and how many; None is the default of CacheSettings.
         sampled: whether some rows are looked at now.
-        prefix: of the keys or flags that state the vocabulary, for messages.
 
     Attributes:
         documents, doc_len: the shape of what can be read.
@@ -66,7 +65,6 @@ class TokenArray:
         cache: CacheSettings | None = None,
         assumed: Vocabulary | None = None,
         sampled: bool = True,
-        prefix: str = "datamodule.",
     ) -> None:
         self.files = ArrayFiles(path, cache or CacheSettings())
         self.path = self.files.path
@@ -86,7 +84,7 @@ class TokenArray:
             self.vocab_size = vocabulary
         else:
             split = Path(self.path).stem
-            self.vocabulary = vocabulary_of(corpus, split, self.doc_len, self.manifest, vocabulary, assumed, prefix)
+            self.vocabulary = vocabulary_of(corpus, split, self.doc_len, self.manifest, vocabulary, assumed)
             self.vocab_size = self.vocabulary.size
         self.chunk_shape = (int(array.chunks[0]), int(array.chunks[1]))
         self._kept: OrderedDict[Chunk, np.ndarray] = OrderedDict()
@@ -223,7 +221,7 @@ class TokenArray:
             )
 
     def _file_of(self, document: int, position: int) -> str:
-        """Where the chunk is that holds a token."""
+        """Place of the chunk that holds a token."""
         rows, columns = self.chunk_shape
         return self.files.place(self.key((self.stored_row(document) // rows, position // columns)))
 

@@ -22,10 +22,10 @@ from forgetting_transformer.ranges import COUNT, Range, refusal
 GPT2_VOCAB_SIZE = 50257
 GPT2_BOS_TOKEN_ID = 50256
 LONGCRAWL64_DOC_LEN = 65536
-#: What arrays of token ids may hold: two bytes where they suffice, as in LongCrawl64, else four.
+#: Types of token ids in arrays: two bytes where they suffice, as in LongCrawl64, else four.
 TOKEN_DTYPES = (np.dtype(np.uint16), np.dtype(np.uint32))
 _ID = Range(0, COUNT.high)
-#: What a manifest says that training reads.
+#: Keys of a manifest that training reads.
 _MANIFEST = {
     "vocab_size": (int, COUNT),
     "bos_token_id": (int, _ID),
@@ -98,7 +98,6 @@ def vocabulary_of(
     manifest: dict[str, Any],
     stated: StatedVocabulary = StatedVocabulary(),
     assumed: Vocabulary | None = None,
-    prefix: str = "datamodule.",
 ) -> Vocabulary:
     """The vocabulary of the corpus at `place`.
 
@@ -111,7 +110,6 @@ def vocabulary_of(
     Args:
         split: "train" or "heldout", the array whose documents have `doc_len` tokens.
         manifest: of the corpus, {} if it has none.
-        prefix: of the keys or flags that state it, for messages.
 
     Raises:
         DataError: neither says, or the two do not fit together.
@@ -125,16 +123,16 @@ def vocabulary_of(
         if bos is None:
             bos, eos = known.bos_token_id, known.eos_token_id if eos is None else eos
     if size is None or bos is None:
-        missing = [f"{prefix}{key}" for key, value in (("vocab_size", size), ("bos_token_id", bos)) if value is None]
+        missing = [f"datamodule.{key}" for key, value in (("vocab_size", size), ("bos_token_id", bos)) if value is None]
         raise DataError(
             f"{redact(str(place))} has no manifest.json that states its vocabulary and is not LongCrawl64 with "
-            f"documents of 65,536 tokens, so it does not say which tokenizer made it: set {' and '.join(missing)}, or "
-            "bring back the manifest that scripts/prepare_data.py wrote (docs/data.md)"
+            f"documents of 65,536 tokens, so it does not say which tokenizer made it: set {' and '.join(missing)} for "
+            "training, or write a manifest.json, or bring back that of scripts/prepare_data.py (docs/data.md)"
         )
     found = Vocabulary(size, bos, bos if eos is None else eos)
     for key in ("bos_token_id", "eos_token_id"):
         if not 0 <= getattr(found, key) < size:
-            raise DataError(f"{prefix}{key}={getattr(found, key)} is not in [0, vocab_size={size})")
+            raise DataError(f"datamodule.{key}={getattr(found, key)} is not in [0, vocab_size={size})")
     return found
 
 

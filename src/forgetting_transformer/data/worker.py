@@ -16,9 +16,9 @@ import torch
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.files import size_in_words
 
-#: Seconds that a reader goes on after SIGTERM.
+#: Seconds that a reader continues after SIGTERM.
 GRACE = 5
-#: Where Linux keeps the memory that processes share. A container has 64 MiB of it unless it was started with more.
+#: Folder of the memory that processes share on Linux. A container has 64 MiB of it unless it was started with more.
 SHARED_MEMORY = "/dev/shm"
 _LITTLE_SHARED_MEMORY = 1 << 30
 _NO_WORKERS = "datamodule.train_num_workers=0 and datamodule.eval_num_workers=0"
@@ -57,24 +57,24 @@ def _wait_and_leave() -> None:
         os._exit(1)
 
 
-def hand_over(batch: Any, fix: str = f", or set {_NO_WORKERS}") -> Any:
+def hand_over(batch: Any) -> Any:
     """Moves a batch, if it is one, into shared memory, in the worker itself.
 
     PyTorch would do so in a thread that prints its errors and drops the batch, for which training would wait for ever.
 
-    Args:
-        fix: what helps besides more shared memory, for the message.
-
     Raises:
         DataError: there is too little shared memory.
     """
-    with sharing_memory(fix):
+    with sharing_memory():
         return batch and {name: tensor.share_memory_() for name, tensor in batch.items()}
 
 
 @contextlib.contextmanager
 def sharing_memory(fix: str = f", or set {_NO_WORKERS}") -> Iterator[None]:
     """Around what takes shared memory: the system's error does not name it.
+
+    Args:
+        fix: what helps besides more of it, for the message.
 
     Raises:
         DataError: naming the resource, its size and the fix.

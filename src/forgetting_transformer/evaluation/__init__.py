@@ -5,7 +5,6 @@ forget_gates.py    forget-gate and attention maps, memory lengths; the callback 
 needle.py          needle in a haystack, with our prompts and the paper's, and its four commands; the callback needle
 harness.py         lm-evaluation-harness; lm_eval_callback.py: the callback lm_eval
 longbench.py       LongBench
-samples.py         the callback samples
 
 models.py          loading a run, an export or a model of the hub
 held_out.py        held-out sequences of a corpus

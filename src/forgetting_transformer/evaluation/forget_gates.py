@@ -1,4 +1,4 @@
-"""What the forget gates of a trained model do on one text: matrices, maps, memory lengths, and what pruning leaves out.
+"""Forget gates of a trained model on one text: matrices, maps, memory lengths, and what pruning leaves out.
 
     F_ij = Π_{l=j+1..i} f_l                  how much of token j's weight is left at token i
     A_ij = softmax_j(s·q_i·k_j + log F_ij)   the attention weights
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer import plugins
-from forgetting_transformer.analysis import evaluations
+from forgetting_transformer.analysis import evaluations, outputs
 from forgetting_transformer.analysis.plots import heatmaps
 from forgetting_transformer.analysis.tables import format_tokens
 from forgetting_transformer.data.corpus import model_inputs
@@ -153,7 +153,7 @@ def _attention_inputs(
 
 
 def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tokens back the gates let a head see, `(H,)` float64: the median over queries of the distance at which
+    """Memory length of each head in tokens, `(H,)` float64: the median over queries of the distance at which
     the decay reaches 1/e. And whether that is a lower bound, `(H,)` bool.
 
     The median runs over the second half of the text, whose queries have T/2 or more tokens before them. It is a lower
@@ -273,7 +273,8 @@ def evaluate(
         EvaluationError: the model has no such layer or head, or no forgetting attention at all.
         AnalysisError: the folder holds files of others.
     """
-    evaluations.check_folder(folder, "forget_gates", "gates.png", "attention.png", "memory.png", "heads.json")
+    files = [*evaluations.FILES, "gates.png", "attention.png", "memory.png", "heads.json"]
+    outputs.check(folder, "forget_gates", files)
     source = str(Path(model.source).resolve()) if Path(model.source).exists() else model.source
     check_settings(folder, {"model": source}, "choose another --out, or delete the folder")
     available = attention_layers(model.model)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from forgetting_transformer.analysis.evaluations import check_folder, read_json
+from forgetting_transformer.analysis import evaluations, outputs
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
@@ -24,35 +24,27 @@ from forgetting_transformer.files import write_json
 
 
 def continue_prompts(
-    model: EvaluatedModel,
-    prompts_BT: np.ndarray,
-    max_new_tokens: int,
-    precision: str = "auto",
-    *,
-    stop_ids: Sequence[int] = (),
-    **options: Any,
+    model: EvaluatedModel, prompts_BT: np.ndarray, max_new_tokens: int, precision: str = "auto"
 ) -> list[str]:
-    """Continuations of prompts of one length, without special tokens: always the likeliest next token, if no option
-    says otherwise.
+    """Greedy continuations of prompts of one length, without special tokens.
 
     Args:
         prompts_BT: token ids `(B, T)`.
-        stop_ids: tokens that end a continuation, besides the model's own end-of-text token.
-        options: of transformers' `generate`.
     """
     tokenizer = model.require_tokenizer()
-    # It warns of texts longer than those of training, which are what is asked for here.
+    # It warns of texts longer than those of training, which are intended here.
     logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.ERROR)
     own, pad = model.eos_token_ids, tokenizer.pad_token_id
     input_ids = torch.from_numpy(prompts_BT).to(model.device)
-    settings: dict[str, Any] = {"do_sample": False, "num_beams": 1, "eos_token_id": sorted({*own, *stop_ids}) or None}
     with precision_context(precision, model.device):
         output = model.model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            eos_token_id=own or None,
             pad_token_id=pad if pad is not None else own[0] if own else 0,
-            **settings | options,
         )
     return tokenizer.batch_decode(output[:, input_ids.shape[1] :], skip_special_tokens=True)
 
@@ -60,23 +52,21 @@ def continue_prompts(
 def answer(
     model: EvaluatedModel,
     file: Path,
-    asked: Mapping[str, Mapping[str, Any]],
+    keys: Sequence[str],
     prompt_of: Callable[[int], np.ndarray],
     max_new_tokens: int,
     workers: Workers,
     precision: str,
     batch_size: int = 1,
-    **options: Any,
 ) -> list[str]:
     """The answers to numbered prompts, in their order; what any process has answered before is not asked again.
 
     Every process adds lines to its own file, `<file>.<rank>.jsonl`.
 
     Args:
-        asked: key of every prompt -> what its line says besides the answer.
+        keys: of the prompts, which lines name.
         prompt_of: token ids `(T,)` of a prompt by its number.
         batch_size: prompts in one batch; only those of one length share it, so that nothing is padded.
-        options: as of `continue_prompts`.
 
     Raises:
         EvaluationError: an answer is missing, which another process should have written.
@@ -86,7 +76,7 @@ def answer(
         files = sorted(file.parent.glob(f"{file.name}.*.jsonl"))
         return {record["key"]: record["pred"] for one in files for record in read_records(one)}
 
-    keys, before = list(asked), known()
+    before = known()
     mine = [n for n in range(len(keys)) if n // batch_size % workers.world_size == workers.rank]
     todo = [n for n in mine if keys[n] not in before]
     bar = tqdm(total=len(todo), desc=f"{model.name}, {file.name}", unit="answer", disable=not workers.shows_progress)
@@ -95,10 +85,10 @@ def answer(
         batch = [n for n in built if len(built[n]) == len(built[todo[0]])]
         todo = [n for n in todo if n not in batch]
         prompts_BT = np.stack([built[n] for n in batch])
-        texts = continue_prompts(model, prompts_BT, max_new_tokens, precision, **options)
+        texts = continue_prompts(model, prompts_BT, max_new_tokens, precision)
         for n, text in zip(batch, texts, strict=True):
             own = file.with_name(f"{file.name}.{workers.rank}.jsonl")
-            append_record(own, {"key": keys[n], "pred": text, **asked[keys[n]]})
+            append_record(own, {"key": keys[n], "pred": text})
         bar.update(len(batch))
     bar.close()
     workers.wait()
@@ -135,18 +125,14 @@ def begin(
 
     def check() -> None:
         if kind:
-            check_folder(folder, kind, *own)
+            outputs.check(folder, kind, [*evaluations.FILES, *own])
         check_settings(folder, known, cure)
 
     workers.on_first(check)
     return known
 
 
-def check_settings(
-    folder: Path,
-    settings: dict[str, Any],
-    cure: str,
-) -> None:
+def check_settings(folder: Path, settings: dict[str, Any], cure: str) -> None:
     """Writes the settings of an evaluation beside its results, or refuses to mix results of others with them; makes the
     folder.
 
@@ -160,9 +146,9 @@ def check_settings(
     settings = json.loads(json.dumps(settings))
     if not file.exists() and (folder / "results.json").exists():
         raise EvaluationError(f"{folder}/results.json is of something else, as no settings.json lies beside it: {cure}")
-    # What a start left that failed before its first result stands in nobody's way.
+    # Files of a start that failed before its first result may be replaced.
     if file.is_file() and any(path.is_file() and path != file for path in folder.rglob("*")):
-        stored = read_json(file)
+        stored = evaluations.read_json(file)
         for key in sorted(stored.keys() | settings.keys()):
             if stored.get(key) != settings.get(key):
                 raise EvaluationError(
@@ -195,4 +181,4 @@ def append_record(file: Path, record: dict[str, Any]) -> None:
             stream.seek(-1, os.SEEK_END)
             if stream.read(1) != b"\n":
                 stream.write(b"\n")
-        stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        stream.write(json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")

@@ -18,7 +18,6 @@ import lm_eval
 import numpy as np
 import torch
 import torch.distributed as dist
-import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
@@ -40,11 +39,11 @@ from forgetting_transformer.evaluation.models import (
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.hub_connection import use_cached_datasets
 
-#: Of tasks that do not say, as lm_eval's own models.
+#: Default of tasks, as in lm_eval's own models.
 _MAX_NEW_TOKENS = 256
 #: Resamples for the standard error of a metric that has no formula for it, such as a perplexity.
 _BOOTSTRAP = 100
-#: Of evaluation: what its folder holds.
+#: Files of an evaluation's folder.
 _KIND = "lm_eval_harness"
 
 
@@ -100,7 +99,7 @@ class HarnessModel(TemplateLM):
         for (_context, text), _ids, continuation in requests:
             if len(continuation) > self.max_length:
                 raise EvaluationError(
-                    f"a continuation of {len(continuation):,} tokens, {text[:40]!r}…, does not fit --max_length="
+                    f"a continuation of {len(continuation):,} tokens, {text[:40]!r}…, does not fit --max_len="
                     f"{self.max_length:,}, and would be scored in part; give a longer one"
                 )
         inputs = [(context + continuation)[-self.max_length - 1 : -1] for _, context, continuation in requests]
@@ -160,7 +159,7 @@ class HarnessModel(TemplateLM):
         return answers
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """How a task wants texts generated; a key that is null counts as left out.
+        """A task's settings of generation; a key that is null counts as left out.
 
         Raises:
             EvaluationError: greedy decoding within the longest sequence cannot do it.
@@ -169,7 +168,7 @@ class HarnessModel(TemplateLM):
         if not 0 < options["max_gen_toks"] < self.max_length:
             raise EvaluationError(
                 f"a task generates max_gen_toks={options['max_gen_toks']:,} tokens, and its prompt needs room too in "
-                f"--max_length={self.max_length:,}; give a longer one"
+                f"--max_len={self.max_length:,}; give a longer one"
             )
         # Without sampling, temperature and the like have no effect.
         for key, greedy in {"do_sample": False, "num_beams": 1, "max_length": None}.items():
@@ -315,16 +314,7 @@ def check_names(tasks: Sequence[str], manager: TaskManager, option: str) -> None
 
 @functools.cache
 def task_manager(include_path: Path | None) -> TaskManager:
-    """lm_eval's register of tasks, which takes seconds to make.
-
-    Raises:
-        EvaluationError: a task file of one's own is not YAML; lm_eval would leave it out.
-    """
-    try:
-        for file in sorted(include_path.glob("**/*.yaml")) if include_path is not None else ():
-            files.read_yaml(file, yaml.compose)  # which makes no values: lm_eval has tags of its own
-    except files.UnreadableError as error:
-        raise EvaluationError(str(error)) from error
+    """lm_eval's register of tasks, which takes seconds to make."""
     return TaskManager(include_path=None if include_path is None else str(include_path))
 
 
@@ -337,10 +327,6 @@ def load_task(task: str, manager: TaskManager) -> dict[str, Any]:
     try:
         use_cached_datasets()
         return manager.load([task])["tasks"]
-    except TypeError as error:  # of temperature: null, for example, which lm_eval reads as a number
-        raise EvaluationError(
-            f"the file of task {task} cannot be used ({error}); leave keys without a value out of its generation_kwargs"
-        ) from error
     except (OSError, ValueError, ImportError) as error:  # what datasets raises without network, cache or permission
         reason = str(error).strip().splitlines()[0]
         dataset = next((f", {entry.dataset}," for entry in TASKS if entry.name == task), "")

@@ -26,7 +26,7 @@ from forgetting_transformer.evaluation.models import (
     EvaluationError,
 )
 from forgetting_transformer.model_tokenizer import check_size_and_bos
-from forgetting_transformer.plugins import CORPORA, PluginError, UnknownComponentError
+from forgetting_transformer.plugins import CORPORA, UnknownComponentError
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.config.parsing import parse_section
 
@@ -108,30 +108,26 @@ class CorpusSequences(HeldOutSequences):
             yield {key: torch.cat([row[key] for row in rows]) for key in ("input_ids", "labels")} if rows else None
 
 
-def find_heldout(data_path: str | Path, dataset: str = "longcrawl64") -> Path:
-    """The folder that holds `heldout.zarr`: `data_path` itself, or `data_path/dataset`.
+def find_heldout(data_path: str | Path) -> Path:
+    """The folder that holds `heldout.zarr`: `data_path` itself, or the only one in it.
 
     Raises:
-        DataError: neither does.
+        DataError: there is none, or there are several.
     """
     data_path = Path(data_path).expanduser()
-    candidates = [data_path, data_path / dataset]
-    if data_path.is_dir():
-        inside = [path.parent for path in data_path.glob("*/heldout.zarr")]
-        candidates += inside if len(inside) == 1 else []
-    for folder in candidates:
-        if (folder / "heldout.zarr").is_dir():
-            return folder
+    if (data_path / "heldout.zarr").is_dir():
+        return data_path
+    inside = [path.parent for path in sorted(data_path.glob("*/heldout.zarr"))]
+    if len(inside) == 1:
+        return inside[0]
+    several = f"; there are {', '.join(map(str, inside))}" if inside else ""
     raise DataError(
-        f"no heldout.zarr in {data_path} and none in {data_path / dataset}: set --data_path to a corpus's folder (or "
-        "to the folder that holds it, with --dataset its name); for the corpus of a plug-in, name it with --corpus. "
-        "docs/data.md says how to make one"
+        f"no heldout.zarr in {data_path}{several}: set --data_path to a corpus's folder; for the corpus of a plug-in, "
+        "name it with --corpus. docs/data.md says how to make one"
     )
 
 
-def open_data(
-    model: EvaluatedModel, data_path: str, dataset: str, corpus: Sequence[str] = (), **chosen: Any
-) -> HeldOutSequences:
+def open_data(model: EvaluatedModel, data_path: str, corpus: Sequence[str] = (), **chosen: Any) -> HeldOutSequences:
     """The held-out sequences of a command line.
 
     Args:
@@ -142,18 +138,14 @@ def open_data(
         DataError: naming the flag and what the corpus has.
     """
     if not corpus:
-        return open_heldout(find_heldout(data_path, dataset), **chosen)
-    name, *keys = corpus
-    place = Path(data_path).expanduser()
-    return open_corpus(name, place / dataset if (place / dataset).is_dir() else place, keys, model, **chosen)
+        return open_heldout(find_heldout(data_path), **chosen)
+    return open_corpus(corpus[0], Path(data_path).expanduser(), corpus[1:], model, **chosen)
 
 
 def open_heldout(
     folder: Path,
     length: int | None = None,
     tokens: int | None = None,
-    vocab_size: int | None = None,
-    bos_token_id: int | None = None,
     assumed: Vocabulary | None = None,
     at_most: int | None = None,
 ) -> HeldOut:
@@ -162,16 +154,13 @@ def open_heldout(
     Args:
         folder: of the corpus.
         length: tokens in a sequence, a divisor of the documents' length; default whole documents.
-        vocab_size, bos_token_id: of the tokenizer that made the corpus; default what its
-            manifest says, or LongCrawl64's.
-        assumed: where the corpus does not say, and nobody else does.
+        assumed: vocabulary of a corpus whose manifest does not say it and that is not LongCrawl64.
         tokens, at_most: as of `count_sequences`.
 
     Raises:
         DataError: naming the flag and what the corpus has.
     """
-    stated = StatedVocabulary(vocab_size, bos_token_id)
-    array = TokenArray(folder / "heldout.zarr", stated, assumed=assumed, prefix="--")
+    array = TokenArray(folder / "heldout.zarr", StatedVocabulary(), assumed=assumed)
     length = length or array.doc_len
     check_length("--eval_len", length, array)
     sequences = count_sequences(length, array.documents * array.doc_len, array.path, tokens, at_most)
@@ -181,7 +170,7 @@ def open_heldout(
 
 
 def count_sequences(length: int, available: int, path: object, tokens: int | None, at_most: int | None) -> int:
-    """How many sequences of `length` tokens are evaluated, of `available` tokens.
+    """Number of sequences of `length` tokens to evaluate, of `available` tokens.
 
     Args:
         tokens: to evaluate on, rounded down to whole sequences; None for all, or for `at_most` if there are more.
@@ -205,8 +194,6 @@ def open_corpus(
     model: EvaluatedModel,
     length: int | None = None,
     tokens: int | None = None,
-    vocab_size: int | None = None,
-    bos_token_id: int | None = None,
     at_most: int | None = None,
 ) -> CorpusSequences:
     """The held-out sequences of a corpus that a plug-in reads.
@@ -214,7 +201,6 @@ def open_corpus(
     Args:
         name: `datamodule.name`. folder: of the corpus. keys: further ones of `datamodule`, as "skip_tokens=5".
         length: tokens in a sequence; default that of the model's training.
-        vocab_size, bos_token_id: default the model's.
         tokens, at_most: as of `count_sequences`.
 
     Raises:
@@ -227,14 +213,13 @@ def open_corpus(
     values: dict[str, Any] = {
         "name": name, "dataset": place.name, "train_batch_len": length, "train_batch_size": 1, "eval_batch_len": length,
         "eval_local_batch_size": 1, "train_num_workers": 0, "eval_num_workers": 0,
-        "vocab_size": vocab_size or model.model.config.get_text_config().vocab_size,
-        "bos_token_id": model.bos_token_id if bos_token_id is None else bos_token_id,
+        "vocab_size": model.model.config.get_text_config().vocab_size, "bos_token_id": model.bos_token_id,
         "eos_token_id": eos[0] if eos else None,
     }  # fmt: skip
     try:
         config = parse_section("datamodule", OmegaConf.merge(values, OmegaConf.from_dotlist(list(keys))))
-        source: Corpus = CORPORA.make(name, str(place.parent), config)
-    except (ConfigError, PluginError, UnknownComponentError) as error:
+        source: Corpus = CORPORA.get(name).build(str(place.parent), config)
+    except (ConfigError, UnknownComponentError) as error:
         raise DataError(f"--corpus {' '.join([name, *keys])}: {error}") from error
     if source.packed:
         raise DataError(
@@ -271,20 +256,18 @@ def check_vocabulary(model: EvaluatedModel, data: HeldOutSequences) -> None:
         ) from error
 
 
-def read_tokens(
-    model: EvaluatedModel, text: Path | None, data_path: str, dataset: str, document: int, max_length: int
-) -> np.ndarray:
+def read_tokens(model: EvaluatedModel, text: Path | None, data_path: str, document: int, max_length: int) -> np.ndarray:
     """One text as `(T,)` int64, T ≤ max_length, the beginning-of-sequence token first.
 
     Args:
         text: a file, in UTF-8; or
-        data_path, dataset, document: a held-out document of a corpus that was made with the model's tokenizer.
+        data_path, document: a held-out document of a corpus that was made with the model's tokenizer.
 
     Raises:
         EvaluationError: no such file or document, or an empty one.
     """
     if text is None:
-        ids = read_documents(model, data_path, dataset, 1, document)
+        ids = read_documents(model, data_path, 1, document)
     elif text.is_file():
         ids = model.encode(text.read_text(encoding="utf-8", errors="replace"))
     else:
@@ -294,7 +277,7 @@ def read_tokens(
     return np.concatenate([model.first, ids])[:max_length]
 
 
-def read_documents(model: EvaluatedModel, data_path: str, dataset: str, needed: int, first: int = 0) -> np.ndarray:
+def read_documents(model: EvaluatedModel, data_path: str, needed: int, first: int = 0) -> np.ndarray:
     """Held-out documents of a corpus that was made with the model's tokenizer, as many as make `needed` tokens.
 
     Raises:
@@ -303,7 +286,7 @@ def read_documents(model: EvaluatedModel, data_path: str, dataset: str, needed: 
     # A corpus that does not say what it was made with is taken to be the model's.
     bos = model.bos_token_id or 0
     assumed = Vocabulary(model.model.config.get_text_config().vocab_size, bos, bos)
-    data = open_heldout(find_heldout(data_path, dataset), assumed=assumed)
+    data = open_heldout(find_heldout(data_path), assumed=assumed)
     check_vocabulary(model, data)
     if first >= data.sequences:
         raise EvaluationError(f"--document={first}: {data.array.path} has documents 0 to {data.sequences - 1}")

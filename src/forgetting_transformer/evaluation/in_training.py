@@ -2,10 +2,8 @@
 
 import logging
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from torch.distributed.tensor import DTensor
 
 from forgetting_transformer.command_line import one_line
@@ -118,15 +116,3 @@ def evaluated_model(trainer: TrainerInterface, callback: str, tokenizer: str | N
 def precision(trainer: TrainerInterface) -> str:
     """As in training, by the names of evaluations."""
     return "bf16" if trainer.config.fabric.precision == "bf16-mixed" else "fp32"
-
-
-def held_out_rows(trainer: TrainerInterface, model: EvaluatedModel) -> Iterator[np.ndarray]:
-    """Held-out sequences of the corpus, alike on every rank, less the tokens that begin and end a text.
-
-    Raises:
-        DataError: nothing is held out.
-    """
-    trainer.data.eval_info()
-    for batch in trainer.data.eval_loader(0, 1):
-        for ids in batch["labels"][batch["weight"] > 0].numpy():
-            yield ids[~np.isin(ids, [*model.first, *model.eos_token_ids])]

@@ -69,9 +69,8 @@ class LmEval(EvaluationCallback):
         from forgetting_transformer.evaluation import harness
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # else a page at every evaluation
-        os.environ["DISABLE_MULTIPROC"] = (
-            "1"  # its pool for resampling would fork a process that holds a GPU and threads
-        )
+        # Its pool for resampling would fork a process that holds a GPU and threads.
+        os.environ["DISABLE_MULTIPROC"] = "1"
         config, model = self.config, evaluated_model(trainer, "lm_eval", self.config.tokenizer)
         log.info("lm_eval: looking for %s and their data", ", ".join(config.tasks))
         workers, length = share(trainer), config.max_length or trainer.config.datamodule.train_batch_len
@@ -100,8 +99,13 @@ class LmEval(EvaluationCallback):
     def evaluate(self, trainer: TrainerInterface) -> dict[str, Any]:
         with contextlib.redirect_stdout(io.StringIO()):  # a table
             found = self._run()
-        # lm_eval gives results to its first process.
-        return (trainer.fabric.broadcast(_numbers(found["results"]) if found else None) or {}) | self._test
+        scores = {
+            _name(task, metric.removesuffix(",none")): float(value)
+            for task, metrics in (found["results"] if found else {}).items()  # which lm_eval gives its first process
+            for metric, value in metrics.items()
+            if "," in metric and isinstance(value, (int, float))
+        }
+        return trainer.fabric.broadcast(scores) | self._test
 
 
 def _name(*parts: str) -> str:
@@ -114,13 +118,3 @@ def _chance(task: Any) -> float | None:
         return None
     offered = [len(task.doc_to_choice(doc)) for doc in itertools.islice(task.eval_docs, _COUNTED)]
     return sum(1 / number for number in offered) / len(offered) if all(offered) and offered else None
-
-
-def _numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """`lm_eval/<task>/<metric>` -> value."""
-    return {
-        _name(task, metric.removesuffix(",none")): float(value)
-        for task, metrics in results.items()
-        for metric, value in metrics.items()
-        if "," in metric and isinstance(value, (int, float))
-    }

@@ -1,24 +1,22 @@
 """LongBench (v1): the fourteen English sets that the paper uses, with its prompts, its truncation and its scores.
 
-Prompts, lengths of answers and scoring rules are the benchmark's, github.com/THUDM/LongBench (MIT licence; Bai et al.,
-2023):
+Prompts and lengths of answers are the benchmark's, github.com/THUDM/LongBench (MIT licence; Bai et al., 2023):
 
-- a prompt that is too long keeps its first and its last half;
-- answers are greedy; one for SAMSum also ends at a line break, and has at least one token;
-- only for TREC, TriviaQA and SAMSum does the first line of an answer alone count; summaries count whole;
+- a prompt that is too long keeps its first and its last half, which are made text and encoded again;
+- answers are greedy, and their first line alone counts;
 - scores: F1 of words (question answering), ROUGE-L (summaries), found class among the classes found (TREC), similarity
   of the first line that is code (code); the best over the reference answers, times 100.
 
 LongBench-E has further examples for eleven of them, as many of each length, and a score for each range of lengths.
 
-The paper's code differs in three points (`as_in_paper`): a cut prompt is made text and encoded again, SAMSum has no
-special rule, and the first line of every answer alone counts, of summaries too.
+The benchmark's own code differs in three points: it cuts prompts in tokens, an answer for SAMSum ends at a line break,
+and only for TREC, TriviaQA and SAMSum does the first line of an answer alone count.
 
-`evaluate` goes by the benchmark's rules. `answer_sets` and `score_sets`, the two steps of the paper's repository, go by
-the paper's:
+Files, below the current folder:
 
     pred/MODEL/<set>.jsonl           the answers, in the order of the examples, and an empty .jsonl.done beside them
     pred/MODEL/result.json           set -> score
+    pred/MODEL/evaluation.json       the same with standard errors (analysis/evaluations.py), and question_scores.json
     pred_e/MODEL/…                   the same for LongBench-E, set -> range of lengths -> score
 """
 
@@ -37,15 +35,15 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer.analysis import question_scores, tables
-from forgetting_transformer.analysis.evaluations import from_longbench, write_evaluation
-from forgetting_transformer.analysis.published import longbench_table
+from forgetting_transformer.analysis.evaluations import from_longbench, read_json, write_evaluation
+from forgetting_transformer.analysis.published import longbench_by_length, longbench_table
 from forgetting_transformer.analysis.statistics import mean_and_error
+from forgetting_transformer.console import how_to_install
 from forgetting_transformer.evaluation.generation import answer, begin, read_records
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, folder_name
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.files import parse_json_lines, write_atomically, write_json
 from forgetting_transformer.hub_connection import only_cached
-from forgetting_transformer.versions import how_to_install
 
 HUB_ID, ARCHIVE = "THUDM/LongBench", "data.zip"
 
@@ -119,13 +117,11 @@ class Set:
         prompt: filled with an example's `context` and `input`.
         max_new_tokens: longest answer.
         score: of a prediction against one reference answer, 0 to 1; the third argument is the example's classes.
-        first_line: score the first line of an answer alone.
     """
 
     prompt: str
     max_new_tokens: int
     score: Callable[[str, str, Sequence[str]], float]
-    first_line: bool = False
 
 
 _PASSAGES = (
@@ -194,20 +190,17 @@ SETS: dict[str, Set] = {
         "Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}",
         64,
         classification,
-        first_line=True,
     ),
     "triviaqa": Set(
         "Answer the question based on the given passage. Only give me the answer and do not output any other words. "
         "The following are some examples.\n\n{context}\n\n{input}",
         32,
         f1,
-        first_line=True,
     ),
     "samsum": Set(
         "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}\n\n{input}",
         128,
         rouge_l,
-        first_line=True,
     ),
     "lcc": Set("Please complete the code given below. \n{context}Next line of code:\n", 64, code_similarity),
     "repobench-p": Set(
@@ -216,7 +209,7 @@ SETS: dict[str, Set] = {
         code_similarity,
     ),
 }
-#: Those of LongBench-E.
+#: Sets of LongBench-E.
 E_SETS = tuple(name for name in SETS if name not in ("narrativeqa", "musique", "qmsum"))
 #: LongBench-E's ranges of lengths: name -> first length beyond, in words.
 RANGES = {"0-4k": 4000, "4-8k": 8000, "8k+": float("inf")}
@@ -294,93 +287,25 @@ def _content(file: Path, name: str) -> bytes:
         return archive.read(members[0])
 
 
-def build_prompt(
-    model: EvaluatedModel, name: str, example: Mapping[str, Any], max_length: int, as_in_paper: bool = False
-) -> np.ndarray:
-    """Token ids `(T,)`, T ≤ max_length: beginning-of-sequence token, then the prompt, its middle left out if too long.
+def build_prompt(model: EvaluatedModel, name: str, example: Mapping[str, Any], max_length: int) -> np.ndarray:
+    """Token ids `(T,)`, T near max_length at most: beginning-of-sequence token, then the prompt.
 
-    Args:
-        as_in_paper: what is left is made text and encoded again, which may change a few tokens and T.
+    The middle of one that is too long is left out, and the rest encoded again, which may change a few tokens.
     """
     first = model.first
-    prompt = SETS[name].prompt.format(context=example["context"], input=example["input"])
-    ids = model.encode(prompt)
-    room = max_length - len(first)
-    if len(ids) > room and as_in_paper:
+    ids = model.encode(SETS[name].prompt.format(context=example["context"], input=example["input"]))
+    if len(ids) > max_length - len(first):
         half, tokenizer = max_length // 2, model.require_tokenizer()
         # Half of the length counts the beginning-of-sequence token, which text has not.
         ends = ids[: half - len(first)].tolist(), ids[len(ids) - half :].tolist()
-        kept = "".join(tokenizer.decode(end, skip_special_tokens=True) for end in ends)
-        ids = model.encode(kept)
-    elif len(ids) > room:
-        half = room // 2
-        ids = np.concatenate([ids[:half], ids[len(ids) - half :]])
+        ids = model.encode("".join(tokenizer.decode(end, skip_special_tokens=True) for end in ends))
     return np.concatenate([first, ids])
 
 
-def score_example(name: str, record: Mapping[str, Any], as_in_paper: bool = False) -> float:
-    """0 to 1, the best over the reference answers.
-
-    Args:
-        record: an answer as `answer_set` returns it.
-        as_in_paper: the first line alone counts, whatever the set.
-    """
-    chosen, prediction = SETS[name], record["pred"]
-    if chosen.first_line or as_in_paper:
-        prediction = prediction.lstrip("\n").split("\n")[0]
-    classes = record.get("all_classes") or ()
-    return max((chosen.score(prediction, answer, classes) for answer in record["answers"]), default=0.0)
-
-
-def evaluate(
-    model: EvaluatedModel,
-    folder: Path,
-    workers: Workers,
-    *,
-    sets: Sequence[str],
-    data: Path | None,
-    max_length: int | None = None,
-    precision: str = "auto",
-    limit: int | None = None,
-) -> None:
-    """Answers the examples that `folder/pred` does not have yet, set by set, and writes the scores to results.json.
-
-    Args:
-        sets: of `SETS`.
-        max_length: tokens of a prompt; default the training length less the tokens of the answer.
-        limit: examples of each set, for a quick look; None for all.
-
-    Raises:
-        EvaluationError: a set's data is missing, the length is unknown, or the folder holds results of other settings.
-    """
-    if max_length is None and model.train_length is None:
-        raise EvaluationError(f"{model.source} does not say at which length it was trained: set --max_length")
-    trained = model.train_length or 0  # not needed where max_length is given
-    settings = {"max_length": max_length, "limit": limit}
-    settings = begin(model, folder, workers, precision, settings, "longbench", [question_scores.FILE])
-    scores: dict[str, float] = {}
-    errors: dict[str, tuple[float | None, int]] = {}
-    by_question: dict[str, question_scores.QuestionScores] = {}
-    for name in sets:
-        examples = read_examples(name, data)[:limit]
-        length = max_length or max(trained - SETS[name].max_new_tokens, trained // 2)
-        records = answer_set(model, name, examples, length, folder / "pred", workers, precision)
-        found = np.array([score_example(name, record) for record in records])
-        scores[name] = mean_score(found.tolist())
-        errors[name] = mean_and_error(100 * found)[1], found.size
-        asked = [[example[key] for key in ("input", "context", "answers")] for example in examples]
-        digest = question_scores.digest_of(asked)
-        by_question[name] = question_scores.QuestionScores({"score": (100 * found).tolist()}, digest)
-        if workers.is_first:
-            write_json(folder / "results.json", scores)
-    if workers.is_first:
-        evaluation = from_longbench(scores, model.name, errors, about=model.about, settings=settings)
-        rows, columns = longbench_table({model.name: [evaluation]})
-
-        def write_more(new: Path) -> None:
-            question_scores.write_question_scores(new, by_question)
-
-        write_evaluation(evaluation, folder, write_more, tables.score_table(rows, columns))
+def score_example(name: str, record: Mapping[str, Any]) -> float:
+    """0 to 1, the best over the reference answers, for the first line of an answer as `answer_sets` writes it."""
+    prediction, classes = record["pred"].lstrip("\n").split("\n")[0], record.get("all_classes") or ()
+    return max((SETS[name].score(prediction, answer, classes) for answer in record["answers"]), default=0.0)
 
 
 def folder_of(model: str, even: bool) -> Path:
@@ -406,6 +331,8 @@ def answer_sets(
 ) -> None:
     """Answers the sets that have no `.jsonl.done` yet; answers of an unfinished set are in `folder/unfinished`.
 
+    A line has `pred`, and of the example `answers`, `all_classes` and `length`.
+
     Args:
         data, even: as in `read_examples`.
         max_length: tokens of a prompt.
@@ -420,23 +347,29 @@ def answer_sets(
     cure = "choose another --model name, or delete the folder"
     begin(model, folder, workers, precision, {"max_length": max_length, "limit": limit}, cure=cure)
     for name in todo:
-        file = folder / f"{name}.jsonl"
-        examples, parts = read_examples(name, data, even)[:limit], folder / "unfinished"
-        records = answer_set(model, name, examples, max_length, parts, workers, precision, as_in_paper=True)
+        file, examples = folder / f"{name}.jsonl", read_examples(name, data, even)[:limit]
+        kept = [{key: example.get(key) for key in ("answers", "all_classes", "length")} for example in examples]
+
+        def prompt_of(n: int, name: str = name, examples: Sequence[Mapping[str, Any]] = examples) -> np.ndarray:
+            return build_prompt(model, name, examples[n], max_length)
+
+        keys, parts = [str(n) for n in range(len(examples))], folder / "unfinished" / name
+        texts = answer(model, parts, keys, prompt_of, SETS[name].max_new_tokens, workers, precision)
         if workers.is_first:
+            records = [{"pred": text, **about} for text, about in zip(texts, kept, strict=True)]
             write_atomically(file, "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
             _done(file).touch()
         workers.wait()
 
 
-def score_sets(folder: Path, even: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """Scores every finished set of a folder and writes result.json.
+def score_sets(folder: Path, even: bool = False) -> tuple[tables.Table, list[str]]:
+    """Scores every finished set of a folder and writes result.json, evaluation.json and question_scores.json.
 
     Returns:
-        The scores, and the sets that are not finished.
+        A table of the scores, and the sets that are not finished.
 
     Raises:
-        EvaluationError: no set is.
+        EvaluationError: no set is. AnalysisError: the folder holds a file of one of these names that is not its own.
     """
     answers = {name: folder / f"{name}.jsonl" for name in choose_sets(None, even)}
     finished = {name: read_records(file) for name, file in answers.items() if _done(file).is_file()}
@@ -445,53 +378,35 @@ def score_sets(folder: Path, even: bool = False) -> tuple[dict[str, Any], list[s
             f"no finished set in {folder} (<set>.jsonl.done); "
             f"run pred.py with the same --model{' and --e' * even} first"
         )
-    of_set = score_by_length if even else score
-    scores = {name: of_set(name, records) for name, records in finished.items() if records}
+    scores: dict[str, Any] = {}
+    errors: dict[str, tuple[float | None, int]] = {}
+    by_question: dict[str, question_scores.QuestionScores] = {}
+    for name, records in finished.items():
+        if even and records:
+            scores[name] = score_by_length(name, records)
+        elif records:
+            found = [100 * score_example(name, record) for record in records]
+            scores[name], errors[name] = score(name, records), (mean_and_error(np.array(found))[1], len(found))
+            digest = question_scores.digest_of([record["answers"], record["length"]] for record in records)
+            by_question[name] = question_scores.QuestionScores({"score": found}, digest)
     write_json(folder / "result.json", scores)
-    return scores, [name for name in answers if name not in finished]
+    made_with = folder / "settings.json"  # which pred.py of the authors does not write
+    settings = read_json(made_with) if made_with.is_file() else {}
+    evaluation = from_longbench(scores, folder.name, errors, settings=settings)
+    rows, columns = longbench_by_length(evaluation) if even else longbench_table({folder.name: [evaluation]})
+    shown = [column for column in columns if column.key in scores]
+    table = tables.score_table(rows, shown, "Words" if even else "Model")
+    write_evaluation(evaluation, folder, lambda new: question_scores.write_question_scores(new, by_question), table)
+    return table, [name for name in answers if name not in finished]
 
 
 def _done(file: Path) -> Path:
     return file.with_name(f"{file.name}.done")
 
 
-def answer_set(
-    model: EvaluatedModel,
-    name: str,
-    examples: Sequence[Mapping[str, Any]],
-    max_length: int,
-    folder: Path,
-    workers: Workers,
-    precision: str,
-    as_in_paper: bool = False,
-) -> list[dict[str, Any]]:
-    """The answers to all examples of a set, in their order, in `folder/<set>.<process>.jsonl`.
-
-    Returns:
-        For each example `pred`, and of the example `answers`, `all_classes` and `length`.
-    """
-    kept = [{key: example.get(key) for key in ("answers", "all_classes", "length")} for example in examples]
-    own_rule = name == "samsum" and not as_in_paper
-    options: dict[str, Any] = {"min_new_tokens": 1, "stop_ids": _line_break(model)} if own_rule else {}
-    texts = answer(
-        model,
-        folder / name,
-        {str(n): about for n, about in enumerate(kept)},
-        lambda n: build_prompt(model, name, examples[n], max_length, as_in_paper),
-        SETS[name].max_new_tokens,
-        workers,
-        precision,
-        **options,
-    )
-    return [{"pred": text, **about} for text, about in zip(texts, kept, strict=True)]
-
-
 def score(name: str, records: Sequence[Mapping[str, Any]]) -> float:
-    """The paper's score of a set, 0 to 100: the mean over its answers as `answer_set` returns them."""
-    return mean_score([score_example(name, record, as_in_paper=True) for record in records])
-
-
-def mean_score(scores: Sequence[float]) -> float:
+    """The score of a set, 0 to 100: the mean over its answers as `answer_sets` writes them."""
+    scores = [score_example(name, record) for record in records]
     return round(100 * sum(scores) / len(scores), 2)
 
 
@@ -502,9 +417,3 @@ def score_by_length(name: str, records: Sequence[Mapping[str, Any]]) -> dict[str
         inside = [record for record in records if least <= record["length"] < beyond]
         found[words], least = score(name, inside) if inside else None, beyond
     return found
-
-
-def _line_break(model: EvaluatedModel) -> list[int]:
-    """The token that is a line break and nothing else, if the tokenizer has one."""
-    ids = model.encode("\n").tolist()
-    return ids[-1:] if ids and model.tokenizer.decode(ids[-1:]) == "\n" else []

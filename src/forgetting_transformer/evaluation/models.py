@@ -29,7 +29,7 @@ import forgetting_transformer.tokenizer  # noqa: F401 (registers it for AutoToke
 from forgetting_transformer import plugins
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.command_line import one_line
-from forgetting_transformer.hub_connection import cached_model, only_cached
+from forgetting_transformer.hub_connection import model_folder, only_cached
 from forgetting_transformer.model import DecoderForCausalLM
 from forgetting_transformer.model_tokenizer import check_vocabulary, encode, load_tokenizer
 from forgetting_transformer.ops.finite import NotFiniteError, check_finite
@@ -38,17 +38,15 @@ from forgetting_transformer.training.checkpoint.folder import CheckpointError, r
 from forgetting_transformer.training.execution.choice import choose_on_all_ranks
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
-log = logging.getLogger(__name__)
 # transformers' table of missing and unused weights; `_check_weights` says what matters of it.
 logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 
-PRECISIONS = ("auto", "bf16", "fp32")
 # transformers writes this for "no limit".
 _NO_LIMIT = 10**9
 
 
 class EvaluationError(AnalysisError):
-    """An evaluation cannot go on; the message says what is missing or wrong, and what to do."""
+    """An evaluation cannot continue; the message has the reason and the fix."""
 
 
 def folder_name(option: str, name: str) -> str:
@@ -88,7 +86,7 @@ class EvaluatedModel:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What an evaluation's results say of it (analysis/evaluations.py)."""
+        """Entry of the model in an evaluation's results (analysis/evaluations.py)."""
         known = {"source": self.source, "train_length": self.train_length, "train_tokens": self.train_tokens}
         return known if self.seed is None else known | {"seed": self.seed}
 
@@ -142,7 +140,6 @@ def load_model(
     name: str | None = None,
     step: int | None = None,
     tokenizer: str | None = None,
-    train_length: int | None = None,
     device: torch.device | str = "cpu",
     precision: str = "auto",
 ) -> EvaluatedModel:
@@ -155,35 +152,25 @@ def load_model(
         name: what to call it; default the last part of `source`.
         step: training tokens of a run's checkpoint; default the newest valid one.
         tokenizer: folder or hub id, for a model that comes without one.
-        train_length: overrides what the model says.
         precision: what the evaluation will run in, for which the kernels are tested here.
 
     Raises:
         EvaluationError: nothing there that can be loaded.
     """
-    folder, hint = Path(source).expanduser(), "give a run's output_dir, what save_model.py wrote, or a hub id"
+    folder = Path(source).expanduser()
     name = folder_name("--model", name or (folder.resolve().name if folder.exists() else source.rsplit("/", 1)[-1]))
     exported, run = (folder / "config.json").is_file(), (folder / "checkpoints").is_dir()
     if run and (step is not None or not exported):
         loaded = _load_run(folder, step, tokenizer)
     elif step is not None:
         raise EvaluationError(f"--step={step} chooses a checkpoint of a training run, and {source} is not one")
-    elif folder.exists() and not exported:
-        raise EvaluationError(
-            f"{source} is neither a training run (no folder checkpoints/) nor a model in Hugging Face format (no "
-            f"config.json); {hint}"
-        )
-    elif not folder.exists() and (
-        source.startswith((".", "/", "~")) or source.count("/") > 1 or not source.isascii()  # no name of the hub
-    ):
-        raise EvaluationError(f"there is no folder {source}; {hint}")
     else:
         loaded = _load_pretrained(source, tokenizer)
     loaded.model.to(device).eval()
     if is_own(loaded.model):
         loaded.model.config.loss = "per_token"  # however it was trained: see `token_losses`
     _check_kernels(loaded.model, precision, torch.device(device))
-    return replace(loaded, name=name, source=source, train_length=train_length or loaded.train_length)
+    return replace(loaded, name=name, source=source)
 
 
 def _check_kernels(model: nn.Module, precision: str, device: torch.device) -> None:
@@ -219,8 +206,6 @@ def precision_context(precision: str, device: torch.device) -> Iterator[None]:
 
 def resolve(precision: str, device: torch.device) -> str:
     """ "auto" made definite."""
-    if precision not in PRECISIONS:
-        raise EvaluationError(f"--precision={precision!r}; it must be one of {', '.join(PRECISIONS)}")
     return ("bf16" if device.type == "cuda" else "fp32") if precision == "auto" else precision
 
 
@@ -294,7 +279,7 @@ def _load_pretrained(source: str, tokenizer: str | None) -> EvaluatedModel:
     cached = not Path(source).is_dir() and only_cached()
     try:
         # Not local_files_only, with which the client asks the hub for adapters all the same.
-        place = cached_model(source) if cached else source
+        place = model_folder(source) if cached else source
         # safetensors only: a pickle from the hub may run what its author liked.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
@@ -314,12 +299,13 @@ def _load_pretrained(source: str, tokenizer: str | None) -> EvaluatedModel:
     except NotFiniteError as error:
         raise EvaluationError(str(error)) from error
     except (OSError, ValueError, RuntimeError) as error:
-        advice = f"without a network run `hf download {source} --local-dir FOLDER` elsewhere and give that folder"
+        advice = f"there is no folder {source} here; without a network run `hf download {source} --local-dir FOLDER` "
+        advice += "elsewhere and give that folder"
         if Path(source).is_dir():
             advice = "if its export was interrupted, the same command of save_model.py makes it again"
         raise EvaluationError(
-            f"cannot load the model {source}: {one_line(error)}. It must be a folder or a hub id with config.json and "
-            f"safetensors weights; {advice}"
+            f"cannot load the model {source}: {one_line(error)}. It must be a run with checkpoints, or a "
+            f"folder or hub id with config.json and safetensors weights; {advice}"
         ) from error
     _check_weights(source, model, loading)
     config = model.config.get_text_config()
@@ -356,8 +342,6 @@ def _check_weights(source: str, model: nn.Module, loading: dict[str, Any]) -> No
     problems += [f"{name} is missing" for name in sorted({*loading["missing_keys"]} - shapes.keys())]
     if is_own(model):
         problems += [f"the model has no {name}" for name in unexpected]
-    elif unexpected:
-        log.warning("%s: %s is not used (%d such in all)", source, unexpected[0], len(unexpected))
     if problems:
         others = f", the file has {unexpected[0]}" if unexpected and unexpected[0] not in problems[0] else ""
         raise EvaluationError(

@@ -46,6 +46,7 @@ Axes: B prompts, T tokens of a prompt, K tokens of an answer, S = T + K - 1.
 
 import hashlib
 import itertools
+import logging
 import re
 import sys
 import time
@@ -73,7 +74,6 @@ from forgetting_transformer.evaluation.in_training import (
     EvaluationCallback,
     beat,
     evaluated_model,
-    held_out_rows,
     precision,
     share,
 )
@@ -88,14 +88,15 @@ from forgetting_transformer.training.config import ConfigError, Count, Text, Tok
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.metrics import prefixed
 
+log = logging.getLogger(__name__)
+
 #: The paper's modes -> which needle is hidden.
 PAPER_MODES = {"paper": "standard", "paper_easy": "easy"}
 PAPER_NEW_TOKENS = 1024
 ESSAYS = "PaulGrahamEssays"
-_TEXT_SUFFIXES = (".txt", ".md", ".py")
 #: Heat-maps, each called as its score.
 _PICTURES = ("words.png", "exact.png")
-# How far back the needle may move from its depth to the end of a sentence, as a part of the text.
+# Distance that the needle may move back from its depth to the end of a sentence, as a part of the text.
 _SENTENCE_REACH = 0.05
 _QUIZ = (
     "\n\nThere is an important piece of information hidden inside the above document. Now that you've read the "
@@ -275,47 +276,35 @@ class Essays:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def find_essays(chosen: Path | None, expected: Path) -> str:
-    """The text of a folder of essays: the chosen one, else the expected one. All `.txt` files, joined without anything
-    between them, in the order of their names. (The official script takes the file system's order.)
+def read_texts(folder: Path | None, between: str) -> str:
+    """The `.txt` files of a folder, in the order of their names. (The official script takes the file system's order.)
 
-    Where neither is named nor there, it is Python's documentation, and one line on stderr says so.
-
-    Raises:
-        EvaluationError: there is no text in the folder.
-    """
-    if chosen is not None or expected.is_dir():
-        return "".join(read_folder(chosen or expected, "*.txt"))
-    print(
-        f"warning: there is no folder {expected}, so the haystack is Python's documentation and scores are not the "
-        "paper's. github.com/zhixuan-lin/forgetting-transformer has the essays in "
-        f"eval/niah/{ESSAYS}: copy that folder here",
-        file=sys.stderr,
-    )
-    return free_text()
-
-
-def read_folder(folder: Path, pattern: str = "**/*") -> list[str]:
-    """The texts of a folder and the folders in it, in the order of their paths.
-
-    Args:
-        pattern: of their paths; "*.txt" takes no other kind, and none of the folders in it.
+    Without a folder it is Python's reference documentation, 465 kB of English in Python 3.11.
 
     Raises:
-        EvaluationError: it is not there, or holds no text.
+        EvaluationError: the folder is not there, or holds no text.
     """
-    found = sorted(path for path in folder.glob(pattern) if path.suffix in _TEXT_SUFFIXES and path.is_file())
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in found]
+    if folder is None:
+        from pydoc_data.topics import topics
+
+        return "".join(topics[name] for name in sorted(topics))
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.txt"))]
     if not any(text.strip() for text in texts):
         raise EvaluationError(f"there is no text in {folder}: give a folder with .txt files")
-    return texts
+    return between.join(texts)
 
 
-def free_text() -> str:
-    """Python's reference documentation, 465 kB of English in Python 3.11; other versions have other texts."""
-    from pydoc_data.topics import topics
-
-    return "".join(topics[name] for name in sorted(topics))
+def find_essays(chosen: Path | None, expected: Path) -> str:
+    """The texts of the chosen folder, else of the expected one, else Python's documentation, and a warning says so."""
+    folder = chosen or (expected if expected.is_dir() else None)
+    if folder is None:
+        print(
+            f"warning: there is no folder {expected}, so the haystack is Python's documentation and scores are not the "
+            "paper's. github.com/zhixuan-lin/forgetting-transformer has the essays in "
+            f"eval/niah/{ESSAYS}: copy that folder here",
+            file=sys.stderr,
+        )
+    return read_texts(folder, between="")
 
 
 def find_haystack(
@@ -324,7 +313,6 @@ def find_haystack(
     folder: Path | None,
     essays: Path,
     data_path: str | None,
-    dataset: str,
     needed: int,
 ) -> Haystack | Essays:
     """The haystack of a command line: a folder of texts, held-out documents, or Python's documentation.
@@ -339,9 +327,8 @@ def find_haystack(
     if mode in PAPER_MODES:
         return Essays(model.require_tokenizer(), find_essays(folder, essays), model.bos_token_id)
     if data_path is not None:
-        return Haystack(model, read_documents(model, data_path, dataset, needed))
-    text = free_text() if folder is None else "\n\n".join(read_folder(folder))
-    return Haystack(model, model.encode(text))
+        return Haystack(model, read_documents(model, data_path, needed))
+    return Haystack(model, model.encode(read_texts(folder, between="\n\n")))
 
 
 def exact_match(prediction: str, answer: str) -> float:
@@ -400,7 +387,7 @@ def evaluate(
     predictions = answer(
         model,
         folder / "answers",
-        {str(cell): vars(cell) for cell in cells},
+        [*map(str, cells)],
         lambda n: haystack.prompt(needle, mode, cells[n]),
         max_new_tokens,
         workers,
@@ -438,7 +425,6 @@ def _digest_of(value: object) -> str:
 
 #: The tokenizer that the official configs name: GPT-2's vocabulary behind JSON's escapes.
 _HUB_TOKENIZER = "zhixuan-lin/longcrawl64-json-gpt2-tokenizer"
-_NAME = re.compile(r"Huggingface_len_(\d+)_depth_(\d+)")
 
 
 class ConfigFile(dict[str, Any]):
@@ -471,17 +457,12 @@ def numbers_of(config: ConfigFile, section: str, least: str, most: str) -> list[
     """Lengths or depths: those that a config lists, or evenly spaced ones.
 
     Raises:
-        EvaluationError: there is no such key, or no number.
+        EvaluationError: there is no such key.
     """
     chosen = config.get(f"{section}.manually_select_list")
-    try:
-        if chosen is None:
-            chosen = np.linspace(*(config[f"{section}.{key}"] for key in (least, most, "interval")))
-        return [round(float(value)) for value in chosen]
-    except TypeError as error:
-        raise EvaluationError(
-            f"{config.file}: {section} must give numbers: {least}, {most} and interval ({error})"
-        ) from error
+    if chosen is None:
+        chosen = np.linspace(*(config[f"{section}.{key}"] for key in (least, most, "interval")))
+    return [round(float(value)) for value in chosen]
 
 
 def write_prompts(file: Path, exp: str, tokenizer: str | None = None, folder: Path | None = None) -> tuple[Path, int]:
@@ -564,7 +545,7 @@ def answer_prompts(
         return np.concatenate([model.first, model.encode(questions[asked[n]])])
 
     parts = folder / "unfinished" / "answers"
-    answers = answer(model, parts, {name: {} for name in asked}, prompt_of, max_new_tokens, workers, precision)
+    answers = answer(model, parts, asked, prompt_of, max_new_tokens, workers, precision)
     if workers.is_first:
         for name, text in zip(asked, answers, strict=True):
             files.write_atomically(folder / f"{name}.txt", text.strip())
@@ -574,14 +555,12 @@ def answer_prompts(
 
 def _by_cell(folder: Path, ending: str) -> list[str]:
     """Names of the files of a folder that are called Huggingface_len_L_depth_D and the ending, short prompts first."""
-    found = [file.name.removesuffix(ending) for file in folder.glob(f"*{ending}")]
-    return sorted(filter(_NAME.fullmatch, found), key=_length_and_depth)
+    found = [file.name.removesuffix(ending) for file in folder.glob(f"Huggingface_len_*_depth_*{ending}")]
+    return sorted(found, key=_length_and_depth)
 
 
-def _length_and_depth(name: str) -> tuple[int, int]:
-    match = _NAME.fullmatch(name)
-    assert match is not None, name
-    return int(match[1]), int(match[2])
+def _length_and_depth(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
 
 
 # Ratings
@@ -606,13 +585,12 @@ class Judge:
     """A language model behind an OpenAI-compatible endpoint that rates answers.
 
     Every rating is kept in a file under a hash of what was asked, so that nothing is asked, or paid for, twice. A
-    request that fails is tried again, longer and longer apart; why it failed is kept too, and it is asked again at the
-    next start.
+    request that fails is tried again, longer and longer apart.
 
     Attributes:
         base_url: such as https://api.openai.com/v1 or http://localhost:8000/v1; `/chat/completions` is added.
         model: as the endpoint calls it.
-        cache: JSON-lines file of ratings and failures.
+        cache: JSON-lines file of ratings.
         api_key: sent as a bearer token if there is one.
     """
 
@@ -622,7 +600,7 @@ class Judge:
     api_key: str | None = None
 
     def rate(self, question: str, reference: str, answer: str) -> int | None:
-        """1 to 10, or None where the endpoint gave no rating; the cache says why.
+        """1 to 10, or None where the endpoint gave no rating; a warning says why.
 
         Raises:
             EvaluationError: the endpoint refuses, or after all tries nothing answers at its address.
@@ -632,45 +610,35 @@ class Judge:
         prompt = _PROMPT.format(question=question, reference=reference, answer=answer)
         key = hashlib.sha256(f"{self.base_url}\n{self.model}\n{prompt}".encode()).hexdigest()
         known = {record["key"]: record["rating"] for record in read_records(self.cache)}
-        if known.get(key) is not None:
+        if key in known:
             return known[key]
+        body = {"model": self.model, "temperature": 0, "messages": [{"role": "user", "content": prompt}]}
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        url, failure = f"{self.base_url.rstrip('/')}/chat/completions", ""
         for number in range(_TRIES):
             time.sleep(2.0**number if number else 0)
             try:
-                rating = self._ask(prompt)
-                append_record(self.cache, {"key": key, "rating": rating})
-                return rating
-            except EvaluationError:
-                raise
+                response = httpx.post(url, json=body, headers=headers, timeout=_SECONDS)
+                if response.status_code in (401, 403, 404):
+                    said = f"answers {response.status_code}"
+                    break  # to ask again would not help, and neither would the other answers
+                reply = response.raise_for_status().json()["choices"][0]["message"]["content"] or ""
+                if 1 <= (rating := int(_RATING.findall(reply)[-1])) <= 10:
+                    append_record(self.cache, {"key": key, "rating": rating})
+                    return rating
+                failure = f"the rating {rating} is not from 1 to 10"
+            except httpx.ConnectError as error:
+                said = f"cannot be reached ({error})"
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-                failure: Exception = error
-        said = f"{type(failure).__name__}: {failure}"
-        append_record(self.cache, {"key": key, "rating": None, "error": said})
-        if isinstance(failure, httpx.ConnectError):
-            # It would be the same, after the same waits, for every other answer.
-            raise EvaluationError(
-                f"{self.base_url} cannot be reached ({said}): check --judge_url. Ratings so far are kept"
-            )
-        return None
-
-    def _ask(self, prompt: str) -> int:
-        import httpx
-
-        body = {"model": self.model, "temperature": 0, "messages": [{"role": "user", "content": prompt}]}
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        url = f"{self.base_url.rstrip('/')}/chat/completions"
-        response = httpx.post(url, json=body, headers=headers, timeout=_SECONDS)
-        if response.status_code in (401, 403, 404):
-            # Asking again would not help, and neither would asking for the other answers.
-            raise EvaluationError(
-                f"{url} answers {response.status_code} for the model {self.model!r}: check "
-                "--judge_url, --judge_model and the key"
-            )
-        reply = response.raise_for_status().json()["choices"][0]["message"]["content"] or ""
-        ratings = [int(rating) for rating in _RATING.findall(reply)]
-        if not ratings or not 1 <= ratings[-1] <= 10:
-            raise ValueError(f"no rating from 1 to 10 in double brackets in the reply {reply[:200]!r}")
-        return ratings[-1]
+                failure = f"{type(error).__name__}: {error}"
+        else:
+            if failure:
+                log.warning("an answer has no rating in double brackets: %s", failure)
+                return None
+        raise EvaluationError(
+            f"{url} {said} for the model {self.model!r}: check --judge_url, --judge_model and the key. Ratings "
+            "so far are kept"
+        )
 
 
 def rate_answers(answers: Path, results: Path, question: str, reference: str, judge: Judge) -> tuple[Path, int]:
@@ -691,12 +659,11 @@ def rate_answers(answers: Path, results: Path, question: str, reference: str, ju
     return file, sum(entry["score"] is None for entry in rated.values())
 
 
-def draw_ratings(results: Path, answers: Path, figures: Path, train_length: int | None = None) -> Iterator[Path]:
+def draw_ratings(results: Path, answers: Path, figures: Path) -> Iterator[Path]:
     """Draws the ratings of every experiment and model, and yields the pictures.
 
     Args:
         results, answers: the folders that `rate_answers` and `answer_prompts` wrote to, above those of an experiment.
-        train_length: where the answers' settings do not say it.
 
     Raises:
         EvaluationError: there are no ratings.
@@ -715,7 +682,7 @@ def draw_ratings(results: Path, answers: Path, figures: Path, train_length: int 
         for name, entry in evaluations.read_json(file).items():
             length, depth = _length_and_depth(name)
             records.append({"length": length, "depth": depth / 10_000, "judge": entry["score"]})
-        about = {"model": known_models.display_name(model), "mode": exp, "train_length": train_length or trained}
+        about = {"model": known_models.display_name(model), "mode": exp, "train_length": trained}
         several = len(list(file.parent.glob("*_eval.json"))) > 1  # judges, each of which has a picture
         stem = f"needle_{exp}_{model}" + (f"_{judge}" if several else "")
         pictures = [figures / exp / f"{stem}.{suffix}" for suffix in ("png", "pdf")]
@@ -733,7 +700,7 @@ class NeedleConfig:
     interval: Tokens
     #: Tokens of a prompt with its answer; null: as in training, and half of that if there is room.
     lengths: Annotated[list[Count], Field(min_length=1)] | None = None
-    #: Where the needle is, 0 (beginning of the text) to 1 (end).
+    #: Place of the needle, 0 (beginning of the text) to 1 (end).
     depths: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)] = field(
         default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0]
     )
@@ -769,9 +736,11 @@ class NeedleTest(EvaluationCallback):
                 f"callbacks.needle.lengths={config.lengths or 'null'} has prompts of {lengths[0]} tokens, and needle, "
                 f"question and answer alone have {least - 1}; give lengths of {least} or more"
             )
+        trainer.data.eval_info()  # which says so if nothing is held out
         texts: list[np.ndarray] = []
-        for ids in held_out_rows(trainer, model):
-            texts.append(ids)
+        for batch in trainer.data.eval_loader(0, 1):  # alike on every rank
+            ids = batch["labels"][batch["weight"] > 0].flatten().numpy()
+            texts.append(ids[~np.isin(ids, [*model.first, *model.eos_token_ids])])
             if sum(map(len, texts)) >= config.samples * lengths[-1]:
                 break
         haystack = Haystack(model, np.concatenate(texts))
@@ -812,7 +781,7 @@ class NeedleTest(EvaluationCallback):
 def answer_losses(
     model: EvaluatedModel, prompts_BT: np.ndarray, answer_K: np.ndarray, precision: str
 ) -> tuple[Tensor, Tensor]:
-    """How surprised a model is by the answer after each prompt, in one forward pass.
+    """Loss of the answer after each prompt, in one forward pass.
 
     Args:
         answer_K: token ids `(K,)` that should follow every prompt.

@@ -3,7 +3,7 @@
 import argparse
 
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import at_least, count, step
+from forgetting_transformer.command_line import at_least, step
 
 
 def add_model(parser: argparse.ArgumentParser, name_required: bool = False) -> None:
@@ -24,14 +24,3 @@ def add_model(parser: argparse.ArgumentParser, name_required: bool = False) -> N
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
     device.add_argument("--device_id", type=at_least(0), help="number of the GPU")
-
-
-def add_longbench(parser: argparse.ArgumentParser) -> None:
-    """Adds which examples of LongBench are answered."""
-    parser.add_argument("--sets", help="separated by commas; default: the paper's")
-    parser.add_argument(
-        "--data_dir",
-        type=command_line.path,
-        help="LongBench's data.zip, or a folder with it or with <set>.jsonl; default the hub",
-    )
-    parser.add_argument("--limit", type=count, help="examples of each set, for a quick test; default: all")

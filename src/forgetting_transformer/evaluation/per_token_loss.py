@@ -12,24 +12,23 @@ of processes. Source: Lin et al., "Forgetting Transformer", ICLR 2025, section 4
 Axes: N sequences, B those of a batch, T positions, O octaves of positions.
 """
 
-import datetime
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
+from forgetting_transformer.analysis import outputs
 from forgetting_transformer.analysis.evaluations import (
-    check_folder,
+    FILES,
     from_position_loss,
     write_evaluation,
 )
@@ -43,22 +42,20 @@ from forgetting_transformer.analysis.position_loss import (
     slopes,
     standard_errors,
 )
-from forgetting_transformer.data.worker import hand_over, received
-from forgetting_transformer.evaluation.held_out import HeldOut, HeldOutSequences, check_vocabulary
+from forgetting_transformer.evaluation.held_out import HeldOutSequences, check_vocabulary
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
     fingerprint,
-    is_own,
     precision_context,
     resolve,
     token_losses,
 )
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.files import replacing, write_json
-from forgetting_transformer.training.parallel.ranks import Ranks
 from forgetting_transformer.training.records.loss_by_position import by_length
 
+T = TypeVar("T")
 #: Shortest context length that results report, as in the paper.
 MIN_LENGTH = 512
 #: Tokens that the paper evaluates on.
@@ -82,10 +79,6 @@ class Sums:
     def sequences(self) -> int:
         return len(self.octaves_NO)
 
-    @classmethod
-    def empty(cls, length: int) -> "Sums":
-        return cls(np.zeros(length), np.zeros((0, len(octave_edges(length)) - 1)))
-
 
 def evaluate(
     model: EvaluatedModel,
@@ -97,31 +90,27 @@ def evaluate(
     precision: str = "auto",
     save_interval: int = 64,
     resume: bool = True,
-    context: int = 1,
 ) -> dict[str, Any]:
     """Evaluates, or continues an evaluation, and writes `folder/results.json` and `results.npz`.
 
     Args:
         folder: of this model's results; `state/sums.npz` in it holds the sums so far.
-        batch_size: sequences in one forward pass of one process, or of the processes that share sequences.
+        batch_size: sequences in one forward pass of one process.
         precision: "bf16" (autocast over fp32 weights), "fp32" or "auto".
         save_interval: batches of every process between two writes of the state.
         resume: continue from those sums; otherwise start again and replace it.
-        context: so many processes share each sequence and have equal parts of it. The results do not depend on it.
 
     Returns:
         What results.json holds, on every process.
 
     Raises:
         EvaluationError: the folder holds the state of another evaluation, the corpus was made with another tokenizer,
-            sequences cannot be shared like that, or a loss is not finite.
+            or a loss is not finite.
         AnalysisError: the folder holds files of others that this evaluation would replace.
     """
     check_vocabulary(model, data)
-    check_context(context, model, data, workers.world_size)
-    ranks = Ranks(workers.rank, workers.world_size, context, datetime.timedelta(hours=12))
-    own = ranks.part(data.length)
-    workers.on_first(lambda: check_folder(folder, "per_token_loss", "results.json", "results.npz", "figure.png"))
+    files = [*FILES, "results.json", "results.npz", "figure.png"]
+    workers.on_first(lambda: outputs.check(folder, "per_token_loss", files))
     identity = {
         "weights": fingerprint(model.model),
         "data": data.fingerprint,
@@ -132,41 +121,31 @@ def evaluate(
     state_file = folder / "state" / "sums.npz"
 
     known = workers.on_first(lambda: _read_state(state_file, identity) if resume else None)
-    sums = known or Sums.empty(data.length)
-    begun = sums.sequences
     octaves_TO = _octave_means(data.length).to(workers.device)
-    per_round = ranks.data_size * batch_size
+    sums = known or Sums(np.zeros(data.length), np.zeros((0, octaves_TO.shape[1])))
+    begun = sums.sequences
+    per_round = workers.world_size * batch_size
     # What this process adds between two saves.
     most = min(save_interval * per_round, data.sequences - sums.sequences)
     loss_T = torch.zeros(data.length, dtype=torch.float64, device=workers.device)
     octaves_NO = torch.zeros(most, octaves_TO.shape[1], dtype=torch.float64, device=workers.device)
     rounds = math.ceil((data.sequences - sums.sequences) / per_round)
-    first = sums.sequences + ranks.data_rank * batch_size
+    first = sums.sequences + workers.rank * batch_size
     batches = [
         range(min(begin, data.sequences), min(begin + batch_size, data.sequences))
         for begin in range(first, first + rounds * per_round, per_round)
     ]
-    on_gpu = workers.device.type == "cuda"
-    ahead = int(on_gpu and isinstance(data, HeldOut))  # a loader of a plug-in may have workers itself
-    loader = DataLoader(
-        _Batches(data, batches),
-        batch_size=None,
-        num_workers=ahead,
-        collate_fn=partial(hand_over, fix="") if ahead else None,
-        pin_memory=on_gpu,
-    )
     bar = tqdm(
         total=data.sequences, initial=sums.sequences, unit="seq", desc=model.name, disable=not workers.shows_progress
     )
-    for number, (mine, batch) in enumerate(zip(batches, received(iter(loader)), strict=True), start=1):
+    for number, (mine, batch) in enumerate(zip(batches, _read_ahead(data.read_batches(batches)), strict=True), start=1):
         if batch is not None:
-            parts = ranks.part_of(batch)
-            input_ids, labels = (parts[key].to(workers.device, non_blocking=True) for key in ("input_ids", "labels"))
-            with precision_context(precision, workers.device), ranks.share():
+            input_ids, labels = (batch[key].to(workers.device) for key in ("input_ids", "labels"))
+            with precision_context(precision, workers.device):
                 loss_BT = token_losses(model.model, input_ids, labels)
-                loss_T[own] += loss_BT.sum(0, dtype=torch.float64)
+                loss_T += loss_BT.sum(0, dtype=torch.float64)
                 begin = mine.start - sums.sequences
-                octaves_NO[begin : begin + len(loss_BT)] = loss_BT.double() @ octaves_TO[own]
+                octaves_NO[begin : begin + len(loss_BT)] = loss_BT.double() @ octaves_TO
         bar.update(min(per_round, data.sequences - bar.n))
         if number % save_interval == 0 or number == rounds:
             workers.sum(loss_T)
@@ -213,41 +192,13 @@ def summarise(sums: Sums, model: EvaluatedModel, identity: dict[str, Any]) -> di
     return results
 
 
-def check_context(context: int, model: EvaluatedModel, data: HeldOutSequences, processes: int) -> None:
-    """Refuses sequences that so many processes cannot share.
-
-    Raises:
-        EvaluationError: naming what does not fit, and what to do.
-    """
-    if context == 1:
-        return
-    if processes % context:
-        raise EvaluationError(
-            f"--context={context} processes share a sequence, and {processes} {'is' if processes == 1 else 'are'} not "
-            f"a multiple of {context}: start with torchrun --nproc-per-node {context}"
-        )
-    if data.length % context:
-        raise EvaluationError(
-            f"--context={context}: sequences of {data.length:,} tokens have no equal parts for {context} processes; "
-            "choose a divisor of --eval_len"
-        )
-    reasons = ["not a model of this package"]
-    if is_own(model.model):
-        reasons = model.model.whole_sequence_mixers(context, data.length)
-    if reasons:
-        raise EvaluationError(
-            f"--context={context}: that many processes cannot share a sequence of {model.source} ({', '.join(reasons)})"
-        )
-
-
-class _Batches(IterableDataset):
-    """Batches of a loader, which may read them in its own process."""
-
-    def __init__(self, data: HeldOutSequences, batches: Sequence[range]) -> None:
-        self.data, self.batches = data, batches
-
-    def __iter__(self) -> Iterator[dict[str, Tensor] | None]:
-        return self.data.read_batches(self.batches)
+def _read_ahead(batches: Iterator[T]) -> Iterator[T]:
+    """The same batches; while one is used, a thread reads the next."""
+    with ThreadPoolExecutor(1) as reader:
+        ahead = reader.submit(list, itertools.islice(batches, 1))
+        while batch := ahead.result():
+            ahead = reader.submit(list, itertools.islice(batches, 1))
+            yield from batch
 
 
 def _octave_means(length: int) -> Tensor:

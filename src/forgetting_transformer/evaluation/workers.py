@@ -55,7 +55,7 @@ class Workers:
         return tensor
 
     def broadcast(self, value: T) -> T:
-        """What the first process passes, on every process."""
+        """The first process's value, on every process."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -134,7 +134,6 @@ def run(args: argparse.Namespace, evaluate: Callable[[EvaluatedModel, Workers], 
             name=args.model,
             step=args.step,
             tokenizer=args.tokenizer,
-            train_length=getattr(args, "train_len", None),
             device=workers.device,
             precision=args.precision,
         )

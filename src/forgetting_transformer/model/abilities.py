@@ -1,4 +1,4 @@
-"""Abilities of a model's mixers, which are asked for before a run, and the compilation of its blocks.
+"""Abilities of a model's mixers, which are checked before a run, and the compilation of its blocks.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """

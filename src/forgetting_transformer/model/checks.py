@@ -7,7 +7,6 @@ starts shut, would hide what is behind it.
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-import dataclasses
 import json
 import tempfile
 import traceback
@@ -48,14 +47,14 @@ class Result(NamedTuple):
 
 
 class CheckFailed(Exception):
-    """A check found something wrong; the message says what, and the likely fix."""
+    """A check failed; the message has the error and the likely fix."""
 
 
 def check_architecture(name: str, fields: Mapping[str, Any] | None = None) -> list[Result]:
     """Check the architecture that is registered under `name`; its plug-in must be loaded.
 
     Args:
-        fields: of its configuration, in the place of those of `tiny_fields`.
+        fields: of its configuration, in the place of those of a tiny one.
 
     Returns:
         A result for each check, in their order. If no model can be made, for "build" alone.
@@ -64,12 +63,9 @@ def check_architecture(name: str, fields: Mapping[str, Any] | None = None) -> li
         ValueError: no architecture has this name.
     """
     registry.get(name)
-    results: list[Result] = []
-    for title, check in CHECKS.items():
-        results.append(_run(title, check, name, fields))
-        if not results[0].is_ok:
-            break
-    return results
+    first, *others = CHECKS.items()
+    build = _run(*first, name, fields)
+    return [build, *(_run(*other, name, fields) for other in others if build.is_ok)]
 
 
 def _run(title: str, check: Callable[[Any, Tensor], str], name: str, fields: Mapping[str, Any] | None) -> Result:
@@ -97,16 +93,15 @@ def tiny_fields(name: str, fields: Mapping[str, Any] | None = None) -> dict[str,
     fields = dict(fields or {})
     tiny: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4 if name == "hybrid" else 2, "vocab_size": 61}
     tiny |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | _tiny_mixer(name)
-    if name == "hybrid":
+    if name == "hybrid" and isinstance(given := fields.get("mixers", {}), dict):
         others = (other for other in registry.model_names() if other != "hybrid")
-        mixers = {other: {"architecture": other, **_tiny_mixer(other)} for other in others}
-        fields["mixers"] = mixers | given if isinstance(given := fields.get("mixers", {}), dict) else given
+        fields["mixers"] = {other: {"architecture": other, **_tiny_mixer(other)} for other in others} | given
     return tiny | fields
 
 
 def _tiny_mixer(name: str) -> dict[str, Any]:
-    defaults = {field.name: field.default for field in dataclasses.fields(registry.get(name).config_class)}
-    return ({"num_heads": 2} if type(defaults.get("num_heads")) is int else {}) | _OWN_FIELDS.get(name, {})
+    has_heads = isinstance(getattr(registry.get(name).config_class, "num_heads", None), int)
+    return ({"num_heads": 2} if has_heads else {}) | _OWN_FIELDS.get(name, {})
 
 
 @torch.no_grad()
@@ -169,10 +164,12 @@ def _check_causality(model: Any, ids: Tensor) -> str:
     if reach <= TOLERANCE * before.abs().max().item():
         raise CheckFailed(f"changing tokens changes no later logits (by {reach:.1g}); the mixer reads no earlier token")
     for row in range(BATCH):
-        changed, others = ids.clone(), [other for other in range(BATCH) if other != row]
+        changed, others = ids.clone(), torch.arange(BATCH) != row
         changed[row] = (ids[row] + 1) % model.config.vocab_size
-        what = f"changing sequence {row} of a batch changes others"
-        fix = "look for means, norms, views and transposes over the batch"
+        what, fix = (
+            f"changing sequence {row} of a batch changes others",
+            "look for means, norms and views over the batch",
+        )
         largest = max(largest, _check_same(_logits(model, changed)[others], before[others], what, fix))
     return f"a token changes logits before it, or of other sequences, by {largest:.1g}, later ones by {reach:.1g}"
 
@@ -193,19 +190,15 @@ def _check_cache(model: Any, ids: Tensor) -> str:
     whole, largest = _logits(model, ids), 0.0
     for lengths in ([PROMPT, *[1] * (LENGTH - PROMPT)], [1, 3, 60, 16]):
         what = f"logits of pieces of {', '.join(map(str, lengths[:4]))}, … tokens differ from those of all at once"
-        fix = (
-            "the state that is kept must be the one after the last token, be read by the next call, and hold all that "
-            "later tokens need (of a convolution or a shift its last inputs)"
-        )
+        fix = "the state must be the one after the last token, be read by the next call and hold the inputs it needs"
         largest = max(largest, _check_same(_logits(model, ids, lengths), whole, what, fix))
     return f"read in pieces or one by one, logits differ by {largest:.1g}"
 
 
 def _check_padding(model: Any, ids: Tensor) -> str:
-    mask, largest = torch.ones_like(ids), 0.0
+    mask, largest, ones = torch.ones_like(ids), 0.0, [1] * (LENGTH - PROMPT)
     mask[0, :PADDING] = 0
     # In the same pieces, so that only padding can make a difference.
-    ones = [1] * (LENGTH - PROMPT)
     for padded, alone in ((None, None), ([PROMPT, *ones], [PROMPT - PADDING, *ones])):
         what = f"logits of a sequence with {PADDING} tokens of left padding differ from those of it alone"
         what += " with a cache" if padded else ""
@@ -221,10 +214,12 @@ def _check_saving(model: Any, ids: Tensor) -> str:
         model.save_pretrained(folder)
         loaded = auto.from_pretrained(folder, trust_remote_code=False).eval()
     for name in sorted(registry.fields_of(type(model.config))):
-        old, new = getattr(model.config, name), getattr(loaded.config, name)
-        if json.dumps(old, sort_keys=True, default=str) != json.dumps(new, sort_keys=True, default=str):
-            what = f"the field {name} was {old!r} and is {new!r} after loading"
-            raise CheckFailed(f"{what}; __post_init__ must leave as it is what it has made itself")
+        old, new = (json.dumps(getattr(m.config, name), sort_keys=True, default=str) for m in (model, loaded))
+        if old != new:
+            raise CheckFailed(
+                f"the field {name} was {old} and is {new} after loading; __post_init__ must leave as it is what it has "
+                "made itself"
+            )
     tensors = dict([*loaded.named_parameters(), *loaded.named_buffers()])
     own = [*model.named_parameters(), *model.named_buffers()]
     if changed := [name for name, x in own if name not in tensors or not torch.equal(x, tensors[name])]:
@@ -232,17 +227,11 @@ def _check_saving(model: Any, ids: Tensor) -> str:
             f"{_some(changed)} has other values after loading; init_own_weights must write through "
             "transformers.initialization, also into buffers with persistent=False, which are not saved"
         )
-    fix = "all that forward depends on must be in the weights or the configuration"
-    difference = _check_same(_logits(loaded, ids), _logits(model, ids), "logits of the loaded model differ", fix)
+    what, fix = "logits of the loaded model differ", "all that forward depends on must be in weights or configuration"
+    difference = _check_same(_logits(loaded, ids), _logits(model, ids), what, fix)
     return f"saved and loaded, logits differ by {difference:.1g}"
 
 
-#: In the order in which they are run: the first ones explain what the later ones find.
-CHECKS: dict[str, Callable[[Any, Tensor], str]] = {
-    "build": _check_build,
-    "causality": _check_causality,
-    "gradients": _check_gradients,
-    "cache": _check_cache,
-    "padding": _check_padding,
-    "saving": _check_saving,
-}
+_IN_ORDER = (_check_build, _check_causality, _check_gradients, _check_cache, _check_padding, _check_saving)
+#: By name, in the order in which they are run: the first ones explain what the later ones find.
+CHECKS: dict[str, Callable[[Any, Tensor], str]] = {check.__name__.removeprefix("_check_"): check for check in _IN_ORDER}

@@ -71,7 +71,7 @@ RANGES = {
     "time_step_min": POSITIVE,
     "time_step_max": POSITIVE,
     "time_step_floor": Range(0, 1e9),
-    "log_pruning_tolerance": Range(-1e9, 0, otherwise="null for no pruning"),
+    "log_pruning_tolerance": Range(-1e9, 0),
 }
 
 

@@ -2,7 +2,7 @@
 
 An architecture is a mixer and a configuration. The configuration builds the mixers (`build_mixer`) and the MLPs
 (`build_mlp`), names the submodules as its published checkpoints do, and counts FLOPs. It registers itself with
-`model.registry`. `block.py` says what a mixer is.
+`model.registry`. `block.py` defines a mixer.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """

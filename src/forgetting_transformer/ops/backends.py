@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from forgetting_transformer.versions import how_to_install
+from forgetting_transformer.console import how_to_install
 
 GLUON, TRITON, FLA, PYTORCH = "gluon", "triton", "fla", "pytorch"
 
@@ -38,7 +38,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "recurrences": (FLA, PYTORCH),  # all of them, where the package itself is what is wrong
 }
 TITLES = {GLUON: "Gluon for Hopper", TRITON: "Triton", FLA: "flash-linear-attention", PYTORCH: "PyTorch"}
-# What the next backend costs, measured on an H200, and what to do about it.
+# Cost of the next backend, measured on an H200, and the fix.
 _COSTS = {
     GLUON: "attention takes 1.3 to 1.5 times as long",
     TRITON: "attention takes 14 to 40 times as long, and its gradients are not bitwise reproducible",
@@ -70,7 +70,7 @@ _SECOND_PACKAGE = ("fla.layers", "fla.models")
 # (op, backend): the warning that says why it may not be used.
 _faults: dict[tuple[str, str], str] = {}
 
-#: What to do where nothing compiles: Triton builds its launchers with the system's compiler.
+#: Fix where nothing compiles: Triton builds its launchers with the system's compiler.
 COMPILER_CURE = (
     "look whether a C compiler and Python's headers are installed (gcc, python3-dev), or install another Triton"
 )

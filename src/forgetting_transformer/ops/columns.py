@@ -26,7 +26,7 @@ def split_columns(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 @operator("join_columns")
 def join_columns(parts: list[Tensor]) -> Tensor:
     """Return `torch.cat(parts, dim=-1)`, contiguous."""
-    # Of four axes with the channels innermost, `cat` would keep that order.
+    # `cat` would keep the order of four axes with the channels innermost.
     return torch.cat(parts, dim=-1).contiguous()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 OPTIONS: dict[str, Any] = {"deterministic": True}
-#: Whether what runs now is to be recorded as CUDA graphs, or replayed.
+#: True while the running code is recorded as CUDA graphs, or replayed.
 _is_recording = False
 
 

@@ -186,7 +186,7 @@ def _in_chunks(
         near, far = slice(apart, None), slice(0, chunks - apart)
         bias = (before + gap)[:, :, near, :, None] + after[:, :, far, None]
         scores.append(q[:, :, near] @ k[:, :, far].transpose(-1, -2) + bias.clamp(min=_HIDDEN))
-        # Those of chunk `apart` are at the start, and go on only for the past.
+        # States of chunk `apart` are at the start, and continue only for the past.
         moved = apart if past is not None else apart + 1
         if moved < chunks:
             gone = q[:, :, moved:] @ wT[:, :, moved - apart : chunks - apart] @ Mw[:, :, moved - apart : chunks - apart]

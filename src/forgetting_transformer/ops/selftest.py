@@ -1,4 +1,4 @@
-"""Self-test of kernels: the backend of each op, held to float64 before a run relies on it.
+"""Self-test of kernels: the backend of each op, compared with float64 before a run relies on it.
 
 A kernel that is right on the GPU and compiler it was written on may be wrong, or not compile, on others. So before the
 first step each kernel that a run will use computes a small problem of the run's own head dimensions and dtype, forward
@@ -15,7 +15,6 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import contextlib
-import decimal
 import importlib
 import math
 import threading
@@ -92,22 +91,18 @@ def choose_backends(
     for use in dict.fromkeys(uses):
         if use.op not in _LAYERS or device.type == "cuda":
             by_op.setdefault(use.op, []).append(use)
+
+    def choose(op: str) -> Backend:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread begins with the first
+        calls_fla = backends.FLA in backends.BACKENDS.get(op, ())
+        # Autograd has one thread for all backward passes of a GPU, where tests would wait for each other's compilers.
+        with torch.autograd.set_multithreading_enabled(False), _FLA_LOCK if calls_fla else contextlib.nullcontext():
+            return _choose(op, by_op[op], dtype, device, lengths)
+
     with warnings.catch_warnings(), ThreadPoolExecutor(max(1, len(by_op)), "self-test") as threads:
         warnings.simplefilter("ignore", RuntimeWarning)
-        rest = dtype, device, lengths
-        chosen = {op: threads.submit(_choose_on_a_thread, op, op_uses, *rest) for op, op_uses in by_op.items()}
-        return {op: backend.result() for op, backend in chosen.items()}
-
-
-def _choose_on_a_thread(
-    op: str, uses: Sequence[OpUse], dtype: torch.dtype, device: torch.device, *rest: Any
-) -> Backend:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # a thread begins with the first
-    calls_fla = backends.FLA in backends.BACKENDS.get(op, ())
-    # Autograd has one thread for all backward passes of a GPU, where tests would wait for each other's compilers.
-    with torch.autograd.set_multithreading_enabled(False), _FLA_LOCK if calls_fla else contextlib.nullcontext():
-        return _choose(op, uses, dtype, device, *rest)
+        return dict(zip(by_op, threads.map(choose, by_op), strict=True))
 
 
 def _choose(
@@ -122,16 +117,14 @@ def _choose(
             return Backend(name, "PyTorch" + notes)
         triton = f"Triton {backends.installed_version('triton')}"
         try:
-            tested = [use for use, its_name in zip(uses, names, strict=True) if its_name != backends.PYTORCH]
-            error, where = max(check(use, dtype, device, lengths) for use in tested)
+            tested = zip(uses, names, strict=True)
+            error, where = max(check(use, dtype, device, lengths) for use, its in tested if its != backends.PYTORCH)
             if not backends.is_usable(op, name):  # the op itself went on to the next one
                 continue
             if error <= (allowed := _OPS[op].tolerances.get(dtype, 0.0)):
-                notes += f", from {MIN_KERNEL_TOKENS:,} tokens on" if op in _LAYERS else ""
                 source = {backends.GLUON: f"{backends.TITLES[backends.GLUON]}, ", backends.TRITON: ""}
                 fla = f"FLA {backends.installed_version('fla-core')}, "
-                text = f"{source.get(name, fla)}{triton}, self-test within {_rounded_up(error)}{notes}"
-                return Backend(name, text)
+                return Backend(name, f"{source.get(name, fla)}{triton}, self-test within {error:.1e}{notes}")
             reason = f"its self-test found {where} off by {error:.1e} of its size where {allowed:.0e} is allowed"
         except Exception as failure:  # what a compiler raises is not one class
             if backends.is_failure_of_gpu(failure):
@@ -140,21 +133,12 @@ def _choose(
         backends.rule_out(op, name, f"with {triton} {reason}")
 
 
-def _rounded_up(error: float) -> str:
-    """2.31e-3 -> "3e-3"."""
-    one_digit = decimal.Context(prec=1, rounding=decimal.ROUND_UP)
-    return f"{one_digit.create_decimal(f'{error:.6e}'):.0e}"
-
-
 def find_backend(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
     """The fastest backend that takes this use on this device, a GPU with its number, and has not been ruled out."""
     if device.type != "cuda" or use.op not in _OPS:
         return backends.PYTORCH
     served = _OPS[use.op].serves(use, dtype, device.index)
-    if isinstance(served, str):
-        return served
-    # Of these ops the kernels of one package stand before PyTorch.
-    return backends.BACKENDS[use.op][-2] if served else backends.PYTORCH
+    return served if isinstance(served, str) else backends.BACKENDS[use.op][-2 if served else -1]
 
 
 class _Op(NamedTuple):
@@ -163,7 +147,7 @@ class _Op(NamedTuple):
     Attributes:
         call: the op, a function of a use, a variant and inputs.
         inputs: name: axes, and a kind of `_KINDS`. Axes that begin with T have a batch axis of 1 before it.
-        serves: the backend of a use on the GPU of an index, or whether the kernels before PyTorch take it.
+        serves: the backend of a use on the GPU of an index, or whether the one before PyTorch takes it.
         tolerances: dtype: what is allowed.
         length: the length of the problem that stands for sequences of a length.
         variants: further cases where any sequence may come: "padded" on the left, "decoding" the last token,
@@ -189,8 +173,6 @@ _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "unit": lambda x: F.normalize(x, dim=-1),
     # As after QK-norm: no score is above √D, which is what makes a threshold safe.
     "normed": lambda x: F.normalize(x, dim=-1) * x.shape[-1] ** 0.5,
-    "float32": lambda x: x,
-    "float32 unit": lambda x: F.normalize(x, dim=-1),
     "share": torch.sigmoid,
     "share of two": lambda x: 2 * x.sigmoid(),
     "step": F.softplus,
@@ -201,7 +183,7 @@ _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "rate": lambda x: -torch.arange(1.0, x.shape[-1] + 1).expand_as(x),
     "bias of steps": lambda x: x - 3,
 }
-# Kinds that have the run's dtype over tokens. All else, parameters and states, is float32.
+# Kinds that have the run's dtype over tokens, but after "float32". All else, parameters and states, is float32.
 _ROUNDED = ("", "unit", "normed")
 
 
@@ -250,7 +232,9 @@ def _draw(use: OpUse, dtype: torch.dtype, length: int, variant: str, generator: 
     for name, (axes, _, kind) in ((name, text.partition(" ")) for name, text in _OPS[use.op].inputs.items()):
         if is_given.get(name, True):
             shape, is_sequence = [sizes[axis] for axis in axes], axes[0] == "T"
-            x = _KINDS[kind](torch.randn([1] * is_sequence + shape, generator=generator))
+            x = _KINDS[kind.removeprefix("float32").strip()](
+                torch.randn([1] * is_sequence + shape, generator=generator)
+            )
             inputs[name] = x.to(dtype) if is_sequence and kind in _ROUNDED else x
     return inputs
 
@@ -334,8 +318,8 @@ def _attention(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:
 
 
 def _recurrence(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:
-    q, k, v, *gates = inputs.values()
-    options: dict[str, Any] = dict(zip([*inputs][3:], gates, strict=True))
+    q, k, v, *_ = inputs.values()
+    options: dict[str, Any] = dict([*inputs.items()][3:])
     options |= {"cu_seqlens": _documents(use, q)} if use.key_heads is not None else {}
     return recurrence.recurrence(q, k, v, scale=1.0, **options)[0]
 

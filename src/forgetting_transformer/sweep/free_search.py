@@ -1,56 +1,48 @@
 """A search over any keys of the config with Optuna's tree-structured Parzen estimator."""
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
 import optuna
-from optuna.distributions import BaseDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.visualization.matplotlib import plot_slice
 
-from forgetting_transformer.analysis.plots.sweeps import budget, loss_against_parameters
+from forgetting_transformer.analysis.plots.sweeps import budget
 from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.files import write_atomically
-from forgetting_transformer.sweep import SweepError, runner
-from forgetting_transformer.sweep.jobs import Job, State
+from forgetting_transformer.sweep import SweepError, composer, runner
+from forgetting_transformer.sweep.jobs import Job, State, of_each_job
 from forgetting_transformer.sweep.state import open_folder
-from forgetting_transformer.training import Config
 
 
 class FreeSearch:
-    """One study with its runs in `base.output_dir`. Started again, it takes what is there and goes on.
+    """One study with its runs in `base.output_dir`. Started again, it continues from what is there.
 
     Args:
-        script: train.py.
-        overrides: what all runs have in common, as Hydra overrides.
-        compose: overrides -> Config.
-        machine: where the runs are made; as many trials are asked for at a time as it has room for.
-        space: config key -> what it is drawn from.
-        space_text: the same as the user wrote it.
+        overrides: of train.py, and of hydra.launcher. Those with a range are searched.
         trials: runs in all, those of earlier starts included.
+
+    Raises:
+        SweepError, ConfigError: a range that cannot be searched, or none; a run that train.py would refuse.
     """
 
     study: optuna.Study  # from `run` on
 
-    def __init__(
-        self,
-        script: Path,
-        overrides: Sequence[str],
-        compose: Callable[[Sequence[str]], Config],
-        machine: runner.Machine,
-        space: Mapping[str, BaseDistribution],
-        space_text: Mapping[str, str],
-        trials: int,
-    ) -> None:
-        if not space:
+    def __init__(self, overrides: Sequence[str], trials: int) -> None:
+        self.overrides, self.space, self.space_text = composer.search_space(overrides)
+        if not self.space:
             raise SweepError("nothing to search: give a range, as in 'optimizer.lr=tag(log, interval(1e-4, 1e-2))'")
-        self.script, self.overrides, self.compose, self.machine = script, tuple(overrides), compose, machine
-        self.space, self.space_text, self.trials = dict(space), space_text, trials
+        self.trials = trials
         # A value of the space, so that keys without one in the config compose.
         self._example = {key: _example(values) for key, values in self.space.items()}
-        self.base = compose([*overrides, *_overrides(self._example)])
+        self.base = composer.compose_config([*self.overrides, *_overrides(self._example)])
         self.folder = Path(self.base.output_dir).expanduser().absolute()
         self.heldout = not self.base.skip_eval and self.base.final_eval
 
@@ -63,6 +55,7 @@ class FreeSearch:
         Raises:
             SweepError: the folder holds a search with other settings.
         """
+        self.machine = composer.machine(self.overrides)
         open_folder(self.folder, self.base, self.space, {"search": "free", **self.space_text})
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         storage = JournalStorage(JournalFileBackend(str(self.folder / "optuna.jsonl")))
@@ -103,16 +96,22 @@ class FreeSearch:
 
     def write(self) -> None:
         write_atomically(self.folder / "sweep.md", f"# Search in {self.folder.name}\n\n{self.table()}\n")
-        if done := self._with(TrialState.COMPLETE):
-            parameters = {key: [trial.params[key] for trial in done] for key in self.space}
-            log = {key for key, values in self.space.items() if getattr(values, "log", False)}
-            title = f"Search over {len(parameters)} keys of {self.base.model.label or self.base.model.name}"
-            losses = [trial.values[0] for trial in done]
-            figure = self.folder / "sweep.png"
-            loss_against_parameters(parameters, losses, log, self.loss_name, figure, title, budget(self.base))
+        if self._with(TrialState.COMPLETE):
+            self._draw()
+
+    def _draw(self) -> None:
+        """Draws the loss of every finished trial against each key."""
+        with mpl.rc_context(), warnings.catch_warnings():  # the style is Optuna's, and said to be experimental
+            warnings.simplefilter("ignore")
+            axes: Any = plot_slice(self.study, target_name=f"{self.loss_name} (nats per token)")
+            figure = np.ravel(axes)[0].figure
+            figure.suptitle(f"Search over keys of {self.base.model.label or self.base.model.name}")
+            figure.text(0, -0.05, " · ".join([*budget(self.base), "one seed each, so that noise is unknown"]))
+            figure.savefig(self.folder / "sweep.png", bbox_inches="tight")
+            plt.close(figure)
 
     def _batch(self, trials: Sequence[Trial]) -> bool:
-        """Runs these trials and tells Optuna; False if one was interrupted."""
+        """Runs these trials and reports them to Optuna; False if one was interrupted."""
         jobs = [self._job(trial.number, trial.params) for trial in trials]
         results = runner.run_jobs(jobs, self.machine, self.folder / "logs")
         for trial, result in zip(trials, results, strict=True):
@@ -128,10 +127,9 @@ class FreeSearch:
 
     def _job(self, number: int, parameters: Mapping[str, Any]) -> Job:
         overrides = [*self.overrides, *_overrides(parameters)]
-        config = self.compose(overrides)
+        config = composer.compose_config(overrides)
         config.output_dir = str(self.folder / _name(number))
-        passed_on = tuple(override for override in overrides if not override.startswith("output_dir="))
-        return Job(_name(number), self.script, passed_on, config)
+        return Job(_name(number), of_each_job(overrides), config)
 
     def _with(self, state: TrialState) -> list[FrozenTrial]:
         return self.study.get_trials(deepcopy=False, states=(state,))

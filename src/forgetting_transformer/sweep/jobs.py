@@ -10,27 +10,27 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer import signals
+from forgetting_transformer import console
 from forgetting_transformer.analysis.runs import Run, read_run
 from forgetting_transformer.training import Config
 from forgetting_transformer.training.config.continuing import changes_that_alter_the_run
 
 #: Set by `fabric run`, torchrun, Fabric or SLURM for their own processes; a job that inherited them would join another
-#: job. The last two are of train.py for its own time.
+#: job. The last is of scripts/launch.py.
 _OF_ANOTHER_LAUNCH = re.compile(
     r"(LT_|TORCHELASTIC_|GROUP_|ROLE_).*|(LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT)"
-    r"|SLURM_(NTASKS|PROCID|LOCALID)|FORGETTING_TRANSFORMER_OUTCOME|HYDRA_FULL_ERROR"
+    r"|SLURM_(NTASKS|PROCID|LOCALID)|FORGETTING_TRANSFORMER_OUTCOME"
 )
 
 
 class State(StrEnum):
-    """How a job ended."""
+    """End of a job."""
 
     FINISHED = "finished"
     #: Loss or gradients were not finite any more: a result, not an accident.
@@ -48,14 +48,12 @@ class Job:
 
     Attributes:
         name: what is its own in the sweep, such as "optimizer.lr=0.001,seed=0"; also names its log file.
-        script: train.py.
-        overrides: Hydra overrides of `script`, without `output_dir`.
+        overrides: of train.py, as of `of_each_job`.
         config: what they compose to, with the job's own `output_dir`.
         priority: of two jobs that wait, the one with the higher priority starts first.
     """
 
     name: str
-    script: Path
     overrides: tuple[str, ...]
     config: Config
     priority: int = 0
@@ -75,18 +73,12 @@ class Job:
 
     def command(self, devices: int) -> list[str]:
         """Command that trains on so many devices."""
-        own = [*self.overrides, f"output_dir={quote(str(self.output_dir))}"]
-        if devices == 1:
-            # Without `fabric run`, which would import PyTorch once more before it starts that process.
-            return [sys.executable, str(self.script), *own, "fabric.devices=1"]
-        # The `fabric run` of this very interpreter, whatever PATH says.
-        fabric = [sys.executable, "-m", "lightning.fabric.cli"]
-        fabric += ["--devices", str(devices), "--accelerator", self.accelerator]
-        # It refuses a config that says again, and otherwise, what it was told.
-        return [*fabric, str(self.script), *own, "fabric.devices=auto", "fabric.accelerator=auto"]
+        own = [*self.overrides, f"output_dir={quote(str(self.output_dir))}", f"fabric.devices={devices}"]
+        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={devices}"] if devices > 1 else []
+        return [sys.executable, *torchrun, "-m", "forgetting_transformer.train", *own]
 
     def is_finished(self) -> bool:
-        """Whether its folder holds the finished run that it describes, with these very settings."""
+        """Whether its folder holds the finished run that it describes, with these settings."""
         run = read_run(self.output_dir)
         if not self.config.resume or not run.config or not run.finished(self.config.train.max_tokens):
             return False
@@ -138,6 +130,13 @@ class Command:
         return State.FINISHED if code == 0 else State.FAILED
 
 
+def of_each_job(overrides: Iterable[str]) -> tuple[str, ...]:
+    """Overrides of a sweep without those that say where it writes and how its jobs share the machine."""
+    plain = (override.removeprefix("++") for override in overrides)
+    searched = "hydra.searchpath="
+    return tuple(o for o in plain if o.startswith(searched) or not o.startswith(("output_dir=", "hydra.", "hydra/")))
+
+
 def quote(value: str) -> str:
     """A string as a Hydra override takes it literally, commas and equals signs included."""
     return "'" + value.replace("'", "\\'") + "'"
@@ -147,7 +146,7 @@ def job_environment() -> dict[str, str]:
     """The environment of a job: this process's, without the marks of a launch that this process may be part of."""
     environment = {name: value for name, value in os.environ.items() if not _OF_ANOTHER_LAUNCH.fullmatch(name)}
     # A free port for every job instead of one port for all.
-    return {**signals.ELASTIC_LAUNCHER, "PET_STANDALONE": "1"} | environment
+    return {**console.ELASTIC_LAUNCHER, "PET_STANDALONE": "1"} | environment
 
 
 def file_name(name: str) -> str:

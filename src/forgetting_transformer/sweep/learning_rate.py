@@ -3,7 +3,7 @@ best rate has a worse one on either side, then do the same for every head dimens
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,10 +15,9 @@ from forgetting_transformer.analysis.plots.sweeps import budget, loss_against_le
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, read_run
 from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.files import write_atomically
-from forgetting_transformer.sweep import SweepError, runner
-from forgetting_transformer.sweep.jobs import Job, State
+from forgetting_transformer.sweep import SweepError, composer, runner
+from forgetting_transformer.sweep.jobs import Job, State, of_each_job
 from forgetting_transformer.sweep.state import open_folder
-from forgetting_transformer.training import Config
 
 #: Grid points from the guess at which the search gives up: a factor of 10,000.
 FARTHEST = 12
@@ -118,31 +117,26 @@ class GridSearch:
 
 
 class LearningRateSweep:
-    """One search with its runs in `base.output_dir`. Started again, it takes what is there and goes on.
+    """One search with its runs in `base.output_dir`. Started again, it continues from what is there.
 
     Args:
-        script: train.py.
-        overrides: what all runs have in common, as Hydra overrides.
-        compose: overrides -> Config.
-        machine: where `run` makes the runs; None for who only uses `rounds`.
-        guess: learning rate to start from.
-        seeds: at least one.
+        overrides: what all runs have in common, of train.py and of hydra.launcher.
+        guess: learning rate to start from; None for the config's.
+        seeds: each once; None for the config's.
         head_dims: head dimensions to search around, one after another; () leaves the model as it is.
     """
 
     def __init__(
         self,
-        script: Path,
         overrides: Sequence[str],
-        compose: Callable[[Sequence[str]], Config],
-        machine: runner.Machine | None,
-        guess: float,
-        seeds: Sequence[int],
+        guess: float | None = None,
+        seeds: Sequence[int] | None = None,
         head_dims: Sequence[int] = (),
     ) -> None:
-        self.script, self.overrides, self.compose, self.machine = script, tuple(overrides), compose, machine
-        self.base = compose(overrides)
-        self.start, self.seeds = nearest_grid_index(guess), tuple(seeds)
+        self.overrides = tuple(overrides)
+        self.base = composer.compose_config(overrides)
+        self.start = nearest_grid_index(self.base.optimizer.lr if guess is None else guess)
+        self.seeds = (self.base.seed,) if seeds is None else tuple(seeds)
         self.folder = Path(self.base.output_dir).expanduser().absolute()
         #: Whether runs are judged by held-out loss; otherwise by training loss over the last tokens.
         self.heldout = not self.base.skip_eval and self.base.final_eval
@@ -162,7 +156,7 @@ class LearningRateSweep:
         Raises:
             SweepError: the folder holds a search with other settings, or the search cannot go on.
         """
-        assert self.machine is not None, "only `rounds` may be used without a machine"
+        machine = composer.machine(self.overrides)
         self.open()
         rounds = self.rounds()
         results: list[runner.JobResult] | None = None
@@ -171,7 +165,7 @@ class LearningRateSweep:
                 jobs = next(rounds) if results is None else rounds.send(results)
             except StopIteration as end:
                 return end.value
-            results = runner.run_jobs(jobs, self.machine, self.folder / "logs")
+            results = runner.run_jobs(jobs, machine, self.folder / "logs")
 
     def open(self) -> None:
         """Takes up the search in the folder, or makes the folder a new one's.
@@ -294,11 +288,10 @@ class LearningRateSweep:
         own = [f"optimizer.lr={grid_text(index)}", f"seed={seed}"]
         own += [] if head_dim is None else [f"model.config.num_heads={self._heads(head_dim)}"]
         overrides = [*self.overrides, *own]
-        config = self.compose(overrides)
+        config = composer.compose_config(overrides)
         name = f"{'' if head_dim is None else f'head_dim{head_dim}_'}lr{grid_text(index)}_seed{seed}"
         config.output_dir = str(self.folder / name)
-        passed_on = tuple(override for override in overrides if not override.startswith("output_dir="))
-        return Job(name, self.script, passed_on, config)
+        return Job(name, of_each_job(overrides), config)
 
     def _heads(self, head_dim: int) -> int:
         """The number of heads that gives this head dimension.

@@ -100,7 +100,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended. `seconds` is wall time here, `note` says why where the state does not."""
+    """End of a job. `seconds` is wall time here, `note` says why where the state does not."""
 
     job: Job | Command
     state: State

@@ -45,5 +45,5 @@ def open_folder(folder: Path, base: Config, own: Collection[str], settings: Mapp
     if changes:
         raise SweepError(
             f"{folder} holds a search with other settings:\n  " + "\n  ".join(sorted(set(changes))) + "\n"
-            "Undo these changes to go on with it, or choose another output_dir"
+            "Undo these changes to continue it, or choose another output_dir"
         )

@@ -8,7 +8,7 @@ __all__ = ["Config", "ConfigError", "check", "parse", "run"]
 
 
 def run(config: Config) -> str:
-    """What `train.py` does with its config: trains, or with `preflight=true` looks whether training would work.
+    """Train with a config, or with `preflight=true` check that training would work.
 
     Returns:
         "done", or "preempted" if a signal stopped training; then the same config continues it.

@@ -11,7 +11,7 @@ from forgetting_transformer.training.execution.choice import Execution
 
 @dataclass
 class Counters:
-    """What a run has done so far, over all ranks and restarts. Times in seconds."""
+    """Progress of a run over all ranks and restarts. Times in seconds."""
 
     token_count: int = 0
     batch_count: int = 0

@@ -1,8 +1,8 @@
-"""What ends training with one line that says what to do."""
+"""Errors that end training with one line: the reason and the fix."""
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on; the message says what happened and what still holds."""
+    """Training cannot continue; the message has the reason and the state of the run."""
 
 
 class DeviceError(TrainingError):

@@ -35,7 +35,7 @@ class TrainerInterface(Protocol):
     resolved: dict[str, Any]  #: the configuration as it is written to files
     directory: RunDirectory  #: files of the run
     environment: dict[str, Any]  #: versions, git state and machine of this process
-    origin: Origin  #: what this start goes on from
+    origin: Origin  #: what this start continues from
     counters: Counters  #: tokens, batches, FLOPs and seconds so far
 
     # Processes
@@ -72,7 +72,7 @@ class TrainerInterface(Protocol):
 
     @property
     def compiled(self) -> bool:
-        """Whether blocks and loss are compiled: what `train.compile` came to."""
+        """Whether blocks and loss are compiled: the outcome of `train.compile`."""
 
     @property
     def finished(self) -> bool:

@@ -41,7 +41,7 @@ def collect(trainer: TrainerInterface, wait: bool = False, must_succeed: bool = 
             f"{saved.error}; {trainer.last_good_checkpoint}. Make room and start the same command again"
         )
     else:
-        log.error("%s; %s. Training goes on", saved.error, trainer.last_good_checkpoint)
+        log.error("%s; %s. Training continues", saved.error, trainer.last_good_checkpoint)
 
 
 def compare(trainer: TrainerInterface) -> None:

@@ -1,4 +1,4 @@
-"""What a trainer works with, built in this order: processes, corpus, checkpoints, model, optimizer."""
+"""Parts of a trainer, built in this order: processes, corpus, checkpoints, model, optimizer."""
 
 import contextlib
 import hashlib
@@ -78,7 +78,7 @@ def open_data(config: Config, directory: RunDirectory, fabric: Fabric) -> Corpus
         DataError, ConfigError: the corpus cannot be trained on, or is too small.
     """
     log.info("reading the corpus: %s in %s", config.datamodule.dataset, config.data_dir)
-    data = CORPORA.make(config.datamodule.name, config.data_dir, config.datamodule)
+    data = CORPORA.get(config.datamodule.name).build(config.data_dir, config.datamodule)
     checks.check_budget(config, directory, data.train_info())
     if not config.skip_eval:
         data.eval_info()
@@ -88,7 +88,7 @@ def open_data(config: Config, directory: RunDirectory, fabric: Fabric) -> Corpus
 
 
 def build_checkpointer(config: Config, directory: RunDirectory, fabric: Fabric, sentinel: Sentinel) -> Checkpointer:
-    """What writes and reads the run's checkpoints, and is watched while it is waited for."""
+    """Writer and reader of the run's checkpoints, watched while training waits for it."""
     built = Checkpointer(
         directory.checkpoints,
         config.checkpoint_keep_last,

@@ -1,6 +1,5 @@
 """Figures of evaluations that are not curves: matrices of heads, heads over layers and training, grids of scores."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,18 +140,11 @@ def draw_needles(evaluation: Evaluation, score: str, *paths: Path) -> None:
 
 
 def _described(cells: Sequence[Number]) -> list[str]:
-    """How many prompts a grid shows, and their mean score with its standard error."""
+    """Number of prompts in a grid, and their mean score."""
     samples = np.array([number.samples or 1 for number in cells])
-    means = np.array([number.value for number in cells])
-    most, total = int(max(samples, default=0)), int(samples.sum())
-    found = [f"{most} prompt{'s' * (most != 1)} a cell"]
-    if total > 1:
-        mean = float(samples @ means / total)
-        # Prompts differ within a cell, and cells differ.
-        inside = (samples - 1) * samples @ np.array([number.standard_error or 0.0 for number in cells]) ** 2
-        error = math.sqrt((inside + samples @ (means - mean) ** 2) / (total - 1) / total)
-        found.append(f"mean {mean:.3f} ± {error:.3f} (standard error over {total} prompts)")
-    return found
+    mean = samples @ np.array([number.value for number in cells]) / max(1, samples.sum())
+    most = int(max(samples, default=0))
+    return [f"{most} prompt{'s' * (most != 1)} a cell", f"mean {mean:.3f} over {samples.sum()} prompts"]
 
 
 def _mark_training_length(axes: Axes, lengths: Sequence[int], train_length: int | None) -> list[str]:

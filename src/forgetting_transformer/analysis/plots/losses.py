@@ -15,7 +15,6 @@ from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.comparisons import Model
 from forgetting_transformer.analysis.plots.style import (
     GREY,
-    Curve,
     CurveStyle,
     Picture,
     curve_styles,
@@ -27,7 +26,6 @@ from forgetting_transformer.analysis.plots.style import (
     marker_handle,
     picture,
     reference_line,
-    set_limits,
     token_axis,
 )
 from forgetting_transformer.analysis.runs import Run
@@ -43,14 +41,12 @@ _READING_ORDER = (
     "compare held-out losses"
 )
 _POSITION_SMOOTHING = 0.1
-#: Losses everywhere so much above those of another model, in nats, are of one that diverged: 150 times the perplexity.
-_FAR_ABOVE = 5.0
 #: Points of a curve over positions: one for each of 65,536 positions would fill the gaps of dashes.
 _POINTS = 400
 LOSS_LABEL = "loss (nats per token)"
 
 
-def smooth(loss: np.ndarray, fraction: float, most: int | None = None) -> np.ndarray:
+def smooth(loss: np.ndarray, fraction: float = _POSITION_SMOOTHING, most: int | None = None) -> np.ndarray:
     """Moving average with a growing window: value p (from 1) is averaged over p - fraction * p ... p + fraction * p.
 
     Losses fall steeply first and slowly later, both over training and over a sequence. The first values therefore stay
@@ -103,7 +99,7 @@ def loss_against_tokens(runs: Sequence[Run], path: Path, conditions: Sequence[st
     """Draws the training loss (as logged, light; smoothed, strong) and held-out loss (markers) of each run.
 
     The loss axis leaves out the highest 1 % of the logged training losses and what is above a run's first loss, so that
-    neither the first steps nor a run that diverges flatten the rest. A run that ends above the axis is named there.
+    neither the first steps nor a run that diverges flatten the rest.
 
     Raises:
         AnalysisError: no run has a finite loss.
@@ -116,7 +112,7 @@ def loss_against_tokens(runs: Sequence[Run], path: Path, conditions: Sequence[st
         for run, style in zip(runs, styles, strict=True):
             draw_line(axes, style, *run.train, alpha=0.25, linewidth=0.8, linestyle="-")
         _draw_losses(drawn, [Model(run.name, (run,)) for run in runs], styles)
-        # Of one run, the legend has its colours.
+        # The legend has the colours of a single run.
         key = styles[0] if len(runs) == 1 else CurveStyle(GREY, "-", "o")
         names = [line_handle(style, run.name, True) for style, run in zip(styles, runs, strict=True)]
         drawn.handles += names if len(runs) > 1 else []
@@ -175,7 +171,6 @@ def _draw_losses(drawn: Picture, models: Sequence[Model], styles: Sequence[Curve
     Args:
         begin: part of the tokens whose losses the axis may leave out.
     """
-    curves: list[Curve] = []
     for style, model in zip(styles, models, strict=True):
         first = model.runs[0]
         steps = first.train.tokens[first.train.tokens <= model.tokens]
@@ -188,9 +183,8 @@ def _draw_losses(drawn: Picture, models: Sequence[Model], styles: Sequence[Curve
                 draw_mean(axes, style, steps * scale, np.array(smoothed))
             draw_markers(axes, style, np.array(evaluated) * scale, np.array(heldout))
             token_axis(axes)
-        curves.append((model.name, style, np.mean(smoothed, axis=0) if smoothed else np.zeros(0)))
     drawn.axes[0, 0].set_ylabel(LOSS_LABEL)
-    set_limits(drawn.axes[0, 0], *loss_limits([run for model in models for run in model.runs], begin), curves)
+    drawn.axes[0, 0].set_ylim(loss_limits([run for model in models for run in model.runs], begin))
 
 
 def loss_limits(runs: Sequence[Run], begin: float = 0.0) -> tuple[float, float]:
@@ -212,7 +206,6 @@ def loss_against_position(
     curves: Mapping[str, np.ndarray],
     path: Path,
     train_length: int | Mapping[str, int | None] | None = None,
-    first: int | None = None,
     conditions: Sequence[str] = (),
     of: str = "models",
 ) -> None:
@@ -220,15 +213,14 @@ def loss_against_position(
 
     The left curve says what a longer context is worth: it falls as long as the model uses the tokens it is given. The
     right one is what a benchmark with that context length would report. Positions below 1/512 of the longest sequence
-    are left out (127 of 65,536), because their losses are far above the rest. A model whose loss ends far above those
-    of the first positions, or is far above another's everywhere, does not flatten others: the axis names it.
+    are left out (127 of 65,536), because their losses are far above the rest. The axes end above the losses of the
+    first positions drawn, so that a model which is or ends far above them does not flatten others.
 
     Args:
         curves: name -> (seq_len,) mean loss in nats at each position, or (seeds, seq_len) for several runs that differ
             in their seed only: their mean is drawn, and the range they span shaded. Lengths may differ.
         train_length: sequence length of training, of all or by name, drawn as a vertical line: right of it a model
             extrapolates. Lengths that differ have a line each.
-        first: the first position drawn, from 1; default as above.
         of: what several curves are, for the title.
 
     Raises:
@@ -238,22 +230,20 @@ def loss_against_position(
         if loss.shape[-1] < 2 or not np.isfinite(loss).all():
             raise AnalysisError(f"'{name}': expected two or more losses, one for each position, all finite")
     names, lengths = list(curves), [loss.shape[-1] for loss in curves.values()]
-    first = max(1, min(max(lengths) // 512 if first is None else first, min(lengths) // 2))
+    first = max(1, min(max(lengths) // 512, min(lengths) // 2))
     title = f"Loss at every position of {names[0] if len(names) == 1 else f'{len(names)} {of}'}"
     with picture(path, title, (7.6, 3.4), columns=2) as drawn:
         styles = curve_styles(names)
-        for axes, of_loss in zip(drawn.axes[0], (_smooth_position, prefix_perplexity), strict=True):
-            drawn_curves: list[Curve] = []
-            for (name, losses), style in zip(curves.items(), styles, strict=True):
+        for axes, of_loss in zip(drawn.axes[0], (smooth, prefix_perplexity), strict=True):
+            means: list[np.ndarray] = []
+            for losses, style in zip(curves.values(), styles, strict=True):
                 position = np.unique(np.geomspace(first, losses.shape[-1], _POINTS).round().astype(np.int64))
                 values = np.stack([of_loss(loss)[position - 1] for loss in np.atleast_2d(losses)])
                 draw_mean(axes, style, position, values)
-                drawn_curves.append((name, style, values.mean(axis=0)))
+                means.append(values.mean(axis=0))
             position_axis(axes, first, max(lengths))
             marks = mark_training(axes, train_length, names)
-            is_loss = axes is drawn.axes[0, 0]
-            low, high = position_limits([y if is_loss else np.log(y) for *_, y in drawn_curves])
-            set_limits(axes, *((low, high) if is_loss else (math.exp(low), math.exp(high))), drawn_curves)
+            axes.set_ylim(position_limits(means))
         left, right = drawn.axes[0]
         left.set(xlabel="token position $i$", ylabel="loss at position $i$ (nats per token)")
         right.set(xlabel="context length (tokens)", ylabel="perplexity over the context")
@@ -265,21 +255,11 @@ def loss_against_position(
         drawn.notes += [*conditions, f"loss: mean over i ± {_POSITION_SMOOTHING:.0%}"]
 
 
-def _smooth_position(loss_T: np.ndarray) -> np.ndarray:
-    return smooth(loss_T, _POSITION_SMOOTHING)
-
-
 def position_limits(curves: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Ends of the loss axis, without models far above another everywhere.
-
-    A loss far above all first positions is left out too, where another model stays below.
-    """
-    lowest = min(curve[: 1 + curve.size // 4].max() for curve in curves)
-    curves = [curve for curve in curves if curve.min() <= lowest + _FAR_ABOVE]
-    low, high = min(curve.min() for curve in curves), max(curve.max() for curve in curves)
-    enough = low + 1.25 * (max(curve[: 1 + curve.size // 4].max() for curve in curves) - low)
-    if any(curve.max() <= enough for curve in curves):
-        high = min(high, enough)
+    """Ends of a vertical axis for the curves that stay near the first positions of most; for all if none does."""
+    low, tops = min(curve.min() for curve in curves), [curve.max() for curve in curves]
+    first = sorted(curve[: 1 + curve.size // 4].max() for curve in curves)[(len(curves) - 1) // 2]
+    high = max([top for top in tops if top <= low + 1.25 * (first - low)] or tops)
     margin = 0.05 * max(high - low, 1e-3)
     return low - margin, high + margin
 

@@ -4,7 +4,6 @@ Drawn without pyplot, so nothing global is left behind and no display is needed.
 and Ito, which people with colour-vision deficiencies can tell apart; line styles and markers repeat the distinction.
 """
 
-import itertools
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -48,13 +47,13 @@ DOTS_PER_INCH = 200
 _TITLE_CHARACTERS, _LEGEND_CHARACTERS, _NOTE_CHARACTERS = 10, 14, 15
 #: Inches of a column of the legend beside its text.
 _LEGEND_KEY = 0.7
-#: White edges, so that markers on top of each other are told apart.
+#: White edges, so that overlapping markers can be distinguished.
 MARKER: dict[str, Any] = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
 
 
 @dataclass(frozen=True)
 class CurveStyle:
-    """How a model is drawn."""
+    """Style of a model in figures."""
 
     colour: str
     line: Any
@@ -159,7 +158,8 @@ def _frame(drawn: Picture, title: str) -> None:
 
 
 def plain_text(name: str, characters: int) -> str:
-    """A name as matplotlib should show it: wrapped, with no formula between dollar signs, never hidden."""
+    """A name as matplotlib should show it: wrapped, with no formula between dollar signs, never hidden, all Unicode."""
+    name = name.encode(errors="backslashreplace").decode()  # of a folder that is not UTF-8
     text = textwrap.fill(name, characters, break_on_hyphens=False).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text  # a leading underscore keeps a label out of a legend
 
@@ -196,21 +196,6 @@ def reference_line(axes: Axes, value: float, label: str, vertical: bool = False,
     style: dict[str, Any] = {"color": GREY, "linestyle": line, "linewidth": 1.1}
     (axes.axvline if vertical else axes.axhline)(value, zorder=1, **style)
     return Line2D([], [], label=label, **style)
-
-
-#: Name, style and y.
-Curve = tuple[str, CurveStyle, np.ndarray]
-
-
-def set_limits(axes: Axes, low: float, high: float, curves: Sequence[Curve]) -> None:
-    """Sets the ends of the vertical axis, and says of a curve that ends above it where it ends."""
-    axes.set_ylim(low, high)
-    lines = itertools.count()
-    for name, style, y in curves:
-        ends = y[np.isfinite(y)][-1:]
-        if ends.size and ends[0] > high:
-            text, place = plain_text(f"↑ {name} ends at {ends[0]:.3g}", 40), (0.99, 0.99 - 0.07 * next(lines))
-            axes.text(*place, text, transform=axes.transAxes, ha="right", va="top", fontsize=7.5, color=style.colour)
 
 
 def log_axis(axes: Axes) -> None:

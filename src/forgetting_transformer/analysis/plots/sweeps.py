@@ -1,7 +1,7 @@
-"""Figures of sweeps: loss against learning rate, and against any keys."""
+"""The figure of a learning-rate search."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from forgetting_transformer.analysis.plots.style import (
-    ACCENT,
-    MAIN,
     CurveStyle,
     curve_styles,
     line_handle,
     marker_handle,
-    panels,
     picture,
 )
 from forgetting_transformer.analysis.tables import format_tokens, rate_text
@@ -103,39 +100,3 @@ def _draw_search(
             axes.errorbar([rate], [inside[rate]], [error], color=style.colour, capsize=3, linewidth=1.2)
         if len(seen) < len(losses):
             axes.plot([rate], [0.97], "x", color=style.colour, transform=axes.get_xaxis_transform(), zorder=3)
-
-
-def loss_against_parameters(
-    parameters: Mapping[str, Sequence[Any]],
-    losses: Sequence[float],
-    log: Collection[str],
-    loss_name: str,
-    path: Path,
-    title: str = "Search over several keys",
-    conditions: Sequence[str] = (),
-) -> None:
-    """Draws a free search: the loss of every finished run against each parameter, later ones darker, the best a star.
-
-    Args:
-        parameters: name -> the value of each run; values that are no numbers become categories.
-        losses: of each run, nats per token.
-        log: the parameters that get a logarithmic axis.
-    """
-    best = int(np.argmin(losses))
-    with panels(path, title, len(parameters), (3.1, 2.7), sharey=True) as drawn:
-        for axes, (name, values) in zip(drawn.axes.flat, parameters.items(), strict=False):
-            if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-                values = [str(value) for value in values]
-            shades = np.linspace(0.35, 0.9, len(losses))
-            axes.scatter(values, losses, c=MAIN, alpha=shades, s=24, linewidths=0, zorder=3)
-            axes.plot([values[best]], [losses[best]], "*", color=ACCENT, markersize=13, mec="white", mew=0.7, zorder=4)
-            if name in log:
-                axes.set_xscale("log")
-            axes.set_xlabel(name)
-        for axes in drawn.axes[:, 0]:
-            axes.set_ylabel(f"{loss_name}\n(nats per token)")
-        drawn.handles += [
-            marker_handle(".", "a run, later ones darker", MAIN, markersize=9),
-            marker_handle("*", f"best: {losses[best]:.4f}, run {best + 1} of {len(losses)}", ACCENT, markersize=10),
-        ]
-        drawn.notes += [*conditions, "one seed each, so that noise is unknown"]

@@ -19,7 +19,6 @@ from forgetting_transformer.analysis.plots.losses import (
 from forgetting_transformer.analysis.plots.style import (
     ACCENT,
     GREY,
-    Curve,
     CurveStyle,
     draw_line,
     draw_markers,
@@ -29,7 +28,6 @@ from forgetting_transformer.analysis.plots.style import (
     panels,
     picture,
     plain_text,
-    set_limits,
     token_axis,
 )
 from forgetting_transformer.analysis.runs import Run, Series
@@ -43,7 +41,7 @@ _PANELS = (
     ("gradient norm\nbefore clipping", names.TRAIN, names.GRADIENT_NORM, 1.0, True),
     ("tokens per second", names.THROUGHPUT, names.per_second("token_count", "total", "recent"), 1.0, False),
     ("MFU (%)", names.THROUGHPUT, names.mfu("total", "recent"), 100.0, False),
-    # Of PyTorch's tensors on a GPU, of the whole process on a CPU.
+    # PyTorch's tensors on a GPU, the whole process on a CPU.
     ("peak memory (GB)", names.THROUGHPUT, names.PEAK_MEMORY, 1e-9, False),
 )
 
@@ -93,14 +91,12 @@ def _loss_against_hours(axes: Axes, runs: Sequence[Run], styles: Mapping[str, Cu
     """Draws losses over wall time, in a unit that suits the longest run."""
     longest = max(run.hours.values[-1] for run in runs)
     unit, scale = ("hours", 1) if longest >= 2 else ("minutes", 60) if longest >= 1 / 30 else ("seconds", 3600)
-    curves: list[Curve] = []
     for run in runs:
-        time, smoothed = scale * np.interp(run.train.tokens, *run.hours), smooth_training(run.train.values)
-        draw_line(axes, styles[run.name], time, smoothed)
-        draw_markers(axes, styles[run.name], scale * np.interp(run.heldout.tokens, *run.hours), run.heldout.values)
-        curves.append((run.name, styles[run.name], smoothed))
+        style, hours = styles[run.name], run.hours
+        draw_line(axes, style, scale * np.interp(run.train.tokens, *hours), smooth_training(run.train.values))
+        draw_markers(axes, style, scale * np.interp(run.heldout.tokens, *hours), run.heldout.values)
     axes.set_xlim(left=0)
-    set_limits(axes, *loss_limits(runs), curves)
+    axes.set_ylim(loss_limits(runs))
     axes.set(xlabel=f"wall time of training ({unit})", ylabel=LOSS_LABEL)
 
 

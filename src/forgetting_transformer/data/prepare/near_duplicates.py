@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from forgetting_transformer.console import how_to_install
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare import shards, sources
 from forgetting_transformer.data.prepare.settings import CorpusSettings
-from forgetting_transformer.versions import how_to_install
 
 SKETCH = 128
-#: Of false candidates and missed pairs: a false candidate costs one comparison, a missed pair is a duplicate kept.
+#: Weights of false candidates, which cost a comparison, and of missed pairs, which leave a duplicate.
 _WEIGHTS = (0.1, 0.9)
 # The permutations of a sketch are a function of these, in every release of datasketch 2.
 _SCHEME = "affine32"

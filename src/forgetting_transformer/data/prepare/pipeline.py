@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from forgetting_transformer.command_line import installed_versions
 from forgetting_transformer.data.errors import DataError, cannot_write
 from forgetting_transformer.data.prepare import layout, near_duplicates, sources, stream, tokenizers, writing
 from forgetting_transformer.data.prepare.output import MANIFEST, OutputFolder, read_manifest
@@ -27,7 +28,6 @@ from forgetting_transformer.data.prepare.shards import open_pool
 from forgetting_transformer.data.storage import checksums
 from forgetting_transformer.data.tools.progress import progress
 from forgetting_transformer.files import write_json
-from forgetting_transformer.versions import installed_versions
 
 FORMAT_VERSION = 1
 ARRAYS = ("train", "heldout")

@@ -1,4 +1,4 @@
-"""What a corpus is made of: every setting that changes a byte of the result, and nothing else."""
+"""Settings of a corpus: every one that changes a byte of the result, and nothing else."""
 
 import dataclasses
 import json

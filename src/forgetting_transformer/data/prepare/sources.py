@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forgetting_transformer.console import how_to_install
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare import output
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.files import UnreadableError, parse_json
 from forgetting_transformer.hub_connection import use_cached_datasets
-from forgetting_transformer.versions import how_to_install
 
 ALWAYS_EXCLUDED = ("__pycache__",)
 # A file up to this size is read at once; a longer one is read twice (check and hash, then cut) and never held.

@@ -21,13 +21,13 @@ from forgetting_transformer.data.vocabulary import token_dtype
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 32 << 20
-#: What tokenizers that change texts change: case, accents, spaces, rare characters.
+#: Test of tokenizers that change texts: case, accents, spaces, rare characters.
 PROBE = "One word,  two .\n\n\tÉté {x} = 例\n"
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """What readers of the corpus need to know about its tokenizer."""
+    """Facts about a corpus's tokenizer that its readers need."""
 
     kind: str  # "bytes", "trained" or "loaded"
     vocab_size: int
@@ -38,7 +38,7 @@ class TokenizerInfo:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the ids, in memory and in the arrays."""
+        """Type of the ids, in memory and in the arrays."""
         return token_dtype(self.vocab_size)
 
 

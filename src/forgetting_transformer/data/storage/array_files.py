@@ -22,7 +22,7 @@ from forgetting_transformer.data.storage.remote_cache import CacheSettings, Remo
 #: Metadata of Zarr v2 and v3.
 ARRAY_METADATA = {2: ".zarray", 3: "zarr.json"}
 _METADATA = (*ARRAY_METADATA.values(), ".zattrs", ".zgroup", ".zmetadata")
-#: What an array may state about itself; damaged metadata could ask for any amount of time and memory.
+#: Limits on an array's own metadata; damaged metadata could ask for any amount of time and memory.
 LARGEST_CHUNK, LARGEST_FILE_COUNT, LONGEST_DOCUMENT = 1 << 30, 1 << 26, (1 << 31) - 1
 #: Codecs that turn bytes into bytes or numbers. Others exist, such as numcodecs' pickle, which runs what a file says.
 SAFE_CODECS = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"}) | frozenset(
@@ -57,7 +57,7 @@ class ArrayFiles:
         self.holds_blosc = False
 
     def place(self, key: str) -> str:
-        """Where a chunk is, or would be, in the words of an error message."""
+        """Path or URL of a chunk, for error messages."""
         return str(self.path / key) if isinstance(self.path, Path) else join(self.path, key)
 
     def has_array(self) -> bool:
@@ -90,7 +90,7 @@ class ArrayFiles:
             listed = self.cache.remote.files("")
             if listed is None:
                 raise DataError(
-                    f"{self.path} cannot be listed, so nobody knows which chunks it has; set "
+                    f"{self.path} cannot be listed, so its chunks are unknown; set "
                     "datamodule.missing_chunks=error, or use hf://, s3://, gs:// or a local copy"
                 )
             return set(listed).intersection(expected)

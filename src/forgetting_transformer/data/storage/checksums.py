@@ -1,12 +1,12 @@
-"""Which bytes the files of an array must have: `train.sha256` beside `train.zarr`, in the format of sha256sum.
+"""Checksums of an array's files: `train.sha256` beside `train.zarr`, in the format of sha256sum.
 
     <64 hexadecimal digits>  train.zarr/0.0
 
 scripts/prepare_data.py and scripts/download_longcrawl64.py write it, scripts/verify_data.py does for arrays that have
-none. A file of chunks that is read is held to its line, so neither a flipped bit nor another chunk under the same name
-is trained on. SHA-256 and not a CRC: the list then also says which contents were trained on, and is the one that the
-downloader writes. It costs about 1 ns per token that is read. Files that are not listed are read with a warning. Lines
-without a file are no fault, since a copy may be partial.
+none. A file of chunks is compared with its line when it is read, so neither a flipped bit nor another chunk under its
+name is trained on. SHA-256 and not a CRC: the list also identifies the contents, and is the one that the downloader
+writes. It costs about 1 ns per token. Files that are not listed are read with a warning. Lines without a file are no
+fault, since a copy may be partial.
 """
 
 import hashlib

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
-from forgetting_transformer.console import is_redacted, redact
+from forgetting_transformer.console import how_to_install, is_redacted, redact
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.versions import how_to_install
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

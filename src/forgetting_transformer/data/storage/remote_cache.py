@@ -32,7 +32,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def default_folder() -> Path:
-    """Where remote chunks are kept unless told otherwise."""
+    """Default folder of remote chunks."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forgetting_transformer"
 
 

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from forgetting_transformer.model.generation.growing import GrowingTensor
 from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate
 
-#: How transformers names the cache in outputs and in the arguments of `generate`: "cache" since version 5.24.
+#: Name of the cache in transformers' outputs and in the arguments of `generate`: "cache" since version 5.24.
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
 
@@ -122,7 +122,7 @@ class DecoderCache(Cache):
     def writing_in_place(self) -> Iterator[None]:
         """Let layers write a single token at `slot`, in buffers that keep their addresses; for a static cache."""
         assert self.slot is not None
-        # What has dropped its first tokens counts from the first that is left.
+        # Layers that have dropped their first tokens count from the first that is left.
         behind = functools.cache(self.slot.behind)
         for layer in self.layers:
             layer.begin_writing(behind)

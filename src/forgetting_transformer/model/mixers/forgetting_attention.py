@@ -159,7 +159,7 @@ class ForgettingAttentionLayer(nn.Module):
         use_cache: bool = False,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None, AttentionCache | None]:
-        """Return the output `(B, T, E)`, the attention weights if they are asked for, and the cache.
+        """Return the output `(B, T, E)`, the attention weights if wanted, and the cache.
 
         Args:
             hidden_states: T new tokens `(B, T, E)`.

@@ -6,7 +6,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 
 Files, from the call down:
     dispatch                  which calls the GPU kernels serve
-    reference, portable       the definition, of attention and of pruning, that backends are held to; any device
+    reference, portable       the definition of attention and of pruning, which tests every backend; any device
     triton, layout            the operators and their launches; what launches share
     kernels, hopper, decay    attention and its gradients; the same for Hopper GPUs; what surrounds them, and what
                               pruning skips

@@ -57,7 +57,7 @@ _ROWS = gl.constexpr(64)  # of a warpgroup
 
 @gluon.constexpr_function
 def _accumulators(columns):
-    """How one warpgroup holds a tile of 64 × columns that products add to."""
+    """Layout in one warpgroup of a tile of 64 × columns that products add to."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
@@ -73,7 +73,7 @@ def _columns_of(columns):
 
 @gluon.constexpr_function
 def _left_operand(columns):
-    """How it holds the left factor of a product with that many columns."""
+    """Layout of the left factor of a product with that many columns."""
     return gl.DotOperandLayout(operand_index=0, parent=_accumulators(columns), k_width=2)
 
 
@@ -309,7 +309,7 @@ def forward_kernel(
 
 #: (kernel, head dimension): keys of a tile, and stages. Measured on an H200 (docs/lab_notebook.md).
 TILES = {("forward", 64): (128, 2), ("forward", 128): (128, 2)}
-# Of three warpgroups, one of which is only its loading warp: 65,536 registers by 384 threads, in steps of 8.
+# Registers of three warpgroups, one of which is only its loading warp: 65,536 registers by 384 threads, in steps of 8.
 _LAUNCH = {"num_warps": 4, "maxnreg": 168, **FUSED}
 
 

@@ -1,4 +1,4 @@
-"""Forgetting attention and its pruning, written down as they are defined: what every backend is held to.
+"""Forgetting attention and its pruning, by definition: the reference of every backend.
 
 Attention takes O(T·N) memory. What adaptive computation pruning leaves out is computed in float64, for queries in
 blocks of 128 and keys in stretches of 128, and reported by evaluations; `decay.py` derives the rule.

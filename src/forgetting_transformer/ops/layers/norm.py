@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forgetting_transformer.ops import backends
 
-#: Of gates.
+#: Activations of gates.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
 _MAX_KERNEL_WIDTH = 8192
 _KERNELS = "forgetting_transformer.ops.layers.norm_triton"

@@ -203,7 +203,7 @@ def _(dy, d_total, total, weight, scale, dtype, branch_dtype):
 class ResidualNorm(torch.autograd.Function):
     """`normalise` with its gradients. A Function, since an operator of torch.library may not return what it was given.
 
-    Where nothing is added, x itself goes on as the residual stream, so that its gradient from there comes back here.
+    Where nothing is added, x itself is the residual stream, so that its gradient from there comes back here.
     """
 
     @staticmethod

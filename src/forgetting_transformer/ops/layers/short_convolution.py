@@ -35,7 +35,7 @@ def short_convolution(
         bias_C: added at every position, any floating dtype.
         previous_BCW: the W - 1 inputs before x[:, 0], oldest first: what an earlier call returned. Default 0.
         position_BT: packed documents: how many tokens of its document are before each. No input of one document enters
-            another. Default: a row is one, and goes on from `previous`.
+            another. Default: a row is one, and continues `previous`.
         unit_heads: then divide each of so many equal slices of y's channels by its length (`l2_norm`), at every
             position. 0 for none.
 

@@ -104,7 +104,7 @@ def recurrence(
         skip: simple_gla: what is added to the output of a head is this `(H,)` times its values. Default 0.
         cu_seqlens: simple_gla: packed documents, int32 or int64: where each begins among the B·T tokens of all rows,
             one row after another, and B·T. It may not fall, and runs from 0 to B·T, which is checked for tensors on the
-            CPU. No state goes on from one document into the next; `state` belongs to the first of each row.
+            CPU. No state passes from one document into the next; `state` belongs to the first of each row.
 
     Returns:
         Outputs `(B, T, H, V)` in v's dtype, and the state after the last token `(B, H, K, V)`. States and sums are
@@ -383,7 +383,7 @@ def _scan_with_kernel(
         # One more than there are tokens, for the end; ends may be repeated.
         starts = torch.zeros(x_BTI.shape[0] * x_BTI.shape[1] + 1, dtype=torch.int8, device=x_BTI.device)
         starts_BT = starts.index_fill(0, cu_seqlens.long(), 1)[:-1].view(x_BTI.shape[:2])
-        # The first document of a row goes on from the initial state.
+        # The first document of a row continues from the initial state.
         starts_BT = torch.cat((torch.zeros_like(starts_BT[:, :1]), starts_BT[:, 1:]), dim=1)
     state_BIK = None if initial_state_BIK is None else initial_state_BIK.float()
     arguments = (x_BTI, dt_BTI, A_IK.float(), B_BTK, C_BTK, D_I, dt_bias_I, starts_BT, state_BIK)

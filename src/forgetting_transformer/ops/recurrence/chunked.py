@@ -247,7 +247,7 @@ def _scores_by_channel(q_BHncK: Tensor, k_BHncK: Tensor, between: list[tuple[Ten
         between: result of `_decays_by_channel`.
     """
     both = torch.stack((q_BHncK, k_BHncK), dim=-2)  # (..., c, 2, K)
-    # Of blocks of `size` tokens: (..., blocks, size, 2, size).
+    # Blocks of `size` tokens: (..., blocks, size, 2, size).
     scores = (both * k_BHncK[..., None, :]).sum(-1)[..., None, :, None]
     for before_right, after_left in between:
         size = before_right.shape[-2]

@@ -73,7 +73,7 @@ def run_convolved(
     Args:
         x_BTC, weight_C1W, bias_C, previous_BCW: of `short_convolution`.
         log_decay_BTH, step_BTH, skip_H, initial_state_BHKV, scale: of `recurrence`.
-        position_BT: packed documents, as `short_convolution` takes them. No state goes on from one into the next.
+        position_BT: packed documents, as `short_convolution` takes them. No state passes from one into the next.
         groups, key_dim: G and K.
 
     Returns:
@@ -108,7 +108,7 @@ def documents(cu_seqlens: Tensor, like_BTX: Tensor) -> Tensor:
 
 
 def end_with_documents(log_decay_BTH: Tensor, document_BT: Tensor) -> Tensor:
-    """Log decays with which no state goes on from one document into the next."""
+    """Log decays with which no state passes from one document into the next."""
     begins_BT = torch.cat((torch.zeros_like(document_BT[:, :1]), document_BT.diff(dim=1)), dim=1) != 0
     return log_decay_BTH.masked_fill(begins_BT[..., None], LOG_ZERO)
 

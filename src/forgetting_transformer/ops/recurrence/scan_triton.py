@@ -44,7 +44,7 @@ _PROGRAMS_PER_MULTIPROCESSOR = 16
 
 
 class Tile(NamedTuple):
-    """How a program's lanes share a block of channels.
+    """Layout of a block of channels over the lanes of a program.
 
     Attributes:
         channels: channels of a block.

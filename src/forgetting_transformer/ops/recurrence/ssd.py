@@ -40,7 +40,7 @@ _MAX_HEADS_OF_A_BLOCK = 8
 
 
 class Tiles(NamedTuple):
-    """How a call is cut. What changes the last bits of results depends on dtypes and shapes alone.
+    """Tiles of a call. What changes the last bits of results depends on dtypes and shapes alone.
 
     Attributes:
         chunk: tokens between states.

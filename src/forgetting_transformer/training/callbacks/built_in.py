@@ -42,7 +42,8 @@ def chosen(config: Config) -> list[Callback]:
     """
     found = []
     for name, keys in vars(config.callbacks).items():
-        callback = CALLBACKS.make(name, *(() if CALLBACKS.get(name).config is None else (keys,)))
+        component = CALLBACKS.get(name)
+        callback = component.build() if component.config is None else component.build(keys)
         if not isinstance(callback, Callback):
             base = "forgetting_transformer.training.callbacks.Callback"
             raise ConfigError(f"callbacks.{name}: {type(callback).__name__} does not derive from {base}")

@@ -70,7 +70,7 @@ class Goodput(Callback):
             self._earlier = earlier
 
     def mark(self, step: int) -> None:
-        """A checkpoint of `step` tokens exists, or will: time up to now is not lost if a run goes on from it."""
+        """A checkpoint of `step` tokens exists, or will: time up to now is not lost if a run continues from it."""
         self._start["marks"] = [*self._start["marks"], [step, self._clock.seconds()]][-_MARKS:]
 
     def write(self, step: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ where no valid one is left the run is refused. `last_checkpoint.json`, beside th
 one was finished, for the case that the folder is gone. The format is the same for every strategy and number of
 processes.
 
-Writing may happen in a thread while training goes on: the loop then waits only until a copy in the host's memory is
+Writing may happen in a thread while training continues: the loop then waits only until a copy in the host's memory is
 made (host_copy.py). The thread has its own gloo group, because collectives of two threads in one group would mix.
 A thread, and not torch.distributed.checkpoint.async_save, because checksums, manifest and pruning belong behind the
 same writing, and because a strategy that holds the whole model on every rank would copy all of it on every rank.
@@ -105,7 +105,7 @@ class Checkpointer:
         permanent: bool,
         before_manifest: Callable[[], None] = lambda: None,
     ) -> None:
-        """Saves a checkpoint; called by every rank after the same step. `finished` tells how it ended.
+        """Saves a checkpoint; called by every rank after the same step. `finished` returns how it ended.
 
         Args:
             trainer_state: as JSON. windows: small tensors, the same on every rank.

@@ -96,7 +96,7 @@ def read_tensors(folder: Any, names: list[str] | None = None) -> dict[str, torch
     wanted = {name: stored[name] for name in (stored if names is None else names)}
     state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in wanted.items()}
     with warnings.catch_warnings():
-        # That it reads on one process, which is meant.
+        # The warning about reading on one process, which is meant.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp.load(state, storage_reader=reader, planner=TensorPlanner(), no_dist=True)
     return state

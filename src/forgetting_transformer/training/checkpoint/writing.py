@@ -210,7 +210,7 @@ class Writer:
                 if not json.loads((path / MANIFEST).read_text(encoding="utf-8"))["permanent"]:
                     remove(path)
             except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-                # Housekeeping: what cannot be read or deleted stays, and training goes on.
+                # Housekeeping: what cannot be read or deleted stays, and training continues.
                 log.warning("could not tidy up %s: %s", path, error)
 
     def _agree(self, action: Callable[[], None], what: str) -> None:

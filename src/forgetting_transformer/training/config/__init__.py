@@ -148,7 +148,7 @@ class ScheduleConfig:
 
 @dataclass(kw_only=True)
 class DataModuleConfig:
-    """What every corpus has. Those of this package are in training/config/corpora.py, with their own keys."""
+    """Keys of every corpus. Corpora of this package are in training/config/corpora.py, with their own keys."""
 
     name: str = "longcrawl64"
     #: Folder of the corpus in `data_dir`.
@@ -180,7 +180,7 @@ class CallbacksConfig:
 class ModelConfig:
     #: A name in model.registry, such as "forgetting_transformer".
     name: str
-    #: What tags and comparisons call the model: several models may be one architecture with other fields. "": its name.
+    #: Name in tags and comparisons: several models may be one architecture with other fields. "": the model's name.
     label: str = ""
     #: The fields of that architecture's configuration class. vocab_size and token ids come from the data.
     config: dict[str, Any] = field(default_factory=dict)
@@ -215,7 +215,7 @@ class Config:
     train: TrainConfig
     eval: EvalConfig
     wandb: WandbConfig
-    #: What is measured or done during training besides: name of the callback -> its keys, in the order of their calls.
+    #: Measurements and other work during training: name of the callback -> its keys, in the order of their calls.
     callbacks: CallbacksConfig
     #: Modules with components that are not of this package (plugins.py). The command line names them.
     plugins: list[str] = field(default_factory=list)

@@ -101,7 +101,7 @@ def check_continues(
         raise ConfigError(
             f"{checkpoint} was trained with other settings:\n  " + "\n  ".join(changes) + "\n"
             "Undo these changes to continue it, or choose another output_dir"
-            + ("" if forked else " (with fork_dir and fork_step to go on from it, or init_from an export of it)")
+            + ("" if forked else " (with fork_dir and fork_step to continue from it, or init_from an export of it)")
             + ("" if config.fork_dir else ", or start over with resume=false")
         )
 

@@ -1,14 +1,12 @@
-"""What the authors' code calls the keys of a configuration, and what they are here.
+"""Names of configuration keys in the authors' code, and here.
 
-`admit` lets these names through Hydra, which refuses keys that no YAML lists; `translate` puts this project's keys in
-their place, whether they come from the command line or from an experiment's file. Nothing behind that knows the
-official names.
+`translate` puts this project's keys in their place, whether they come from the command line or from an experiment's
+file. Nothing behind that knows the official names.
 """
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 
 from forgetting_transformer.training.config import ConfigError
@@ -26,23 +24,6 @@ SCHEDULE = {
     "total_steps": ("schedule.total_tokens", _STABLE),
     "anneal_steps": ("schedule.decay_tokens", _STABLE),
 }
-#: Fields of the official `model.config`, over all architectures. A model whose class lacks one refuses it by name.
-MODEL_FIELDS = frozenset({
-    "vocab_size", "hidden_size", "hidden_ratio", "intermediate_size", "num_hidden_layers", "num_heads", "num_kv_heads",
-    "hidden_act", "window_size", "max_position_embeddings", "initializer_range", "elementwise_affine", "norm_eps",
-    "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "attention_bias", "fuse_norm",
-    "fuse_cross_entropy", "rope_base", "use_rope", "use_output_gate", "ogate_act", "fgate_type", "fgate_bias_init",
-    "decay_time_min", "decay_time_max", "use_output_norm", "qk_norm", "qk_norm_share_param_across_head", "use_k_shift",
-    "use_v_shift", "log_pruning_tolerance",
-    "head_dim", "state_size", "layer_norm_epsilon", "expand", "conv_kernel", "n_groups", "use_bias", "use_conv_bias",
-    "residual_in_fp32", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "time_step_limit",
-    "rescale_prenorm_residual", "rms_norm", "chunk_size", "time_step_scale", "time_step_init_scheme", "attn",
-    "attn_hidden_ratio", "mamba_hidden_ratio",
-    "attn_mode", "expand_ratio", "use_short_conv", "conv_size", "use_lower_bound", "expand_k", "expand_v", "use_gate",
-    "use_beta", "qk_activation", "norm_first",
-})  # fmt: skip
-#: Official names that are understood, by section.
-OFFICIAL: dict[str, Collection[str]] = {"model.config": MODEL_FIELDS, "schedule": SCHEDULE}
 _ONE_LENGTH = "sequences are as long as {}_batch_len, and documents as the corpus has them"
 #: Official keys without a counterpart, and why.
 GONE = {
@@ -72,32 +53,6 @@ OTHER_NAMES = {
 }
 
 
-def admit(arguments: Sequence[str]) -> list[str]:
-    """Arguments of a command line for Hydra, in which keys may have official names, which no YAML lists.
-
-    Raises:
-        CompactHydraException: a key and its official name are both given, or a value without a key.
-    """
-    if nameless := [argument for argument in arguments if argument.startswith("=")]:
-        raise CompactHydraException(f"ConfigError: {nameless[0]!r} has no key; write key=value")
-    keys = _keys(arguments)
-    for name, (own, _) in SCHEDULE.items():
-        if {f"schedule.{name}", own} <= keys:
-            raise CompactHydraException(
-                f"ConfigError: schedule.{name} is the official name of {own}, and both are given; leave one out"
-            )
-    return [f"++{argument}" if _is_admitted(argument.partition("=")[0]) else argument for argument in arguments]
-
-
-def _is_admitted(key: str) -> bool:
-    section, _, name = key.rpartition(".")
-    return name in OFFICIAL.get(section, ())
-
-
-def _keys(arguments: Sequence[str]) -> set[str]:
-    return {argument.partition("=")[0].lstrip("+") for argument in arguments if "=" in argument}
-
-
 def translate(config: DictConfig, typed: Sequence[str] = ()) -> None:
     """Puts this project's keys in the place of the official ones of `schedule`.
 
@@ -105,18 +60,20 @@ def translate(config: DictConfig, typed: Sequence[str] = ()) -> None:
         typed: arguments of the command line. A key given there wins over its official name in an experiment's file.
 
     Raises:
-        ConfigError: a key that its schedule does not have.
+        ConfigError: a key that its schedule does not have, or is given under both names.
         OmegaConfBaseException: a value refers to what is not there.
     """
-    schedule = config.get("schedule") or {}
+    schedule, given = config.get("schedule") or {}, {one.partition("=")[0].lstrip("+") for one in typed}
     for name in [name for name in SCHEDULE if name in schedule]:
         own, kinds = SCHEDULE[name]
+        if {f"schedule.{name}", own} <= given:
+            raise ConfigError(f"schedule.{name} is the official name of {own}, and both are given; leave one out")
         if schedule.get("name") not in kinds:
             raise ConfigError(
                 f"schedule.{name}={schedule[name]} has no meaning for schedule.name={schedule.get('name')}; it belongs "
                 f"to {' and '.join(kinds)}"
             )
-        if not OmegaConf.is_missing(schedule, name) and own not in _keys(typed):
+        if not OmegaConf.is_missing(schedule, name) and own not in given:
             OmegaConf.update(config, own, schedule[name])
         del schedule[name]
 
@@ -131,6 +88,7 @@ def closest_key(key: str, known: Sequence[str]) -> str:
         return f": {GONE[key]}; leave it out"
     if key == "experiment":
         return "; the file of an experiment must begin with the line '# @package _global_'"
+    known = [*known, *(f"schedule.{name}" for name in SCHEDULE)]
     section, dot, name = key.rpartition(".")
     name = OTHER_NAMES.get(name, name)
     beside = {k.removeprefix(section + dot).partition(".")[0] for k in known if k.startswith(section + dot)}

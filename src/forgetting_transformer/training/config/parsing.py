@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from forgetting_transformer import plugins
 from forgetting_transformer.console import redact
-from forgetting_transformer.files import flatten
+from forgetting_transformer.files import LINK_TO_IT, flatten
 from forgetting_transformer.plugins import (
     CALLBACKS,
     CORPORA,
@@ -45,12 +45,13 @@ _NAMED: dict[str, tuple[Registry, Any]] = {
     "schedule": (SCHEDULES, ScheduleConfig),
     "datamodule": (CORPORA, DataModuleConfig),
 }
-#: What a value must be, by the first word of pydantic's type of error. For other errors pydantic's own words do.
+#: Requirement on a value, by pydantic's type of error or its first word. Other errors keep pydantic's words.
 _EXPECTED = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
     "string": "text",
+    "string_unicode": f"UTF-8; {LINK_TO_IT}",
     "list": "a list, as in [a, b]",
     "dict": "a mapping, as in {name: value}",
 }
@@ -225,10 +226,11 @@ def _leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _no_value(keys: Iterable[str]) -> str:
+    said = f"no value for {', '.join(sorted(keys))}: give it on the command line, as in {min(keys)}=…"
+    if min(keys).startswith("callbacks."):
+        return f"{said}, or choose the callback, as in callbacks=[{min(keys).split('.')[1]}]"
     folders = {*keys} <= {"output_dir", "data_dir"}
-    return f"no value for {', '.join(sorted(keys))}: give it on the command line, as in {min(keys)}=…" + (
-        "" if folders else ", or choose an experiment that sets it (+experiment/demo=fox_pro)"
-    )
+    return said if folders else f"{said}, or choose an experiment that sets it (+experiment/demo=fox_pro)"
 
 
 def _line(key: str, error: Any, keys: Mapping[str, Key]) -> str:
@@ -237,12 +239,12 @@ def _line(key: str, error: Any, keys: Mapping[str, Key]) -> str:
     if kind == "value_error":  # of a `__post_init__`
         return str(error["ctx"]["error"])
     if kind == "unexpected_keyword_argument":
-        return f"unknown config key {key!r}{official_names.closest_key(key, list(keys))}"
+        return _unknown(key, keys)
     if kind == "dataclass_type":
         return _is_group(key, value, keys)
     known = keys.get(key)
     null = ", or null" * (known is not None and types.NoneType in typing.get_args(known.type))
-    expected = _EXPECTED.get(kind.partition("_")[0])
+    expected = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0])
     if not value.strip():
         wanted = "a path or a name" if kind == "string_pattern_mismatch" else expected or "a value"
         given = repr(value) if value else ""
@@ -253,6 +255,10 @@ def _line(key: str, error: Any, keys: Mapping[str, Key]) -> str:
         expected = error["ctx"]["expected"].replace("True", "true").replace("False", "false")
     better = f" must be {expected}" if expected else f": {error['msg']}".replace(": Input should be", " must be")
     return f"{key}={redact(value)}{better}{null}"
+
+
+def _unknown(key: str, keys: Mapping[str, Key]) -> str:
+    return f"unknown config key {key!r}{official_names.closest_key(key, list(keys))}"
 
 
 def _is_group(key: str, value: Any, keys: Mapping[str, Key]) -> str:
@@ -271,6 +277,11 @@ def _explained(written: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except OmegaConfBaseException as error:
+        known = keys_of(config_class(written))
+        listed = [f"{key}." for key in (*known, "model.sizes")]
+        wrong = [key for key in written if key != "callbacks" and not f"{key}.".startswith(tuple(listed))]
+        if wrong:  # a typo may be why another key has no value
+            raise ConfigError("\n".join(_unknown(key, known) for key in wrong)) from error
         key, said = str(error.full_key), str(error).splitlines()[0]
         for _ in written:  # by the key that was given it, and not by another that refers to that one
             reference = re.fullmatch(r"\$\{([\w.]+)\}", str(written.get(key)))

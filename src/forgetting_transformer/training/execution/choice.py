@@ -93,7 +93,7 @@ def _obstacle(device: torch.device) -> str | None:
 
 
 def _all_ranks(mine: bool, device: torch.device) -> bool:
-    """Whether all ranks say so: what is compiled on some ranks only would make their steps differ."""
+    """Whether all ranks agree: what is compiled on some ranks only would make their steps differ."""
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return mine
     votes = torch.tensor(int(mine), device=device)

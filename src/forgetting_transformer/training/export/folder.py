@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from forgetting_transformer import plugins
 from forgetting_transformer.command_line import one_line
+from forgetting_transformer.console import how_to_install
 from forgetting_transformer.data.storage.checksums import sha256_of
 from forgetting_transformer.files import explain, write_json
 from forgetting_transformer.hub_connection import model_folder
@@ -25,7 +26,6 @@ from forgetting_transformer.training.config.continuing import decisive
 from forgetting_transformer.training.export import card, official_checkpoint
 from forgetting_transformer.training.export.contents import load_checkpoint, save_tokenizer, tokenizer_of_run
 from forgetting_transformer.training.records.run_directory import RunDirectory, belongs_to
-from forgetting_transformer.versions import how_to_install
 
 #: The mark, written into every export.
 MARK = "exported_from.json"
@@ -133,7 +133,7 @@ def find_model(source: str, files: Sequence[str]) -> Path:
     folder = Path(source).expanduser()
     if not folder.exists():
         try:
-            folder = model_folder(source, files)
+            folder = model_folder(source, [*files])
         except ValueError as error:
             raise ExportError(f"{source} is no folder, and {error}") from error
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""Faults that a run meets, and where each is handled. docs/operations.md says what then happens; each has a test.
+"""Faults of a run, and where each is handled. docs/operations.md describes them, tests/FAULTS.md names the tests.
 
  1  signal                                 sentinel.py hears it, stop.py lets all ranks stop after the same step
  2  killed rank                            peers.py names it

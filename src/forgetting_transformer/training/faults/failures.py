@@ -1,4 +1,4 @@
-"""One start of a run, in which whatever goes wrong ends in one line that says what to do."""
+"""One start of a run, in which every error ends in one line with its fix."""
 
 import contextlib
 import platform

@@ -16,14 +16,14 @@ from forgetting_transformer.data.worker import shared_memory_hint
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: How often a process restarts its readers.
+#: Number of times that a process restarts its readers.
 RESTARTS = 3
 _END: Any = object()
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited unexpectedly)")
 
 
 class DataWorkerError(RuntimeError):
-    """The processes that read data died too often. The message says what to do."""
+    """The processes that read data died too often. The message has the fix."""
 
 
 def restarted(
@@ -45,7 +45,7 @@ def restarted(
                 iterator = iter(start(done))
             if threading.current_thread() is threading.main_thread():
                 # PyTorch would raise out of a signal handler, in the middle of a step, where ranks no longer agree.
-                # Without it the death is noticed where the next batch is asked for, within five seconds.
+                # Without it the death is noticed where the next batch is requested, within five seconds.
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             while True:
                 with waiting():

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from forgetting_transformer import signals
+from forgetting_transformer import console
 from forgetting_transformer.data.worker import shared_memory_hint
 from forgetting_transformer.training.faults.peers import MAY_WAIT, STOPPED, WAITS
 
@@ -104,7 +104,7 @@ class Sentinel:
     def __enter__(self) -> "Sentinel":
         if threading.current_thread() is threading.main_thread():
             # The handlers do nothing: having them is what makes Python write to the descriptor.
-            self._previous = {number: signal.signal(number, lambda *_: None) for number in signals.NUMBERS}
+            self._previous = {number: signal.signal(number, lambda *_: None) for number in console.SIGNALS}
             signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             # A forked data worker must not speak for its parent.
             os.register_at_fork(after_in_child=_forget_descriptor)
@@ -167,14 +167,14 @@ class Sentinel:
             readable, _, _ = select.select([self._reader], [], [], 0.5)
             now = time.monotonic()
             for number in self._reader.recv(4096) if readable else b"":
-                if number in signals.NUMBERS:
+                if number in console.SIGNALS:
                     self._hear(signal.Signals(number), now)
             if self._closing:
                 break
             silence = time.monotonic() - self._last_beat
             missing, limit, after_signal = self._patience()
             if self.request and min(silence, now - self._heard_at) > after_signal:
-                self._leave(signals.PREEMPTED_EXIT_CODE, f"{STOPPED}{self.request}; {missing} for {silence:.0f} s")
+                self._leave(console.PREEMPTED_EXIT_CODE, f"{STOPPED}{self.request}; {missing} for {silence:.0f} s")
             elif silence > limit:
                 hint = self._wait.hint() if self._wait is not None else ""
                 self._leave(1, f"{missing} for {silence:.0f} s (strategy.timeout_seconds); {self._where()}{hint}")
@@ -194,20 +194,20 @@ class Sentinel:
             self.request, self._heard_at = number.name, now
             if self._stage is not None:
                 reason = f"{STOPPED}{number.name} in {self._stage!r}, before the first step"
-                self._leave(signals.PREEMPTED_EXIT_CODE, reason)
+                self._leave(console.PREEMPTED_EXIT_CODE, reason)
             said = "stopping after this step, with a checkpoint; a second signal leaves at once"
             self._answer = _aside(lambda: log.warning("%s: %s", number.name, said))
         elif now - self._heard_at > SAME_REQUEST_SECONDS:
             self._leave(128 + number, f"{number.name}, after {self.request}: left at once")
 
     def _where(self) -> str:
-        """Whether this rank stands still or waits for another, as far as can be seen."""
+        """Whether this rank makes no progress or waits for another, as far as can be seen."""
         threads = [frame for name, frame in self._stacks() if name in ("MainThread", "checkpoint")]
         files = {f.f_code.co_filename for frame in threads for f, _ in traceback.walk_stack(frame)}
         if any(file.endswith(("distributed_c10d.py", "faults/stop.py")) for file in files):
             return f"{WAITS}, whose log says where it stands"
         # In a backward pass, or when it asks the device, a rank that waits for another looks like one that hangs.
-        return f"this rank stands still{f', {MAY_WAIT}' if dist.is_initialized() else ''}"
+        return f"this rank makes no progress{f', {MAY_WAIT}' if dist.is_initialized() else ''}"
 
     @staticmethod
     def _stacks() -> list[tuple[str, FrameType]]:
@@ -217,7 +217,7 @@ class Sentinel:
 
     def _leave(self, code: int, reason: str) -> None:
         """Ends the process. Log, status and terminal may hang where the run hangs: none of them can keep it."""
-        outcome = "preempted" if code == signals.PREEMPTED_EXIT_CODE else "failed"
+        outcome = "preempted" if code == console.PREEMPTED_EXIT_CODE else "failed"
         noted, stacks = [outcome], self._stacks()
 
         def note() -> None:
@@ -233,7 +233,7 @@ class Sentinel:
             thread.join(max(0.0, deadline - time.monotonic()))
         if outcome == "preempted":
             code = {"preempted": code, "done": 0}.get(noted[0], 1)
-            signals.report_outcome(noted[0])
+            console.report_outcome(noted[0])
         os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer that the config names, held to what training relies on, and several optimizers as one."""
+"""The optimizer that the config names, checked for what training relies on, and several optimizers as one."""
 
 import inspect
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConf
         ConfigError: what was built is no optimizer of PyTorch's kind, which would show only when the run is continued.
     """
     named_by("optimizer.lr_scale_for", config.lr_scale_for, trainable(model))
-    optimizer = OPTIMIZERS.make(config.name, model, undecayed, config)
+    optimizer = OPTIMIZERS.get(config.name).build(model, undecayed, config)
     if (
         not isinstance(optimizer, torch.optim.Optimizer)
         or "closure" not in inspect.signature(optimizer.step).parameters

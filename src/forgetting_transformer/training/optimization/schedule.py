@@ -7,7 +7,7 @@ zero therefore moves nothing but AdamW's moments.
 import math
 from collections.abc import Callable
 
-from forgetting_transformer.plugins import SCHEDULES, PluginError, UnknownComponentError
+from forgetting_transformer.plugins import SCHEDULES, UnknownComponentError
 from forgetting_transformer.training.config import ConfigError, ScheduleConfig
 
 Schedule = Callable[[int], float]
@@ -20,8 +20,8 @@ def build_schedule(config: ScheduleConfig, peak_lr: float) -> Schedule:
         ConfigError: an unknown name, or lengths that do not fit into each other.
     """
     try:
-        return SCHEDULES.make(config.name, config, peak_lr)
-    except (UnknownComponentError, PluginError) as error:
+        return SCHEDULES.get(config.name).build(config, peak_lr)
+    except UnknownComponentError as error:
         raise ConfigError(str(error)) from error
 
 

@@ -75,7 +75,7 @@ def launch(config: Config) -> Fabric:
 def _check_gpus(config: Config) -> None:
     """
     Raises:
-        ConfigError: GPUs are asked for that are not here.
+        ConfigError: requested GPUs are missing.
     """
     accelerator = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
     if accelerator in ("cuda", "gpu") and (problem := gpus.missing()):

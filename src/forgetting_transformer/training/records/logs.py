@@ -51,7 +51,7 @@ class LogFile(logging.FileHandler):
 
 
 def start_logging(directory: RunDirectory, rank: int) -> None:
-    """Every rank writes `logs/rank-<k>.log`; rank 0 speaks on the terminal, the others only to warn."""
+    """Every rank writes `logs/rank-<k>.log`; rank 0 also writes to the terminal, the others only warnings."""
     directory.make(directory.logs)
     root = logging.getLogger()
     root.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""What a configuration, its corpus and its model cannot do together; refused before the model has any memory."""
+"""Checks that configuration, corpus and model fit together, before the model has any memory."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def check_budget(config: Config, directory: RunDirectory, info: DataInfo) -> Non
             f"lower datamodule.train_batch_size or datamodule.train_batch_len, or use a larger corpus{again}"
         )
     if config.train.max_tokens > info.total_tokens and not data.repeat:
-        # A run that goes on needs the corpus it began with.
+        # A continued run needs the corpus that it began with.
         from forgetting_transformer.data.tools.download import fetching
 
         goes_on = config.resume and any(directory.checkpoints.glob("step-*"))

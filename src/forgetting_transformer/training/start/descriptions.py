@@ -1,4 +1,4 @@
-"""What a run says about itself before its first step: configuration, modules, parameter groups, where it started."""
+"""Descriptions of a run before its first step: configuration, modules, parameter groups, where it started."""
 
 import json
 import os
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 import yaml
 
+from forgetting_transformer.command_line import installed_versions
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.files import append_durably, write_atomically
 from forgetting_transformer.metric_names import MODEL_INFO, RESUME, TRAIN_DATA_INFO, VAL_DATA_INFO, name_of
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.metrics import MetricsLog
 from forgetting_transformer.training.records.run_directory import RunDirectory
-from forgetting_transformer.versions import installed_versions
 
-# Those that can change a run's numbers.
+# Packages that can change a run's numbers.
 PACKAGES = (
     "torch", "triton", "lightning", "hydra-core", "omegaconf", "transformers", "tokenizers", "zarr", "numpy", "wandb",
     "flash-linear-attention", "fla-core", "forgetting-transformer",
@@ -41,7 +41,7 @@ def _model_info(model: Any, flops_per_token: float) -> dict[str, float]:
 
 
 def _data_description(info: DataInfo, local_batch_size: int, data_size: int) -> dict[str, Any]:
-    """What a split offers, with the sizes of batches under their official names.
+    """Size of a split, with the sizes of batches under their official names.
 
     Args:
         local_batch_size: sequences of one rank's batch.

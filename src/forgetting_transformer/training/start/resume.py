@@ -1,4 +1,4 @@
-"""What a start goes on from: a checkpoint of the run, another run's (a fork), or nothing."""
+"""Origin of a start: a checkpoint of the run, another run's (a fork), or nothing."""
 
 import logging
 from dataclasses import fields

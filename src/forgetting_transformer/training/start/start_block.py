@@ -1,4 +1,4 @@
-"""What a run is, in one block of the log before its first step: what was asked for and what came of it here."""
+"""Block of the log before the first step of a run: its settings, and the choices made for this machine."""
 
 from __future__ import annotations
 

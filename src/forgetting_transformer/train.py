@@ -12,27 +12,22 @@ is 0 when the run is done, 75 when a signal (Ctrl-C, SIGTERM, SIGUSR1) stopped i
 output_dir/status.json says the same. Ranks of `fabric run` and torchrun, which take 75 for a failure, end with 0 after
 a signal; scripts/launch.py ends with 75. `python train.py --help` lists the choices of every config group, `--cfg job`
 prints the composed config without training. `preflight=true` trains nothing either: it checks whether everything fits,
-says what the run will cost, and proposes the fastest settings that fit.
+states the cost of the run, and proposes the fastest settings that fit.
 """
 
 import logging
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from forgetting_transformer import command_line, console, plugins, signals
-from forgetting_transformer.train import folders, hydra_errors
-from forgetting_transformer.training.config import official_names
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training import Config
+from forgetting_transformer import command_line, composition, console, training
+from forgetting_transformer.composition import errors
+from forgetting_transformer.sweep import SweepError
 
 log = logging.getLogger(__name__)
 _composed: list[DictConfig] = []
@@ -40,42 +35,48 @@ _composed: list[DictConfig] = []
 
 def main() -> None:
     """Runs the command line of this process. Whatever fails is one line, and ends the process with code 1."""
+    console.end_on_signals()  # until training hears them itself
     command_line.take_any_text()
     # Read when PyTorch is loaded. By default threads of OpenMP spin at the end of every operation until all are there.
     # Beside other work one of them has to wait for a core, and a step takes several times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     keep_compiled_code()
     console.die_with_launcher()
-    with signals.StartEnds():
-        composed = compose_or_explain()
-        if composed is None:
-            return
-        config = parse(composed)
-        console.start_log()
-        if "torch" not in sys.modules:  # as after a plug-in's import
-            log.info("loading PyTorch")
-        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-            # Silences DDP's warning about find_unused_parameters, which parallel/launch.py sets on purpose. With
-            # several nodes the warnings of this level tell when one cannot be reached.
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        from forgetting_transformer.training import trainer  # noqa: F401 (what takes the time)
-
-        train(config)  # which hears signals itself
+    composed = compose_or_explain()
+    if composed is None:
+        return
+    config = parse(composed)
+    console.start_log()
+    if "torch" not in sys.modules:  # as after a plug-in's import
+        log.info("loading PyTorch")
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        # Silences DDP's warning about find_unused_parameters, which parallel/launch.py sets on purpose. With
+        # several nodes the warnings of this level tell when one cannot be reached.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    train(config)
 
 
 def compose_or_explain() -> DictConfig | None:
     """The composed config; None where Hydra has printed something instead, or has run a sweep."""
+    folders = [composition.config_dir()]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print
     try:
-        folders.find_all()
-        sys.argv[1:] = folders.options_first(official_names.admit(sys.argv[1:]))
-        with console.one_voice(), hydra_errors.raised():
+        folders = composition.config_dirs(sys.argv[1:])
+        composition.check_recorded_plugins(sys.argv[1:])
+        if console.has_launcher() and {"-m", "--multirun"} & {*sys.argv}:  # every rank would start the whole sweep
+            raise SweepError(
+                "-m under `fabric run` is not possible; start `python train.py -m …`, which starts a `fabric run` per "
+                "job"
+            )
+        sys.argv[1:] = composition.for_hydra(sys.argv[1:], folders)
+        with console.one_voice():
             compose()
+    except (training.ConfigError, SweepError) as error:
+        console.fail(f"{type(error).__name__}: {error}")
     except Exception as error:
-        if not hydra_errors.is_of_hydra(error):
+        if (said := errors.explain(error, folders)) is None:
             console.fail(f"{type(error).__name__}: {error}", trace=True)
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        console.fail(hydra_errors.explain(error, *folders.config_dirs()))
+        console.fail(f"ConfigError: {said}")
     except SystemExit as end:
         if end.code:
             console.leave_it_to_the_first()  # an option that is not there, which the argument parser has said
@@ -83,34 +84,26 @@ def compose_or_explain() -> DictConfig | None:
     return _composed.pop() if _composed else None
 
 
-@hydra.main(version_base="1.3", config_path=str(folders.config_dir()), config_name="config")
+@hydra.main(version_base="1.3", config_path=str(composition.config_dir()), config_name="config")
 def compose(composed: DictConfig) -> None:
     """Called by Hydra with what it has composed, which `compose_or_explain` returns."""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        # Another launcher than this project's, which calls this function for each job.
-        if signals.has_launcher():
-            # All jobs would share one process group and mix their gradients.
-            raise CompactHydraException("-m under `fabric run` is not possible; start one `fabric run` per job")
-        train(parse(composed))
+        train(parse(composed))  # for another launcher than this project's, which calls this function for each job
     else:
         _composed.append(composed)
 
 
-def parse(composed: DictConfig) -> "Config":
+def parse(composed: DictConfig) -> training.Config:
     """The composed config, held to the schema in training/config/."""
-    from forgetting_transformer import training
-
     try:
-        if problem := hydra_errors.unknown_group(composed, *folders.config_dirs()):
-            raise training.ConfigError(problem)
+        errors.check_groups(map(str, composed), composition.config_dirs(sys.argv[1:]))
         return training.parse(composed, sys.argv[1:])
     except training.ConfigError as error:
         console.fail(f"ConfigError: {error}")
 
 
-def train(config: "Config") -> None:
+def train(config: training.Config) -> None:
     """Runs it, and exits with a code unless it is done."""
-    from forgetting_transformer import training
     from forgetting_transformer.data import DataError
     from forgetting_transformer.training.checkpoint.folder import CheckpointError
     from forgetting_transformer.training.errors import DeviceError, TrainingError
@@ -122,7 +115,7 @@ def train(config: "Config") -> None:
     except DeviceError as error:
         console.fail(f"{type(error).__name__}: {error}", once=False, at_once=True)
     except (
-        training.ConfigError, plugins.PluginError, DataError, CheckpointError, RunDirectoryError, TrainingError,
+        training.ConfigError, DataError, CheckpointError, RunDirectoryError, TrainingError,
     ) as error:  # fmt: skip
         # These say what to do; a traceback would bury it. The run's log gets them too, if there is one yet.
         console.fail(f"{type(error).__name__}: {error}")
@@ -141,3 +134,7 @@ def keep_compiled_code() -> None:
     if os.access(cache if os.path.isdir(cache) else home, os.W_OK):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(cache, "forgetting_transformer", "inductor"))
         os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(os.environ.get("TRITON_HOME") or home, ".triton/cache"))
+
+
+if __name__ == "__main__":  # jobs of a sweep run this file where there is no train.py beside it
+    main()
