@@ -9,7 +9,7 @@ from pathlib import Path
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.tools.download import MIRROR, SPLITS, Selection, download
+from forgetting_transformer.data.tools.download import MIRROR, SPLITS, download
 
 EPILOG = f"""\
 examples:
@@ -40,14 +40,14 @@ More: docs/data.md
 """
 
 
-def documents(text: str) -> Selection:
-    """'100000' -> that many documents, '25%' -> that share of the source's."""
+def documents(text: str) -> int | float:
+    """'100000' -> that many documents, '25%' -> 0.25, that share of the source's."""
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
         share = float(match[1]) / 100
         if 0 < share <= 1:
-            return Selection(share=share)
+            return share
     elif re.fullmatch(r"[\d_]+", text) and int(text) > 0:
-        return Selection(documents=int(text))
+        return int(text)
     raise argparse.ArgumentTypeError(
         f"{text!r} is neither a number of documents such as 100000 nor a share such as 25%"
     )
@@ -67,7 +67,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--documents",
         type=documents,
-        default=Selection(),
         metavar="N|P%",
         help="fetch N documents, or P %% of the source's; rounded up to whole row-chunks (default: all)",
     )
@@ -92,10 +91,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    selection = Selection(args.documents.documents, args.documents.share, args.tokens)
     try:
         for split in args.splits:
-            download(args.source, split, args.out, selection, args.workers, args.dry_run)
+            download(args.source, split, args.out, args.documents, args.tokens, args.workers, args.dry_run)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -57,15 +57,6 @@ def number_of_bytes(text: str) -> int:
     return amount
 
 
-def similarity(text: str) -> float:
-    try:
-        return number(Range(0.5, 1))(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(
-            f"{error}, such as {DEFAULT_DEDUP}; files and folders come before --dedup, or give both"
-        ) from None
-
-
 def available_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -104,7 +95,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--keep_duplicates", action="store_true", help="keep texts that are equal to an earlier one")
     add(
         "--dedup",
-        type=similarity,
+        type=number(Range(0.5, 1)),
         nargs="?",
         const=DEFAULT_DEDUP,
         metavar="SIMILARITY",

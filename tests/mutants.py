@@ -462,8 +462,8 @@ LIST = r"""
 == Evaluation
 
 = loss.shares evaluation/per_token_loss.py
-- first = sums.sequences + ranks.data_rank * batch_size
-+ first = sums.sequences + ranks.data_rank
+- first = sums.sequences + workers.rank * batch_size
++ first = sums.sequences + workers.rank
 # Several processes evaluate the same sequences.
 = loss.reset evaluation/per_token_loss.py
 - loss_T.zero_()

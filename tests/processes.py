@@ -5,6 +5,7 @@ not the ten of importing.
 Python) is not the same as in a new process: every entry point has a test that starts it as a user does, too.
 """
 
+import importlib.util
 import multiprocessing
 import os
 import random
@@ -16,10 +17,20 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[1]
+
+
+def load_script(name: str, folder: str = "scripts") -> ModuleType:
+    """FOLDER/NAME.py of the repository, loaded afresh, so that a test may change it."""
+    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", ROOT / folder / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 server = multiprocessing.get_context("forkserver")
 # What a run imports late, too: every process forked would do it again.

@@ -5,7 +5,6 @@ import ast
 import io
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -43,48 +42,34 @@ def test_scripts_are_found():
     assert len(SCRIPTS) > 25 and sum(len(PATHS & arguments_of(script).keys()) for script in SCRIPTS) > 50
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: str(script.relative_to(ROOT)))
-def test_every_path_refuses_the_empty_one_and_every_number_has_a_range(script):
-    declared = arguments_of(script)
-    assert "Path" not in declared.values(), "pathlib takes an empty path for the current folder: use command_line.path"
-    assert not {"int", "float"} & {*declared.values()}, "they take nan and -1: use a range of command_line"
-    wrong = [
-        name for name in PATHS & declared.keys() if declared[name] not in ("command_line.path", "command_line.name")
-    ]
-    assert not wrong
+def test_every_path_refuses_the_empty_one_and_every_number_has_a_range():
+    for script in SCRIPTS:
+        declared = arguments_of(script)
+        # pathlib takes an empty path for the current folder; int and float take nan and -1.
+        assert not {"Path", "int", "float"} & {*declared.values()}, f"{script}: use a type of command_line"
+        paths = {declared[name] for name in PATHS & declared.keys()}
+        assert paths <= {"command_line.path", "command_line.name"}, script
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("", "is empty"), (" ", "is empty"), (os.fsdecode(b"caf\xe9"), r"'caf\\udce9' is not UTF-8.*ln -s")],
-)
-@pytest.mark.parametrize("kind", [command_line.path, command_line.name])
-def test_an_empty_one_and_one_that_libraries_cannot_open_are_refused(kind, text, said):
-    with pytest.raises(argparse.ArgumentTypeError, match=said):
-        kind(text)
-    assert str(kind("a/é")) == "a/é"
-
-
-def test_a_path_in_a_folder_that_libraries_cannot_open_is_refused(tmp_path, monkeypatch):
-    (folder := tmp_path / os.fsdecode(b"caf\xe9")).mkdir()
-    monkeypatch.chdir(folder)
-    with pytest.raises(argparse.ArgumentTypeError, match=r"is not UTF-8.*ln -s"):
-        command_line.path("run")
-
-
-@pytest.mark.parametrize("text", ["nan", "inf", "-1", "0", "1e300", "1.5", "", "x"])
-def test_a_number_out_of_its_range_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number from 1 to"):
-        command_line.count(text)
-    assert command_line.count("1") == 1
-
-
-def test_whole_numbers_with_commas():
+def test_a_path_that_libraries_cannot_open_and_a_number_out_of_its_range_are_refused(tmp_path, monkeypatch):
+    latin, no_utf_8 = os.fsdecode(b"caf\xe9"), r"is not UTF-8.*ln -s"
+    for kind, texts, said in (
+        (command_line.path, ("", " "), "is empty"),
+        (command_line.name, ("", " "), "is empty"),
+        (command_line.path, (latin,), no_utf_8),
+        (command_line.name, (latin,), no_utf_8),
+        (command_line.count, ("nan", "-1", "0", "1e300", "1.5", "", "x"), "is not a whole number from 1 to"),
+        (command_line.whole_numbers, ("0,x", "", "0,", "-1,2"), "give whole numbers from 0 on with commas between"),
+    ):
+        for text in texts:
+            with pytest.raises(argparse.ArgumentTypeError, match=said):
+                kind(text)
+    assert str(command_line.path("a/é")) == "a/é" and command_line.count("1") == 1
     assert command_line.whole_numbers("0,1, 2") == [0, 1, 2]
-    for text in ("0,x", "", "0,", "1.5", "-1,2"):
-        with pytest.raises(argparse.ArgumentTypeError) as refused:
-            command_line.whole_numbers(text)
-        assert str(refused.value) == f"{text!r}: give whole numbers from 0 on with commas between them, as in 0,1,2"
+    (tmp_path / latin).mkdir()
+    monkeypatch.chdir(tmp_path / latin)
+    with pytest.raises(argparse.ArgumentTypeError, match=no_utf_8):
+        command_line.path("run")
 
 
 @pytest.mark.parametrize(
@@ -102,28 +87,6 @@ def test_the_flag_is_named_and_nothing_is_written(script, flags, said, tmp_path,
         runpy.run_path(str(ROOT / script), run_name="__main__")
     assert end.value.code == 2 and f"argument {said}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_shell_scripts_refuse_an_empty_folder(tmp_path):
-    """A folder that is empty would be the root of the file system: mkdir /logs, rm /status.json."""
-    log = tmp_path / "calls"
-    for tool in ("mkdir", "rm", "scontrol", "srun", "python"):
-        (tmp_path / tool).write_text(f'#!/bin/sh\necho "{tool} $*" >> {log}\nexit 1\n')
-        (tmp_path / tool).chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_SUBMIT_DIR": str(ROOT),
-        "PYTHON": str(tmp_path / "python"),
-    }
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts/slurm/train.sbatch"), "", "data_dir=data"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2 and "is empty" in done.stderr
-    assert not log.exists()
 
 
 def test_ctrl_c_is_one_line_and_130(capsys):
@@ -153,11 +116,11 @@ def test_a_folder_below_a_file_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err == f"error: {tmp_path}/file/out: Not a directory; give another path\n"
 
 
-@pytest.mark.parametrize("words", [1, 10_000])
-def test_a_reader_that_has_left_is_no_error(monkeypatch, capsys, words):
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open(writing, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        assert command_line.run(lambda: print("text " * words)) == 141
+def test_a_reader_that_has_left_is_no_error(monkeypatch, capsys):
+    for words in (1, 10_000):
+        reading, writing = os.pipe()
+        os.close(reading)
+        with open(writing, "w") as pipe, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", pipe)
+            assert command_line.run(lambda words=words: print("text " * words)) == 141
     assert capsys.readouterr().err == ""

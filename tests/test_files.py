@@ -12,14 +12,9 @@ from forgetting_transformer import files
     ("content", "said"),
     [
         (b"seed: 1\n\tx: 2\n", "line 2, column 1: .*'\\\\t' that cannot start any token"),
-        (b"a: [1, 2\n", r"line 2, column 1: .*expected ',' or '\]', but got '<stream end>'"),
-        (b"a: 'x\nb: 3\n", "line 3, column 1: .*unexpected end of stream"),
-        (b"a: b: c\n", "line 1, column 5: .*mapping values are not allowed here"),
-        (b"a: *x\n", "line 1, column 4: .*undefined alias 'x'"),
         (b"a: !!python/object/apply:os.system [ls]\n", "line 1, column 4: .*python/object/apply:os.system"),
         (b"a: 1\nb: \0\n", "line 2, column 4: not valid YAML: special characters are not allowed"),
         ("a: 1\nü: é\n".encode("latin-1"), "line 2, column 1: the byte 0xfc is not UTF-8; save the file as UTF-8"),
-        ("a: 1\n".encode("utf-16"), "line 1, column 1: the byte 0xff is not UTF-8"),
         (b"a: 2020-13-45\n", "not valid YAML: ValueError: month must be in 1..12"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Installed from a wheel, or with -e: the same entry and the same configs, from any folder."""
+"""Installed from a wheel: the same entry and the same configs, from any folder."""
 
 import os
 import shutil
@@ -14,7 +14,6 @@ from tests.tiny import make_corpus
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "src", "configs")
 #: Keys of a run of two steps on the tiny corpus, as a user's own experiment.
 EXPERIMENT = """\
 # @package _global_
@@ -38,84 +37,39 @@ model: {config: {num_hidden_layers: 1, hidden_size: 32, num_heads: 2}}
 """
 
 
-def run(*command: str | Path, folder: Path, path: Path | None = None) -> subprocess.CompletedProcess:
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK", "WORLD_SIZE")
-    }
-    environment |= {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(path)} if path else {})
-    return subprocess.run(
-        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG
-    )
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    """A copy of what the package is made of: building writes beside it."""
-    folder = tmp_path_factory.mktemp("source")
-    for name in PACKAGE:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        else:
-            shutil.copy2(ROOT / name, folder / name)
-    return folder
-
-
-def pip(*arguments: str | Path, folder: Path) -> None:
-    offline = ("--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check", "--quiet")
-    done = run(sys.executable, "-m", "pip", *arguments[:1], *offline, *arguments[1:], folder=folder)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture
-def own_folder(tmp_path) -> Path:
-    """Where a user works: nothing of the repository, and their own experiment."""
-    folder = tmp_path / "work"
-    (folder / "mine/experiment").mkdir(parents=True)
-    (folder / "mine/experiment/my_fox.yaml").write_text(EXPERIMENT)
-    return folder
-
-
 @pytest.mark.slow
-def test_a_wheel_trains_from_an_empty_folder_with_configs_of_ones_own(source, own_folder, tmp_path):
-    pip("wheel", "--wheel-dir", tmp_path / "dist", source, folder=tmp_path)
+def test_a_wheel_trains_from_an_empty_folder_with_configs_of_ones_own(tmp_path):
+    def run(*command: str | Path, folder: Path) -> str:
+        removed = ("PYTHONPATH", "RANK", "WORLD_SIZE")
+        environment = {name: value for name, value in os.environ.items() if name not in removed}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path / "site")}
+        done = subprocess.run(
+            list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    source = tmp_path / "source"  # building writes beside it
+    for name in ("src", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, source)
+    offline = ("--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check")
+    run(sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", tmp_path / "dist", source, folder=tmp_path)
     (wheel,) = (tmp_path / "dist").iterdir()
     assert wheel.name.startswith(f"forgetting_transformer-{__version__}-")
     with zipfile.ZipFile(wheel) as files:
-        assert "forgetting_transformer/py.typed" in files.namelist()
-        inside = {
-            name.removeprefix("forgetting_transformer/configs/") for name in files.namelist() if "/configs/" in name
-        }
+        names = files.namelist()
+        files.extractall(tmp_path / "site")
+    inside = {name.partition("/configs/")[2] for name in names if "/configs/" in name}
     assert inside == {path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "configs").rglob("*.yaml")}
-    pip("install", "--target", tmp_path / "site", wheel, folder=tmp_path)
+    assert "forgetting_transformer/py.typed" in names
 
-    train = (
-        sys.executable,
-        "-m",
-        "forgetting_transformer.train",
-        "--config-dir=mine",
-        f"data_dir={tmp_path}",
-        "output_dir=run",
-    )
-    typo = run(*train, "+experiment=my_fx", folder=own_folder, path=tmp_path / "site")
-    assert typo.returncode == 1 and typo.stderr == "ConfigError: there is no experiment=my_fx; did you mean 'my_fox'?\n"
+    own_folder = tmp_path / "work"
+    (own_folder / "mine/experiment").mkdir(parents=True)
+    (own_folder / "mine/experiment/my_fox.yaml").write_text(EXPERIMENT)
     make_corpus(tmp_path)
-    done = run(*train, "+experiment=my_fox", folder=own_folder, path=tmp_path / "site")
-    assert done.returncode == 0, done.stderr
-    assert "training finished: 256 tokens" in done.stderr and "about to train of_my_own" in done.stderr
+    train = ("-m", "forgetting_transformer.train", "--config-dir=mine", f"data_dir={tmp_path}", "output_dir=run")
+    said = run(sys.executable, *train, "+experiment=my_fox", folder=own_folder)
+    assert "training finished: 256 tokens" in said and "about to train of_my_own" in said
     assert {path.name for path in own_folder.iterdir()} == {"mine", "run"}
-
-
-@pytest.mark.slow
-def test_an_editable_installation_uses_the_configs_of_the_repository(source, own_folder, tmp_path):
-    pip("install", "--target", tmp_path / "site", "--editable", source, folder=tmp_path)
-    assert not list((tmp_path / "site").rglob("*.yaml"))
-    program = (
-        "import runpy, site, sys; site.addsitedir(sys.argv.pop(1)); sys.path.insert(0, sys.path.pop()); "
-        "runpy.run_module('forgetting_transformer.train', run_name='__main__', alter_sys=True)"
-    )
-    (source / "configs/experiment/demo/new.yaml").write_text(
-        "# @package _global_\ndefaults: [fox_pro]\ntag: just_written\n"
-    )
-    arguments = ("+experiment/demo=new", "output_dir=run", "data_dir=data", "--cfg", "job")
-    done = run(sys.executable, "-c", program, tmp_path / "site", *arguments, folder=own_folder)
-    assert "tag: just_written" in done.stdout, done.stderr

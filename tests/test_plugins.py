@@ -1,11 +1,11 @@
 """Components that are not of this package: their keys are held to what they declare, as those of this package are."""
 
 import dataclasses
+import importlib
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-import pydantic.dataclasses
 import pytest
 from omegaconf import OmegaConf
 from pydantic import Field
@@ -69,12 +69,6 @@ def test_sections_are_of_the_dataclasses_that_the_components_registered(config):
     assert parse(OmegaConf.create(dataclasses.asdict(found))) == found, "config.yaml is read back as it was"
 
 
-def test_callbacks_may_be_a_list(config):
-    del config["callbacks"]
-    assert list(vars(parsed(config, callbacks=["bell"]).callbacks)) == ["bell"]
-    assert vars(parsed(config).callbacks) == {}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -83,16 +77,13 @@ def test_callbacks_may_be_a_list(config):
             {"optimizer__name": "lionn"},
             "optimizer.name='lionn' is unknown; did you mean 'lion'. Otherwise name the plug-in that has it: ",
         ),
-        ({"optimizer__name": [1]}, r"optimizer.name=\[1\] is unknown; use adamw, "),
         ({"datamodule__name": "nope"}, "datamodule.name='nope' is unknown; use longcrawl64, .*or name the plug-in"),
         ({"callbacks__prob": {}}, "callbacks='prob' is unknown; did you mean 'probe'?"),
         ({"callbacks": 3}, r"callbacks=3 must be a list of names, as in callbacks=\[a,b\]"),
         ({"optimizer__bta": 1}, "unknown config key 'optimizer.bta'; did you mean 'optimizer.beta'?"),
-        ({"optimizer__betas": [0.9, 0.95]}, "unknown config key 'optimizer.betas'; did you mean 'optimizer.beta'?"),
         ({"optimizer__beta": 2}, "optimizer.beta=2 must be less than or equal to 1"),
         ({"optimizer__signs": "some"}, "optimizer.signs=some must be 'all' or 'none'"),
         ({"optimizer__signs": "none"}, "optimizer.beta=0.9 is too large for optimizer.signs=none; use at most 0.5"),
-        ({"callbacks__probe__interval": 1000}, "callbacks.probe.interval=1000 must be less than or equal to 100"),
         ({"callbacks__probe__intervall": 1}, "did you mean 'callbacks.probe.interval'?"),
         ({"callbacks__probe": {}}, "no value for callbacks.probe.tasks: give it on the command line"),
         ({"callbacks__bell": {"tone": 1}}, "unknown config key 'callbacks.bell.tone'"),
@@ -114,13 +105,6 @@ def test_keys_of_components_forbid_a_changed_resume_unless_they_are_free(config)
     assert changes(optimizer__beta=0.5) == ["optimizer.beta: 0.9 -> 0.5"]
     assert changes(callbacks__probe__tasks=["b"]) == ["callbacks.probe.tasks: ['a'] -> ['b']"]
     assert changes(callbacks__bell=None) == ["callbacks.bell: (absent) -> {}"]
-
-
-def test_a_name_is_taken_once(added):
-    with pytest.raises(ValueError, match=r"optimizer.name='lion' is registered already; choose another name"):
-        OPTIMIZERS.register("lion")(lambda *_: None)
-    with pytest.raises(ValueError, match=r"optimizer.name='adamw' is registered already"):
-        OPTIMIZERS.register("adamw")(lambda *_: None)
 
 
 def test_the_types_of_a_plain_dataclass_are_held_to(config):
@@ -148,15 +132,6 @@ def test_the_types_of_a_plain_dataclass_are_held_to(config):
         "optimizer.names.a=1 must be a list, as in [a, b]",
         "seed=y must be a whole number",
     ]
-
-
-@pytest.mark.parametrize("odd", [ProbeConfig, pydantic.dataclasses.dataclass(LionConfig)])
-def test_a_dataclass_that_lacks_what_every_optimizer_has_is_refused(config, odd):
-    OPTIMIZERS.register("bare", config=odd)(lambda *_: None)
-    with pytest.raises(
-        ConfigError, match=r"optimizer: (Probe|Lion)Config cannot type this section; .* derives from .*Optimiz"
-    ):
-        parsed(config, optimizer__name="bare")
 
 
 # Plug-ins: modules from elsewhere
@@ -201,40 +176,23 @@ def test_a_plug_in_of_the_current_folder_is_found_and_recorded(elsewhere, config
         parse(OmegaConf.create(dataclasses.asdict(found)))
 
 
-@pytest.mark.parametrize(
-    ("files", "name", "message"),
-    [
-        ({}, "lab", r"plugins=\[lab\]: there is no module 'lab' in the current folder \(/.*\), .*PYTHONPATH"),
-        ({}, "lab/x", r"plugins=\[lab/x\] is not the name of a module; give it as in `import my_lab`, without / and"),
-        ({}, "lab.py", r"plugins=\[lab.py\] is not the name of a module"),
-        ({"lab.py": "import nothing_of_it"}, "lab", r"import failed at .*lab.py:1: ModuleNotFoundError.*nothing_of_it"),
-        (
-            {"lab.py": "\n1 / 0"},
-            "lab",
-            r"plugins=\[lab\]: its import failed at .*lab.py:2: ZeroDivisionError: division",
-        ),
-        ({"lab.py": "def"}, "lab", r"import failed at .*lab.py:1: SyntaxError"),
-        ({"lab.py": "raise SystemExit(3)"}, "lab", r"import failed at .*lab.py:1: SystemExit: 3"),
-        ({"lab.py": "x = 1"}, "lab", r"lab.py registers nothing; its import must register a component"),
-        ({"lab/__init__.py": ""}, "lab", r"lab/__init__.py registers nothing"),
-        ({"lab/x.txt": ""}, "lab", r"this folder without __init__.py registers nothing"),
-        ({}, "json", r"json/__init__.py registers nothing"),
-        (
-            {"lab.py": REGISTERS.format(name="adamw")},
-            "lab",
-            r"lab.py:3: ValueError: optimizer.name='adamw' is register",
-        ),
-        ({"lab.py": REGISTERS.format(name="lion")}, "lab", r"optimizer.name='lion' is registered already; choose anot"),
-    ],
-)
-def test_a_plug_in_that_cannot_be_one_is_refused_in_one_line(elsewhere, files, name, message):
-    for file, text in files.items():
-        (elsewhere / file).parent.mkdir(exist_ok=True)
-        (elsewhere / file).write_text(text)
-    with pytest.raises(plugins.PluginError, match=message) as refused:
-        plugins.load([name])
-    assert "\n" not in str(refused.value) and name in str(refused.value)
-    assert plugins.loaded() == {}
+def test_a_plug_in_that_cannot_be_one_is_refused_in_one_line(elsewhere):
+    for text, name, message in (
+        (None, "lab", r"plugins=\[lab\]: there is no module 'lab' in the current folder \(/.*\), .*PYTHONPATH"),
+        (None, "lab/x", r"plugins=\[lab/x\] is not the name of a module; give it as in `import my_lab`, without / and"),
+        ("\n1 / 0", "lab", r"plugins=\[lab\]: its import failed at .*lab.py:2: ZeroDivisionError: division"),
+        ("def", "lab", r"import failed at .*lab.py:1: SyntaxError"),
+        ("x = 1", "lab", r"lab.py registers nothing; its import must register a component"),
+        (REGISTERS.format(name="lion"), "lab", r"optimizer.name='lion' is registered already; choose anot"),
+    ):
+        if text is not None:
+            (elsewhere / "lab.py").write_text(text)
+        importlib.invalidate_caches()
+        with pytest.raises(plugins.PluginError, match=message) as refused:
+            plugins.load([name])
+        assert "\n" not in str(refused.value) and name in str(refused.value)
+        assert plugins.loaded() == {}
+        sys.modules.pop("lab", None)
 
 
 def test_the_command_line_names_plug_ins_as_a_list():

@@ -40,11 +40,3 @@ def test_one_range_of_pythons_stands_everywhere():
     said = f"Python {', '.join(others)} or {last}"
     assert script.count(said) == 2
     assert (ROOT / "README.md").read_text().count(f"Python 3.{first} to {last}") == 1
-
-
-def test_the_readme_cites_the_same_paper():
-    readme = (ROOT / "README.md").read_text()
-    paper = yaml.safe_load((ROOT / "CITATION.cff").read_text())["preferred-citation"]
-    names = " and ".join(f"{author['given-names']} {author['family-names']}" for author in paper["authors"])
-    for said in (paper["title"], names, str(paper["year"]), paper["url"]):
-        assert f"{{{said}}}" in readme

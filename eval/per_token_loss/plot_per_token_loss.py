@@ -21,6 +21,7 @@ import sys
 
 from forgetting_transformer import command_line
 from forgetting_transformer.analysis import known_models, outputs, position_loss
+from forgetting_transformer.analysis.evaluations import named_folders
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
 from forgetting_transformer.files import write_atomically
 
@@ -41,7 +42,8 @@ def main() -> None:
     stem = "per_token_loss" if args.out else "main_loss_64k_line"
     try:
         found = known_models.results_in(args.result_dir, "results.npz") if args.result_dir else []
-        results = position_loss.read_named([*args.results, *found])
+        named = named_folders([*args.results, *found])
+        results = [position_loss.read_result(folder, name) for name, folder in named]
         if len({(result.summary.get("data"), result.summary.get("eval_tokens")) for result in results}) > 1:
             print(
                 "warning: not all of these were evaluated on the same documents, so their curves differ by texts too",

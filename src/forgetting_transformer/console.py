@@ -42,13 +42,14 @@ ELASTIC_LAUNCHER = {
 
 log = logging.getLogger(__name__)
 _has_log = False
-#: Process that started this one. It is read here since it may end during the imports that follow.
-_parent = os.getppid()
+#: Process that started this one, as end_on_signals() found it: it may end during the imports that follow.
+_parent: int | None = None
 
 
 def end_on_signals() -> None:
     """From now on a signal ends this process with the code of a preempted one, until somebody else sets a handler."""
-    process = os.getpid()
+    global _parent
+    process, _parent = os.getpid(), os.getppid()
 
     def leave(number: int, _: FrameType | None) -> None:
         if os.getpid() != process:  # a forked worker, which its parent ends
@@ -137,7 +138,7 @@ def die_with_launcher() -> None:
     """Asks Linux to end this rank when the process that started it ends, however that ends: a signal that a launcher
     does not handle, such as SIGUSR1, would otherwise leave ranks behind that hold the GPUs and the run's folder."""
     if has_launcher() or os.environ.get("LOCAL_RANK", "0") != "0":
-        die_with_parent(_parent)
+        die_with_parent(_parent or os.getppid())
 
 
 def die_with_parent(parent: int) -> None:

@@ -15,7 +15,7 @@ from forgetting_transformer.analysis.plots.losses import loss_of_models
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.training.config.continuing import decisive
 from tests.analysis.conftest import legend, write_lines
-from tests.sweep.conftest import load_script
+from tests.processes import load_script
 
 compare_script = load_script("compare")
 BUDGET = 1000

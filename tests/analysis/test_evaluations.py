@@ -8,7 +8,6 @@ from forgetting_transformer.analysis import AnalysisError, known_models, publish
 from forgetting_transformer.analysis.evaluations import (
     Evaluation,
     Number,
-    from_gates,
     from_needle,
     from_position_loss,
     read_evaluations,
@@ -33,10 +32,6 @@ def test_the_numbers_of_every_evaluation_have_one_form():
     needle = from_needle(NEEDLES)
     cell = needle.find("needle, easy", "words", length=100, depth=0.0)
     assert (cell.value, cell.samples) == (0.125, 2) and cell.standard_error == pytest.approx(0.125)
-    head = {"layer": 0, "head": 1, "memory": 17.0, "memory_is_bound": True, "pruned": 0.4}
-    gates = from_gates({"model": "runs/fox", "tokens": 128, "pruned": 0.4, "heads": [head]})
-    assert gates.find("memory", "tokens", layer=0, head=1).at["at_least"] and gates.settings == {"tokens": 128}
-    assert gates.find("pruning", "pruned").value == 0.4
 
 
 def test_what_is_written_is_read_back(tmp_path):

@@ -12,7 +12,8 @@ import pytest
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.evaluations import (
     LONGBENCH,
-    from_gates,
+    Evaluation,
+    Number,
     from_needle,
     from_position_loss,
     write_evaluation,
@@ -49,12 +50,12 @@ def results(folder: Path) -> Path:
     summary = {"model": "fox", "train_length": 32, "eval_len": 64, "eval_tokens": 128}
     summary["slope"] = [slope | {"per_token": -0.01}]
     record = {"length": 100, "depth": 0.5, "words": 0.25}
-    head = {"layer": 0, "head": 1, "memory": 17.0, "memory_is_bound": True, "pruned": 0.4}
+    memory = Number("memory", "tokens", 17.0, at={"layer": 0, "head": 1, "at_least": True})
 
     for name, evaluation in {
         "per_token_loss/fox": from_position_loss(summary),
         "niah": from_needle({"model": "fox", "mode": "easy", "train_length": 64, "records": [record]}),
-        "gates": from_gates({"model": "fox", "tokens": 128, "pruned": 0.4, "heads": [head]}),
+        "gates": Evaluation("forget_gates", "fox", [memory]),
     }.items():
         write_evaluation(evaluation, folder / name)
     np.savez(folder / "per_token_loss/fox/results.npz", **{"val/loss_per_token": np.linspace(4, 3, 64)})

@@ -22,7 +22,7 @@ from tests.analysis.conftest import (
     write_lines,
     write_losses_by_position,
 )
-from tests.sweep.conftest import load_script
+from tests.processes import load_script
 
 plot_run = load_script("plot_run")
 

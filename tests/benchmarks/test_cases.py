@@ -1,49 +1,18 @@
-"""benchmarks/cases.py and measure.py: rows are on disk once measured, what is missing is measured, nothing is mixed."""
+"""benchmarks/cases.py: rows are on disk once measured, what is missing is measured, nothing is mixed."""
 
-import argparse
 import importlib.metadata
 import json
 import os
-import sys
 
 import pytest
 import torch
 
-from tests.benchmarks.conftest import load
+from tests.processes import load_script
 
 
 @pytest.fixture(scope="module")
 def cases():
-    return load("cases")
-
-
-#: Stands in for the processes of a case, which end in one of these ways.
-WORKER = """
-import os, pathlib, sys, time
-how, file, rank = sys.argv[1], pathlib.Path(sys.argv[2]), int(os.environ.get("RANK", 0))
-if how == "waits" or (how == "rank 1 has no room" and rank == 0):
-    time.sleep(3600)
-if how == "is killed":
-    os.kill(os.getpid(), 9)
-row = file.with_name(f"row.json.{rank}")
-row.write_text('{"status": "%s"}' % ("out of memory" if "room" in how else "ok"))
-row.replace(file)
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "ranks", "limit", "status"),
-    [
-        ("ends", 1, 1e6, "ok"),
-        ("waits", 1, 0.5, "stopped after 0.5 s"),
-        ("rank 1 has no room", 2, 1e6, "out of memory"),
-        ("is killed", 1, 1e6, "failed: processes ended with [-9]"),
-    ],
-)
-def test_the_processes_of_a_case_end_in_a_row(cases, how, ranks, limit, status):
-    args = argparse.Namespace(time_limit=limit, device="cpu")
-    row = cases._in_processes([sys.executable, "-c", WORKER, how], args, ranks, None)
-    assert row == {"status": status}
+    return load_script("cases", "benchmarks")
 
 
 def open_record(cases, *arguments: str):
@@ -66,17 +35,6 @@ def test_a_file_says_what_was_measured_where_and_with_what(cases, tmp_path, monk
     assert place["commit"] == "0123abc" and place["changed"] is False and place["date"].endswith("+00:00")
     assert place["versions"]["torch"] == importlib.metadata.version("torch")
     assert place["hardware"]["cores"] == os.cpu_count()
-
-
-def test_only_changed_code_counts_as_a_change(cases, monkeypatch):
-    def changed(*names: str) -> bool:
-        patch = "".join(f"diff --git a/{name} b/{name}\n+x\n" for name in names)
-        state = {"commit": "c", "patch": patch}
-        monkeypatch.setattr("forgetting_transformer.training.start.descriptions.git_state", lambda folder: state)
-        return cases.environment("speed", "cpu")["changed"]
-
-    assert not changed() and not changed("benchmarks/results/decode.json", "docs/performance.md")
-    assert changed("docs/performance.md", "src/forgetting_transformer/ops/norm.py") and changed("configs/config.yaml")
 
 
 @pytest.mark.slow
@@ -106,84 +64,19 @@ def test_the_same_command_measures_what_is_missing_and_what_failed(cases, tmp_pa
     assert run(more=("--replace",)) == 0 and len(calls) == 7
 
 
-@pytest.mark.parametrize("key", ["settings.steps", "commit", "versions.torch", "hardware.cpu", "benchmark"])
-def test_results_of_something_else_are_refused_and_stay(cases, tmp_path, key):
+def test_results_of_something_else_are_refused_and_stay(cases, tmp_path):
     file = tmp_path / "results.json"
-    open_record(cases, "--out", str(file)).add({"case": 1})
-    content = json.loads(file.read_text())
-    *parents, last = key.split(".")
-    inner = content if key.split(".")[0] in content else content["environment"]
-    for name in parents:
-        inner = inner[name]
-    inner[last] = "other"
-    file.write_text(cases.dumps(content))
-    with pytest.raises(cases.RecordError, match=rf"has results with .*{last}='other', and now it is .*--replace"):
-        open_record(cases, "--out", str(file))
-    assert json.loads(file.read_text()) == content
-
-
-def test_what_is_no_file_of_results_or_was_typed_by_hand_is_refused(cases, tmp_path):
-    file = tmp_path / "results.json"
-    for text in ("", "[]", '{"rows": []}', '{"rows": [1]}'):
-        file.write_text(text)
-        with pytest.raises(cases.RecordError, match="is not a file of results"):
+    written = open_record(cases, "--out", str(file)).content
+    for section, key in (("settings", "steps"), ("environment", "commit"), ("environment", "versions")):
+        content = {**written, section: {**written[section], key: {"torch": "1"} if key == "versions" else "other"}}
+        file.write_text(cases.dumps(content))
+        with pytest.raises(cases.RecordError, match=r"has results with .*, and now it is .*--replace"):
             open_record(cases, "--out", str(file))
-    content = open_record(cases, "--out", str(file), "--replace").content
-    file.write_text(cases.dumps({**content, "source": "transcribed"}))
-    with pytest.raises(cases.RecordError, match=r"was not written by a benchmark \(transcribed\)"):
-        open_record(cases, "--out", str(file))
-
-
-#: Stands in for a benchmark that measure.py starts: ends, fails, waits, or stops a row, by its option.
-COMMAND = """
-import argparse, json, pathlib, sys, time
-parser = argparse.ArgumentParser()
-parser.add_argument("--how")
-parser.add_argument("--out", type=pathlib.Path)
-args = parser.parse_args()
-print("measuring", args.how, flush=True)
-args.out.write_text(json.dumps({"rows": [{"status": "stopped after 9 s" if args.how == "stops" else "ok"}]}))
-time.sleep(3600 * (args.how == "waits"))
-sys.exit(3 * (args.how == "fails"))
-"""
-
-
-@pytest.mark.slow
-def test_measure_goes_on_where_it_ended_and_says_what_is_left(tmp_path, monkeypatch, capfd):
-    measure = load("measure")
-    (tmp_path / "fake.py").write_text(COMMAND)
-    (tmp_path / "commands.yaml").write_text("""
-first:
-  one: {command: fake.py --how ends}
-  broken: {command: fake.py --how fails}
-second:
-  many_{gpus}: {gpus: [0, 4], command: "fake.py --how on_{gpus}"}
-  long: {gpus: 0, command: fake.py --how stops}
-third:
-  slow: {gpus: 0, command: fake.py --how waits}
-  late: {gpus: 0, command: fake.py --how late}
-fourth:
-  theirs: {command: "fake.py --how {authors}"}
-""")
-    monkeypatch.setattr(measure, "FOLDER", tmp_path)
-    monkeypatch.setattr(measure, "COMMANDS", tmp_path / "commands.yaml")
-    monkeypatch.setattr(measure.signal, "signal", lambda *_: None)  # of the process of the tests
-    common = ["--folder", str(tmp_path / "out"), "--gpus", "1"]
-    assert measure.main(["first", "second", *common]) == 1
-    said = capfd.readouterr().out
-    assert "one: finished" in said and "many_0: finished" in said and "broken: failed with exit code 3" in said
-    assert "many_4: not run: needs 4 GPUs, there are 1" in said and "long: some rows were stopped" in said
-    assert measure.main(["one", "many_0", "many_4", *common]) == 0
-    assert "measuring" not in capfd.readouterr().out, "what is finished is not measured again"
-    (tmp_path / "out/one.json").unlink()
-    assert measure.main(["one", *common]) == 0 and "measuring ends" in capfd.readouterr().out
-    assert measure.main(["third", *common, "--time_limit", "1"]) == 1
-    said = capfd.readouterr().out
-    assert "slow: out of time; the same command continues" in said and "late: not measured yet" in said
-    assert measure.main(["fourth", *common]) == 0
-    assert "theirs: not run: needs --authors, a checkout" in capfd.readouterr().out
-    assert measure.main(["fourth", *common, "--authors", "their code"]) == 0
-    assert "measuring their code" in capfd.readouterr().out
-    with pytest.raises(SystemExit):
-        measure.parse_args(["firts"])
-    assert "'firts' is no group and no file; groups are first, second, third," in capfd.readouterr().err
+        assert file.read_text() == cases.dumps(content)
+    for text, said in (
+        ('{"rows": [1]}', "is not a file of results"),
+        (cases.dumps({**written, "source": "transcribed"}), r"was not written by a benchmark \(transcribed\)"),
+    ):
+        file.write_text(text)
+        with pytest.raises(cases.RecordError, match=said):
+            open_record(cases, "--out", str(file))

@@ -1,6 +1,6 @@
-/* Faults from below, for tests: preloaded into a process, it makes calls on files under one folder fail, kill the process
- * or wait. Nothing happens until faults_set is called, which is per process; forked children
- * inherit it. Built and used by faults.py, which names the fields. */
+/* Faults from below, for tests: preloaded into a process, it makes calls on files under one folder fail, or kill the
+ * process. Nothing happens until faults_set is called, which is per process; forked children inherit it. Built and used
+ * by run.py. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -11,25 +11,22 @@
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/uio.h>
-#include <time.h>
 #include <unistd.h>
 
-enum { OPEN = 1, WRITE = 2, FSYNC = 4, RENAME = 8, MKDIR = 16, UNLINK = 32 };
 enum { NOTHING = 0, FAIL = 1, KILL = 2 };
 
 static struct {
     char root[4096];
-    int kind, operations, error, lasting, delay_us, filled;
+    int kind, error, lasting, filled;
     volatile int countdown;
     volatile long seen;
 } plan;
 static volatile unsigned char below[1 << 16]; /* whether a descriptor is of a file under root */
 
-void faults_set(const char *root, int kind, int operations, int countdown, int error, int lasting, int delay_us)
+void faults_set(const char *root, int kind, int countdown, int error, int lasting)
 {
     strncpy(plan.root, root, sizeof plan.root - 1);
-    plan.operations = operations, plan.countdown = countdown, plan.error = error, plan.lasting = lasting;
-    plan.delay_us = delay_us, plan.kind = kind;
+    plan.kind = kind, plan.countdown = countdown, plan.error = error, plan.lasting = lasting;
 }
 
 long faults_seen(void) { return plan.seen; }
@@ -41,14 +38,10 @@ static int is_below(const char *path)
 }
 
 /* Whether this call is to fail; does not return if it is to kill. */
-static int hit(int operation)
+static int hit(void)
 {
     __sync_add_and_fetch(&plan.seen, 1);
-    if (plan.delay_us) {
-        struct timespec pause = {plan.delay_us / 1000000, plan.delay_us % 1000000 * 1000L};
-        nanosleep(&pause, NULL);
-    }
-    if (plan.kind == NOTHING || !(plan.operations & operation))
+    if (plan.kind == NOTHING)
         return 0;
     int left = __sync_sub_and_fetch(&plan.countdown, 1);
     if (left > 0 || (left < 0 && !plan.lasting))
@@ -65,7 +58,7 @@ static int hit(int operation)
 #define REAL(name) static typeof(&name) real; if (!real) real = (typeof(&name))dlsym(RTLD_NEXT, #name)
 #define MODE(last) mode_t mode = 0; if (flags & (O_CREAT | O_TMPFILE)) { va_list rest; va_start(rest, last); mode = va_arg(rest, mode_t); va_end(rest); }
 #define OPENED(call) int below_root = is_below(path) && (flags & (O_WRONLY | O_RDWR)); \
-    if (below_root && hit(OPEN)) return -1; \
+    if (below_root && hit()) return -1; \
     int descriptor = call; \
     if (descriptor >= 0 && descriptor < (int)sizeof below) below[descriptor] = below_root; \
     return descriptor;
@@ -86,7 +79,7 @@ int close(int descriptor)
 }
 
 /* A full disk takes part of the bytes before it refuses the rest. */
-#define WRITTEN(partly, whole) if (is_mine(descriptor) && hit(WRITE)) { \
+#define WRITTEN(partly, whole) if (is_mine(descriptor) && hit()) { \
         int error = errno; \
         if (error == ENOSPC && count > 1 && !plan.filled) { plan.filled = 1, plan.countdown = 1; return partly; } \
         errno = error; \
@@ -109,7 +102,7 @@ ssize_t pwrite64(int descriptor, const void *data, size_t count, off64_t offset)
 int fsync(int descriptor)
 {
     REAL(fsync);
-    if (is_mine(descriptor) && hit(FSYNC))
+    if (is_mine(descriptor) && hit())
         return -1;
     return real(descriptor);
 }
@@ -117,17 +110,17 @@ int fsync(int descriptor)
 int rename(const char *before, const char *after)
 {
     REAL(rename);
-    return is_below(after) && hit(RENAME) ? -1 : real(before, after);
+    return is_below(after) && hit() ? -1 : real(before, after);
 }
 
 int mkdir(const char *path, mode_t mode)
 {
     REAL(mkdir);
-    return is_below(path) && hit(MKDIR) ? -1 : real(path, mode);
+    return is_below(path) && hit() ? -1 : real(path, mode);
 }
 
 int unlink(const char *path)
 {
     REAL(unlink);
-    return is_below(path) && hit(UNLINK) ? -1 : real(path);
+    return is_below(path) && hit() ? -1 : real(path);
 }

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 import threading
 import time
 from collections import Counter
@@ -45,9 +46,8 @@ class Mirror:
 
     def fetched(self) -> dict[str, int]:
         """Requests for the contents of chunks, by name."""
-        return {
-            name: n for (method, name), n in self.requests.items() if method == "GET" and not name.endswith(".zarray")
-        }
+        chunks = re.compile(r".*/[\d.]+")
+        return {name: n for (method, name), n in self.requests.items() if method == "GET" and chunks.fullmatch(name)}
 
 
 @contextmanager

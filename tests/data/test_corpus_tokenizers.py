@@ -13,9 +13,9 @@ from forgetting_transformer.data.prepare import sources
 from forgetting_transformer.data.prepare.pipeline import summary_lines
 from forgetting_transformer.data.prepare.tokenizers import (
     Encoder,
-    Sample,
     TokenizerInfo,
     byte_tokenizer,
+    sample,
     save_built,
     save_loaded,
     train_tokenizer,
@@ -60,10 +60,7 @@ def test_sample_is_bounded_and_independent_of_order():
     texts = [numbered_text(i, 5) for i in range(200)]
     samples = []
     for order in (texts, texts[::-1]):
-        sample = Sample(max_bytes=5_000)
-        for text in order:
-            sample.add(text)
-        samples.append(sample.texts())
+        samples.append(sample(order, max_bytes=5_000))
     assert samples[0] == samples[1]
     assert 4_500 < sum(len(text.encode()) for text in samples[0]) <= 5_000
     numbers = [int(text[1 : text.index(">")]) for text in samples[0]]

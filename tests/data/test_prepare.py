@@ -209,8 +209,12 @@ def test_a_long_text_is_cut_alike_however_it_is_read_and_nothing_is_lost(tmp_pat
         ("a.jsonl", b'{"text": "x"}\n{"body": "x", "id": 1}', r"line 2: no text under 'text'; its keys are body, id"),
         ("a.jsonl", b'{"text": 7}', r"line 1: 'text' holds int, not text.*--text_field"),
         ("a.jsonl", b"\xe9", r"line 1, column 1: the byte 0xe9 is not UTF-8"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)[:-20], r"a\.jsonl\.gz is damaged behind line"),
-        ("a.parquet", b"not parquet", r"a\.parquet: not a readable Parquet file"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)[:-20],
+            r"cannot read .*a\.jsonl\.gz: Compressed file ended",
+        ),
+        ("a.parquet", b"not parquet", r"cannot read .*a\.parquet: Parquet magic bytes"),
     ],
 )
 def test_an_input_that_cannot_be_read_is_an_error_with_its_place(tmp_path, name, content, message):
@@ -352,7 +356,7 @@ def test_text_that_changed_since_the_kill_is_encoded_again(tree, place, tmp_path
 
 
 def test_an_unfinished_corpus_is_not_lost_to_other_settings_or_a_second_run(tree, place):
-    with pytest.raises(DataError, match="too few for a row of --doc_len 65,536"):
+    with pytest.raises(DataError, match="too few for rows of --doc_len 65,536"):
         prepare(place.out, tree, doc_len=65536)
     with place.only_run(), pytest.raises(DataError, match="another run is preparing"):
         prepare(place.out, tree)

@@ -11,7 +11,7 @@ import pytest
 from forgetting_transformer.data import DataError, LongCrawl64DataModule
 from forgetting_transformer.data.storage import remote
 from forgetting_transformer.data.storage.remote import RemoteFolder
-from forgetting_transformer.data.storage.remote_cache import CacheSettings, RemoteCache
+from forgetting_transformer.data.storage.remote_cache import CacheSettings, Folder
 from tests.data import corpus_helpers
 from tests.data.corpus_helpers import labels, package_tree, prepare
 from tests.data.mirror import REPOSITORY, REVISION, serve, write_layout
@@ -82,7 +82,7 @@ def test_the_cache_stays_within_its_limit_and_files_of_others_neither_count_nor_
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"years of work" * 1000)
         os.utime(file, (0, 0))
-    cache = RemoteCache(RemoteFolder(f"{mirror.url}/longcrawl64/train.zarr"), settings)
+    cache = Folder(f"{mirror.url}/longcrawl64/train.zarr", settings)
     for number, key in enumerate(("0.0", "0.1", "0.2"), start=1):
         os.utime(cache.fetch(key), (number, number))
     cache.fetch("0.0")  # used again, so 0.1 is now the oldest
@@ -102,7 +102,7 @@ def test_each_chunk_that_is_needed_is_fetched_once_by_all_ranks_and_threads(mirr
         labels(module(mirror.url, tmp_path / "cache", train_batch_len=24, train_num_workers=1), 0, 11, rank, 2)
     chunks = {name.rpartition("/")[2]: n for name, n in mirror.fetched().items() if "train.zarr/" in name}
     assert {name: n for name, n in chunks.items() if name[0].isdigit()} == {f"{row}.0": 1 for row in range(6)}
-    cache = RemoteCache(RemoteFolder(f"{mirror.url}/longcrawl64/heldout.zarr"), CacheSettings(tmp_path / "cache"))
+    cache = Folder(f"{mirror.url}/longcrawl64/heldout.zarr", CacheSettings(tmp_path / "cache"))
     with ThreadPoolExecutor(6) as pool:
         assert len({str(path) for path in pool.map(lambda _: cache.fetch("0.0"), range(6))}) == 1
     assert mirror.requests["GET", "longcrawl64/heldout.zarr/0.0"] == 1
@@ -155,7 +155,7 @@ def test_what_will_not_pass_is_not_asked_again(mirror, fault, said):
 
 
 def test_names_cannot_lead_out_of_the_cache(mirror, tmp_path):
-    cache = RemoteCache(RemoteFolder(mirror.url), CacheSettings(tmp_path / "cache", 10**9))
+    cache = Folder(mirror.url, CacheSettings(tmp_path / "cache", 10**9))
     for name in ("../escaped", "/etc/escaped", "train.zarr/../../../escaped"):
         for read in (cache.fetch, RemoteFolder(mirror.url).read):
             with pytest.raises(DataError, match="does not lie inside"):

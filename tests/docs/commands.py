@@ -32,6 +32,7 @@ from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.config.checks import check
 from studies import SEARCH_PATH
 from studies.engine.stages import Stages
+from tests.processes import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -283,9 +284,7 @@ def check_overrides(script: str, options: argparse.Namespace) -> None:
             experiment = f"+experiment/{options.plan.group}={model}"
             compose([SEARCH_PATH, experiment, "output_dir=x", *stages.overrides])
     elif script in ("benchmarks/training.py", "benchmarks/whole_run.py"):
-        from tests.benchmarks.conftest import load
-
-        training, overrides = load("training"), options.overrides
+        training, overrides = load_script("training", "benchmarks"), options.overrides
         if script == "benchmarks/training.py":
             overrides = training.overrides(options, training.CHECKPOINTING[options.checkpointing][0])
         # The parser has looked for the others.

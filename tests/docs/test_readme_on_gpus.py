@@ -7,7 +7,7 @@ import pytest
 
 from forgetting_transformer import training
 from forgetting_transformer.data.order import ReadingOrder, documents_needed
-from forgetting_transformer.data.tools.download import MIRROR, Selection, download
+from forgetting_transformer.data.tools.download import MIRROR, download
 from tests.data.mirror import DOC_LEN, serve, write_layout
 from tests.docs.commands import CONFIGS, ROOT, Shell, blocks, parsed, shell_commands
 from tests.processes import run_command
@@ -95,7 +95,7 @@ def test_the_documents_that_are_fetched_suffice_for_the_run():
 
 def test_too_few_documents_are_refused_with_their_number_and_the_command_that_fetches_them(mirror, tmp_path):
     data = tmp_path / "longcrawl64"
-    download(mirror.url, "train", data, Selection(documents=8))
+    download(mirror.url, "train", data, documents=8)
     run = tiny_config(tmp_path / "run", tmp_path) | {"skip_eval": True}
     corpus = {"dataset": "longcrawl64", "missing_chunks": "skip", "vocab_size": None, "bos_token_id": None}
     config = changed(run, **{f"datamodule__{key}": value for key, value in corpus.items()})
@@ -105,4 +105,4 @@ def test_too_few_documents_are_refused_with_their_number_and_the_command_that_fe
     command = re.search(r"or fetch the 12 documents that it needs: scripts/download_longcrawl64\.py (.*)", said)[1]
     wanted = ["train", "--documents", "12", "--tokens", "96", "--out", str(data), "--source", mirror.url]
     assert shlex.split(command) == wanted
-    assert parsed(ROOT / "scripts/download_longcrawl64.py", tuple(wanted), False).documents.documents == 12
+    assert parsed(ROOT / "scripts/download_longcrawl64.py", tuple(wanted), False).documents == 12

@@ -1,6 +1,5 @@
 """Forget gates: matrices are those of attention, memory lengths are distances, the pruned share is the kernel's."""
 
-import json
 import math
 import re
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from forgetting_transformer.analysis.evaluations import read_evaluation
 from forgetting_transformer.evaluation import forget_gates
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.model import attention
@@ -136,12 +136,15 @@ def test_the_figures_of_a_model_are_of_one_model_and_impossible_requests_name_th
     assert done.returncode == 0, done.stderr
     for name in ("gates", "attention", "memory"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    summary = json.loads((out / "heads.json").read_text())
-    assert summary["tokens"] == 201
-    assert [(entry["layer"], entry["head"]) for entry in summary["heads"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert all(0 <= entry["pruned"] <= 1 and entry["memory"] >= 0 for entry in summary["heads"])
+    evaluation = read_evaluation(out)
+    assert evaluation.settings == {"tokens": 201}
+    memory, pruned = ([n for n in evaluation.numbers if n.task == task and n.at] for task in ("memory", "pruning"))
+    assert [(n.at["layer"], n.at["head"]) for n in memory] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(n.value >= 0 for n in memory) and all(0 <= n.value <= 1 for n in pruned)
     done = run_script(SCRIPT, "--model_path", quickstart.run, *text, "--out", out)
-    assert done.returncode == 1 and "choose another --out" in done.stderr, "results of another model stay"
+    assert done.returncode == 1 and "choose another --model name, --exp or folder" in done.stderr, (
+        "results of another model stay"
+    )
     document = ["--model_path", quickstart.hf, "--data_path", quickstart.data / "words", "--out", tmp_path / "other"]
     done = run_script(SCRIPT, *document, "--document", 1, "--max_length", 16)
     assert done.returncode == 0, done.stderr

@@ -239,13 +239,17 @@ def test_prompts_and_answers_of_two_kinds_are_not_mixed(quickstart, model, essay
     assert (folder / "Huggingface_len_300_depth_5000.txt").read_text() == "red."
     changed = next(prompts.glob("*_prompts.json"))
     changed.write_text(changed.read_text().replace("what ?", "who ?"))
-    with pytest.raises(EvaluationError, match=r"holds results with prompts=.*choose another --model or --exp"):
+    with pytest.raises(
+        EvaluationError, match=r"holds results with prompts=.*choose another --model name, --exp or folder"
+    ):
         niah.answer_prompts(model, prompts, folder, ALONE)
     with pytest.raises(EvaluationError, match=re.escape("(--exp; made so far: one); run prompt.py first")):
         niah.answer_prompts(model, prompts.with_name("on"), folder, ALONE)
     with pytest.raises(EvaluationError, match=r"--exp='../one' names a folder"):
         write(0, exp="../one")
-    with pytest.raises(EvaluationError, match=r"holds results with depths=\[0, 50\].*choose another --exp"):
+    with pytest.raises(
+        EvaluationError, match=r"holds results with depths=\[0, 50\].*choose another --model name, --exp or folder"
+    ):
         write(25)
 
 

@@ -13,8 +13,7 @@ import torch
 import zarr
 
 from forgetting_transformer.model import registry
-from tests.campaign.runs import untimed
-from tests.training.conftest import Job, changed, checkpoint_tensors, lines, losses, rank_log, tiny_config
+from tests.training.conftest import Job, changed, checkpoint_tensors, lines, losses, rank_log, tiny_config, untimed
 from tests.training.test_compile import assert_same_bits
 
 LENGTH, SEQUENCES, VOCABULARY = 512, 16, 2048

@@ -137,7 +137,7 @@ def test_gated_norm(device, has_gate, gate_first):
     expect_gated_norm(70, 2, 24, has_gate, gate_first, True, torch.float16)
     lengths, channels = ([1, 7, 70, 200], [8, 24, 100]) if device == "cpu" else ([1, 70, 700], [64, 96, 1536, 3072])
     for draw in draws(device):
-        for dtype in DTYPES[device]:
+        for dtype in DTYPES[device][::2]:
             shape = draw.choice(lengths), draw.randint(1, 3), draw.choice(channels)
             expect_gated_norm(*shape, has_gate, gate_first, draw.random() < 0.5, dtype)
 
@@ -234,7 +234,7 @@ def test_convolution(device):
     for draw in draws(device):
         heads, taps = draw.choice([0, 1, 3]), draw.randint(1, 4)
         channels = max(1, heads) * draw.choice([8, 16, 31, 96] if is_small else [32, 96, 128, 200])
-        flags = draw.random() < 0.5, taps > 1 and draw.random() < 0.5, draw.choice(DTYPES[device])
+        flags = draw.random() < 0.5, taps > 1 and draw.random() < 0.5, draw.choice(DTYPES[device][::2])
         expect_convolution(draw.randint(1, 2), draw.randint(1, 90 if is_small else 700), channels, taps, heads, *flags)
 
 

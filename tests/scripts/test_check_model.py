@@ -59,23 +59,10 @@ class OverAllTokens(ChangesItsOutput):
     change = staticmethod(lambda out_BTE: out_BTE.mean(1, keepdim=True).expand_as(out_BTE))
 
 
-class OverTheBatch(ChangesItsOutput):
-    change = staticmethod(lambda out_BTE: out_BTE - out_BTE.mean(0))
-
-
 class Unused(Mean):
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)
         self.forgotten = nn.Linear(hidden_size, 1)
-
-
-class WithoutEffect(Mean):
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size)
-        self.scale = nn.Parameter(torch.ones(hidden_size))
-
-    def mix(self, hidden_BTE, padding_BT, states):
-        return super().mix(hidden_BTE + 0 * self.scale, padding_BT, states)
 
 
 class LosesItsState(Mean):
@@ -87,11 +74,6 @@ class LosesItsState(Mean):
 class ReadsPadding(Mean):
     def mix(self, hidden_BTE, padding_BT, states):
         return super().mix(hidden_BTE, None, states)
-
-
-class ReadsNothing(Mean):
-    def mix(self, hidden_BTE, padding_BT, states):
-        return self.out_proj(self.in_proj(hidden_BTE)), {}
 
 
 class NotANumber(ChangesItsOutput):
@@ -147,16 +129,8 @@ def failures(name: str, **fields) -> dict[str, str]:
     return {result.name: result.detail for result in results if not result.is_ok}
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("forgetting_transformer", {"use_output_gate": True, "qk_norm": True, "use_k_shift": True}),
-        ("hgrn2", {}),
-        ("hybrid", {"pattern": ["mamba2", "path_fox", "samba", "transformer"]}),
-    ],
-)
-def test_built_in_architectures_pass(name, fields):
-    assert failures(name, **fields) == {}
+def test_built_in_architectures_pass():
+    assert failures("hybrid", pattern=["mamba2", "path_fox", "samba", "hgrn2"]) == {}
 
 
 def test_an_architecture_without_a_fault_passes_alone_and_in_a_hybrid(register):
@@ -172,22 +146,18 @@ FAULTS = {
         "cache": "pieces of 68, 1, 1, 1, … tokens differ from those of all at once by",
         "padding": "11 tokens of left padding differ from those of it alone",
     },
-    OverTheBatch: {
-        "causality": r"changing sequence 0 of a batch changes others by [\d.]+, first at token 0 .*over the batch",
-        "padding": "11 tokens of left padding differ from those of it alone",
-    },
     Unused: {"gradients": r"no gradient for .*layers.0.attn.forgotten.weight.* and|use it, remove it"},
-    WithoutEffect: {"gradients": "the gradient is zero for model.layers.0.attn.scale, model.layers.1.attn.scale; "},
     LosesItsState: {
         "cache": r"pieces of 68, 1, 1, 1, … .* by [\d.]+, first at token 68 \(tolerance 0.\d+\); the state that is "
         "kept must be the one after the last token",
     },
     ReadsPadding: {"padding": r"differ from those of it alone by [\d.]+, first at token 0 .*zero_padding"},
-    ReadsNothing: {"causality": "changes no later logits .*the mixer reads no earlier token"},
     WritesWhatWasLoaded: {
         "saving": "^model.layers.0.attn.in_proj.bias, model.layers.1.attn.in_proj.bias has other values after loading; "
         "init_own_weights must write through transformers.initialization"
     },
+    Raises: {"build": "^KeyError: 'k_conv'$"},
+    NotANumber: {"build": r"^[\d,]+ of 14,640 logits are not finite; look for logarithms"},
 }
 
 
@@ -199,37 +169,9 @@ def test_a_fault_fails_its_checks_and_no_others(mixer, register):
         assert re.search(expected[check], said), said
 
 
-@pytest.mark.parametrize(
-    ("mixer", "said"),
-    [
-        (Raises, "^KeyError: 'k_conv'$"),
-        (NotANumber, r"^[\d,]+ of 14,640 logits are not finite; look for logarithms"),
-    ],
-)
-def test_a_model_that_cannot_run_fails_the_first_check(mixer, said, register):
-    found = failures(register(mixer))
-    assert found.keys() == {"build"} and re.search(said, found["build"]), found
-
-
-def double(self, **kwargs):
-    self.norm_eps = 2 * self.norm_eps
-    super(SwiGLUDecoderConfig, self).__post_init__(**kwargs)
-
-
-@pytest.mark.parametrize(
-    ("check", "methods", "said"),
-    [
-        ("build", {"mixer_flops_per_token": lambda self, layer_idx, seq_len: 0}, r"is 0; it must be a positive number"),
-        (
-            "saving",
-            {"__post_init__": double},
-            "^the field norm_eps was 2e-06 and is 4e-06 after loading; __post_init__",
-        ),
-    ],
-)
-def test_a_fault_of_a_configuration_fails_its_check(check, methods, said, register):
-    found = failures(register(Mean, **methods))
-    assert found.keys() == {check} and re.search(said, found[check]), found
+def test_flops_of_a_configuration_must_be_a_number(register):
+    found = failures(register(Mean, mixer_flops_per_token=lambda self, layer_idx, seq_len: 0))
+    assert found.keys() == {"build"} and "is 0; it must be a positive number" in found["build"]
 
 
 # The script.
@@ -249,35 +191,19 @@ def script(monkeypatch, capsys):
     return run
 
 
-def test_it_prints_a_line_for_each_check(script):
-    window = ("architecture=transformer", "num_heads=2", "window_size=3")
-    words = [f"mixers.window.{word}" for word in window]
-    done = script("--model", "hybrid", "pattern=[hgrn2,window]", *words)
-    assert done.code == 0
-    *lines, last = done.out.splitlines()
-    assert [line.split()[:2] for line in lines] == [["ok", name] for name in CHECKS]
-    assert last == "all checks are ok" and "HGRN2Attention, ForgettingAttentionLayer" in lines[0]
-
-
 def test_what_failed_is_named_and_the_code_is_1(script, register):
     done = script("--model", register(LosesItsState), "hidden_size=32")
     assert done.code == 1 and done.out.splitlines()[-1] == "1 of 6 checks failed: cache"
     assert "\nFAILED cache " in done.out and "Traceback" not in done.out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_wrong_arguments_are_one_line(script):
+    for arguments, said in (
         (["--model", "kdaa"], r"^error: model.name='kdaa' is unknown; did you mean 'kda'\?"),
         (["--model", "kda", "num_heads=[1"], r"^error: 'num_heads=\[1': .*; give a value as YAML has it"),
-    ],
-)
-def test_wrong_arguments_are_one_line(arguments, said, script):
-    done = script(*arguments)
-    assert done.code == 1 and re.search(said, done.err) and done.err.count("\n") == 1 and not done.out
-
-
-def test_a_field_that_cannot_be_is_named(script):
+    ):
+        done = script(*arguments)
+        assert done.code == 1 and re.search(said, done.err) and done.err.count("\n") == 1 and not done.out
     done = script("--model", "kda", "num_headz=2")
     assert done.code == 1 and "KDAConfig has no field 'num_headz'; did you mean 'num_heads'?" in done.out
     assert done.out.splitlines()[-1] == "1 of 1 checks failed: build"

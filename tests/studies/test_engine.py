@@ -17,7 +17,6 @@ from studies.engine.queue import Queue
 from studies.engine.results import read_study
 from studies.engine.stages import Stages
 from studies.engine.tables import sections
-from tests.studies.conftest import YAML
 
 rare = pytest.mark.rare("no contract: studies")
 pytestmark = pytest.mark.slow
@@ -78,19 +77,6 @@ def test_a_model_is_searched_run_at_its_best_rate_and_then_its_variants(study, t
 
 
 @rare
-def test_parts_of_a_study_are_collected_from_one_folder(study, tmp_path):
-    """As when machines make other models and seeds, and their folders are copied into one."""
-    assert study("--stages", "train", "--models", "fox_pro", "--seeds", "0", "1")[0] == 0
-    assert study("--stages", "train", "collect", "--models", "mamba2", "--seeds", "0")[0] == 0
-    found = read_study(tmp_path / "study/report")
-    assert {name: model["seeds"] for name, model in found["models"].items()} == {"mamba2": [0], "fox_pro": [0, 1]}
-    config = tmp_path / "study/runs/fox_pro_seed1/config.yaml"
-    config.write_text(config.read_text().replace("max_tokens: ", "max_tokens: 1"))
-    code, out, _ = study("--stages", "collect")
-    assert code == 1 and "fox_pro_seed1 differ in train.max_tokens, and seeds of one model are averaged" in out
-
-
-@rare
 def test_a_job_that_failed_leaves_the_rest_and_the_same_command_goes_on(study, faults):
     faults["fail"] = "fox_pro_seed1"
     code, out, order = study("--stages", "train")
@@ -103,11 +89,8 @@ def test_a_job_that_failed_leaves_the_rest_and_the_same_command_goes_on(study, f
     ("line", "message"),
     [
         ("seeds: [0, 0]", "seeds=[0, 0]: give at least one, each once"),
-        ("sedes: [0]", "Key 'sedes' not in 'StudyPlan'"),
-        ("learning_rates: {fox_pro: -1}", "learning_rates: fox_pro: -1 must be a positive number"),
         ("claims: [{claim: a, rule: loer, models: [fox_pro]}]", "rule='loer' must be one of falls, rises"),
         ("claims: [{claim: a, rule: lower, models: [fox_pro]}]", "the claim 'a': the rule lower needs than"),
-        ("claims: [{claim: a, rule: falls, models: [mamba2], at: 0.3}]", "at=0.3 must be a power of two"),
     ],
 )
 @rare
@@ -141,50 +124,3 @@ def test_every_experiment_of_a_study_is_composed_and_bodies_have_one_size(tmp_pa
                 batches.add((config.train.max_tokens, str(config.datamodule), str(config.schedule)))
     assert len(sizes) == 30 and len(batches) == 1
     assert min(sizes.values()) > 19.6e6 and max(sizes.values()) < 20.7e6
-
-
-#: Says what it was called with, fails for one run, and leaves what an evaluation of a run would.
-SCRIPT = """
-import os, pathlib, sys
-with open("calls.txt", "a") as file:
-    file.write(" ".join(map(str, sys.argv)) + "\\n")
-sys.exit("FAILING" in os.environ and os.environ["FAILING"] in " ".join(sys.argv))
-"""
-
-
-@rare
-def test_evaluations_are_made_once_for_every_run_and_their_failures_are_named(study, tmp_path, monkeypatch):
-    """Scripts of the repository are played by one that writes what it was called with."""
-    for script in ("eval/per_token_loss/run_per_token_loss.py", "eval/niah/run_niah.py", "studies/code_tasks.py",
-                   "eval/lm_eval_harness/run_lm_eval.py", "scripts/prepare_data.py",
-                   "benchmarks/training.py"):  # fmt: skip
-        (tmp_path / script).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / script).write_text(SCRIPT)
-    assert study("--stages", "train")[0] == 0
-    monkeypatch.setattr("studies.engine.stages.ROOT", tmp_path)
-    runs = [f"{model}_seed{seed}" for seed in range(3) for model in ("mamba2", "fox_pro")]
-    for run in runs[:-1]:
-        (tmp_path / "study/runs" / run / "checkpoints").mkdir()
-        (tmp_path / "study/runs" / run / "status.json").write_text('{"status": "done"}')
-
-    def calls(*stages: str) -> tuple[int, str, list[str]]:
-        (tmp_path / "calls.txt").write_text("")
-        code, out, _ = study("--stages", *stages, yaml=YAML + "speed_seeds: [0]\n")
-        made = (tmp_path / "calls.txt").read_text().replace(f"{tmp_path}/", "").splitlines()
-        return code, out, sorted(made)
-
-    code, out, made = calls("corpus", "evaluate")
-    assert code == 0 and f"there is no run {runs[-1]} yet" in out
-    assert made[-1].startswith("scripts/prepare_data.py ") and "--doc_len 16384 --heldout_docs 128" in made[-1]
-    assert sum(call.startswith("eval/per_token_loss") for call in made) == 5
-    assert next(call.split()[2] for call in made if call.startswith("benchmarks/")) == "study/runs/fox_pro_seed0"
-    for run in runs[:-1]:
-        file = tmp_path / "study/position_loss" / run / "results.json"
-        file.parent.mkdir(parents=True)
-        file.write_text("{}")
-    assert not [call for call in calls("evaluate")[2] if call.startswith("eval/per_token_loss")], "they are there"
-    monkeypatch.setenv("FAILING", "runs/mamba2_seed1")
-    code, out, made = calls("downstream")
-    assert code == 1 and "failed    needle-mamba2_seed1-paper: exit code 1: " in out
-    assert f"({tmp_path}/study/logs/needle-mamba2_seed1-paper.log)" in out
-    assert sum("--mode paper_easy" in call for call in made) == 5

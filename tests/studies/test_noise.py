@@ -49,11 +49,3 @@ def test_a_model_without_all_seeds_has_a_difference_and_no_interval() -> None:
     assert found.against["c"].value == pytest.approx(0.4) and math.isnan(found.against["c"].half_width)
     assert found.against["d"].value == pytest.approx(-0.5) and math.isnan(found.against["d"].half_width)
     assert found.freedom == 1 and math.isfinite(found.against["b"].half_width)
-
-
-def test_a_model_that_is_bitwise_the_baseline_says_nothing_about_the_noise():
-    losses = {"a": {0: 3.0, 1: 3.1, 2: 3.05}, "b": {0: 3.2, 1: 3.25, 2: 3.3}}
-    alone = noise.against_baseline(losses, "a")
-    found = noise.against_baseline(losses | {"a again": dict(losses["a"])}, "a")
-    assert found.deviation == pytest.approx(alone.deviation) and found.freedom == alone.freedom == 2
-    assert found.against["a again"].value == 0 and found.against["b"].half_width > alone.against["b"].half_width, "two"

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -34,26 +33,6 @@ at <!-- speed -->1<!-- end --> tokens/s and <!-- loss --><!-- end --> nats <!-- 
 def test_pages_say_what_the_files_say(capsys):
     assert pages.main(["--check"]) == 0, capsys.readouterr().err
     assert sorted(pages.PAGES) == sorted(PAGES_WITH_MARKS)
-
-
-@pytest.mark.slow
-@pytest.mark.rare("no contract: studies")
-def test_a_new_measurement_changes_the_pages_that_show_it_and_a_missing_file_is_named(monkeypatch, tmp_path, capsys):
-    for folder in ("benchmarks/results", "docs", "eval", "studies"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    shutil.copy(ROOT / "README.md", tmp_path)
-    monkeypatch.setattr(pages, "ROOT", tmp_path)
-    monkeypatch.setattr(pages.tables, "RESULTS", tmp_path / "benchmarks" / "results")
-    file = tmp_path / "studies/seven_models/study.json"
-    study = json.loads(file.read_text(encoding="utf-8"))
-    study["models"]["fox_llama"]["heldout_loss"] = [1.2345]
-    file.write_text(json.dumps(study), encoding="utf-8")
-    assert pages.main(["--check"]) == 1 and "studies/seven_models/README.md" in capsys.readouterr().err
-    assert pages.main([]) == 0 and pages.main(["--check"]) == 0
-    assert "1.2345" in (tmp_path / "studies/seven_models/README.md").read_text()
-    (tmp_path / "benchmarks/results/authors_760m.json").unlink()
-    assert pages.main(["--check"]) == 1
-    assert "authors_760m*.json: no such file of results" in capsys.readouterr().err
 
 
 def test_only_what_is_between_marks_of_a_page_is_replaced():

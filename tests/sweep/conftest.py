@@ -2,14 +2,12 @@
 
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from omegaconf import OmegaConf
@@ -25,9 +23,9 @@ DEMO = ["+experiment/demo=fox_pro", "data_dir=data"]
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch, shared_folder: Path) -> dict[str, str | float]:
+def faults(monkeypatch: pytest.MonkeyPatch, shared_folder: Path) -> dict[str, str]:
     """Jobs are played by fake_train.py, with the faults that a test puts in here. What one worker composed all have."""
-    kinds: dict[str, str | float] = {}
+    kinds: dict[str, str] = {}
 
     def compose_once(overrides: Sequence[str]) -> Config:
         file = shared_folder / f"composed-{hashlib.sha256(json.dumps(list(overrides)).encode()).hexdigest()[:20]}"
@@ -64,14 +62,6 @@ def train_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
         return None
 
     return run
-
-
-def load_script(name: str) -> ModuleType:
-    """A file of scripts/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def starts(output_dir: Path) -> list[str]:

@@ -4,7 +4,7 @@
 
 The loss is a parabola of log(lr) around 2e-3, plus 0.05 for every head above two and, in thousandths, what the seed
 decides. FAULTS_JSON maps "fail", "diverge", "preempt", "die" (at the very end) or "hang" to a part of the output_dir
-that is hit, "noise" to a factor, "width_exponent" to how the best rate moves with the width.
+that is hit.
 """
 
 import json
@@ -20,11 +20,10 @@ STEPS = 10
 FLOPS_PER_TOKEN = 1e6
 
 
-def loss_of(config: dict, noise: float, width_exponent: float = 0) -> float:
+def loss_of(config: dict) -> float:
     lr, seed = config["optimizer"]["lr"], config["seed"]
     heads = config["model"]["config"].get("num_heads", 2)
-    optimum = 2e-3 * (config["model"]["config"]["hidden_size"] / 192) ** width_exponent
-    return 3 + 0.1 * math.log(lr / optimum) ** 2 + 0.001 * noise * ((seed * 7919) % 5 - 2) + 0.05 * (heads - 2)
+    return 3 + 0.1 * math.log(lr / 2e-3) ** 2 + 0.001 * ((seed * 7919) % 5 - 2) + 0.05 * (heads - 2)
 
 
 def append(file: Path, **entry: float) -> None:
@@ -40,7 +39,7 @@ def write_status(output_dir: Path, status: str, reason: str) -> None:
 def main() -> None:
     config, faults = json.loads(sys.argv[1]), json.loads(sys.argv[2])
     output_dir = Path(config["output_dir"])
-    final_loss = loss_of(config, faults.pop("noise", 1), faults.pop("width_exponent", 0))
+    final_loss = loss_of(config)
     hit = {fault for fault, part in faults.items() if part in str(output_dir)}
     lines = output_dir / "metrics" / "jsonlines"
     lines.mkdir(parents=True, exist_ok=True)

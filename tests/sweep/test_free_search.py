@@ -1,8 +1,5 @@
 """Optuna's search over any keys: it finds what is better, continues, and keeps to the range."""
 
-import os
-import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -10,8 +7,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.composer import search_space
-from tests.sweep.conftest import DEMO, load_script, starts
-from tests.waiting import wait_until
+from tests.processes import load_script
+from tests.sweep.conftest import DEMO, starts
 
 pytestmark = pytest.mark.slow
 
@@ -70,21 +67,3 @@ def test_it_continues_where_it_was_and_its_table_has_the_best_run_first(search, 
     assert code == 1 and "optimizer.weight_decay: 0.1 -> 0.2" in err
     assert "optimizer.lr: tag(log, interval(1e-4, 1e-1)) -> tag(log, interval(1e-4, 1))" in err
     assert "nothing to search" in search("--trials", "1")[2]
-
-
-def test_a_trial_that_was_running_is_continued_first(search, faults, tmp_path):
-    faults["hang"] = "trial0000"
-    log = tmp_path / "search/trial0000/metrics/jsonlines/train.jsonl"
-
-    def interrupt() -> None:
-        wait_until(log.exists)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    code, out, _ = search(RATE, "--trials", "2")
-    thread.join()
-    assert code == 1 and "not finished" in out and made(tmp_path) == [1]
-    del faults["hang"]
-    code, out, _ = search(RATE, "--trials", "2")
-    assert code == 0 and len(losses(out)) == 2 and made(tmp_path) == [2, 1]

@@ -13,7 +13,8 @@ from forgetting_transformer.sweep.learning_rate import (
     grid_value,
     nearest_grid_index,
 )
-from tests.sweep.conftest import DEMO, load_script, starts
+from tests.processes import load_script
+from tests.sweep.conftest import DEMO, starts
 
 pytestmark = pytest.mark.slow
 
@@ -64,15 +65,6 @@ def test_the_search_ends_with_the_best_rate_strictly_inside_and_no_run_too_many(
     assert len(made) == len(search.indices) + 3 * (len(seeds) - 1), "other seeds only at the best and its neighbours"
     # From one side to the other: nothing beyond the guess's neighbour and the optimum's.
     assert len(search.indices) <= abs(search.start - search.best) + 3
-
-
-def test_a_seed_that_changes_the_best_rate_moves_the_search():
-    search = GridSearch(0, (0, 1))
-    losses = {0: [1.0, 2.0], 1: [1.1, 1.1], -1: [1.5, 1.5], 2: [1.4, 1.4]}
-    while todo := search.needed():
-        for index, seed in todo:
-            search.losses[index, seed] = losses[index][seed]
-    assert search.best == 1 and search.indices == [-1, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -141,12 +133,6 @@ def test_head_dimensions_are_searched_around_one_after_another(search, tmp_path)
     assert code == 1 and "--head_dims 48 does not divide model.config.hidden_size=128" in err
     code, _, err = search("--head_dims", "64", "model=mamba2")
     assert code == 1 and "does not choose its head dimension by model.config.num_heads" in err
-
-
-def test_noise_is_named(faults, tmp_path, capsys):
-    faults["noise"] = 50
-    assert sweep_lr.main([*DEMO, f"output_dir={tmp_path / 'noisy'}", "--seeds", "0,1,2"]) == 0
-    assert "2e-3 is within seed noise of learning rate 1e-3: it is better by 0.0480 ± " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

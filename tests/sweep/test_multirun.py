@@ -78,18 +78,6 @@ def test_folders_are_named_after_what_is_swept_unless_output_dir_differs(faults,
     assert folders == {"c/experiment-demo=fox_pro", "c/experiment-demo=hgrn2", "rates/lr-0.001", "rates/lr-0.002"}
 
 
-def test_jobs_get_the_config_dir_and_name_of_the_command(faults, train_main, tmp_path, monkeypatch):
-    (tmp_path / "mine/experiment").mkdir(parents=True)
-    experiment = "# @package _global_\ndefaults: [/recipe/demo, {override /datamodule: corpus}, _self_]\ntag: mine\n"
-    (tmp_path / "mine/experiment/my.yaml").write_text(experiment)
-    seen = []
-    monkeypatch.setattr(runner, "run_jobs", lambda jobs, *_: seen.extend(jobs) or [])
-    options = ["--config-dir", str(tmp_path / "mine")]
-    train_main(*options, "-m", "+experiment=my", "data_dir=data", "output_dir=out", "seed=0,1")
-    assert [job.config.tag for job in seen] == ["mine", "mine"]
-    assert seen[1].overrides == (f"--config-dir={tmp_path}/mine", "+experiment=my", "data_dir=data", "seed=1")
-
-
 def test_what_cannot_work_is_refused_before_anything_starts(faults, train_main, tmp_path, capsys, monkeypatch):
     for arguments, message in [
         (["output_dir=out,./out"], "jobs 'output_dir=out' and 'output_dir=./out' would both write to output_dir="),
@@ -145,28 +133,6 @@ def test_sigterm_lets_jobs_end_and_a_second_one_within_half_a_second_is_the_same
     results = runner.run_jobs(todo, runner.Machine(gpus=[]), tmp_path / "logs")
     thread.join()
     assert [result.state for result in results] == [State.INTERRUPTED] * 2 and results[1].note == "not started"
-
-
-def test_jobs_that_come_of_a_result_wait_by_priority_and_an_error_in_making_them_ends_the_rest(faults, tmp_path):
-    order = []
-    late, urgent, first = (make_job(tmp_path, name) for name in ("late", "urgent", "first"))
-    object.__setattr__(urgent, "priority", 1)
-
-    def more(result):
-        order.append(result.job.name)
-        return [urgent] if result.job is first else []
-
-    runner.run_jobs([first, late], runner.Machine(gpus=[]), tmp_path / "logs", on_result=more)
-    assert order == ["first", "urgent", "late"]
-    faults["hang"] = "hanging"
-    machine = runner.Machine(gpus=[], jobs_at_once=2)
-
-    def fail(_):
-        raise SweepError("what comes next is unknown")
-
-    with pytest.raises(SweepError, match="what comes next is unknown"):
-        runner.run_jobs([make_job(tmp_path, n) for n in ("hanging", "quick")], machine, tmp_path / "logs", fail)
-    assert machine.take(late) is not None and machine.take(late) is not None, "both have ended"
 
 
 def test_a_real_job_trains_in_a_fabric_run_of_two_processes(train_main, tmp_path, corpus, monkeypatch):

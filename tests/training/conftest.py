@@ -15,7 +15,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,6 @@ import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
 
 from forgetting_transformer import training
-from tests.campaign.runs import untimed
 from tests.processes import Command, free_port, server, start_as_by_default
 from tests.tiny import STEP, VOCAB, make_corpus, tiny_config
 from tests.waiting import HANG, wait_until
@@ -128,9 +127,9 @@ def _train(config: dict, environment: dict, error_file: Path, patch: str | None)
         os._exit(1)
 
 
-def train(config: dict, world_size: int = 1, accelerator: str = "cpu") -> None:
+def train(config: dict, world_size: int = 1, accelerator: str = "cpu", patch: str | None = None) -> None:
     """Trains to the end and expects that to work."""
-    job = Job(config, world_size, accelerator=accelerator)
+    job = Job(config, world_size, patch, accelerator)
     assert job.wait() == [0] * world_size, job.errors()
 
 
@@ -195,19 +194,28 @@ def lines(output_dir: str, kind: str) -> list[dict]:
     ]
 
 
+def assert_same_tensors(a: str, b: str, step: int, other: int | None = None) -> None:
+    """Weights and moments of two runs after so many tokens (the second: after `other`), bitwise."""
+    first, second = checkpoint_tensors(a, step), checkpoint_tensors(b, other or step)
+    assert first.keys() == second.keys() and len(first) > 20
+    assert not [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
+
+
 def losses(output_dir: str) -> dict[int, float]:
     entries = lines(output_dir, "train")
     assert len({e["step"] for e in entries}) == len(entries), "a step was logged twice"
     return {e["step"]: e["train/loss"] for e in entries}
 
 
+def untimed(names: Iterable[str]) -> list[str]:
+    """Names of reports, without those of what clocks say."""
+    return [name for name in names if "time" not in name and "per_second" not in name]
+
+
 def assert_same_run(a: str, b: str) -> None:
     """Bitwise: last weights and moments, logged losses and norms, loss at every position, held-out losses."""
     step = max(int(path.name.removeprefix("step-")) for path in Path(a).glob("checkpoints/step-*"))
-    first, second = checkpoint_tensors(a, step), checkpoint_tensors(b, step)
-    assert first.keys() == second.keys() and len(first) > 30
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
+    assert_same_tensors(a, b, step)
     assert losses(a) == losses(b)
     for kind in ("train", "norm", "train_eval", "val"):
         for x, y in zip(lines(a, kind), lines(b, kind), strict=True):
@@ -231,15 +239,26 @@ def blocks(output_dir: str) -> list[dict[str, str]]:
     return found
 
 
-def word_tokenizer(folder: Path) -> Path:
-    """Saves one of the tiny corpus: token n is the word "wn"."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+def word_tokenizer(
+    folder: Path, vocabulary: dict[str, int] | None = None, template: str | None = None, **special: str
+) -> Path:
+    """Saves one whose tokens are words, by default those of the tiny corpus: token n is the word "wn".
+
+    Args:
+        template: which special tokens go around a text, as in "<s> $A".
+        special: the words that are tokens such as `bos_token` and `unk_token`.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {f"w{n}": n for n in range(VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w1"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0", bos_token="w0").save_pretrained(folder)
+    vocabulary = vocabulary or {f"w{n}": n for n in range(VOCAB)}
+    special = {"bos_token": "w0", "eos_token": "w0"} | special
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=special.get("unk_token", "w1")))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if template is not None:
+        marks = [(word, vocabulary[word]) for word in (special["bos_token"], special["eos_token"])]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=marks)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     return folder
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -81,15 +81,6 @@ def test_logits_are_those_of_the_original(tmp_path, family):
     assert torch.equal(*written)
 
 
-@torch.no_grad()
-def test_a_window_and_a_scaled_position_change_the_original_here(tmp_path):
-    """So that the test above would notice if they were lost."""
-    ids = torch.arange(1, 46)[None]
-    for family, without in (("mistral", {"sliding_window": None}), ("llama3", {"rope_parameters": None})):
-        one, other = original(tmp_path / "one", family), original(tmp_path / "other", family, **without)
-        assert (one(ids).logits - other(ids).logits).abs().max() > 1e-3
-
-
 def test_weights_in_several_files_and_what_lies_beside_them(tmp_path):
     source = tmp_path / "original"
     theirs = original(source, "qwen3", shard="20KB")
@@ -118,14 +109,11 @@ def test_weights_in_several_files_and_what_lies_beside_them(tmp_path):
     [
         ({"architectures": ["Gemma2ForCausalLM"]}, "architectures is Gemma2ForCausalLM"),
         ({"attention_bias": True}, "attention_bias is True"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type is yarn"),
         ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}, "use_sliding_window is True"),
         ({"intermediate_size": 95}, "mlp.gate_proj.weight has shape"),
         ({"num_hidden_layers": 3}, "the source has no model.layers.2"),
-        ({"num_hidden_layers": 1}, "the source has model.layers.1"),
     ],
 )
 def test_what_fox_has_not_is_refused_by_name_and_nothing_is_left(tmp_path, fields, said):
@@ -136,19 +124,11 @@ def test_what_fox_has_not_is_refused_by_name_and_nothing_is_left(tmp_path, field
     assert [path.name for path in tmp_path.iterdir()] == ["original"]
 
 
-def test_biases_that_no_field_mentions_lengths_and_sources_are_refused(tmp_path):
-    source = tmp_path / "original"
-    original(source)
+def test_lengths_that_cannot_be_are_refused(tmp_path):
+    original(tmp_path / "original")
     for lengths in ([0], [64, 16], [1, 2, 3], [16, math.inf]):
         with pytest.raises(ExportError, match="--memory_length="):
-            add_forget_gates(str(source), tmp_path / "gates", lengths)
-    tensors = load_file(source / "model.safetensors")
-    save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, source / "model.safetensors")
-    with pytest.raises(ExportError, match=r"the source has model.layers.0.self_attn.q_proj.bias"):
-        add_forget_gates(str(source), tmp_path / "gates")
-    (source / "model.safetensors").unlink()
-    with pytest.raises(ExportError, match=r"has no config.json with \*.safetensors"):
-        add_forget_gates(str(source), tmp_path / "gates")
+            add_forget_gates(str(tmp_path / "original"), tmp_path / "gates", lengths)
 
 
 @pytest.mark.slow

@@ -8,7 +8,19 @@ import pytest
 import torch
 
 from forgetting_transformer.training.faults.step_guard import StepGuard
-from tests.training.conftest import HEARD, STEP, STOP, Job, changed, checkpoint_tensors, in_step, lines, losses
+from tests.training.conftest import (
+    HEARD,
+    STEP,
+    STOP,
+    Job,
+    assert_same_tensors,
+    changed,
+    checkpoint_tensors,
+    in_step,
+    lines,
+    losses,
+    train,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -47,11 +59,8 @@ def test_a_bad_gradient_on_one_rank_skips_the_update_on_all(tiny):
             tiny, strategy__name="ddp", checkpoint_interval=STEP, checkpoint_keep_last=30, train__max_tokens=12 * STEP
         )
     )
-    job = Job(tiny, 2, patch=POISON.format(values={8: "inf"}, rank=1))
-    assert job.wait() == [0, 0], job.errors()
-    before, after = (checkpoint_tensors(tiny["output_dir"], step * STEP) for step in (8, 9))
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
+    train(tiny, 2, patch=POISON.format(values={8: "inf"}, rank=1))
+    assert_same_tensors(tiny["output_dir"], tiny["output_dir"], 8 * STEP, 9 * STEP)
     later = checkpoint_tensors(tiny["output_dir"], 12 * STEP)
     assert all(torch.isfinite(tensor).all() for tensor in later.values())
     steps = {name: tensor.item() for name, tensor in later.items() if name.endswith(".step")}
@@ -74,8 +83,7 @@ def poison(module, arguments, output):
 hook = self.model.module.register_forward_hook(poison)""",
         2,
     )
-    job = Job(single(tiny), patch=patch)
-    assert job.wait() == [0], job.errors()
+    train(single(tiny), patch=patch)
     (line,) = bad_steps(tiny)
     assert line["bad_step/sequences_not_finite"] == [f"document {2 * 4 + 1}, tokens 0–31"]
     first = lines(tiny["output_dir"], "train_eval")[0]
@@ -104,12 +112,10 @@ def test_a_run_that_skipped_steps_resumes_bitwise(tiny, tmp_path):
     straight = changed(tiny, output_dir=str(tmp_path / "straight"))
     stopped = patch + in_step(STOP + HEARD, 5)  # two updates in a row left out by then
     for config, faults in ((straight, patch), (tiny, stopped), (tiny, patch)):
-        job = Job(config, patch=faults)
-        assert job.wait() == [0], job.errors()
+        train(config, patch=faults)
     left_out = [line["bad_step/batch"] for line in bad_steps(tiny)]
     assert left_out == [line["bad_step/batch"] for line in bad_steps(straight)] == [2, 4, 5, 6]
-    ours, theirs = (checkpoint_tensors(config["output_dir"], 9 * STEP) for config in (tiny, straight))
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert_same_tensors(tiny["output_dir"], straight["output_dir"], 9 * STEP)
     assert losses(tiny["output_dir"]) == losses(straight["output_dir"])
 
 

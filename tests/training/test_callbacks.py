@@ -7,12 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forgetting_transformer.plugins import CALLBACKS
 from forgetting_transformer.training.callbacks.base import Callback, Callbacks
-from forgetting_transformer.training.callbacks.built_in import chosen
-from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.errors import TrainingError
-from tests.training.conftest import STEP, Job, assert_same_run, changed, dies, lines, status
+from tests.training.conftest import STEP, Job, assert_same_run, changed, dies, lines, status, train
 
 pytestmark = pytest.mark.slow
 
@@ -93,14 +90,9 @@ def with_callbacks(config: dict, *names: str, **changes) -> dict:
     return changed(config, callbacks=dict.fromkeys(names, None), **changes)
 
 
-def trained(config: dict, patch: str) -> None:
-    job = Job(config, patch=patch)
-    assert job.wait() == [0], job.errors()
-
-
 def test_hooks_are_called_in_the_order_that_is_written_down(tiny):
     tiny = with_callbacks(tiny, "diary", train__max_tokens=6 * STEP, checkpoint_background=False)
-    trained(tiny, DIARY)
+    train(tiny, patch=DIARY)
     calls = json.loads((Path(tiny["output_dir"]) / "diary.json").read_text())
     assert calls == [
         *("start", "log", "log", "log"),
@@ -119,16 +111,16 @@ def test_state_comes_back_and_lines_past_the_checkpoint_are_cut(tiny):
     with (folder / "metrics/jsonlines/diary.jsonl").open("a") as file:
         file.write(json.dumps({"step": 11 * STEP, "diary/steps": 11}) + "\n")  # of the time that is lost
     # Without the callback its lines are cut as well: it may come back.
-    trained(changed(tiny, callbacks={}, train__max_tokens=12 * STEP), DIARY)
+    train(changed(tiny, callbacks={}, train__max_tokens=12 * STEP), patch=DIARY)
     assert [entry["step"] for entry in lines(tiny["output_dir"], "diary")] == [4 * STEP, 8 * STEP]
-    trained(tiny, DIARY)
+    train(tiny, patch=DIARY)
     # The start without it kept nothing of it, so it counts from there, and does what was due at step 12 first.
     found = {entry["step"] // STEP: entry["diary/steps"] for entry in lines(tiny["output_dir"], "diary")}
     assert found == {4: 4, 8: 8, 12: 0, 16: 4, 20: 8}
 
 
 def test_random_numbers_and_train_mode_are_left_as_found(tiny, finished):
-    trained(with_callbacks(tiny, "vandal"), VANDAL)
+    train(with_callbacks(tiny, "vandal"), patch=VANDAL)
     assert_same_run(finished(tiny), tiny["output_dir"])
 
 
@@ -150,18 +142,6 @@ class Kept(Callback):
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         self.loaded = state
-
-
-@pytest.mark.quick
-def test_each_gets_its_own_state():
-    trainer = SimpleNamespace(fabric=SimpleNamespace(is_global_zero=True))
-    one, two = Kept("one", a=torch.tensor(1)), Kept("one_more", a=torch.tensor(2))
-    bare = Kept("bare")
-    callbacks = Callbacks(trainer, [one, two], [bare])
-    saved = callbacks.state()
-    assert {name: int(value) for name, value in saved.items()} == {"one.a": 1, "one_more.a": 2}
-    callbacks.load(saved | {"guard_skipped": torch.zeros(2)})
-    assert (one.loaded, two.loaded, bare.loaded) == ({"a": 1}, {"a": 2}, None)
 
 
 @pytest.mark.quick
@@ -194,13 +174,3 @@ def test_a_hook_that_fails_is_named():
     with pytest.raises(ZeroDivisionError) as error:
         Callbacks(trainer, [], [Fails()]).call_all("on_save", None)
     assert error.value.__notes__ == ["raised by on_save of callbacks.fails; the last good checkpoint is at 512 tokens"]
-
-
-@pytest.mark.quick
-def test_a_callback_of_another_class_is_refused(monkeypatch):
-    monkeypatch.setattr(CALLBACKS, "_components", dict(CALLBACKS._components))
-    CALLBACKS.register("odd")(SimpleNamespace)
-    with pytest.raises(
-        ConfigError, match=r"^callbacks.odd: SimpleNamespace does not derive from .*callbacks.Callback$"
-    ):
-        chosen(SimpleNamespace(callbacks=SimpleNamespace(odd=None)))

@@ -10,30 +10,33 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from forgetting_transformer.ops import columns, compiling
+from forgetting_transformer.ops import backends, columns, compiling
 from forgetting_transformer.ops.layers import cross_entropy
 from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.train import keep_compiled_code
 from forgetting_transformer.training import Config, ConfigError, parse, setup
 from forgetting_transformer.training.execution import choice as execution
+from forgetting_transformer.training.execution import early
 from forgetting_transformer.training.execution.choice import Execution
 from forgetting_transformer.training.execution.compilation import Compilation
 from forgetting_transformer.training.parallel.sharding import shard, units
 from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB
-from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, lines, losses
+from tests.training.conftest import STEP, assert_same_tensors, changed, lines, losses, train
 
 #: For a training process: torch.compile that captures graphs and runs them as they are, within a second.
 CAPTURE_ONLY = """
 import torch
-from forgetting_transformer.ops import columns, compiling
+from forgetting_transformer.ops import backends, columns, compiling
 compiling.compiled = lambda function, recordable=False: torch.compile(function, dynamic=False, backend="eager")
 """
+INFO = SimpleNamespace(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0)
 ATTENTION = {"attention": Backend("triton", "Triton 3.6.0")}
 
 
@@ -58,19 +61,13 @@ def working_triton(monkeypatch):
 # What `auto` comes to
 
 
-@pytest.mark.parametrize(("device", "compiles"), [("cuda", True), ("cpu", False), ("mps", False)])
-def test_a_new_run_compiles_on_cuda_and_nowhere_else(working_triton, device, compiles):
-    assert execution.choose("auto", torch.device(device), None, ATTENTION) == Execution(
-        compiles, device, {"attention": "triton"}
-    )
-
-
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("compiles", [False, True])
-def test_a_run_that_continues_does_as_before(working_triton, caplog, device, compiles):
-    before = Execution(compiles, device, {"attention": "triton"})
-    assert execution.choose("auto", torch.device(device), before, ATTENTION) == before
-    assert execution.choose(compiles, torch.device(device), before, ATTENTION) == before
+def test_a_new_run_compiles_on_cuda_and_nowhere_else_and_one_that_continues_does_as_before(working_triton, caplog):
+    for device, compiles in (("cuda", True), ("cpu", False), ("mps", False)):
+        found = execution.choose("auto", torch.device(device), None, ATTENTION)
+        assert found == Execution(compiles, device, {"attention": "triton"})
+        before = Execution(not compiles, device, {"attention": "triton"})
+        assert execution.choose("auto", torch.device(device), before, ATTENTION) == before
+        assert execution.choose(not compiles, torch.device(device), before, ATTENTION) == before
     assert not warnings(caplog)
 
 
@@ -92,41 +89,12 @@ def test_without_a_triton_that_works_auto_warns_and_true_is_refused(monkeypatch,
     assert not execution.choose(False, torch.device("cuda"), None, {}).compile
 
 
-# What a checkpoint says
-
-
-def trainer_state(config: dict, step: int) -> Path:
-    return Path(config["output_dir"]) / f"checkpoints/step-{step * STEP:015d}/trainer.json"
-
-
 def run(config: dict, world_size: int = 1, patch: str = CAPTURE_ONLY) -> str:
     """Trains to the end; returns what this start logged, on rank 0."""
     log = Path(config["output_dir"]) / "logs/rank-0.log"
     before = log.stat().st_size if log.exists() else 0
-    job = Job(config, world_size, patch=patch)
-    assert job.wait() == [0] * world_size, job.errors()
+    train(config, world_size, patch=patch)
     return log.read_bytes()[before:].decode()
-
-
-@pytest.mark.slow
-def test_a_resume_takes_the_choice_of_its_checkpoint(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    tiny = changed(tiny, skip_eval=True)
-    for steps, choice, compiles, warned in [
-        (2, True, True, ""),
-        (4, "auto", True, ""),
-        (6, False, False, "train.compile was True and is False now"),
-    ]:
-        config = changed(tiny, train__compile=choice, train__max_tokens=steps * STEP)
-        log = run(config)
-        assert log.count("not bitwise from here") == bool(warned) and warned in log
-        assert log.count("compiling, ") == compiles
-        assert log.count("the first step is done, loss ") == 1
-        state = json.loads(trainer_state(config, steps).read_text())
-        backends = {"attention": "pytorch", "gated_norm": "pytorch"}
-        assert state["execution"] == {"compile": compiles, "device": "cpu", "backends": backends}
-        assert state["config"]["train"]["compile"] == choice
 
 
 # Every architecture
@@ -182,7 +150,7 @@ def compilation_of(config: Config) -> Compilation:
 
 
 def build(config: Config) -> nn.Module:
-    return setup.build_model(config, SimpleNamespace(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0))
+    return setup.build_model(config, INFO)
 
 
 def tokens(batch: int, length: int) -> torch.Tensor:
@@ -190,7 +158,7 @@ def tokens(batch: int, length: int) -> torch.Tensor:
 
 
 #: Two kinds of blocks in one model, and recurrences.
-GRAPHS = [("forgetting_transformer", "ddp", False), ("forgetting_transformer", "fsdp", True), ("hybrid", "ddp", False)]
+GRAPHS = [("forgetting_transformer", "fsdp", True), ("hybrid", "ddp", False)]
 
 
 @pytest.mark.slow
@@ -264,9 +232,7 @@ def test_the_next_start_finds_blocks_whose_columns_are_split(tiny):
 
 def assert_same_bits(a: str, b: str, step: int) -> None:
     """Weights, moments, losses and norms of two runs without evaluations."""
-    first, second = checkpoint_tensors(a, step), checkpoint_tensors(b, step)
-    assert first.keys() == second.keys() and len(first) > 20
-    assert not [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
+    assert_same_tensors(a, b, step)
     assert losses(a) == losses(b) and lines(a, "norm") == lines(b, "norm")
 
 
@@ -292,8 +258,7 @@ torch._inductor.config.cpp.vec_isa_ok = True
 # Without vector instructions its programs are compiled faster.
 torch._inductor.config.cpp.simdlen = 0
 """
-        job = Job(job_config, patch=patch)
-        assert job.wait() == [0], job.errors()
+        train(job_config, patch=patch)
         return job_config
 
     straight = run("straight", "first", train__compile=True)
@@ -303,6 +268,8 @@ torch._inductor.config.cpp.simdlen = 0
     stopped = run("stopped", "second")
     assert list((tmp_path / "second").rglob("*.so")), "auto did not compile"
     assert_same_bits(straight["output_dir"], stopped["output_dir"], 6 * STEP)
+    state = json.loads((tmp_path / f"stopped/checkpoints/step-{6 * STEP:015d}/trainer.json").read_text())
+    assert state["execution"]["compile"] and state["config"]["train"]["compile"] == "auto"
     eager = run("eager", "none", train__compile=False)
     assert not (tmp_path / "none").exists()
     ours, theirs = losses(stopped["output_dir"]), losses(eager["output_dir"])
@@ -312,13 +279,73 @@ torch._inductor.config.cpp.simdlen = 0
 # Where compiled code is kept
 
 
-@pytest.mark.parametrize("chosen", [None, "mine"])
-def test_compiled_code_is_kept_in_the_users_cache_unless_the_user_says_where(monkeypatch, tmp_path, chosen):
+def test_compiled_code_is_kept_in_the_users_cache_unless_the_user_says_where(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(name, chosen or "")
-        if chosen is None:
-            monkeypatch.delenv(name)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     keep_compiled_code()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == (chosen or f"{tmp_path}/forgetting_transformer/inductor")
-    assert (os.environ["TRITON_CACHE_DIR"] == "mine") == (chosen == "mine")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/forgetting_transformer/inductor"
+    assert os.environ["TRITON_CACHE_DIR"] == "mine"
+
+
+# Compiling for the first step while kernels are tested: what that step finds, and what must not stay.
+
+
+def test_the_first_step_compiles_nothing_again(captured, tiny):
+    config = parse(OmegaConf.create(architecture(tiny, "hybrid", compile=True, gradient_checkpointing=True)))
+    empty = setup.as_trained(setup.outline(config, INFO), config)
+    early.compile_blocks(empty, torch.device("cpu"), 2, 40)
+    before = captured["stats"]["unique_graphs"]
+    assert before
+    model = build(config).train()
+    model.run_compiled()
+    ids = tokens(2, 40)
+    model(input_ids=ids, labels=ids).loss.mean().backward()
+    assert captured["stats"]["unique_graphs"] == before
+
+
+@pytest.fixture
+def wanted(monkeypatch):
+    monkeypatch.setattr(early, "_serves", lambda *_: True)
+
+
+@pytest.fixture
+def config(tiny):
+    return parse(OmegaConf.create(architecture(tiny, "forgetting_transformer", compile=True)))
+
+
+def test_compiled_code_goes_with_a_kernel_that_is_ruled_out(captured, wanted, config, monkeypatch):
+    fabric, empty = Fabric(accelerator="cpu", devices=1), setup.outline(config, INFO)
+    resets, faults = [], {}
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(True))
+    monkeypatch.setattr(backends, "_faults", faults)
+    with early.compiling(config, fabric, empty, packed=False):
+        pass
+    assert not resets and captured["stats"]["unique_graphs"]
+    with early.compiling(config, fabric, empty, packed=False):
+        faults["attention", backends.TRITON] = "its self-test found it wrong"
+    assert resets == [True]
+
+
+def test_an_error_is_left_to_the_first_step_and_hides_none_of_the_body(wanted, config, monkeypatch, caplog):
+    def broken(*_):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(early, "compile_blocks", broken)
+    caplog.set_level(logging.DEBUG, "forgetting_transformer")
+    fabric, empty = Fabric(accelerator="cpu", devices=1), setup.outline(config, INFO)
+    with early.compiling(config, fabric, empty, packed=False):
+        pass
+    assert "nothing was compiled early: no compiler" in caplog.text
+    with pytest.raises(ValueError, match="a kernel"), early.compiling(config, fabric, empty, packed=False):
+        raise ValueError("a kernel")
+
+
+def test_nothing_is_compiled_early_beside_the_test_of_kernels_of_fla(tiny, monkeypatch):
+    """They keep state of the whole process: two threads at once have ruled out kernels that were right."""
+    gpu = SimpleNamespace(device=torch.device("cuda", 0), world_size=1)
+    monkeypatch.setattr(early.graphs, "choose", lambda *_: False)
+    monkeypatch.setattr(early, "find_backend", lambda use, *_: backends.FLA if use.op == "kda" else backends.TRITON)
+    for name, served in (("forgetting_transformer", True), ("mamba2", True), ("kda", False)):
+        config = parse(OmegaConf.create(architecture(tiny, name, compile=True)))
+        assert early._serves(config, gpu, setup.outline(config, INFO)) == served

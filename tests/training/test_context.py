@@ -4,9 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 
-from forgetting_transformer.training import ConfigError, check, parse
 from tests.training.conftest import STEP, changed, lines, losses, rank_log, refused, train
 from tests.training.test_compile import run
 
@@ -71,33 +69,6 @@ def test_compiled_graphs_go_through_the_exchange(shared, finished, tmp_path, mon
     assert "the first step is done" in log and "runs uncompiled" not in log
     ours, theirs = losses(shared["output_dir"]), losses(finished(shared))
     assert max(abs(ours[s] - theirs[s]) for s in theirs) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("changes", "world_size", "message"),
-    [
-        ({"strategy__context": 2}, 1, "strategy.context=2 ranks share a sequence, and 1 process is not a multiple"),
-        ({"strategy__context": 3}, 2, "strategy.context=3 ranks share a sequence, and 2 processes are not a multiple"),
-        (
-            {"strategy__context": 2, "datamodule__train_batch_len": 31, "train__grad_acc_tokens": 31},
-            2,
-            "datamodule.train_batch_len=31 tokens have no equal parts for strategy.context=2 ranks",
-        ),
-        (
-            {"strategy__context": 2, "datamodule__eval_batch_len": 31},
-            2,
-            "datamodule.eval_batch_len=31 tokens have no equal parts for strategy.context=2 ranks",
-        ),
-        (
-            {"strategy__context": 2, "datamodule__train_batch_size": 3},
-            4,
-            "cannot be shared equally by 2 groups of 2 processes",
-        ),
-    ],
-)
-def test_what_ranks_cannot_share_is_refused_by_name(tiny, changes, world_size, message):
-    with pytest.raises(ConfigError, match=message):
-        check(parse(OmegaConf.create(changed(tiny, **changes))), world_size)
 
 
 def test_heads_that_ranks_cannot_share_are_refused(tiny):

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-import torch
 
-from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, losses, train
+from tests.training.conftest import STEP, assert_same_tensors, changed, checkpoint_tensors, losses, train
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +21,7 @@ trainer.Trainer.step = step
 
 def train_recording(config: dict, world_size: int, folder) -> None:
     folder.mkdir(exist_ok=True)
-    job = Job(config, world_size, patch=RECORD.format(folder=folder))
-    assert job.wait() == [0] * world_size, job.errors()
+    train(config, world_size, patch=RECORD.format(folder=folder))
 
 
 def global_batches(folder) -> list[np.ndarray]:
@@ -59,7 +57,6 @@ def test_one_two_four_and_one_process_with_other_micro_batches(tiny, tmp_path):
 def test_moments_pass_from_one_number_of_processes_to_another_bit_for_bit(tiny, tmp_path):
     """Loaded elsewhere and saved again before a step is taken."""
     train(changed(tiny, train__max_tokens=4 * STEP))
-    before = checkpoint_tensors(tiny["output_dir"], 4 * STEP)
     patch = """
 from forgetting_transformer.training import trainer
 def fit(self):
@@ -68,8 +65,5 @@ def fit(self):
     self.save(permanent=False, must_succeed=True)
 trainer.Trainer.fit = fit
 """
-    job = Job(changed(tiny, strategy__name="fsdp"), 2, patch=patch)
-    assert job.wait() == [0, 0], job.errors()
-    after = checkpoint_tensors(tiny["output_dir"], 4 * STEP + 1)
-    assert before.keys() == after.keys() and len(before) > 100
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    train(changed(tiny, strategy__name="fsdp"), 2, patch=patch)
+    assert_same_tensors(tiny["output_dir"], tiny["output_dir"], 4 * STEP, 4 * STEP + 1)

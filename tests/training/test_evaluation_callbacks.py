@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import zarr
 from omegaconf import OmegaConf
 
 from forgetting_transformer import training
@@ -17,7 +16,18 @@ from forgetting_transformer.evaluation.models import load_model
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.training.config import ConfigError
 from tests.evaluation.scripts import index_few_tasks
-from tests.training.conftest import HEARD, STEP, STOP, Job, assert_same_run, before, changed, lines, rank_log, status
+from tests.training.conftest import (
+    HEARD,
+    STEP,
+    STOP,
+    assert_same_run,
+    before,
+    changed,
+    lines,
+    rank_log,
+    status,
+    train,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -72,8 +82,7 @@ def test_two_processes_find_the_numbers_of_the_finished_model_and_change_no_weig
     tiny = changed(tiny, train__max_tokens=12 * STEP)
     tiny = changed(tiny, strategy__name="fsdp", **{f"model__config__{key}": value for key, value in gates.items()})
     straight = finished(tiny, 2)
-    job = Job(changed(with_needle(tiny, tokenizer), callbacks__gate_statistics={"interval": 10 * STEP}), 2)
-    assert job.wait() == [0, 0], job.errors()
+    train(changed(with_needle(tiny, tokenizer), callbacks__gate_statistics={"interval": 10 * STEP}), 2)
     assert_same_run(straight, tiny["output_dir"])
     last = {}
     for kind in ("needle", "gates"):
@@ -133,24 +142,11 @@ def lm_eval(tmp_path, monkeypatch, tokenizer) -> dict:
     return {"tasks": ["words"], "interval": 10 * STEP, "include_path": str(tmp_path), "tokenizer": tokenizer}
 
 
-RARE = pytest.mark.rare(
-    "tests/training/test_evaluation_callbacks.py::test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight"
-)
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=RARE)])
-def test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight(
-    tiny, finished, lm_eval, tokenizer, world_size
-):
+def test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight(tiny, finished, lm_eval, tokenizer):
     from forgetting_transformer.evaluation import harness
 
-    straight = finished(tiny, world_size)
-    config = changed(tiny, callbacks__lm_eval=lm_eval)
-    if world_size == 1:
-        run(config)
-    else:
-        job = Job(config, world_size)
-        assert job.wait() == [0, 0], job.errors()
+    straight = finished(tiny)
+    run(changed(tiny, callbacks__lm_eval=lm_eval))
     assert_same_run(straight, tiny["output_dir"])
     found = lines(tiny["output_dir"], "lm_eval")
     assert [entry["step"] for entry in found] == [10 * STEP, 20 * STEP]
@@ -169,12 +165,10 @@ def test_a_signal_breaks_the_needle_test_off_and_the_next_start_does_it_again(ti
     patch = before("evaluation.needle", "beat", stop, "trainer.fabric.global_rank == 0", "trainer")
     tiny = changed(tiny, train__max_tokens=12 * STEP)
     straight, config = finished(tiny, 2), with_needle(tiny, tokenizer)
-    job = Job(config, 2, patch=patch)
-    assert job.wait() == [0, 0], job.errors()
+    train(config, 2, patch=patch)
     assert status(tiny)["status"] == "preempted" and status(tiny)["step"] == 10 * STEP
     assert "needle after 1,280 tokens was broken off" in rank_log(tiny, 0)
-    job = Job(config, 2)
-    assert job.wait() == [0, 0], job.errors()
+    train(config, 2)
     assert [entry["step"] for entry in lines(tiny["output_dir"], "needle")] == [10 * STEP, 12 * STEP]
     assert_same_run(straight, tiny["output_dir"])
 
@@ -206,21 +200,3 @@ def test_what_an_evaluation_lacks_is_missed_before_the_first_step(tiny, tokenize
     install = "callbacks=[lm_eval] needs lm-evaluation-harness: pip install 'lm_eval>=0.4.13,<0.5'"
     refused(changed(tiny, callbacks__lm_eval=lm_eval), install)
     assert not (Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl").exists()
-
-
-def test_gate_statistics_of_a_model_that_prunes_have_the_share_that_is_skipped(tiny, tmp_path):
-    # Three tiles of 128 positions, and gates that are nearly shut.
-    for split in ("train", "heldout"):
-        tokens = np.random.default_rng(0).integers(1, 64, size=(8, 384)).astype(np.uint16)
-        zarr.create_array(tmp_path / "data/tiny" / f"{split}.zarr", data=tokens, chunks=(4, 384))
-    gates = {"fgate_type": "fixed", "fgate_bias_init": True, "decay_time_min": 0.1, "decay_time_max": 1}
-    for key, value in ({"log_pruning_tolerance": -10.0} | gates).items():
-        tiny = changed(tiny, **{f"model__config__{key}": value})
-    lengths = {"train_batch_len": 384, "train_batch_size": 1, "eval_batch_len": 384, "eval_tokens": 4 * 384}
-    tiny = changed(tiny, data_dir=str(tmp_path / "data"), **{f"datamodule__{k}": v for k, v in lengths.items()})
-    tiny = changed(tiny, train={"max_tokens": 2 * 384, "grad_acc_tokens": 384}, skip_eval=True)
-    run(changed(tiny, callbacks__gate_statistics={"interval": 2 * 384}))
-    model, texts = load_model(tiny["output_dir"]).model, next(iter(held_out(tiny).eval_loader(0, 1)))["input_ids"]
-    heads = [head for text in texts for head in report_model(model, text)]
-    share = lines(tiny["output_dir"], "gates")[-1]["gates/pruned"]
-    assert len(texts) == 4 and share == pytest.approx(sum(head.pruned for head in heads) / len(heads)) and share > 0

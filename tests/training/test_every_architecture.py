@@ -12,7 +12,7 @@ from forgetting_transformer.training.checkpoint.folder import newest_valid
 from forgetting_transformer.training.export import export, load_checkpoint
 from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB
-from tests.training.conftest import STEP, changed, checkpoint_tensors, rank_log, train
+from tests.training.conftest import STEP, assert_same_tensors, changed, rank_log, train
 
 pytestmark = pytest.mark.slow
 
@@ -25,16 +25,8 @@ CASES += [("hgrn2", {}, strategy, 2) for strategy in ("ddp", "fsdp")]
 
 @pytest.mark.parametrize(("name", "fields", "strategy", "world_size"), CASES)
 def test_it_trains_resumes_bitwise_and_exports(tiny, tmp_path, name, fields, strategy, world_size):
-    tiny["model"] = {
-        "name": name,
-        "config": {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            **SMALL_FIELDS[name],
-            "initializer_range": 0.02,
-            **fields,
-        },
-    }
+    fields = {"hidden_size": 32, "num_hidden_layers": 2, **SMALL_FIELDS[name], "initializer_range": 0.02, **fields}
+    tiny["model"] = {"name": name, "config": fields}
     straight = changed(tiny, strategy__name=strategy, train__max_tokens=6 * STEP, output_dir=str(tmp_path / "straight"))
     straight = changed(straight, skip_eval=True)
     stopped = changed(straight, output_dir=str(tmp_path / "stopped"))
@@ -44,11 +36,7 @@ def test_it_trains_resumes_bitwise_and_exports(tiny, tmp_path, name, fields, str
     shutil.rmtree(tmp_path / f"stopped/checkpoints/step-{6 * STEP:015d}")
     train(stopped, world_size)
     assert f"continuing from {tmp_path}/stopped/checkpoints/step-{4 * STEP:015d}" in rank_log(stopped, 0)
-    first, second = (checkpoint_tensors(str(tmp_path / run), 6 * STEP) for run in ("straight", "stopped"))
-    assert first.keys() == second.keys()
-    for key, tensor in first.items():
-        assert torch.equal(tensor, second[key]), key
-
+    assert_same_tensors(straight["output_dir"], stopped["output_dir"], 6 * STEP)
     export(tmp_path / "stopped", tmp_path / "hf")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert type(exported) is registry.get(name).lm_class

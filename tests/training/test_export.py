@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, PreTrainedModel, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, pipeline
 
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer.evaluation.generation import continue_prompts
@@ -23,12 +22,9 @@ from tests.data.corpus_helpers import prepare, write_tree
 from tests.processes import ROOT, run_command
 from tests.tiny import VOCAB
 from tests.training.conftest import STEP, changed, refused, train, word_tokenizer
+from tests.training.test_checkpoint import snapshot
 
 pytestmark = pytest.mark.slow
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def held_out_loss(folder: Path, config: dict) -> float:
@@ -57,16 +53,9 @@ def test_reloaded_logits_equal_the_checkpoints(tiny, tmp_path, finished, strateg
     assert held_out_loss(folder, tiny) == pytest.approx(val, abs=1e-6)
     # Whoever may read the configuration may read the weights.
     assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
-    assert AutoTokenizer.from_pretrained(folder).model_max_length == 32
-
-
-def test_any_step_can_be_exported_and_a_missing_one_is_refused(tiny, tmp_path, finished):
-    run, tokenizer = Path(finished(tiny)), str(word_tokenizer(tmp_path / "tokenizer"))
-    first = export(run, tmp_path / "a", step=8 * STEP, tokenizer=tokenizer)
-    assert f"step-{8 * STEP:015d}" in first
-    assert f"step-{20 * STEP:015d}" in export(run, tmp_path / "b", tokenizer=tokenizer)
     with pytest.raises(CheckpointError, match=rf"no valid checkpoint at step 5 in .*\[{8 * STEP}, {16 * STEP}"):
-        export(run, tmp_path / "c", step=5, tokenizer=tokenizer)
+        export(run, tmp_path / "other", step=5, tokenizer=str(tokenizer))
+    assert AutoTokenizer.from_pretrained(folder).model_max_length == 32
 
 
 def test_a_folder_that_is_not_there_or_is_no_run_is_named(tmp_path):
@@ -92,18 +81,11 @@ def test_prompts_begin_as_training_sequences_do_and_are_padded_on_the_left(tiny,
     """transformers' pipeline, with one prompt and a batch of unequal ones, feeds the model what it was trained on."""
     export(Path(finished(tiny)), tmp_path / "hf", tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert tokenizer("w3 w4").input_ids == [0, 3, 4] and tokenizer("w3 w4", add_special_tokens=False).input_ids == [
-        3,
-        4,
-    ]
+    assert tokenizer("w3 w4").input_ids == [0, 3, 4]
+    assert tokenizer("w3 w4", add_special_tokens=False).input_ids == [3, 4]
     batch = tokenizer(["w3 w4", "w5 w6 w7 w8"], padding=True, return_tensors="pt")
-    assert batch.input_ids.tolist() == [[0, 0, 0, 3, 4], [0, 5, 6, 7, 8]] and batch.attention_mask[0].tolist() == [
-        0,
-        0,
-        1,
-        1,
-        1,
-    ]
+    assert batch.input_ids.tolist() == [[0, 0, 0, 3, 4], [0, 5, 6, 7, 8]]
+    assert batch.attention_mask[0].tolist() == [0, 0, 1, 1, 1]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     together = model.generate(**batch, max_new_tokens=6, min_new_tokens=6)
     for prompt, row in zip(("w3 w4", "w5 w6 w7 w8"), together, strict=True):
@@ -118,19 +100,8 @@ def test_prompts_begin_as_training_sequences_do_and_are_padded_on_the_left(tiny,
 
 def two_token_tokenizer(folder: Path, template: str | None = None, **special: str) -> Path:
     """Words, `<s>` = 0 and `</s>` = 1, which the template may put around a text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
     ids = {"<s>": 0, "</s>": 1, "<unk>": 2, "<pad>": 3} | {f"w{n}": n for n in range(4, VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if template is not None:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
-        )
-    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"} | special
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-    return folder
+    return word_tokenizer(folder, ids, template, bos_token="<s>", eos_token="</s>", unk_token="<unk>", **special)
 
 
 def test_a_corpus_with_two_tokens_around_texts_trains_and_its_export_stops_at_the_second(tiny, tmp_path):
@@ -222,92 +193,72 @@ def test_the_commands_export_and_generate(tiny, tmp_path, finished, tokenizer):
     assert done.returncode == 1 and "there is no such folder" in done.stderr and "Traceback" not in done.stderr
     done = run_command("save_model.py", "--hf_load_dir", run, "--hf_save_dir", folder, "--license", "my own")
     assert done.returncode == 2 and "'my own' is no id of a licence" in done.stderr
+    # A run writes without an export, and the same for the same seed.
+    drawn = ["--tokenizer", tokenizer, "--prompt", "w3 w4", "--max_new_tokens", "5", "--samples", "2", "--top_p", "0.9"]
+    said = [run_command("scripts/generate.py", run, *drawn, "--temperature", "1.5", "--seed", seed) for seed in "112"]
+    assert said[0].stdout == said[1].stdout != said[2].stdout and said[0].stdout.count("w3 w4 w") == 2, said
 
 
-def test_a_run_writes_without_an_export_and_draws_the_same_for_the_same_seed(tiny, tmp_path, finished):
-    words = ["--tokenizer", str(word_tokenizer(tmp_path / "tokenizer")), "--prompt", "w3 w4", "--max_new_tokens", "5"]
-    drawn = ["--temperature", "1.5", "--top_p", "0.9", "--top_k", "40", "--samples", "3", "--step", str(8 * STEP)]
-    said = [run_command("scripts/generate.py", finished(tiny), *words, *drawn, "--seed", seed) for seed in "112"]
-    samples = [done.stdout for done in said]
-    assert samples[0] == samples[1] != samples[2], said
-    assert samples[0].count("w3 w4 w") == 3 and "--- 3 of 3" in samples[0]
+#: What lies in the folder -> what is said of it.
+STRANGERS = {
+    "model.safetensors.index.json": "/model.safetensors.index.json is not from an export, ",
+    MARK: f"/{MARK} is not from an export, ",
+    "starts.jsonl": " is the folder of a training run",
+    "train.zarr/zarr.json": " is a folder of token arrays",
+}
 
 
-@pytest.mark.parametrize("stranger", ["model.safetensors.index.json", "pytorch_model.bin", MARK])
-def test_a_folder_with_another_model_or_files_of_somebody_else_is_refused(
-    tiny, tmp_path, finished, tokenizer, stranger
-):
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_folder_with_files_of_somebody_else_is_refused(tiny, tmp_path, finished, tokenizer, stranger):
+    """Evaluations of a run would take the export for it, and a corpus's tokenizer has other settings."""
     folder = tmp_path / "hf"
-    folder.mkdir()
+    (folder / stranger).parent.mkdir(parents=True)
     (folder / stranger).write_text("mine")
-    said = f"{folder}/{stranger} is not from an export, .*choose another --hf_save_dir"
     for replace in (False, True):
-        with pytest.raises(ExportError, match=said):
+        with pytest.raises(ExportError, match=f"{STRANGERS[stranger]}.*choose another --hf_save_dir") as refused:
             export(Path(finished(tiny)), folder, tokenizer=tokenizer, replace=replace)
-    assert contents(folder) == {stranger: b"mine"}
-
-
-@pytest.mark.parametrize(
-    ("holds", "below", "what"),
-    [
-        ("starts.jsonl", ".", "is the folder of a training run"),
-        ("starts.jsonl", "checkpoints", "is a part of the training run"),
-        ("train.zarr/zarr.json", ".", "is a folder of token arrays"),
-    ],
-)
-def test_the_folders_of_runs_and_corpora_are_refused(tmp_path, holds, below, what):
-    """Evaluations of the run would take the export for it, and a corpus's tokenizer has other settings."""
-    (tmp_path / "it" / holds).parent.mkdir(parents=True)
-    (tmp_path / "it" / holds).touch()
-    folder = tmp_path / "it" / below
-    with pytest.raises(ExportError, match=f"^--hf_save_dir={folder} {what}.*choose another --hf_save_dir") as caught:
-        export(tmp_path / "run", folder)
-    assert "\n" not in str(caught.value)
+        assert "\n" not in str(refused.value)
+    assert snapshot(folder) == {stranger: b"mine"}
 
 
 def test_an_export_is_replaced_by_the_next_one_and_other_files_stay(tiny, tmp_path, finished, tokenizer):
     run, folder = Path(finished(tiny)), tmp_path / "hf"
     export(run, folder, step=8 * STEP, tokenizer=tokenizer)
-    before = contents(folder)
+    before = snapshot(folder)
     (folder / "notes.txt").write_text("mine")
     said = export(run, folder, tokenizer=tokenizer)
     assert f"in place of the one at {8 * STEP:,} tokens of debug" in said
     assert "in place of" not in export(run, folder, tokenizer=tokenizer)
-    after = contents(folder)
+    after = snapshot(folder)
     assert after["model.safetensors"] != before["model.safetensors"] and after["notes.txt"] == b"mine"
     mark = json.loads(after[MARK])
     assert mark["checkpoint"] == 20 * STEP and set(mark["files"]) == after.keys() - {MARK, "notes.txt"}
     (folder / "config.json").unlink()
     (folder / ".unfinished-export-1").mkdir()  # by an export that was killed
     assert str(folder) in export(run, folder, tokenizer=tokenizer)
-    assert contents(folder) == after and not list(folder.glob(".*"))
+    assert snapshot(folder) == after and not list(folder.glob(".*"))
+    # What was trained further has the same names.
+    (folder / "model.safetensors").write_bytes(after["model.safetensors"] + b" ")
+    with pytest.raises(ExportError, match=f"{folder}/model.safetensors is not from an export, or has changed since"):
+        export(run, folder, tokenizer=tokenizer)
+    wrong = str(word_tokenizer(tmp_path / "wrong"))
+    (tmp_path / "wrong/tokenizer.json").write_text("{")
+    with pytest.raises(ExportError, match=f"nothing is written: --tokenizer={wrong} cannot be used"):
+        export(run, tmp_path / "other", tokenizer=wrong)
+    assert not (tmp_path / "other").exists()
 
 
 def test_another_runs_export_is_replaced_where_that_is_asked_for_alone(tiny, tmp_path, finished, tokenizer):
     folder = tmp_path / "hf"
     run, other = Path(finished(tiny)), Path(finished(changed(tiny, optimizer__lr=5e-3, train__max_tokens=8 * STEP)))
     export(run, folder, step=8 * STEP, tokenizer=tokenizer)
-    before = contents(folder)
+    before = snapshot(folder)
     with pytest.raises(ExportError, match=rf"{folder} holds the export of another run \(.*, seed 0, 1,024 tokens\)"):
         export(other, folder, tokenizer=tokenizer)
-    assert contents(folder) == before
+    assert snapshot(folder) == before
     said = export(other, folder, tokenizer=tokenizer, replace=True)
     assert "in place of the one at 1,024 tokens" in said
-    assert contents(folder)["model.safetensors"] != before["model.safetensors"]
-
-
-def test_what_was_trained_further_or_edited_in_an_export_is_not_overwritten(tiny, tmp_path, finished, tokenizer):
-    """Hugging Face's own way to save has the same names."""
-    name = "model.safetensors"
-    run, folder = Path(finished(tiny)), tmp_path / "hf"
-    export(run, folder, tokenizer=tokenizer)
-    (folder / name).write_bytes((folder / name).read_bytes() + b" ")
-    before = contents(folder)
-    with pytest.raises(ExportError, match=f"{folder}/{name} is not from an export, or has changed since"):
-        export(run, folder, tokenizer=tokenizer)
-    assert contents(folder) == before
-    (folder / name).rename(tmp_path / name)  # as the message says
-    assert str(folder) in export(run, folder, tokenizer=tokenizer)
+    assert snapshot(folder)["model.safetensors"] != before["model.safetensors"]
 
 
 def test_the_card_of_an_export_loads_it_and_names_no_place(tiny, tmp_path, finished, tokenizer):
@@ -337,39 +288,3 @@ def test_a_card_that_no_export_wrote_or_that_was_edited_is_kept(tiny, tmp_path, 
     for _ in range(2):
         assert "is kept" in export(run, folder, tokenizer=tokenizer)
         assert (folder / CARD).read_text() == text + "My words."
-
-
-def test_metrics_that_cannot_be_read_cost_the_card_and_not_the_export(tiny, tmp_path, finished, tokenizer, caplog):
-    shutil.copytree(finished(tiny), tmp_path / "run")
-    (tmp_path / "run/metrics/jsonlines/val.jsonl").write_text("no JSON\n{}\n")
-    assert str(tmp_path / "hf") in export(tmp_path / "run", tmp_path / "hf", tokenizer=tokenizer)
-    assert "no model card was written" in caplog.text and not (tmp_path / "hf" / CARD).exists()
-    assert (tmp_path / "hf/model.safetensors").is_file()
-
-
-def test_with_a_wrong_tokenizer_nothing_is_written(tiny, tmp_path, finished):
-    wrong = str(word_tokenizer(tmp_path / "tokenizer"))
-    (tmp_path / "tokenizer/tokenizer.json").write_text("{")
-    with pytest.raises(ExportError, match=f"nothing is written: --tokenizer={wrong} cannot be used") as caught:
-        export(Path(finished(tiny)), tmp_path / "hf", tokenizer=wrong)
-    assert "\n" not in str(caught.value) and not (tmp_path / "hf").exists()
-
-
-def test_a_place_that_cannot_be_written_is_one_line_and_the_export_there_stays(
-    tiny, tmp_path, finished, tokenizer, monkeypatch
-):
-    run, folder = Path(finished(tiny)), tmp_path / "hf"
-    (tmp_path / "file").write_text("mine")
-    for place in ("file", "file/hf"):
-        with pytest.raises(ExportError, match=f"cannot write the export to .*/{place} .*choose another --hf_save_dir"):
-            export(run, tmp_path / place, tokenizer=tokenizer)
-    export(run, folder, step=8 * STEP, tokenizer=tokenizer)
-    before = contents(folder)
-
-    def full(*_: object, **options: object) -> None:
-        raise SafetensorError("I/O error: No space left\non device")
-
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
-    with pytest.raises(ExportError, match=r"cannot write the export to .*No space left.*make room") as caught:
-        export(run, folder, tokenizer=tokenizer)
-    assert "\n" not in str(caught.value) and contents(folder) == before

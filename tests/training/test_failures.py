@@ -30,16 +30,11 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 
-def test_a_step_waits_for_no_barrier_and_ddp_is_held_by_more_than_the_graph_of_a_step(tiny):
-    """Collected by another thread between forward and backward pass, DDP's reference to itself has made a run fail.
-
-    The failure is a race that no test can rely on.
-    """
+def test_a_step_waits_for_no_barrier(tiny):
     patch = """
-import gc, weakref
 import torch.distributed as dist
 from forgetting_transformer.training import trainer
-original, barrier, fit = trainer.Trainer.step, dist.barrier, trainer.Trainer.fit
+original, barrier = trainer.Trainer.step, dist.barrier
 def refuse(*arguments, **options):
     raise AssertionError("a barrier in a training step")
 def step(self, batch):
@@ -48,16 +43,9 @@ def step(self, batch):
         return original(self, batch)
     finally:
         dist.barrier = barrier
-def checked(self):
-    ddp = next(found for found in gc.get_objects() if type(found).__name__ == "DistributedDataParallel")
-    # Python makes one such object for all that ask for it, the graph of a step included.
-    owners = gc.get_referrers(weakref.ref(ddp))
-    assert any(owner is self.fabric.strategy or owner is vars(self.fabric.strategy) for owner in owners), owners
-    return fit(self)
-trainer.Trainer.step, trainer.Trainer.fit = step, checked
+trainer.Trainer.step = step
 """
-    job = Job(changed(tiny, strategy__name="ddp", train__max_tokens=4 * STEP), 2, patch=patch)
-    assert job.wait() == [0, 0], job.errors()
+    train(changed(tiny, strategy__name="ddp", train__max_tokens=4 * STEP), 2, patch=patch)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +54,6 @@ trainer.Trainer.step, trainer.Trainer.fit = step, checked
         (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\nFor"), "uncorrectable ECC error enc"),
         (RuntimeError("Triton Error [CUDA]: unspecified launch failure"), "unspecified launch failure"),
         (torch.AcceleratorError("CUDA error: device-side assert triggered"), None),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), None),
         (ValueError("CUDA error: unspecified launch failure"), None),
     ],
 )
@@ -155,21 +142,15 @@ def test_a_disk_that_is_full_from_the_start_is_one_line_with_its_place(tiny):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        ((errno.ENOSPC, "No space left on device"), "No space left on device"),
-        ((errno.EIO, "Input/output error", "/a/file"), "/a/file: Input/output error"),
-    ],
-)
-def test_an_error_of_the_system_is_put_down_to_what_it_concerns(tiny, monkeypatch, error, said):
+def test_an_error_of_the_system_is_put_down_to_what_it_concerns(tiny, monkeypatch):
     """And to no folder that has nothing to do with it: full may be shared memory, say."""
 
     def refuse(*_: object) -> None:
-        raise OSError(*error)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(setup, "open_data", refuse)
-    with pytest.raises(TrainingError, match=f"^cannot start: {said}. Mend this and start the same command again$"):
+    said = "^cannot start: No space left on device. Mend this and start the same command again$"
+    with pytest.raises(TrainingError, match=said):
         training.run(training.parse(OmegaConf.create(tiny)))
 
 

@@ -116,12 +116,6 @@ FAULTS = {
         "stopped by SIGTERM; no step ended for .*the last good checkpoint is at",
         "in patched",
     ),
-    "a signal while a reader is silent": Fault(
-        in_reader("sentinel.READER_PATIENCE_SECONDS = 0.5\n" + STOP + HANG),
-        [75],
-        "preempted",
-        "stopped by SIGTERM; no batch of datamodule.name='longcrawl64' came for ",
-    ),
     "a second signal": Fault(
         in_step(STOP + HEARD + "\ntime.sleep(1.1)\n" + STOP + HANG),
         [128 + signal.SIGTERM],
@@ -133,21 +127,6 @@ FAULTS = {
         [1, -signal.SIGKILL],
         "failed",
         r"rank 1 was killed or has crashed \(seen here as: .*the last good checkpoint is at",
-    ),
-    "a rank killed in the start": Fault(
-        in_start("os.kill(os.getpid(), 9)", rank=1), [1, -signal.SIGKILL], "failed", "cannot start: rank 1 was killed"
-    ),
-    "a killed rank, and another inside of a call that never returns": Fault(
-        # As for NCCL. A launcher asks it to stop.
-        in_step(
-            "sentinel.STEP_PATIENCE_SECONDS = 0.5\nself.sentinel._longest = 0\n"
-            "if self.fabric.global_rank == 1:\n    os.kill(os.getpid(), 9)\n"
-            "while self.start.peers.blame(silent=False) is None:\n    pass\n" + STOP + HANG,
-            ranks="01",
-        ),
-        [1, -signal.SIGKILL],
-        "failed",
-        "rank 1 was killed or has crashed; stopped by SIGTERM; no step ended for ",
     ),
     "a hung rank": Fault(
         in_step("self.sentinel.timeout = 2" + HANG, ranks="1"),

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from forgetting_transformer.training.callbacks.goodput import Goodput, describe, shares
-from forgetting_transformer.training.clock import CATEGORIES, Clock
+from forgetting_transformer.training.callbacks.goodput import describe, shares
+from forgetting_transformer.training.clock import CATEGORIES
 from tests.training.conftest import STEP, Job, changed, dies, lines, train
 
 pytestmark = pytest.mark.slow
@@ -38,42 +38,9 @@ def test_what_came_after_the_checkpoint_a_later_start_used_was_lost():
     assert "lost 30.8%" in describe(shares(starts))
 
 
-def test_time_runs_in_one_category_at_a_time(tmp_path, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    clock = Clock("start")
-    goodput = Goodput(tmp_path / "goodput.json", clock)
-    clock._seconds["start"] = 0.0
-    for seconds, category in ((3, "data"), (1, "steps"), (5, None)):
-        now[0] += seconds
-        if category:
-            clock.switch(category)
-    goodput.begin(0)
-    with clock.during("evaluation"):
-        now[0] += 7
-    now[0] += 4
-    found = goodput.write(8)
-    parts = {"start": 3, "data": 1, "steps": 9, "evaluation": 7}
-    assert {c: v for c, v in found.items() if v and c != "hours"} == pytest.approx(
-        {c: v / 20 for c, v in parts.items()}
-    )
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    ["{", "[]", '{"starts": [{"step": "many"}, {}]}'],
-)
-def test_damaged_bookkeeping_stops_nothing(tmp_path, damaged):
-    (tmp_path / "goodput.json").write_text(damaged)
-    goodput = Goodput(tmp_path / "goodput.json", Clock("start"))
-    goodput.begin(0)
-    assert goodput.write(8)["hours"] > 0
-    assert len(json.loads((tmp_path / "goodput.json").read_text())["starts"]) == 1
-
-
 def test_a_run_accounts_for_all_its_starts(tiny):
     assert Job(changed(tiny, checkpoint_background=False), patch=dies(11)).wait() == [9]
-    train(changed(tiny, datamodule__train_num_workers=1))
+    train(tiny)
     ledger = json.loads((Path(tiny["output_dir"]) / "goodput.json").read_text())["starts"]
     assert [entry["from_step"] // STEP for entry in ledger] == [0, 8]
     last = lines(tiny["output_dir"], "goodput")[-1]

@@ -6,13 +6,11 @@ That a GPU computes the same bits with graphs is in tests/gpu/test_compile_cuda.
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import nn
 
-from forgetting_transformer.ops import compiling
 from forgetting_transformer.training import ConfigError, parse
-from forgetting_transformer.training.execution.graphs import Graphs, choose, possible
+from forgetting_transformer.training.execution.graphs import choose, possible
 from tests.tiny import STEP
-from tests.training.conftest import Job, changed, checkpoint_tensors
+from tests.training.conftest import assert_same_tensors, changed, train
 
 #: For a training process on a CPU: as if it had graphs. What a micro-batch leaves in their memory is overwritten when
 #: the next one begins. Nothing is compiled, which takes time.
@@ -68,20 +66,14 @@ def test_what_graphs_do_not_work_with_is_refused_by_name(tiny, changes, world_si
     assert not possible(*asked)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "compiled", "device", "flops", "on"),
-    [
-        ("auto", True, "cuda", 4.9e12, True),
-        ("auto", True, "cuda", 5.1e12, False),
-        ("auto", False, "cuda", 1e12, False),
-        ("auto", True, "cpu", 1e12, False),
-        (True, True, "cuda", 1e14, True),
-        (False, True, "cuda", 1e12, False),
-    ],
-)
-def test_auto_records_small_micro_batches_where_graphs_are_possible(tiny, wanted, compiled, device, flops, on):
-    config = parse(OmegaConf.create(changed(tiny, train__cuda_graphs=wanted, fabric__peak_flops=1e15)))
-    assert choose(config, torch.device(device), 1, compiled, flops) is on
+def test_auto_records_small_micro_batches_where_graphs_are_possible(tiny):
+    for wanted, compiled, device, flops, on in (
+        ("auto", True, "cuda", 4.9e12, True), ("auto", True, "cuda", 5.1e12, False),
+        ("auto", False, "cuda", 1e12, False), ("auto", True, "cpu", 1e12, False),
+        (True, True, "cuda", 1e14, True), (False, True, "cuda", 1e12, False),
+    ):  # fmt: skip
+        config = parse(OmegaConf.create(changed(tiny, train__cuda_graphs=wanted, fabric__peak_flops=1e15)))
+        assert choose(config, torch.device(device), 1, compiled, flops) is on
 
 
 @pytest.mark.slow
@@ -95,68 +87,11 @@ def test_runs_with_and_without_graphs_continue_each_other_bitwise(tiny, tmp_path
         folders[name] = config["output_dir"]
         for start, on in enumerate(graphs):
             tokens = 8 * STEP if start == len(graphs) - 1 else 4 * STEP
-            job = Job(changed(config, train__cuda_graphs=on, train__max_tokens=tokens), 2, STAND_IN)
-            assert job.wait() == [0, 0], job.errors()
-    wanted = checkpoint_tensors(folders["without"], 8 * STEP)
+            train(changed(config, train__cuda_graphs=on, train__max_tokens=tokens), 2, patch=STAND_IN)
     for name in ("with", "both"):
-        found = checkpoint_tensors(folders[name], 8 * STEP)
-        assert found.keys() == wanted.keys()
-        assert not [key for key, tensor in wanted.items() if not torch.equal(tensor, found[key])]
+        assert_same_tensors(folders["without"], folders[name], 8 * STEP)
         log = (tmp_path / name / "logs/rank-0.log").read_text()
         assert "not bitwise from here" not in log and "yes, with CUDA graphs" in log
         recorded = (tmp_path / name / "micro_batches").read_text()
         assert len(recorded) == 2 * (8 if name == "with" else 4), "micro-batches"
     assert not (tmp_path / "without/micro_batches").exists()
-
-
-def test_gradients_add_up_as_autograd_adds_them():
-    """In mixed order: one parameter has its first gradient in the second micro-batch, one has none in the last."""
-    torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(5, 3)) for _ in range(3)]
-    used = [(0, 2), (0, 1, 2), (0, 1)]
-    inputs = torch.randn(3, 5, 3)
-
-    def losses():
-        """One for each micro-batch."""
-        for chosen, x in zip(used, inputs, strict=True):
-            yield sum((parameters[i] * x).sin().sum() for i in chosen)
-
-    for loss in losses():
-        loss.backward()
-    wanted = [parameter.grad.clone() for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-
-    graphs, overwritten = Graphs(True, parameters), []
-    for number, loss in enumerate(losses()):
-        for gradient in overwritten:  # as the next replay would
-            gradient.fill_(torch.nan)
-        with graphs.micro_batch(last=number == 2):
-            assert all(parameter.grad is None for parameter in parameters)
-            loss.backward()
-            overwritten = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(parameters, wanted, strict=True))
-
-
-def test_only_micro_batches_of_training_are_recorded(monkeypatch):
-    calls = []
-
-    def compile(function, dynamic, options):
-        def run(x):
-            calls.append("recorded" if options.get("triton.cudagraphs") else "plain")
-            return function(x)
-
-        return run
-
-    monkeypatch.setattr(torch, "compile", compile)
-    block, loss = compiling.compiled(torch.sin, recordable=True), compiling.compiled(torch.cos)
-    parameter = nn.Parameter(torch.ones(3))
-    for on in (True, False):
-        with Graphs(on, [parameter]).micro_batch(last=True):
-            loss(block(parameter)).sum().backward()
-        block(parameter)
-    assert calls == ["recorded", "plain", "plain", "plain", "plain", "plain"]
-    with pytest.raises(ValueError, match="a fault"), Graphs(True, [parameter]).micro_batch(last=True):
-        raise ValueError("a fault")
-    block(parameter)
-    assert calls[-1] == "plain"

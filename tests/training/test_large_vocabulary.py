@@ -5,15 +5,13 @@ import random
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from forgetting_transformer.data.vocabulary import token_dtype
 from forgetting_transformer.training.export import export
 from tests.data.corpus_helpers import prepare, rows
 from tests.evaluation.scripts import run_script
 from tests.tiny import tiny_config
-from tests.training.conftest import STEP, changed, lines, train
+from tests.training.conftest import STEP, changed, lines, train, word_tokenizer
 
 WORDS = 70_000  # also the vocabulary's size: <eos> and <unk> stand in the places of two words
 
@@ -27,12 +25,7 @@ def test_two_bytes_where_they_suffice(ids, dtype):
 @pytest.mark.slow
 def test_a_text_becomes_a_corpus_a_run_and_an_export_with_the_same_held_out_loss(tmp_path):
     vocabulary = {"<eos>": 0, "<unk>": 1, **{f"w{i}": i for i in range(2, WORDS)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    of_words = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<eos>", eos_token="<eos>", unk_token="<unk>"
-    )
-    of_words.save_pretrained(tmp_path / "tokenizer")
+    word_tokenizer(tmp_path / "tokenizer", vocabulary, bos_token="<eos>", eos_token="<eos>", unk_token="<unk>")
     ids = random.Random(7).sample(range(60_000, WORDS), 6000)
     (tmp_path / "a.txt").write_text(" ".join(f"w{n}" for n in ids))
     corpus = {"tokenizer": str(tmp_path / "tokenizer"), "doc_len": 64, "heldout_docs": 12}

@@ -1,20 +1,14 @@
 """What a run writes down: official names, loss at every position, and enough to know where a run came from."""
 
 import json
-import logging
 import math
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
 from forgetting_transformer.analysis.runs import read_run
-from forgetting_transformer.training.callbacks.progress import Progress
-from forgetting_transformer.training.records.logs import LogFile, TerminalHandler
 from tests.training.conftest import STEP, lines
 
 #: Of a split and its batches.
@@ -99,26 +93,3 @@ def test_descriptions_have_the_official_names_and_share_none(run):
     }  # fmt: skip
     assert heldout["val_data_info/total_tokens"] == 10 * 64 and heldout["val_data_info/global_batch_size"] == 4
     assert model["model_info/total_params"] > model["model_info/embedding_params"] > 0
-
-
-def test_the_log_has_the_losses_although_a_terminal_shows_them_on_a_bar(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    trainer = SimpleNamespace(
-        config=SimpleNamespace(train=SimpleNamespace(max_tokens=1024)),
-        counters=SimpleNamespace(token_count=512),
-        latest=SimpleNamespace(loss=torch.tensor(2.5), lr=1e-3),
-    )
-    progress = Progress(SimpleNamespace(rate=None))
-    progress.on_start(trainer)
-    assert progress.live
-    log = logging.getLogger("forgetting_transformer.training.callbacks.progress")
-    handlers = [LogFile(tmp_path / "rank-0.log"), TerminalHandler()]
-    monkeypatch.setattr(log, "handlers", handlers)
-    monkeypatch.setattr(log, "propagate", False)
-    log.setLevel(logging.INFO)
-    progress.on_interval(trainer, "log")
-    log.info("something else")
-    progress.on_end(trainer)
-    assert "512 of 1,024 tokens, loss 2.5000" in (tmp_path / "rank-0.log").read_text()
-    said = capsys.readouterr().err
-    assert "something else" in said and "of 1,024 tokens" not in said

@@ -23,8 +23,7 @@ def steps(file: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     "line",
-    [b'{"step": 3, "train/lo', b"\x00" * 40, b"\xff\xfe", b"", b"7", b"[]", b"{}", b'{"step": "3"}', b'{"step": null}',
-     b"[" * 100_000],
+    [b'{"step": 3, "train/lo', b"\x00" * 40, b"\xff\xfe", b"[]", b'{"step": "3"}', b"[" * 100_000],
 )  # fmt: skip
 def test_only_the_damaged_line_is_lost(file, caplog, line):
     lines = file.read_bytes().split(b"\n")

@@ -138,12 +138,3 @@ def test_an_official_folder_is_exported_by_the_same_line(trained, tmp_path):
     )
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("x").input_ids[0] == 50256
-
-
-@pytest.mark.slow
-def test_a_hub_id_without_a_network_is_one_line(trained, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    done = run_command("save_model.py", f"--hf_load_dir={trained.run}", f"--hf_save_dir={tmp_path / 'hf'}",
-                       "--tokenizer=zhixuan-lin/longcrawl64-json-gpt2-tokenizer")  # fmt: skip
-    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert "longcrawl64-json-gpt2-tokenizer" in done.stderr and not (tmp_path / "hf").exists()

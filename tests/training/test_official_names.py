@@ -5,17 +5,13 @@ import types
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException
 
 from forgetting_transformer.model import registry
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.composer import compose_config
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.config.continuing import check_continues
-from forgetting_transformer.training.config.official_names import GONE, SCHEDULE
 from forgetting_transformer.training.optimization.schedule import build_schedule
-from tests.training.keys import known_keys
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PRO = "+experiment/longcrawl64/forgetting_transformer=pro_760m_48b"
@@ -35,11 +31,8 @@ def test_the_model_of_that_name_has_the_defaults_of_the_authors_yaml():
     assert {name: value for name, value in model.config.items() if name not in own and value != fields[name]} == {}
 
 
-@pytest.mark.parametrize("model", ["fox_pro", "fox_llama", "transformer_pro", "forgetting_transformer"])
-def test_official_fields_need_no_plus(model):
-    config = parsed(
-        PRO, f"model={model}", "model.config.qk_norm_share_param_across_head=true", "model.config.qk_norm=true"
-    )
+def test_official_fields_need_no_plus():
+    config = parsed(PRO, "model.config.qk_norm_share_param_across_head=true", "model.config.qk_norm=true")
     assert config.model.config["qk_norm_share_param_across_head"] is True
     registry.build_config(config.model.name, **config.model.config)
 
@@ -142,9 +135,6 @@ def said(*arguments: str) -> str:
         (["schedule.anneal_step=5"], "did you mean 'schedule.anneal_steps'?"),
         (["strategy.sharding_strategy=FULL_SHARD"], "strategy=fsdp shards weights"),
         (["model=transformer"], "no value for model.config.rope_base: give it on the command line"),
-        (["schedule.warmup_steps=many"], "schedule.warmup_tokens=many must be a whole number"),
-        (["schedule=warmup_one_minus_square"],
-         "there is no schedule=warmup_one_minus_square; did you mean 'warmup_one_minus_sqrt'?"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(arguments, message):
@@ -168,10 +158,3 @@ def test_a_field_that_is_listed_later_with_its_default_does_not_alter_the_run():
     )
     with pytest.raises(ConfigError, match=r"model\.config\.tie_word_embeddings: False -> True"):
         check_continues("it", state, parsed(PRO, "model.config.tie_word_embeddings=true"), data)
-
-
-def test_tables_name_keys_that_are_here_or_are_gone():
-    assert {own for own, _ in SCHEDULE.values()} <= set(known_keys())
-    assert not GONE.keys() & set(known_keys())
-    with pytest.raises(ConfigCompositionException), initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        compose("config", overrides=[f"{next(iter(GONE))}=1"])

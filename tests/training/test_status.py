@@ -8,25 +8,21 @@ from pathlib import Path
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.records.run_directory import RunDirectory
 from tests.training.conftest import STEP, Job, before, changed, refused, train
-
-
-def read(folder: Path | str) -> dict:
-    return json.loads((Path(folder) / "status.json").read_text())
+from tests.training.conftest import status as status_of
 
 
 def test_a_start_says_that_it_starts_and_what_fails_in_it_replaces_the_end_of_the_one_before(tiny):
     tiny = changed(tiny, train__max_tokens=4 * STEP)
     train(tiny)
-    assert read(tiny["output_dir"])["status"] == "done"
+    assert status_of(tiny)["status"] == "done"
     refused(changed(tiny, optimizer__lr=1.0))
-    found = read(tiny["output_dir"])
+    found = status_of(tiny)
     assert (found["status"], found["step"]) == ("failed", 4 * STEP) and "with other settings" in found["reason"]
     copies = (
         "import shutil\nroot = config.output_dir\nshutil.copy(root + '/status.json', root + '/while-building.json')"
     )
     patch = before("training.setup", "build_model", copies, arguments="config, data")
-    job = Job(changed(tiny, train__max_tokens=5 * STEP), patch=patch)
-    assert job.wait() == [0], job.errors()
+    train(changed(tiny, train__max_tokens=5 * STEP), patch=patch)
     found = json.loads((Path(tiny["output_dir"]) / "while-building.json").read_text())
     assert (found["status"], found["step"]) == ("starting", 4 * STEP)
 
@@ -34,8 +30,8 @@ def test_a_start_says_that_it_starts_and_what_fails_in_it_replaces_the_end_of_th
 def test_a_gpu_that_is_not_there_is_one_line_and_known_to_the_status(tiny):
     job = Job(changed(tiny, fabric__accelerator="cuda"), patch="import torch; torch.cuda.is_available = lambda: False")
     assert job.wait() == [1]
-    assert "ConfigError: fabric.accelerator=cuda asks for GPUs. " in read(tiny["output_dir"])["reason"]
-    assert "\n" not in read(tiny["output_dir"])["reason"]
+    assert "ConfigError: fabric.accelerator=cuda asks for GPUs. " in status_of(tiny)["reason"]
+    assert "\n" not in status_of(tiny)["reason"]
 
 
 def test_a_full_disk_does_not_keep_the_status_from_being_right(tmp_path, monkeypatch):
@@ -53,26 +49,14 @@ def test_a_full_disk_does_not_keep_the_status_from_being_right(tmp_path, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", full)
         status.write_status(directory, "failed", 256, "no room " * 10_000)
-        found = read(tmp_path)
+        found = status_of({"output_dir": tmp_path})
         assert (found["status"], found["step"]) == ("failed", 256) and found["reason"].startswith("no room")
     status.write_status(directory, "done", 1024)
     directory.release()
-    assert read(tmp_path)["step"] == 1024 and {p.name for p in tmp_path.iterdir()} == {"status.json", "run.lock"}
-
-
-def test_a_damaged_status_stops_no_start_and_is_moved_aside_as_it_was(tmp_path):
-    text = b"\xff\xfe\x00"
-    (tmp_path / "starts.jsonl").write_text("{}\n")
-    (tmp_path / "status.json").write_bytes(text)
-    directory = RunDirectory(tmp_path)
-    status.claim(directory, resume=False)
-    moved = status.move_aside(directory)
-    assert (moved / "status.json").read_bytes() == text and read(tmp_path)["status"] == "starting"
-    directory.release()
-    (tmp_path / "status.json").write_bytes(text)
-    status.claim(directory)
-    assert read(tmp_path)["status"] == "starting"
-    directory.release()
+    assert status_of({"output_dir": tmp_path})["step"] == 1024 and {p.name for p in tmp_path.iterdir()} == {
+        "status.json",
+        "run.lock",
+    }
 
 
 def test_what_fails_after_the_last_step_is_how_the_run_ended(tiny):
@@ -80,5 +64,5 @@ def test_what_fails_after_the_last_step_is_how_the_run_ended(tiny):
     full, once = "self.refused = True\nraise OSError(28, 'No space left on device')", "not hasattr(self, 'refused')"
     patch = before("training.records.metrics.MetricsLog", "close", full, once)
     assert Job(changed(tiny, train__max_tokens=4 * STEP), patch=patch).wait() == [1]
-    found = read(tiny["output_dir"])
+    found = status_of(tiny)
     assert (found["status"], found["step"]) == ("failed", 4 * STEP) and "No space left on device" in found["reason"]

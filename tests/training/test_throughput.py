@@ -1,9 +1,16 @@
-"""Throughput: rates and MFU by hand, under the official names, and no MFU where the peak is unknown."""
+"""Throughput: rates and MFU by hand, under the official names, and no MFU where the peak is unknown.
+
+Peak FLOP/s are known by exact device name, dense, and absent rather than guessed.
+"""
+
+import logging
 
 import pytest
+import torch
 
 from forgetting_transformer.training.callbacks.throughput import Throughput
-from tests.training.conftest import STEP, Job, changed, lines, train
+from forgetting_transformer.training.execution.hardware import peak_flops
+from tests.training.conftest import STEP, changed, lines, train
 
 COUNTERS = ("token_count", "batch_count", "flop_count", "total_time", "update_time")
 RATES = {
@@ -45,24 +52,12 @@ def test_rates_and_mfu_are_what_one_computes_by_hand():
     assert metrics["throughput/mfu_update_cum"] == 0.5
 
 
-@pytest.mark.parametrize(("peak_flops", "names"), [(1, RATES | MFU), (None, RATES)])
-def test_names_are_the_official_ones_and_an_unknown_peak_gives_no_mfu(peak_flops, names):
-    throughput = Throughput(peak_flops=peak_flops, start=ZERO)
-    assert after_step(throughput, counters(1, 1, 1, 1, 1)) == {}
-    found = after_step(throughput, counters(2, 2, 2, 2, 2))
-    assert set(found) == {f"throughput/{name}" for name in COUNTERS} | names
-
-
-def test_recent_counts_steps_and_not_lines_of_the_log():
-    """A second for each of the first 200 steps, two for the others, and a line every 50 steps."""
-    throughput, seconds, recent = Throughput(peak_flops=None, start=ZERO), 0, {}
-    for step in range(1, 301):
-        seconds += 1 if step <= 200 else 2
-        now = counters(step, step, 0, seconds, seconds)
-        throughput.step(now)
-        if step % 50 == 0:
-            recent[step] = throughput.metrics(now)["throughput/batch_count_per_second_total_recent"]
-    assert recent == {50: 1, 100: 1, 150: 1, 200: 1, 250: 100 / 150, 300: 100 / 200}
+def test_names_are_the_official_ones_and_an_unknown_peak_gives_no_mfu():
+    for peak, names in ((1, RATES | MFU), (None, RATES)):
+        throughput = Throughput(peak_flops=peak, start=ZERO)
+        assert after_step(throughput, counters(1, 1, 1, 1, 1)) == {}
+        found = after_step(throughput, counters(2, 2, 2, 2, 2))
+        assert set(found) == {f"throughput/{name}" for name in COUNTERS} | names
 
 
 def test_a_run_divides_by_the_peak_of_all_its_devices(tiny):
@@ -85,8 +80,24 @@ setup.synchronize = lambda device: time.sleep(0.2)
 def test_waiting_for_the_device_counts_as_update_time(tiny):
     """A GPU works behind the host's back: a step returns at once, and its time shows where the host waits for it."""
     tiny = changed(tiny, train__max_tokens=4 * STEP, skip_eval=True)
-    job = Job(tiny, patch=SLOW)
-    assert job.wait() == [0], job.errors()
+    train(tiny, patch=SLOW)
     first, *_, last = lines(tiny["output_dir"], "train")
     assert last["train/update_time"] - first["train/update_time"] >= 3 * 0.2
     assert last["train/update_time"] <= last["train/total_time"]
+
+
+def test_the_peak_depends_on_the_gpu_and_the_precision_and_is_not_guessed(monkeypatch, caplog):
+    """Names that begin like a listed one belong to slices, cut-down and laptop chips."""
+    for name, bf16, fp32 in (
+        ("NVIDIA H200", 989.4e12, 67e12),
+        ("NVIDIA B200", 2250e12, 75e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        with caplog.at_level(logging.INFO):
+            assert peak_flops(torch.device("cuda", 0), "bf16-mixed") == bf16
+            assert peak_flops(torch.device("cuda", 0), "32-true") == fp32
+    said = caplog.records[0].getMessage()
+    assert said.startswith("no MFU, and no CUDA graphs with train.cuda_graphs=auto: the peak FLOP/s of ")
+    assert said.endswith(f" of {name!r} is not known; set fabric.peak_flops to have them")

@@ -13,7 +13,7 @@ from forgetting_transformer import training
 from forgetting_transformer.training.callbacks import wandb
 from forgetting_transformer.training.records.metrics import MetricsLog
 from forgetting_transformer.training.records.run_directory import RunDirectory
-from tests.training.conftest import STEP, Job, changed, losses
+from tests.training.conftest import STEP, changed, losses, train
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +48,7 @@ def test_wandb_has_every_step_once_although_it_loses_rows_when_killed(tiny, tmp_
 def test_wandb_absent_or_failing_never_stops_a_run(tiny, tmp_path):
     tiny = changed(tiny, wandb__mode="online", train__max_tokens=4 * STEP)
     absent = changed(tiny, output_dir=str(tmp_path / "absent"))
-    job = Job(absent, patch="import sys; sys.modules['wandb'] = None")
-    assert job.wait() == [0], job.errors()
+    train(absent, patch="import sys; sys.modules['wandb'] = None")
     assert "wandb is not installed" in (tmp_path / "absent/logs/rank-0.log").read_text()
     for fault in ("init", "log", "finish"):
         patch = f"""
@@ -61,8 +60,7 @@ run = types.SimpleNamespace(step=0, log=fails if {fault == "log"} else works, fi
 init = fails if {fault == "init"} else lambda **options: run
 sys.modules["wandb"] = types.SimpleNamespace(init=init, Settings=dict)
 """
-        job = Job(changed(tiny, output_dir=str(tmp_path / fault)), patch=patch)
-        assert job.wait() == [0], job.errors()
+        train(changed(tiny, output_dir=str(tmp_path / fault)), patch=patch)
         assert "(no network)" in (tmp_path / fault / "logs/rank-0.log").read_text()
         assert len(losses(str(tmp_path / fault))) == 4
 

@@ -259,18 +259,6 @@ def from_needle(content: Mapping[str, Any]) -> Evaluation:
     return Evaluation("niah", content["model"], tuple(numbers), about, settings)
 
 
-def from_gates(content: Mapping[str, Any]) -> Evaluation:
-    """The content of heads.json: memory length and pruned share of every head."""
-    numbers = [Number("pruning", "pruned", content["pruned"])]
-    for head in content["heads"]:
-        at = {"layer": head["layer"], "head": head["head"]}
-        bound = {"at_least": True} if head["memory_is_bound"] else {}
-        numbers.append(Number("memory", "tokens", head["memory"], at={**at, **bound}))
-        numbers.append(Number("pruning", "pruned", head["pruned"], at=at))
-    about = {"source": content["model"], "train_tokens": content.get("train_tokens")}
-    return Evaluation("forget_gates", content["model"], tuple(numbers), about, {"tokens": content["tokens"]})
-
-
 def from_position_loss(summary: Mapping[str, Any]) -> Evaluation:
     """The content of results.json of per_token_loss."""
     samples = summary["eval_tokens"] // summary["eval_len"] if "eval_len" in summary else None

@@ -16,7 +16,6 @@ import numpy as np
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError
-from forgetting_transformer.analysis.evaluations import named_folders
 from forgetting_transformer.analysis.statistics import clustered_error, mean_and_error
 from forgetting_transformer.analysis.tables import Table, with_error
 from forgetting_transformer.files import read_json
@@ -124,15 +123,6 @@ def read_result(folder: Path, name: str) -> Result:
     summary_file = file.with_suffix(".json")
     summary = read_json(summary_file) if summary_file.is_file() else {}
     return Result(name, loss_T, summary, octaves_NO, group_N)
-
-
-def read_named(texts: Sequence[str]) -> list[Result]:
-    """Reads every `[NAME=]FOLDER` of a command line. Results with one NAME are seeds of one model.
-
-    Raises:
-        AnalysisError: one cannot be read, or `named_folders` refuses the names.
-    """
-    return [read_result(folder, name) for name, folder in named_folders(texts)]
 
 
 def group_seeds(results: Sequence[Result]) -> dict[str, np.ndarray]:

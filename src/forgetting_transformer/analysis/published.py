@@ -10,7 +10,6 @@ errors over examples.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from forgetting_transformer.analysis import AnalysisError, outputs, statistics
 from forgetting_transformer.analysis.evaluations import LONGBENCH, Evaluation
@@ -63,15 +62,6 @@ TASKS = (
     _accuracy("boolq", "BoolQ", "aps/super_glue"),
 )
 AVERAGE = Column("average", "Avg", "higher")
-# Which values are good, by what the names of lm_eval's metrics contain.
-_BETTER: dict[str, Literal["higher", "lower"]] = {
-    "perplexity": "lower",
-    "per_byte": "lower",
-    "acc": "higher",
-    "exact_match": "higher",
-    "f1": "higher",
-}
-
 #: Models by name, each with its evaluations: one, or one per seed.
 Models = Mapping[str, Sequence[Evaluation]]
 
@@ -80,7 +70,7 @@ def lm_eval_table(models: Models) -> tuple[dict[str, dict[str, Estimate]], list[
     """Rows and columns of the paper's Table 1; the mean is there when all ten accuracies are.
 
     Perplexities are as they are, accuracies in percent. Other tasks of lm_eval follow, a column for each metric, as
-    lm_eval gives them; where no model has a task of the paper, they are the table.
+    lm_eval gives them and without marks; where no model has a task of the paper, they are the table.
     """
     rows = {name: over_seeds([lm_eval_row(one) for one in several]) for name, several in models.items()}
     numbers = [number for several in models.values() for one in several for number in one.numbers]
@@ -89,10 +79,7 @@ def lm_eval_table(models: Models) -> tuple[dict[str, dict[str, Estimate]], list[
     if not any(number.task in known for number in numbers):
         columns = []
     others = {(number.task, number.metric): None for number in numbers if number.task not in known}
-    for task, metric in others:
-        better = next((better for part, better in _BETTER.items() if part in metric), None)
-        columns.append(Column(f"{task}/{metric}", f"{task} {metric}", better, digits=4))
-    return rows, columns
+    return rows, columns + [Column(f"{task}/{metric}", f"{task} {metric}", digits=4) for task, metric in others]
 
 
 def lm_eval_row(evaluation: Evaluation) -> dict[str, Estimate]:

@@ -1,6 +1,6 @@
 """Checks of what a corpus gives: the shape of each batch, and the tokens of the first."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,25 +21,16 @@ def check_batch(batch: Any, corpus: str, rows: int | None, length: int, weighted
     Raises:
         DataError: it is no `Batch` of this shape.
     """
-    if not isinstance(batch, Mapping):
-        raise DataError(f"{corpus} gave a batch of type {type(batch).__name__}; it must be a dictionary of tensors")
-    wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # after the axis of sequences
-    wanted = {"input_ids": (torch.int64, (length,)), "labels": (torch.int64, (length,))}
-    wanted |= {"weight": (torch.float64, ())} if weighted else {}
-    wanted |= {"cu_seqlens": (torch.int32, (length + 1,))} if "cu_seqlens" in batch else {}
-    for name, (dtype, rest) in wanted.items():
-        tensor = batch.get(name)
-        if tensor is None:
-            raise DataError(f"{corpus} gave a batch without {name!r}; it has {', '.join(map(str, batch)) or 'nothing'}")
-        if not isinstance(tensor, Tensor):
-            raise DataError(f"{corpus} gave a batch whose {name!r} is a {type(tensor).__name__}, not a tensor")
-        rows = rows or max(1, len(tensor) if tensor.dim() else 1)
-        shape = (rows, *rest)
-        if tensor.shape != shape or tensor.dtype != dtype:
-            raise DataError(
-                f"{corpus} gave a batch whose {name!r} is {_named(tensor.shape, tensor.dtype)}; it must be "
-                f"{_named(shape, dtype)} here"
-            )
+    given = batch if isinstance(batch, Mapping) else {}
+    labels = given.get("labels")
+    rows = rows or (len(labels) if isinstance(labels, Tensor) and labels.dim() else 0) or 1
+    wanted = {"input_ids": f"({rows}, {length}) int64", "labels": f"({rows}, {length}) int64"}
+    wanted |= {"weight": f"({rows},) float64"} if weighted else {}
+    wanted |= {"cu_seqlens": f"({rows}, {length + 1}) int32"} if "cu_seqlens" in given else {}
+    found = {name: _named(given.get(name)) for name in wanted}
+    if found != wanted:
+        what = str(found) if given else type(batch).__name__
+        raise DataError(f"{corpus} gave as a batch {what}; it must be {wanted}")
 
 
 def check_tokens(batch: Batch, corpus: str, vocab_size: int) -> None:
@@ -64,6 +55,8 @@ def check_tokens(batch: Batch, corpus: str, vocab_size: int) -> None:
         )
 
 
-def _named(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """ "(4, 64) int64" """
-    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
+def _named(value: Any) -> str:
+    """ "(4, 64) int64" of a tensor, the type of anything else."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return "missing" if value is None else type(value).__name__

@@ -63,18 +63,15 @@ class Corpus(Protocol):
     @property
     def folder(self) -> Path:
         """A folder on this machine that holds the corpus's tokenizer in `tokenizer/`, if it has one."""
-        ...
 
     def train_info(self) -> DataInfo:
         """
         Raises:
             DataError: the corpus cannot be trained on at this batch shape. Names the key, the value and the fix.
         """
-        ...
 
     def train_loader(self, first_batch: int, last_batch: int, rank: int, world_size: int) -> Iterable[Batch]:
         """This rank's rows of global batches [first_batch, last_batch), in order: of W ranks the k-th B/W rows."""
-        ...
 
     def train_lengths(self) -> Mapping[int, float]:
         """The share of training tokens that lie in documents of each length (those that the model keeps apart), which
@@ -83,19 +80,16 @@ class Corpus(Protocol):
 
     def locate(self, batch: int) -> Sequence[str]:
         """Place of each sequence of a global batch, in order, as text for bad_step.jsonl and the log."""
-        ...
 
     def eval_info(self) -> DataInfo:
         """
         Raises:
             DataError: as train_info, of the held-out documents.
         """
-        ...
 
     def eval_loader(self, rank: int, world_size: int) -> Iterable[Batch]:
         """This rank's share of the held-out sequences. Every rank yields as many batches, because a sharded model needs
         all ranks in every forward pass."""
-        ...
 
 
 def shifted(labels_BT: np.ndarray | Tensor, bos_token_id: int, pinned: bool = False) -> Batch:

@@ -9,6 +9,7 @@ beginning-of-sequence token in front, as inputs (also for slices from the middle
 import bisect
 import itertools
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from forgetting_transformer.data.order import Location, ReadingOrder
 from forgetting_transformer.data.packed import keep_apart, lengths_of
 from forgetting_transformer.data.sparse import SparseTokenArray
 from forgetting_transformer.data.storage.remote import is_url, join
-from forgetting_transformer.data.storage.remote_cache import CacheSettings, default_folder, fetch_tokenizer
+from forgetting_transformer.data.storage.remote_cache import CacheSettings, Folder
 from forgetting_transformer.data.token_array import TokenArray
 from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary
 from forgetting_transformer.data.worker import hand_over, received, sharing_memory, start_worker
@@ -29,8 +30,11 @@ from forgetting_transformer.ranges import divisors
 
 #: Batches that are prepared ahead.
 PREFETCHED_BATCHES = 8
+#: Files of `tokenizer/` that are fetched from a URL.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
+@dataclass(eq=False)
 class LongCrawl64DataModule:
     """Loaders over LongCrawl64 or any corpus in its format.
 
@@ -45,47 +49,44 @@ class LongCrawl64DataModule:
         DataError: naming the file or key, the value and the fix.
     """
 
-    def __init__(
-        self,
-        data_dir: str,
-        *,
-        train_batch_len: int,
-        train_batch_size: int,
-        eval_batch_len: int,
-        eval_local_batch_size: int,
-        dataset: str = "longcrawl64",
-        train_num_workers: int = 2,
-        eval_tokens: int | None = None,
-        eval_num_workers: int = 2,
-        vocab_size: int | None = None,
-        bos_token_id: int | None = None,
-        eos_token_id: int | None = None,
-        repeat: bool = False,
-        packed: bool = False,
-        missing_chunks: str = "error",
-        cache_dir: str | None = None,
-        cache_gb: float = 20.0,
-    ) -> None:
-        self.packed, self.repeat = packed, repeat
-        self.train_batch_len, self.train_batch_size = train_batch_len, train_batch_size
-        self.eval_tokens, self.eval_batch_len = eval_tokens, eval_batch_len
-        self.eval_local_batch_size = eval_local_batch_size
-        self.train_num_workers, self.eval_num_workers = train_num_workers, eval_num_workers
-        self.data_dir, self.missing_chunks = data_dir, missing_chunks
-        self.cache = CacheSettings(Path(cache_dir) if cache_dir else default_folder(), int(cache_gb * 1e9))
-        self._stated = StatedVocabulary(vocab_size, bos_token_id, eos_token_id)
-        #: The corpora that batches come from: one, and several in a mixture.
-        self.names = [dataset]
+    data_dir: str
+    _: KW_ONLY
+    train_batch_len: int
+    train_batch_size: int
+    eval_batch_len: int
+    eval_local_batch_size: int
+    dataset: str = "longcrawl64"
+    train_num_workers: int = 2
+    eval_tokens: int | None = None
+    eval_num_workers: int = 2
+    vocab_size: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    repeat: bool = False
+    packed: bool = False
+    missing_chunks: str = "error"
+    cache_dir: str | None = None
+    cache_gb: float = 20.0
+
+    def __post_init__(self) -> None:
+        folder = Path(self.cache_dir) if self.cache_dir else CacheSettings().folder
+        self.cache = CacheSettings(folder, int(self.cache_gb * 1e9))
+        #: The corpora that batches come from, and their shares: one, and several in a mixture.
+        self.names, self.shares = [self.dataset], [1.0]
         self._arrays: dict[tuple[str, int], TokenArray] = {}
 
     @property
     def folder(self) -> Path:
-        return self.folder_of(0)
+        """Folder of the first part with a tokenizer, if one has it."""
+        folders = [self.folder_of(part) for part in range(len(self.names))]
+        return next((folder for folder in folders if (folder / "tokenizer").is_dir()), folders[0])
 
     def folder_of(self, part: int) -> Path:
         """Folder of a part on this machine; for a URL the copy of its tokenizer."""
-        place = self._place(part)
-        return place if isinstance(place, Path) else fetch_tokenizer(place, self.cache)
+        folder = Folder(self._place(part), self.cache)
+        for name in TOKENIZER_FILES:
+            folder.fetch(f"tokenizer/{name}", fresh=True)
+        return folder.folder
 
     def _place(self, part: int, *below: str) -> str | Path:
         names = (self.names[part], *below)
@@ -93,9 +94,7 @@ class LongCrawl64DataModule:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        found = next(iter(self._arrays.values()), None) or self.array("train")
-        assert found.vocabulary is not None  # of arrays whose ids are not merely limited
-        return found.vocabulary
+        return (next(iter(self._arrays.values()), None) or self.array("train")).vocabulary
 
     def array(self, split: str, part: int = 0) -> TokenArray:
         """The array "train" or "heldout" of a part, which sequences of the length asked for fill; opened once.
@@ -106,8 +105,9 @@ class LongCrawl64DataModule:
             DataError: they do not, it cannot be read, or the cache of a remote corpus has no room for a batch.
         """
         if (split, part) not in self._arrays:
+            stated = StatedVocabulary(self.vocab_size, self.bos_token_id, self.eos_token_id)
             opened = SparseTokenArray if self.missing_chunks == "skip" else TokenArray
-            array = opened(self._place(part, f"{split}.zarr"), self._stated, self.cache)
+            array = opened(self._place(part, f"{split}.zarr"), stated, self.cache)
             key = "train_batch_len" if split == "train" else "eval_batch_len"
             check_length(f"datamodule.{key}", getattr(self, key), array)
             array.keep(self.rows_of(part) if split == "train" else self.eval_local_batch_size, getattr(self, key))
@@ -131,32 +131,30 @@ class LongCrawl64DataModule:
         """The most sequences that a batch takes from a corpus."""
         return self.train_batch_size
 
-    def eval_size(self, part: int = 0) -> tuple[int, int]:
-        """Held-out documents of a part to evaluate on, and the sequences in them."""
+    def eval_order(self, part: int) -> ReadingOrder:
+        """The order of the held-out sequences of a part, each a batch of its own.
+
+        Raises:
+            DataError: there are fewer than asked for.
+        """
         array = self.array("heldout", part)
         available = array.documents * array.doc_len
-        wanted = available if self.eval_tokens is None else self.eval_tokens
-        documents = wanted // array.doc_len
-        if not 1 <= documents <= array.documents:
+        wanted = available if self.eval_tokens is None else int(self.eval_tokens * self.shares[part])
+        if not array.doc_len <= wanted <= available:
             raise DataError(
-                f"datamodule.eval_tokens={wanted:,} must be between one document ({array.doc_len:,} tokens) and all "
-                f"{available:,} tokens of {array.path}; use null for all"
+                f"datamodule.eval_tokens={self.eval_tokens:,} takes {wanted:,} tokens of {array.path}; that must be "
+                f"between one document ({array.doc_len:,} tokens) and all {available:,} tokens; use null for all"
             )
-        return documents, documents * (array.doc_len // self.eval_batch_len)
+        return ReadingOrder(wanted // array.doc_len, array.doc_len, self.eval_batch_len, 1)
 
     def _order(self) -> ReadingOrder:
         array = self.array("train")
-        if array.documents < self.train_batch_size:
-            raise DataError(
-                f"datamodule.train_batch_size={self.train_batch_size} is more than the {array.documents:,} documents "
-                f"of {array.path}; use a smaller batch or a corpus with more (shorter) documents"
-            )
         return ReadingOrder(array.documents, array.doc_len, self.train_batch_len, self.train_batch_size, self.repeat)
 
     # The same for both ---------------------------------------------------------------------------------------------
 
     def train_info(self) -> DataInfo:
-        return self._info("train", self.train_batch_len, self.train_batch_size, self.batches())
+        return self._info("train", self.train_batch_len, self.train_batch_size, self.batches() * self.train_batch_size)
 
     def train_lengths(self) -> dict[int, float]:
         """Shares in the first batch where documents are packed, because rows lie in no order."""
@@ -174,10 +172,8 @@ class LongCrawl64DataModule:
         return Loader(dataset, range(first_batch, last_batch), self.train_num_workers, self.vocabulary, self.packed)
 
     def eval_info(self) -> DataInfo:
-        sequences = sum(self.eval_size(part)[1] for part in range(len(self.names)))
-        batches = -(-sequences // self.eval_local_batch_size)
-        info = self._info("heldout", self.eval_batch_len, self.eval_local_batch_size, batches)
-        return DataInfo(**{**vars(info), "total_tokens": sequences * self.eval_batch_len})
+        sequences = sum(self.eval_order(part).batches for part in range(len(self.names)))
+        return self._info("heldout", self.eval_batch_len, self.eval_local_batch_size, sequences)
 
     def eval_loader(self, rank: int, world_size: int) -> DataLoader:
         """Yields this rank's share of the held-out sequences.
@@ -190,7 +186,7 @@ class LongCrawl64DataModule:
         dataset = EvalBatches(self, rank, world_size)
         return Loader(dataset, range(len(dataset)), self.eval_num_workers, self.vocabulary, self.packed)
 
-    def _info(self, split: str, seq_len: int, batch_size: int, batches: int) -> DataInfo:
+    def _info(self, split: str, seq_len: int, batch_size: int, sequences: int) -> DataInfo:
         array = self.array(split)
         return DataInfo(
             path=str(array.path),
@@ -201,8 +197,8 @@ class LongCrawl64DataModule:
             doc_len=array.doc_len,
             seq_len=seq_len,
             global_batch_size=batch_size,
-            total_batches=batches,
-            total_tokens=batches * batch_size * seq_len,
+            total_batches=-(-sequences // batch_size),
+            total_tokens=sequences * seq_len,
             fingerprint=array.fingerprint,
             unigram_entropy_nats=array.manifest.get("unigram_entropy_nats"),
             checksums=array.checksums,
@@ -231,24 +227,18 @@ class TrainBatches(Dataset):
         rows = self.data.train_batch_size // self.world_size
         labels_BT = np.empty((rows, self.data.train_batch_len), dtype=dtype)
         for part, at, place in self.data.places(batch, self.rank, self.world_size):
-            labels_BT[at] = self.arrays[part].read(
-                place.first_document, place.last_document, place.begin_token, place.end_token
-            )
+            labels_BT[at] = self.arrays[part].read(*place)
         return {"labels": torch.from_numpy(labels_BT)}
 
 
 class EvalBatches(Dataset):
-    """Map-style: batch index of this rank -> held-out sequences, those of one array after those of another.
-
-    Sequence n of an array is slice n // D of document n % D, of D documents.
-    """
+    """Map-style: batch index of this rank -> held-out sequences, those of one array after those of another."""
 
     def __init__(self, data: LongCrawl64DataModule, rank: int, world_size: int) -> None:
-        self.length, self.rank, self.world_size = data.eval_batch_len, rank, world_size
+        self.rank, self.world_size = rank, world_size
         self.arrays = [data.array("heldout", part) for part in range(len(data.names))]
-        sizes = [data.eval_size(part) for part in range(len(data.names))]
-        self.documents = [documents for documents, _ in sizes]
-        self.ends = list(itertools.accumulate(sequences for _, sequences in sizes))
+        self.orders = [data.eval_order(part) for part in range(len(data.names))]
+        self.ends = list(itertools.accumulate(order.batches for order in self.orders))
         # No more rows than there are.
         self.batch_size = min(data.eval_local_batch_size, -(-self.ends[-1] // world_size))
 
@@ -266,8 +256,8 @@ class EvalBatches(Dataset):
     def _read(self, sequence: int) -> np.ndarray:
         """Tokens `(1, length)`."""
         part = bisect.bisect_right(self.ends, sequence)
-        column, document = divmod(sequence - (self.ends[part - 1] if part else 0), self.documents[part])
-        return self.arrays[part].read(document, document + 1, column * self.length, (column + 1) * self.length)
+        order = self.orders[part]
+        return self.arrays[part].read(*order.locate(sequence - self.ends[part] + order.batches))
 
 
 class Loader(DataLoader):

@@ -14,7 +14,6 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.longcrawl64 import LongCrawl64DataModule
 from forgetting_transformer.data.order import Location, ReadingOrder
 from forgetting_transformer.data.token_array import TokenArray
-from forgetting_transformer.data.vocabulary import other_tokens
+from forgetting_transformer.data.vocabulary import other_token, tokens_of
 
 #: Sequences of the longest pattern: weights of three digits.
 LONGEST_PATTERN = 1000
@@ -94,15 +93,8 @@ class MixtureDataModule(LongCrawl64DataModule):
             self.interleaving = Interleaving(list(weights.values()))
         except ValueError as error:
             raise DataError(f"datamodule.parts={weights}: {error}; use weights of fewer digits") from error
-        self.shares = [weight / sum(weights.values()) for weight in weights.values()]
         super().__init__(data_dir, **options)
-        self.names = list(weights)
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the first part with a tokenizer, if one has it."""
-        folders = [self.folder_of(part) for part in range(len(self.names))]
-        return next((folder for folder in folders if (folder / "tokenizer").is_dir()), folders[0])
+        self.names, self.shares = list(weights), [weight / sum(weights.values()) for weight in weights.values()]
 
     def check_tokenizers(self) -> None:
         """Fetches the tokenizers of parts at URLs, so call it on one process.
@@ -110,12 +102,13 @@ class MixtureDataModule(LongCrawl64DataModule):
         Raises:
             DataError: ids stand for other tokens in one part than in the first.
         """
-        folders = {name: self.folder_of(part) for part, name in enumerate(self.names)}
-        described = [name for name, folder in folders.items() if (folder / "tokenizer").is_dir()]
-        for name in described[1:]:
-            if difference := other_tokens(folders[name], folders[described[0]]):
+        tokens = {name: tokens_of(self.folder_of(part)) for part, name in enumerate(self.names)}
+        described = [(name, of_part) for name, of_part in tokens.items() if of_part is not None]
+        for name, of_part in described[1:]:
+            first, of_first = described[0]
+            if difference := other_token(of_part, of_first, first):
                 raise DataError(
-                    f"datamodule.parts: {name} was made with another tokenizer than {described[0]}: {difference}; "
+                    f"datamodule.parts: {name} was made with another tokenizer than {first}: {difference}; "
                     "prepare them with one (scripts/prepare_data.py --tokenizer FOLDER)"
                 )
 
@@ -144,32 +137,18 @@ class MixtureDataModule(LongCrawl64DataModule):
                 place = order.locate(done)
                 # As far as sequences are neighbouring documents.
                 count = min(end - done, order.documents - place.first_document)
-                last = place.first_document + count
-                yield part, rows[:count], Location(place.first_document, last, place.begin_token, place.end_token)
+                yield part, rows[:count], place._replace(last_document=place.first_document + count)
                 rows, done = rows[count:], done + count
 
     def rows_of(self, part: int) -> int:
         share = int(self.interleaving.weights_I[part]) / len(self.interleaving.pattern_P)
         return math.ceil(share * self.train_batch_size) + 1
 
-    def eval_size(self, part: int = 0) -> tuple[int, int]:
-        array, documents = self.array("heldout", part), self.array("heldout", part).documents
-        if self.eval_tokens is not None:
-            share, available = int(self.eval_tokens * self.shares[part]), documents * array.doc_len
-            documents = share // array.doc_len
-            if not array.doc_len <= share <= available:
-                raise DataError(
-                    f"datamodule.eval_tokens={self.eval_tokens:,} gives {self.names[part]} {share:,} tokens by its "
-                    f"weight, which must be between one document ({array.doc_len:,} tokens) and all {available:,} "
-                    f"tokens of {array.path}; {'raise' if share < array.doc_len else 'lower'} it, or use null for all"
-                )
-        return documents, documents * (array.doc_len // self.eval_batch_len)
-
     def _order_of(self, part: int) -> ReadingOrder:
         array = self.array("train", part)
         return ReadingOrder(array.documents, array.doc_len, self.train_batch_len, 1, self.repeat)
 
-    def _info(self, split: str, seq_len: int, batch_size: int, batches: int) -> DataInfo:
+    def _info(self, split: str, seq_len: int, batch_size: int, sequences: int) -> DataInfo:
         arrays = [self.array(split, part) for part in range(len(self.names))]
         self._check_vocabularies(arrays)
         weights = self.interleaving.weights_I.tolist()
@@ -177,7 +156,7 @@ class MixtureDataModule(LongCrawl64DataModule):
         contents = "".join(f"{array.fingerprint} {weight}\n" for array, weight in weighted)
         checksums = [array.checksums for array in arrays]
         return dataclasses.replace(
-            super()._info(split, seq_len, batch_size, batches),
+            super()._info(split, seq_len, batch_size, sequences),
             path=f"{str(self.data_dir).rstrip('/')}/{{{','.join(self.names)}}}/{split}.zarr",
             documents=sum(array.documents for array in arrays),
             doc_len=max(array.doc_len for array in arrays),
@@ -187,12 +166,9 @@ class MixtureDataModule(LongCrawl64DataModule):
         )
 
     def _check_vocabularies(self, arrays: Sequence[TokenArray]) -> None:
-        found = [array.vocabulary for array in arrays if array.vocabulary is not None]
-        if len({*found}) > 1:
-            listed = ", ".join(
-                f"{name}: {one.size:,} ids, BOS {one.bos_token_id}, EOS {one.eos_token_id}"
-                for name, one in zip(self.names, found, strict=True)
-            )
+        found = {name: array.vocabulary for name, array in zip(self.names, arrays, strict=True)}
+        if len({*found.values()}) > 1:
+            listed = ", ".join(f"{name}: {vocabulary}" for name, vocabulary in found.items())
             raise DataError(
                 f"datamodule.parts: the corpora have different vocabularies ({listed}); prepare them with one "
                 "tokenizer (scripts/prepare_data.py --tokenizer FOLDER)"

@@ -11,6 +11,7 @@ therefore do not depend on W, so a run may continue on another number of process
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 def documents_needed(tokens: int, doc_len: int, seq_len: int, batch_size: int) -> int:
@@ -19,8 +20,7 @@ def documents_needed(tokens: int, doc_len: int, seq_len: int, batch_size: int) -
     return -(-batches // (doc_len // seq_len)) * batch_size
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """Place of a batch's sequences in the array: documents [first, last), tokens [begin, end) of each."""
 
     first_document: int

@@ -20,8 +20,7 @@ class SparseTokenArray(TokenArray):
     """
 
     def _count_documents(self) -> int:
-        keys = self.keys()
-        whole = whole_rows(self, self.files.names(keys.values()))
+        whole = whole_rows(self, self.files.names())
         if not whole:
             raise DataError(
                 f"{self.path} has no row of chunks with all its files, so missing_chunks=skip leaves no document. "

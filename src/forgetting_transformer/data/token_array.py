@@ -6,6 +6,7 @@ sparse.py has the array of which some chunks are missing on purpose.
 """
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cached_property
@@ -43,8 +44,8 @@ class TokenArray:
 
     Args:
         path: the array's folder, such as `data/longcrawl64/train.zarr`, or a URL such as s3://bucket/train.zarr.
-        vocabulary: ids must be below it; or what the user states of it, where the manifest beside the array and
-            `assumed` say the rest (vocabulary_of).
+        vocabulary: what the user states of it, where the manifest beside the array and `assumed` say the rest
+            (vocabulary_of); or a number that ids must be below, where nobody asks which begin and end a text.
         cache: where the files of a URL are kept, and how many; None is the default of CacheSettings.
         sampled: whether some rows are looked at now.
 
@@ -78,14 +79,10 @@ class TokenArray:
             )
         self._array, self.dtype = array, np.dtype(array.dtype)
         self.stored_documents, self.doc_len = (int(size) for size in array.shape)
-        #: None where only a limit of ids is given.
-        self.vocabulary: Vocabulary | None = None
-        if isinstance(vocabulary, int):
-            self.vocab_size = vocabulary
-        else:
-            split = Path(self.path).stem
-            self.vocabulary = vocabulary_of(corpus, split, self.doc_len, self.manifest, vocabulary, assumed)
-            self.vocab_size = self.vocabulary.size
+        stated = StatedVocabulary(vocabulary, 0, 0) if isinstance(vocabulary, int) else vocabulary
+        split = Path(self.path).stem
+        self.vocabulary = vocabulary_of(corpus, split, self.doc_len, self.manifest, stated, assumed)
+        self.vocab_size = self.vocabulary.size
         self.chunk_shape = (int(array.chunks[0]), int(array.chunks[1]))
         self._kept: OrderedDict[Chunk, np.ndarray] = OrderedDict()
         self._slots = 0
@@ -104,7 +101,12 @@ class TokenArray:
             DataError: the cache of a remote array has no room for so many.
         """
         slots = slots_for(self.chunk_shape, n_documents, seq_len)
-        self.files.check_room(slots * self.chunk_shape[0] * self.chunk_shape[1] * self.dtype.itemsize)
+        needed, limit = slots * math.prod(self.chunk_shape) * self.dtype.itemsize, self.files.settings.limit_bytes
+        if self.files.remote is not None and limit < needed:
+            raise DataError(
+                f"datamodule.cache_gb={limit / 1e9:g} is less than the {needed / 1e9:.3g} GB that a batch needs of "
+                f"{self.path}; raise it"
+            )
         self._slots = max(self._slots, slots)
 
     def read(self, first: int, last: int, begin: int, end: int) -> np.ndarray:
@@ -114,7 +116,7 @@ class TokenArray:
             DataError: a chunk is missing or cannot be decoded, an id is out of range or a document is all zeros.
         """
         pieces = list(self._pieces(first, last, begin, end))
-        self.files.fetch([self.key(chunk) for chunk, _, _ in pieces if chunk not in self._kept])
+        self.files.fetch_all([self.key(chunk) for chunk, _, _ in pieces if chunk not in self._kept])
         tokens = np.empty((last - first, end - begin), dtype=self.dtype)
         for chunk, source, target in pieces:
             decoded = self._kept.pop(chunk, None)
@@ -132,8 +134,7 @@ class TokenArray:
         """One chunk; smaller at the array's edges.
 
         Raises:
-            MissingChunkError: there is no file for it.
-            DataError: it cannot be decoded.
+            DataError: there is no file for it, or it cannot be decoded.
         """
         rows, columns = self.chunk_shape
         window = (
@@ -200,34 +201,31 @@ class TokenArray:
         rows = np.unique(np.linspace(0, self.documents - 1, SAMPLED_ROWS, dtype=np.int64)).tolist()
         end = min(self.doc_len, SAMPLED_TOKENS)
         chunks = [chunk for row in rows for chunk, _, _ in self._pieces(row, row + 1, 0, end)]
-        self.files.fetch([self.key(chunk) for chunk in dict.fromkeys(chunks)])
+        self.files.fetch_all([self.key(chunk) for chunk in dict.fromkeys(chunks)])
         return np.concatenate([self.read(row, row + 1, 0, end) for row in rows])
 
     def _check_tokens(self, tokens: np.ndarray, first: int, begin: int) -> None:
         if int(tokens.max()) >= self.vocab_size:
             row, column = np.argwhere(tokens >= self.vocab_size)[0].tolist()
+            file, document = self._where(first + row, begin + column)
             raise DataError(
-                f"{self._file_of(first + row, begin + column)}: token id {tokens[row, column]} in "
-                f"{self._named(first + row)} at position {begin + column:,} is not below "
+                f"{file}: token id {tokens[row, column]} in {document} at position {begin + column:,} is not below "
                 f"vocab_size={self.vocab_size}. Set datamodule.vocab_size to the vocabulary of the tokenizer that made "
                 "the corpus"
             )
         zero_rows = np.flatnonzero(~tokens.any(axis=1))
         if zero_rows.size:
-            document = first + int(zero_rows[0])
+            file, document = self._where(first + int(zero_rows[0]), begin)
             raise DataError(
-                f"{self._file_of(document, begin)}: {self._named(document)} is all zeros from position {begin:,}; the "
-                "array was not filled completely. Make or fetch it again"
+                f"{file}: {document} is all zeros from position {begin:,}; the array was not filled completely. Make "
+                "or fetch it again"
             )
 
-    def _file_of(self, document: int, position: int) -> str:
-        """Place of the chunk that holds a token."""
-        rows, columns = self.chunk_shape
-        return self.files.place(self.key((self.stored_row(document) // rows, position // columns)))
-
-    def _named(self, document: int) -> str:
-        row = self.stored_row(document)
-        return f"document {document:,}" + (f" (row {row:,} on disk)" if row != document else "")
+    def _where(self, document: int, position: int) -> tuple[str, str]:
+        """Place of the chunk that holds a token, and name of the document, for messages."""
+        row, (rows, columns) = self.stored_row(document), self.chunk_shape
+        on_disk = f" (row {row:,} on disk)" if row != document else ""
+        return self.files.place(self.key((row // rows, position // columns))), f"document {document:,}{on_disk}"
 
 
 def slots_for(chunk_shape: tuple[int, int], n_documents: int, seq_len: int) -> int:

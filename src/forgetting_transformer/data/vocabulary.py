@@ -7,16 +7,17 @@ assumed of an array that nobody describes.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 from tokenizers import Tokenizer
 
 from forgetting_transformer.console import redact
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.storage.remote import RemoteFolder, is_url
+from forgetting_transformer.data.storage.remote import read_file
 from forgetting_transformer.files import UnreadableError, parse_json, read_json
-from forgetting_transformer.ranges import COUNT, Range, refusal
+from forgetting_transformer.ranges import COUNT
 
 #: LongCrawl64 is tokenised with GPT-2's BPE: 50,257 ids, of which the last begins and ends a text.
 GPT2_VOCAB_SIZE = 50257
@@ -24,15 +25,19 @@ GPT2_BOS_TOKEN_ID = 50256
 LONGCRAWL64_DOC_LEN = 65536
 #: Types of token ids in arrays: two bytes where they suffice, as in LongCrawl64, else four.
 TOKEN_DTYPES = (np.dtype(np.uint16), np.dtype(np.uint32))
-_ID = Range(0, COUNT.high)
-#: Keys of a manifest that training reads.
-_MANIFEST = {
-    "vocab_size": (int, COUNT),
-    "bos_token_id": (int, _ID),
-    "eos_token_id": (int, _ID),
-    "doc_len": (int, COUNT),
-    "unigram_entropy_nats": (float | None, Range(0, 64)),
-}
+
+_Id = Annotated[int, Field(ge=0, le=COUNT.high)]
+
+
+class _Manifest(BaseModel, strict=True):
+    """Keys of a manifest that training reads."""
+
+    vocab_size: Annotated[int, Field(ge=COUNT.low, le=COUNT.high)] | None = None
+    bos_token_id: _Id | None = None
+    eos_token_id: _Id | None = None
+    doc_len: Annotated[int, Field(ge=COUNT.low, le=COUNT.high)] | None = None
+    unigram_entropy_nats: Annotated[float, Field(ge=0, le=64)] | None = None
+    arrays: dict[str, dict[str, Any]] = {}
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
@@ -41,31 +46,20 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     Raises:
         DataError: it is damaged.
     """
-    file = Path(folder) / "manifest.json"
-    if is_url(folder):
-        text = RemoteFolder(str(folder)).read(file.name)
-    else:
-        text = file.read_bytes() if file.is_file() else None
+    text, place = read_file(folder, "manifest.json"), f"{folder}/manifest.json"
     if text is None:
         return {}
+    cure = "bring back a copy of it, or run scripts/prepare_data.py again"
     try:
-        manifest = parse_json(text, f"{folder}/{file.name}")
+        manifest = parse_json(text, place)
+        _Manifest.model_validate(manifest)
     except UnreadableError as error:
-        raise DataError(f"{error}; bring back a copy of it, or run scripts/prepare_data.py again") from error
-    if problem := _problem(manifest):
-        raise DataError(f"{folder}/{file.name}: {problem}; bring back a copy, or run scripts/prepare_data.py again")
+        raise DataError(f"{error}; {cure}") from error
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        key = ".".join(map(str, wrong["loc"]))
+        raise DataError(f"{place}: {key}={wrong['input']!r}: {wrong['msg']}; {cure}") from error
     return manifest
-
-
-def _problem(manifest: Any) -> str | None:
-    """Fault in the parts of a manifest that training reads; None if there is none."""
-    arrays = manifest.get("arrays", {}) if isinstance(manifest, dict) else None
-    if not isinstance(arrays, dict) or not all(isinstance(array, dict) for array in arrays.values()):
-        return "it is not an object with an object for each array"
-    for key, (kind, allowed) in _MANIFEST.items():
-        if key in manifest and (better := refusal(manifest[key], kind, allowed)):
-            return f"{key}={manifest[key]!r} must be {better}"
-    return None
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -165,17 +159,6 @@ def other_token(texts: Mapping[int, str], model: Mapping[int, str], of_model: st
     if different is None:
         return None
     return f"id {different} is {texts[different]!r} there and {model.get(different)!r} in {of_model}"
-
-
-def other_tokens(folder: Path, reference: Path) -> str | None:
-    """`other_token` of two corpora; None also where one of them does not say which tokens it has.
-
-    Raises:
-        DataError: a tokenizer.json is damaged.
-    """
-    own = tokens_of(reference)
-    other = tokens_of(folder) if own is not None else None
-    return None if own is None or other is None else other_token(other, own, f"{reference}/tokenizer")
 
 
 def tokens_of(folder: Path) -> dict[int, str] | None:

@@ -20,9 +20,6 @@ from forgetting_transformer.files import size_in_words
 GRACE = 5
 #: Folder of the memory that processes share on Linux. A container has 64 MiB of it unless it was started with more.
 SHARED_MEMORY = "/dev/shm"
-_LITTLE_SHARED_MEMORY = 1 << 30
-_NO_WORKERS = "datamodule.train_num_workers=0 and datamodule.eval_num_workers=0"
-_MORE_MEMORY = "start the container with a larger `--shm-size`"
 
 
 def start_worker(_worker: int) -> None:
@@ -47,14 +44,13 @@ def leave_with_parent() -> None:
     PyTorch's readers look for their parent too, but take for it the one they have when they first wait for work. A
     reader whose rank was killed before that would wait for ever.
     """
-    threading.Thread(target=_wait_and_leave, daemon=True).start()
+    if (parent := multiprocessing.parent_process()) is not None:
 
+        def leave() -> None:
+            wait([parent.sentinel])
+            os._exit(1)
 
-def _wait_and_leave() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+        threading.Thread(target=leave, daemon=True).start()
 
 
 def hand_over(batch: Any) -> Any:
@@ -70,11 +66,8 @@ def hand_over(batch: Any) -> Any:
 
 
 @contextlib.contextmanager
-def sharing_memory(fix: str = f", or set {_NO_WORKERS}") -> Iterator[None]:
+def sharing_memory() -> Iterator[None]:
     """Around what takes shared memory: the system's error does not name it.
-
-    Args:
-        fix: what helps besides more of it, for the message.
 
     Raises:
         DataError: naming the resource, its size and the fix.
@@ -83,8 +76,14 @@ def sharing_memory(fix: str = f", or set {_NO_WORKERS}") -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         if getattr(error, "filename", None) is None and os.strerror(errno.ENOSPC) in str(error):
+            size = ""
+            with contextlib.suppress(OSError):
+                total, _, free = map(size_in_words, shutil.disk_usage(SHARED_MEMORY))
+                size = f" ({total}, {free} free)"
             raise DataError(
-                f"{shared_memory()} is too small for the processes that read data: {_MORE_MEMORY}{fix}"
+                f"{SHARED_MEMORY}{size} is too small for the processes that read data: start the container with a "
+                f"larger `--shm-size`, or use no further processes (datamodule.train_num_workers=0 "
+                "datamodule.eval_num_workers=0, --workers 1)"
             ) from error
         raise
 
@@ -95,32 +94,11 @@ def received(items: Iterator[Any]) -> Iterator[Any]:
     Raises:
         DataError: of a worker, without the traceback that PyTorch puts before it.
     """
-    while True:
-        try:
-            item = next(items)
-        except StopIteration:
-            return
-        except (ConnectionError, EOFError) as error:
-            raise RuntimeError(
-                "DataLoader worker (pid unknown) exited unexpectedly, while it handed over a batch"
-            ) from error
-        except DataError as error:
-            raise DataError(str(error).rpartition(f"{type(error).__name__}: ")[2].strip()) from error
-        yield item
-
-
-def shared_memory() -> str:
-    """The memory that processes share, with its size."""
     try:
-        usage = shutil.disk_usage(SHARED_MEMORY)
-    except OSError:
-        return "shared memory"
-    return f"{SHARED_MEMORY} ({size_in_words(usage.total)}, {size_in_words(usage.free)} free)"
-
-
-def shared_memory_hint() -> str:
-    """The end of a message about readers that give nothing, where there is little shared memory; else nothing."""
-    with contextlib.suppress(OSError):
-        if shutil.disk_usage(SHARED_MEMORY).total < _LITTLE_SHARED_MEMORY:
-            return f"; {shared_memory()} may be too small: {_MORE_MEMORY}, or set {_NO_WORKERS}"
-    return ""
+        yield from items
+    except (ConnectionError, EOFError) as error:
+        raise RuntimeError(
+            "DataLoader worker (pid unknown) exited unexpectedly, while it handed over a batch"
+        ) from error
+    except DataError as error:
+        raise DataError(str(error).rpartition(f"{type(error).__name__}: ")[2].strip()) from error

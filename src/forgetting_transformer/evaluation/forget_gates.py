@@ -33,13 +33,13 @@ from torch import Tensor, nn
 from forgetting_transformer import metric_names as names
 from forgetting_transformer import plugins
 from forgetting_transformer.analysis import evaluations, outputs
+from forgetting_transformer.analysis.evaluations import Number
 from forgetting_transformer.analysis.plots import heatmaps
 from forgetting_transformer.analysis.tables import format_tokens
 from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.evaluation.generation import check_settings
 from forgetting_transformer.evaluation.in_training import EvaluationCallback
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, precision_context
-from forgetting_transformer.files import write_json
 from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer
 from forgetting_transformer.ops.forgetting_attention.reference import score_bounds, skipped_share
 from forgetting_transformer.training.config import Tokens
@@ -258,8 +258,8 @@ def evaluate(
     heads: Sequence[int] | None = None,
     pixels: int = 256,
     precision: str = "auto",
-) -> dict[str, Any]:
-    """Draws gates.png, attention.png and memory.png of one text, and writes heads.json.
+) -> list[HeadReport]:
+    """Draws gates.png, attention.png and memory.png of one text, and writes evaluation.json and table.md.
 
     Args:
         text: what conditions call it.
@@ -267,16 +267,16 @@ def evaluate(
         pixels: a picture's side.
 
     Returns:
-        The content of heads.json.
+        Memory length and pruned share of every head.
 
     Raises:
         EvaluationError: the model has no such layer or head, or no forgetting attention at all.
         AnalysisError: the folder holds files of others.
     """
-    files = [*evaluations.FILES, "gates.png", "attention.png", "memory.png", "heads.json"]
+    files = [*evaluations.FILES, "gates.png", "attention.png", "memory.png"]
     outputs.check(folder, "forget_gates", files)
     source = str(Path(model.source).resolve()) if Path(model.source).exists() else model.source
-    check_settings(folder, {"model": source}, "choose another --out, or delete the folder")
+    check_settings(folder, {"model": source})
     available = attention_layers(model.model)
     spaced = np.linspace(0, len(available) - 1, min(4, len(available))).round().astype(int)
     layers, num_heads = layers or [list(available)[i] for i in spaced], next(iter(available.values())).num_heads
@@ -303,19 +303,19 @@ def evaluate(
     with precision_context(precision, model.device), watching(available, use):
         # The blocks alone: this evaluation needs no logits.
         model.model.decoder(input_ids=input_ids_T[None], use_cache=False)
-    summary = {
-        "model": model.source,
-        "tokens": len(input_ids_T),
-        "train_tokens": model.train_tokens,
-        "pruned": sum(report.pruned for report in reports) / len(reports),
-        "heads": [vars(report) for report in reports],
-    }
+    numbers = [Number("pruning", "pruned", sum(report.pruned for report in reports) / len(reports))]
+    for report in reports:
+        at = {"layer": report.layer, "head": report.head}
+        bound = {"at_least": True} if report.memory_is_bound else {}
+        numbers.append(Number("memory", "tokens", report.memory, at=at | bound))
+        numbers.append(Number("pruning", "pruned", report.pruned, at=at))
+    about = {"source": model.source, "train_tokens": model.train_tokens}
+    evaluation = evaluations.Evaluation("forget_gates", model.name, numbers, about, {"tokens": len(input_ids_T)})
     trained = [] if model.train_tokens is None else [f"after {format_tokens(model.train_tokens)} training tokens"]
     conditions = [*trained, f"on one text of {len(input_ids_T):,} tokens, {text}"]
     largest = [f"a pixel is the largest of its entries, {pixels} of them a side"] * (len(input_ids_T) > pixels)
 
     def write_more(new: Path) -> None:
-        write_json(new / "heads.json", summary)
         columns = ([r.layer for r in reports], [r.memory for r in reports], [r.memory_is_bound for r in reports])
         title = f"Memory length of every head of {model.name}"
         heatmaps.heads_by_layer(*columns, new / "memory.png", title, conditions)
@@ -327,8 +327,8 @@ def evaluate(
             title, made_with = f"{title} of {model.name}", conditions + largest
             heatmaps.head_matrices(pictures, titles, new / name, len(input_ids_T), title, label, least, made_with)
 
-    evaluations.write_evaluation(evaluations.from_gates(summary), folder, write_more)
-    return summary
+    evaluations.write_evaluation(evaluation, folder, write_more)
+    return reports
 
 
 @dataclass

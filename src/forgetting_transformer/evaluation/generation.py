@@ -106,14 +106,12 @@ def begin(
     settings: Mapping[str, Any],
     kind: str = "",
     own: Sequence[str] = (),
-    cure: str = "choose another --save_dir or --model name, or delete the folder",
 ) -> dict[str, Any]:
     """Takes up an evaluation in a folder, or makes the folder; every process calls it.
 
     Args:
         settings: what its results depend on, besides the weights and the precision.
         kind: of the evaluation, if it writes what `write_evaluation` does, and `own` files besides.
-        cure: what to do where the folder holds other results.
 
     Returns:
         All settings.
@@ -126,23 +124,20 @@ def begin(
     def check() -> None:
         if kind:
             outputs.check(folder, kind, [*evaluations.FILES, *own])
-        check_settings(folder, known, cure)
+        check_settings(folder, known)
 
     workers.on_first(check)
     return known
 
 
-def check_settings(folder: Path, settings: dict[str, Any], cure: str) -> None:
+def check_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Writes the settings of an evaluation beside its results, or refuses to mix results of others with them; makes the
     folder.
-
-    Args:
-        cure: what to do then.
 
     Raises:
         EvaluationError: the folder holds results made with other settings; names the first that differs.
     """
-    file = folder / "settings.json"
+    file, cure = folder / "settings.json", "choose another --model name, --exp or folder, or delete this one"
     settings = json.loads(json.dumps(settings))
     if not file.exists() and (folder / "results.json").exists():
         raise EvaluationError(f"{folder}/results.json is of something else, as no settings.json lies beside it: {cure}")

@@ -164,7 +164,6 @@ def open_heldout(
     length = length or array.doc_len
     check_length("--eval_len", length, array)
     sequences = count_sequences(length, array.documents * array.doc_len, array.path, tokens, at_most)
-    assert array.vocabulary is not None
     ids = array.vocab_size, array.vocabulary.bos_token_id
     return HeldOut(str(array.path), folder, array.fingerprint, *ids, length, sequences, array)
 

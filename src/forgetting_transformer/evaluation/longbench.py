@@ -344,8 +344,7 @@ def answer_sets(
     todo = [name for name in sets if not _done(folder / f"{name}.jsonl").is_file()]
     if todo:
         read_examples(todo[0], data, even)  # missing data is said before anything is written
-    cure = "choose another --model name, or delete the folder"
-    begin(model, folder, workers, precision, {"max_length": max_length, "limit": limit}, cure=cure)
+    begin(model, folder, workers, precision, {"max_length": max_length, "limit": limit})
     for name in todo:
         file, examples = folder / f"{name}.jsonl", read_examples(name, data, even)[:limit]
         kept = [{key: example.get(key) for key in ("answers", "all_classes", "length")} for example in examples]

@@ -505,7 +505,7 @@ def write_prompts(file: Path, exp: str, tokenizer: str | None = None, folder: Pa
         "vocabulary": _digest_of(sorted(counted.get_vocab().items())),
         "haystack": haystack.digest,
     }
-    check_settings(target, settings, "choose another --exp, or delete the folder")
+    check_settings(target, settings)
     for length, depth in itertools.product(lengths, depths):
         prompt = haystack.prompt_text(needle, asked, length, depth)
         messages = [{"role": "system", "content": ""}, {"role": "user", "content": prompt}]
@@ -538,8 +538,7 @@ def answer_prompts(
     questions = {name: evaluations.read_json(prompts / f"{name}_prompts.json")[1]["content"] for name in asked}
     digest = _digest_of(sorted(questions.items()))
     settings = {"prompts": digest, "max_new_tokens": max_new_tokens, "train_length": model.train_length}
-    cure = "delete the folder, or choose another --model or --exp"
-    begin(model, folder, workers, precision, settings, cure=cure)
+    begin(model, folder, workers, precision, settings)
 
     def prompt_of(n: int) -> np.ndarray:
         return np.concatenate([model.first, model.encode(questions[asked[n]])])

@@ -1,7 +1,7 @@
 """Figures of losses: against training tokens, against the position in the context, and differences of two models."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +234,8 @@ def loss_against_position(
     title = f"Loss at every position of {names[0] if len(names) == 1 else f'{len(names)} {of}'}"
     with picture(path, title, (7.6, 3.4), columns=2) as drawn:
         styles = curve_styles(names)
-        for axes, of_loss in zip(drawn.axes[0], (smooth, prefix_perplexity), strict=True):
+        shown: list[Callable[[np.ndarray], np.ndarray]] = [smooth, prefix_perplexity]
+        for axes, of_loss in zip(drawn.axes[0], shown, strict=True):
             means: list[np.ndarray] = []
             for losses, style in zip(curves.values(), styles, strict=True):
                 position = np.unique(np.geomspace(first, losses.shape[-1], _POINTS).round().astype(np.int64))

@@ -1,17 +1,9 @@
 """From the token stream to rows: what is held out, which tokens make a row, in which order rows are stored.
 
-Three decisions, each a pure function of the table of texts, the settings and the seed:
-
-1. **Held-out groups.** A held-out loss on the second half of a file whose first half was trained on measures memory.
-   So whole groups of texts are held out. A group is a folder (or a file of records) that holds at most an eighth of
-   the tokens to hold out, as high up the tree as possible: a small package stays together and about eight or more
-   different groups are held out. A folder that is larger is divided into what it contains, down to single texts.
-2. **Two streams.** The held-out groups, in path order, make one stream of tokens, all others another. Each is cut
-   into rows of `doc_len`: neighbouring files of a folder make one long document, a text longer than a row spans
-   several, and the last folder's tail shares a row with the next folder. Only what is left at the very end of each
-   stream, less than a row, is dropped.
-3. **Order of rows.** The rows of each array are permuted, because training reads neighbouring rows as one batch and
-   neighbours in path order resemble each other.
+Each is a pure function of the table of texts, the settings and the seed; docs/data.md says why (From texts to rows). A
+group of texts that is held out together is a folder (or a file of records) that holds at most an eighth of the tokens
+to hold out, as high up the tree as possible; a larger one is divided into what it contains, down to single texts. The
+held-out groups make one stream of tokens, in path order, and all others another; each is cut into rows.
 """
 
 from dataclasses import dataclass
@@ -95,10 +87,24 @@ class Split:
 
 
 def make_split(texts: TextTable, settings: CorpusSettings) -> Split:
-    """Choose the held-out groups and lay out the rows of both arrays."""
+    """Choose the held-out groups and lay out the rows of both arrays.
+
+    Raises:
+        DataError: the text is too little for a row in each.
+    """
     text_starts = np.concatenate([[0], np.cumsum(texts.tokens)])
     n_tokens = int(text_starts[-1])
-    n_heldout = _n_heldout_rows(n_tokens, settings)
+    n_rows, n_heldout = n_tokens // settings.doc_len, settings.heldout_docs
+    if n_heldout is None:
+        assert settings.heldout_fraction is not None  # one of the two is set
+        n_heldout = max(1, min(n_rows - 1, round(n_rows * settings.heldout_fraction)))
+    too_small = DataError(
+        f"the input holds {n_tokens:,} tokens, too few for rows of --doc_len {settings.doc_len:,}, "
+        f"{n_heldout:,} to hold out and one to train on. Add text, or shorten --doc_len (to "
+        f"{max(1, n_tokens // 20):,}, say)."
+    )
+    if n_rows <= n_heldout:
+        raise too_small
     target = n_heldout * settings.doc_len
 
     groups = find_groups(texts, max_tokens=target // GROUPS_HELD_OUT)
@@ -112,35 +118,14 @@ def make_split(texts: TextTable, settings: CorpusSettings) -> Split:
         held_starts = np.insert(held_starts, place, stop - missing)
         held_stops = np.insert(held_stops, place, stop)
 
-    train_starts, train_stops = _complement(held_starts, held_stops, n_tokens)
-    exact = n_heldout if settings.heldout_docs is not None else None
-    train = _layout(train_starts, train_stops, settings, salt=0)
+    # All that lies between, where that is not nothing.
+    train_starts, train_stops = np.concatenate([[0], held_stops]), np.append(held_starts, n_tokens)
+    some = train_starts < train_stops
+    train = _layout(train_starts[some], train_stops[some], settings, salt=0)
     if train.n_documents == 0:
-        raise _too_small(n_tokens, settings)
-    heldout = _layout(held_starts, held_stops, settings, salt=1, max_rows=exact)
+        raise too_small
+    heldout = _layout(held_starts, held_stops, settings, salt=1, max_rows=settings.heldout_docs)
     return Split(train, heldout, len(groups), int(chosen.sum()), cut_text=missing > 0)
-
-
-def _n_heldout_rows(n_tokens: int, settings: CorpusSettings) -> int:
-    n_rows = n_tokens // settings.doc_len
-    if n_rows < 2:
-        raise _too_small(n_tokens, settings)
-    if settings.heldout_docs is None:
-        assert settings.heldout_fraction is not None  # one of the two is set
-        return min(n_rows - 1, max(1, round(n_rows * settings.heldout_fraction)))
-    if settings.heldout_docs >= n_rows:
-        raise DataError(
-            f"--heldout_docs {settings.heldout_docs:,} leaves nothing to train on: the input fills {n_rows:,} rows of "
-            f"{settings.doc_len:,} tokens. Hold out fewer, shorten --doc_len, or add text."
-        )
-    return settings.heldout_docs
-
-
-def _too_small(n_tokens: int, settings: CorpusSettings) -> DataError:
-    return DataError(
-        f"the input holds {n_tokens:,} tokens, too few for a row of --doc_len {settings.doc_len:,} in each of train "
-        f"and heldout. Add text, or shorten --doc_len (to {max(1, n_tokens // 20):,}, say)."
-    )
 
 
 def find_groups(texts: TextTable, max_tokens: int) -> np.ndarray:
@@ -190,20 +175,11 @@ def _smallest(sizes: np.ndarray, among: np.ndarray) -> int:
     return int(np.argmin(np.where(among, sizes, np.iinfo(np.int64).max)))
 
 
-def _complement(starts: np.ndarray, stops: np.ndarray, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """The non-empty spans of [0, n_tokens) between the given ascending ones."""
-    others_start = np.concatenate([[0], stops])
-    others_stop = np.append(starts, n_tokens)
-    not_empty = others_start < others_stop
-    return others_start[not_empty], others_stop[not_empty]
-
-
 def _layout(
     starts: np.ndarray, stops: np.ndarray, settings: CorpusSettings, salt: int, max_rows: int | None = None
 ) -> Layout:
     n_rows = int((stops - starts).sum()) // settings.doc_len
-    if max_rows is not None:
-        n_rows = min(n_rows, max_rows)
+    n_rows = n_rows if max_rows is None else min(n_rows, max_rows)
     return Layout(starts, stops, _random_order(n_rows, settings.seed, salt), settings.doc_len)
 
 

@@ -1,21 +1,17 @@
 """Which texts are near-duplicates of an earlier one: MinHash sketches in parallel, one decision after another.
 
-A text is the set of its runs of `dedup_words` consecutive words. Two texts are near-duplicates if their sets have an
-estimated Jaccard similarity (shared runs / all runs) of at least `dedup`: the share of equal values in two sketches of
-`SKETCH` values (Broder 1997), whose standard error is at most 0.045. Only pairs that locality-sensitive hashing
-proposes are compared. The first text in reading order stays.
-
-Workers make the sketches, which are kept on disk and survive a kill. The parent compares, in reading order, and holds
-the hash tables, about 4.5 kB of memory per text that stays.
+Two texts are near-duplicates if the sets of their runs of `dedup_words` consecutive words have an estimated Jaccard
+similarity (shared runs / all runs) of at least `dedup`: the share of equal values in two sketches of `SKETCH` values
+(Broder 1997). Only pairs that locality-sensitive hashing proposes are compared, in reading order; the first text stays.
+The sketches are kept on disk, the hash tables in the parent's memory, about 4.5 kB per text that stays.
 """
 
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator
-from concurrent.futures import Executor
+from collections.abc import Iterable
+from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -64,14 +60,17 @@ def _short(values: bytes) -> bytes:
     return hashlib.blake2b(values, digest_size=8).digest()
 
 
-def find(settings: CorpusSettings, out: Path, folder: Path, pool: Executor, workers: int, bar: Any) -> set[bytes]:
-    """Reads the input once, up to `max_bytes` of text that stays, and finds the near-duplicates in it.
+def find(
+    texts: Iterable[sources.Text], settings: CorpusSettings, folder: Path, pool: Executor, workers: int
+) -> set[bytes]:
+    """Finds the near-duplicates among texts, up to `max_bytes` of text that stays.
 
     Args:
+        texts: without those that are equal to an earlier one.
         folder: for the sketches; those of an interrupted run are used again where the texts are the same.
 
     Returns:
-        Digests of the near-duplicates, without the texts that are equal to an earlier one.
+        Digests of the near-duplicates.
 
     Raises:
         DataError: datasketch is missing.
@@ -89,20 +88,17 @@ def find(settings: CorpusSettings, out: Path, folder: Path, pool: Executor, work
     tables = MinHashLSH(threshold, SKETCH, weights=_WEIGHTS, hashfunc=_short)
     near: set[bytes] = set()
     kept_bytes = 0
-    texts = sources.distinct_texts(settings, out, sources.Tally())
-
-    def wanted() -> Iterator[shards.Shard]:
-        """Shards until the texts that stay reach `max_bytes`."""
-        return itertools.takewhile(lambda _: kept_bytes < limit, shards.make_shards(texts))
 
     def alike(sketch: np.ndarray, number: int) -> bool:
         return float(np.mean(sketch == sketches.rows("sketches", number, 1)[0])) >= threshold
 
+    def start(batch: list[sources.Text]) -> "Future[shards.Result]":
+        return pool.submit(sketch_texts, [text.body for text in batch], words)
+
     numbers = itertools.count()
-    for shard_number, shard in shards.work_through(
-        wanted(), sketches, lambda shard: pool.submit(sketch_texts, [text.body for text in shard.items], words), workers
-    ):
-        for text, sketch, number in zip(shard.items, sketches.read(shard_number, "sketches"), numbers, strict=False):
+    wanted = itertools.takewhile(lambda _: kept_bytes < limit, texts)
+    for shard, batch in shards.work_through(wanted, sketches, start, workers):
+        for text, sketch, number in zip(batch, sketches.read(shard, "sketches"), numbers, strict=False):
             if kept_bytes >= limit:
                 break
             probe.hashvalues = sketch
@@ -111,5 +107,4 @@ def find(settings: CorpusSettings, out: Path, folder: Path, pool: Executor, work
             else:
                 tables.insert(number, probe, check_duplication=False)
                 kept_bytes += text.n_bytes
-        bar.update(shard.n_bytes)
     return near

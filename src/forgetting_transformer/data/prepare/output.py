@@ -12,9 +12,8 @@ it. A kill leaves one of these states, and the next start does the rest.
 
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,61 +26,42 @@ PARTS = ("tokenizer", "train.zarr", "heldout.zarr", "train.sha256", "heldout.sha
 _LOCK = "lock"
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a corpus.
-
-    Raises:
-        DataError: it is damaged, or of another program.
-    """
-    found = vocabulary.read_manifest(path.parent)
-    if not {"format_version", "settings", "arrays"} <= found.keys():
-        raise DataError(f"{path} is not a file of this program. Give another --out, or move it away.")
-    return found
-
-
-@dataclass(frozen=True)
 class OutputFolder:
-    """OUT and the folder beside it in which its corpus is built."""
+    """OUT and the folder beside it in which its corpus is built.
 
-    out: Path
+    Attributes:
+        begun: the settings of the corpus that is being built.
+    """
 
-    @property
-    def work(self) -> Path:
-        return self.out.with_name(f".{self.out.name}.preparing")
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.work = out.with_name(f".{out.name}.preparing")
+        self.new, self.begun = self.work / "corpus", self.work / "settings.json"
 
-    @property
-    def new(self) -> Path:
-        return self.work / "corpus"
-
-    @property
-    def begun(self) -> Path:
-        """The settings of the corpus that is being built."""
-        return self.work / "settings.json"
-
-    def finished(self) -> dict[str, Any] | None:
+    def finished(self, replaced: bool = False) -> dict[str, Any] | None:
         """The manifest of the corpus in OUT; None if OUT is empty or not there.
 
+        Args:
+            replaced: whether OUT is to be moved away, which must then hold nothing else.
+
         Raises:
-            DataError: there is something else.
+            DataError: it does, or it holds no corpus, or a manifest that is damaged or of another program.
         """
-        names = os.listdir(self.out) if self.out.exists() else []
+        names = set(os.listdir(self.out)) if self.out.exists() else set()
+        others, what = names, "and no corpus of this program"
         if MANIFEST in names:
-            return read_manifest(self.out / MANIFEST)
-        self._refuse(names, "and no corpus of this program")
-        return None
-
-    def check_movable(self) -> None:
-        """
-        Raises:
-            DataError: what is in OUT cannot be moved away without files of others.
-        """
-        if self.finished() is not None:
-            self._refuse(set(os.listdir(self.out)).difference(PARTS, [MANIFEST]), "beside a corpus")
-
-    def _refuse(self, names: Collection[str], what: str) -> None:
-        if names:
-            shown = ", ".join(sorted(names)[:8]) + (", …" if len(names) > 8 else "")
+            others, what = names.difference(PARTS, [MANIFEST]) if replaced else set(), "beside a corpus"
+        if others:
+            shown = ", ".join(sorted(others)[:8])
             raise DataError(f"{self.out} holds {shown}, {what}. Give another --out, or move it away.")
+        if not names:
+            return None
+        found = vocabulary.read_manifest(self.out)
+        if not {"format_version", "settings", "arrays"} <= found.keys():
+            raise DataError(
+                f"{self.out / MANIFEST} is not a file of this program. Give another --out, or move it away."
+            )
+        return found
 
     @contextmanager
     def only_run(self) -> Iterator[None]:
@@ -117,7 +97,7 @@ class OutputFolder:
         """
         complete = (self.new / MANIFEST).exists() and (force or self.finished() is None)
         if complete:
-            self.check_movable()
+            self.finished(replaced=True)
             if self.out.is_dir():
                 os.rename(self.out, self.work / "replaced")
             os.rename(self.new, self.out)

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 from forgetting_transformer.command_line import installed_versions
 from forgetting_transformer.data.errors import DataError, cannot_write
 from forgetting_transformer.data.prepare import layout, near_duplicates, sources, stream, tokenizers, writing
-from forgetting_transformer.data.prepare.output import MANIFEST, OutputFolder, read_manifest
+from forgetting_transformer.data.prepare.output import MANIFEST, OutputFolder
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.prepare.shards import open_pool
 from forgetting_transformer.data.storage import checksums
@@ -73,14 +73,14 @@ def _prepare(settings: CorpusSettings, place: OutputFolder, workers: int, force:
             print(f"{place.out} already holds this corpus; its inputs were not read again (--force builds it again).")
             return finished
     if not (published and same):  # else this command was all but done
-        place.check_movable()
+        place.finished(replaced=True)
         _begin_or_continue(settings, place, force)
         with open_pool(workers) as pool:
             write_json(place.new / MANIFEST, _Building(settings, place, pool, workers).manifest())
         place.publish(force)
-    manifest = read_manifest(place.out / MANIFEST)
-    for line in summary_lines(manifest):
-        print(line)
+    manifest = place.finished()
+    assert manifest is not None  # it was published
+    print("\n".join(summary_lines(manifest)))
     return manifest
 
 
@@ -101,7 +101,7 @@ class _Building:
 
     def __init__(self, settings: CorpusSettings, place: OutputFolder, pool: Executor, workers: int) -> None:
         self.settings, self.place, self.pool, self.workers = settings, place, pool, workers
-        self.stream = place.work / "stream"
+        self.input, self.stream = (settings, place.out), place.work / "stream"
 
     def manifest(self) -> dict[str, Any]:
         """Manifest of the corpus: all else is written before it returns."""
@@ -152,9 +152,8 @@ class _Building:
             return set()
 
         def find() -> list[str]:
-            folder = self.place.work / "sketches"
-            with self._progress("looking for near-duplicates") as bar:
-                near = near_duplicates.find(self.settings, self.place.out, folder, self.pool, self.workers, bar)
+            texts = _counted("looking for near-duplicates", sources.distinct_texts(*self.input, sources.Tally()))
+            near = near_duplicates.find(texts, self.settings, self.place.work / "sketches", self.pool, self.workers)
             return sorted(digest.hex() for digest in near)
 
         return set(map(bytes.fromhex, self._once("near_duplicates.json", find)))
@@ -167,13 +166,10 @@ class _Building:
             if name == "bytes":
                 tokenizers.save_built(tokenizers.byte_tokenizer(), folder)
             elif name.startswith("train:"):
-                sample = tokenizers.Sample()
-                with self._progress("sampling text for the tokenizer") as bar:
-                    for piece in self._pieces(sources.Tally(), near):
-                        sample.add(piece.text)
-                        bar.update(piece.n_bytes)
+                pieces = self._pieces("sampling text for the tokenizer", sources.Tally(), near)
+                sample = tokenizers.sample(piece.text for piece in pieces)
                 size = self.settings.trained_vocab_size()
-                tokenizers.save_built(tokenizers.train_tokenizer(sample.texts(), size), folder)
+                tokenizers.save_built(tokenizers.train_tokenizer(sample, size), folder)
             else:
                 tokenizers.save_loaded(name, folder)
             return dataclasses.asdict(tokenizers.describe(folder, self.settings))
@@ -185,9 +181,8 @@ class _Building:
 
         def encode() -> dict[str, Any]:
             tally, tokenizer = sources.Tally(), self.place.new / "tokenizer"
-            with self._progress("tokenising") as bar:
-                pieces = self._pieces(tally, near)
-                texts = stream.write_stream(pieces, self.stream, tokenizer, info, self.pool, self.workers, bar)
+            pieces = self._pieces("tokenising", tally, near)
+            texts = stream.write_stream(pieces, self.stream, tokenizer, info, self.pool, self.workers)
             np.savez(self.place.work / "texts.npz", tokens=texts.tokens, shared=texts.shared)
             return {
                 "texts": tally.texts,
@@ -222,22 +217,27 @@ class _Building:
                 }
         return arrays, entropy["train"]
 
-    def _progress(self, title: str) -> Any:
-        return progress(title, sources.input_bytes(self.settings, self.place.out), "B")
-
-    def _pieces(self, tally: sources.Tally, near: set[bytes]) -> Iterator[sources.Piece]:
+    def _pieces(self, title: str, tally: sources.Tally, near: set[bytes]) -> Iterator[sources.Piece]:
         """All text that stays.
 
         Raises:
             DataError: there is none.
         """
-        yield from sources.read_pieces(self.settings, self.place.out, tally, near)
+        yield from _counted(title, sources.read_pieces(*self.input, tally, near))
         if not tally.texts:
             dropped = ", ".join(f"{count:,} × {reason}" for reason, count in sorted(tally.dropped.items()))
             raise DataError(
                 f"found no text in {self.settings.dataset or ', '.join(self.settings.inputs)}. Left out: "
                 f"{dropped or 'nothing'}. Check the paths, --glob, --exclude and --text_field."
             )
+
+
+def _counted(title: str, items: Iterable[Any]) -> Iterator[Any]:
+    """Texts, or pieces of them, with a bar of the bytes that were taken."""
+    with progress(title, None, "B") as bar:
+        for item in items:
+            bar.update(item.n_bytes)
+            yield item
 
 
 def summary_lines(manifest: dict[str, Any]) -> list[str]:

@@ -13,7 +13,6 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,21 +30,8 @@ Result = dict[str, np.ndarray]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Consecutive items that are worked on together: texts, or pieces of them.
-
-    Attributes:
-        n_bytes: of their text.
-        digest: hash of the items' `identity()`.
-    """
-
-    items: list[Any]
-    n_bytes: int
-    digest: str
-
-
-def make_shards(items: Iterable[Any]) -> Iterator[Shard]:
+def make_shards(items: Iterable[Any]) -> Iterator[tuple[list[Any], str]]:
+    """Consecutive items that are worked on together, texts or pieces of them, and a hash of their `identity()`."""
     batch: list[Any] = []
     n_bytes, hasher = 0, hashlib.blake2b(digest_size=16)
     for item in items:
@@ -53,10 +39,10 @@ def make_shards(items: Iterable[Any]) -> Iterator[Shard]:
         n_bytes += item.n_bytes
         hasher.update(item.identity())
         if n_bytes >= SHARD_BYTES:
-            yield Shard(batch, n_bytes, hasher.hexdigest())
+            yield batch, hasher.hexdigest()
             batch, n_bytes, hasher = [], 0, hashlib.blake2b(digest_size=16)
     if batch:
-        yield Shard(batch, n_bytes, hasher.hexdigest())
+        yield batch, hasher.hexdigest()
 
 
 class ShardLog:
@@ -112,30 +98,31 @@ class ShardLog:
 
 
 def work_through(
-    shards: Iterable[Shard], log: ShardLog, start: Callable[[Shard], "Future[Result]"], workers: int
-) -> Iterator[tuple[int, Shard]]:
-    """Yields each shard with its number, in order, once its results are in the log.
+    items: Iterable[Any], log: ShardLog, start: Callable[[list[Any]], "Future[Result]"], workers: int
+) -> Iterator[tuple[int, list[Any]]]:
+    """Yields the items of each shard with its number, in order, once its results are in the log.
 
     A caller that takes all of them has a log of these shards alone.
 
     Args:
-        start: begins the work on a shard that is not in the log.
+        start: begins the work on the items of a shard that is not in the log.
     """
 
-    def begun() -> Iterator[tuple[Shard, "Future[Result] | None"]]:
-        for number, shard in enumerate(shards):
-            if number < len(log.shards) and log.shards[number]["digest"] == shard.digest:
-                yield shard, None
+    def begun() -> Iterator[tuple[list[Any], str, "Future[Result] | None"]]:
+        for number, (batch, digest) in enumerate(make_shards(items)):
+            known = number < len(log.shards)
+            if known and log.shards[number]["digest"] == digest:
+                yield batch, digest, None
                 continue
-            if number < len(log.shards):  # the text changed since the kill, here or earlier
+            if known:  # the text changed since the kill, here or earlier
                 log.keep(number)
-            yield shard, start(shard)
+            yield batch, digest, start(batch)
 
     number = -1
-    for number, (shard, future) in enumerate(ahead(begun(), workers)):
+    for number, (batch, digest, future) in enumerate(ahead(begun(), workers)):
         if future is not None:
-            log.append(shard.digest, future.result())
-        yield number, shard
+            log.append(digest, future.result())
+        yield number, batch
     log.keep(number + 1)  # the input may have become shorter since the kill
 
 
@@ -162,7 +149,7 @@ def open_pool(workers: int) -> Executor:
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
         context.set_forkserver_preload(["forgetting_transformer.data.prepare.stream"])
-    with sharing_memory(", or use --workers 1"):
+    with sharing_memory():
         return ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
 
 

@@ -21,7 +21,7 @@ from forgetting_transformer.console import how_to_install
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare import output
 from forgetting_transformer.data.prepare.settings import CorpusSettings
-from forgetting_transformer.files import UnreadableError, parse_json
+from forgetting_transformer.files import parse_json
 from forgetting_transformer.hub_connection import use_cached_datasets
 
 ALWAYS_EXCLUDED = ("__pycache__",)
@@ -117,26 +117,17 @@ def read_pieces(
                 return
 
 
-def input_bytes(settings: CorpusSettings, out: Path) -> int | None:
-    """Bytes of text to expect, for the progress bar; None where compression or a data set hides it."""
-    files = [] if settings.dataset else [file for _, file in _find_files(settings, out, Tally())]
-    if settings.dataset or any(file.name.endswith((".parquet", ".gz")) for file in files):
-        return settings.max_bytes
-    total = 0
-    for file in files:
-        with reading(file):
-            total += file.stat().st_size
-    return total if settings.max_bytes is None else min(total, settings.max_bytes)
-
-
 @contextmanager
 def reading(path: Path | str) -> Iterator[None]:
     """Names `path` in any failure to read it. An input that cannot be read is an error, never a shorter corpus."""
     try:
         yield
-    except OSError as error:
+    except DataError:
+        raise
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # Arrow's errors are among them
         raise DataError(
-            f"cannot read {path}: {error.strerror or error}. Fix it, or leave it out with --exclude."
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}. Mend it or fetch it again, or leave it "
+            "out with --exclude."
         ) from error
 
 
@@ -154,31 +145,30 @@ def _find_files(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[t
     own_turn = {*settings.inputs, str(out), str(output.OutputFolder(out).work)}
     for name in settings.inputs:
         if os.path.isdir(name):
-            for parts in _walk(name, (), settings, own_turn, tally):
-                yield (name, *parts), Path(name, *parts)
+            yield from _walk((name,), settings, own_turn, tally)
         else:
             yield (name,), Path(name)
 
 
 def _walk(
-    root: str, parts: tuple[str, ...], settings: CorpusSettings, own_turn: set[str], tally: Tally
-) -> Iterator[tuple[str, ...]]:
-    folder = os.path.join(root, *parts)
+    path: tuple[str, ...], settings: CorpusSettings, own_turn: set[str], tally: Tally
+) -> Iterator[tuple[tuple[str, ...], Path]]:
+    folder = os.path.join(*path)
     with reading(folder), os.scandir(folder) as listing:
         entries = sorted(listing, key=lambda entry: entry.name)
     if {"manifest.json", "train.zarr"} <= {entry.name for entry in entries}:
         tally.dropped[MADE_HERE] += 1
         return
     for entry in entries:
-        below = (*parts, entry.name)
+        below = (*path, entry.name)
         if entry.path in own_turn:
             continue
-        if reason := _reason_to_skip(entry, "/".join(below), settings):
+        if reason := _reason_to_skip(entry, "/".join(below[1:]), settings):
             tally.dropped[reason] += 1
         elif entry.is_dir():
-            yield from _walk(root, below, settings, own_turn, tally)
+            yield from _walk(below, settings, own_turn, tally)
         else:
-            yield below
+            yield below, Path(entry.path)
 
 
 def _reason_to_skip(entry: os.DirEntry[str], relative: str, settings: CorpusSettings) -> str | None:
@@ -260,19 +250,10 @@ def _records(rows: Iterator[Any], path: tuple[str, ...], tally: Tally) -> Iterat
 
 def _json_rows(file: Path, text_field: str) -> Iterator[str | None]:
     opener = gzip.open if file.name.endswith(".gz") else open
-    number = 0
-    try:
-        with reading(file), opener(file, "rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield _text_of(parse_json(line, file, number), text_field, f"{file}, line {number}")
-    except UnreadableError as error:
-        raise DataError(f"{error}. Mend the line, or leave the file out with --exclude.") from error
-    except (EOFError, zlib.error) as error:
-        raise DataError(
-            f"{file} is damaged behind line {number} ({error}): fetch or compress it again, "
-            "or leave it out with --exclude."
-        ) from error
+    with reading(file), opener(file, "rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield _text_of(parse_json(line, file.name, number), text_field, f"{file}, line {number}")
 
 
 def _text_of(record: Any, text_field: str, where: str) -> str | None:
@@ -282,38 +263,21 @@ def _text_of(record: Any, text_field: str, where: str) -> str | None:
         raise DataError(f"{where}: no text under {text_field!r}; {found}. Name the right key with --text_field.")
     value = record[text_field]
     if value is not None and not isinstance(value, str):
-        raise DataError(
-            f"{where}: {text_field!r} holds {type(value).__name__}, not text. "
-            "Name the key that holds the text with --text_field."
-        )
+        kind = type(value).__name__
+        raise DataError(f"{where}: {text_field!r} holds {kind}, not text. Name the right key with --text_field.")
     return value
 
 
 def _parquet_rows(file: Path, text_field: str) -> Iterator[str | None]:
     try:
-        import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
         raise DataError(f"reading {file} needs pyarrow: {how_to_install('data')}.") from error
-    try:
-        with reading(file), pq.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            if text_field not in names:
-                raise DataError(
-                    f"{file}: no column {text_field!r}; its columns are {', '.join(names)}. "
-                    "Name the right one with --text_field."
-                )
-            kind = table.schema_arrow.field(text_field).type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise DataError(
-                    f"{file}: column {text_field!r} holds {kind}, not text. Name the right one with --text_field."
-                )
-            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[text_field]):
-                yield from batch.column(0).to_pylist()
-    except pa.ArrowException as error:
-        raise DataError(
-            f"{file}: not a readable Parquet file ({error}): fetch it again, or leave it out with --exclude."
-        ) from error
+    with reading(file), pq.ParquetFile(file) as table:
+        _text_of(dict.fromkeys(table.schema_arrow.names), text_field, str(file))  # there is such a column
+        for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[text_field]):
+            for row in batch.to_pylist():
+                yield _text_of(row, text_field, str(file))
 
 
 def _dataset_rows(settings: CorpusSettings) -> Iterator[str | None]:
@@ -323,11 +287,8 @@ def _dataset_rows(settings: CorpusSettings) -> Iterator[str | None]:
     except ImportError as error:
         raise DataError(f"--dataset needs the datasets library: {how_to_install('data')}.") from error
     where = f"data set {settings.dataset}, split {settings.dataset_split}"
-    place = Path(str(settings.dataset))
-    if not place.exists() and (place.is_absolute() or str(settings.dataset).startswith(".")):
-        raise DataError(f"--dataset {settings.dataset}: there is no such folder.")
     try:
-        if not place.exists():
+        if not os.path.exists(str(settings.dataset)):
             use_cached_datasets()
         rows = datasets.load_dataset(
             settings.dataset, settings.dataset_config, split=settings.dataset_split, streaming=True
@@ -368,10 +329,9 @@ def _chunks(body: str | Path) -> Iterator[str]:
     if isinstance(body, str):
         yield body
         return
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    with reading(body), body.open("rb") as stream:
+    with reading(body), body.open(encoding="utf-8", newline="") as stream:  # line ends stay
         while block := stream.read(WHOLE_FILE_BYTES):
-            yield decoder.decode(block)
+            yield block
 
 
 def _place_to_cut(buffer: str, start: int) -> int:

@@ -10,7 +10,6 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,9 +31,7 @@ class TextTable:
     shared: np.ndarray
 
 
-@lru_cache(maxsize=1)
-def load_encoder(folder: Path, info: TokenizerInfo) -> Encoder:
-    return Encoder(folder, info)
+load_encoder = lru_cache(maxsize=1)(Encoder)
 
 
 def encode_shard(texts: list[str], ends: list[bool], folder: Path, info: TokenizerInfo) -> shards.Result:
@@ -51,13 +48,7 @@ def encode_shard(texts: list[str], ends: list[bool], folder: Path, info: Tokeniz
 
 
 def write_stream(
-    pieces: Iterable[Piece],
-    folder: Path,
-    tokenizer: Path,
-    info: TokenizerInfo,
-    pool: Executor,
-    workers: int,
-    bar: Any,
+    pieces: Iterable[Piece], folder: Path, tokenizer: Path, info: TokenizerInfo, pool: Executor, workers: int
 ) -> TextTable:
     """Encodes `pieces` into `folder`: `tokens.bin`, and `lengths.bin` with the tokens of each piece.
 
@@ -69,18 +60,17 @@ def write_stream(
     open_tokens = 0  # of a text whose last piece has not come yet
     last_path: tuple[str, ...] = ()
 
-    def encode(shard: shards.Shard) -> Future:
-        texts, ends = [piece.text for piece in shard.items], [piece.ends_text for piece in shard.items]
+    def encode(batch: list[Piece]) -> Future:
+        texts, ends = [piece.text for piece in batch], [piece.ends_text for piece in batch]
         return pool.submit(encode_shard, texts, ends, tokenizer, info)
 
-    for number, shard in shards.work_through(shards.make_shards(pieces), log, encode, workers):
-        for piece, length in zip(shard.items, log.read(number, "lengths").tolist(), strict=True):
+    for number, batch in shards.work_through(pieces, log, encode, workers):
+        for piece, length in zip(batch, log.read(number, "lengths").tolist(), strict=True):
             open_tokens += length
             if piece.ends_text:
                 tokens.append(open_tokens)
                 shared.append(_n_shared(last_path, piece.path))
                 open_tokens, last_path = 0, piece.path
-        bar.update(shard.n_bytes)
     return TextTable(np.array(tokens, dtype=np.int64), np.array(shared, dtype=np.uint16))
 
 

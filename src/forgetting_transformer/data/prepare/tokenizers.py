@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -76,33 +75,26 @@ def train_tokenizer(sample: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-class Sample:
-    """A uniform sample of pieces, at most `max_bytes` long, that depends on the texts and not on their order.
+def sample(texts: Iterable[str], max_bytes: int = SAMPLE_BYTES) -> list[str]:
+    """A uniform sample of texts, at most `max_bytes` long, that depends on them and not on their order.
 
-    Every piece has a priority, a hash of its text; the sample is the longest run of lowest priorities that fits. One
-    pass, bounded memory, no random numbers.
+    Every text has a priority, a hash of it; the sample is the longest run of lowest priorities that fits. One pass,
+    bounded memory, no random numbers.
     """
-
-    def __init__(self, max_bytes: int = SAMPLE_BYTES) -> None:
-        self.max_bytes = max_bytes
-        self.n_bytes = 0
-        self.heap: list[tuple[int, str]] = []  # (-priority, text): the root is the first to go
-        self.too_high = 1 << 64  # the lowest priority that did not fit; nothing above it may come in later
-
-    def add(self, text: str) -> None:
+    heap: list[tuple[int, str]] = []  # (-priority, text): the root is the first to go
+    n_bytes, too_high = 0, 1 << 64  # the lowest priority that did not fit; nothing above it may come in later
+    for text in texts:
         encoded = text.encode()
         priority = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big")
-        if priority >= self.too_high:
-            return
-        heapq.heappush(self.heap, (-priority, text))
-        self.n_bytes += len(encoded)
-        while self.n_bytes > self.max_bytes and len(self.heap) > 1:
-            negative, highest = heapq.heappop(self.heap)
-            self.too_high = -negative
-            self.n_bytes -= len(highest.encode())
-
-    def texts(self) -> list[str]:
-        return [text for _, text in sorted(self.heap, reverse=True)]
+        if priority >= too_high:
+            continue
+        heapq.heappush(heap, (-priority, text))
+        n_bytes += len(encoded)
+        while n_bytes > max_bytes and len(heap) > 1:
+            negative, highest = heapq.heappop(heap)
+            too_high = -negative
+            n_bytes -= len(highest.encode())
+    return [text for _, text in sorted(heap, reverse=True)]
 
 
 # Saving and loading -------------------------------------------------------------------------------------------
@@ -112,18 +104,12 @@ def save_built(tokenizer: Tokenizer, folder: Path) -> None:
     """Write a tokenizer built here as a folder that AutoTokenizer loads."""
     from transformers import PreTrainedTokenizerFast
 
-    with_names = PreTrainedTokenizerFast(
+    PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,  # it would drop the space in " ." and with it reversibility
-    )
-    _save(with_names, folder)
-
-
-def _save(tokenizer: Any, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(folder)
+    ).save_pretrained(folder)
 
 
 def save_loaded(name: str, folder: Path) -> None:
@@ -148,7 +134,7 @@ def save_loaded(name: str, folder: Path) -> None:
         )
     if tokenizer.bos_token_id is None:
         tokenizer.bos_token = tokenizer.eos_token
-    _save(tokenizer, folder)
+    tokenizer.save_pretrained(folder)
     if not (folder / "tokenizer.json").is_file():
         raise DataError(
             f"the tokenizer {name!r} has no fast form (no tokenizer.json). "

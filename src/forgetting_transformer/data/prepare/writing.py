@@ -28,23 +28,17 @@ BLOCKS_WANTED = 64
 COUNTED_AT_ONCE = 1 << 20
 
 
-def choose_chunk_docs(n_documents: int) -> int:
-    """Rows per chunk: a power of two between 16 and 2048 that makes about 64 blocks of rows."""
-    wanted = max(1, n_documents // BLOCKS_WANTED)
-    return min(PAPER_CHUNK_DOCS, max(SMALLEST_CHUNK_DOCS, 1 << (wanted - 1).bit_length()))
-
-
 def create_array(path: Path, layout: Layout, settings: CorpusSettings, dtype: np.dtype) -> zarr.Array:
     """The array at `path`, made if it is not there: empty, in LongCrawl64's order and compression."""
     if not (path / ".zarray").exists():
-        wanted = settings.chunk_docs or choose_chunk_docs(layout.n_documents)
+        # A power of two that makes about 64 blocks of rows.
+        fitting = 1 << (max(1, layout.n_documents // BLOCKS_WANTED) - 1).bit_length()
+        height = settings.chunk_docs or min(PAPER_CHUNK_DOCS, max(SMALLEST_CHUNK_DOCS, fitting))
+        width = settings.chunk_tokens or min(PAPER_CHUNK_TOKENS, settings.doc_len)
         zarr.create_array(
             path,
             shape=(layout.n_documents, layout.doc_len),
-            chunks=(
-                min(wanted, layout.n_documents),
-                settings.chunk_tokens or min(PAPER_CHUNK_TOKENS, settings.doc_len),
-            ),
+            chunks=(min(height, layout.n_documents), width),
             dtype=dtype.newbyteorder("<"),
             fill_value=0,
             compressors=numcodecs.Blosc(cname="lz4", clevel=5, shuffle=numcodecs.Blosc.SHUFFLE),

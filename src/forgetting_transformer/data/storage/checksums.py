@@ -2,11 +2,8 @@
 
     <64 hexadecimal digits>  train.zarr/0.0
 
-scripts/prepare_data.py and scripts/download_longcrawl64.py write it, scripts/verify_data.py does for arrays that have
-none. A file of chunks is compared with its line when it is read, so neither a flipped bit nor another chunk under its
-name is trained on. SHA-256 and not a CRC: the list also identifies the contents, and is the one that the downloader
-writes. It costs about 1 ns per token. Files that are not listed are read with a warning. Lines without a file are no
-fault, since a copy may be partial.
+SHA-256 and not a CRC: the list then also says which contents were trained on, and is the one that the downloader
+writes. It costs about 1 ns per token that is read. Lines without a file are no fault, since a copy may be partial.
 """
 
 import hashlib
@@ -19,7 +16,9 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from forgetting_transformer.console import redact
 from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.storage.remote import join, read_file
 from forgetting_transformer.files import write_atomically
 
 log = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 class ChecksumError(ValueError):
-    """A file is not the one that is listed."""
+    """A file is not the one that is listed; the message goes on behind its name."""
 
 
 @dataclass
@@ -62,7 +61,11 @@ class Checksums:
         """
         if key in self.sums:
             if (found := hashlib.sha256(data.data).hexdigest()) != self.sums[key]:
-                raise ChecksumError(f"its SHA-256 is {found}, {self.place} lists {self.sums[key]}")
+                raise ChecksumError(
+                    f"is not the file that {self.name} lists: it was changed or is damaged (its SHA-256 is {found}). "
+                    "Fetch or make it again. If the change is meant, this is another corpus: delete "
+                    f"{self.name}, and scripts/verify_data.py makes a new one"
+                )
         elif not self._warned:
             log.warning("%s and perhaps others are not listed in %s, and are read without a check", key, self.place)
             self._warned = True
@@ -73,12 +76,17 @@ def list_name(array: str) -> str:
     return PurePosixPath(array).with_suffix(".sha256").name
 
 
-def parse_list(text: bytes, array: str, place: str) -> Checksums:
-    """The lines of `array`, such as "train.zarr", in a list. A last line that a kill cut short is left out.
+def read_list(array: str | Path) -> Checksums | None:
+    """The list beside an array, a folder or a URL; None if there is none. A last line cut short by a kill is left out.
 
     Raises:
         DataError: naming a line that is damaged.
     """
+    folder, _, name = str(array).rpartition("/")
+    text = read_file(folder, list_name(name))
+    if text is None:
+        return None
+    place = redact(join(folder, list_name(name)))
     sums: dict[str, str] = {}
     lines = text.decode("utf-8-sig", errors="replace").split("\n")  # as an editor of Windows may leave it
     for number, line in enumerate(lines, 1):
@@ -86,18 +94,12 @@ def parse_list(text: bytes, array: str, place: str) -> Checksums:
         if match is None:
             if number < len(lines):
                 raise DataError(
-                    f"{place}, line {number}, is not of the form '<sha256>  {array}/<file>'. Bring back a copy of the "
+                    f"{place}, line {number}, is not of the form '<sha256>  {name}/<file>'. Bring back a copy of the "
                     "list; or delete it, and scripts/verify_data.py makes one of the files as they are"
                 )
-        elif match[2].startswith(f"{array}/"):
-            sums[match[2].removeprefix(f"{array}/")] = match[1]
+        elif match[2].startswith(f"{name}/"):
+            sums[match[2].removeprefix(f"{name}/")] = match[1]
     return Checksums(place, sums)
-
-
-def read_list(array: Path) -> Checksums | None:
-    """The list beside an array on disk; None if there is none."""
-    place = array.with_name(list_name(array.name))
-    return parse_list(place.read_bytes(), array.name, str(place)) if place.is_file() else None
 
 
 def write_list(array: Path, keys: Iterable[str], workers: int = 1) -> Path:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from forgetting_transformer.console import how_to_install, is_redacted, redact
@@ -27,9 +27,8 @@ T = TypeVar("T")
 #: Seconds without a byte, or without an answer, after which a connection is given up and tried again.
 SILENCE_SECONDS = 30.0
 ATTEMPTS = 6
-#: Seconds before the second attempt; each further one waits twice as long, up to LONGEST_WAIT.
+#: Seconds before the second attempt; each further one waits twice as long.
 FIRST_WAIT = 1.0
-LONGEST_WAIT = 60.0
 #: Longest wait that a server may ask for; the hub counts requests over five minutes.
 LONGEST_ASKED_WAIT = 330.0
 #: Seconds of waiting for one file, all in all, after which it is given up.
@@ -71,6 +70,14 @@ def join(url: str, *parts: str) -> str:
     return url
 
 
+def read_file(folder: str | Path, name: str) -> bytes | None:
+    """A file in a folder or below a URL; None if there is no such file."""
+    if is_url(folder):
+        return RemoteFolder(str(folder)).read(name)
+    file = Path(folder, name)
+    return file.read_bytes() if file.is_file() else None
+
+
 class RemoteFolder:
     """A folder of files at a URL: hf://datasets/OWNER/NAME[@REVISION][/FOLDER], https://… or another that fsspec reads.
 
@@ -100,20 +107,18 @@ class RemoteFolder:
             self._repository = match["repo"], match["revision"] or "main", match["folder"] or ""
         self._connection()
 
-    def files(self, folder: str) -> dict[str, RemoteFile] | None:
-        """All files below `folder` by their path in it; None where the source cannot list (plain HTTP).
+    def files(self) -> dict[str, RemoteFile] | None:
+        """All files below the folder by their path in it; None where the source cannot list (plain HTTP).
 
         The names come from the source: look up in this dictionary what you expect, never build a path from them.
         """
         if self._repository is not None:
-            return self._persist(folder, lambda: self._list_hub(folder)) or {}
+            return self._persist("", self._list_hub) or {}
         if self.address.startswith(("http://", "https://")):
             return None
         system, root = self._connection()
-        top = (join(root, folder) if root else folder).strip("/")
-        found = self._persist(folder, lambda: system.find(top, detail=True)) or {}
-        names = {path.strip("/")[len(top) :].lstrip("/"): details for path, details in found.items()}
-        return {name: RemoteFile(details.get("size")) for name, details in names.items() if name}
+        found, top = self._persist("", lambda: system.find(root, detail=True)) or {}, root.strip("/")
+        return {path.strip("/")[len(top) :].lstrip("/"): RemoteFile(of.get("size")) for path, of in found.items()}
 
     def read(self, name: str, expected: RemoteFile | None = None) -> bytes | None:
         """The whole file, or None if there is no such file.
@@ -134,34 +139,21 @@ class RemoteFolder:
 
         return self._persist(name, fetch)
 
-    def _list_hub(self, folder: str) -> dict[str, RemoteFile]:
-        from huggingface_hub import HfApi, constants, errors
-        from huggingface_hub.hf_api import RepoFile
+    def _list_hub(self) -> dict[str, RemoteFile]:
+        from huggingface_hub import HfApi, constants
+        from huggingface_hub.hf_api import RepoFolder
 
         assert self._repository is not None
-        repository, revision, below = self._repository
-        path = str(PurePosixPath(below, folder))
-        try:
-            entries = HfApi(endpoint=constants.ENDPOINT).list_repo_tree(
-                repository,
-                path_in_repo=None if path == "." else path,
-                repo_type="dataset",
-                revision=revision,
-                recursive=True,
-            )
-            prefix = 0 if path == "." else len(path) + 1
-            # Large files are stored by their SHA-256; small ones are git blobs, whose id hashes more than the contents.
-            return {
-                entry.path[prefix:]: RemoteFile(entry.size, entry.lfs.sha256 if entry.lfs else None)
-                for entry in entries
-                if isinstance(entry, RepoFile)
-            }
-        except errors.RepositoryNotFoundError as error:
-            raise DataError(
-                f"no data set {repository} (or it is private) at {constants.ENDPOINT}; check {self.url}"
-            ) from error
-        except errors.OfflineModeIsEnabled as error:
-            raise DataError(f"cannot list {self.url}: HF_HUB_OFFLINE is set; unset it") from error
+        repository, revision, path = self._repository
+        entries = HfApi(endpoint=constants.ENDPOINT).list_repo_tree(
+            repository, path or None, repo_type="dataset", revision=revision, recursive=True
+        )
+        # Large files are stored by their SHA-256; small ones are git blobs, whose id hashes more than the contents.
+        return {
+            entry.path.removeprefix(f"{path}/"): RemoteFile(entry.size, entry.lfs.sha256 if entry.lfs else None)
+            for entry in entries
+            if not isinstance(entry, RepoFolder)
+        }
 
     def _connection(self) -> tuple[Any, str]:
         """File system and folder in it."""
@@ -175,15 +167,11 @@ class RemoteFolder:
             headers |= build_hf_headers()
         try:
             with _CONNECTING:
-                if base.startswith(("http://", "https://")):
-                    return _http(os.getpid(), SILENCE_SECONDS, tuple(headers.items())), base
-                return _other(os.getpid(), base)
-        except ImportError as error:
-            cure = f"{how_to_install('remote')} brings S3 and GCS"
-            raise DataError(f"{self.url} cannot be read: {error}. {cure}") from error
-        except ValueError as error:
+                return _connect(os.getpid(), base, SILENCE_SECONDS, tuple(headers.items()))
+        except (ImportError, ValueError) as error:
             raise DataError(
-                f"{self.url} cannot be read: {error}; known are hf://, https://, s3://, gs://, …"
+                f"{self.url} cannot be read: {error}; known are hf://, https://, s3://, gs://, … "
+                f"({how_to_install('remote')} brings S3 and GCS)"
             ) from error
 
     def _persist(self, name: str, action: Callable[[], T]) -> T | None:
@@ -209,41 +197,33 @@ class RemoteFolder:
                     login = "; a data set of the hub may need `hf auth login`, or HF_TOKEN" if self._repository else ""
                     raise DataError(f"cannot read {place}: {said}. Check the URL and the login{login}") from error
                 attempt += 1
-                wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
                 asked = _asked_wait(getattr(answer, "headers", None) or {})
-                if asked is not None:
-                    wait = min(asked, LONGEST_ASKED_WAIT)
+                usual = FIRST_WAIT * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
+                wait = usual if asked is None else min(asked, LONGEST_ASKED_WAIT)
                 if attempt == ATTEMPTS or waited + wait > LONGEST_WAITING:
-                    after = f"{attempt} attempts" + (f" in {waited:.0f} s" if waited >= 1 else "")
                     raise DataError(
-                        f"cannot read {place}: {said} ({after}). Check the network and start the same command again"
+                        f"cannot read {place}: {said} ({attempt} attempts in {waited:.0f} s). Check the network and "
+                        "start the same command again"
                     ) from error
-                wish = f" (the server asks for {asked:.0f} s)" if asked is not None else ""
-                line = "%s: %s; attempt %d of %d in %.0f s%s"
-                log.warning(line, place, redact(said), attempt + 1, ATTEMPTS, wait, wish)
+                line = "%s: %s; attempt %d of %d in %.0f s"
+                log.warning(line, place, redact(said), attempt + 1, ATTEMPTS, wait)
             waited += wait
             time.sleep(wait)
 
 
 # File systems are made once for each process: one inherited through fork shares sockets. They are never let go: where
 # a forked process collects its parent's, closing waits a second.
-
-
 @functools.cache
-def _http(pid: int, silence: float, headers: tuple[tuple[str, str], ...]) -> Any:
-    import aiohttp
+def _connect(pid: int, base: str, silence: float, headers: tuple[tuple[str, str], ...]) -> tuple[Any, str]:
     import fsspec
+
+    if not base.startswith(("http://", "https://")):
+        return fsspec.core.url_to_fs(base)
+    import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence, sock_read=silence)
     client = {"timeout": timeout, "trust_env": True}
-    return fsspec.filesystem("http", client_kwargs=client, headers=dict(headers), skip_instance_cache=True)
-
-
-@functools.cache
-def _other(pid: int, base: str) -> tuple[Any, str]:
-    import fsspec
-
-    return fsspec.core.url_to_fs(base)
+    return fsspec.filesystem("http", client_kwargs=client, headers=dict(headers), skip_instance_cache=True), base
 
 
 def _asked_wait(headers: Any) -> float | None:

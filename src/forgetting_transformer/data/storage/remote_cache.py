@@ -1,4 +1,4 @@
-"""Files of a remote array on local disk, as many as a limit allows, shared by all processes of a machine.
+"""Files of an array or a corpus; of one elsewhere on local disk, up to a limit, shared by all processes of a machine.
 
 Chunks are needed for a while and then not again until the next epoch, so those used longest ago make room.
 
@@ -19,21 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.storage.remote import RemoteFolder, join
-from forgetting_transformer.files import TEMPORARY, explain, locked, replacing
+from forgetting_transformer.data.storage.remote import RemoteFile, RemoteFolder, is_url, join
+from forgetting_transformer.files import TEMPORARY, explain, locked, write_atomically
 
 #: Files fetched at a time by one process.
 CONNECTIONS = 8
-#: Lock files; two names that share one wait for each other, no more.
-LOCKS = 64
 #: A half-written file older than this was left by a kill.
 ABANDONED_SECONDS = 3600.0
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-
-
-def default_folder() -> Path:
-    """Default folder of remote chunks."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forgetting_transformer"
 
 
 @dataclass(frozen=True)
@@ -45,53 +37,99 @@ class CacheSettings:
         limit_bytes: of all files in it that came from elsewhere, whichever array they are of.
     """
 
-    folder: Path = field(default_factory=default_folder)
+    folder: Path = field(
+        default_factory=lambda: Path(
+            os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "forgetting_transformer"
+        )
+    )
     limit_bytes: int = 20 * 10**9
 
 
-class RemoteCache:
-    """Files of one remote folder, fetched when first asked for.
+class Folder:
+    """Files of a folder on this machine; or of one elsewhere, fetched when first asked for and kept.
 
-    What a URL names is taken not to change: a corpus that was replaced at the same place needs another folder.
+    What a URL names is taken not to change: a corpus that was replaced at the same place needs another cache.
+
+    Attributes:
+        address: the folder or URL.
+        path: the same; of a URL as it may be shown, without a password.
+        remote: the folder at the URL, or None.
+        folder: place of the files on this machine.
     """
 
-    def __init__(self, remote: RemoteFolder, settings: CacheSettings) -> None:
-        self.remote, self.settings = remote, settings
+    def __init__(self, address: str | Path, settings: CacheSettings) -> None:
+        self.address, self.settings = str(address).rstrip("/"), settings
+        self.remote = RemoteFolder(self.address) if is_url(address) else None
         self.root = settings.folder / "remote_files"
-        # By the URL without its password, which may change and must not be kept.
-        self.folder = self.root / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
         self.locks = self.root / ".locks"
-        try:
-            for folder in (self.folder, self.locks):
-                folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(
-                f"cannot keep remote chunks in {settings.folder}: {explain(error)}; set datamodule.cache_dir"
-            ) from error
+        self.path: str | Path = Path(address)
+        self.folder = Path(address)
+        if self.remote is not None:
+            self.path = self.remote.url
+            # By the URL without its password, which may change and must not be kept.
+            self.folder = self.root / hashlib.sha256(self.remote.url.encode()).hexdigest()[:16]
 
-    def fetch(self, name: str, fresh: bool = False) -> Path | None:
+    def place(self, name: str) -> str:
+        """Where a file is, or would be, in the words of an error message."""
+        return str(self.path / name) if isinstance(self.path, Path) else join(self.path, name)
+
+    def names(self) -> set[str]:
+        """Paths of all files in the folder.
+
+        Raises:
+            DataError: the source cannot be listed.
+        """
+        if self.remote is None:
+            return {file.relative_to(self.folder).as_posix() for file in self.folder.rglob("*")}
+        listed = self.remote.files()
+        if listed is None:
+            raise DataError(
+                f"{self.path} cannot be listed, so its chunks are unknown; set "
+                "datamodule.missing_chunks=error, or use hf://, s3://, gs:// or a local copy"
+            )
+        return set(listed)
+
+    def fetch(self, name: str, fresh: bool = False, expected: RemoteFile | None = None) -> Path | None:
         """The local copy of a file, fetched if it is not here, or None if the source has no such file.
 
         Args:
             fresh: fetch it anyway, because it may have changed (metadata) or is damaged.
+            expected: as of RemoteFolder.read.
+
+        Raises:
+            DataError: it could not be had, or not be kept.
         """
         path = self._path(name)
+        if self.remote is None:
+            return path if path.exists() else None
         if not fresh and self._touch(path):
             return path
-        with locked(self.locks / str(hashlib.sha256(str(path).encode()).digest()[0] % LOCKS)):
-            # Another process may have fetched it while this one waited.
-            if fresh or not self._touch(path):
-                data = self.remote.read(name)
-                if data is None:
-                    return None
-                self._write(path, data)
+        try:
+            for folder in (path.parent, self.locks):
+                folder.mkdir(parents=True, exist_ok=True)
+            # One of 256 locks: two files that share one wait for each other, no more.
+            with locked(self.locks / str(hashlib.sha256(str(path).encode()).digest()[0])):
+                # Another process may have fetched it while this one waited.
+                if fresh or not self._touch(path):
+                    data = self.remote.read(name, expected)
+                    if data is None:
+                        return None
+                    write_atomically(path, data, durable=False)
+                    with locked(self.locks / "room"):
+                        self._make_room(keep=path)
+        except OSError as error:
+            raise DataError(
+                f"cannot keep {path.name} in {path.parent}: {explain(error)}. Make room there, lower "
+                "datamodule.cache_gb, or choose another datamodule.cache_dir"
+            ) from error
         return path
 
     def fetch_all(self, names: list[str]) -> None:
         """Fetches several files at a time; those that the source does not have are an error where they are read."""
-        missing = [name for name in names if not self._touch(self._path(name))]
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            list(pool.map(self.fetch, missing))
+        if self.remote is not None:
+            missing = [name for name in names if not self._touch(self._path(name))]
+            with ThreadPoolExecutor(CONNECTIONS) as pool:
+                list(pool.map(self.fetch, missing))
 
     def _path(self, name: str) -> Path:
         return self.folder / join("", name).lstrip("/")  # join refuses names that lead out of the folder
@@ -104,19 +142,6 @@ class RemoteCache:
         except FileNotFoundError:
             return False
         return True
-
-    def _write(self, path: Path, data: bytes) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path, durable=False) as stream:
-                stream.write(data)
-            with locked(self.locks / "room"):
-                self._make_room(keep=path)
-        except OSError as error:
-            raise DataError(
-                f"cannot keep {path.name} in {path.parent}: {explain(error)}. Make room there, lower "
-                "datamodule.cache_gb, or choose another datamodule.cache_dir"
-            ) from error
 
     def _make_room(self, keep: Path) -> None:
         """Deletes the files used longest ago until the rest is within the limit."""
@@ -135,14 +160,3 @@ class RemoteCache:
             if file != keep:
                 file.unlink(missing_ok=True)
                 excess -= size
-
-
-def fetch_tokenizer(url: str, settings: CacheSettings) -> Path:
-    """A local folder with `tokenizer/` as it is below `url`, if it has one."""
-    cache = RemoteCache(RemoteFolder(url), settings)
-    listed = cache.remote.files("tokenizer")
-    # A source that cannot be listed is asked for the files that scripts/prepare_data.py writes.
-    for name in TOKENIZER_FILES if listed is None else listed:
-        if re.fullmatch(r"\w[\w.-]*", name):  # plain names only: a listing comes from elsewhere
-            cache.fetch(f"tokenizer/{name}", fresh=True)
-    return cache.folder

@@ -9,8 +9,6 @@ added to `OUT/<split>.sha256` (the format of sha256sum). The array's metadata co
 was once complete. After a kill the same command fetches what is not yet in the list.
 """
 
-import contextlib
-import hashlib
 import itertools
 import json
 import math
@@ -18,17 +16,17 @@ import os
 import shlex
 import shutil
 import threading
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError, cannot_write
 from forgetting_transformer.data.order import documents_needed
-from forgetting_transformer.data.sparse import documents_in, whole_rows
+from forgetting_transformer.data.sparse import documents_in
 from forgetting_transformer.data.storage.array_files import ARRAY_METADATA
-from forgetting_transformer.data.storage.checksums import list_name, read_list
-from forgetting_transformer.data.storage.remote import RemoteFile, RemoteFolder
+from forgetting_transformer.data.storage.checksums import list_name, read_list, sha256_of
+from forgetting_transformer.data.storage.remote import RemoteFile, join
+from forgetting_transformer.data.storage.remote_cache import CacheSettings
 from forgetting_transformer.data.token_array import Chunk, TokenArray
 from forgetting_transformer.data.tools.progress import progress
 from forgetting_transformer.data.vocabulary import download_note
@@ -37,32 +35,16 @@ from forgetting_transformer.files import flush, locked, write_atomically
 #: The public mirror, at a revision that others have used. Its train.zarr holds about a tenth of the row-chunks.
 MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb2a32"
 SPLITS = ("heldout", "train")
-#: Files that may fail, each after all its attempts, before the rest is not tried any more.
-FAILURES_ALLOWED = 8
 #: Bytes to leave free on the disk.
 SPACE_MARGIN = 256 << 20
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Part of an array to take.
-
-    Attributes:
-        documents: at least so many (whole rows of chunks are taken, in order); None for all that the source has.
-        share: or this share, in (0, 1], of the documents that the source has.
-        tokens: only the first so many of each document; None for all. Must be whole chunks.
-    """
-
-    documents: int | None = None
-    share: float | None = None
-    tokens: int | None = None
 
 
 def download(
     source: str,
     split: str,
     out: str | Path,
-    selection: Selection = Selection(),
+    documents: int | float | None = None,
+    tokens: int | None = None,
     workers: int = 16,
     dry_run: bool = False,
 ) -> list[int]:
@@ -70,6 +52,9 @@ def download(
 
     Args:
         source: a URL that storage.remote.RemoteFolder knows; the array is at `<source>/<split>.zarr`.
+        documents: at least so many, or as a float in (0, 1] this share of those that the source has; None for all.
+            Whole rows of chunks are taken, in order.
+        tokens: only the first so many of each document; None for all. Must be whole chunks.
         workers: files fetched at a time; each is held in memory (8 MiB for LongCrawl64).
         dry_run: print what would be fetched, and fetch only the metadata.
 
@@ -77,14 +62,19 @@ def download(
         Rows of chunks that were asked for.
 
     Raises:
-        DataError: the selection cannot be met, there is too little space, or files could not be had; whatever was
+        DataError: the selection cannot be met, there is too little space, or a file could not be had; whatever was
             fetched and verified stays.
     """
     out = Path(out).absolute()
+    work = out / ".download"
     try:
         out.mkdir(parents=True, exist_ok=True)
         with locked(out / ".download.lock", wait=False):
-            return _Download(RemoteFolder(source), split, out, workers).run(selection, dry_run)
+            shutil.rmtree(work, ignore_errors=True)  # half-written files of a run that was killed
+            try:
+                return _Download(source, split, out, tokens, work).run(documents, workers, dry_run)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
     except BlockingIOError as error:
         raise DataError(f"another run is downloading into {out}; wait for it, or choose another --out") from error
     except OSError as error:
@@ -94,105 +84,92 @@ def download(
 class _Download:
     """
     Attributes:
+        array: at the source, with `work` as its cache.
+        tokens: of each document that are asked for.
         verified: file of a chunk -> its SHA-256.
-        array: the array that will be on disk: its metadata, without chunks yet.
-        stated: what the source states of the chunks asked for.
+        stated: chunks asked for -> what the source states of their files.
     """
 
-    array: TokenArray
-    stated: dict[Chunk, RemoteFile]
-
-    def __init__(self, remote: RemoteFolder, split: str, out: Path, workers: int) -> None:
-        self.remote, self.split, self.out, self.workers = remote, split, out, workers
-        self.name = f"{split}.zarr"
-        self.target, self.work = out / self.name, out / ".download" / self.name
+    def __init__(self, source: str, split: str, out: Path, tokens: int | None, work: Path) -> None:
+        self.split, self.out, self.name = split, out, f"{split}.zarr"
+        self.array = TokenArray(join(source, self.name), 1 << 32, CacheSettings(work, 1 << 60), sampled=False)
+        self.files, self.source = self.array.files, str(self.array.path).removesuffix(f"/{self.name}")
+        width, self.tokens = self.array.chunk_shape[1], tokens or self.array.doc_len
+        if self.tokens > self.array.doc_len or (self.tokens % width and self.tokens != self.array.doc_len):
+            raise DataError(
+                f"--tokens={self.tokens} must be a multiple of {width:,}, the tokens in a chunk, up to "
+                f"{self.array.doc_len:,}, the tokens of a document"
+            )
+        self.target = out / self.name
         self.note, self.sums = out / f"{split}.download.json", out / list_name(self.name)
         listed = read_list(self.target)
         self.verified = {} if listed is None else listed.sums
         self.lock = threading.Lock()
+        self.stated: dict[Chunk, RemoteFile] = {}
 
-    def run(self, selection: Selection, dry_run: bool) -> list[int]:
-        shutil.rmtree(self.work, ignore_errors=True)  # half-written files of a run that was killed
-        self.work.mkdir(parents=True)
-        try:
-            self.array = self._open(selection.tokens)
-            offered, rows = self._choose(selection)
-            left = [chunk for chunk in self.stated if not self._is_there(chunk)]
-            total, to_fetch = (sum(map(self._nbytes, chunks)) for chunks in (self.stated, left))
-            print(
-                f"{self.name} from {self.remote.url}\n"
-                f"  the source has: {self._amount(offered)}\n"
-                f"  asked for: {self._amount(rows)}\n"
-                f"  {len(self.stated):,} files, {total / 1e9:,.2f} GB; to fetch {len(left):,}, {to_fetch / 1e9:,.2f} GB"
-            )
-            if not dry_run:
-                free = shutil.disk_usage(self.out).free
-                if to_fetch + SPACE_MARGIN > free:
-                    raise DataError(
-                        f"{to_fetch / 1e9:,.2f} GB are to be fetched and {self.out} has {free / 1e9:,.2f} GB free; "
-                        "make room, ask for fewer documents or fewer tokens of each, or choose another --out"
-                    )
-                self._begin()
-                self._fetch_all(left)
-                self._finish(rows)
+    def run(self, documents: int | float | None, workers: int, dry_run: bool) -> list[int]:
+        offered, rows = self._choose(documents)
+        left = [chunk for chunk in self.stated if not self._is_there(chunk)]
+        total, to_fetch = (sum(map(self._nbytes, chunks)) for chunks in (self.stated, left))
+        print(
+            f"{self.name} from {self.source}\n"
+            f"  the source has: {self._amount(offered)}\n"
+            f"  asked for: {self._amount(rows)}\n"
+            f"  {len(self.stated):,} files, {total / 1e9:,.2f} GB; to fetch {len(left):,}, {to_fetch / 1e9:,.2f} GB"
+        )
+        if dry_run:
             return rows
-        finally:
-            shutil.rmtree(self.work, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self.work.parent.rmdir()
-
-    def _open(self, tokens: int | None) -> TokenArray:
-        """The array in the work folder, which gets its metadata alone, of documents cut to `tokens`."""
-        place = f"{self.remote.url}/{self.name}"
-        found = ((name, self.remote.read(f"{self.name}/{name}")) for name in ARRAY_METADATA.values())
-        name, text = next(((name, text) for name, text in found if text is not None), ("", b""))
-        if not name:
-            raise DataError(f"no array at {place}: neither .zarray nor zarr.json is there; check --source")
-        (self.work / name).write_bytes(text)
-        try:
-            array = TokenArray(self.work, 1 << 32, sampled=False)
-        except DataError as error:
-            raise DataError(f"{place}: {error}") from error
-        if tokens is None or tokens == array.doc_len:
-            return array
-        if not 0 < tokens < array.doc_len or tokens % array.chunk_shape[1]:
+        free = shutil.disk_usage(self.out).free
+        if to_fetch + SPACE_MARGIN > free:
             raise DataError(
-                f"--tokens={tokens} must be a multiple of {array.chunk_shape[1]:,}, the tokens in a chunk, up to "
-                f"{array.doc_len:,}, the tokens of a document"
+                f"{to_fetch / 1e9:,.2f} GB are to be fetched and {self.out} has {free / 1e9:,.2f} GB free; make room, "
+                "ask for fewer documents or fewer tokens of each, or choose another --out"
             )
-        shape = [array.stored_documents, tokens]
-        (self.work / name).write_text(json.dumps(json.loads(text) | {"shape": shape}, indent=4))
-        return TokenArray(self.work, 1 << 32, sampled=False)
+        self._begin()
+        with progress(f"fetching {self.name}", to_fetch, "B") as bar, ThreadPoolExecutor(workers) as pool:
+            for chunk, _ in zip(left, pool.map(self._fetch, left), strict=True):
+                bar.update(self._nbytes(chunk))
+        self._write_sums()
+        for file in filter(Path.exists, (self.files.folder / name for name in ARRAY_METADATA.values())):
+            shape = [self.array.stored_documents, self.tokens]
+            metadata = json.loads(file.read_bytes()) | {"shape": shape}
+            write_atomically(self.target / file.name, json.dumps(metadata, indent=4))
+        holes = len(rows) * self.array.chunk_shape[0] < self.array.documents
+        print(
+            f"{self.target} is complete and verified"
+            + ("; it is sparse, so train on it with datamodule.missing_chunks=skip" if holes else "")
+        )
+        return rows
 
-    def _choose(self, selection: Selection) -> tuple[list[int], list[int]]:
+    def _choose(self, wanted: int | float | None) -> tuple[list[int], list[int]]:
         """Rows of chunks that the source has whole, and those of them to have in the end."""
-        array, keys = self.array, self.array.keys()
-        files = self.remote.files(self.name)
+        array, remote = self.array, self.files.remote
+        assert remote is not None  # it is at a URL
+        keys = {at: key for at, key in array.keys().items() if at[1] * array.chunk_shape[1] < self.tokens}
+        files = remote.files()
         if files is None:  # plain HTTP, which is taken to have all
             files = {key: RemoteFile() for key in keys.values()}
-        offered = rows = whole_rows(array, files)
-        wanted = selection.documents
-        if selection.share is not None:
-            wanted = round(selection.share * documents_in(array, offered))
+        offered = rows = sorted({row for row, _ in keys} - {row for (row, _), key in keys.items() if key not in files})
+        if isinstance(wanted, float):
+            wanted = round(wanted * documents_in(array, offered))
         if wanted is not None:
             # As many as hold the documents asked for; the last row of the array may hold fewer than the others.
             held = itertools.accumulate(documents_in(array, [row]) for row in offered)
             rows = offered[: next((n for n, documents in enumerate(held, 1) if documents >= wanted), 0)]
         if not rows:
             raise DataError(
-                f"{self.remote.url} has {documents_in(array, offered):,} documents of {self.name} with all chunks "
-                "asked for, fewer than "
-                f"{'one row of chunks' if wanted is None else f'the {wanted:,} asked for'}; ask for fewer documents, "
-                "or for fewer tokens of each, or name another source"
+                f"{self.source} has {documents_in(array, offered):,} documents of {self.name} with all chunks asked "
+                f"for, fewer than {'one row of chunks' if wanted is None else f'the {wanted:,} asked for'}; ask for "
+                "fewer documents, or for fewer tokens of each, or name another source"
             )
         self.stated = {chunk: files[key] for chunk, key in keys.items() if chunk[0] in set(rows)}
         return offered, rows
 
     def _amount(self, rows: list[int]) -> str:
         """The documents and tokens in rows, in words."""
-        documents, doc_len = documents_in(self.array, rows), self.array.doc_len
+        documents = documents_in(self.array, rows)
         return (
-            f"{documents:,} documents of {doc_len:,} tokens, {documents * doc_len / 1e9:,.2f} billion tokens "
+            f"{documents:,} documents of {self.tokens:,} tokens, {documents * self.tokens / 1e9:,.2f} billion tokens "
             f"({len(rows):,} of {-(-self.array.documents // self.array.chunk_shape[0]):,} row-chunks)"
         )
 
@@ -209,10 +186,9 @@ class _Download:
 
     def _begin(self) -> None:
         """Notes where the files come from; refuses to mix those of two sources or two lengths, or with others."""
-        now = {"source": self.remote.url, "tokens": self.array.doc_len}
+        now = {"source": self.source, "tokens": self.tokens}
         if before := download_note(self.out, self.split):
-            different = [key for key in now if before.get(key) != now[key]]
-            if different:
+            if different := [key for key in now if before.get(key) != now[key]]:
                 raise DataError(
                     f"{self.target} was begun with {', '.join(f'{key} {before.get(key)}' for key in different)}, not "
                     f"{', '.join(str(now[key]) for key in different)}; choose another --out, or delete it, "
@@ -224,47 +200,17 @@ class _Download:
         self.target.mkdir(exist_ok=True)
         self._write_sums()  # so that nothing is appended to a line that a kill cut short
 
-    def _fetch_all(self, chunks: list[Chunk]) -> None:
-        failures: list[str] = []
-        pool = ThreadPoolExecutor(self.workers)
-        try:
-            with progress(f"fetching {self.name}", sum(map(self._nbytes, chunks)), "B") as bar:
-                running = {pool.submit(self._fetch, chunk): chunk for chunk in chunks}
-                for future in as_completed(running):
-                    try:
-                        future.result()
-                        bar.update(self._nbytes(running[future]))
-                    except DataError as error:
-                        failures.append(str(error))
-                        if len(failures) > FAILURES_ALLOWED:
-                            break
-        finally:
-            pool.shutdown(cancel_futures=True)
-        if failures:
-            shown = "\n  ".join(failures[:3])
-            raise DataError(
-                f"{len(failures)} files of {self.name} could not be had:\n  {shown}\n"
-                "The others are kept; the same command tries again"
-            )
-
     def _fetch(self, chunk: Chunk) -> None:
         """One chunk: from the source, verified, into its place."""
         key = self.array.key(chunk)
-        place = f"{self.remote.url}/{self.name}/{key}"
-        data = self.remote.read(f"{self.name}/{key}", self.stated[chunk])
-        if data is None:
-            raise DataError(f"{place} is not there")
-        part, final = self.work / key, self.target / key
-        for folder in (part.parent, final.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(data)
-        try:
-            self.array.decode(chunk)
-        except DataError as error:
-            raise DataError(f"{place} came whole and cannot be decoded: {error}") from error
+        part, final = self.files.fetch(key, expected=self.stated[chunk]), self.target / key
+        if part is None:
+            raise DataError(f"{self.files.place(key)} is not there; name another source")
+        self.array.decode(chunk)
         flush(part)
+        digest = sha256_of(part)
+        final.parent.mkdir(parents=True, exist_ok=True)
         os.replace(part, final)
-        digest = hashlib.sha256(data).hexdigest()
         with self.lock, self.sums.open("a") as sums:
             self.verified[key] = digest
             sums.write(f"{digest}  {self.name}/{key}\n")
@@ -272,17 +218,6 @@ class _Download:
     def _write_sums(self) -> None:
         lines = (f"{digest}  {self.name}/{key}\n" for key, digest in sorted(self.verified.items()))
         write_atomically(self.sums, "".join(lines))
-
-    def _finish(self, rows: list[int]) -> None:
-        for name in ARRAY_METADATA.values():
-            if (self.work / name).exists():
-                write_atomically(self.target / name, (self.work / name).read_bytes())
-        self._write_sums()
-        holes = len(rows) * self.array.chunk_shape[0] < self.array.documents
-        print(
-            f"{self.target} is complete and verified"
-            + ("; it is sparse, so train on it with datamodule.missing_chunks=skip" if holes else "")
-        )
 
 
 def fetching(info: DataInfo, tokens: int) -> str | None:

@@ -1,5 +1,6 @@
 """Looking through an array before it is trained on: is every chunk there, can it be decoded, does it hold tokens?"""
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,82 +32,75 @@ def verify(
     Returns:
         A table of what was checked, the first few problems by name below it; and whether there are none.
     """
-    path = Path(path)
-    lines: list[tuple[str, str]] = []
-    problems: list[str] = []
+    rows, faults = [str(path)], []
+    for check, result, problems in _checks(Path(path), vocab_size, missing_chunks, share, workers):
+        rows.append(f"  {check:<15}  " + (f"FAILED: {len(problems):,} {result}".rstrip() if problems else result))
+        more = [f"and {len(problems) - SHOWN:,} more"] if len(problems) > SHOWN else []
+        faults += [f"  ! {check}: {problem}" for problem in [*sorted(problems)[:SHOWN], *more]]
+    return "\n".join(rows + faults), not faults
 
-    def add(check: str, result: str, found: list[str] | None = None) -> None:
-        found = sorted(found or [])
-        lines.append((check, f"FAILED: {len(found):,}" if found else result))
-        problems.extend(f"{check}: {problem}" for problem in found[:SHOWN])
-        if len(found) > SHOWN:
-            problems.append(f"{check}: and {len(found) - SHOWN:,} more")
 
-    def table() -> str:
-        width = max(len(check) for check, _ in lines)
-        rows = [f"  {check:<{width}}  {result}" for check, result in lines]
-        return "\n".join([str(path), *rows, *(f"  ! {problem}" for problem in problems)])
-
+def _checks(
+    path: Path, vocab_size: int, missing_chunks: str, share: float, workers: int
+) -> Iterator[tuple[str, str, list[str]]]:
+    """Checks: name, result (of a failed one, what to do) and problems. At the end the list of checksums is written."""
     try:
         array = TokenArray(path, vocab_size, sampled=False)
     except DataError as error:
-        add("metadata", "", [str(error)])
-        return table(), False
-    documents, doc_len = array.documents, array.doc_len
-    height, width = array.chunk_shape
-    add("metadata", f"{documents:,} documents x {doc_len:,} tokens, {array.dtype}, chunks of {height:,} x {width:,}")
+        yield "metadata", "", [str(error)]
+        return
+    documents, doc_len, (height, width) = array.documents, array.doc_len, array.chunk_shape
+    shape = f"{documents:,} documents x {doc_len:,} tokens, {array.dtype}, chunks of {height:,} x {width:,}"
+    yield "metadata", shape, []
 
     keys = array.keys()
-    there = array.files.names(keys.values())
+    there = array.files.names()
     present = [chunk for chunk, key in keys.items() if key in there]
     whole, n_rows = whole_rows(array, there), len({row for row, _ in keys})
-    add("presence", f"{len(present):,} of {len(keys):,} chunks; {len(whole):,} of {n_rows:,} row-chunks whole")
+    none = [] if whole else ["no row of chunks is whole: nothing can be trained on"]
+    yield "presence", f"{len(present):,} of {len(keys):,} chunks; {len(whole):,} of {n_rows:,} row-chunks whole", none
     held = documents_in(array, whole)
-    add("whole documents", f"{held:,} of {documents:,} ({held * doc_len:,} tokens)")
+    yield "whole documents", f"{held:,} of {documents:,} ({held * doc_len:,} tokens)", []
     if missing_chunks == "error" and len(whole) < n_rows:
-        add("missing chunks", "", [array.files.place(key) for key in keys.values() if key not in there])
-        problems.append(
-            "fetch the missing chunks again, or train on the whole documents with datamodule.missing_chunks=skip "
-            "(and check this copy with --missing_chunks skip)"
-        )
-    elif not whole:
-        add("presence", "", ["no row of chunks is whole: nothing can be trained on"])
+        cure = "(fetch them again, or check and train with missing_chunks=skip on the whole documents)"
+        yield "missing chunks", cure, [array.files.place(key) for key in keys.values() if key not in there]
 
     # Evenly spread: a damaged region shows in a sample too.
     spread = np.linspace(0, len(present) - 1, max(1, round(len(present) * share))).astype(int)
     chosen = [present[i] for i in np.unique(spread)] if present else []
-    found: list[str] = []
+    damaged: list[str] = []
 
     def inspect(chunk: Chunk) -> None:
         row, column = chunk[0] * height, chunk[1] * width
         try:
             array.read(row, min(row + height, documents), column, min(column + width, doc_len))
         except DataError as error:
-            found.append(str(error))
+            damaged.append(str(error))
 
     with ThreadPoolExecutor(workers) as pool, progress(f"decoding {path.name}", len(chosen), "chunks") as bar:
         for _ in pool.map(inspect, chosen):
             bar.update()
-    add("contents", f"{len(chosen):,} chunks decode to ids below {vocab_size:,}", found)
+    yield "contents", "" if damaged else f"{len(chosen):,} chunks decode to ids below {vocab_size:,}", damaged
+
     listed = array.files.checksums
     if listed is not None:
         n_listed = sum(keys[chunk] in listed.sums for chunk in chosen)
         others = f", {len(chosen) - n_listed:,} not listed" if n_listed < len(chosen) else ""
-        add("checksums", f"{n_listed:,} chunks compared with {listed.name}{others}")
-
-    if share == 1.0 and not problems:
-        stated = array.manifest.get("arrays", {}).get(path.stem, {}).get("content_hash")
-        if stated is not None and len(whole) == n_rows:
-            with progress(f"hashing {path.name}", documents, "documents") as bar:
-                actual = read_back(path, vocab_size, bar)[0]
-            other = [] if actual == stated else [f"{actual}, manifest.json says {stated}: make the corpus again"]
-            add("content hash", "as manifest.json says", other)
-        if listed is None and not problems:
-            name = checksums.list_name(path.name)
-            try:
-                checksums.write_list(path, [keys[chunk] for chunk in chosen], workers)
-                said = f"written to {name}, {len(chosen):,} chunks: readers compare each with it"
-            except OSError as error:
-                said = f"cannot write {name} ({error.strerror}), so nothing holds chunks to what they are now"
-            add("checksums", said)
-    return table(), not problems
+        yield "checksums", f"{n_listed:,} chunks compared with {listed.name}{others}", []
+    if share < 1 or damaged or not whole or (missing_chunks == "error" and len(whole) < n_rows):
+        return
+    stated = array.manifest.get("arrays", {}).get(path.stem, {}).get("content_hash")
+    if stated is not None and len(whole) == n_rows:
+        with progress(f"hashing {path.name}", documents, "documents") as bar:
+            actual = read_back(path, vocab_size, bar)[0]
+        other = [] if actual == stated else [f"{actual}, manifest.json says {stated}: make the corpus again"]
+        yield "content hash", "" if other else "as manifest.json says", other
+        if other:
+            return
+    if listed is None:
+        name = checksums.list_name(path.name)
+        try:
+            checksums.write_list(path, [keys[chunk] for chunk in chosen], workers)
+            yield "checksums", f"written to {name}, {len(chosen):,} chunks: readers compare each with it", []
+        except OSError as error:
+            yield "checksums", f"cannot write {name} ({error.strerror}): nothing holds chunks to what they are now", []

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from forgetting_transformer.data.worker import shared_memory_hint
-
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -60,6 +58,6 @@ def restarted(
             if attempt == RESTARTS:
                 raise DataWorkerError(
                     f"{str(error).splitlines()[0]} This was the {RESTARTS + 1}th time. Memory is the usual reason: see "
-                    f"`dmesg`, lower datamodule.train_num_workers{shared_memory_hint()}"
+                    "`dmesg`, set datamodule.train_num_workers=0, or start the container with a larger `--shm-size`"
                 ) from error
             log.warning("%s Readers are restarted", str(error).splitlines()[0])

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from forgetting_transformer import console
-from forgetting_transformer.data.worker import shared_memory_hint
 from forgetting_transformer.training.faults.peers import MAY_WAIT, STOPPED, WAITS
 
 log = logging.getLogger(__name__)
@@ -60,13 +59,11 @@ class _Wait(NamedTuple):
     Attributes:
         missing: beginning of a message that goes on with "for 5 s".
         after_signal: seconds that the wait may last after a signal.
-        hint: text added to the message.
         extra: seconds that it may last beyond `timeout`.
     """
 
     missing: str
     after_signal: float
-    hint: Callable[[], str] = str
     extra: float = 0.0
 
 
@@ -147,7 +144,7 @@ class Sentinel:
 
     def reading(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around a wait for a batch of `what`."""
-        wait = _Wait(f"no batch of {what} came", READER_PATIENCE_SECONDS, shared_memory_hint)
+        wait = _Wait(f"no batch of {what} came", READER_PATIENCE_SECONDS)
         return self._waiting(wait)
 
     def waiting_for(self, checkpoint: str) -> contextlib.AbstractContextManager[None]:
@@ -176,8 +173,7 @@ class Sentinel:
             if self.request and min(silence, now - self._heard_at) > after_signal:
                 self._leave(console.PREEMPTED_EXIT_CODE, f"{STOPPED}{self.request}; {missing} for {silence:.0f} s")
             elif silence > limit:
-                hint = self._wait.hint() if self._wait is not None else ""
-                self._leave(1, f"{missing} for {silence:.0f} s (strategy.timeout_seconds); {self._where()}{hint}")
+                self._leave(1, f"{missing} for {silence:.0f} s (strategy.timeout_seconds); {self._where()}")
 
     def _patience(self) -> tuple[str, float, float]:
         """Thing that the process waits for, and for how many seconds at most and after a signal."""

@@ -161,7 +161,11 @@ class RunDirectory:
         target.mkdir(parents=True, exist_ok=True)
         for entry in entries:
             try:
-                entry.rename(target / entry.name)
+                if entry.is_symlink():  # which leads on where it led
+                    (target / entry.name).symlink_to(os.path.realpath(entry))
+                    entry.unlink()
+                else:
+                    entry.rename(target / entry.name)
             except OSError as error:
                 raise RunDirectoryError(
                     f"resume=false cannot move {entry} into {target}: {error.strerror or error}. Mend this (a mount "
