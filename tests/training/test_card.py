@@ -79,7 +79,7 @@ def test_it_says_what_the_run_recorded_up_to_the_checkpoint(tmp_path):
     assert "| training | 4.0000 |" in text, "what was logged after the checkpoint does not count"
     assert "4 × NVIDIA H200" in text and "B300" not in text, "nor a start after it"
     for row in (
-        "| datamodule.dataset | books |", "| fabric.precision | bf16-mixed |", "| optimizer.lr | 0.002 |", "| seed | 7 |",
+        "| fabric.precision | bf16-mixed |", "| optimizer.lr | 0.002 |", "| seed | 7 |",
         "| commit | 0123456789ab, with uncommitted changes |", f"| init_from | lab/fox, {'a' * 40} |",
         "python 3.12.1, torch 2.13.0",
     ):  # fmt: skip
