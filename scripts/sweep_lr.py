@@ -54,15 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     # Only now, so that --help is quick.
     from forgetting_transformer.sweep import SweepError
-    from forgetting_transformer.sweep.learning_rate import (
-        LearningRateSweep,
-        check_overrides,
-        grid_text,
-    )
+    from forgetting_transformer.sweep.learning_rate import LearningRateSweep, grid_text
     from forgetting_transformer.training import ConfigError
 
     try:
-        check_overrides(args.overrides)
         sweep = LearningRateSweep(args.overrides, args.guess, args.seeds, args.head_dims)
         complete = sweep.run()
     except (SweepError, ConfigError) as error:

@@ -10,7 +10,6 @@ OVERRIDE is any override of train.py. One with a range is searched, in Hydra's s
     key=a,b,c                          one of these
     key=interval(0.0, 0.2)             a number between the two
     key=tag(log, interval(1e-4, 1e-2)) the same on a logarithmic scale
-    key=range(1, 9, 2)                 1, 3, 5 or 7
 
 output_dir holds a folder per run, optuna.jsonl (the study, for Optuna's own tools), sweep.md and sweep.png. Runs are
 compared as in sweep_lr.py and share the GPUs of this node (docs/sweep.md). The same command continues a search. You may

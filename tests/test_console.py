@@ -185,9 +185,25 @@ def test_threads_that_wait_sleep_unless_the_user_says_otherwise(said_by_train, m
     assert os.environ["OMP_WAIT_POLICY"] == "passive"
 
 
-def test_a_config_of_ones_own_that_is_broken_is_one_line(said_by_train, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"seed: 1\n\tx: 2\n", ", line 2, column 1: not valid YAML: found character '\\t' that cannot start any token"),
+        (b"seed: 1\n\xfc: 2\n", ", line 2, column 1: the byte 0xfc is not UTF-8"),
+        (b"# @package\nseed: 1\n", ": Expected header format: KEY VALUE, got '@package'"),
+        (b"# @package _global_\n- a\n", ": a config holds lines `key: value`"),
+    ],
+)
+def test_a_config_of_ones_own_that_is_broken_is_one_line(said_by_train, tmp_path, content, said):
     file = tmp_path / "mine/experiment/my_model.yaml"
     file.parent.mkdir(parents=True)
-    file.write_text("seed: 1\n\tx: 2\n")
-    said = said_by_train("--config-dir=mine", "+experiment=my_model")
-    assert said.startswith("ConfigError: ") and f'"{file}", line 2, column 1' in said
+    file.write_bytes(content)
+    assert said_by_train("--config-dir=mine", "+experiment=my_model").startswith(f"ConfigError: {file}{said}")
+
+
+def test_a_config_with_a_byte_order_mark_is_read(said_by_train, tmp_path):
+    (tmp_path / "mine/experiment").mkdir(parents=True)
+    text = "# @package _global_\nseed: x\n"
+    (tmp_path / "mine/experiment/a.yaml").write_text(text, encoding="utf-8-sig")
+    options = ["--config-dir=mine", "+experiment/demo=fox_pro", "+experiment=a", "output_dir=o", "data_dir=d"]
+    assert said_by_train(*options).startswith("ConfigError: seed=x must be a whole number")

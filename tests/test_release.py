@@ -40,3 +40,14 @@ def test_one_range_of_pythons_stands_everywhere():
     said = f"Python {', '.join(others)} or {last}"
     assert script.count(said) == 2
     assert (ROOT / "README.md").read_text().count(f"Python 3.{first} to {last}") == 1
+
+
+def test_nobody_is_sent_to_a_package_index_for_this_package():
+    """It is in none."""
+    places = (ROOT / name for name in ("README.md", "train.py", "save_model.py", "docs", "eval", "scripts", "src"))
+    files = [file for place in places for file in ([place] if place.is_file() else place.rglob("*.*"))]
+    texts = {
+        file: file.read_text(encoding="utf-8") for file in files if file.suffix in (".py", ".md", ".sh", ".sbatch")
+    }
+    assert len(texts) > 200
+    assert not [file for file, text in texts.items() if re.search(r"pip install[^\n`]*forgetting[-_]transformer", text)]

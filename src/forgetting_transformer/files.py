@@ -1,6 +1,7 @@
 """Files that are whole or not there, files that people write, and locks that a killed process does not keep."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -42,6 +43,11 @@ def explain(error: OSError) -> str:
     """An error of the operating system in words: the file that it names, if it does, and the reason."""
     if error.strerror is None:
         return str(error)
+    if error.errno == errno.EMFILE:  # not the fault of the file that could not be opened
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"{error.strerror}: this process may have {limit:,} (`ulimit -n`)"
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 

@@ -26,9 +26,11 @@ def losses_table(study: Study, kind: str) -> str:
     for name, model in study[kind].items():
         apart = against.get(name)
         difference = "" if apart is None or math.isnan(apart.value) else apart.text("+")
-        rows.append([study.name(name), *_settings(model), *_heldout(model), difference])
-    header = ["model", "body", "rate", "tokens", "seeds", "held-out loss", "perplexity"]
-    return markdown_table([*header, f"against {study.name(baseline)}"], rows, "l" + 7 * "r")
+        losses = [loss for loss in model["heldout_loss"] if loss is not None]
+        heldout = statistics.mean(losses).text() if losses else ""
+        rows.append([study.name(name), *_settings(model), heldout, difference])
+    header = ["model", "body", "rate", "tokens", "seeds", "held-out loss", f"against {study.name(baseline)}"]
+    return markdown_table(header, rows, "l" + 6 * "r")
 
 
 def _settings(model: Mapping[str, Any]) -> list[str]:
@@ -53,15 +55,6 @@ def is_unfinished(losses: Mapping[str, float | None]) -> bool:
     tried = [math.inf if (loss := losses[rate]) is None else loss for rate in rates]
     lowest = min(tried, default=math.inf)
     return not math.isfinite(lowest) or lowest in (tried[0], tried[-1])
-
-
-def _heldout(model: Mapping[str, Any]) -> list[str]:
-    """Cells of the held-out loss and its perplexity, of the seeds that have one."""
-    losses = [loss for loss in model["heldout_loss"] if loss is not None]
-    if not losses:
-        return ["", ""]
-    mean = statistics.mean(losses)
-    return [mean.text(), f"{math.exp(mean.value):.3f}"]
 
 
 def missing(study: Study) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from forgetting_transformer.data import DataError
-from forgetting_transformer.data.prepare import CorpusSettings, output, pipeline, shards
+from forgetting_transformer.data.prepare import CorpusSettings, output, pipeline, shards, sources
 from forgetting_transformer.data.prepare.sources import MADE_HERE, Tally, read_pieces
 from tests.data.corpus_helpers import (
     all_files,
@@ -164,6 +164,8 @@ def test_texts_come_in_path_order_and_what_is_left_out_is_counted(tmp_path):
     write_tree(tmp_path / "a", {"x.py": "5"})
     (tmp_path / "b/binary.py").write_bytes(b"x\0y")
     (tmp_path / "b/latin.py").write_bytes(b"caf\xe9")
+    (tmp_path / "b/utf16.py").write_bytes(b"\xff\xfe1\0")
+    (tmp_path / "b/latin1.py").write_bytes(b"\xe9t\xe9")
     (tmp_path / "b/loop").symlink_to(tmp_path, target_is_directory=True)
     (tmp_path / "b/broken.py").symlink_to(tmp_path / "nothing")
     texts, tally = read(tmp_path / "b", tmp_path / "a", tmp_path / "b/m", include=("*.py",), exclude=("tests", "old/*"))
@@ -174,8 +176,8 @@ def test_texts_come_in_path_order_and_what_is_left_out_is_counted(tmp_path):
         "does not match --glob": 1,
         "hidden file or folder": 2,
         "excluded file or folder": 3,
-        "binary file": 1,
-        "not UTF-8": 1,
+        "binary file": 2,
+        "not UTF-8": 2,
         "symbolic link to a folder": 1,
         "broken link or special file": 1,
     }
@@ -209,6 +211,7 @@ def test_a_long_text_is_cut_alike_however_it_is_read_and_nothing_is_lost(tmp_pat
         ("a.jsonl", b'{"text": "x"}\n{"body": "x", "id": 1}', r"line 2: no text under 'text'; its keys are body, id"),
         ("a.jsonl", b'{"text": 7}', r"line 1: 'text' holds int, not text.*--text_field"),
         ("a.jsonl", b"\xe9", r"line 1, column 1: the byte 0xe9 is not UTF-8"),
+        ("a.jsonl", b'{"text": "x"}\n{"text":\n', r"a\.jsonl, line 2, column 9: not valid JSON"),
         (
             "a.jsonl.gz",
             gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)[:-20],
@@ -382,6 +385,16 @@ def test_a_full_disk_names_the_file_and_the_same_command_continues(tree, place, 
     prepare(place.out, tree)
     prepare(tmp_path / "fresh", tree)
     assert all_files(place.out) == all_files(tmp_path / "fresh")
+
+
+def test_too_many_open_files_are_put_down_to_the_limit_and_to_no_file(tree, place, monkeypatch):
+    def refuse(descriptor):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    # Of a text; pytest has files of its own.
+    monkeypatch.setattr(sources, "os", types.SimpleNamespace(**vars(os) | {"fstat": refuse}))
+    with pytest.raises(DataError, match=r"^Too many open files: .* fewer --workers"):
+        prepare(place.out, tree)
 
 
 # Folders that hold something already --------------------------------------------------------------------------

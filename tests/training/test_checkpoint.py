@@ -1,6 +1,7 @@
 """A checkpoint is whole or absent, whenever its writer dies, and no code runs when it is read."""
 
 import enum
+import errno
 import json
 import multiprocessing
 import os
@@ -319,6 +320,18 @@ DAMAGES = {
         for text in ("", "[[]]", '{"format": 1, "files": [], "permanent": false}')
     },
 }
+
+
+def test_too_many_open_files_are_no_damage(tmp_path, monkeypatch):
+    """An older checkpoint would be taken, or none."""
+    save(tmp_path, 1)
+
+    def refuse(file: Path) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", str(file))
+
+    monkeypatch.setattr(folder_module, "checksum", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        newest_valid(tmp_path)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

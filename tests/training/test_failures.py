@@ -142,15 +142,25 @@ def test_a_disk_that_is_full_from_the_start_is_one_line_with_its_place(tiny):
 
 
 @pytest.mark.quick
-def test_an_error_of_the_system_is_put_down_to_what_it_concerns(tiny, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ((errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (
+            (errno.EMFILE, "Too many open files", "/a/file"),
+            r"Too many open files: this process may have .*`ulimit -n`\)",
+        ),
+        ((errno.EIO, "Input/output error", "/a/file"), "/a/file: Input/output error"),
+    ],
+)
+def test_an_error_of_the_system_is_put_down_to_what_it_concerns(tiny, monkeypatch, error, said):
     """And to no folder that has nothing to do with it: full may be shared memory, say."""
 
     def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(*error)
 
     monkeypatch.setattr(setup, "open_data", refuse)
-    said = "^cannot start: No space left on device. Mend this and start the same command again$"
-    with pytest.raises(TrainingError, match=said):
+    with pytest.raises(TrainingError, match=f"^cannot start: {said}. Mend this and start the same command again$"):
         training.run(training.parse(OmegaConf.create(tiny)))
 
 
@@ -191,7 +201,7 @@ def test_the_command_line_trains_resumes_and_explains_itself(tiny, tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "train.max_tokens=999,999,999 is more than" in done.stderr
     assert "train.max_tokens=999,999,999 is more than" in (tmp_path / "cli/logs/rank-0.log").read_text()
-    under_fabric = shell_environment() | {"LT_CLI_USED": "1"}
+    under_fabric = shell_environment() | {"TORCHELASTIC_RUN_ID": "1"}
     done = run_command("train.py", "-m", *overrides, "seed=0,1", environment=under_fabric)
     assert done.returncode != 0 and "-m under `fabric run` is not possible" in done.stderr
 

@@ -10,6 +10,7 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from forgetting_transformer.files import UnreadableError
 from forgetting_transformer.training.config import ConfigError
 
 
@@ -19,6 +20,8 @@ def explain(error: Exception, folders: Sequence[Path]) -> str | None:
     Args:
         folders: of the configs that were to be composed.
     """
+    if isinstance(error, UnreadableError):
+        return str(error)
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     raised_in = modules[-1].partition(".")[0] if modules else ""
     of_hydra = isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError)
@@ -29,7 +32,8 @@ def explain(error: Exception, folders: Sequence[Path]) -> str | None:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return _unknown_choice(group, option, folders)
-    lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
+    said = f"{error}\n{error.__cause__ or ''}".replace("'++", "'")  # as it was typed
+    lines = [line.strip() for line in said.splitlines()]
     return "; ".join(dict.fromkeys(line.rstrip(".;") for line in lines if line)) or type(error).__name__
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from forgetting_transformer.command_line import CommandError
 from forgetting_transformer.console import redact
+from forgetting_transformer.files import explain
 
 
 class DataError(CommandError):
@@ -15,7 +16,12 @@ class DataError(CommandError):
 
 
 def cannot_write(error: OSError, folder: Path) -> DataError:
-    """Error of a command that continues where it stopped: a file below `folder` cannot be written."""
+    """Error of a command that continues where it stopped: a file below `folder` cannot be written.
+
+    Too many open files are no file's fault.
+    """
+    if error.errno == errno.EMFILE:
+        return DataError(f"{explain(error)}; raise it, or use fewer --workers, and run the same command again.")
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     reason = "the disk is full" if full else (error.strerror or str(error))
     return DataError(

@@ -24,55 +24,29 @@ Layer = TypeVar("Layer", bound=nn.Module)
 LOSSES = ("per_token", "causal_lm")
 
 
-_TOKEN_ID = Range(0, COUNT.high)
-_RATIO = Range(0, 1024, above=True)
-_EPSILON = Range(0, 1, above=True)
-#: Tokens. Far more than any text has makes gates that forget nothing.
-_DECAY_TIME = Range(0, 1e15, above=True)
 #: Names of the kernels of DeltaNet and HGRN2 in the authors' code. They compute the same function.
 KERNEL_MODES = ("chunk", "fused_chunk", "fused_recurrent")
+_FIELDS = {
+    COUNT: ("vocab_size", "max_position_embeddings", "window_size"),
+    Range(0, COUNT.high): ("pad_token_id", "bos_token_id", "eos_token_id"),
+    Range(1, 65536): ("num_hidden_layers",),
+    SIZE: (
+        "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "state_size", "n_groups",
+        "conv_kernel", "conv_size", "chunk_size", "expand_ratio", "time_step_rank", "w_rank",
+    ),
+    Range(0, 1024, above=True): (
+        "hidden_ratio", "attn_hidden_ratio", "mamba_hidden_ratio", "expand", "expand_k", "expand_v",
+    ),
+    Range(0, 1e3): ("initializer_range",),
+    Range(0, 1, above=True): ("norm_eps", "layer_norm_epsilon", "qk_norm_eps"),
+    POSITIVE: ("rope_factor", "time_step_scale", "time_step_min", "time_step_max"),
+    Range(0, 1e9): ("time_step_floor",),
+    # Tokens. Far more than any text has makes gates that forget nothing.
+    Range(0, 1e15, above=True): ("rope_base", "decay_time_min", "decay_time_max"),
+    Range(-1e9, 0): ("log_pruning_tolerance",),
+}  # fmt: skip
 #: By field, whatever the architecture. A field of a user's own that is not here may be any finite number.
-RANGES = {
-    "vocab_size": COUNT,
-    "pad_token_id": _TOKEN_ID,
-    "bos_token_id": _TOKEN_ID,
-    "eos_token_id": _TOKEN_ID,
-    "max_position_embeddings": COUNT,
-    "window_size": COUNT,
-    "hidden_size": SIZE,
-    "num_hidden_layers": Range(1, 65536),
-    "intermediate_size": SIZE,
-    "num_heads": SIZE,
-    "num_kv_heads": SIZE,
-    "head_dim": SIZE,
-    "state_size": SIZE,
-    "n_groups": SIZE,
-    "conv_kernel": SIZE,
-    "conv_size": SIZE,
-    "chunk_size": SIZE,
-    "expand_ratio": SIZE,
-    "time_step_rank": SIZE,
-    "w_rank": SIZE,
-    "hidden_ratio": _RATIO,
-    "attn_hidden_ratio": _RATIO,
-    "mamba_hidden_ratio": _RATIO,
-    "expand": _RATIO,
-    "expand_k": _RATIO,
-    "expand_v": _RATIO,
-    "initializer_range": Range(0, 1e3),
-    "norm_eps": _EPSILON,
-    "layer_norm_epsilon": _EPSILON,
-    "rope_base": Range(0, 1e15, above=True),
-    "rope_factor": POSITIVE,
-    "qk_norm_eps": _EPSILON,
-    "decay_time_min": _DECAY_TIME,
-    "decay_time_max": _DECAY_TIME,
-    "time_step_scale": POSITIVE,
-    "time_step_min": POSITIVE,
-    "time_step_max": POSITIVE,
-    "time_step_floor": Range(0, 1e9),
-    "log_pruning_tolerance": Range(-1e9, 0),
-}
+RANGES = {name: allowed for allowed, names in _FIELDS.items() for name in names}
 
 
 class DecoderConfig(PreTrainedConfig):

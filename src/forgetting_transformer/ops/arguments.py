@@ -109,9 +109,8 @@ def check_attention(
             f"cu_seqlens packs documents into one sequence: it needs batch size 1 (got {q.shape[0]}) and as many "
             f"queries as keys (got {num_queries} and {num_keys})"
         )
-    is_count = isinstance(window_size, int) and not isinstance(window_size, bool)
-    if window_size is not None and not (is_count and window_size >= 1):
-        raise ValueError(f"window_size is {window_size!r}; it must be an integer of at least 1, or None for no window")
+    if window_size is not None and window_size < 1:
+        raise ValueError(f"window_size is {window_size}; it must be at least 1, or None for no window")
 
 
 def check_gates(log_fgate: Tensor, seq_start: Tensor | None, head_first: bool) -> None:

@@ -82,12 +82,6 @@ def search_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any], d
             integers = isinstance(values.start, int) and isinstance(values.end, int)  # int(interval(…))
             kind = IntDistribution if integers else FloatDistribution
             space[key] = kind(values.start, values.end, log="log" in values.tags)
-        elif override.is_range_sweep() and all(isinstance(x, int) for x in (values.start, values.stop, values.step)):
-            # Hydra leaves the end out, Optuna wants the last value.
-            last = values.start + (values.stop - 1 - values.start) // values.step * values.step
-            space[key] = IntDistribution(values.start, last, step=values.step)
         else:
-            raise SweepError(
-                f"{written}: give choices (a,b), interval(low, high), tag(log, interval(low, high)) or range(a, b)"
-            )
+            raise SweepError(f"{written}: give choices (a,b), interval(low, high) or tag(log, interval(low, high))")
     return fixed, space, text

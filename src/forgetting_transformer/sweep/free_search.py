@@ -45,6 +45,7 @@ class FreeSearch:
         self.base = composer.compose_config([*self.overrides, *_overrides(self._example)])
         self.folder = Path(self.base.output_dir).expanduser().absolute()
         self.heldout = not self.base.skip_eval and self.base.final_eval
+        self.loss_name = "held-out loss" if self.heldout else "training loss"
 
     def run(self) -> bool:
         """Makes all trials; writes sweep.md and sweep.png after every batch.
@@ -89,10 +90,6 @@ class FreeSearch:
         return markdown_table(
             ["run", *self.space, self.loss_name, "state"], rows, "l" + "r" * (len(self.space) + 1) + "l"
         )
-
-    @property
-    def loss_name(self) -> str:
-        return "held-out loss" if self.heldout else "training loss"
 
     def write(self) -> None:
         write_atomically(self.folder / "sweep.md", f"# Search in {self.folder.name}\n\n{self.table()}\n")

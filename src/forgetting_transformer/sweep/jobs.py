@@ -145,6 +145,8 @@ def quote(value: str) -> str:
 def job_environment() -> dict[str, str]:
     """The environment of a job: this process's, without the marks of a launch that this process may be part of."""
     environment = {name: value for name, value in os.environ.items() if not _OF_ANOTHER_LAUNCH.fullmatch(name)}
+    # Plug-ins that lie beside train.py are found by its jobs too.
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[0], os.environ.get("PYTHONPATH"))))
     # A free port for every job instead of one port for all.
     return {**console.ELASTIC_LAUNCHER, "PET_STANDALONE": "1"} | environment
 

@@ -7,9 +7,6 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-
 from forgetting_transformer.analysis import statistics
 from forgetting_transformer.analysis.plots.sweeps import budget, loss_against_learning_rate
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, read_run
@@ -45,23 +42,6 @@ def nearest_grid_index(rate: float) -> int:
         raise SweepError(f"a learning rate of {rate} cannot be the start of a search; give a positive one with --guess")
     around = 3 * math.floor(math.log10(rate))
     return min(range(around - 1, around + 5), key=lambda index: abs(math.log(grid_value(index) / rate)))
-
-
-def check_overrides(overrides: Sequence[str]) -> None:
-    """
-    Raises:
-        SweepError: an override gives several values, for which Hydra would advise --multirun.
-    """
-    for written in overrides:
-        try:
-            (override,) = OverridesParser.create().parse_overrides([written])
-        except HydraException:
-            continue  # said where the config is composed
-        if override.is_sweep_override():
-            raise SweepError(
-                f"{written}: the search chooses learning rates itself, and all else is the same in its runs. Start "
-                "elsewhere with --guess, add seeds with --seeds, or make a run of each value with train.py -m"
-            )
 
 
 @dataclass
@@ -140,6 +120,7 @@ class LearningRateSweep:
         self.folder = Path(self.base.output_dir).expanduser().absolute()
         #: Whether runs are judged by held-out loss; otherwise by training loss over the last tokens.
         self.heldout = not self.base.skip_eval and self.base.final_eval
+        self.loss_name = "held-out loss" if self.heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens"
         self.head_dims: tuple[int | None, ...] = tuple(head_dims) or (None,)
         self.searches: dict[int | None, GridSearch] = {}
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
@@ -214,10 +195,6 @@ class LearningRateSweep:
                 )
         header = ["head dim", "learning rate", self.loss_name, "± 95 %", "seeds", "above the best", "note"]
         return markdown_table(header, rows, "rrrrrrl")
-
-    @property
-    def loss_name(self) -> str:
-        return _loss_name(self.heldout)
 
     def winner(self) -> tuple[int | None, int]:
         """Head dimension and grid index of the lowest mean loss so far."""
@@ -309,10 +286,6 @@ class LearningRateSweep:
         if head_dim < 1 or width % head_dim:
             raise SweepError(f"--head_dims {head_dim} does not divide model.config.hidden_size={width}")
         return width // head_dim
-
-
-def _loss_name(heldout: bool) -> str:
-    return "held-out loss" if heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens"
 
 
 def _nats(value: float, sign: str = "") -> str:

@@ -5,6 +5,7 @@ needs memory for the largest record, and 16 bytes of hash (about a hundred with 
 """
 
 import codecs
+import errno
 import fnmatch
 import gzip
 import hashlib
@@ -122,9 +123,11 @@ def reading(path: Path | str) -> Iterator[None]:
     """Names `path` in any failure to read it. An input that cannot be read is an error, never a shorter corpus."""
     try:
         yield
-    except DataError:
+    except (DataError, UnicodeDecodeError):  # a file that is not text is no failure
         raise
     except (OSError, EOFError, ValueError, zlib.error) as error:  # Arrow's errors are among them
+        if getattr(error, "errno", None) == errno.EMFILE:  # no file's fault
+            raise
         raise DataError(
             f"cannot read {path}: {getattr(error, 'strerror', None) or error}. Mend it or fetch it again, or leave it "
             "out with --exclude."
@@ -253,7 +256,7 @@ def _json_rows(file: Path, text_field: str) -> Iterator[str | None]:
     with reading(file), opener(file, "rb") as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
-                yield _text_of(parse_json(line, file.name, number), text_field, f"{file}, line {number}")
+                yield _text_of(parse_json(line.rstrip(b"\n"), file.name, number), text_field, f"{file}, line {number}")
 
 
 def _text_of(record: Any, text_field: str, where: str) -> str | None:
