@@ -2,7 +2,6 @@
 """Exports a run's checkpoint as a Hugging Face folder: weights (safetensors), configs, tokenizer and a model card.
 
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo
-    python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo-ema --weights ema
 
 README.md is the model card: corpus, tokens, losses, settings, versions, how to load the model. You choose the licence:
 --license apache-2.0. A card that you have edited is kept as it is. `hf upload ACCOUNT/NAME output/hf/demo` shares the
@@ -49,11 +48,6 @@ def main() -> None:
         "JSON-escaping tokenizer over this GPT-2 vocabulary, 'gpt2' from the hub unless told",
     )
     parser.add_argument(
-        "--weights",
-        choices=["ema"],
-        help="export the moving average that a run with callbacks=[ema] keeps, instead of the weights themselves",
-    )
-    parser.add_argument(
         "--license",
         type=licence,
         metavar="ID",
@@ -81,7 +75,6 @@ def main() -> None:
                 arguments.hf_save_dir,
                 arguments.hf_load_step,
                 arguments.tokenizer,
-                arguments.weights,
                 arguments.license,
                 arguments.replace,
             )

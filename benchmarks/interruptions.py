@@ -66,7 +66,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--devices", type=count, help="N (default: all GPUs of this machine)")
     made.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS), help="default: all")
     made.add_argument("--experiment", metavar="NAME", help="of configs/experiment; default as above")
-    made.add_argument("--strategy", choices=("fsdp", "ddp", "hsdp"), default="fsdp", help="default fsdp")
+    made.add_argument("--strategy", choices=("fsdp", "ddp"), default="fsdp", help="default fsdp")
     made.add_argument("--steps", type=at_least(12), default=24, help="of a run, a multiple of 4 (default 24)")
     made.add_argument("--vocabulary", type=count, help="ids of the random tokens; default GPT-2's 50,257 on a GPU")
     made.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")

@@ -450,10 +450,6 @@ LIST = r"""
 
 == Export
 
-= export.average training/export/contents.py
-- parameter.copy_(average[name])
-+ parameter.copy_(parameter)
-# The last weights are exported instead of their average.
 = export.padding training/export/contents.py
 - tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"
 + tokenizer.padding_side = "left"
@@ -564,10 +560,6 @@ LIST = r"""
 - before_manifest()
 + pass
 # A checkpoint is finished before the metrics up to it are on the disk.
-= checkpoint.fresh_moments training/checkpoint/reading.py
-- optimizer.state.clear()
-+ pass
-# A fork with another optimizer begins with a count of one step.
 
 == Continuing
 

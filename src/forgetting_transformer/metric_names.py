@@ -10,8 +10,6 @@ THROUGHPUT, NORM, GOODPUT, CHECKPOINT = "throughput", "norm", "goodput", "checkp
 BAD_STEP, RESUME = "bad_step", "resume"
 MODEL_INFO, TRAIN_DATA_INFO, VAL_DATA_INFO = "model_info", "train_data_info", "val_data_info"
 LM_EVAL, NEEDLE, GATES = "lm_eval", "needle", "gates"
-#: Held-out losses of the moving average that the callback ema keeps.
-VAL_EMA = "val_ema"
 
 
 def name_of(kind: str, *parts: str) -> str:
@@ -44,7 +42,6 @@ PEAK_MEMORY = name_of(THROUGHPUT, "peak_memory_bytes")
 LOSS = "loss"
 TOKENS_EVALUATED = "val_token_count"
 FINGERPRINT = "fingerprint"
-WEIGHTS = "weights"
 #: A counter of training at the time of an evaluation comes after it, as in "val/train_total_time".
 COUNTER = "train_"
 # The number of the first positions comes after them, as in "val/loss_avg_len_512".

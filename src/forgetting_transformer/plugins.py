@@ -148,7 +148,6 @@ CORPORA: Registry[Callable[..., Any]] = Registry(
 CALLBACKS: Registry[Callable[..., Any]] = Registry(
     "callbacks",
     {
-        "ema": "forgetting_transformer.training.callbacks.ema",
         "gate_statistics": "forgetting_transformer.evaluation.forget_gates",
         "lm_eval": "forgetting_transformer.evaluation.lm_eval_callback",
         "needle": "forgetting_transformer.evaluation.needle",

@@ -106,7 +106,7 @@ def train(config: training.Config) -> None:
     """Runs it, and exits with a code unless it is done."""
     from forgetting_transformer.data import DataError
     from forgetting_transformer.training.checkpoint.folder import CheckpointError
-    from forgetting_transformer.training.errors import DeviceError, PreflightError, TrainingError
+    from forgetting_transformer.training.errors import DeviceError, TrainingError
     from forgetting_transformer.training.records.run_directory import RunDirectoryError
 
     warnings.filterwarnings("ignore", message=".*srun.*")
@@ -115,7 +115,7 @@ def train(config: training.Config) -> None:
     except DeviceError as error:
         console.fail(f"{type(error).__name__}: {error}", once=False, at_once=True)
     except (
-        training.ConfigError, DataError, CheckpointError, RunDirectoryError, TrainingError, PreflightError,
+        training.ConfigError, DataError, CheckpointError, RunDirectoryError, TrainingError,
     ) as error:  # fmt: skip
         # These say what to do; a traceback would bury it. The run's log gets them too, if there is one yet.
         console.fail(f"{type(error).__name__}: {error}")

@@ -142,12 +142,12 @@ def test_auto_compiles_every_architecture_and_cuda_graphs_change_no_bit(long_cor
 
 
 def assert_identical(a: str, b: str, step: int) -> None:
-    """Weights, moments and averages, signs of zeros included, and what was logged and evaluated."""
+    """Weights and moments, signs of zeros included, and what was logged and evaluated."""
     first, second = checkpoint_tensors(a, step), checkpoint_tensors(b, step)
     assert first.keys() == second.keys() and len(first) > 20
     assert not [name for name, x in first.items() if x.numpy().tobytes() != second[name].numpy().tobytes()]
     assert losses(a) == losses(b)
-    for kind in ("norm", "val", "val_ema"):
+    for kind in ("norm", "val"):
         ours, theirs = (
             [{key: line[key] for key in untimed(line)} for line in lines(folder, kind)] for folder in (a, b)
         )
@@ -155,9 +155,9 @@ def assert_identical(a: str, b: str, step: int) -> None:
 
 
 def test_cuda_graphs_change_no_bit_and_survive_a_kill(long_corpus, tmp_path):
-    """With packed documents and evaluations in between, also of a moving average; the run without was not killed."""
+    """With packed documents and evaluations in between; the run without was not killed."""
     config = large_config(tmp_path / "graphs", long_corpus, "forgetting_transformer")
-    config |= {"skip_eval": False, "eval_interval": 3 * STEP, "callbacks": {"ema": {}}}
+    config |= {"skip_eval": False, "eval_interval": 3 * STEP}
     config["train"] |= {"grad_acc_tokens": STEP // 2, "cuda_graphs": True, "max_grad_norm": 0.1}
     config["datamodule"] |= {"name": "packed", "bos_token_id": 3}
     plain = changed(config, output_dir=str(tmp_path / "plain"), train__cuda_graphs=False)
@@ -166,10 +166,6 @@ def test_cuda_graphs_change_no_bit_and_survive_a_kill(long_corpus, tmp_path):
     log = run(config, 1, tmp_path / "caches")
     assert_identical(plain["output_dir"], config["output_dir"], 8 * STEP)
     assert "yes, with CUDA graphs" in log and f"step-{4 * STEP:015d}" in log and "cannot be recorded" not in log
-    (size,) = re.findall(
-        r"CUDA graphs: blocks are recorded; their memory, ([\d.]+) GB", log[log.rindex("about to train") :]
-    )
-    assert float(size) > 0.05
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")

@@ -87,7 +87,6 @@ def test_locked_memory_is_filled_in_the_order_of_the_stream():
         event.synchronize()
         assert all((host == value).all() for host in copied.values())
         assert all(host.is_pinned() for host in copied.values())
-    copy.close()
 
 
 def test_a_step_and_its_vote_wait_for_nothing(on_gpus):

@@ -68,33 +68,22 @@ def changed(config: dict, **changes) -> dict:
 
 
 class Job:
-    """Training processes that run `config`; rank k's error, if any, is in `errors()`.
+    """Training processes that run `config`; rank k's error, if any, is in `errors()`."""
 
-    Args:
-        nodes: on so many nodes as far as the processes know, which a launcher each would have started.
-    """
-
-    def __init__(
-        self,
-        config: dict,
-        world_size: int = 1,
-        patch: str | None = None,
-        accelerator: str = "cpu",
-        nodes: int = 1,
-    ) -> None:
+    def __init__(self, config: dict, world_size: int = 1, patch: str | None = None, accelerator: str = "cpu") -> None:
         self.folder = Path(config["output_dir"]).with_name(Path(config["output_dir"]).name + ".errors")
         self.folder.mkdir(exist_ok=True)
         environment = {}
         if world_size > 1:
             environment = {
                 "LT_CLI_USED": "1",
-                "LT_DEVICES": str(world_size // nodes),
+                "LT_DEVICES": str(world_size),
                 "LT_ACCELERATOR": accelerator,
-                "LT_NUM_NODES": str(nodes),
+                "LT_NUM_NODES": "1",
                 "TORCHELASTIC_RUN_ID": "test",
                 "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size // nodes),
-                "GROUP_WORLD_SIZE": str(nodes),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "GROUP_WORLD_SIZE": "1",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(free_port()),
             }
@@ -102,9 +91,7 @@ class Job:
         for rank in range(world_size):
             error_file = self.folder / f"{rank}.txt"
             error_file.unlink(missing_ok=True)
-            node, local_rank = divmod(rank, world_size // nodes)
-            places = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node} if world_size > 1 else {}
-            ranks = {name: str(number) for name, number in places.items()}
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"} if world_size > 1 else {}
             process = server.Process(target=_train, args=(config, environment | ranks, error_file, patch))
             process.start()
             self.processes.append(process)
@@ -140,11 +127,9 @@ def _train(config: dict, environment: dict, error_file: Path, patch: str | None)
         os._exit(1)
 
 
-def train(
-    config: dict, world_size: int = 1, accelerator: str = "cpu", nodes: int = 1, patch: str | None = None
-) -> None:
+def train(config: dict, world_size: int = 1, accelerator: str = "cpu", patch: str | None = None) -> None:
     """Trains to the end and expects that to work."""
-    job = Job(config, world_size, patch, accelerator, nodes)
+    job = Job(config, world_size, patch, accelerator)
     assert job.wait() == [0] * world_size, job.errors()
 
 
@@ -152,13 +137,13 @@ def train(
 def finished(shared_folder) -> Callable[..., str]:
     """The output_dir of a run of `config`, trained to its end by the first test that asks for it. To be read only."""
 
-    def run(config: dict, world_size: int = 1, nodes: int = 1) -> str:
+    def run(config: dict, world_size: int = 1) -> str:
         settings = dataclasses.asdict(training.parse(OmegaConf.create(config))) | {"output_dir": ""}
-        digest = hashlib.sha256(json.dumps([settings, world_size, nodes], sort_keys=True).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(json.dumps([settings, world_size], sort_keys=True).encode()).hexdigest()[:16]
         folder = shared_folder / f"run-{digest}"
         with made_once(folder) as missing:
             if missing:
-                train(changed(config, output_dir=str(folder)), world_size, nodes=nodes)
+                train(changed(config, output_dir=str(folder)), world_size)
         return str(folder)
 
     return run
@@ -175,9 +160,9 @@ def interrupted(finished) -> Callable[..., None]:
     return run
 
 
-def refused(config: dict, world_size: int = 1, nodes: int = 1) -> str:
+def refused(config: dict, world_size: int = 1) -> str:
     """Expects the run to stop with an error, and returns it."""
-    job = Job(config, world_size, nodes=nodes)
+    job = Job(config, world_size)
     assert all(code == 1 for code in job.wait()), "the run should have been refused"
     return job.errors()
 
@@ -290,13 +275,13 @@ def continued(finished) -> Callable[..., str]:
     The output_dir of that one is returned.
     """
 
-    def run(config: dict, world_size: int = 1, nodes: int = 1) -> str:
-        straight = finished(config, world_size, nodes)
+    def run(config: dict, world_size: int = 1) -> str:
+        straight = finished(config, world_size)
         shutil.copytree(straight, config["output_dir"])
         for path in Path(config["output_dir"]).glob("checkpoints/step-*"):
             if int(path.name.removeprefix("step-")) > 8 * STEP:
                 shutil.rmtree(path)
-        train(config, world_size, nodes=nodes)
+        train(config, world_size)
         assert_same_run(straight, config["output_dir"])
         return straight
 

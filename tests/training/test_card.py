@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from forgetting_transformer.training.export.card import CARD, Exported, public, write
+from forgetting_transformer.training.export.card import CARD, public, snippet, write
 
 HOST = "trainbox-17"
 SECRETS = {
@@ -56,15 +56,14 @@ SETTINGS = {
 }
 
 
-def exported(step: int = 1000) -> Exported:
-    about = {"checkpoint": step, "weights_from": {"source": "lab/fox", "revision": "a" * 40}}
-    return Exported(SETTINGS, about, "forgetting_transformer-project_fox", 12345, True)
-
-
-def card(folder: Path, about: Exported, licence: str | None = None) -> str:
-    (folder / "hf").mkdir(exist_ok=True)
-    write(folder, about, folder / "hf", licence)
-    return (folder / "hf" / CARD).read_text(encoding="utf-8")
+def card(run_folder: Path, licence: str | None = None, step: int = 1000) -> str:
+    folder, origin = (
+        run_folder / "hf",
+        {"checkpoint": step, "weights_from": {"source": "lab/fox", "revision": "a" * 40}},
+    )
+    folder.mkdir(exist_ok=True)
+    write(folder, run_folder, SETTINGS, origin, 12345, True, licence)
+    return (folder / CARD).read_text(encoding="utf-8")
 
 
 def header(text: str) -> dict:
@@ -72,32 +71,32 @@ def header(text: str) -> dict:
 
 
 def test_it_says_what_the_run_recorded_up_to_the_checkpoint(tmp_path):
-    text = card(make_run(tmp_path), exported())
-    assert "12,345 parameters" in text and "trained on 1,000 tokens of books" in text
-    assert "| held-out | 4.5000 | 90.02 | mean over 640 held-out tokens, after 1,000 training tokens |" in text
+    text = card(make_run(tmp_path))
+    assert (
+        "12,345 parameters" in text and "trained on 1,000 tokens" in text and "| datamodule.dataset | books |" in text
+    )
+    assert "| held-out | 4.5000 | mean over 640 held-out tokens, after 1,000 training tokens |" in text
     assert "| training | 4.0000 |" in text, "what was logged after the checkpoint does not count"
     assert "4 × NVIDIA H200" in text and "B300" not in text, "nor a start after it"
     for row in (
-        "| precision | bf16-mixed |", "| peak learning rate | 0.002 |", "| seed | 7 |",
-        "| code | commit 0123456789ab, ",
-        "| training tokens | 1,000 |", "| fingerprint of the corpus | f00d |",
-        "| batch | 4 sequences of 32 tokens |", f"| started from | the weights of lab/fox, {'a' * 40} |",
+        "| fabric.precision | bf16-mixed |", "| optimizer.lr | 0.002 |", "| seed | 7 |",
+        "| commit | 0123456789ab, with uncommitted changes |", f"| init_from | lab/fox, {'a' * 40} |",
         "python 3.12.1, torch 2.13.0",
     ):  # fmt: skip
         assert row in text, row
-    everything = card(tmp_path, exported(step=2000))
+    everything = card(tmp_path, step=2000)
     assert "| held-out | 3.5000 |" in everything and "4 × NVIDIA H200; 8 × NVIDIA B300" in everything
 
 
 def test_a_licence_is_never_made_up(tmp_path):
-    text = card(make_run(tmp_path), exported())
+    text = card(make_run(tmp_path))
     assert "license" not in header(text) and "No licence has been chosen" in text
-    text = card(tmp_path, exported(), "mit")
+    text = card(tmp_path, "mit")
     assert header(text)["license"] == "mit" and "has chosen the licence `mit`" in text
 
 
 def test_nothing_of_the_machine_or_the_account_is_in_it(tmp_path):
-    text = card(make_run(tmp_path), exported())
+    text = card(make_run(tmp_path))
     for secret in (
         "/home", "agnes", "scratch", HOST, "secret", "hf_abcdef", "horse", "hooks.example", "xyzzy", "diary", "0.31",
         str(tmp_path), "wandb",
@@ -112,9 +111,17 @@ def test_of_a_path_or_url_its_last_part_is_shown():
     assert public("https://agnes:pw@host/agnes/x?y=1") == "x"
 
 
+def test_the_example_is_python_for_every_model():
+    longcrawl64 = snippet(["my_lab.models"], "longcrawl64", True)
+    compile(longcrawl64, "card", "exec")
+    compile(snippet([], None, False), "card", "exec")
+    assert "import forgetting_transformer.tokenizer" in longcrawl64 and "import my_lab.models" in longcrawl64
+
+
 def test_a_run_that_recorded_nothing_has_a_card_all_the_same(tmp_path):
     """Such as one of the authors' code."""
     config = {"model": {"name": "transformer"}, "exp": "/home/agnes/first", "data_dir": "/home/agnes"}
-    text = card(tmp_path, Exported(config, {"checkpoint": 64}, "transformer-project_fox", 5, False))
+    write(tmp_path, tmp_path, config, {"checkpoint": 64}, 5, False, None)
+    text = (tmp_path / CARD).read_text(encoding="utf-8")
     assert "The run left no record of its losses." in text and "None" not in text and "agnes" not in text
     assert "token ids" in text

@@ -38,7 +38,7 @@ def experiment(path: str, *overrides: str):
 
 
 #: Keys that only some files of a group have, and what chooses one.
-OF_ONE_CHOICE = {"strategy.shard_size": "strategy=hsdp", "strategy.keep_gathered": "strategy=fsdp"}
+OF_ONE_CHOICE = {"strategy.keep_gathered": "strategy=fsdp"}
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS)

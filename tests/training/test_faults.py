@@ -54,6 +54,7 @@ import os, signal, threading, time
 import torch.distributed.checkpoint.filesystem as filesystem
 from forgetting_transformer.training import checkpoint
 from forgetting_transformer.training.checkpoint import writing
+from forgetting_transformer.training.faults import sentinel
 write_item, save, wait = filesystem._write_item, writing.Writer.write, checkpoint.Checkpointer._wait
 now, hangs = None, threading.Event()
 def write(self, step, *arguments):
@@ -160,10 +161,14 @@ FAULTS = {
         {"datamodule__train_num_workers": 1},
     ),
     "a writer that hangs": Fault(
-        IN_WRITER.format(what="hangs.set(); time.sleep(36000)", waits=True, limit="self.watch.__self__.timeout = 1"),
+        IN_WRITER.format(
+            what="hangs.set(); time.sleep(36000)",
+            waits=True,
+            limit="sentinel.START_SECONDS = 0; self.watch.__self__.timeout = 1",
+        ),
         [1],
         "failed",
-        "nothing was written of the checkpoint at 1,024 tokens for .*the last good checkpoint is at 512 tokens",
+        "the checkpoint at 1,024 tokens was not written for .*the last good checkpoint is at 512 tokens",
     ),
     "what hangs after the end": Fault(
         before("training.records.metrics.MetricsLog", "close", HANG[1:])

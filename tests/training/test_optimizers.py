@@ -64,14 +64,14 @@ def with_muon(config: dict, **changes) -> dict:
 
 
 @pytest.mark.slow
-def test_a_run_with_muon_learns_and_says_what_muon_has(tiny, finished):
+def test_a_run_with_muon_learns(tiny, finished):
     run = finished(with_muon(tiny))
     moments = {name.rpartition(".")[2] for name in checkpoint_tensors(run, 20 * STEP)}
     assert {"momentum_buffer", "exp_avg", "exp_avg_sq"} <= moments
     reached = losses(run)
     assert reached[20 * STEP] < 0.9 * reached[STEP], "it learns"
     log = (Path(run) / "logs/rank-0.log").read_text()
-    assert re.search(r"optimizer +muon, .*, Muon for \S+ and AdamW for \S+ parameters, cannot skip a bad step", log)
+    assert re.search(r"optimizer +muon, .*; cannot skip a bad step", log)
 
 
 @pytest.mark.slow
@@ -94,9 +94,6 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
     assert [group.get("lr_scale", 1.0) for group in optimizer.param_groups] == [1.0, 0.25, 0.25]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
     assert not decides_on_device(optimizer)
-    counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    of_muon = sum(counts[name] for name in first)
-    assert optimizer.parameter_counts() == {"Muon": of_muon, "AdamW": sum(counts.values()) - of_muon}
     # A table of rates is no matrix.
     samba = small("samba")
     tables = {name for name, parameter in samba.named_parameters() if parameter.ndim == 2 and name.endswith("A_log")}
@@ -109,12 +106,12 @@ def test_an_optimizer_that_leaves_parameters_out_is_refused_with_one_of_them():
     check_owns(model, torch.optim.SGD(model.parameters()), "sgd")
     half = torch.optim.SGD(model[0].parameters())
     with pytest.raises(
-        ConfigError, match=r"^optimizer.name='half' leaves out 1 of the model's 3 .*such as 1.weight; give"
+        ConfigError, match=r"^optimizer.name='half' leaves out 1 of the model's 3 .*such as 1.weight, and holds 0 "
     ) as e:
         check_owns(model, half, "half")
     assert "\n" not in str(e.value)
     foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(2))])
-    with pytest.raises(ConfigError, match=r"^optimizer.name='odd' holds 1 parameter tensor.* not the model's"):
+    with pytest.raises(ConfigError, match=r"^optimizer.name='odd' leaves out 0 .* and holds 1 that are not"):
         check_owns(model, foreign, "odd")
 
 

@@ -22,11 +22,9 @@ RUNS = {
     "ddp": ({"strategy__name": "ddp"}, 2),
     "fsdp": ({"strategy__name": "fsdp"}, 2),
     "checkpointed activations": (SHARDED_BF16 | {"train__gradient_checkpointing": True}, 2),
-    # Evaluations leave weights gathered, and the average stands in their place for a while.
+    # Evaluations leave weights gathered.
     "weights that stay gathered": (
-        SHARDED_BF16
-        | {"strategy__keep_gathered": True, "train__grad_acc_tokens": 32}
-        | {"callbacks": {"ema": {"decay": 0.9}}, "eval_interval": 3 * STEP},
+        SHARDED_BF16 | {"strategy__keep_gathered": True, "train__grad_acc_tokens": 32} | {"eval_interval": 3 * STEP},
         2,
     ),
     "sequences that ranks share": (

@@ -11,10 +11,7 @@ import time
 import pytest
 import torch
 
-from forgetting_transformer.training import checkpoint
-from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.faults import peers, sentinel
-from tests.training.test_checkpoint import trained
 from tests.waiting import HANG, wait_until
 
 
@@ -109,23 +106,3 @@ def test_what_else_hangs_does_not_keep_the_process(what, code):
     process.start()
     process.join(HANG)
     assert process.exitcode == code
-
-
-def test_every_byte_of_a_slow_writer_is_a_sign_of_life(tmp_path, monkeypatch):
-    """Of one that hangs test_faults.py tells."""
-    monkeypatch.setattr(checkpoint, "_LOOK_SECONDS", 0.001)
-    checkpointer, signs = Checkpointer(tmp_path, 1, 0, 1, background=True), []
-
-    def write(step: int, *_: object) -> None:
-        folder = tmp_path / f".tmp-step-{step:015d}"
-        folder.mkdir()
-        for number in range(3):
-            seen = len(signs)
-            (folder / str(number)).write_text("bytes")
-            wait_until(lambda seen=seen: len(signs) > seen)
-
-    monkeypatch.setattr(checkpointer._writer, "write", write)
-    checkpointer.watch = lambda name: contextlib.nullcontext(lambda: signs.append(None))
-    checkpointer.save(1, *trained(1), {}, {}, permanent=False)
-    checkpointer.finished(wait=True)
-    assert len(signs) >= 3

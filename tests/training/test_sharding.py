@@ -20,11 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.training.parallel import sharding
 def shard(model, mesh, found, keeps):
-    used = mesh if mesh.shape[0] > 1 else mesh["tensor_parallel"]
     for module in model.modules():
         if isinstance(module, DecoderBlock):
-            fully_shard(module, mesh=used)
-    fully_shard(model, mesh=used)
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return model
 sharding.shard = shard
 """
@@ -52,7 +51,7 @@ def small_model(tiny: dict, name: str) -> nn.Module:
 
 
 def sharded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    mesh = init_device_mesh("cpu", (1,))
     return shard(model, mesh, units(model, dtype), False)
 
 

@@ -30,15 +30,16 @@ def test_a_run_says_what_it_is_before_its_first_step(tiny, tmp_path):
     assert new["devices"] == "2 x cpu, 1 thread each; 2 processes"
     assert new["precision"] == "32-true, strategy fsdp"
     assert new["attention"] == new["gated_norm"] == "PyTorch" and new["compiled"] == "no"
-    assert new["optimizer"] == "adamw, lr 0.01, betas 0.9, 0.95, eps 1e-08, weight decay 0.1"
-    assert new["schedule"] == f"warmup_cosine, warm-up 512 tokens, ends at {20 * STEP:,} with lr 0"
+    assert new["optimizer"] == "adamw, lr=0.01, lr_scale=1, betas=[0.9, 0.95], eps=1e-08, weight_decay=0.1"
+    assert new["schedule"] == f"warmup_cosine, warmup_tokens=512, total_tokens={20 * STEP:,}, init_lr=0, end_lr=0"
     assert (new["output_dir"], new["wandb"], new["start"]) == (tiny["output_dir"], "disabled", "a new run")
     assert continued["steps"] == f"2 to go, to {10 * STEP:,} tokens; {8 * STEP:,} are done"
     assert continued["precision"] == "32-true, strategy none"
     assert continued["start"] == f"continuing from {checkpoint}"
     (forked,) = blocks(fork["output_dir"])
     assert forked["start"] == f"forked from {checkpoint}"
-    assert forked["optimizer"].startswith("adamw, lr 0.02") and forked["schedule"] == "constant, warm-up 512 tokens"
+    assert forked["optimizer"].startswith("adamw, lr=0.02")
+    assert forked["schedule"] == "constant, warmup_tokens=512, init_lr=0, end_lr=0"
 
 
 def test_less_than_a_minute_is_in_seconds():

@@ -99,7 +99,6 @@ def _facts(run: Run) -> dict[str, str]:
         run.last(kind) for kind in (names.TRAIN, names.VAL, names.THROUGHPUT, names.GOODPUT)
     )
     loss, memory = heldout.get(names.name_of(names.VAL, names.LOSS)), speed.get(names.PEAK_MEMORY)
-    of_ema = run.last(names.VAL_EMA).get(names.name_of(names.VAL_EMA, names.LOSS))
     hours = goodput.get(names.name_of(names.GOODPUT, names.HOURS))
     return {
         "Model": run.setting("model", "label") or run.setting("model", "name") or "–",
@@ -109,7 +108,6 @@ def _facts(run: Run) -> dict[str, str]:
         "Training loss, last logged": _number(train.get(names.TRAIN_LOSS)),
         "Held-out loss": _number(loss),
         "Held-out perplexity": _number(None if loss is None else math.exp(min(loss, 700.0)), 2),
-        "Held-out loss, EMA weights": _number(of_ema),
         "Tokens/s": _number(speed.get(names.per_second("token_count", "total", "cum")), 0),
         "MFU": _percent(speed.get(names.mfu("total", "cum"))),
         "Peak memory": "–" if memory is None else f"{memory / 1e9:.3g} GB",

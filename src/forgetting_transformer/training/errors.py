@@ -7,7 +7,3 @@ class TrainingError(RuntimeError):
 
 class DeviceError(TrainingError):
     """The GPU failed, and this process can do nothing with it any more. Another process may be able to."""
-
-
-class PreflightError(RuntimeError):
-    """The run would fail later; the message lists every reason."""

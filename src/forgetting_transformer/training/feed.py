@@ -2,18 +2,15 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from forgetting_transformer.data.batch_checks import check_batch, check_tokens
 from forgetting_transformer.data.corpus import Batch
 from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.faults.readers import restarted
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
+from forgetting_transformer.training.interface import TrainerInterface
 
 
-def batches(trainer: "TrainerInterface", count: int) -> Iterator[Batch]:
+def batches(trainer: TrainerInterface, count: int) -> Iterator[Batch]:
     """This rank's shares of the next `count` global batches.
 
     Raises:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.counters import Counters, Origin
     from forgetting_transformer.training.execution.choice import Execution
     from forgetting_transformer.training.execution.graphs import Graphs
-    from forgetting_transformer.training.faults.corruption import Comparison
     from forgetting_transformer.training.faults.sentinel import Sentinel
     from forgetting_transformer.training.faults.step_guard import StepGuard
     from forgetting_transformer.training.faults.stop import Stop
@@ -69,7 +68,7 @@ class TrainerInterface(Protocol):
     checkpointer: Checkpointer  #: writes and reads checkpoints
     sentinel: Sentinel  #: hears signals, and notices what hangs
     guard: StepGuard  #: leaves out bad steps
-    comparison: Comparison | None  #: compares ranks; None where no two hold the same
+    compare_steps: int | None  #: steps between comparisons of ranks; None where no two hold the same
 
     @property
     def compiled(self) -> bool:

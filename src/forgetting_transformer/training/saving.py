@@ -1,22 +1,22 @@
 """When and what a run saves, and what became of it. How a checkpoint is written: checkpoint/."""
 
+import dataclasses
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from forgetting_transformer.training.errors import TrainingError
+from forgetting_transformer.training.faults.corruption import compare_ranks
 from forgetting_transformer.training.faults.shards import local
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
+from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
 
-def save(trainer: "TrainerInterface", permanent: bool, must_succeed: bool) -> None:
+def save(trainer: TrainerInterface, permanent: bool, must_succeed: bool) -> None:
     """Begins to save, unless this step is saved; with `must_succeed`, or without a background, until it is done.
 
     All ranks call it, and `collect`, after the same step.
@@ -29,8 +29,8 @@ def save(trainer: "TrainerInterface", permanent: bool, must_succeed: bool) -> No
         collect(trainer, wait=True, must_succeed=must_succeed)
 
 
-def collect(trainer: "TrainerInterface", wait: bool = False, must_succeed: bool = False) -> None:
-    """Notifies callbacks of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
+def collect(trainer: TrainerInterface, wait: bool = False, must_succeed: bool = False) -> None:
+    """Tells callbacks of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
     saved = trainer.checkpointer.finished(wait)
     if saved is None:
         return
@@ -44,12 +44,26 @@ def collect(trainer: "TrainerInterface", wait: bool = False, must_succeed: bool 
         log.error("%s; %s. Training continues", saved.error, trainer.last_good_checkpoint)
 
 
-def _begin(trainer: "TrainerInterface", permanent: bool) -> None:
+def compare(trainer: TrainerInterface) -> None:
+    """
+    Raises:
+        TrainingError: ranks hold different weights or moments; on every rank.
+    """
+    model, optimizer = trainer.model.module, trainer.optimizer.optimizer
+    if found := compare_ranks(trainer.counters.batch_count, model, optimizer):
+        collect(trainer, wait=True)
+        raise TrainingError(
+            f"weights or moments are corrupt: {found}. All ranks should hold the same, so memory or a GPU has failed; "
+            f"nothing was saved since, and {trainer.last_good_checkpoint}. Leave that machine out, or test it, and "
+            "start the same command again"
+        )
+
+
+def _begin(trainer: TrainerInterface, permanent: bool) -> None:
     model: Any = trainer.model.module
     optimizer, tokens = trainer.optimizer.optimizer, trainer.counters.token_count
-    if trainer.comparison is not None:
-        trainer.comparison.begin(trainer.counters.batch_count, model, optimizer)
-        trainer.comparison.refuse(trainer.last_good_checkpoint)
+    if trainer.compare_steps is not None:
+        compare(trainer)
     if not _all_finite(model, optimizer):
         raise TrainingError(
             f"weights or moments became infinite or NaN before {tokens:,} tokens, though every update that was "
@@ -65,7 +79,7 @@ def _begin(trainer: "TrainerInterface", permanent: bool) -> None:
         "data_checksums": trainer.origin.data_checksums,
         "world_size": trainer.fabric.world_size,
         "environment": trainer.environment,
-        "execution": trainer.execution.as_json(),
+        "execution": dataclasses.asdict(trainer.execution),
         "kinds": sorted(trainer.kinds),
         "weights_from": trainer.origin.weights_from,
     }
@@ -76,7 +90,6 @@ def _begin(trainer: "TrainerInterface", permanent: bool) -> None:
         state,
         trainer.callbacks.state() | trainer.guard.state(),
         permanent,
-        large=trainer.callbacks.large_state(),
         before_manifest=trainer.metrics.flush if trainer.metrics is not None else lambda: None,
     )
 

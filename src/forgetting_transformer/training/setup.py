@@ -42,8 +42,8 @@ from forgetting_transformer.training.records.run_directory import RunDirectory, 
 from forgetting_transformer.training.start import checks, initialisation
 
 log = logging.getLogger(__name__)
-#: How long the writer of a checkpoint on one rank waits for those on others. It is not what ends the wait for a writer
-#: that hangs: the sentinel does, and knows a slow one from it.
+#: How long the writer of a checkpoint on one rank waits for those on others. What ends the wait for a writer that hangs
+#: is the sentinel.
 _LET_WRITERS_WAIT = timedelta(days=7)
 
 
@@ -99,7 +99,6 @@ def build_checkpointer(config: Config, directory: RunDirectory, fabric: Fabric, 
         directory.last_checkpoint,
     )
     built.watch = sentinel.waiting_for
-    built.forked = config.fork_dir is not None
     return built
 
 

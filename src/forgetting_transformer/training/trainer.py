@@ -30,12 +30,13 @@ from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training import saving, setup
 from forgetting_transformer.training.callbacks import Callback, Step
 from forgetting_transformer.training.callbacks.built_in import callbacks_of
+from forgetting_transformer.training.checkpoint.writing import remove_leftovers
 from forgetting_transformer.training.clock import Clock
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import recorded
 from forgetting_transformer.training.execution.choice import choose as choose_execution
 from forgetting_transformer.training.execution.compilation import Compilation
-from forgetting_transformer.training.faults.corruption import comparison_of
+from forgetting_transformer.training.faults.corruption import are_copies
 from forgetting_transformer.training.faults.failures import Start
 from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.faults.stop import Stop, Vote
@@ -82,7 +83,7 @@ class Trainer:
 
         self.begin("checkpoint")
         self.checkpointer = setup.build_checkpointer(config, self.directory, fabric, self.sentinel)
-        self.origin = resume.find_checkpoint(config, self.checkpointer, fabric)
+        self.origin = resume.find_checkpoint(config, self.directory, fabric)
 
         self.begin("self-test")
         model, self.backends = setup.model_and_kernels(config, fabric, self.data, self.origin, self.begin)
@@ -97,13 +98,13 @@ class Trainer:
         if not config.resume:
             resume.move_aside(self.directory, fabric)  # only now: a command that is refused leaves the old run alone
         self.directory.make(self.directory.checkpoints)
-        on_rank_zero(fabric, self.checkpointer.clean)
+        on_rank_zero(fabric, lambda: remove_leftovers(self.directory.checkpoints))
         self.guard = StepGuard(fabric.device)
         model, optimizer = self.model.module, self.optimizer.optimizer  # without Fabric's wrappers
         resume.load(self.origin, config, self.data_info, self.checkpointer, model, optimizer, self.guard)
         self.counters = self.origin.counters
         self.checkpointer.last_good = self.origin.saved_step
-        self.comparison = comparison_of(fabric, config.strategy.compare_steps)
+        self.compare_steps = config.strategy.compare_steps if are_copies(fabric) else None
 
         self.execution = choose_execution(
             config.train.compile, fabric.device, self.origin.execution, self.backends, fabric.global_rank
@@ -159,13 +160,11 @@ class Trainer:
                 self.callbacks.call_all("on_interval", "log")
             if self.finished or self.crossed(config.train_eval_interval):
                 self.callbacks.call_all("on_interval", "train_eval")
-            if self.comparison is not None and counters.batch_count % self.comparison.steps == 0:
-                self.comparison.begin(counters.batch_count, self.model.module, self.optimizer.optimizer)
+            if self.compare_steps is not None and counters.batch_count % self.compare_steps == 0:
+                saving.compare(self)
             self.check_in()
             if not self.stop and (due := self.callbacks.evaluations_due()):
                 self.evaluate(due)
-            if self.stop == Stop.CORRUPT:
-                break  # what ranks do not agree on is not saved
             keep = self.crossed(config.checkpoint_keep_interval)
             if self.finished or self.stop or keep or self.crossed(config.checkpoint_interval):
                 self.save(permanent=keep, must_succeed=self.finished or bool(self.stop))
@@ -244,8 +243,6 @@ class Trainer:
         wish = Stop.PREEMPTED if self.sentinel.request else Stop.NO
         if self.guard.most_in_a_row >= self.config.train.max_bad_steps:
             wish = Stop.BAD_STEPS
-        if self.comparison is not None and self.comparison.difference() is not None:
-            wish = Stop.CORRUPT
         self.stop = self.vote.cast(wish)
 
     def should_stop(self) -> Stop:
@@ -284,7 +281,7 @@ class Trainer:
     def report(
         self, kind: str, values: dict[str, Any], arrays: dict[str, Any] | None = None, step: int | None = None
     ) -> None:
-        """Writes a line of `kind` on rank 0; on others nothing. An evaluation's is handed to all callbacks here.
+        """Writes a line of `kind` on rank 0; on others nothing.
 
         Args:
             arrays: for an npz file that holds `values` too.
@@ -296,8 +293,6 @@ class Trainer:
             self.metrics.report(kind, step, values)
             if arrays is not None:
                 self.metrics.report_arrays(kind, step, values | arrays)
-        if self.callbacks.running is not None and self.callbacks.running.evaluates:
-            self.callbacks.call_all("on_evaluate", kind, values)
 
     def sum_over_ranks(self, tensor: Tensor) -> None:
         """In place. Fabric's own all_reduce would put a barrier before it, for which the host waits."""
@@ -336,10 +331,8 @@ class Trainer:
 
     def _finish(self) -> None:
         """After the last step, on every rank alike. A stop for a fault ends in its error."""
-        saving.collect(self, wait=True, must_succeed=self.stop != Stop.CORRUPT)
+        saving.collect(self, wait=True, must_succeed=True)
         self.callbacks.call_all("on_end")
-        if self.stop == Stop.CORRUPT and self.comparison is not None:
-            self.comparison.refuse(self.last_good_checkpoint)
         if self.stop == Stop.BAD_STEPS:
             self.guard.refuse(self.last_good_checkpoint, self.directory.root)
         self.guard.sum_up(self.counters.batch_count, self.directory.root)

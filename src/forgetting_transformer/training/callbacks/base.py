@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forgetting_transformer.training.errors import TrainingError
+from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.run_directory import KINDS
 
 if TYPE_CHECKING:
@@ -84,9 +85,6 @@ class Callback:
         it leaves without a report, and the next start does it again: the line of its first kind is missing.
         """
 
-    def on_evaluate(self, trainer: TrainerInterface, kind: str, values: dict[str, Any]) -> None:
-        """An evaluation has reported `values` as a line of `kind`; rank 0 only."""
-
     def on_save(self, trainer: TrainerInterface, saved: Saved) -> None:
         """A checkpoint is whole on the disk; training has gone on meanwhile."""
 
@@ -99,18 +97,6 @@ class Callback:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Takes `state()` back, before `on_start`; not called where the checkpoint has none of this callback."""
-
-    def large_state(self, trainer: TrainerInterface) -> dict[str, Tensor]:
-        """Tensors as large as the model for the checkpoint: always the same ones, first asked for before `on_start`.
-
-        Each is sharded (a DTensor, as parameters are under FSDP), or equal on all ranks, so `all_ranks` must be true.
-        They are filled in place when a run continues, before `on_start` and after `load`.
-        """
-        return {}
-
-
-#: Beginning of the names of large states in a checkpoint.
-LARGE = "callbacks."
 
 
 class Callbacks:
@@ -149,21 +135,6 @@ class Callbacks:
         for callback in self._callbacks:
             if _overrides(callback, hook):
                 self.call(callback, hook, *arguments)
-
-    def large_state(self) -> dict[str, Tensor]:
-        """Large states for the checkpoint: `callbacks.<callback>.<key>`.
-
-        Raises:
-            TrainingError: a callback of rank 0 alone has such a state.
-        """
-        found: dict[str, Tensor] = {}
-        for callback in self._callbacks:
-            if _overrides(callback, "large_state"):
-                if not callback.all_ranks:
-                    raise TrainingError(f"callbacks.{callback.name} has a large_state() and so needs all_ranks = True")
-                state = callback.large_state(self._trainer)
-                found |= {f"{LARGE}{callback.name}.{key}": tensor for key, tensor in state.items()}
-        return found
 
     def start(self) -> None:
         """`on_start` of all, and a first look at their state, which would else be refused with the first checkpoint."""
@@ -224,16 +195,13 @@ class Callbacks:
 
         found: dict[str, Tensor] = {}
         for callback in self._callbacks:
-            state, whose = callback.state(), f"callbacks.{callback.name}: state()"
-            if not isinstance(state, dict):
-                raise TrainingError(f"{whose} gave {state!r}; it must give a dictionary of tensors")
-            for key, value in state.items():
-                if not isinstance(value, torch.Tensor):
-                    kind = type(value).__name__
-                    raise TrainingError(
-                        f"{whose}[{key!r}] is of type {kind}, not a tensor; wrap it, as in torch.tensor(…)"
-                    )
-                found[f"{callback.name}.{key}"] = value
+            state = callback.state()
+            if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+                raise TrainingError(
+                    f"callbacks.{callback.name}: state() gave {state!r}; it must give a dictionary of tensors, as in "
+                    "{'steps': torch.tensor(3)}"
+                )
+            found |= {f"{callback.name}.{key}": value for key, value in state.items()}
         return found
 
     def load(self, windows: dict[str, Tensor]) -> None:

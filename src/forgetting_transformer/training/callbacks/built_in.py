@@ -1,9 +1,7 @@
 """The callbacks that every run has, and those that its config names."""
 
-from typing import TYPE_CHECKING
-
 from forgetting_transformer.plugins import CALLBACKS
-from forgetting_transformer.training.callbacks.base import LARGE, Callback, Callbacks
+from forgetting_transformer.training.callbacks.base import Callback, Callbacks
 from forgetting_transformer.training.callbacks.goodput import Goodput
 from forgetting_transformer.training.callbacks.held_out import HeldOut
 from forgetting_transformer.training.callbacks.profile import Profile
@@ -12,16 +10,14 @@ from forgetting_transformer.training.callbacks.steps import BadSteps, Loss, Loss
 from forgetting_transformer.training.callbacks.throughput import Throughput
 from forgetting_transformer.training.callbacks.wandb import Wandb
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.execution.hardware import peak_of
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
+from forgetting_transformer.training.execution.hardware import peak_flops
+from forgetting_transformer.training.interface import TrainerInterface
 
 
-def built_in(trainer: "TrainerInterface") -> list[Callback]:
+def built_in(trainer: TrainerInterface) -> list[Callback]:
     """The callbacks of every run, in their order, of a trainer whose checkpoint is loaded."""
     config, data = trainer.config, trainer.config.datamodule
-    peak = peak_of(config.fabric, trainer.fabric.device)
+    peak = config.fabric.peak_flops or peak_flops(trainer.fabric.device, config.fabric.precision)
     throughput = Throughput(peak and peak * trainer.fabric.world_size, trainer.counters.as_floats())
     return [
         Wandb(),  # first, so that it has what the others report at the start
@@ -56,11 +52,8 @@ def chosen(config: Config) -> list[Callback]:
     return found
 
 
-def callbacks_of(trainer: "TrainerInterface") -> Callbacks:
+def callbacks_of(trainer: TrainerInterface) -> Callbacks:
     """All of them, with what the checkpoint holds of them."""
     callbacks = Callbacks(trainer, built_in(trainer), chosen(trainer.config))
     callbacks.load(trainer.origin.windows)
-    large = callbacks.large_state()
-    if trainer.origin.checkpoint is not None:
-        trainer.checkpointer.load_large(trainer.origin.checkpoint, large, LARGE)
     return callbacks

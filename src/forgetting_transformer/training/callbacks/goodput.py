@@ -15,11 +15,11 @@ from forgetting_transformer import metric_names as names
 from forgetting_transformer.files import write_json
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 from forgetting_transformer.training.clock import CATEGORIES, Clock
+from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.metrics import duration, prefixed
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.checkpoint import Saved
-    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +42,10 @@ class Goodput(Callback):
         self._start: dict[str, Any] = {}
         self._earlier: list[dict[str, Any]] = []
 
-    def on_start(self, trainer: "TrainerInterface") -> None:
+    def on_start(self, trainer: TrainerInterface) -> None:
         self.begin(trainer.counters.token_count)
 
-    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
+    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         step = trainer.counters.token_count
         if kind == "save":
             self.mark(step)
@@ -53,11 +53,11 @@ class Goodput(Callback):
             self._start["stages"] = {stage: round(seconds, 3) for stage, seconds in trainer.startup.seconds().items()}
             trainer.report(names.GOODPUT, prefixed(names.GOODPUT, self.write(step)))
 
-    def on_save(self, trainer: "TrainerInterface", saved: "Saved") -> None:
+    def on_save(self, trainer: TrainerInterface, saved: "Saved") -> None:
         values = {"checkpoint_time": saved.copy_seconds, "write_time": saved.write_seconds}
         trainer.report(names.CHECKPOINT, prefixed(names.CHECKPOINT, values), step=saved.step)
 
-    def on_end(self, trainer: "TrainerInterface") -> None:
+    def on_end(self, trainer: TrainerInterface) -> None:
         log.info("%s", describe(self.write(trainer.counters.token_count)))
 
     def begin(self, step: int) -> None:

@@ -5,7 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,12 +17,12 @@ from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 from forgetting_transformer.training.faults.readers import restarted
+from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length, mean_loss
 from forgetting_transformer.training.records.metrics import prefixed
 
 if TYPE_CHECKING:
     from forgetting_transformer.data.corpus import Corpus
-    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ class HeldOut(Callback):
 
     Args:
         data: whose held-out documents.
-        ema: the weights are the average that the callback ema keeps, which its lines, val_ema.jsonl, say.
     """
 
     name = "held_out"
@@ -40,16 +39,11 @@ class HeldOut(Callback):
     evaluates = True
     kinds = (names.VAL,)
 
-    def __init__(self, data: "Corpus", ema: bool = False) -> None:
+    def __init__(self, data: "Corpus") -> None:
         self._data, self._corpus = data, "the corpus (datamodule.name)"
-        self._described: dict[str, Any] = {}
-        if ema:
-            info = data.eval_info()
-            self.kinds = (names.VAL_EMA,)
-            self._described = {"path": info.path, names.FINGERPRINT: info.fingerprint, names.WEIGHTS: "ema"}
 
     @torch.no_grad()
-    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
+    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind != "eval":
             return
         started = time.perf_counter()
@@ -76,15 +70,20 @@ class HeldOut(Callback):
         trainer.sum_over_ranks(sums.flat)
         mean_T, counts_T = sums.mean_T(), sums.counts_T()
         sequences, tokens = int(sums.sequences_T[0].item()), int(sums.sequences_T.sum().item())
-        seconds, name = time.perf_counter() - started, self.kinds[0]
+        seconds, loss = time.perf_counter() - started, mean_loss(mean_T, counts_T)
         values = {
-            names.LOSS: mean_loss(mean_T, counts_T),
+            names.LOSS: loss,
             names.TOKENS_EVALUATED: tokens,
             "val_seq_count": sequences,
             "val_time": seconds,
             "val_tokens_per_second": tokens / seconds,
             **{f"{names.COUNTER}{counter}": value for counter, value in vars(trainer.counters).items()},
-            **self._described,
         }
-        values = prefixed(name, values) | by_length(name, mean_T, trainer.config.eval.min_val_length, counts_T)
-        trainer.report(name, values, {names.name_of(name, names.LOSS_PER_TOKEN): mean_T})
+        values = prefixed(names.VAL, values)
+        values |= by_length(names.VAL, mean_T, trainer.config.eval.min_val_length, counts_T)
+        trainer.report(names.VAL, values, {names.name_of(names.VAL, names.LOSS_PER_TOKEN): mean_T})
+        if fabric.is_global_zero:
+            unigram = trainer.data_info.unigram_entropy_nats
+            known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram else ""
+            done = f"{trainer.counters.token_count:,}"
+            log.info("held-out loss %.4f nats per token%s after %s tokens", loss, known, done)

@@ -1,12 +1,10 @@
 """A trace of a few steps, for `train.profile_steps`: what the host and the GPU do, and when."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forgetting_transformer.training.callbacks.base import Callback, Step
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
+from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +23,7 @@ class Profile(Callback):
         self._first, self._last = first, last
         self._profiler: Any = None
 
-    def on_start(self, trainer: "TrainerInterface") -> None:
+    def on_start(self, trainer: TrainerInterface) -> None:
         from torch import profiler
 
         folder, rank = trainer.directory.traces, trainer.fabric.global_rank
@@ -50,10 +48,10 @@ class Profile(Callback):
         self._profiler = profiler.profile(activities=activities, schedule=steps, on_trace_ready=write)
         self._profiler.start()
 
-    def on_step(self, trainer: "TrainerInterface", step: Step) -> None:
+    def on_step(self, trainer: TrainerInterface, step: Step) -> None:
         self._profiler.step()
 
-    def on_end(self, trainer: "TrainerInterface") -> None:
+    def on_end(self, trainer: TrainerInterface) -> None:
         self._profiler.stop()
         if (steps := self._profiler.step_num) < self._first:
             log.warning("train.profile_steps: no trace, because this start took %d steps only", steps)

@@ -1,18 +1,14 @@
 """The state of the run for people: a live bar on a terminal, plain lines in the log."""
 
 import logging
-from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from forgetting_transformer.metric_names import LOSS, VAL, VAL_EMA, name_of
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 from forgetting_transformer.training.callbacks.throughput import Throughput
+from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.logs import ON_THE_BAR
 from forgetting_transformer.training.records.metrics import duration
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +31,16 @@ class Progress(Callback):
         """Whether there is a terminal to draw bars on."""
         return not self._bar.disable
 
-    def on_start(self, trainer: "TrainerInterface") -> None:
+    def on_start(self, trainer: TrainerInterface) -> None:
         self._bar = tqdm(
             desc="train", unit="tok", unit_scale=True, total=trainer.config.train.max_tokens,
             initial=trainer.counters.token_count, dynamic_ncols=True, disable=None,  # where stderr is no terminal
         )  # fmt: skip
 
-    def on_step(self, trainer: "TrainerInterface", step: Step) -> None:
+    def on_step(self, trainer: TrainerInterface, step: Step) -> None:
         self._bar.update(trainer.tokens_per_step)
 
-    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
+    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind != "log" or trainer.latest is None:
             return
         tokens, total, per_second = trainer.counters.token_count, trainer.config.train.max_tokens, self._throughput.rate
@@ -58,14 +54,5 @@ class Progress(Callback):
             extra={ON_THE_BAR: self.live},
         )
 
-    def on_evaluate(self, trainer: "TrainerInterface", kind: str, values: dict[str, Any]) -> None:
-        what = {VAL: "", VAL_EMA: " of the average"}.get(kind)
-        if what is None:
-            return
-        unigram = trainer.data_info.unigram_entropy_nats
-        known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram and kind == VAL else ""
-        loss, done = values[name_of(kind, LOSS)], f"{trainer.counters.token_count:,}"
-        log.info("held-out loss%s %.4f nats per token%s after %s tokens", what, loss, known, done)
-
-    def on_end(self, trainer: "TrainerInterface") -> None:
+    def on_end(self, trainer: TrainerInterface) -> None:
         self._bar.close()

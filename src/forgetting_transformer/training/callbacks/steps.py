@@ -1,7 +1,6 @@
 """Records of every step: its loss, at every position too, norms, and whether its update was left out."""
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,12 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
-from forgetting_transformer.training.faults.shards import is_counted, local
+from forgetting_transformer.training.faults.shards import local
+from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length
 from forgetting_transformer.training.records.metrics import prefixed
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +22,7 @@ class Loss(Callback):
 
     name = "loss"
 
-    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
+    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         step = trainer.latest
         if kind == "log" and step is not None:
             values = {names.name_of(names.TRAIN, name): count for name, count in vars(trainer.counters).items()}
@@ -48,11 +45,11 @@ class LossByPosition(Callback):
         self._shortest = shortest
         self._sums = PositionSums.zeros(length, device)
 
-    def on_step(self, trainer: "TrainerInterface", step: Step) -> None:
+    def on_step(self, trainer: TrainerInterface, step: Step) -> None:
         self._sums.loss_T += torch.where(step.left_out.bool(), 0.0, step.loss_T)
         self._sums.sequences_T += (1 - step.left_out) * step.sequences_T
 
-    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
+    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind != names.TRAIN_EVAL:
             return
         mean_T, counts_T = self._sums.mean_T(), self._sums.counts_T()
@@ -85,7 +82,7 @@ class Norms(Callback):
     all_ranks = True
 
     @torch.no_grad()
-    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
+    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind != "log":
             return
         named = list(trainer.model.module.named_parameters())
@@ -95,7 +92,9 @@ class Norms(Callback):
         }
         squares = torch.stack([torch.linalg.vector_norm(local(t)) for t in tensors.values()]).double() ** 2
         if any(isinstance(p, DTensor) for _, p in named):
-            squares *= torch.tensor([is_counted(t) for t in tensors.values()], device=squares.device)
+            # What is not sharded counts on one rank.
+            counted = [isinstance(t, DTensor) or trainer.fabric.is_global_zero for t in tensors.values()]
+            squares *= torch.tensor(counted, device=squares.device)
             dist.all_reduce(squares)
         trainer.report(names.NORM, dict(zip(tensors, squares.sqrt().tolist(), strict=True)))
 
@@ -106,17 +105,17 @@ class BadSteps(Callback):
     name = "bad_steps"
     all_ranks = True
 
-    def on_step(self, trainer: "TrainerInterface", step: Step) -> None:
+    def on_step(self, trainer: TrainerInterface, step: Step) -> None:
         self._report(trainer)
 
-    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
+    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind == "save":  # their lines must be there before the checkpoint is
             self._report(trainer)
 
-    def on_end(self, trainer: "TrainerInterface") -> None:
+    def on_end(self, trainer: TrainerInterface) -> None:
         self._report(trainer)
 
-    def _report(self, trainer: "TrainerInterface") -> None:
+    def _report(self, trainer: TrainerInterface) -> None:
         for bad in trainer.guard.take_reports():
             places = trainer.data.locate(bad.batch)
             log.warning("the update of batch %d was left out: %s; from %s on", bad.batch, bad, places[0])

@@ -2,15 +2,12 @@
 
 import sys
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
+from forgetting_transformer.training.interface import TrainerInterface
 
 
 class Throughput(Callback):
@@ -45,10 +42,10 @@ class Throughput(Callback):
         #: Tokens per second over the last `window` steps, as reported last; None after the first step.
         self.rate: float | None = None
 
-    def on_step(self, trainer: "TrainerInterface", step: Step) -> None:
+    def on_step(self, trainer: TrainerInterface, step: Step) -> None:
         self.step(trainer.counters.as_floats())
 
-    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
+    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind == "log" and (rates := self.metrics(trainer.counters.as_floats())):
             self.rate = rates[names.per_second("token_count", "total", "recent")]
             rates[names.PEAK_MEMORY] = peak_memory_bytes(trainer.fabric.device)

@@ -7,18 +7,16 @@ import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.console import redact_tree
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.training.callbacks.base import Callback
 from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.metrics import MetricsLog
 from forgetting_transformer.training.records.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +31,7 @@ class Wandb(Callback):
 
     name = "wandb"
 
-    def on_start(self, trainer: "TrainerInterface") -> None:
+    def on_start(self, trainer: TrainerInterface) -> None:
         if trainer.metrics is not None:
             self.open(trainer.metrics, trainer.config, trainer.resolved)
 
@@ -86,19 +84,22 @@ class Wandb(Callback):
         metrics.sinks.append(self)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        try:
+        with self._failing("takes no more metrics"):
             if self._run is not None and step >= self._run.step:
                 self._run.log(values, step=step)
-        except Exception as error:
-            log.warning("wandb stopped taking metrics (%s); they are in the JSON-lines files", one_line(error))
-            self._run = None
 
     def close(self) -> None:
-        try:
+        with self._failing("did not finish"):
             if self._run is not None:
                 self._run.finish()
+
+    @contextlib.contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
-            log.warning("wandb did not finish (%s); all metrics are in the JSON-lines files", one_line(error))
+            log.warning("wandb %s (%s); all metrics are in the JSON-lines files", what, one_line(error))
+            self._run = None
 
 
 def _wandb_run_id(directory: RunDirectory) -> str:

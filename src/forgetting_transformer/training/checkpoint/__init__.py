@@ -1,10 +1,9 @@
 """Checkpoints that are whole or not there.
 
     checkpoints/step-000000123456/         the number is training tokens
-        state/.metadata, state/*.distcp    weights, AdamW's moments and large states of callbacks, sharded
-                                           (torch.distributed.checkpoint)
+        state/.metadata, state/*.distcp    weights and AdamW's moments, sharded (torch.distributed.checkpoint)
         trainer.json                       counters, resolved config, data fingerprint, versions
-        windows.npz                        small states of callbacks, and of the guard against bad steps
+        windows.npz                        states of callbacks, and of the guard against bad steps
         manifest.json                      size and CRC-32 of every file above; written last
 
 A save writes everything into a folder with a temporary name, the manifest last, flushes it to disk and renames the
@@ -37,20 +36,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from forgetting_transformer.training.checkpoint.folder import (
     Checkpoint,
     CheckpointError,
-    check_record,
-    newest_valid,
     reason_of,
 )
 from forgetting_transformer.training.checkpoint.host_copy import HostCopy
-from forgetting_transformer.training.checkpoint.reading import load_large, load_training
+from forgetting_transformer.training.checkpoint.reading import load_training
 from forgetting_transformer.training.checkpoint.writing import Writer, share, tensors_of
-
-#: Seconds between two looks at a save that is waited for.
-_LOOK_SECONDS = 1.0
-
-
-#: Context manager around a wait for a writer, made from a name for people; yields a function to call per progress.
-Watch = Callable[[str], AbstractContextManager[Callable[[], None]]]
 
 
 @dataclass(frozen=True)
@@ -70,14 +60,14 @@ class Saved:
 
 
 class Checkpointer:
-    """Saves, finds and loads the checkpoints of one run.
+    """Saves and loads the checkpoints of one run.
 
     Args:
         folder: `output_dir/checkpoints`.
         keep_last: rolling checkpoints to keep; two, so that a damaged newest one costs one interval and not the run.
         rank, world_size: of this process. Collective calls go over a separate gloo group, which needs no GPU.
-        timeout: how long a rank waits for the others in one. Where `watch` ends a wait for a writer that writes
-            nothing, a very long one: a rank with a slow disk is not gone.
+        timeout: how long a rank waits for the others in one. Where `watch` ends a wait for a writer that hangs, a very
+            long one: a rank with a slow disk is not gone.
         background: write in a thread, from a copy in the host's memory. False needs no memory for the copy.
         record: file outside `folder` that says that a checkpoint was finished; None keeps none.
     """
@@ -93,16 +83,13 @@ class Checkpointer:
         record: Path | None = None,
     ) -> None:
         self.folder, self.rank, self.world_size = folder, rank, world_size
-        self.record = record
-        #: The run began from another's checkpoint.
-        self.forked = False
         self.background = background
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
-        #: Around every wait for the writer.
-        self.watch: Watch = lambda name: nullcontext(lambda: None)
+        #: Context manager around every wait for the writer, made from a name for people.
+        self.watch: Callable[[str], AbstractContextManager[Any]] = nullcontext
         #: Tokens of the last finished checkpoint, or of the one that the run continues from.
         self.last_good: int | None = None
         self._step = 0
@@ -117,13 +104,11 @@ class Checkpointer:
         windows: dict[str, Tensor],
         permanent: bool,
         before_manifest: Callable[[], None] = lambda: None,
-        large: dict[str, Tensor] | None = None,
     ) -> None:
         """Saves a checkpoint; called by every rank after the same step. `finished` returns how it ended.
 
         Args:
             trainer_state: as JSON. windows: small tensors, the same on every rank.
-            large: tensors by name, besides weights and moments: sharded, or the same on every rank.
             before_manifest: what has to be on disk before the checkpoint counts; called on rank 0.
 
         Raises:
@@ -135,7 +120,7 @@ class Checkpointer:
             # Asking FSDP2 for the state of a fresh optimizer makes it take a step.
             raise CheckpointError("there is nothing to save before the first optimizer step")
         started = time.perf_counter()
-        tensors = tensors_of(model, optimizer)[0] | (large or {})
+        tensors = tensors_of(model, optimizer)[0]
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         mine = share(tensors, self.rank, self.world_size)
         mine |= {f"windows.{name}": tensor for name, tensor in windows.items()}
@@ -184,49 +169,14 @@ class Checkpointer:
 
     def _wait(self) -> None:
         """Until the save in flight, if there is one, has ended."""
-        if self._thread is None or not self._thread.is_alive():
-            return
-        with self.watch(f"the checkpoint at {self._step:,} tokens") as moves:
-            before = -1
-            while self._thread.is_alive():
-                self._thread.join(timeout=_LOOK_SECONDS)
-                if (now := self._writer.progress(self._step)) != before:
-                    before = now
-                    moves()
-
-    def clean(self) -> None:
-        """Removes what an interrupted save or deletion left behind; rank 0, at start-up."""
-        self._writer.clean()
+        if self._thread is not None:
+            with self.watch(f"the checkpoint at {self._step:,} tokens"):
+                self._thread.join()
 
     def close(self) -> None:
-        """Waits for a save in flight, and gives the memory of the copy back."""
+        """Waits for a save in flight."""
         self.finished(wait=True)
-        self._copy.close()
-
-    def newest(self, step: int | None = None) -> Checkpoint | None:
-        """The newest valid checkpoint (or the one at `step`), the same on every rank; None if none was ever finished.
-
-        Raises:
-            CheckpointError: checkpoints were finished and none is valid, or none is there.
-        """
-        answer: list[Any] = [None, None]
-        if self.rank == 0:
-            answer[0] = newest_valid(self.folder, step)
-            try:
-                if step is None:
-                    check_record(self.folder, self.record, answer[0])
-            except CheckpointError as error:
-                answer[1] = str(error)
-        if self._group is not None:
-            dist.broadcast_object_list(answer, src=0, group=self._group)
-        if answer[1] is not None:
-            raise CheckpointError(answer[1])
-        return answer[0]
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Fills model and optimizer (reading.py). In a fork, moments that the checkpoint lacks begin at zero."""
-        load_training(checkpoint, model, optimizer, self._group, new_moments=self.forked)
-
-    def load_large(self, checkpoint: Checkpoint, tensors: dict[str, Tensor], prefix: str) -> None:
-        """Fills large states of callbacks in place (reading.py); `prefix` begins the names of all of them."""
-        load_large(checkpoint, tensors, prefix, self._group, says=self.rank == 0)
+        """Fills model and optimizer (reading.py)."""
+        load_training(checkpoint, model, optimizer, self._group)

@@ -156,12 +156,11 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-def checksum(file: Path, moves: Callable[[int], None] = lambda count: None) -> dict[str, int]:
+def checksum(file: Path) -> dict[str, int]:
     crc, size = 0, 0
     with file.open("rb") as stream:
         while block := stream.read(_CHUNK):
             crc, size = zlib.crc32(block, crc), size + len(block)
-            moves(len(block))
     return {"bytes": size, "crc32": crc}
 
 
@@ -172,36 +171,23 @@ def reason_of(error: BaseException) -> str:
     return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
-def check_record(folder: Path, record: Path | None, found: Checkpoint | None) -> None:
-    """Holds the checkpoint that a run can go on from to the one that it finished last.
+def refuse_to_start_over(folder: Path, record: Path | None) -> None:
+    """For a run that has no checkpoint to go on from.
 
     Args:
         record: the run's `last_checkpoint.json`, which is there once a checkpoint was finished; None: not known.
-        found: in `folder`; None where none can be used.
 
     Raises:
         CheckpointError: checkpoints were finished, and none can be used. A run that starts over would write over what
             is left of it.
     """
-    finished: int | None = None
-    if record is not None and record.exists():
-        try:
-            finished = int(json.loads(record.read_text(encoding="utf-8"))["step"])
-        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
-            finished = 0  # nobody knows when
-    if found is not None:
-        if (finished or 0) > found.step:
-            said = "a checkpoint was finished at %s tokens; the newest that can be used is at %s"
-            log.warning(said, f"{finished:,}", f"{found.step:,}")
-        return
     if steps := steps_in(folder):
         names = ", ".join(name_of(step) for step in steps)
         problem = (
             f"none of the checkpoints in {folder} can be used ({names}; the log says why). Bring back a copy of one"
         )
-    elif finished is not None:
-        when = f" at {finished:,} tokens" if finished else ""
-        problem = f"a checkpoint was finished{when}, and {folder} holds none. Bring the folder back"
+    elif record is not None and record.exists():
+        problem = f"{record} says that a checkpoint was finished, and {folder} holds none. Bring the folder back"
     else:
         return
     raise CheckpointError(f"{problem}, or choose another output_dir")

@@ -1,7 +1,6 @@
 """Reading a checkpoint that any strategy wrote: into a run, on all ranks, or whole on the CPU of one process."""
 
 import contextlib
-import logging
 import pickle
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,12 +17,9 @@ from forgetting_transformer.training.checkpoint.folder import Checkpoint, Checkp
 from forgetting_transformer.training.checkpoint.safe_reader import (
     TensorPlanner,
     TensorReader,
-    UnsafeCheckpointError,
     read_tensors,
 )
 from forgetting_transformer.training.checkpoint.writing import tensors_of
-
-log = logging.getLogger(__name__)
 
 
 def load_training(
@@ -31,13 +27,11 @@ def load_training(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup | None,
-    new_moments: bool,
 ) -> None:
     """Fills model and optimizer, on all ranks. Learning rate, decay and betas stay as the config set them.
 
     Args:
         group: gloo group of all ranks; None for one.
-        new_moments: those of an optimizer that the checkpoint does not know begin at zero, as in a fork.
 
     Raises:
         CheckpointError: its tensors are not those of this model, or cannot be read.
@@ -45,61 +39,29 @@ def load_training(
     settings = [{k: v for k, v in param_group.items() if k != "params"} for param_group in optimizer.param_groups]
     tensors, optimizer_state = tensors_of(model, optimizer)
     stored = _check_names(checkpoint, tensors)
-    lacking = sorted(name for name in tensors if name.startswith("optimizer.") and name not in stored)
-    if lacking:
-        if not new_moments:
-            raise CheckpointError(f"{checkpoint.path} was written with another optimizer: it has no {lacking[0]}")
-        if group is None or dist.get_rank() == 0:
-            log.warning("%s was written with another optimizer: moments begin at zero", checkpoint.path)
-        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    _fill(checkpoint, tensors, group)
+    if lacking := sorted(tensors.keys() - stored):
+        raise CheckpointError(
+            f"{checkpoint.path} was written with another optimizer: it has no {lacking[0]}; to begin with its weights "
+            "alone, export it and give init_from"
+        )
+    reader = TensorReader(checkpoint.path / "state")
+    with _named(checkpoint):
+        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=group, no_dist=group is None)
     set_model_state_dict(model, _part_of("model.", tensors))
-    if lacking:
-        optimizer.state.clear()  # of the step that asking for it made
-    else:
-        for name, tensor in _part_of("optimizer.", tensors).items():
-            before = optimizer_state[name]
-            optimizer_state[name] = tensor if isinstance(before, Tensor) else type(before)(tensor.item())
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+    for name, tensor in _part_of("optimizer.", tensors).items():
+        before = optimizer_state[name]
+        optimizer_state[name] = tensor if isinstance(before, Tensor) else type(before)(tensor.item())
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
     for param_group, setting in zip(optimizer.param_groups, settings, strict=True):
         param_group.update(setting)
 
 
-def load_large(
-    checkpoint: Checkpoint, tensors: dict[str, Tensor], prefix: str, group: dist.ProcessGroup | None, says: bool
-) -> None:
-    """Fills large states of callbacks in place with those of their names, if the checkpoint has them.
-
-    Args:
-        prefix: of the names of all that are not weights or moments.
-        says: whether this rank logs which states begin or end here.
-
-    Raises:
-        CheckpointError: it has some of them only, or they cannot be read.
-    """
-
-    def owners(names: Iterable[str]) -> set[str]:
-        return {prefix + name.removeprefix(prefix).partition(".")[0] for name in names}
-
-    stored = {name for name in stored_names(checkpoint) if name.startswith(prefix)}
-    before, now = owners(stored), owners(tensors)
-    for one in sorted(now - before) if says else ():
-        log.info("%s has no state of %s, which begins here", checkpoint.path, one)
-    for one in sorted(before - now) if says else ():
-        log.warning("%s has the state of %s, which this start does not choose: it ends here", checkpoint.path, one)
-    known = {name: tensor for name, tensor in tensors.items() if owners([name]) <= before}
-    if lacking := sorted(known.keys() - stored):
-        raise CheckpointError(f"{checkpoint.path} was written with another model: it has no {lacking[0]}")
-    if known:
-        _fill(checkpoint, known, group)
-
-
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Fills a plain model on one process."""
-    own = model.state_dict()
-    _check_names(checkpoint, {f"model.{name}": tensor for name, tensor in own.items()})
-    model.load_state_dict(read_weights(checkpoint, own))
+    names = [f"model.{name}" for name in model.state_dict()]
+    _check_names(checkpoint, names)
+    model.load_state_dict(_part_of("model.", load_tensors(checkpoint, names)))
     check_weights(model, checkpoint.path)
 
 
@@ -115,22 +77,6 @@ def check_weights(model: nn.Module, where: Any) -> None:
         raise CheckpointError(str(error)) from error
 
 
-def read_weights(checkpoint: Checkpoint, names: Iterable[str] | None = None, part: str = "model.") -> dict[str, Tensor]:
-    """Weights of a checkpoint on the CPU, on one process, by the model's names; all of them without `names`.
-
-    Args:
-        part: prefix of their names in the checkpoint; "callbacks.ema." for what the callback ema keeps of them.
-
-    Raises:
-        CheckpointError: they are not there, or cannot be read.
-    """
-    stored = stored_names(checkpoint)
-    wanted = [name for name in stored if name.startswith(part)] if names is None else [f"{part}{n}" for n in names]
-    if lacking := sorted({*wanted} - stored):
-        raise CheckpointError(f"{checkpoint.path} belongs to another model: it has no {lacking[0].removeprefix(part)}")
-    return _part_of(part, load_tensors(checkpoint, wanted))
-
-
 def load_tensors(checkpoint: Checkpoint, names: list[str] | None = None) -> dict[str, Tensor]:
     """Tensors of a checkpoint on the CPU, on one process; all of them without `names`.
 
@@ -141,55 +87,30 @@ def load_tensors(checkpoint: Checkpoint, names: list[str] | None = None) -> dict
         return read_tensors(checkpoint.path / "state", names)
 
 
-def stored_names(checkpoint: Checkpoint) -> set[str]:
-    """The names of all tensors in the checkpoint.
-
-    Raises:
-        CheckpointError: its list of them cannot be read.
-    """
-    with _named(checkpoint):
-        return set(TensorReader(checkpoint.path / "state").tensors())
-
-
-def _fill(checkpoint: Checkpoint, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Fills tensors in place, on all ranks."""
-    reader = TensorReader(checkpoint.path / "state")
-    with _named(checkpoint):
-        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=group, no_dist=group is None)
-
-
 @contextlib.contextmanager
 def _named(checkpoint: Checkpoint) -> Iterator[None]:
     """Around the reading of a checkpoint: errors are CheckpointErrors that name it."""
     try:
         yield
     except (CheckpointException, OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-        cause: BaseException = error
-        if isinstance(error, CheckpointException):  # a BaseException that maps ranks to (exception, traceback)
-            cause = next(iter(error.failures.values()))[0]
-        if isinstance(cause, OSError):
-            place = cause.filename or checkpoint.path
-            said = f"{place} cannot be read: {cause.strerror}; bring back a copy, or take another checkpoint"
-        elif isinstance(cause, UnsafeCheckpointError | EOFError | pickle.UnpicklingError):
-            said = f"{checkpoint.path} was not loaded: {cause}"
-        else:
-            said = f"{checkpoint.path} does not fit this model: {reason_of(cause)}"
-        raise CheckpointError(said) from error
+        raise CheckpointError(
+            f"{checkpoint.path} was not loaded: {reason_of(error)}; bring back a copy, or take another checkpoint"
+        ) from error
 
 
 def _part_of(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _check_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> set[str]:
+def _check_names(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     """The names of all tensors in the checkpoint.
 
     Raises:
-        CheckpointError: those of the model are not the names of this one.
+        CheckpointError: its weights are not the `model.*` among `names`.
     """
-    stored = stored_names(checkpoint)
-    wanted = {name for name in tensors if name.startswith("model.")}
-    present = {name for name in stored if name.startswith("model.")}
+    with _named(checkpoint):
+        stored = set(TensorReader(checkpoint.path / "state").tensors())
+    wanted, present = ({name for name in of if name.startswith("model.")} for of in (names, stored))
     if wanted != present:
         raise CheckpointError(
             f"{checkpoint.path} belongs to another model: missing {sorted(wanted - present)[:3]}, "

@@ -1,6 +1,5 @@
 """Writer of a checkpoint: all ranks write beside, flush, name the files in a manifest, and rename last."""
 
-import contextlib
 import errno
 import json
 import logging
@@ -79,6 +78,14 @@ def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, T
     return mine
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Removes what an interrupted save or deletion left behind; on rank 0."""
+    for path in sorted(folder.glob(".*")):
+        if LEFTOVER.fullmatch(path.name):
+            log.warning("removing %s, which an interrupted save or deletion left behind", path)
+            shutil.rmtree(path, ignore_errors=True)
+
+
 class Writer:
     """Writes checkpoints on all ranks, and deletes old ones.
 
@@ -91,18 +98,7 @@ class Writer:
         self, folder: Path, keep_last: int, rank: int, group: dist.ProcessGroup | None, record: Path | None
     ) -> None:
         self.folder, self.keep_last, self.rank, self.record = folder, keep_last, rank, record
-        self._group, self._moved = group, 0
-
-    def progress(self, step: int) -> int:
-        """A number that changes when any rank has written bytes of the save in flight, or this one has come further."""
-        count = self._moved
-        with contextlib.suppress(OSError):
-            for file in (self.folder / f"{TEMPORARY}{name_of(step)}").rglob("*"):
-                count += file.stat().st_size
-        return count
-
-    def _move(self, amount: int = 1) -> None:
-        self._moved += amount
+        self._group = group
 
     def write(
         self,
@@ -135,7 +131,6 @@ class Writer:
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"could not write {final}: {reason_of(error)}") from error
-        self._move()
         checksums = self._gather_checksums(temporary)
         arrays = {name.removeprefix("windows."): tensor.cpu().numpy() for name, tensor in windows.items()}
 
@@ -143,20 +138,9 @@ class Writer:
             before_manifest()
             self._publish(temporary, final, checksums, trainer_state, arrays, permanent)
 
-        self._move()
         self._agree(publish, "finish")
-        self._move()
         if self.rank == 0:
             self._prune(step)
-
-    def clean(self) -> None:
-        """Removes what an interrupted save or deletion left behind; rank 0, at start-up."""
-        for leftover in sorted(self._leftovers()):
-            log.warning("removing %s, which an interrupted save or deletion left behind", leftover)
-            shutil.rmtree(leftover, ignore_errors=True)
-
-    def _leftovers(self) -> list[Path]:
-        return [path for path in self.folder.glob(".*") if LEFTOVER.fullmatch(path.name)]
 
     def _prepare(self, temporary: Path, needed: int) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -168,7 +152,7 @@ class Writer:
     def _gather_checksums(self, temporary: Path) -> dict[str, dict[str, int]]:
         """Every rank reads back the shards it wrote, so that the work is shared."""
         shards = sorted((temporary / "state").iterdir())
-        mine = {f"state/{file.name}": checksum(file, self._move) for file in shards if _writer_of(file) == self.rank}
+        mine = {f"state/{file.name}": checksum(file) for file in shards if _writer_of(file) == self.rank}
         if self._group is None:
             return mine
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
@@ -237,8 +221,7 @@ class Writer:
                 action()
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 problem = [reason_of(error)]
-                for leftover in self._leftovers():
-                    shutil.rmtree(leftover, ignore_errors=True)
+                remove_leftovers(self.folder)
         if self._group is not None:
             dist.broadcast_object_list(problem, src=0, group=self._group)
         if problem[0] is not None:

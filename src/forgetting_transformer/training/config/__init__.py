@@ -103,22 +103,19 @@ class WandbConfig:
 
 @dataclass(kw_only=True)
 class StrategyConfig:
-    #: "auto" (one process: none; several: ddp), "ddp", "fsdp" (weights, gradients and moments sharded by block over all
-    #: processes) or "hsdp" (sharded within a node, replicated between nodes).
-    name: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
-    #: hsdp: processes that share one copy of the model. null: those of a node.
-    shard_size: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    #: fsdp and hsdp: gather weights once a step and keep them until its last backward pass, instead of gathering each
+    #: "auto" (one process: none; several: ddp), "ddp" or "fsdp" (weights, gradients and moments sharded by block over
+    #: all processes).
+    name: Literal["auto", "ddp", "fsdp"] = "auto"
+    #: fsdp: gather weights once a step and keep them until its last backward pass, instead of gathering each
     #: block before and after its use. "auto": where they take at most a twentieth of a GPU's memory.
     keep_gathered: Switch = "auto"
     #: So many ranks share each sequence, every one a part of it; the rest of the world is data parallel.
     context: Annotated[int, Field(ge=1, le=1024)] = 1
-    #: Seconds without a step, or without a byte written of a checkpoint that is waited for, after which a rank is stuck
-    #: and ends itself; so long it waits for the others in a collective operation. Each stage of the start may take
-    #: half an hour more.
+    #: Seconds without a step after which a rank is stuck and ends itself; so long it waits for the others in a
+    #: collective operation. Each stage of the start, and a checkpoint that is waited for, may take half an hour more.
     timeout_seconds: Annotated[int, Field(ge=1, le=10**8)] = 1800
-    #: ddp and hsdp: steps between comparisons of weights and moments over the ranks that hold the same unless memory or
-    #: a GPU failed; they are compared before every checkpoint too. null: never.
+    #: ddp: steps between comparisons of weights and moments over the ranks, which hold the same unless memory or a GPU
+    #: failed; they are compared before every checkpoint too. null: never.
     compare_steps: Annotated[int, Field(ge=1, le=10**8)] | None = 100
 
 
@@ -256,8 +253,8 @@ class Config:
     checkpoint_interval: Tokens
     checkpoint_keep_interval: Tokens
     checkpoint_keep_last: Count = 2
-    #: true: write checkpoints during training, from a copy in the host's memory (12 bytes per parameter over all
-    #: ranks of the job). false: training waits, and needs no such memory.
+    #: true: write checkpoints while training goes on, from a copy in the host's memory (at least 12 bytes per parameter
+    #: over all ranks of the job). false: training waits, and needs no such memory.
     checkpoint_background: bool = True
     #: true: check data, disk and memory, time a few steps, say what the run will cost, measure which micro-batch is
     #: fastest, with activation checkpointing and without, and train nothing.

@@ -34,9 +34,6 @@ class Execution:
     device: str
     backends: dict[str, str]
 
-    def as_json(self) -> dict[str, Any]:
-        return {"compile": self.compile, "device": self.device, "backends": self.backends}
-
 
 def recorded(state: dict[str, Any]) -> Execution | None:
     """Execution that the checkpoint with this trainer.json was trained with; None for another program's."""
@@ -78,16 +75,9 @@ def choose(
 
 def differences(before: Execution, now: Execution) -> list[str]:
     """Reasons why the run is not bitwise the one that was not interrupted, as far as a checkpoint has them."""
-    found = []
-    if before.compile != now.compile:
-        was, is_now = ("compiled" if execution.compile else "not compiled" for execution in (before, now))
-        found.append(f"blocks and loss were {was} and are {is_now} now (train.compile)")
-    if before.device != now.device:
-        found.append(f"the device was {before.device} and is {now.device} now")
-    for op in sorted(now.backends.keys() & before.backends.keys()):
-        if before.backends[op] != now.backends[op]:
-            found.append(f"{op} ran on {before.backends[op]} and runs on {now.backends[op]} now")
-    return found
+    old, new = ({"train.compile": e.compile, "device": e.device, **e.backends} for e in (before, now))
+    changed = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key]]
+    return [f"{key} was {old[key]} and is {new[key]} now" for key in changed]
 
 
 def _obstacle(device: torch.device) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.execution.hardware import peak_of
+from forgetting_transformer.training.execution.hardware import peak_flops
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def choose(config: Config, device: torch.device, world_size: int, compiled: bool
     wanted = config.train.cuda_graphs
     if not possible(config, device, world_size, compiled) or wanted != "auto":
         return wanted is True
-    peak = peak_of(config.fabric, device)
+    peak = config.fabric.peak_flops or peak_flops(device, config.fabric.precision)
     return peak is not None and flops / peak <= _AT_PEAK_SECONDS
 
 
@@ -97,21 +97,13 @@ class Graphs:
         if taken:
             for parameter in self._parameters:
                 parameter.grad = None
-        try:
-            with compiling.recording():
-                yield
-        except Exception as error:
-            if self._micro_batches < _REPLAYED and not isinstance(error, torch.OutOfMemoryError):
-                log.warning(
-                    "the error below came while blocks were recorded as CUDA graphs; start the same command with "
-                    "train.cuda_graphs=false to see whether they are its cause"
-                )
-            raise
+        with compiling.recording():
+            yield
         if taken:
             self._add(before, last)
         self._micro_batches += 1
         if self._micro_batches == _REPLAYED:
-            self._say()
+            _warn_of_skipped()
 
     @torch.no_grad()
     def _add(self, before: list[Tensor | None], last: bool) -> None:
@@ -134,16 +126,13 @@ class Graphs:
         if copies:
             torch._foreach_copy_(copies, copied)
 
-    def _say(self) -> None:
-        from torch._dynamo.utils import counters
 
-        if not torch.cuda.is_available():
-            return
-        size = sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0))
-        log.info("CUDA graphs: blocks are recorded; their memory, %.1f GB, is used by nothing else", size / 1e9)
-        if skipped := counters["inductor"]["cudagraph_skips"]:
-            log.warning(
-                "CUDA graphs: %d parts of the model cannot be recorded and run without graphs "
-                "(TORCH_LOGS=perf_hints says why)",
-                skipped,
-            )
+def _warn_of_skipped() -> None:
+    from torch._dynamo.utils import counters
+
+    if skipped := counters["inductor"]["cudagraph_skips"]:
+        log.warning(
+            "CUDA graphs: %d parts of the model cannot be recorded and run without graphs "
+            "(TORCH_LOGS=perf_hints says why)",
+            skipped,
+        )

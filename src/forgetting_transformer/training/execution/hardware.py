@@ -10,31 +10,23 @@ training does not use.
 
 import functools
 import logging
-from typing import NamedTuple
 
 import torch
-
-from forgetting_transformer.training.config import FabricConfig
 
 log = logging.getLogger(__name__)
 
 
-class Peak(NamedTuple):
-    """FLOP/s of one GPU, by the precision of `fabric.precision`."""
-
-    #: bf16 inputs, fp32 accumulation on tensor cores.
-    bf16_mixed: float
-    #: fp32 outside tensor cores: PyTorch leaves TF32 off for matrix products.
-    fp32: float
-
+#: FLOP/s of a GPU: with bf16 inputs and fp32 accumulation on tensor cores; and in fp32 outside tensor cores, because
+#: PyTorch leaves TF32 off for matrix products.
+Peak = tuple[float, float]
 
 # NVIDIA H100 datasheet: bf16 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL) TFLOPS with sparsity; the H100 architecture
 # whitepaper prints the dense 989.4 and 756. fp32: 67, 51 and 60.
-_H100_SXM = Peak(989.4e12, 67e12)
-_H100_PCIE = Peak(756e12, 51e12)
-_H100_NVL = Peak(835.5e12, 60e12)
+_H100_SXM = (989.4e12, 67e12)
+_H100_PCIE = (756e12, 51e12)
+_H100_NVL = (835.5e12, 60e12)
 # NVIDIA A100 datasheet: bf16 312 dense, fp32 19.5, the same for SXM and PCIe, 40 and 80 GB.
-_A100 = Peak(312e12, 19.5e12)
+_A100 = (312e12, 19.5e12)
 
 PEAKS: dict[str, Peak] = {
     "NVIDIA A100-SXM4-40GB": _A100,
@@ -49,18 +41,13 @@ PEAKS: dict[str, Peak] = {
     "NVIDIA H200 NVL": _H100_NVL,
     "NVIDIA GH200 480GB": _H100_SXM,
     # HGX B200 and GB200 NVL72 datasheets, per GPU: bf16 4.5 and 5 PFLOPS with sparsity, fp32 75 and 80 TFLOPS.
-    "NVIDIA B200": Peak(2250e12, 75e12),
-    "NVIDIA GB200": Peak(2500e12, 80e12),
+    "NVIDIA B200": (2250e12, 75e12),
+    "NVIDIA GB200": (2500e12, 80e12),
     # L40S datasheet: bf16 362.05 dense, fp32 91.6.
-    "NVIDIA L40S": Peak(362.05e12, 91.6e12),
+    "NVIDIA L40S": (362.05e12, 91.6e12),
     # Ada architecture whitepaper, RTX 4090: bf16 with fp32 accumulation 165.2 dense, fp32 82.6.
-    "NVIDIA GeForce RTX 4090": Peak(165.2e12, 82.6e12),
+    "NVIDIA GeForce RTX 4090": (165.2e12, 82.6e12),
 }
-
-
-def peak_of(fabric: FabricConfig, device: torch.device) -> float | None:
-    """`fabric.peak_flops`, or else what is known of `device` at the precision of the run."""
-    return fabric.peak_flops or peak_flops(device, fabric.precision)
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -71,7 +58,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if name not in PEAKS:
         _say_unknown(name)
         return None
-    return PEAKS[name].bf16_mixed if precision == "bf16-mixed" else PEAKS[name].fp32
+    return PEAKS[name][precision != "bf16-mixed"]
 
 
 @functools.cache

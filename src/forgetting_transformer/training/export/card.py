@@ -6,8 +6,7 @@ A card is read by strangers. It shows the settings of a short list, and of a pat
 import logging
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,110 +15,116 @@ from huggingface_hub import ModelCardData
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run
 from forgetting_transformer.command_line import one_line
-from forgetting_transformer.files import write_atomically
+from forgetting_transformer.files import flatten, write_atomically
 
 log = logging.getLogger(__name__)
 
 CARD = "README.md"
-#: Versions that a card names, of those that a start records.
+_SETTINGS = (
+    "model.name", "model.label", "datamodule.dataset", "datamodule.train_batch_size", "datamodule.train_batch_len",
+    "optimizer.name", "optimizer.lr", "schedule.name", "seed", "fabric.precision", "fork_dir", "fork_step",
+)  # fmt: skip
 _VERSIONS = ("python", "torch", "triton", "transformers", "forgetting-transformer")
 #: A path or a URL. The names of a run and of a model on a hub may have a slash in them.
 _PLACE = re.compile(r"(?:\w+:/|~|\.{1,2})?/[^?]*")
+_TEXT = """---
+{head}
+---
+
+# {title}
+
+A language model with {parameters:,} parameters, trained on {tokens:,} tokens. It is a base model: it continues text and
+has not learnt to follow instructions. Nothing but the losses below was measured for this card.
+
+## How to load it
+
+Install the Python package `forgetting-transformer`, which has the model classes, from a clone of its repository. Then:
+
+```python
+{snippet}```
+
+## Losses
+
+{losses}
+
+## Training
+
+| | |
+|---|---|
+{rows}
+
+## Licence
+
+{licence}
+"""
+_NO_LICENCE = (
+    "**No licence has been chosen.** The publisher of this model may choose one, with regard to the corpus and the "
+    "tokenizer (`save_model.py --license …`). Until then nobody else may assume a right to use it."
+)
 
 
-@dataclass(frozen=True)
-class Exported:
-    """A model that is exported.
-
-    Attributes:
-        config: its run's settings, as the checkpoint has them.
-        origin: what the export records of the weights (folder.py): training tokens, plug-ins, the weights' source.
-        model_type: of its config.json. parameters: their number.
-        has_tokenizer: whether one lies beside the weights.
-    """
-
-    config: Mapping[str, Any]
-    origin: Mapping[str, Any]
-    model_type: str
-    parameters: int
-    has_tokenizer: bool
-
-    @property
-    def step(self) -> int:
-        """Training tokens of the checkpoint."""
-        return self.origin["checkpoint"]
-
-    def setting(self, section: str, key: str) -> Any:
-        """A setting as strangers may see it; None where the run had none."""
-        value = self.config.get(section)
-        return public(value.get(key)) if isinstance(value, Mapping) else None
-
-
-def write(run_folder: Path, exported: Exported, folder: Path, licence: str | None) -> None:
+def write(
+    folder: Path,
+    run_folder: Path,
+    config: Mapping[str, Any],
+    origin: Mapping[str, Any],
+    parameters: int,
+    has_tokenizer: bool,
+    licence: str | None,
+) -> None:
     """Writes the card into `folder`. An export is whole without it: metrics that cannot be read cost the card.
 
     Args:
+        config: the run's settings, as the checkpoint has them.
+        origin: what the export records of the weights (folder.py): training tokens, plug-ins, the weights' source.
         licence: as the hub calls it, such as "apache-2.0"; None where nobody has chosen one.
     """
-    try:
-        write_atomically(folder / CARD, _card(Run(run_folder, "", until=exported.step), exported, licence))
-    except ValueError as error:
-        log.warning("no model card was written: %s", one_line(error))
-
-
-def _card(run: Run, exported: Exported, licence: str | None) -> str:
-    label = exported.setting("model", "label") or exported.setting("model", "name") or exported.model_type
-    corpus = exported.setting("datamodule", "dataset")
+    tokens, known = origin["checkpoint"], {key: public(value) for key, value in flatten(dict(config)).items()}
     head = ModelCardData(
         license=licence, library_name="transformers", pipeline_tag="text-generation", tags=["forgetting-transformer"]
     )
-    parts = [
-        f"# {_text(public(exported.config.get('tag')) or label)}",
-        f"A language model with {exported.parameters:,} parameters ({_text(label)}), trained on {exported.step:,} "
-        + f"tokens{f' of {_text(corpus)}' if corpus else ''}. It is a base model: it continues text and has not learnt "
-        "to follow instructions. Nothing but the losses below was measured for this card.",
-        "## How to load it",
-        "Install the Python package `forgetting-transformer`, which has the model classes, from a clone of its "
-        "repository (no package index has it), and run",
-        f"```python\n{snippet(exported)}```",
-        *([] if exported.has_tokenizer else ["There is no tokenizer here: the model takes token ids."]),
-        "## Losses",
-        *_losses(run, exported),
-        "## Training",
-        "\n".join(["| | |", "|---|---|", *(f"| {name} | {_text(row)} |" for name, row in _rows(run, exported))]),
-        "## Licence",
-        f"The publisher of this model has chosen the licence `{licence}`."
-        if licence
-        else "**No licence has been chosen.** It is for the publisher of this model to choose one, with regard to the "
-        "corpus and the tokenizer: export again with `save_model.py --license …`. Until then nobody else may assume a "
-        "right to use the model.",
-    ]
-    text = "\n\n".join(part.rstrip("\n") for part in parts)
-    return f"---\n{head.to_yaml()}\n---\n\n{text}\n"
+    run = Run(run_folder, "", until=tokens)
+    source = ", ".join(map(str, origin.get("weights_from", {}).values()))
+    rows = {key: known.get(key) for key in _SETTINGS} | {"init_from": source} | _starts(run, tokens)
+    try:
+        losses = _losses(run, tokens)
+    except ValueError as error:
+        log.warning("no model card was written: %s", one_line(error))
+        return
+    text = _TEXT.format(
+        head=head.to_yaml(),
+        title=known.get("tag") or known.get("model.name"),
+        parameters=parameters,
+        tokens=tokens,
+        snippet=snippet(origin.get("plugins", ()), known.get("datamodule.dataset"), has_tokenizer),
+        losses=losses,
+        rows="\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items() if value not in (None, "")),
+        licence=f"The publisher of this model has chosen the licence `{licence}`." if licence else _NO_LICENCE,
+    )
+    write_atomically(folder / CARD, text)
 
 
-def snippet(exported: Exported) -> str:
+def snippet(plugins: Sequence[str], dataset: str | None, has_tokenizer: bool) -> str:
     """Python code that loads the model and, with a tokenizer, lets it write."""
     lines = ["import forgetting_transformer.model  # registers the model classes"]
-    if exported.setting("datamodule", "dataset") == "longcrawl64":
+    if dataset == "longcrawl64":
         lines.append("import forgetting_transformer.tokenizer  # registers LongCrawl64's tokenizer")
-    for name in exported.origin.get("plugins", ()):
-        lines.append(f"import {name}  # a plug-in that registers what the model needs")
-    auto = "AutoModelForCausalLM, AutoTokenizer" if exported.has_tokenizer else "AutoModelForCausalLM"
+    lines += [f"import {name}  # a plug-in that the model needs" for name in plugins]
     lines += [
-        f"from transformers import {auto}",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         'model_id = "."  # the folder of this file',
         "model = AutoModelForCausalLM.from_pretrained(model_id)",
     ]
-    if exported.has_tokenizer:
-        lines += [
-            "tokenizer = AutoTokenizer.from_pretrained(model_id)",
-            'prompt = tokenizer("One day", return_tensors="pt")',
-            "output_ids = model.generate(**prompt, max_new_tokens=32)",
-            "print(tokenizer.decode(output_ids[0], skip_special_tokens=True))",
-        ]
-    return "\n".join(lines) + "\n"
+    if not has_tokenizer:
+        return "\n".join([*lines, "# There is no tokenizer here: the model takes token ids.", ""])
+    lines += [
+        "tokenizer = AutoTokenizer.from_pretrained(model_id)",
+        'prompt = tokenizer("One day", return_tensors="pt")',
+        "output_ids = model.generate(**prompt, max_new_tokens=32)",
+        "print(tokenizer.decode(output_ids[0], skip_special_tokens=True))",
+    ]
+    return "\n".join([*lines, ""])
 
 
 def public(value: Any) -> Any:
@@ -130,73 +135,38 @@ def public(value: Any) -> Any:
     return place[0].rstrip("/").rpartition("/")[2] if place else value
 
 
-def _losses(run: Run, exported: Exported) -> list[str]:
-    rows = []
-    tokens = run.last(names.VAL).get(names.name_of(names.VAL, names.TOKENS_EVALUATED))
-    of = f"mean over {tokens:,} held-out tokens, " if tokens else ""
-    weights = exported.origin.get("weights", "")
-    # Losses of these weights come first.
-    average = run.series(names.VAL_EMA, names.name_of(names.VAL_EMA, names.LOSS))
-    if "average ema" in weights and average.tokens.size:
-        step, loss = average.tokens[-1], float(average.values[-1])
-        rows.append(("held-out, moving average of the weights", loss, f"{of}after {step:,} training tokens"))
+def _losses(run: Run, tokens: int) -> str:
+    """
+    Raises:
+        ValueError: the run's metrics cannot be read.
+    """
+    lines = []
     if run.heldout.tokens.size:
-        step, loss = run.heldout.tokens[-1], run.final_loss(heldout=True)
-        rows.append(("held-out", loss, f"{of}after {step:,} training tokens"))
-    train = run.train_loss_at(exported.step)
-    if math.isfinite(train):
-        rows.append(("training", train, f"mean over the last {TRAIN_WINDOW:.0%} of the tokens, as logged"))
-    if not rows:
-        return ["The run left no record of its losses."]
-    lines = ["| loss | nats per token | perplexity | |", "|---|---:|---:|---|"]
-    lines += [
-        f"| {name} | {loss:.4f} | {f'{math.exp(loss):,.2f}' if loss < 20 else ''} | {what} |"
-        for name, loss, what in rows
-    ]
-    return ["\n".join(lines), *([f"These are losses of the run. The weights here are {weights}."] if weights else [])]
+        of = run.last(names.VAL).get(names.name_of(names.VAL, names.TOKENS_EVALUATED))
+        what = f"mean over {of:,} held-out tokens, " if of else ""
+        loss = run.final_loss(heldout=True)
+        lines.append(f"| held-out | {loss:.4f} | {what}after {run.heldout.tokens[-1]:,} training tokens |")
+    if math.isfinite(loss := run.train_loss_at(tokens)):
+        lines.append(f"| training | {loss:.4f} | mean over the last {TRAIN_WINDOW:.0%} of the tokens, as logged |")
+    if not lines:
+        return "The run left no record of its losses."
+    return "\n".join(["| loss | nats per token | |", "|---|---:|---|", *lines])
 
 
-def _rows(run: Run, exported: Exported) -> list[tuple[str, str]]:
-    """Rows of the table; what is not known is left out."""
-    known = exported.setting
-    length, batch = known("datamodule", "train_batch_len"), known("datamodule", "train_batch_size")
-    # Later starts had no part in the checkpoint.
-    starts = [start for start in run.starts if start.get("step", 0) < exported.step] or run.starts[:1]
-    machines = [(start.get("world_size", 1), (start.get("machine") or {}).get("device")) for start in starts]
-    newest = starts[-1] if starts else {}
-    versions, git = newest.get("versions") or {}, newest.get("git") or {}
-    rows = {
-        "architecture": f"{known('model', 'label') or known('model', 'name')} ({exported.model_type})",
-        "corpus": known("datamodule", "dataset"),
-        "fingerprint of the corpus": run.info("train_data").get("fingerprint"),
-        "training tokens": f"{exported.step:,}",
-        "batch": f"{batch:,} sequences of {length:,} tokens" if batch and length else None,
-        "started from": _began_with(exported),
-        "weights": exported.origin.get("weights"),
-        "optimizer": known("optimizer", "name"),
-        "peak learning rate": known("optimizer", "lr"),
-        "schedule": known("schedule", "name"),
-        "seed": exported.config.get("seed"),
-        "precision": known("fabric", "precision"),
-        "hardware": "; ".join(dict.fromkeys(f"{count} × {device}" for count, device in machines if device)),
+def _starts(run: Run, tokens: int) -> dict[str, Any]:
+    """Hardware of the starts that had a part in the checkpoint; versions and code of the newest."""
+    starts = [start for start in run.starts if start.get("step", 0) < tokens] or run.starts[:1]
+    if not starts:
+        return {}
+    machines = [f"{start['world_size']} × {start['machine']['device']}" for start in starts]
+    versions, git = starts[-1]["versions"], starts[-1]["git"]
+    return {
+        "hardware": "; ".join(dict.fromkeys(machines)),
         "versions": ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if name in versions),
-        "code": f"commit {git['commit'][:12]}{', with uncommitted changes' * bool(git.get('patch'))}"
-        if git.get("commit")
-        else None,
+        "commit": git and git["commit"][:12] + ", with uncommitted changes" * bool(git["patch"]),
     }
-    return [(name, str(value)) for name, value in rows.items() if value not in (None, "")]
 
 
-def _began_with(exported: Exported) -> str | None:
-    weights = exported.origin.get("weights_from")
-    fork, step = exported.config.get("fork_dir"), exported.config.get("fork_step")
-    if isinstance(weights, Mapping):
-        return "the weights of " + ", ".join(
-            str(weights[key]) for key in ("source", "revision", "weights") if key in weights
-        )
-    return f"{public(fork)} at {step:,} tokens" if fork and step else None
-
-
-def _text(value: Any) -> str:
+def _cell(value: Any) -> str:
     """A value in one line, which no cell of a table ends."""
     return " ".join(str(value).split()).replace("|", r"\|")

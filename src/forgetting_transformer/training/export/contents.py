@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers.processors import Sequence, TemplateProcessing
 from transformers import PreTrainedModel
 
@@ -11,35 +10,16 @@ from forgetting_transformer import plugins
 from forgetting_transformer.model import registry
 from forgetting_transformer.model_tokenizer import check_vocabulary, load_tokenizer, longcrawl64_tokenizer
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
-from forgetting_transformer.training.callbacks.base import LARGE
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError
-from forgetting_transformer.training.checkpoint.reading import check_weights, load_weights, read_weights
+from forgetting_transformer.training.checkpoint.reading import load_weights
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
 
-def load_checkpoint(
-    checkpoint: Checkpoint, weights: str | None = None
-) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
-    """A checkpoint, its trainer.json and its model, on the CPU, in fp32 and evaluation mode; for `read_newest`.
-
-    Args:
-        weights: the callback whose average of the weights is loaded, such as "ema"; None for the weights themselves.
-    """
+def load_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
+    """A checkpoint, its trainer.json and its model, on the CPU, in fp32 and evaluation mode; for `read_newest`."""
     state = checkpoint.trainer_state()
     model = build_model(checkpoint, state)
     load_weights(checkpoint, model)
-    if weights is not None:
-        parameters = dict(model.named_parameters())
-        average = read_weights(checkpoint, part=f"{LARGE}{weights}.")
-        if average.keys() != parameters.keys():
-            raise CheckpointError(
-                f"--weights={weights}: {checkpoint.path} has no such weights; the run must train with "
-                f"callbacks=[{weights}]"
-            )
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(average[name])
-        check_weights(model, f"{checkpoint.path}, {weights}")
     return checkpoint, state, model.eval()
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from forgetting_transformer.command_line import one_line
 from forgetting_transformer.console import how_to_install
 from forgetting_transformer.data.storage.checksums import sha256_of
 from forgetting_transformer.files import explain, write_json
+from forgetting_transformer.hub_connection import model_folder
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest
 from forgetting_transformer.training.config.continuing import decisive
 from forgetting_transformer.training.export import card, official_checkpoint
@@ -28,7 +30,6 @@ from forgetting_transformer.training.records.run_directory import RunDirectory, 
 #: The mark, written into every export.
 MARK = "exported_from.json"
 _UNFINISHED = ".unfinished-export-"
-_STANDARD = {"config.json", "generation_config.json", "model.safetensors"}
 
 
 class ExportError(RuntimeError):
@@ -40,7 +41,6 @@ def export(
     save_folder: Path,
     step: int | None = None,
     tokenizer: str | None = None,
-    weights: str | None = None,
     licence: str | None = None,
     replace: bool = False,
 ) -> str:
@@ -52,12 +52,11 @@ def export(
         run_folder: output_dir of a training run, of this project or of the authors' code; it may still be training.
         step: training tokens of the checkpoint; None for the newest valid one.
         tokenizer: folder or hub id; None for the run's own.
-        weights: the callback whose average of the weights is exported, such as "ema"; None for the weights themselves.
         licence: for the card, as the hub calls it; None for none.
         replace: replace another run's export too.
 
     Raises:
-        CheckpointError: no valid checkpoint (at that step), or none of these weights in it.
+        CheckpointError: no valid checkpoint (at that step).
         ExportError: the folder is a run's or a corpus's, holds another model, another run's export or files of
             somebody else, or cannot be written, or the tokenizer cannot be used.
     """
@@ -66,32 +65,27 @@ def export(
     if not directory.checkpoints.is_dir():
         said = "it holds no checkpoints" if directory.root.is_dir() else "there is no such folder"
         raise CheckpointError(f"--hf_load_dir={run_folder}: {said}; give the output_dir of a training run")
-    if directory.is_official and weights is None:
+    if directory.is_official:
         checkpoint, state, model = official_checkpoint.load_model(directory, step)
     else:
-        checkpoint, state, model = read_newest(
-            directory.checkpoints, lambda found: load_checkpoint(found, weights), step
-        )
+        checkpoint, state, model = read_newest(directory.checkpoints, load_checkpoint, step)
     length, bos = state["config"]["datamodule"]["train_batch_len"], model.config.bos_token_id
     found_tokenizer, without = _find_tokenizer(directory, state, tokenizer)
     if hasattr(model.config, "max_position_embeddings"):
         # No effect on the model; lm_eval and others read it as the context length of training.
         model.config.max_position_embeddings = length
-    origin = _origin(checkpoint, state, model, weights)
+    origin = _origin(checkpoint, state, model)
     try:
         save_folder.mkdir(parents=True, exist_ok=True)
         for left in save_folder.glob(f"{_UNFINISHED}*"):  # by an export that was killed
             shutil.rmtree(left)
+        before, there = read_mark(save_folder), save_folder / card.CARD
+        own = before.get("files", {})
         # Nothing is replaced before all of the new export is on the disk.
         with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=save_folder) as staged:
             new = Path(staged)
             if found_tokenizer is not None:
                 save_tokenizer(found_tokenizer, new, length, bos)
-            before = read_mark(save_folder)
-            own = before.get("files", {})
-            models = {name for name in os.listdir(save_folder) if _is_of_a_model(name)}
-            named = {name for name in (*_STANDARD, MARK, *_files_in(new)) if os.path.lexists(save_folder / name)}
-            _check_replaceable(save_folder, models | named, before, origin, replace)
             pad = getattr(found_tokenizer, "pad_token_id", None)
             model.generation_config = GenerationConfig(
                 bos_token_id=bos,
@@ -101,33 +95,23 @@ def export(
             model.save_pretrained(new)
             for file in new.glob("model*.safetensors"):  # safetensors lets nobody else read them
                 shutil.copymode(new / "config.json", file)
-            there = save_folder / card.CARD
-            kept_card = os.path.lexists(there) and own.get(card.CARD) != sha256_of(there)
-            if not kept_card:
-                exported = card.Exported(
-                    state["config"],
-                    origin,
-                    model.config.model_type,
-                    model.num_parameters(),
-                    found_tokenizer is not None,
-                )
-                card.write(directory.root, exported, new, licence)
-            files = {name: sha256_of(file) for name, file in _files_in(new).items()}
-            for name in models - files.keys():
-                (save_folder / name).unlink()  # a part of the export before
+            if not (kept_card := there.exists() and own.get(card.CARD) != sha256_of(there)):
+                parameters, has_tokenizer = model.num_parameters(), found_tokenizer is not None
+                card.write(new, directory.root, state["config"], origin, parameters, has_tokenizer, licence)
+            files = {f.relative_to(new).as_posix(): sha256_of(f) for f in new.rglob("*") if f.is_file()}
+            _check_replaceable(save_folder, before, {*own, *files}, origin, replace)
+            for name in own.keys() - files.keys() - {card.CARD}:
+                (save_folder / name).unlink(missing_ok=True)
             for name in files:
                 (save_folder / name).parent.mkdir(exist_ok=True)
                 os.replace(new / name, save_folder / name)
-        kept = {name: digest for name, digest in own.items() if os.path.lexists(save_folder / name)}
-        write_json(save_folder / MARK, origin | {"files": kept | files})
+        write_json(save_folder / MARK, origin | {"files": files})
     except (OSError, SafetensorError) as error:
         reason = explain(error) if isinstance(error, OSError) else one_line(error)
         raise ExportError(
             f"cannot write the export to {save_folder} ({reason}); make room, or choose another --hf_save_dir"
         ) from error
-    line = (
-        f"{weights + ' in ' if weights else ''}checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}"
-    )
+    line = f"checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}"
     if before and {key: value for key, value in before.items() if key != "files"} != origin:
         line += f", in place of the one at {before['checkpoint']:,} tokens of {before.get('tag')}"
     if kept_card:
@@ -135,6 +119,29 @@ def export(
     if needed := origin.get("plugins"):
         line += f"; loading it needs `import {', '.join(needed)}`, or --plugins {' '.join(needed)}"
     return line + without
+
+
+def find_model(source: str, files: Sequence[str]) -> Path:
+    """The folder of a model.
+
+    Args:
+        source: the folder, or a hub id. files: patterns of what is fetched from the hub.
+
+    Raises:
+        ExportError: there is no model, or it has other files.
+    """
+    folder = Path(source).expanduser()
+    if not folder.exists():
+        try:
+            folder = model_folder(source, [*files])
+        except ValueError as error:
+            raise ExportError(f"{source} is no folder, and {error}") from error
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise ExportError(
+            f"{source} has no config.json with *.safetensors, and nothing else is read; give a folder of "
+            "save_model.py, which exports a run, or a hub id"
+        )
+    return folder
 
 
 def check_target(folder: Path, flag: str) -> None:
@@ -152,9 +159,7 @@ def check_target(folder: Path, flag: str) -> None:
         )
 
 
-def _origin(
-    checkpoint: Checkpoint, state: dict[str, Any], model: PreTrainedModel, weights: str | None
-) -> dict[str, Any]:
+def _origin(checkpoint: Checkpoint, state: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
     """The fields of an export's mark that describe its weights."""
     config = state["config"]
     run = [decisive(config), state.get("data_fingerprint")]
@@ -164,35 +169,30 @@ def _origin(
         "tag": config.get("tag"),
         "seed": config.get("seed"),
         "run": hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()[:16],
-        **({"weights": f"the moving average {weights} of the weights in training"} if weights else {}),
         **({"weights_from": card.public(state["weights_from"])} if state.get("weights_from") else {}),
         **({"plugins": sorted(needed - {""})} if needed != {""} else {}),
     }
 
 
-def _is_of_a_model(name: str) -> bool:
-    """Whether a file of this name holds the configuration or weights of a model."""
-    return name == "config.json" or name.endswith((".safetensors", ".bin", ".index.json"))
-
-
 def _check_replaceable(
-    folder: Path, present: set[str], before: dict[str, Any], origin: dict[str, Any], replace: bool
+    folder: Path, before: dict[str, Any], files: set[str], origin: dict[str, Any], replace: bool
 ) -> None:
     """Refuses to overwrite, or to be mixed with, what is not an earlier export of the same run.
 
     Args:
-        present: names of the files there that the new export would overwrite, or that are of a model.
-        before: mark of the export there, empty without one. origin: what the new one's mark will say.
-        replace: whether another run's export may be replaced.
+        before: mark of the export there, empty without one.
+        files: names of the files of that export and of the new one. A card is not overwritten.
+        origin: what the new one's mark will say. replace: whether another run's export may be replaced.
 
     Raises:
         ExportError: a file there is not as an export wrote it, or the export there is another run's.
     """
     own = before.get("files", {})
-    for name in sorted(present - ({MARK} if before else set())):
+    there = {file.name for file in folder.iterdir() if not file.name.startswith(_UNFINISHED)}
+    for name in sorted((files if before else there) - {card.CARD}):
         file = folder / name
         # Training further saves under the same names.
-        if name not in own or (file.is_file() and sha256_of(file) != own[name]):
+        if file.exists() and (name not in own or sha256_of(file) != own[name]):
             raise ExportError(
                 f"{file} is not from an export, or has changed since, and an export would overwrite it or be mixed "
                 "with it; move it away, or choose another --hf_save_dir"
@@ -230,21 +230,13 @@ def _find_tokenizer(directory: RunDirectory, state: dict[str, Any], source: str 
     Raises:
         ExportError: the one that is named, or the run's own, cannot be used.
     """
-    data = state["config"]["datamodule"]
     fix = "name one with --tokenizer FOLDER_OR_HUB_ID"
-    if data["dataset"] == "longcrawl64":
+    if state["config"]["datamodule"]["dataset"] == "longcrawl64":
         fix += "; a folder with GPT-2's vocab.json and merges.txt will do, or " + how_to_install("gpt2")
     try:
         return tokenizer_of_run(directory, state, source), ""
     except (OSError, ValueError) as error:
         if source is None and not directory.tokenizer.is_dir():
-            if data["dataset"] != "longcrawl64":
-                place = f"{state['config']['data_dir']}/{data['dataset']}/tokenizer"
-                fix += f", or save it as {place}, which the next start of the run keeps with it"
             return None, f", without a tokenizer ({one_line(error)}): {fix}"
         whose = "the run's tokenizer" if source is None else f"--tokenizer={source}"
         raise ExportError(f"nothing is written: {whose} cannot be used ({one_line(error)}); {fix}") from error
-
-
-def _files_in(folder: Path) -> dict[str, Path]:
-    return {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}

@@ -10,32 +10,30 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
 from forgetting_transformer.command_line import one_line
-from forgetting_transformer.files import explain, write_json
-from forgetting_transformer.hub_connection import model_folder
+from forgetting_transformer.files import explain
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
 from forgetting_transformer.model.mixers.transformer import TransformerConfig
-from forgetting_transformer.training.export.card import CARD
-from forgetting_transformer.training.export.folder import ExportError, check_target
+from forgetting_transformer.training.export.card import CARD, snippet
+from forgetting_transformer.training.export.folder import ExportError, check_target, find_model
 
 #: The default memory length, in contexts of the original.
 CONTEXTS = 16
 #: sigmoid of it is 1 in float32, and its derivative 0.
 _OPEN = 128.0
-#: Bytes of weights in a file of the result, about. As many again are needed to write it.
-_SHARD = 1 << 30
 _TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*_map.json", "*.model", "chat_template*", "added_tokens.json")
 _READ = ("config.json", "generation_config.json", "*.safetensors", *_TOKENIZER)
 #: Fields of sources that FoX has not, with the value that asks for nothing.
@@ -71,7 +69,7 @@ def add_forget_gates(source: str, out: Path, memory_length: Sequence[float] = ()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ExportError(f"OUT={out} is there already; choose another folder")
     try:
-        folder = _found(source)
+        folder = find_model(source, _READ)
         fields = json.loads((folder / "config.json").read_text("utf-8"))
         model_fields, named = _fields(fields)
         length = memory_length or (CONTEXTS * float(model_fields["max_position_embeddings"] or 2048),)
@@ -89,21 +87,6 @@ def add_forget_gates(source: str, out: Path, memory_length: Sequence[float] = ()
         raise ExportError(f"SOURCE={source} cannot become OUT={out}: {reason}") from error
     without = "" if tokenizer else ", without a tokenizer, which the source has not"
     return f"{out} is {source} with forget gates, {parameters:,} parameters, memory length {_said(length)}{without}"
-
-
-def _found(source: str) -> Path:
-    folder = Path(source).expanduser()
-    if not folder.exists():
-        try:
-            folder = model_folder(source, [*_READ])
-        except ValueError as error:
-            raise ExportError(f"SOURCE={source} is no folder, and {error}") from error
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        raise ExportError(
-            f"SOURCE={source} has no config.json with *.safetensors, and nothing else is read; give a folder of "
-            "save_pretrained"
-        )
-    return folder
 
 
 def _fields(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -197,29 +180,27 @@ def _write(folder: Path, new: Path, fields: dict[str, Any], named: dict[str, lis
     lm_class = registry.get("forgetting_transformer").lm_class
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in lm_class(config).named_parameters()}
-    files = _files(folder)
-    plan = {name: _sources(name, named, files) for name in shapes}
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    plan = {name: _sources(name, named, tensors) for name in shapes}
     used = {source for sources in plan.values() for source in sources}
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    if extra := sorted(name for name in files.keys() - used - tied if not name.endswith("rotary_emb.inv_freq")):
+    if extra := sorted(name for name in tensors.keys() - used - tied if not name.endswith("rotary_emb.inv_freq")):
         raise ExportError(f"the source has {extra[0]}, for which FoX has no place; biases and adapters are not taken")
-
-    where: dict[str, str] = {}
-    written: list[Path] = []
-    for part in _parts(plan, files, shapes, bias_H):
-        written.append(new / f"part-{len(written)}")
-        where |= dict.fromkeys(part, written[-1].name)
-        save_file(part, written[-1], metadata={"format": "pt"})
-    names = [f"model-{n:05}-of-{len(written):05}.safetensors" for n in range(1, len(written) + 1)]
-    names = names if len(written) > 1 else ["model.safetensors"]
-    for part_file, name in zip(written, names, strict=True):
-        part_file.rename(new / name)
-        (new / name).chmod(0o644)
-    if len(written) > 1:
-        final = dict(zip((file.name for file in written), names, strict=True))
-        size = sum((new / name).stat().st_size for name in names)
-        weights = {name: final[part_name] for name, part_name in where.items()}
-        write_json(new / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weights})
+    state: dict[str, Tensor] = {}
+    for name, sources in plan.items():
+        if sources:
+            state[name] = torch.cat([tensors.pop(source) for source in sources])
+        else:
+            state[name] = bias_H.clone() if name.endswith("bias") else torch.zeros(shapes[name])
+        if state[name].shape != shapes[name]:
+            raise ExportError(
+                f"{sources[0]} has shape {tuple(state[name].shape)} and config.json makes it {tuple(shapes[name])}"
+            )
+    save_torch_state_dict(state, new)
+    for file in new.glob("*.safetensors"):  # safetensors lets nobody else read them
+        file.chmod(0o644)
     config.architectures, config.dtype = [lm_class.__name__], dtype
     config.save_pretrained(new)
     decided = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")  # by the corpus
@@ -230,16 +211,7 @@ def _write(folder: Path, new: Path, fields: dict[str, Any], named: dict[str, lis
     return sum(shape.numel() for shape in shapes.values())
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """File of each of the source's tensors."""
-    found: dict[str, Path] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            found |= dict.fromkeys(tensors.keys(), file)
-    return found
-
-
-def _sources(name: str, named: dict[str, list[str]], files: dict[str, Path]) -> list[str]:
+def _sources(name: str, named: dict[str, list[str]], tensors: dict[str, Tensor]) -> list[str]:
     """The source's tensors that make ours of this name; none for those of gates.
 
     Raises:
@@ -251,38 +223,9 @@ def _sources(name: str, named: dict[str, list[str]], files: dict[str, Path]) -> 
     whole = name if named is not _LLAMA else name.replace("model.embeddings.", "model.embed_tokens.")
     sources = [f"{block[1]}{theirs}" for theirs in named[block[2]]] if block else [whole]
     for source in sources:
-        if source not in files:
+        if source not in tensors:
             raise ExportError(f"the source has no {source}, from which {name} is made; download it again")
     return sources
-
-
-def _parts(
-    plan: dict[str, list[str]], files: dict[str, Path], shapes: dict[str, torch.Size], bias_H: Tensor
-) -> Iterator[dict[str, Tensor]]:
-    """The tensors of one file after the other."""
-    part: dict[str, Tensor] = {}
-    size = 0
-    for name, sources in plan.items():
-        if not sources:
-            part[name] = bias_H.clone() if name.endswith("bias") else torch.zeros(shapes[name])
-        else:
-            part[name] = torch.cat([_read(files[source], source) for source in sources])
-        if part[name].shape != shapes[name]:
-            raise ExportError(
-                f"{sources[0]} has shape {tuple(part[name].shape)} and config.json makes it {tuple(shapes[name])}"
-            )
-        size += part[name].nbytes
-        if size >= _SHARD:
-            yield part
-            part, size = {}, 0
-    if part:
-        yield part
-
-
-def _read(file: Path, name: str) -> Tensor:
-    """A tensor of a file. The file is mapped no longer than that takes, so that its pages are not held."""
-    with safe_open(file, "pt") as tensors:
-        return tensors.get_tensor(name).clone()
 
 
 def _copy(folder: Path, new: Path) -> bool:
@@ -304,10 +247,7 @@ def _card(source: str, memory_length: Sequence[float], parameters: int, has_toke
         f"{shown} as a Forgetting Transformer with {parameters:,} parameters: the same weights, and a forget gate for "
         f"every head. Gates start at a memory length of {_said(memory_length)} and were not trained.",
         "It needs the Python package `forgetting-transformer`, from a clone of its repository:",
-        "```python\nimport forgetting_transformer.model  # registers the model classes\n"
-        "from transformers import AutoModelForCausalLM\n\n"
-        'model = AutoModelForCausalLM.from_pretrained(".")  # the folder of this file\n```',
-        *([] if has_tokenizer else ["There is no tokenizer here: the model takes token ids."]),
+        f"```python\n{snippet([], None, has_tokenizer)}```",
         "The licence of the original holds for these weights too.",
     ]
     return "---\nlibrary_name: transformers\ntags: [forgetting-transformer]\n---\n\n" + "\n\n".join(lines) + "\n"

@@ -7,8 +7,9 @@
 What a class is called in `_target_` chooses one of this project's; nothing that a folder names is imported.
 """
 
-import pickle
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from forgetting_transformer.command_line import one_line
-from forgetting_transformer.files import UnreadableError, decode, parse_yaml, write_atomically
+from forgetting_transformer.files import decode, parse_yaml, write_atomically
 from forgetting_transformer.model import registry
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, steps_in
 from forgetting_transformer.training.checkpoint.reading import check_weights
-from forgetting_transformer.training.config import Config, ConfigError
+from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import recorded
 from forgetting_transformer.training.config.parsing import parse
 from forgetting_transformer.training.optimization.building import build_optimizer
@@ -34,7 +35,6 @@ from forgetting_transformer.training.optimization.parameter_groups import undeca
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 
 _DONE = re.compile(r"step-(\d{15,})\.pt\.done")
-_COUNTERS = ("token_count", "batch_count", "total_time", "update_time", "window_seq_count")
 #: Functions named in `schedule._target_`.
 _SCHEDULES = {
     "constant_schedule": "constant",
@@ -77,7 +77,7 @@ def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Checkp
     """
     checkpoint = _find(directory, step)
     config = _config(directory)
-    model = _model(checkpoint, config, _read(checkpoint)["model"])
+    model = _model(checkpoint, config, _read(checkpoint))
     state = {"config": recorded(config), "model_config": model.config.to_dict()}
     return checkpoint, state, model.eval()
 
@@ -98,16 +98,19 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
     source, target = RunDirectory(official_dir), RunDirectory(output_dir)
     checkpoint, config = _find(source, step), _config(source)
     config.output_dir = str(target.root)
-    saved = _read(checkpoint)
-    window, length = saved["window_loss_per_token"], config.datamodule.train_batch_len
-    tokens = saved["batch_count"] * config.datamodule.train_batch_size * length
-    if not saved["token_count"] == checkpoint.step == tokens or window.shape != (length,):
-        raise CheckpointError(
-            f"{checkpoint.path} was not imported: it counts {saved['token_count']:,} tokens in "
-            f"{saved['batch_count']:,} batches and losses at {len(window):,} positions, and config.yaml beside it says "
-            f"batches of {config.datamodule.train_batch_size:,} x {length:,} tokens"
-        )
-    model = _model(checkpoint, config, saved["model"])
+    saved, length = _read(checkpoint), config.datamodule.train_batch_len
+    with _reading(checkpoint.path):
+        window = torch.from_numpy(saved["window_loss_per_token"])
+        counters = {name: saved[name] for name in ("token_count", "batch_count", "total_time", "update_time")}
+        sequences = torch.tensor(saved["window_seq_count"], dtype=torch.float64)
+        tokens = saved["batch_count"] * config.datamodule.train_batch_size * length
+        if not saved["token_count"] == checkpoint.step == tokens or window.shape != (length,):
+            raise ValueError(
+                f"it counts {saved['token_count']} tokens in {saved['batch_count']} batches and losses at "
+                f"{len(window)} positions, and config.yaml beside it says batches of "
+                f"{config.datamodule.train_batch_size} x {length} tokens"
+            )
+    model = _model(checkpoint, config, saved)
     if model.config.bos_token_id is None:
         raise CheckpointError(
             f"{checkpoint.path} was not imported: its vocabulary of {model.config.vocab_size:,} ids is not "
@@ -116,7 +119,7 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
     optimizer = build_optimizer(model, undecayed_parameters(model, config.train), config.optimizer)
     optimizer.state.update(_moments(checkpoint, saved, model, config))
     state = {
-        **{name: saved[name] for name in ("token_count", "batch_count", "total_time", "update_time")},
+        **counters,
         # The authors' code counts none.
         "flop_count": round(saved["token_count"] * model.config.flops_per_token(length)),
         "config": recorded(config),
@@ -129,8 +132,8 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
         "environment": {"imported_from": str(checkpoint.path.absolute())},
     }
     windows = {
-        "loss_by_position.loss_T": torch.from_numpy(window),
-        "loss_by_position.sequences": torch.tensor(saved["window_seq_count"], dtype=torch.float64),
+        "loss_by_position.loss_T": window,
+        "loss_by_position.sequences": sequences,
     }
     target.check_ours(resume=True)
     if target.is_run or steps_in(target.checkpoints) or steps_of(target.checkpoints):
@@ -164,15 +167,24 @@ def _find(directory: RunDirectory, step: int | None) -> Checkpoint:
 
 def _config(directory: RunDirectory) -> Config:
     """The configuration of an official run, in this project's keys."""
-    try:
+    with _reading(directory.config):
         text = decode(directory.config.read_bytes(), directory.config)
         if "${" in text:
             raise ValueError("it refers to other values with ${…}, and the authors' code writes values")
         return parse(OmegaConf.create(_translated(parse_yaml(text, directory.config))))
-    except (UnreadableError, ConfigError, OSError) as error:
-        raise CheckpointError(f"{directory.config} cannot be read: {one_line(error)}") from error
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{directory.config} is not what the authors' code writes ({error!r})") from error
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """
+    Raises:
+        CheckpointError: naming the file, whatever a damaged one, or somebody else's, makes of what is done with it.
+    """
+    try:
+        yield
+    except Exception as error:
+        said = f"{type(error).__name__}: {one_line(error)[:300]}"
+        raise CheckpointError(f"{path} cannot be used, or is not what the authors' code writes ({said})") from error
 
 
 def _translated(official: dict[str, Any]) -> dict[str, Any]:
@@ -205,48 +217,22 @@ def _split(section: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _read(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Contents of the file; tensors stay on disk until they are used.
+    """Contents of the file; tensors stay on disk until they are used, and no code that it refers to is run."""
+    with _reading(checkpoint.path), torch.serialization.safe_globals(_NUMPY):
+        return torch.load(checkpoint.path, map_location="cpu", mmap=True, weights_only=True)
 
-    Raises:
-        CheckpointError: it is damaged, or refers to code.
-    """
-    with torch.serialization.safe_globals(_NUMPY):
-        try:
-            saved = torch.load(checkpoint.path, map_location="cpu", mmap=True, weights_only=True)
-        except pickle.UnpicklingError as error:
-            said = "its pickle is damaged, or asks for what no training checkpoint needs"
-            raise CheckpointError(f"{checkpoint.path} was not loaded: {said}") from error
-        except (OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{checkpoint.path} cannot be read: {str(error).splitlines()[0]}") from error
-    kinds: dict[str, Any] = {"model": dict, "optimizer": dict, "window_loss_per_token": np.ndarray}
-    kinds |= {name: (int, float) for name in _COUNTERS}
-    for name, kind in kinds.items():
-        if not isinstance(saved, dict) or not isinstance(saved.get(name), kind):
-            raise CheckpointError(
-                f"{checkpoint.path} is not a training checkpoint of the authors' code: {name} is missing, or is not "
-                "what it should be"
+
+def _model(checkpoint: Checkpoint, config: Config, saved: dict[str, Any]) -> PreTrainedModel:
+    with _reading(checkpoint.path), no_init_weights():
+        weights = saved["model"]
+        vocab_size = next(len(weights[name]) for name in weights if name.endswith("embeddings.weight"))
+        bos = _GPT2_BOS if vocab_size == _GPT2_IDS else None
+        model = registry.get(config.model.name).lm_class(
+            registry.build_config(
+                config.model.name, **config.model.config, vocab_size=vocab_size, bos_token_id=bos, eos_token_id=bos
             )
-    return saved
-
-
-def _model(checkpoint: Checkpoint, config: Config, weights: dict[str, Tensor]) -> PreTrainedModel:
-    embeddings = [tensor for name, tensor in weights.items() if name.endswith("embeddings.weight") and tensor.ndim == 2]
-    if not embeddings:
-        raise CheckpointError(f"{checkpoint.path} holds no embeddings.weight of a model")
-    vocab_size = len(embeddings[0])
-    bos = _GPT2_BOS if vocab_size == _GPT2_IDS else None
-    try:
-        with no_init_weights():
-            model = registry.get(config.model.name).lm_class(
-                registry.build_config(
-                    config.model.name, **config.model.config, vocab_size=vocab_size, bos_token_id=bos, eos_token_id=bos
-                )
-            )
+        )
         model.load_state_dict(weights)
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{checkpoint.path} does not fit the model of the config.yaml beside it: {one_line(error)[:300]}"
-        ) from error
     check_weights(model, checkpoint.path)
     return model
 
@@ -260,20 +246,16 @@ def _moments(
     in the order of the model's weights in the same file.
     """
     parameters = dict(model.named_parameters())
-    try:
+    found: dict[Tensor, dict[str, Tensor]] = {}
+    with _reading(checkpoint.path):
         state = saved["optimizer"]["state"]
         if all(isinstance(key, int) for key in state):
             undecayed = undecayed_parameters(model, config.train)
             order = sorted((name for name in saved["model"] if name in parameters), key=undecayed.__contains__)
             state = {name: state[number] for number, name in enumerate(order)}
-        found: dict[Tensor, dict[str, Tensor]] = {}
         for name, parameter in parameters.items():
             moments = {moment: state[name][moment] for moment in ("exp_avg", "exp_avg_sq")}
             if any(moment.shape != parameter.shape or moment.dtype != torch.float32 for moment in moments.values()):
                 raise ValueError(f"a moment of {name} does not fit the parameter")
             found[parameter] = {"step": torch.as_tensor(float(state[name]["step"]), dtype=torch.float32), **moments}
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{checkpoint.path}: its optimizer has no AdamW state for every parameter ({error!r})"
-        ) from error
     return found

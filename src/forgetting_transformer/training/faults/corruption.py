@@ -1,8 +1,7 @@
 """Finds ranks that hold other weights or moments than they should, as failing memory or a failing GPU leaves them.
 
-With data parallelism (ddp) all ranks hold the same, and with hsdp one rank of every copy of the model holds the same
-shards. Every `strategy.compare_steps` steps, and before every checkpoint, the digests of all ranks are gathered on all
-of them. Nobody waits for that but a checkpoint. Under fsdp and on one process nothing is held twice.
+With data parallelism (ddp) all ranks hold the same. Every `strategy.compare_steps` steps, and before every checkpoint,
+the digests of all ranks are gathered on all of them. Under fsdp and on one process nothing is held twice.
 
 The digest of a tensor is the sum of the bits of its elements, taken as signed integers, modulo 2^64. A sum of integers
 does not depend on the order of additions, so it is the same whatever device and kernel computes it, and an element that
@@ -16,100 +15,54 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-
-from forgetting_transformer.training.errors import TrainingError
-from forgetting_transformer.training.faults.delayed import Delayed
-from forgetting_transformer.training.faults.shards import local
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Comparison:
-    """Compares weights and moments over the ranks that hold the same of them.
+def are_copies(fabric: Fabric) -> bool:
+    """Whether all ranks hold the same, so that they can be compared."""
+    return isinstance(fabric.strategy, DDPStrategy) and fabric.world_size > 1
 
-    Args:
-        shards: ranks of one copy of the model, neighbours of which each holds another shard; 1: each holds all of it.
-        steps: of training between two comparisons.
+
+@torch.no_grad()
+def compare_ranks(batch: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """Difference of weights or moments between ranks, the same on all of them; None if there is none.
+
+    Called by all ranks after the same step, `batch`; waits for the device.
     """
-
-    def __init__(self, world_size: int, shards: int = 1, steps: int = 1) -> None:
-        self._world_size, self._shards, self.steps = world_size, shards, steps
-        self._tables: Delayed[tuple[int, list[str]]] = Delayed()
-        self._found: str | None = None
-
-    @torch.no_grad()
-    def begin(self, batch: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Gathers the digests of all ranks' tensors; called by all of them after the same step, `batch`."""
-        tensors = weights_and_moments(model, optimizer)
-        mine = digests(tensors.values())
-        gathered = mine.new_empty(self._world_size, len(mine))
-        dist.all_gather(list(gathered.unbind()), mine)
-        self._tables.send((batch, list(tensors)), gathered)
-
-    def difference(self, wait: bool = False) -> str | None:
-        """The first difference that was found, if any.
-
-        Args:
-            wait: for the device, so that the answer includes the last comparison. All ranks then get the same answer.
-        """
-        for (batch, names), table in self._tables.arrived(wait):
-            self._found = self._found or judge(batch, names, table, self._shards)
-        return self._found
-
-    def refuse(self, last_good_checkpoint: str) -> None:
-        """
-        Raises:
-            TrainingError: ranks hold different weights or moments; on every rank.
-        """
-        found = self.difference(wait=True)
-        if found is not None:
-            raise TrainingError(
-                f"weights or moments are corrupt: {found}. All ranks should hold the same, so memory or a GPU has "
-                f"failed; nothing was saved since, and {last_good_checkpoint}. Leave that machine out, or test it, and "
-                "start the same command again"
-            )
+    tensors = weights_and_moments(model, optimizer)
+    mine = digests(tensors.values())
+    gathered = mine.new_empty(dist.get_world_size(), len(mine))
+    dist.all_gather(list(gathered.unbind()), mine)
+    return judge(batch, list(tensors), gathered)
 
 
-def comparison_of(fabric: Fabric, steps: int | None) -> Comparison | None:
-    """Comparison of the ranks; None where no two hold the same, or without `strategy.compare_steps`."""
-    strategy, shards = fabric.strategy, 1
-    if isinstance(strategy, ModelParallelStrategy):
-        shards = strategy.device_mesh.shape[1]
-    return Comparison(fabric.world_size, shards, steps) if steps and fabric.world_size > shards else None
-
-
-def judge(batch: int, names: Sequence[str], table: Tensor, shards: int = 1) -> str | None:
+def judge(batch: int, names: Sequence[str], table: Tensor) -> str | None:
     """The ranks that differ from the majority, or, without one, from the first rank, and where; None if none does.
 
     Args:
         batch: steps that had been made then.
-        table: digests, (ranks, tensors), in which rows that are `shards` apart should be equal.
+        table: digests, (ranks, tensors), whose rows should be equal.
     """
-    for first in range(shards):
-        rows = {rank: tuple(row) for rank, row in enumerate(table.tolist()) if rank % shards == first}
-        usual, count = collections.Counter(rows.values()).most_common(1)[0]
-        if count == len(rows):
-            continue
-        if majority := count > len(rows) / 2:
-            ranks = [rank for rank, row in rows.items() if row != usual]
-        else:
-            usual = rows[first]
-            ranks = [first, *(rank for rank, row in rows.items() if row != usual)]
-        wrong = next(name for k, name in enumerate(names) if any(rows[rank][k] != usual[k] for rank in ranks))
-        listed = ", ".join(map(str, ranks))
-        who = f"rank(s) {listed} differ from the other ranks" if majority else f"ranks {listed} differ"
-        return f"{who} in {wrong} after step {batch:,}"
-    return None
+    rows = [tuple(row) for row in table.tolist()]
+    usual, count = collections.Counter(rows).most_common(1)[0]
+    if count == len(rows):
+        return None
+    if majority := count > len(rows) / 2:
+        ranks = [rank for rank, row in enumerate(rows) if row != usual]
+    else:
+        usual = rows[0]
+        ranks = [0, *(rank for rank, row in enumerate(rows) if row != usual)]
+    wrong = next(name for k, name in enumerate(names) if any(rows[rank][k] != usual[k] for rank in ranks))
+    listed = ", ".join(map(str, ranks))
+    who = f"rank(s) {listed} differ from the other ranks" if majority else f"ranks {listed} differ"
+    return f"{who} in {wrong} after step {batch:,}"
 
 
 def weights_and_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and moments by the names that a checkpoint gives them, as this rank holds them."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after an evaluation some weights are still gathered
+    """Weights and moments by the names that a checkpoint gives them."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"model.{name}": parameter for parameter, name in names.items()}
     for parameter, state in optimizer.state.items():
@@ -121,7 +74,7 @@ def weights_and_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
 
 @torch.no_grad()
 def digests(tensors: Iterable[Tensor]) -> Tensor:
-    """Digests of what this rank holds of the tensors: (K,) int64 on the device of the first."""
-    held = [local(tensor).detach() for tensor in tensors]
+    """Digests of the tensors: (K,) int64 on the device of the first."""
+    held = [tensor.detach() for tensor in tensors]
     bits = (tensor.contiguous().view(-1).view(_BITS[tensor.element_size()]) for tensor in held)
     return torch.stack([one.sum(dtype=torch.int64).to(held[0].device) for one in bits])

@@ -5,7 +5,6 @@ import platform
 import re
 import threading
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,10 +16,8 @@ from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.peers import STOPPED, Peers
 from forgetting_transformer.training.faults.readers import DataWorkerError
 from forgetting_transformer.training.faults.sentinel import Sentinel
+from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
 
 
 class Start:
@@ -111,11 +108,7 @@ class Start:
             what = explain(error) if isinstance(error, OSError) else str(error)
             fix = ". Mend this and start the same command again"
         elif isinstance(error, torch.OutOfMemoryError):
-            during, world_size, graphs = "the start", 1, False
-            if trainer is not None:
-                during = "evaluation" if trainer.clock.category == "evaluation" else "training"
-                world_size, graphs = trainer.fabric.world_size, trainer.graphs.on
-            what, fix = out_of_memory(error, self.config, during, world_size, graphs), ""
+            what, fix = _out_of_memory(error, self.config, trainer), ""
         elif (said := device_error(error)) is not None:
             device = "a GPU" if trainer is None else trainer.fabric.device
             kind, what = DeviceError, f"{device} of {platform.node()} failed: {said}"
@@ -140,33 +133,25 @@ def device_error(error: BaseException) -> str | None:
     return None if said is None or _OF_THE_PROGRAM.search(said[1]) else said[1]
 
 
-def out_of_memory(
-    error: torch.OutOfMemoryError, config: Config, during: str = "the start", world_size: int = 1, graphs: bool = False
-) -> str:
-    """One line: the keys that lower the memory in use, with the values to try.
-
-    Args:
-        during: "evaluation", or what else the run was doing.
-        world_size: processes of the run.
-        graphs: whether blocks are recorded as CUDA graphs.
-    """
+def _out_of_memory(error: torch.OutOfMemoryError, config: Config, trainer: TrainerInterface | None) -> str:
+    """One line: the keys that lower the memory in use, with the values to try."""
     data, train = config.datamodule, config.train
-    ways = ["train.cuda_graphs=false"] if graphs else []
-    if during == "evaluation":
-        if data.eval_local_batch_size > 1:
-            ways.append(f"datamodule.eval_local_batch_size={data.eval_local_batch_size // 2}")
+    during = "the start" if trainer is None else "training"
+    ways = ["train.cuda_graphs=false"] if trainer is not None and trainer.graphs.on else []
+    if trainer is not None and trainer.clock.category == "evaluation":
+        during, half = "evaluation", data.eval_local_batch_size // 2
+        ways += [f"datamodule.eval_local_batch_size={half}"] if half else []
         ways.append(f"a smaller datamodule.eval_batch_len than {data.eval_batch_len:,}")
     else:
-        local = data.train_batch_size // max(1, world_size // config.strategy.context) * data.train_batch_len
-        now = min(train.grad_acc_tokens, local)
-        smaller = [n * data.train_batch_len for n in divisors(now // data.train_batch_len)][:-1]
-        if smaller:
-            ways.append(f"train.grad_acc_tokens={smaller[-1]} (now {now})")
+        sequences = config.sequences_at_once(1 if trainer is None else trainer.ranks.data_size)
+        if sequences > 1:
+            fewer = divisors(sequences)[-2]
+            now = sequences * data.train_batch_len
+            ways.append(f"train.grad_acc_tokens={fewer * data.train_batch_len} (now {now})")
         if not train.gradient_checkpointing:
             # With `auto` graphs are off where they cannot be.
-            without_graphs = " train.cuda_graphs=false" if train.cuda_graphs is True else ""
-            ways.append(f"train.gradient_checkpointing=true{without_graphs}")
-        elif not smaller and not train.block_inputs_on_host:
+            ways.append("train.gradient_checkpointing=true" + " train.cuda_graphs=false" * (train.cuda_graphs is True))
+        elif sequences == 1 and not train.block_inputs_on_host:
             ways.append("train.block_inputs_on_host=true")
     ways.append("more GPUs" if config.strategy.name == "fsdp" else "strategy=fsdp on several GPUs")
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))

@@ -5,8 +5,8 @@ Signals (SIGTERM, SIGUSR1, SIGINT) ask the run to stop: the loop finishes its st
 main thread may be inside a CUDA call, where its own handlers cannot run.
 
 It watches from its start to its end. Whatever waits in between says so by `beat`: every stage of the start, every
-batch that is read, every step, every batch of an evaluation, while a checkpoint is waited for every time that bytes of
-it were written, and the end of it all. What waits for longer than `timeout` ends the process.
+batch that is read, every step, every batch of an evaluation, and the end of it all. What waits for longer than
+`timeout`, or a wait for a checkpoint that lasts half an hour longer, ends the process.
 
 Before the first step a signal ends the process at once: there is nothing to save. Later it ends within 30 s of the
 signal, because containers are killed then, if a step, a wait for data or its own end hangs. Only a checkpoint that is
@@ -42,10 +42,10 @@ SAME_REQUEST_SECONDS = 1.0
 STEP_PATIENCE_SECONDS = 25.0
 #: Seconds after a signal for a wait for data, and for the end of the process.
 READER_PATIENCE_SECONDS = 20.0
-#: Seconds after a signal without a byte of a checkpoint: a flush of gigabytes to a slow disk is one long silence.
+#: Seconds after a signal for a checkpoint: a flush of gigabytes to a slow disk is one long silence.
 WRITER_PATIENCE_SECONDS = 300.0
 #: Until the first step has ended every stage of the start may take so much longer than `timeout`: kernels are compiled
-#: and tuned, weights are read.
+#: and tuned, weights are read. So may the writing of a checkpoint.
 START_SECONDS = 1800.0
 #: A process that ends itself writes why. Where its log lies may be what hangs, so it waits no longer than this.
 LAST_WORDS_SECONDS = 30.0
@@ -59,10 +59,12 @@ class _Wait(NamedTuple):
     Attributes:
         missing: beginning of a message that goes on with "for 5 s".
         after_signal: seconds that the wait may last after a signal.
+        extra: seconds that it may last beyond `timeout`.
     """
 
     missing: str
     after_signal: float
+    extra: float = 0.0
 
 
 class Sentinel:
@@ -140,27 +142,22 @@ class Sentinel:
         self._last_beat, self._stage = time.monotonic(), None
         self._wait = _Wait("training was over and the process did not end", READER_PATIENCE_SECONDS)
 
-    def reading(self, what: str) -> contextlib.AbstractContextManager[Any]:
+    def reading(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around a wait for a batch of `what`."""
         wait = _Wait(f"no batch of {what} came", READER_PATIENCE_SECONDS)
         return self._waiting(wait)
 
-    def waiting_for(self, checkpoint: str) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        """Around a wait for the writer of `checkpoint`; yields what to call whenever bytes of it were written."""
-        return self._waiting(_Wait(f"nothing was written of {checkpoint}", WRITER_PATIENCE_SECONDS))
+    def waiting_for(self, checkpoint: str) -> contextlib.AbstractContextManager[None]:
+        """Around a wait for the writer of `checkpoint`."""
+        return self._waiting(_Wait(f"{checkpoint} was not written", WRITER_PATIENCE_SECONDS, extra=START_SECONDS))
 
     @contextlib.contextmanager
-    def _waiting(self, wait: _Wait) -> Iterator[Callable[[], None]]:
-        def moves() -> None:
-            self._last_beat = time.monotonic()
-
-        before, self._wait = self._wait, wait
-        moves()
+    def _waiting(self, wait: _Wait) -> Iterator[None]:
+        before, self._wait, self._last_beat = self._wait, wait, time.monotonic()
         try:
-            yield moves
+            yield
         finally:
-            moves()
-            self._wait = before
+            self._wait, self._last_beat = before, time.monotonic()
 
     def _watch(self) -> None:
         while not self._closing:
@@ -181,7 +178,7 @@ class Sentinel:
     def _patience(self) -> tuple[str, float, float]:
         """Thing that the process waits for, and for how many seconds at most and after a signal."""
         if self._wait is not None:
-            return self._wait.missing, self.timeout, self._wait.after_signal
+            return self._wait.missing, self.timeout + self._wait.extra, self._wait.after_signal
         name = self.callback()
         callback = f" (callbacks.{name})" if name else ""
         if self._stage is not None:

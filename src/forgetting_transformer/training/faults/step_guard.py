@@ -6,6 +6,7 @@ host learns of it when the device gets there, a step or two later. Other optimiz
 the host waits for the decision and does not call them.
 """
 
+import collections
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from forgetting_transformer.training.errors import TrainingError
-from forgetting_transformer.training.faults.delayed import Delayed
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,10 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
+def _has_arrived(event: torch.cuda.Event | None) -> bool:
+    return event is None or event.query()
+
+
 class StepGuard:
     """Judges steps, and counts those that were left out."""
 
@@ -59,7 +63,8 @@ class StepGuard:
         self._device = device
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         self._in_a_row = torch.zeros((), dtype=torch.float64, device=device)
-        self._verdicts: Delayed[int] = Delayed()
+        #: On their way to the host: batch, verdict, and the event after which it is there (None: it is).
+        self._verdicts: collections.deque[tuple[int, Tensor, torch.cuda.Event | None]] = collections.deque()
         self._reports: list[BadStep] = []
         #: Bad steps in a row, as far as the host knows.
         self.most_in_a_row = 0
@@ -75,7 +80,13 @@ class StepGuard:
         bad = (~good).double()
         self._skipped += bad
         self._in_a_row = (self._in_a_row + 1) * bad
-        self._verdicts.send(batch, torch.cat([torch.stack([bad, self._in_a_row, grad_norm.double()]), loss_B.double()]))
+        verdict = torch.cat([torch.stack([bad, self._in_a_row, grad_norm.double()]), loss_B.double()])
+        event = None
+        if verdict.is_cuda:
+            verdict = torch.empty_like(verdict, device="cpu", pin_memory=True).copy_(verdict, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._verdicts.append((batch, verdict, event))
         return bad.float()
 
     @staticmethod
@@ -98,7 +109,10 @@ class StepGuard:
         Args:
             wait: for the device, so that the last step is known too.
         """
-        for batch, verdict in self._verdicts.arrived(wait):
+        while self._verdicts and (wait or _has_arrived(self._verdicts[0][2])):
+            batch, verdict, event = self._verdicts.popleft()
+            if event is not None:
+                event.synchronize()
             bad, in_a_row, norm, *losses = verdict.tolist()
             if bad:
                 self.most_in_a_row = max(self.most_in_a_row, int(in_a_row))

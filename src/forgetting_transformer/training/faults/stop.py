@@ -13,8 +13,6 @@ class Stop(IntEnum):
     NO = 0
     PREEMPTED = 1
     BAD_STEPS = 2
-    #: Ranks hold different weights or moments, which must not be saved.
-    CORRUPT = 3
 
 
 class Vote:

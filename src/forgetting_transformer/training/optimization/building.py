@@ -47,16 +47,12 @@ def check_owns(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) ->
     """
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     used = {id(p): key for key, p in model.named_parameters() if p.requires_grad}
-    if left_out := [key for parameter, key in used.items() if parameter not in owned]:
-        first = left_out[0].removeprefix("_forward_module.").removeprefix("module.")
+    left_out, foreign = [key for parameter, key in used.items() if parameter not in owned], len(owned - used.keys())
+    if left_out or foreign:
+        first = f", such as {left_out[0].removeprefix('_forward_module.').removeprefix('module.')}" if left_out else ""
         raise ConfigError(
-            f"optimizer.name={name!r} leaves out {len(left_out)} of the model's {len(used)} parameter tensors, such as "
-            f"{first}; give it all of model.parameters()"
-        )
-    if foreign := len(owned - used.keys()):
-        raise ConfigError(
-            f"optimizer.name={name!r} holds {foreign} parameter tensors that are not the model's; give it those of "
-            "model.parameters() and no copies"
+            f"optimizer.name={name!r} leaves out {len(left_out)} of the model's {len(used)} parameter tensors{first}, "
+            f"and holds {foreign} that are not the model's; give it all of model.parameters(), and no copies"
         )
 
 
@@ -71,13 +67,6 @@ class CombinedOptimizer(Optimizer):
         self._optimizers = optimizers
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
         self._share()
-
-    def parameter_counts(self) -> dict[str, int]:
-        """Class of each optimizer -> numbers that it trains."""
-        return {
-            type(optimizer).__name__: sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-            for optimizer in self._optimizers
-        }
 
     def _share(self) -> None:
         """The parts see the groups and the state of the whole."""

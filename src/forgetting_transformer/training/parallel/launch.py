@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from forgetting_transformer import console
-from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.parallel import gpus
 from forgetting_transformer.training.parallel.sharding import Sharded
@@ -37,7 +36,6 @@ def launch(config: Config) -> Fabric:
     console.die_with_launcher()
     _check_gpus(config)
     processes = expected_world_size(config)
-    shard_size = _shard_size(config, processes)
     # Lightning's banner is said here in the run's log, and its warnings would come twice, by its handler and that
     # log's.
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
@@ -50,7 +48,7 @@ def launch(config: Config) -> Fabric:
             accelerator=config.fabric.accelerator,
             devices=config.fabric.devices,
             num_nodes=int(os.environ.get("LT_NUM_NODES", 1)),
-            strategy=_strategy(config, processes, shard_size),
+            strategy=_strategy(config, processes),
             plugins=[_precision(config)],
         )
     except ConfigError:
@@ -98,49 +96,21 @@ def expected_world_size(config: Config) -> int:
     return torch.cuda.device_count() if use_cuda else 1
 
 
-def _shard_size(config: Config, world_size: int) -> int:
-    """Over how many processes one copy of the model is sharded: 1 without sharding.
-
-    Raises:
-        ConfigError: hsdp, and copies of this size cannot be made of so many processes.
-    """
-    if config.strategy.name == "fsdp":
-        return world_size
-    if config.strategy.name != "hsdp":
-        return 1
-    size = config.strategy.shard_size
-    if size is None:
-        size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        if size * int(os.environ.get("GROUP_WORLD_SIZE", world_size // size)) != world_size:
-            raise ConfigError(
-                f"strategy=hsdp: this node has {size} of {world_size} processes, and the nodes do not have equally "
-                "many; set strategy.shard_size, or start the same number on each"
-            )
-    if world_size % size:
-        raise ConfigError(
-            f"strategy.shard_size={size} does not divide {world_size} processes into equal groups; choose one of "
-            f"{divisors(world_size)}"
-        )
-    return size
-
-
-def _strategy(config: Config, world_size: int, shard_size: int) -> Strategy | str:
+def _strategy(config: Config, world_size: int) -> Strategy | str:
     timeout = timedelta(seconds=config.strategy.timeout_seconds + _AFTER_THE_SENTINEL_SECONDS)
-    if config.strategy.name in ("fsdp", "hsdp") and world_size == 1:
+    if world_size == 1 and config.strategy.name != "ddp":
         # One process has nothing to shard. FSDP2 would still copy every weight and gradient, and keep the host so busy
         # that an H200 waits for it: a 125M model trains at 250,000 tokens/s instead of 400,000.
         return "auto"
-    if shard_size > 1:
+    if config.strategy.name == "fsdp":
         dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
-        return Sharded(world_size // shard_size, shard_size, dtype, config.strategy.keep_gathered, timeout)
-    if config.strategy.name == "ddp" or world_size > 1:
-        # DDP would regroup its buckets after the first step, and with them the order in which gradients are added and
-        # the alignment of what norms are taken of: the first step after a resume would not be bitwise the step it
-        # repeats. Looking for unused parameters keeps the first grouping (and allows such parameters); gradients that
-        # are no views into buckets keep their alignment.
-        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-        return _DDP(timeout=timeout, find_unused_parameters=True, gradient_as_bucket_view=False)
-    return "auto"
+        return Sharded(world_size, dtype, config.strategy.keep_gathered, timeout)
+    # DDP would regroup its buckets after the first step, and with them the order in which gradients are added and
+    # the alignment of what norms are taken of: the first step after a resume would not be bitwise the step it
+    # repeats. Looking for unused parameters keeps the first grouping (and allows such parameters); gradients that
+    # are no views into buckets keep their alignment.
+    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+    return _DDP(timeout=timeout, find_unused_parameters=True, gradient_as_bucket_view=False)
 
 
 class _DDP(DDPStrategy):

@@ -56,8 +56,8 @@ class Unit(NamedTuple):
 class Sharded(ModelParallelStrategy):
     """Fabric's FSDP2 with the units above.
 
-    Fabric has a mesh of data-parallel by tensor-parallel ranks. Nothing here is tensor-parallel: the first dimension
-    counts the copies of the model, and the second, whose ranks are neighbours, the shards of a copy.
+    Fabric has a mesh of data-parallel by tensor-parallel ranks. Nothing here is tensor-parallel: there is one copy of
+    the model, and the second dimension counts its shards.
 
     Args:
         dtype: in which products of linear layers are computed: float32 or bfloat16.
@@ -68,10 +68,8 @@ class Sharded(ModelParallelStrategy):
             next; False before the model is set up.
     """
 
-    def __init__(
-        self, copies: int, shards: int, dtype: torch.dtype, keep: bool | str, timeout: timedelta | None = None
-    ) -> None:
-        super().__init__(self._shard, copies, shards, timeout=timeout)
+    def __init__(self, shards: int, dtype: torch.dtype, keep: bool | str, timeout: timedelta | None = None) -> None:
+        super().__init__(self._shard, 1, shards, timeout=timeout)
         self._backward_sync_control = _SyncControl(self)
         self._dtype, self._keep = dtype, keep
         self.keeps = False
@@ -79,7 +77,7 @@ class Sharded(ModelParallelStrategy):
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         found = units(model, self._dtype)
         self.keeps = _is_small(found, self.root_device) if self._keep == "auto" else bool(self._keep)
-        return shard(model, mesh, found, self.keeps)
+        return shard(model, mesh["tensor_parallel"], found, self.keeps)
 
     @property
     def notes(self) -> list[str]:
@@ -114,22 +112,20 @@ def shard(model: nn.Module, mesh: DeviceMesh, found: list[Unit], keeps: bool = F
     """Shards the model in place.
 
     Args:
-        mesh: (copies of the model, shards of each); with one copy FSDP, with several HSDP.
+        mesh: of all ranks, (shards,).
         found: what `units` returned.
         keeps: leave units gathered between the forward and the backward pass.
     """
-    copies, _ = mesh.shape
-    used = mesh if copies > 1 else mesh["tensor_parallel"]
     # The model before its units: PyTorch would not look into modules that are sharded already.
     in_units = {parameter for unit in found for parameter in unit.parameters}
-    fully_shard(model, mesh=used, ignored_params=in_units)
+    fully_shard(model, mesh=mesh, ignored_params=in_units)
     for unit in found:
         # Inputs stay as they are: the residual stream is in fp32.
         policy = MixedPrecisionPolicy(unit.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         others = {parameter for parameter in unit.module.parameters() if parameter not in unit.parameters}
         # The backward pass begins with the output layer.
         freed = not keeps and not isinstance(unit.module, OutputLayer)
-        fully_shard(unit.module, mesh=used, mp_policy=policy, ignored_params=others, reshard_after_forward=freed)
+        fully_shard(unit.module, mesh=mesh, mp_policy=policy, ignored_params=others, reshard_after_forward=freed)
     # The host asks for the next unit before it starts the work of this one, so that a busy host does not delay it.
     in_order: list[Any] = [model, *(unit.module for unit in found)]
     for module, following in itertools.pairwise(in_order):

@@ -158,11 +158,7 @@ class RunDirectory:
         if not entries:
             return None
         target = self.root / PREVIOUS / time.strftime("%Y%m%d-%H%M%S")
-        number = 1
-        while target.exists():
-            target = target.with_name(f"{target.name.split('.')[0]}.{number}")
-            number += 1
-        target.mkdir(parents=True)
+        target.mkdir(parents=True, exist_ok=True)
         for entry in entries:
             try:
                 if entry.is_symlink():  # which leads on where it led
@@ -171,11 +167,8 @@ class RunDirectory:
                 else:
                     entry.rename(target / entry.name)
             except OSError as error:
-                with contextlib.suppress(OSError):
-                    target.rmdir()  # unless something is in it
-                moved = f"; what came before it is in {target}" if target.exists() else ""
                 raise RunDirectoryError(
-                    f"resume=false cannot move {entry} aside: {error.strerror or error}{moved}. Mend this (a mount "
+                    f"resume=false cannot move {entry} into {target}: {error.strerror or error}. Mend this (a mount "
                     "must be unmounted) and start the same command again, or choose another output_dir"
                 ) from error
         return target

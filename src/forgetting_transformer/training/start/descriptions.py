@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
@@ -16,11 +16,9 @@ from forgetting_transformer.command_line import installed_versions
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.files import append_durably, write_atomically
 from forgetting_transformer.metric_names import MODEL_INFO, RESUME, TRAIN_DATA_INFO, VAL_DATA_INFO, name_of
+from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.metrics import MetricsLog
 from forgetting_transformer.training.records.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
 
 # Packages that can change a run's numbers.
 PACKAGES = (
@@ -59,7 +57,7 @@ def _data_description(info: DataInfo, local_batch_size: int, data_size: int) -> 
     }
 
 
-def _write_descriptions(trainer: "TrainerInterface", info: dict[str, float]) -> None:
+def _write_descriptions(trainer: TrainerInterface, info: dict[str, float]) -> None:
     """Writes config.yaml, model.txt and the lists of parameters, and appends this start to starts.jsonl."""
     directory, model = trainer.directory, trainer.model.module
     root = directory.root
@@ -79,7 +77,7 @@ def _write_descriptions(trainer: "TrainerInterface", info: dict[str, float]) -> 
     append_durably(root / "starts.jsonl", f"{json.dumps(start)}\n".encode())
 
 
-def open_metrics(trainer: "TrainerInterface") -> MetricsLog:
+def open_metrics(trainer: TrainerInterface) -> MetricsLog:
     """Writes the descriptions of a run, and begins or continues its metrics; rank 0."""
     config, step = trainer.config, trainer.counters.token_count
     data, shares = config.datamodule, trainer.ranks.data_size

@@ -5,10 +5,8 @@ the others receive them from it. Only config.json and safetensors are read, so n
 """
 
 import logging
-import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning.fabric import Fabric
@@ -20,13 +18,12 @@ from forgetting_transformer.data import DataInfo
 from forgetting_transformer.data.corpus import Corpus
 from forgetting_transformer.data.vocabulary import other_token, tokens_of
 from forgetting_transformer.files import read_json
-from forgetting_transformer.hub_connection import model_folder
 from forgetting_transformer.model import registry
 from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.counters import Origin
-from forgetting_transformer.training.export.folder import MARK, read_mark
+from forgetting_transformer.training.export.folder import MARK, find_model, read_mark
 from forgetting_transformer.training.optimization.parameter_groups import named_by
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
 
@@ -37,8 +34,7 @@ _FROM_THE_HUB = ["config.json", "*.safetensors", MARK, "tokenizer*", "*.txt", "*
 _HEADS = ("num_heads", "num_kv_heads", "head_dim", "n_groups", "expand_ratio")
 
 
-@dataclass
-class InitialWeights:
+class InitialWeights(NamedTuple):
     """Weights of the model that `init_from` names, as far as they fit.
 
     Attributes:
@@ -65,15 +61,6 @@ class InitialWeights:
         if group is not None:
             dist.destroy_process_group(group)
 
-    def __str__(self) -> str:
-        """For the start block."""
-        step, tag = self.record.get("step"), self.record.get("tag")
-        known = [self.record.get("weights"), step is not None and f"{step:,} tokens", tag and f"of {tag}"]
-        said = ", ".join(part for part in known if part)
-        lists = {"fresh": self.fresh, "not used": self.record.get("unused")}
-        rest = "".join(f"; {title}: {', '.join(names)}" for title, names in lists.items() if names)
-        return f"a new run, weights from {self.record['source']}{f' ({said})' if said else ''}{rest}"
-
 
 def on_all_ranks(config: Config, fabric: Fabric, data: Corpus, model: nn.Module, origin: Origin) -> InitialWeights:
     """Reads on rank 0, which alone needs the folder, what `init_from` has for a model; `origin` says what that is.
@@ -86,65 +73,38 @@ def on_all_ranks(config: Config, fabric: Fabric, data: Corpus, model: nn.Module,
     """
     mine = on_rank_zero(fabric, lambda: _read(config, model, data.train_info(), data.folder))
     tensors, record = mine or ({}, {})
-    weights = InitialWeights(tensors, fabric.broadcast(record))
-    origin.text, origin.weights_from = str(weights), weights.record
-    return weights
+    record = fabric.broadcast(record)
+    known = f" ({record['step']:,} tokens, of {record['tag']})" if "step" in record else ""
+    lists = {"fresh": record.get("fresh"), "not used": record.get("unused")}
+    rest = "".join(f"; {title}: {', '.join(names)}" for title, names in lists.items() if names)
+    origin.text, origin.weights_from = f"a new run, weights from {record['source']}{known}{rest}", record
+    return InitialWeights(tensors, record)
 
 
 def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     log.info("reading the initial weights: %s", config.init_from)
     try:
-        folder, record = _find(str(config.init_from))
-        fields, tensors, mark = read_json(folder / "config.json"), _tensors(folder), read_mark(folder)
-        names = {"step": "checkpoint", "tag": "tag", "weights": "weights"}
-        record |= {key: mark[name] for key, name in names.items() if mark.get(name) is not None}
+        source = str(config.init_from)
+        folder = find_model(source, _FROM_THE_HUB)
+        record: dict[str, Any] = {"source": source, "revision": folder.name}
+        if folder == Path(source).expanduser():
+            record = {"source": str(folder.absolute())}
+        fields = read_json(folder / "config.json")
+        tensors: dict[str, Tensor] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            tensors |= load_file(file)
+        if mark := read_mark(folder):
+            record |= {"step": mark["checkpoint"], "tag": mark["tag"]}
         _check_heads(fields, config, model)
-        other = _other_vocabulary(folder, fields, data, corpus)
-        fresh, unused = _unmatched(tensors, fields, config, model, other)
+        fresh, unused = _unmatched(tensors, fields, config, model, _other_vocabulary(folder, fields, data, corpus))
         for name in {*fresh, *unused} & tensors.keys():
             del tensors[name]
         check_finite(tensors.items(), record["source"])
     except ConfigError:
         raise
-    except Exception as error:  # of a file, of the hub's client, of a tokenizer
+    except Exception as error:  # of a damaged file, of the hub's client, of a tokenizer
         raise ConfigError(f"init_from={config.init_from}: {one_line(error)}") from error
     return tensors, record | {key: names for key, names in (("fresh", fresh), ("unused", unused)) if names}
-
-
-def _find(name: str) -> tuple[Path, dict[str, Any]]:
-    """Folder of a model, given by that or by its hub id, and what is to be recorded of it.
-
-    Raises:
-        ValueError: there is nothing that can be used.
-    """
-    folder = Path(name).expanduser()
-    if (folder / "config.json").is_file():
-        return folder, {"source": str(folder.absolute())}
-    if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
-        raise ValueError(
-            "there is no exported model (config.json); give a folder of save_model.py, which exports a run, or a hub id"
-        )
-    try:
-        downloaded = model_folder(name, _FROM_THE_HUB)
-    except ValueError as error:
-        raise ValueError(f"there is no such folder, and {error}") from error
-    return downloaded, {"source": name, "revision": downloaded.name}
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    """
-    Raises:
-        ValueError: there are none, or a file is damaged.
-    """
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            tensors |= load_file(file)
-        except Exception as error:
-            raise ValueError(f"{file.name} is damaged ({one_line(error)}); export or download it again") from error
-    if not tensors:
-        raise ValueError(f"{folder} holds no weights as safetensors, and nothing else is read; save the model as such")
-    return tensors
 
 
 def _unmatched(
@@ -192,23 +152,20 @@ def _unmatched(
 def _check_heads(fields: dict[str, Any], config: Config, model: Any) -> None:
     """
     Raises:
-        ConfigError: the model would read the weights of a mixer as those of other heads; shapes need not show it.
+        ConfigError: the model would read the weights as those of other heads; shapes need not show it.
     """
     kind = type(model.config)
     if fields.get("model_type") != kind.model_type:
         return  # what two architectures share has other names than their mixers
     # Files leave out what has its default.
     theirs = kind(**{key: fields[key] for key in registry.fields_of(kind) & fields.keys()})
-    for block in range(min(theirs.num_hidden_layers, model.config.num_hidden_layers)):
-        before, now = (whole.mixer_config(block) for whole in (theirs, model.config))
-        # Samba's are in a dictionary of its configuration.
-        old, new = ({**vars(mixer), **(getattr(mixer, "attn", None) or {})} for mixer in (before, now))
-        wrong = [f"{key}={old.get(key)} (not {new.get(key)})" for key in _HEADS if old.get(key) != new.get(key)]
-        if wrong and type(before) is type(now):
-            raise ConfigError(
-                f"init_from={config.init_from} does not fit: set what its model was trained with in model.config: "
-                f"{', '.join(wrong)} in block {block}"
-            )
+    # Samba's are in a dictionary of its configuration.
+    old, new = ({**vars(fields), **(getattr(fields, "attn", None) or {})} for fields in (theirs, model.config))
+    if wrong := [f"{key}={old.get(key)} (not {new.get(key)})" for key in _HEADS if old.get(key) != new.get(key)]:
+        raise ConfigError(
+            f"init_from={config.init_from} does not fit: set what its model was trained with in model.config: "
+            f"{', '.join(wrong)}"
+        )
 
 
 def _other_vocabulary(folder: Path, fields: dict[str, Any], data: DataInfo, corpus: Path) -> str | None:

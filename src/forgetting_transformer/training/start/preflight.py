@@ -6,14 +6,13 @@ Takes real steps of the real model on the real data, and evaluates a batch, in a
 is not touched.
 """
 
-import contextlib
 import dataclasses
 import math
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -25,8 +24,8 @@ from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint.folder import steps_in
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.errors import PreflightError
-from forgetting_transformer.training.faults.failures import Start, out_of_memory
+from forgetting_transformer.training.errors import TrainingError
+from forgetting_transformer.training.faults.failures import Start
 from forgetting_transformer.training.records.metrics import duration
 from forgetting_transformer.training.records.run_directory import RunDirectory
 from forgetting_transformer.training.trainer import Trainer
@@ -47,23 +46,15 @@ def preflight(config: Config) -> None:
     Raises:
         ConfigError, DataError: as training would.
         RunDirectoryError: output_dir holds what is not a run's.
-        PreflightError: the disk is too small for the checkpoints, or a step or an evaluation too big for the device.
+        TrainingError: the disk is too small for the checkpoints, or a step or an evaluation too big for the device.
     """
     directory = RunDirectory(config.output_dir)
     directory.check_ours(config.resume)
-    with _trial(config, directory) as trainer:
-        _check(trainer, directory.root)
-        _compare(trainer)
-
-
-@contextlib.contextmanager
-def _trial(config: Config, directory: RunDirectory) -> Iterator[Trainer]:
-    """A trainer of a run like this one in a temporary folder, which takes steps from the initial weights."""
     # A run that continues does not read what it began with, which may be gone.
     continues = config.resume and bool(steps_in(directory.checkpoints))
+    # Under a launcher every rank has another folder; only rank 0 writes into its folder.
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
-        # Under a launcher every rank has another folder; only rank 0 writes into its folder.
-        its_config = dataclasses.replace(
+        trial = dataclasses.replace(
             config,
             output_dir=folder,
             resume=True,
@@ -74,13 +65,10 @@ def _trial(config: Config, directory: RunDirectory) -> Iterator[Trainer]:
             train=dataclasses.replace(config.train, profile_steps=None),
             wandb=dataclasses.replace(config.wandb, mode="disabled"),
         )
-        start = Start(its_config)
-        with start.sentinel:
-            trainer = Trainer(its_config, start)
-            try:
-                yield trainer
-            finally:
-                trainer.close()
+        with Start(trial) as start:
+            trainer = Trainer(trial, start)
+            _check(trainer, directory.root)
+            _compare(trainer)
 
 
 def _check(trainer: Trainer, place: Path) -> None:
@@ -91,16 +79,14 @@ def _check(trainer: Trainer, place: Path) -> None:
     trainer.callbacks.start()  # which refuse what they would miss after hours
     if trainer.compiled:
         trainer.compilation.announce()
-    with _fits(trainer, "a step"):
-        loader = trainer.data.train_loader(0, min(1 + _STEPS, total_steps), ranks.data_rank, ranks.data_size)
-        for batch in loader:
-            seconds.append(_seconds(trainer, fabric.to_device(batch)))
-            trainer.counters.batch_count += 1
+    for batch in trainer.data.train_loader(0, min(1 + _STEPS, total_steps), ranks.data_rank, ranks.data_size):
+        seconds.append(_seconds(trainer, fabric.to_device(batch)))
+        trainer.counters.batch_count += 1
     # The last batch of the run, which lies elsewhere in the corpus.
     last = total_steps - 1
     next(iter(trainer.data.train_loader(last, last + 1, ranks.data_rank, ranks.data_size)))
     if not config.skip_eval:
-        with _fits(trainer, "evaluation"):
+        with trainer.clock.during("evaluation"):
             _evaluate(trainer)
     trainer.guard.poll(wait=True)
     if bad := trainer.guard.take_reports():
@@ -110,9 +96,8 @@ def _check(trainer: Trainer, place: Path) -> None:
         return
     step = statistics.median(seconds[1:] or seconds)
     takes = seconds[0] + step * (total_steps - 1)
-    # Weights and AdamW's two moments, and what callbacks keep beside them, over all ranks.
+    # Weights and AdamW's two moments, over all ranks.
     checkpoint = 3 * sum(p.numel() * p.element_size() for p in trainer.model.module.parameters())
-    checkpoint += sum(t.numel() * t.element_size() for t in trainer.callbacks.large_state().values())
     free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.is_dir())).free
     # All that will be there, and one more: a new one is whole before an old one goes.
     there = len(steps_in(RunDirectory(place).checkpoints)) if config.resume else 0
@@ -140,7 +125,7 @@ def _check(trainer: Trainer, place: Path) -> None:
             "counts for those to come, or lower checkpoint_keep_last"
         )
     if problems:
-        raise PreflightError("; ".join(problems))
+        raise TrainingError("; ".join(problems))
 
 
 def _compare(trainer: Trainer) -> None:
@@ -224,19 +209,6 @@ def _memory(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 0, 0
     return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-
-
-@contextlib.contextmanager
-def _fits(trainer: Trainer, during: str) -> Iterator[None]:
-    """
-    Raises:
-        PreflightError: memory ended in it.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        said = out_of_memory(error, trainer.config, during, trainer.fabric.world_size, trainer.graphs.on)
-        raise PreflightError(said) from None
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import fields
+from pathlib import Path
 
 import torch
 from lightning.fabric import Fabric
@@ -10,7 +11,13 @@ from torch import nn
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.training.callbacks import Callback
 from forgetting_transformer.training.checkpoint import Checkpointer
-from forgetting_transformer.training.checkpoint.folder import CheckpointError, steps_in
+from forgetting_transformer.training.checkpoint.folder import (
+    Checkpoint,
+    CheckpointError,
+    newest_valid,
+    refuse_to_start_over,
+    steps_in,
+)
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import check_continues
 from forgetting_transformer.training.counters import Counters, Origin
@@ -36,7 +43,7 @@ def move_aside(directory: RunDirectory, fabric: Fabric) -> None:
     start_logging(directory, fabric.global_rank)
 
 
-def find_checkpoint(config: Config, checkpointer: Checkpointer, fabric: Fabric) -> Origin:
+def find_checkpoint(config: Config, run: RunDirectory, fabric: Fabric) -> Origin:
     """Finds what to start from: the newest valid checkpoint, else the fork, else nothing. `load` reads it.
 
     Raises:
@@ -44,12 +51,11 @@ def find_checkpoint(config: Config, checkpointer: Checkpointer, fabric: Fabric) 
     """
     if not config.resume:
         return Origin()
-    checkpoint = checkpointer.newest()
+    checkpoint = _newest(fabric, run.checkpoints, None, run.last_checkpoint)
     if checkpoint is not None or not config.fork_dir:
         return Origin(checkpoint=checkpoint)
     directory = RunDirectory(config.fork_dir)
-    source = Checkpointer(directory.checkpoints, 1, fabric.global_rank, fabric.world_size)
-    checkpoint = source.newest(config.fork_step)
+    checkpoint = _newest(fabric, directory.checkpoints, config.fork_step)
     if checkpoint is None:
         if directory.is_official:
             raise CheckpointError(
@@ -61,6 +67,22 @@ def find_checkpoint(config: Config, checkpointer: Checkpointer, fabric: Fabric) 
             f"holds {steps_in(directory.checkpoints) or 'nothing'}"
         )
     return Origin(checkpoint=checkpoint, forked=True)
+
+
+def _newest(fabric: Fabric, folder: Path, step: int | None, record: Path | None = None) -> Checkpoint | None:
+    """The newest valid checkpoint, or the one at `step`, the same on every rank; None if none was ever finished.
+
+    Raises:
+        CheckpointError: checkpoints were finished, and none can be used.
+    """
+
+    def find() -> Checkpoint | None:
+        found = newest_valid(folder, step)
+        if found is None and step is None:
+            refuse_to_start_over(folder, record)
+        return found
+
+    return fabric.broadcast(on_rank_zero(fabric, find))
 
 
 def load(

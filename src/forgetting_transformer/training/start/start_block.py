@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.fabric.strategies import DDPStrategy
 
 from forgetting_transformer.training.faults.step_guard import decides_on_device
-from forgetting_transformer.training.optimization.building import CombinedOptimizer
+from forgetting_transformer.training.interface import TrainerInterface
+from forgetting_transformer.training.parallel.sharding import Sharded
 
-if TYPE_CHECKING:
-    from forgetting_transformer.training.interface import TrainerInterface
+_WAITS = "; cannot skip a bad step on the device (found_inf): the host waits for the loss in every step"
 
 
 def start_block(trainer: TrainerInterface) -> str:
@@ -43,8 +43,8 @@ def start_block(trainer: TrainerInterface) -> str:
         ("precision", f"{config.fabric.precision}, strategy {_strategy(trainer)}"),
         *((op, backend.text) for op, backend in trainer.backends.items()),
         ("compiled", ("yes, with CUDA graphs" if trainer.graphs.on else "yes") if trainer.compiled else "no"),
-        ("optimizer", _optimizer(trainer)),
-        ("schedule", _schedule(trainer)),
+        ("optimizer", _section(config.optimizer) + ("" if decides_on_device(trainer.optimizer.optimizer) else _WAITS)),
+        ("schedule", _section(config.schedule)),
         ("output_dir", str(trainer.directory.root)),
         *((callback.name, callback.summary) for callback in trainer.callbacks if callback.summary),
         ("start", trainer.origin.text),
@@ -74,44 +74,21 @@ def _devices(trainer: TrainerInterface) -> str:
 
 
 def _strategy(trainer: TrainerInterface) -> str:
-    strategy, wanted = trainer.fabric.strategy, trainer.config.strategy.name
-    if isinstance(strategy, ModelParallelStrategy):
-        (copies, shards), notes = strategy.device_mesh.shape, list(getattr(strategy, "notes", ()))
-        if copies > 1:
-            notes.insert(0, f"{copies} copies of the model, each sharded over {shards} processes")
-        elif wanted == "hsdp":
-            notes.insert(0, "one copy of the model: nothing to replicate")
-        return ("hsdp" if copies > 1 else "fsdp") + (f" ({'; '.join(notes)})" if notes else "")
+    strategy = trainer.fabric.strategy
+    if isinstance(strategy, Sharded):
+        return "fsdp" + (f" ({'; '.join(strategy.notes)})" if strategy.notes else "")
     if isinstance(strategy, DDPStrategy):
-        return "ddp (one process for each copy of the model: nothing to shard)" if wanted == "hsdp" else "ddp"
-    return "none (one process: nothing to shard)" if wanted in ("fsdp", "hsdp") else "none"
+        return "ddp"
+    return "none (one process: nothing to shard)" if trainer.config.strategy.name == "fsdp" else "none"
 
 
-def _optimizer(trainer: TrainerInterface) -> str:
-    """Its name and its keys as the config has them."""
-    keys = dict(vars(trainer.config.optimizer))
-    if not keys["lr_scale_for"]:
-        del keys["lr_scale"], keys["lr_scale_for"]
-    parts = [keys.pop("name"), *(f"{key.replace('_', ' ')} {_written(keys[key])}" for key in keys)]
-    if isinstance(trainer.optimizer.optimizer, CombinedOptimizer):
-        counts = trainer.optimizer.optimizer.parameter_counts()
-        parts.append(" and ".join(f"{name} for {human_count(n)}" for name, n in counts.items()) + " parameters")
-    if not decides_on_device(trainer.optimizer.optimizer):
-        parts.append("cannot skip a bad step on the device (found_inf): the host waits for the loss in every step")
-    return ", ".join(parts)
+def _section(section: Any) -> str:
+    """Name and keys of a section of the config, as a command line would set them, without those that are not set."""
+    keys = {key: value for key, value in vars(section).items() if value not in (None, [])}
+    return ", ".join([keys.pop("name"), *(f"{key}={_written(value)}" for key, value in keys.items())])
 
 
 def _written(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_written, value))
-    return f"{value:g}" if isinstance(value, float) else str(value).lower()
-
-
-def _schedule(trainer: TrainerInterface) -> str:
-    schedule = trainer.config.schedule
-    parts = [schedule.name, f"warm-up {schedule.warmup_tokens:,} tokens"]
-    if schedule.decay_tokens is not None:
-        parts.append(f"decay in the last {schedule.decay_tokens:,}")
-    if schedule.total_tokens is not None:
-        parts.append(f"ends at {schedule.total_tokens:,} with lr {schedule.end_lr:g}")
-    return ", ".join(parts)
+    if isinstance(value, bool | str | list):
+        return str(value).lower()
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
