@@ -572,7 +572,7 @@ LIST = r"""
 + shape = ("datamodule.train_batch_len", "model.")
 # A fork with another batch size reads from a wrong place.
 = continuing.guard training/start/resume.py
-- guard.load(origin.windows)
+- guard.load(origin.callback_state)
 + pass
 # The step guard begins with an empty window.
 

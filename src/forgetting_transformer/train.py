@@ -109,6 +109,7 @@ def train(config: training.Config) -> None:
     from forgetting_transformer.training.errors import DeviceError, TrainingError
     from forgetting_transformer.training.records.run_directory import RunDirectoryError
 
+    # Lightning advises srun inside of any SLURM job; launch.py needs none.
     warnings.filterwarnings("ignore", message=".*srun.*")
     try:
         code = console.exit_code(training.run(config))

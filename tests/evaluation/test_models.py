@@ -116,7 +116,7 @@ def test_a_checkpoint_whose_weights_are_not_finite_is_refused_by_all_that_use_it
         model.lm_head.weight[1] = math.nan
     checkpointer = Checkpointer(tmp_path / "run/checkpoints", 2, 0, 1)
     checkpointer.save(2 * checkpoint.step, model, optimizer, state, {}, permanent=False)
-    assert checkpointer.finished(wait=True).error is None
+    assert checkpointer.take_result(wait=True).error is None
     size = model.config.hidden_size
     message = rf"/step-{2 * checkpoint.step:015d}.*: lm_head.weight holds {size} of .* values that are not finite"
     with pytest.raises(EvaluationError, match=message):

@@ -66,7 +66,7 @@ def test_every_kernel_of_a_layer_passes(dtype):
     model = small("forgetting_transformer", **PRO)
     found = choose(*model.op_uses(), dtype=dtype)
     for op in ("swiglu", "residual_norm", "shift_norm"):
-        assert found[op].name == TRITON and "from 1,024 tokens on" in found[op].text
+        assert found[op].name == TRITON and "self-test within" in found[op].text
     assert not backends.faults()
 
 

@@ -148,8 +148,8 @@ FAULTS = {
     },
     Unused: {"gradients": r"no gradient for .*layers.0.attn.forgotten.weight.* and|use it, remove it"},
     LosesItsState: {
-        "cache": r"pieces of 68, 1, 1, 1, … .* by [\d.]+, first at token 68 \(tolerance 0.\d+\); the state that is "
-        "kept must be the one after the last token",
+        "cache": r"pieces of 68, 1, 1, 1, … .* by [\d.]+, first at token 68 \(tolerance 0.\d+\); the state "
+        "must be the one after the last token",
     },
     ReadsPadding: {"padding": r"differ from those of it alone by [\d.]+, first at token 0 .*zero_padding"},
     WritesWhatWasLoaded: {

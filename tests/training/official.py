@@ -34,7 +34,7 @@ def official_run(run: Path, folder: Path, step: int, numbered: bool = False) -> 
         numbered: parameters of the optimizer by number, as under DDP, and not by name, as under FSDP.
     """
     checkpoint, state, model = load_checkpoint(newest_valid(run / "checkpoints", step))
-    tensors, windows = load_tensors(checkpoint), checkpoint.windows()
+    tensors, windows = load_tensors(checkpoint), checkpoint.callback_state()
     config = parse(OmegaConf.create(state["config"]))
     undecayed = undecayed_parameters(model, config.train)
     names = [name for name, _ in model.named_parameters()]

@@ -57,7 +57,7 @@ def save(folder: Path, steps: int, background: bool = False) -> dict[str, torch.
     checkpointer.save(steps, model, optimizer, {"token_count": steps}, windows, permanent=False)
     with torch.no_grad():
         model.weight.fill_(7.0)  # training goes on
-    saved = checkpointer.finished(wait=True)
+    saved = checkpointer.take_result(wait=True)
     assert saved is not None and saved.error is None, saved
     checkpointer.close()
     return {f"model.{name}": tensor for name, tensor in trained(steps)[0].state_dict().items()}

@@ -7,7 +7,7 @@ import pytest
 
 from forgetting_transformer.training.callbacks.goodput import describe, shares
 from forgetting_transformer.training.clock import CATEGORIES
-from tests.training.conftest import STEP, Job, changed, dies, lines, train
+from tests.training.conftest import STEP, Job, before, changed, dies, lines, train
 
 pytestmark = pytest.mark.slow
 
@@ -50,3 +50,11 @@ def test_a_run_accounts_for_all_its_starts(tiny):
         assert parts[category] > 0, category
     log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
     assert "of wall time: steps" in log and "lost" in log
+
+
+def test_the_time_of_a_run_has_the_evaluation_before_the_checkpoint(tiny):
+    config = changed(tiny, train__max_tokens=8 * STEP, eval_interval=8 * STEP, checkpoint_interval=8 * STEP)
+    Job(config, patch=before("training.trainer.Trainer", "evaluate", "time.sleep(1)")).wait()
+    state = Path(tiny["output_dir"]) / f"checkpoints/step-{8 * STEP:015d}/trainer.json"
+    counters = json.loads(state.read_text())
+    assert counters["total_time"] - counters["update_time"] >= 1

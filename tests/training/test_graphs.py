@@ -8,7 +8,7 @@ import torch
 from omegaconf import OmegaConf
 
 from forgetting_transformer.training import ConfigError, parse
-from forgetting_transformer.training.execution.graphs import choose, possible
+from forgetting_transformer.training.execution.graphs import check_possible, choose
 from tests.tiny import STEP
 from tests.training.conftest import assert_same_tensors, changed, train
 
@@ -20,7 +20,7 @@ from forgetting_transformer.ops import compiling
 from forgetting_transformer.training.execution import graphs
 from forgetting_transformer.training.trainer import Trainer
 
-graphs.choose, graphs.possible = lambda config, *_: config.train.cuda_graphs is True, lambda *_, **__: True
+graphs.choose, graphs.check_possible = lambda config, *_: config.train.cuda_graphs is True, lambda *_, **__: True
 compiling.compiled = lambda function, recordable=False: function
 step, memory, trainers = Trainer.step, [], []
 
@@ -58,12 +58,12 @@ def test_what_graphs_do_not_work_with_is_refused_by_name(tiny, changes, world_si
     config = parse(OmegaConf.create(changed(tiny, train__cuda_graphs=True, **changes)))
     asked = (config, torch.device(device), world_size, compiled)
     if message is None:
-        assert possible(*asked)
+        assert check_possible(*asked)
         return
     with pytest.raises(ConfigError, match=f"{message}.*; leave train.cuda_graphs=auto"):
-        possible(*asked)
+        check_possible(*asked)
     config.train.cuda_graphs = "auto"
-    assert not possible(*asked)
+    assert not check_possible(*asked)
 
 
 def test_auto_records_small_micro_batches_where_graphs_are_possible(tiny):

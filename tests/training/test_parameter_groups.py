@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from forgetting_transformer.plugins import OPTIMIZERS
+from forgetting_transformer.plugins import OPTIMIZERS, Component
 from forgetting_transformer.training.config import ConfigError, TrainConfig
 from forgetting_transformer.training.optimization.building import build_optimizer, check_owns
 from forgetting_transformer.training.optimization.optimizers import AdamWConfig, MuonConfig
@@ -69,6 +69,7 @@ def test_parameters_by_pattern_have_a_rate_of_their_own(name):
 
 
 def test_an_optimizer_that_makes_its_own_groups_refuses_a_rate_by_pattern(monkeypatch):
-    monkeypatch.setattr(OPTIMIZERS, "make", lambda _, model, *__: torch.optim.SGD(model.parameters(), lr=1.0))
+    own_groups = Component("adamw", lambda model, *_: torch.optim.SGD(model.parameters(), lr=1.0))
+    monkeypatch.setattr(OPTIMIZERS, "get", lambda _: own_groups)
     with pytest.raises(ConfigError, match=r"optimizer.lr_scale_for=.* has no effect with optimizer.name='adamw'"):
         build_optimizer(nn.Linear(2, 2), set(), AdamWConfig(lr=1.0, lr_scale_for=["weight"]))

@@ -56,9 +56,9 @@ class LongCrawl64DataModule:
     eval_batch_len: int
     eval_local_batch_size: int
     dataset: str = "longcrawl64"
-    train_num_workers: int = 2
+    train_num_workers: int = 1
     eval_tokens: int | None = None
-    eval_num_workers: int = 2
+    eval_num_workers: int = 1
     vocab_size: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | None = None

@@ -122,7 +122,7 @@ class TokenArray:
             decoded = self._kept.pop(chunk, None)
             if decoded is None:
                 decoded = self.decode(chunk)
-            if self._slots:
+            if self._slots:  # what was used longest ago goes first
                 while len(self._kept) >= self._slots:
                     self._kept.popitem(last=False)
                 self._kept[chunk] = decoded

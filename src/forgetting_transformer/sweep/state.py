@@ -7,7 +7,7 @@ from pathlib import Path
 from forgetting_transformer.files import flatten, read_json, write_atomically
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.training import Config
-from forgetting_transformer.training.config.continuing import changes_that_alter_the_run, recorded
+from forgetting_transformer.training.config.continuing import as_recorded, changes_that_alter_the_run
 
 #: May change when one run is continued, but not within a search, whose runs are compared with each other.
 _SAME_IN_ALL_RUNS = (
@@ -29,7 +29,7 @@ def open_folder(folder: Path, base: Config, own: Collection[str], settings: Mapp
     if not base.resume:
         raise SweepError("resume=false: a search continues the runs it finds; choose another output_dir for a new one")
     file = folder / "sweep.json"
-    config = {key: value for key, value in flatten(recorded(base)).items() if key not in own}
+    config = {key: value for key, value in flatten(as_recorded(base)).items() if key not in own}
     if not file.is_file():
         if folder.is_dir() and any(folder.iterdir()):
             raise SweepError(f"output_dir={folder} is not empty and holds no search; choose another folder")

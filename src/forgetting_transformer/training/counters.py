@@ -40,7 +40,7 @@ class Origin:
         execution: how the run computed so far; None where that is not to be kept.
         weights_from: what `init_from` was when the run began.
         data_checksums: hash of the list of checksums that the corpus must match from here on.
-        kinds: lines that callbacks of earlier starts have written. windows: state of callbacks and of the guard.
+        kinds: lines that callbacks of earlier starts have written. callback_state: of callbacks and of the guard.
     """
 
     text: str = "a new run"
@@ -51,7 +51,7 @@ class Origin:
     weights_from: dict[str, Any] | None = None
     data_checksums: str | None = None
     kinds: set[str] = field(default_factory=set)
-    windows: dict[str, Tensor] = field(default_factory=dict)
+    callback_state: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def saved_step(self) -> int | None:

@@ -31,7 +31,7 @@ def save(trainer: TrainerInterface, permanent: bool, must_succeed: bool) -> None
 
 def collect(trainer: TrainerInterface, wait: bool = False, must_succeed: bool = False) -> None:
     """Tells callbacks of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
-    saved = trainer.checkpointer.finished(wait)
+    saved = trainer.checkpointer.take_result(wait)
     if saved is None:
         return
     if saved.error is None:

@@ -64,7 +64,7 @@ def connect(config: Config, start: Start) -> Fabric:
     fabric = launch(config)
     start.peers.join(fabric.global_rank, fabric.world_size)
     check(config, fabric.world_size)
-    graphs.possible(config, fabric.device, fabric.world_size, compiled=config.train.compile is not False)
+    graphs.check_possible(config, fabric.device, fabric.world_size, compiled=config.train.compile is not False)
     on_rank_zero(fabric, lambda: status.claim(start.directory, config.resume))
     if config.resume:
         start_logging(start.directory, fabric.global_rank)

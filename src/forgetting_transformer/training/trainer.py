@@ -33,7 +33,7 @@ from forgetting_transformer.training.callbacks.built_in import callbacks_of
 from forgetting_transformer.training.checkpoint.writing import remove_leftovers
 from forgetting_transformer.training.clock import Clock
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.config.continuing import recorded
+from forgetting_transformer.training.config.continuing import as_recorded
 from forgetting_transformer.training.execution.choice import choose as choose_execution
 from forgetting_transformer.training.execution.compilation import Compilation
 from forgetting_transformer.training.faults.corruption import are_copies
@@ -91,6 +91,7 @@ class Trainer:
         self.flops_per_token = sum(share * model.config.flops_per_token(length) for length, share in lengths)
 
         self.begin("strategy")
+        # Sharded, some parameters have other shapes and names.
         self.undecayed = undecayed_parameters(model, config.train)
         self.model, self.optimizer = setup.model_and_optimizer(config, fabric, model, self.undecayed)
 
@@ -115,7 +116,7 @@ class Trainer:
         self.begin("logs")
         # The code and machine that this process runs, asked once: the code on disk may change while it runs.
         self.environment = describe(fabric.device)
-        self.resolved: dict[str, Any] = recorded(config)
+        self.resolved: dict[str, Any] = as_recorded(config)
         self.latest: Step | None = None
         self.stop = Stop.NO
         self.callbacks = callbacks_of(self)
@@ -165,6 +166,7 @@ class Trainer:
             self.check_in()
             if not self.stop and (due := self.callbacks.evaluations_due()):
                 self.evaluate(due)
+            counters.total_time = time.perf_counter() - began  # evaluations included
             keep = self.crossed(config.checkpoint_keep_interval)
             if self.finished or self.stop or keep or self.crossed(config.checkpoint_interval):
                 self.save(permanent=keep, must_succeed=self.finished or bool(self.stop))

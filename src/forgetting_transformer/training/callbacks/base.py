@@ -204,11 +204,13 @@ class Callbacks:
             found |= {f"{callback.name}.{key}": value for key, value in state.items()}
         return found
 
-    def load(self, windows: dict[str, Tensor]) -> None:
+    def load(self, callback_state: dict[str, Tensor]) -> None:
         """Hands every callback its part of what a checkpoint holds."""
         for callback in self._callbacks:
             prefix = f"{callback.name}."
-            state = {name.removeprefix(prefix): value for name, value in windows.items() if name.startswith(prefix)}
+            state = {
+                name.removeprefix(prefix): value for name, value in callback_state.items() if name.startswith(prefix)
+            }
             if state:
                 callback.load(state)
 

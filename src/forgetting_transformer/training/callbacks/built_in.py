@@ -55,5 +55,5 @@ def chosen(config: Config) -> list[Callback]:
 def callbacks_of(trainer: TrainerInterface) -> Callbacks:
     """All of them, with what the checkpoint holds of them."""
     callbacks = Callbacks(trainer, built_in(trainer), chosen(trainer.config))
-    callbacks.load(trainer.origin.windows)
+    callbacks.load(trainer.origin.callback_state)
     return callbacks

@@ -3,7 +3,7 @@
     checkpoints/step-000000123456/         the number is training tokens
         state/.metadata, state/*.distcp    weights and AdamW's moments, sharded (torch.distributed.checkpoint)
         trainer.json                       counters, resolved config, data fingerprint, versions
-        windows.npz                        states of callbacks, and of the guard against bad steps
+        callback_state.npz                 states of callbacks, and of the guard against bad steps
         manifest.json                      size and CRC-32 of every file above; written last
 
 A save writes everything into a folder with a temporary name, the manifest last, flushes it to disk and renames the
@@ -101,21 +101,21 @@ class Checkpointer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         trainer_state: dict[str, Any],
-        windows: dict[str, Tensor],
+        callback_state: dict[str, Tensor],
         permanent: bool,
         before_manifest: Callable[[], None] = lambda: None,
     ) -> None:
-        """Saves a checkpoint; called by every rank after the same step. `finished` returns how it ended.
+        """Saves a checkpoint; called by every rank after the same step. `take_result` returns how it ended.
 
         Args:
-            trainer_state: as JSON. windows: small tensors, the same on every rank.
+            trainer_state: as JSON. callback_state: small tensors, the same on every rank.
             before_manifest: what has to be on disk before the checkpoint counts; called on rank 0.
 
         Raises:
             CheckpointError: there is nothing to save yet.
         """
         if self._thread is not None:
-            raise RuntimeError("take the result of the last save from `finished` first: one is in flight at a time")
+            raise RuntimeError("take the result of the last save from `take_result` first: one is in flight at a time")
         if not optimizer.state:
             # Asking FSDP2 for the state of a fresh optimizer makes it take a step.
             raise CheckpointError("there is nothing to save before the first optimizer step")
@@ -123,7 +123,7 @@ class Checkpointer:
         tensors = tensors_of(model, optimizer)[0]
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         mine = share(tensors, self.rank, self.world_size)
-        mine |= {f"windows.{name}": tensor for name, tensor in windows.items()}
+        mine |= {f"callback_state.{name}": tensor for name, tensor in callback_state.items()}
         copied = None
         if self.background:
             mine, copied = self._copy.take(mine)
@@ -140,7 +140,7 @@ class Checkpointer:
                 self._writer.write(step, mine, needed, trainer_state, permanent, before_manifest)
             except CheckpointError as error:
                 problem = error
-            except (Exception, CheckpointException) as error:  # a rank that is gone, for one: training will hear of it
+            except (Exception, CheckpointException) as error:  # the second is none of the first; training hears of it
                 problem = CheckpointError(f"could not write a checkpoint in {self.folder}: {reason_of(error)}")
             if problem is None:
                 self.last_good = step
@@ -152,7 +152,7 @@ class Checkpointer:
         if not self.background:
             self._wait()
 
-    def finished(self, wait: bool = False) -> Saved | None:
+    def take_result(self, wait: bool = False) -> Saved | None:
         """The result of the last save, once; None while it is being written or if there was none.
 
         Args:
@@ -175,7 +175,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits for a save in flight."""
-        self.finished(wait=True)
+        self.take_result(wait=True)
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fills model and optimizer (reading.py)."""

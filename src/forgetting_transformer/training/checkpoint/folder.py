@@ -43,8 +43,8 @@ class Checkpoint:
     def trainer_state(self) -> dict[str, Any]:
         return json.loads((self.path / "trainer.json").read_text(encoding="utf-8"))
 
-    def windows(self) -> dict[str, np.ndarray]:
-        with np.load(self.path / "windows.npz", allow_pickle=False) as arrays:
+    def callback_state(self) -> dict[str, np.ndarray]:
+        with np.load(self.path / "callback_state.npz", allow_pickle=False) as arrays:
             return dict(arrays)
 
 

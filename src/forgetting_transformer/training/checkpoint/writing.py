@@ -117,8 +117,8 @@ class Writer:
         """
         final = self.folder / name_of(step)
         temporary = self.folder / f"{TEMPORARY}{final.name}"
-        windows = {name: t for name, t in tensors.items() if name.startswith("windows.")}
-        state = {name: tensor for name, tensor in tensors.items() if name not in windows}
+        callback_state = {name: t for name, t in tensors.items() if name.startswith("callback_state.")}
+        state = {name: tensor for name, tensor in tensors.items() if name not in callback_state}
         self._agree(lambda: self._prepare(temporary, needed), "make room for")
         try:
             dcp.save(
@@ -132,7 +132,7 @@ class Writer:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"could not write {final}: {reason_of(error)}") from error
         checksums = self._gather_checksums(temporary)
-        arrays = {name.removeprefix("windows."): tensor.cpu().numpy() for name, tensor in windows.items()}
+        arrays = {name.removeprefix("callback_state."): tensor.cpu().numpy() for name, tensor in callback_state.items()}
 
         def publish() -> None:
             before_manifest()
@@ -165,13 +165,13 @@ class Writer:
         final: Path,
         checksums: dict[str, dict[str, int]],
         trainer_state: dict[str, Any],
-        windows: dict[str, np.ndarray],
+        callback_state: dict[str, np.ndarray],
         permanent: bool,
     ) -> None:
-        arrays: dict[str, Any] = dict(windows)
-        np.savez(temporary / "windows.npz", **arrays)
+        arrays: dict[str, Any] = dict(callback_state)
+        np.savez(temporary / "callback_state.npz", **arrays)
         (temporary / "trainer.json").write_text(json.dumps(trainer_state, indent=1), encoding="utf-8")
-        for name in ("windows.npz", "trainer.json"):
+        for name in ("callback_state.npz", "trainer.json"):
             flush(temporary / name)
             checksums[name] = checksum(temporary / name)
         flush(temporary / "state")

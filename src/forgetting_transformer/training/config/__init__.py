@@ -156,12 +156,12 @@ class DataModuleConfig:
     #: Tokens of a sequence, and sequences of a global batch.
     train_batch_len: Count
     train_batch_size: Count
-    train_num_workers: Workers = 2
+    train_num_workers: Workers = 1
     #: Held-out tokens that an evaluation reads; null: all.
     eval_tokens: Tokens | None = None
     eval_batch_len: Count
     eval_local_batch_size: Count
-    eval_num_workers: Workers = 2
+    eval_num_workers: Workers = 1
     #: null: what the corpus itself says.
     vocab_size: Count | None = None
     bos_token_id: TokenId | None = None

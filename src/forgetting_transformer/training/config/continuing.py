@@ -59,7 +59,7 @@ def changes_that_alter_the_run(before: dict[str, Any], now: dict[str, Any]) -> l
     ]
 
 
-def recorded(config: Config) -> dict[str, Any]:
+def as_recorded(config: Config) -> dict[str, Any]:
     """The configuration as it is kept in files and sent to wandb: without the passwords of URLs."""
     return redact_tree(dataclasses.asdict(config))
 

@@ -31,7 +31,7 @@ def flops_in_a_block(config: Config, world_size: int, flops_per_token: float, bl
     return flops_per_token * sequences * config.datamodule.train_batch_len / blocks
 
 
-def possible(config: Config, device: torch.device, world_size: int, compiled: bool) -> bool:
+def check_possible(config: Config, device: torch.device, world_size: int, compiled: bool) -> bool:
     """Whether blocks can be recorded.
 
     Raises:
@@ -57,10 +57,10 @@ def choose(config: Config, device: torch.device, world_size: int, compiled: bool
         flops: of a micro-batch in one block, forward and backward.
 
     Raises:
-        ConfigError: as `possible`.
+        ConfigError: as `check_possible`.
     """
     wanted = config.train.cuda_graphs
-    if not possible(config, device, world_size, compiled) or wanted != "auto":
+    if not check_possible(config, device, world_size, compiled) or wanted != "auto":
         return wanted is True
     peak = config.fabric.peak_flops or peak_flops(device, config.fabric.precision)
     return peak is not None and flops / peak <= _AT_PEAK_SECONDS

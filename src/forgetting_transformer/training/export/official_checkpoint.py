@@ -28,7 +28,7 @@ from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, steps_in
 from forgetting_transformer.training.checkpoint.reading import check_weights
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.config.continuing import recorded
+from forgetting_transformer.training.config.continuing import as_recorded
 from forgetting_transformer.training.config.parsing import parse
 from forgetting_transformer.training.optimization.building import build_optimizer
 from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
@@ -78,7 +78,7 @@ def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Checkp
     checkpoint = _find(directory, step)
     config = _config(directory)
     model = _model(checkpoint, config, _read(checkpoint))
-    state = {"config": recorded(config), "model_config": model.config.to_dict()}
+    state = {"config": as_recorded(config), "model_config": model.config.to_dict()}
     return checkpoint, state, model.eval()
 
 
@@ -122,7 +122,7 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
         **counters,
         # The authors' code counts none.
         "flop_count": round(saved["token_count"] * model.config.flops_per_token(length)),
-        "config": recorded(config),
+        "config": as_recorded(config),
         "model_config": model.config.to_dict(),
         # The corpus is not recorded there, nor is how the run computed.
         "data_fingerprint": None,
@@ -131,7 +131,7 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
         "world_size": 1,
         "environment": {"imported_from": str(checkpoint.path.absolute())},
     }
-    windows = {
+    callback_state = {
         "loss_by_position.loss_T": window,
         "loss_by_position.sequences": sequences,
     }
@@ -142,11 +142,11 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
     try:
         target.make(target.checkpoints)
         writer = Checkpointer(target.checkpoints, config.checkpoint_keep_last, 0, 1, record=target.last_checkpoint)
-        writer.save(checkpoint.step, model, optimizer, state, windows, checkpoint.permanent)
-        written = writer.finished(wait=True)
+        writer.save(checkpoint.step, model, optimizer, state, callback_state, checkpoint.permanent)
+        written = writer.take_result(wait=True)
         if written is not None and written.error:
             raise written.error
-        write_atomically(target.config, yaml.safe_dump(recorded(config), sort_keys=False))
+        write_atomically(target.config, yaml.safe_dump(as_recorded(config), sort_keys=False))
     finally:
         target.release()
     path = target.checkpoints / f"step-{checkpoint.step:015d}"

@@ -118,7 +118,7 @@ class Start:
             return kind(f"cannot start: {what}{fix}")
         if blame is None:
             with contextlib.suppress(RuntimeError):  # of a GPU that failed; what was copied can still be written
-                trainer.checkpointer.finished(wait=True)
+                trainer.checkpointer.take_result(wait=True)
         return kind(f"{what}; {trainer.last_good_checkpoint}{fix}")
 
 

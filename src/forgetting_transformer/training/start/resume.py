@@ -119,8 +119,8 @@ def load(
     origin.weights_from = state.get("weights_from")
     checkpointer.load(checkpoint, model, optimizer)
     origin.counters = Counters(**{counter.name: state[counter.name] for counter in fields(Counters)})
-    origin.windows = {name: torch.from_numpy(array) for name, array in checkpoint.windows().items()}
-    guard.load(origin.windows)
+    origin.callback_state = {name: torch.from_numpy(array) for name, array in checkpoint.callback_state().items()}
+    guard.load(origin.callback_state)
 
 
 def unreported(due: list[Callback], origin: Origin, metrics: MetricsLog | None, fabric: Fabric) -> list[Callback]:
