@@ -133,6 +133,8 @@ TYPOS = {
     "train.max_tokens": "'train.max_tokens' is not of the form key=value",
     f"{DEMO} callbacks.needle.depth=[1]": "unknown config key 'callbacks.needle.depth'; did you mean 'callbacks.needle",
     f"{DEMO} callbacks.lm_eval.limit=8": "no value for callbacks.lm_eval.interval, callbacks.lm_eval.tasks: give it",
+    f"{DEMO} callbacks.needle=null": "callbacks.needle=null: leave needle out of callbacks=[…] to train without it",
+    f"{DEMO} callbacks={{needle:{{lengths:[8]}}}}": "callbacks is a list of names, as in callbacks=[needle]; keys ",
     "callbacks=[lm_eval,zzz]": "there is no callbacks=zzz; choices: ",
     "optimizer=": "optimizer= is empty (a variable that is not set?); choices: adamw, muon",
     "tag=[a": "tag=[a cannot be read; give text that holds a space, = , : ; ~ quotes, brackets or letters such ",

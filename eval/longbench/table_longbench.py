@@ -23,7 +23,7 @@ def main() -> None:
         type=command_line.name,
         nargs="*",
         metavar="RESULT",
-        help="[NAME=]FOLDER with results.json; default all models in ./pred",
+        help="[NAME=]FOLDER with result.json; default all models in ./pred",
     )
     parser.add_argument(
         "--against", metavar="NAME", help="also differences of the other models from this one, on the same questions"

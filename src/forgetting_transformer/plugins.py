@@ -128,7 +128,7 @@ class Registry(Generic[T]):
         if found is None:
             close = difflib.get_close_matches(str(name), self.names(), 1)
             hint = f"did you mean {close[0]!r}? Otherwise" if close else f"use {', '.join([*self.names(), 'or'])}"
-            plug_in = "name the plug-in that has it: plugins=[…]"
+            plug_in = "name the plug-in that has it: plugins=[…] of a run, --plugins of a script"
             raise UnknownComponentError(f"{self.key}={name!r} is unknown; {hint} {plug_in}")
         return found
 

@@ -121,6 +121,8 @@ def test_a_finished_copy_fetches_nothing_and_more_documents_only_the_new_ones(mi
     fetch(tmp_path / "out", documents=16)
     assert set(mirror.fetched()) - set(first) == {f"train.zarr/2.{column}" for column in range(4)}
     assert set(mirror.fetched().values()) == {1}
+    with pytest.raises(DataError, match=r"is a folder of this machine; give a URL, as in file://"):
+        fetch(tmp_path / "copy", source=str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize(

@@ -359,8 +359,10 @@ def test_text_that_changed_since_the_kill_is_encoded_again(tree, place, tmp_path
 
 
 def test_an_unfinished_corpus_is_not_lost_to_other_settings_or_a_second_run(tree, place):
-    with pytest.raises(DataError, match="too few for rows of --doc_len 65,536"):
+    with pytest.raises(DataError, match=r"too few for rows of --doc_len 65,536, .* shorten --doc_len .*needs --force"):
         prepare(place.out, tree, doc_len=65536)
+    with pytest.raises(DataError, match=r"or hold out fewer \(--heldout_docs [\d,]+ at most\)"):
+        prepare(place.out.with_name("other"), tree, heldout_docs=100_000, heldout_fraction=None)
     with place.only_run(), pytest.raises(DataError, match="another run is preparing"):
         prepare(place.out, tree)
     with pytest.raises(DataError, match=r"(?s)doc_len: 65536 there, 256 here.*--force"):

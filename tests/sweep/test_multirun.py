@@ -97,7 +97,9 @@ def test_what_cannot_work_is_refused_before_anything_starts(faults, train_main, 
 def test_jobs_share_gpus_and_wait_for_those_they_need(faults, tmp_path, monkeypatch):
     devices = {"a": 1, "b": 2, "c": 1, "d": 4, "e": 2}
     todo = {name: make_job(tmp_path, name, f"fabric.devices={n}") for name, n in devices.items()}
-    machine = runner.Machine(gpus=[0, 1, 2, 3])
+    with pytest.raises(SweepError, match=r"unknown key hydra.launcher.job_at_once; did you mean .*jobs_at_once\?"):
+        runner.Machine.of({"job_at_once": 2})
+    machine = runner.Machine.of({"gpus": [0, 1, 2, 3]})
     taken = [machine.take(todo[name]) for name in "abc"]
     assert sorted(itertools.chain(*taken)) == machine.gpus and machine.take(todo["d"]) is None
     machine.give_back(taken[0])

@@ -205,7 +205,7 @@ REFUSED = [
     (1, "fabric.peak_flops=0", "fabric.peak_flops=0 must be greater than or equal to 1, or null"),
     (1, "fabric.precision=bf16-true", "precision=bf16-true must be 'bf16-mixed' or '32-true'"),
     (1, "train.max_tokens=???", "no value for train.max_tokens.* or choose an experiment"),
-    (1, "fork_step=100", "fork_dir=None and fork_step=100 belong together"),
+    (1, "fork_step=100", "fork_dir=null and fork_step=100 belong together"),
     (1, "init_allow=lm_head.weight", r"init_allow=lm_head.weight must be a list, as in .a, b."),
     (1, "optimizer.betas=[0.9]", r"optimizer.betas=\[0.9\]: List should have at least 2 items"),
     (1, MIXTURE, "no value for datamodule.parts"),

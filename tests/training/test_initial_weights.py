@@ -173,7 +173,11 @@ def test_another_vocabulary_is_refused_unless_embeddings_may_be_fresh(tiny, tmp_
 def test_what_cannot_be_begun_with_is_one_line(tiny, finished, exported):
     run, folder = finished(tiny), str(exported)
     for source, changes, message in (
-        ("nothing/here/at-all", {}, "nothing/here/at-all is no folder, and the hub's model"),
+        (
+            "nothing/here/at-all",
+            {},
+            "nothing/here/at-all is no folder, and no model of the hub has such a name (OWNER/NAME)",
+        ),
         ("nobody/no-such-model", {}, "the hub's model of this name cannot be had"),
         (run, {}, "has no config.json with *.safetensors, and nothing else is read; give a folder"),
         (folder, {"model__config__num_heads": 4}, "trained with in model.config: num_heads=2 (not 4)"),

@@ -33,6 +33,8 @@ def explain(error: Exception, folders: Sequence[Path]) -> str | None:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return _unknown_choice(group, option, folders)
     said = f"{error}\n{error.__cause__ or ''}".replace("'++", "'")  # as it was typed
+    if "Could not override 'callbacks'" in said:
+        return "callbacks is a list of names, as in callbacks=[needle]; keys follow, as in callbacks.needle.lengths=…"
     lines = [line.strip() for line in said.splitlines()]
     return "; ".join(dict.fromkeys(line.rstrip(".;") for line in lines if line)) or type(error).__name__
 

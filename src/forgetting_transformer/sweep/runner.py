@@ -2,6 +2,7 @@
 cleanly on Ctrl-C.
 """
 
+import difflib
 import functools
 import math
 import os
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,23 @@ class Machine:
         self.jobs_at_once, self.jobs_per_gpu = jobs_at_once, jobs_per_gpu
         self._jobs_on = dict.fromkeys(self.gpus, 0)
         self._running = 0
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "Machine":
+        """
+        Args:
+            settings: keys of `hydra.launcher`.
+
+        Raises:
+            SweepError: a key is unknown or has a wrong value.
+        """
+        known = ["gpus", "jobs_at_once", "jobs_per_gpu"]
+        for key in settings:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, 1)
+                hint = f"did you mean hydra.launcher.{close[0]}?" if close else f"use {', '.join(known)}"
+                raise SweepError(f"unknown key hydra.launcher.{key}; {hint}")
+        return cls(**settings)
 
     def check(self, jobs: Sequence[Job | Command]) -> None:
         """

@@ -98,10 +98,12 @@ def make_split(texts: TextTable, settings: CorpusSettings) -> Split:
     if n_heldout is None:
         assert settings.heldout_fraction is not None  # one of the two is set
         n_heldout = max(1, min(n_rows - 1, round(n_rows * settings.heldout_fraction)))
+    fewer = f"hold out fewer (--heldout_docs {n_rows - 1:,} at most)"
+    shorter = f"shorten --doc_len (to {n_tokens // 20:,}, say)" if n_tokens >= 40 else "shorten --doc_len"
     too_small = DataError(
         f"the input holds {n_tokens:,} tokens, too few for rows of --doc_len {settings.doc_len:,}, "
-        f"{n_heldout:,} to hold out and one to train on. Add text, or shorten --doc_len (to "
-        f"{max(1, n_tokens // 20):,}, say)."
+        f"{n_heldout:,} to hold out and one to train on. Add text, or {fewer if 1 < n_rows <= n_heldout else shorter}. "
+        "The same --out then needs --force"
     )
     if n_rows <= n_heldout:
         raise too_small

@@ -144,7 +144,10 @@ class _Download:
     def _choose(self, wanted: int | float | None) -> tuple[list[int], list[int]]:
         """Rows of chunks that the source has whole, and those of them to have in the end."""
         array, remote = self.array, self.files.remote
-        assert remote is not None  # it is at a URL
+        if remote is None:
+            raise DataError(
+                f"--source {self.source} is a folder of this machine; give a URL, as in file://{self.source}"
+            )
         keys = {at: key for at, key in array.keys().items() if at[1] * array.chunk_shape[1] < self.tokens}
         files = remote.files()
         if files is None:  # plain HTTP, which is taken to have all

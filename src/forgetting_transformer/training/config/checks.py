@@ -31,7 +31,8 @@ def check(config: Config, world_size: int) -> None:
         )
     if (config.fork_dir is None) != (config.fork_step is None):
         raise ConfigError(
-            f"fork_dir={config.fork_dir} and fork_step={config.fork_step} belong together: give both or neither"
+            f"fork_dir={config.fork_dir or 'null'} and fork_step={config.fork_step or 'null'} belong together: "
+            "give both or neither"
         )
     if config.fork_step is not None and config.train.max_tokens <= config.fork_step:
         raise ConfigError(

@@ -98,12 +98,15 @@ def check_continues(
     if state["data_fingerprint"] not in (None, data.fingerprint):
         changes.append(f"the corpus (fingerprint {state['data_fingerprint']} -> {data.fingerprint}): {data.path}")
     if changes:
-        raise ConfigError(
-            f"{checkpoint} was trained with other settings:\n  " + "\n  ".join(changes) + "\n"
-            "Undo these changes to continue it, or choose another output_dir"
-            + ("" if forked else " (with fork_dir and fork_step to continue from it, or init_from an export of it)")
-            + ("" if config.fork_dir else ", or start over with resume=false")
-        )
+        advice = "Undo these changes to continue it, or choose another output_dir"
+        if forked:
+            advice = "A fork keeps the model and the shape of a batch: undo these changes, or begin with init_from=an "
+            advice += "export of it"
+        else:
+            advice += " (with fork_dir and fork_step to continue from it, or init_from an export of it)"
+            advice += "" if config.fork_dir else ", or start over with resume=false"
+        listed = "\n  ".join(changes)
+        raise ConfigError(f"{checkpoint} was trained with other settings:\n  {listed}\n{advice}")
 
 
 def _with_defaults(model: dict[str, Any]) -> dict[str, Any]:

@@ -89,6 +89,9 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
         callbacks = {str(name): {} for name in callbacks}
     if not isinstance(callbacks, dict):
         raise ConfigError(f"callbacks={redact(str(callbacks))} must be a list of names, as in callbacks=[a,b]")
+    for name in callbacks:
+        if f"callbacks.{name}=null" in typed:
+            raise ConfigError(f"callbacks.{name}=null: leave {name} out of callbacks=[…] to train without it")
     values["callbacks"] = {name: keys or {} for name, keys in callbacks.items()}
     if said := plugins.missing(values.get("plugins")):
         raise ConfigError(said)
@@ -228,7 +231,7 @@ def _leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def _no_value(keys: Iterable[str]) -> str:
     said = f"no value for {', '.join(sorted(keys))}: give it on the command line, as in {min(keys)}=…"
     if min(keys).startswith("callbacks."):
-        return f"{said}, or choose the callback, as in callbacks=[{min(keys).split('.')[1]}]"
+        return f"{said}, or choose the callback, as in callbacks=[{min(keys).split('.')[1]}], for its defaults"
     folders = {*keys} <= {"output_dir", "data_dir"}
     return said if folders else f"{said}, or choose an experiment that sets it (+experiment/demo=fox_pro)"
 

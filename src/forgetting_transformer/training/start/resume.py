@@ -64,7 +64,7 @@ def find_checkpoint(config: Config, run: RunDirectory, fabric: Fabric) -> Origin
             )
         raise CheckpointError(
             f"fork_step={config.fork_step}: no valid checkpoint of that many tokens in {directory.checkpoints}; it "
-            f"holds {steps_in(directory.checkpoints) or 'nothing'}"
+            + (f"holds {steps_in(directory.checkpoints)}" if directory.checkpoints.is_dir() else "does not exist")
         )
     return Origin(checkpoint=checkpoint, forked=True)
 
