@@ -57,7 +57,7 @@ def model_folder(name: str, files: list[str] | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None or name.startswith("."):
-        raise ValueError("no model of the hub has such a name (OWNER/NAME)")
+        raise ValueError("no model of the hub has such a name; give a folder, or OWNER/NAME")
     try:
         return Path(snapshot_download(name, allow_patterns=files, local_files_only=only_cached()))
     except Exception as error:  # of the client, or of what carries its requests

@@ -176,7 +176,7 @@ def test_what_cannot_be_begun_with_is_one_line(tiny, finished, exported):
         (
             "nothing/here/at-all",
             {},
-            "nothing/here/at-all is no folder, and no model of the hub has such a name (OWNER/NAME)",
+            "nothing/here/at-all is no folder, and no model of the hub has such a name; give a folder, or OWNER/NAME",
         ),
         ("nobody/no-such-model", {}, "the hub's model of this name cannot be had"),
         (run, {}, "has no config.json with *.safetensors, and nothing else is read; give a folder"),
