@@ -65,8 +65,8 @@ def compose_or_explain() -> DictConfig | None:
         composition.check_recorded_plugins(sys.argv[1:])
         if console.has_launcher() and {"-m", "--multirun"} & {*sys.argv}:  # every rank would start the whole sweep
             raise SweepError(
-                "-m under `fabric run` is not possible; start `python train.py -m …`, which starts a `fabric run` per "
-                "job"
+                "-m under `fabric run` is not possible; start `python train.py -m …`, which starts the processes of "
+                "each job"
             )
         sys.argv[1:] = composition.for_hydra(sys.argv[1:], folders)
         with console.one_voice():

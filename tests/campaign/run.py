@@ -50,7 +50,7 @@ class Lost(AssertionError):
 
 
 def start(config: dict[str, Any], said: Path, *fault: int) -> tuple[int | None, str]:
-    """Exit code and output of a start in a process of its own.
+    """Exit code and output of a start in a separate process.
 
     Args:
         fault: its kind, which call it hits (from 1), the errno, and whether it hits all calls after that one too.

@@ -393,7 +393,7 @@ def test_too_many_open_files_are_put_down_to_the_limit_and_to_no_file(tree, plac
     def refuse(descriptor):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    # Of a text; pytest has files of its own.
+    # The fault is in opening a text. pytest opens other files.
     monkeypatch.setattr(sources, "os", types.SimpleNamespace(**vars(os) | {"fstat": refuse}))
     with pytest.raises(DataError, match=r"^Too many open files: .* fewer --workers"):
         prepare(place.out, tree)

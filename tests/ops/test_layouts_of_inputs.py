@@ -182,7 +182,7 @@ class Recorded:
         return lambda *given, **options: None
 
 def many(*shape, **_):
-    "A tensor that has no memory of its own."
+    "A tensor of this shape that takes one number of memory."
     return torch.zeros(()).expand(*shape)
 
 torch.empty = many

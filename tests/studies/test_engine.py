@@ -42,7 +42,7 @@ def test_a_yaml_becomes_runs_numbers_figures_and_verdicts(study, tmp_path):
 
 
 def test_jobs_find_the_experiments_of_studies(tmp_path):
-    """train.py knows the folder of its own alone."""
+    """By itself train.py finds only the library's configs."""
     file = ROOT / "studies/three_seeds/study.yaml"
     plan = dataclasses.replace(read_plan(file), models={"fox_pro": ""}, learning_rates={"fox_pro": 2e-3}, variants={})
     jobs = Queue(plan, tmp_path, [f"data_dir={tmp_path}"])._planned["fox_pro"]

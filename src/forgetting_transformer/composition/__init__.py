@@ -1,6 +1,6 @@
 """From a command line to what Hydra composes: folders of configs, and arguments as Hydra takes them.
 
-errors.py says what is wrong with a command line. What keys there are, and what they may be, training/config/ knows.
+errors.py words the errors of a command line. training/config/ knows all keys and their values.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What is wrong with a command line, in one line with the closest name, where Hydra prints ten."""
+"""Errors of a command line, each in one line with the closest name. Hydra prints ten lines."""
 
 import difflib
 import re

@@ -132,7 +132,7 @@ class LongCrawl64DataModule:
         return self.train_batch_size
 
     def eval_order(self, part: int) -> ReadingOrder:
-        """The order of the held-out sequences of a part, each a batch of its own.
+        """Order of a part's held-out sequences, one sequence per batch.
 
         Raises:
             DataError: there are fewer than asked for.

@@ -31,7 +31,7 @@ def machine(overrides: Sequence[str]) -> Machine:
     """This machine, with the settings of `hydra.launcher`.
 
     Raises:
-        SweepError: `hydra/launcher` is another one than fabric, or a setting is unknown.
+        SweepError: `hydra/launcher` is not fabric, or a setting is unknown.
     """
     composed = _compose(overrides, return_hydra_config=True)
     if (chosen := composed.hydra.runtime.choices["hydra/launcher"]) != "fabric":

@@ -4,6 +4,7 @@ cleanly on Ctrl-C.
 
 import difflib
 import functools
+import inspect
 import math
 import os
 import re
@@ -62,7 +63,7 @@ class Machine:
         Raises:
             SweepError: a key is unknown or has a wrong value.
         """
-        known = ["gpus", "jobs_at_once", "jobs_per_gpu"]
+        known = list(inspect.signature(cls).parameters)
         for key in settings:
             if key not in known:
                 close = difflib.get_close_matches(key, known, 1)

@@ -27,7 +27,7 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 class ChecksumError(ValueError):
-    """A file is not the one that is listed; the message goes on behind its name."""
+    """A file differs from the listed one. The message continues after the file's name."""
 
 
 @dataclass

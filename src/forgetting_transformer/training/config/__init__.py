@@ -253,7 +253,7 @@ class Config:
     checkpoint_interval: Tokens
     checkpoint_keep_interval: Tokens
     checkpoint_keep_last: Count = 2
-    #: true: write checkpoints while training goes on, from a copy in the host's memory (at least 12 bytes per parameter
+    #: true: write checkpoints in the background, from a copy in the host's memory (at least 12 bytes per parameter
     #: over all ranks of the job). false: training waits, and needs no such memory.
     checkpoint_background: bool = True
     #: true: check data, disk and memory, time a few steps, say what the run will cost, measure which micro-batch is

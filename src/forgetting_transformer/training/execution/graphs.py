@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.execution.hardware import peak_flops
+from forgetting_transformer.training.execution.hardware import peak_of
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def choose(config: Config, device: torch.device, world_size: int, compiled: bool
     wanted = config.train.cuda_graphs
     if not check_possible(config, device, world_size, compiled) or wanted != "auto":
         return wanted is True
-    peak = config.fabric.peak_flops or peak_flops(device, config.fabric.precision)
+    peak = peak_of(config.fabric, device)
     return peak is not None and flops / peak <= _AT_PEAK_SECONDS
 
 

@@ -13,6 +13,8 @@ import logging
 
 import torch
 
+from forgetting_transformer.training.config import FabricConfig
+
 log = logging.getLogger(__name__)
 
 
@@ -48,6 +50,11 @@ PEAKS: dict[str, Peak] = {
     # Ada architecture whitepaper, RTX 4090: bf16 with fp32 accumulation 165.2 dense, fp32 82.6.
     "NVIDIA GeForce RTX 4090": (165.2e12, 82.6e12),
 }
+
+
+def peak_of(fabric: FabricConfig, device: torch.device) -> float | None:
+    """Peak FLOP/s of `device` in a run: `fabric.peak_flops`, else `peak_flops` at the run's precision."""
+    return fabric.peak_flops or peak_flops(device, fabric.precision)
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

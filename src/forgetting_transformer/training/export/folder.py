@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from forgetting_transformer import plugins
@@ -157,6 +159,14 @@ def check_target(folder: Path, flag: str) -> None:
             f"{flag}={folder} {said}, so an exported model must not go there: what reads that folder "
             f"later would take one for the other; choose another {flag}"
         )
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Weights of a model's folder by name, of all its safetensors files, on the CPU."""
+    weights: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(file)
+    return weights
 
 
 def _origin(checkpoint: Checkpoint, state: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:

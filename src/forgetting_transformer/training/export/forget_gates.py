@@ -18,7 +18,6 @@ import torch
 import yaml
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
@@ -28,7 +27,7 @@ from forgetting_transformer.model import registry
 from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
 from forgetting_transformer.model.mixers.transformer import TransformerConfig
 from forgetting_transformer.training.export.card import CARD, snippet
-from forgetting_transformer.training.export.folder import ExportError, check_target, find_model
+from forgetting_transformer.training.export.folder import ExportError, check_target, find_model, read_weights
 
 #: The default memory length, in contexts of the original.
 CONTEXTS = 16
@@ -180,9 +179,7 @@ def _write(folder: Path, new: Path, fields: dict[str, Any], named: dict[str, lis
     lm_class = registry.get("forgetting_transformer").lm_class
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in lm_class(config).named_parameters()}
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
+    tensors = read_weights(folder)
     plan = {name: _sources(name, named, tensors) for name in shapes}
     used = {source for sources in plan.values() for source in sources}
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()

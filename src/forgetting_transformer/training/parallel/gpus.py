@@ -14,7 +14,7 @@ LARGE = 100_000_000
 
 
 def missing() -> str | None:
-    """What is known where PyTorch finds no GPU, and what to do about it; None if it finds one."""
+    """Reason why PyTorch finds no GPU, with the fix; None if it finds one."""
     if torch.cuda.is_available():
         return None
     build = "CPUs" if torch.version.cuda is None and torch.version.hip is None else "GPUs"

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from forgetting_transformer.command_line import one_line
@@ -23,7 +22,7 @@ from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.counters import Origin
-from forgetting_transformer.training.export.folder import MARK, find_model, read_mark
+from forgetting_transformer.training.export.folder import MARK, find_model, read_mark, read_weights
 from forgetting_transformer.training.optimization.parameter_groups import named_by
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
 
@@ -90,9 +89,7 @@ def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> tuple[dic
         if folder == Path(source).expanduser():
             record = {"source": str(folder.absolute())}
         fields = read_json(folder / "config.json")
-        tensors: dict[str, Tensor] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            tensors |= load_file(file)
+        tensors = read_weights(folder)
         if mark := read_mark(folder):
             record |= {"step": mark["checkpoint"], "tag": mark["tag"]}
         _check_heads(fields, config, model)
