@@ -14,7 +14,6 @@ Axes: N sequences, B those of a batch, T positions, O octaves of positions.
 
 import itertools
 import json
-import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -123,43 +122,35 @@ def evaluate(
     known = workers.on_first(lambda: _read_state(state_file, identity) if resume else None)
     octaves_TO = _octave_means(data.length).to(workers.device)
     sums = known or Sums(np.zeros(data.length), np.zeros((0, octaves_TO.shape[1])))
-    begun = sums.sequences
     per_round = workers.world_size * batch_size
-    # What this process adds between two saves.
-    most = min(save_interval * per_round, data.sequences - sums.sequences)
+    starts = range(sums.sequences, data.sequences, per_round)
+    edges = [[min(start + (workers.rank + n) * batch_size, data.sequences) for n in (0, 1)] for start in starts]
+    batches = [range(*edge) for edge in edges]
+    # What this process adds between two saves; of the others' sequences it has zeros.
     loss_T = torch.zeros(data.length, dtype=torch.float64, device=workers.device)
-    octaves_NO = torch.zeros(most, octaves_TO.shape[1], dtype=torch.float64, device=workers.device)
-    rounds = math.ceil((data.sequences - sums.sequences) / per_round)
-    first = sums.sequences + workers.rank * batch_size
-    batches = [
-        range(min(begin, data.sequences), min(begin + batch_size, data.sequences))
-        for begin in range(first, first + rounds * per_round, per_round)
-    ]
+    octaves_NO = torch.zeros(data.sequences, octaves_TO.shape[1], dtype=torch.float64, device=workers.device)
     bar = tqdm(
         total=data.sequences, initial=sums.sequences, unit="seq", desc=model.name, disable=not workers.shows_progress
     )
-    for number, (mine, batch) in enumerate(zip(batches, _read_ahead(data.read_batches(batches)), strict=True), start=1):
+    for start, mine, batch in zip(starts, batches, _read_ahead(data.read_batches(batches)), strict=True):
         if batch is not None:
             input_ids, labels = (batch[key].to(workers.device) for key in ("input_ids", "labels"))
             with precision_context(precision, workers.device):
                 loss_BT = token_losses(model.model, input_ids, labels)
                 loss_T += loss_BT.sum(0, dtype=torch.float64)
-                begin = mine.start - sums.sequences
-                octaves_NO[begin : begin + len(loss_BT)] = loss_BT.double() @ octaves_TO
-        bar.update(min(per_round, data.sequences - bar.n))
-        if number % save_interval == 0 or number == rounds:
-            workers.sum(loss_T)
-            workers.sum(octaves_NO)
-            done = min(number * per_round + begun, data.sequences) - sums.sequences
-            if not bool(loss_T.isfinite().all()):
+                octaves_NO[mine.start : mine.stop] = loss_BT.double() @ octaves_TO
+        end = min(start + per_round, data.sequences)
+        bar.update(end - start)
+        if end == data.sequences or end - sums.sequences == save_interval * per_round:
+            added = workers.sum(octaves_NO[sums.sequences : end])
+            if not bool(workers.sum(loss_T).isfinite().all()):
                 raise EvaluationError(
-                    f"{model.source}: a loss among sequences {sums.sequences:,} to {sums.sequences + done:,} is not "
-                    "finite. The model has diverged, or --precision=bf16 is too coarse for it: try --precision=fp32"
+                    f"{model.source}: a loss among sequences {sums.sequences:,} to {end:,} is not finite. The model "
+                    "has diverged, or --precision=bf16 is too coarse for it: try --precision=fp32"
                 )
             sums.loss_T += loss_T.cpu().numpy()
-            sums.octaves_NO = np.concatenate([sums.octaves_NO, octaves_NO[:done].cpu().numpy()])
+            sums.octaves_NO = np.concatenate([sums.octaves_NO, added.cpu().numpy()])
             loss_T.zero_()
-            octaves_NO.zero_()
             if workers.is_first:
                 state_file.parent.mkdir(parents=True, exist_ok=True)
                 _savez(state_file, identity=json.dumps(identity), **vars(sums))
@@ -173,21 +164,9 @@ def evaluate(
 def summarise(sums: Sums, model: EvaluatedModel, identity: dict[str, Any]) -> dict[str, Any]:
     """The content of results.json: the paper's keys, what was evaluated, and the slope at every octave."""
     loss_T = sums.loss_T / sums.sequences
-    length = loss_T.size
-    results: dict[str, Any] = {
-        "eval_tokens": sums.sequences * length,
-        "eval_len": length,
-        "model": model.name,
-        "source": model.source,
-        "train_length": model.train_length,
-        "train_tokens": model.train_tokens,
-        "seed": model.seed,
-        "weights": identity["weights"],
-        "data": identity["data"],
-        "precision": identity["precision"],
-    }
+    results = identity | {"model": model.name, "seed": model.seed} | model.about
     results |= by_length("val", loss_T, MIN_LENGTH)
-    results["loss_standard_error"] = standard_errors(length, sums.octaves_NO)
+    results["loss_standard_error"] = standard_errors(loss_T.size, sums.octaves_NO)
     results["slope"] = slopes(loss_T.size, sums.octaves_NO)
     return results
 
