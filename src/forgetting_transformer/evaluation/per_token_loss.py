@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from forgetting_transformer.analysis import outputs
@@ -120,15 +119,15 @@ def evaluate(
     state_file = folder / "state" / "sums.npz"
 
     known = workers.on_first(lambda: _read_state(state_file, identity) if resume else None)
-    octaves_TO = _octave_means(data.length).to(workers.device)
-    sums = known or Sums(np.zeros(data.length), np.zeros((0, octaves_TO.shape[1])))
+    widths = np.diff(octave_edges(data.length)).tolist()
+    sums = known or Sums(np.zeros(data.length), np.zeros((0, len(widths))))
     per_round = workers.world_size * batch_size
     starts = range(sums.sequences, data.sequences, per_round)
     edges = [[min(start + (workers.rank + n) * batch_size, data.sequences) for n in (0, 1)] for start in starts]
     batches = [range(*edge) for edge in edges]
     # What this process adds between two saves; of the others' sequences it has zeros.
     loss_T = torch.zeros(data.length, dtype=torch.float64, device=workers.device)
-    octaves_NO = torch.zeros(data.sequences, octaves_TO.shape[1], dtype=torch.float64, device=workers.device)
+    octaves_NO = torch.zeros(data.sequences, len(widths), dtype=torch.float64, device=workers.device)
     bar = tqdm(
         total=data.sequences, initial=sums.sequences, unit="seq", desc=model.name, disable=not workers.shows_progress
     )
@@ -138,7 +137,8 @@ def evaluate(
             with precision_context(precision, workers.device):
                 loss_BT = token_losses(model.model, input_ids, labels)
                 loss_T += loss_BT.sum(0, dtype=torch.float64)
-                octaves_NO[mine.start : mine.stop] = loss_BT.double() @ octaves_TO
+                octaves = [part.mean(1, dtype=torch.float64) for part in loss_BT.split(widths, dim=1)]
+                octaves_NO[mine.start : mine.stop] = torch.stack(octaves, dim=1)
         end = min(start + per_round, data.sequences)
         bar.update(end - start)
         if end == data.sequences or end - sums.sequences == save_interval * per_round:
@@ -178,15 +178,6 @@ def _read_ahead(batches: Iterator[T]) -> Iterator[T]:
         while batch := ahead.result():
             ahead = reader.submit(list, itertools.islice(batches, 1))
             yield from batch
-
-
-def _octave_means(length: int) -> Tensor:
-    """The matrix `(T, O)` that takes losses at positions to means over octaves."""
-    edges = octave_edges(length)
-    matrix = torch.zeros(length, len(edges) - 1, dtype=torch.float64)
-    for o, (begin, end) in enumerate(itertools.pairwise(edges)):
-        matrix[begin:end, o] = 1 / (end - begin)
-    return matrix
 
 
 def _read_state(file: Path, identity: dict[str, Any]) -> Sums | None:
