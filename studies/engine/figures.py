@@ -8,11 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from forgetting_transformer.analysis.plots.losses import (
-    draw_differences,
-    mark_training,
-    position_axis,
-)
+from forgetting_transformer.analysis.plots.losses import draw_differences, mark_training, position_axis
 from forgetting_transformer.analysis.plots.style import (
     ACCENT,
     GREY,

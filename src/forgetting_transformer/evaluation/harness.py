@@ -29,12 +29,7 @@ from forgetting_transformer import files
 from forgetting_transformer.analysis import evaluations, tables
 from forgetting_transformer.analysis.published import lm_eval_table
 from forgetting_transformer.evaluation.generation import begin, continue_prompts
-from forgetting_transformer.evaluation.models import (
-    EvaluatedModel,
-    EvaluationError,
-    precision_context,
-    token_losses,
-)
+from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, precision_context, token_losses
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.hub_connection import use_cached_datasets
 

@@ -23,13 +23,7 @@ from pydantic import Field
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer import plugins
-from forgetting_transformer.evaluation.in_training import (
-    EvaluationCallback,
-    beat,
-    evaluated_model,
-    precision,
-    share,
-)
+from forgetting_transformer.evaluation.in_training import EvaluationCallback, beat, evaluated_model, precision, share
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.training.config import ConfigError, Count, Text, Tokens
 from forgetting_transformer.training.interface import TrainerInterface

@@ -70,19 +70,8 @@ from forgetting_transformer.analysis.statistics import mean_and_error
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.evaluation.generation import answer, append_record, begin, check_settings, read_records
 from forgetting_transformer.evaluation.held_out import read_documents
-from forgetting_transformer.evaluation.in_training import (
-    EvaluationCallback,
-    beat,
-    evaluated_model,
-    precision,
-    share,
-)
-from forgetting_transformer.evaluation.models import (
-    EvaluatedModel,
-    EvaluationError,
-    folder_name,
-    precision_context,
-)
+from forgetting_transformer.evaluation.in_training import EvaluationCallback, beat, evaluated_model, precision, share
+from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, folder_name, precision_context
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.training.config import ConfigError, Count, Text, Tokens
 from forgetting_transformer.training.interface import TrainerInterface

@@ -25,11 +25,7 @@ import torch
 from tqdm import tqdm
 
 from forgetting_transformer.analysis import outputs
-from forgetting_transformer.analysis.evaluations import (
-    FILES,
-    from_position_loss,
-    write_evaluation,
-)
+from forgetting_transformer.analysis.evaluations import FILES, from_position_loss, write_evaluation
 from forgetting_transformer.analysis.plots.losses import loss_against_position
 from forgetting_transformer.analysis.position_loss import (
     GROUP_OF_SEQUENCE,
