@@ -350,7 +350,7 @@ class GateStatistics(EvaluationCallback):
     @torch.no_grad()
     def evaluate(self, trainer: TrainerInterface) -> dict[str, Any]:
         fabric = trainer.fabric
-        with trainer.sentinel.reading("the corpus (datamodule.name)"):
+        with trainer.watchdog.reading("the corpus (datamodule.name)"):
             batch = next(iter(trainer.data.eval_loader(fabric.global_rank, fabric.world_size)))
         memory: dict[int, list[Tensor]] = {layer: [] for layer in self._layers}
         pruned: dict[int, list[Tensor]] = {layer: [] for layer in self._layers}

@@ -21,7 +21,7 @@ def batches(trainer: TrainerInterface, count: int) -> Iterator[Batch]:
     rank, size = trainer.ranks.data_rank, trainer.ranks.data_size
     loader = restarted(
         lambda done: trainer.data.train_loader(first + done, first + count, rank, size),
-        lambda: trainer.sentinel.reading(corpus),
+        lambda: trainer.watchdog.reading(corpus),
     )
     given = 0
     for given, batch in enumerate(itertools.islice(loader, count), 1):

@@ -31,7 +31,7 @@ from forgetting_transformer.training.execution import early, graphs
 from forgetting_transformer.training.execution.choice import choose_on_all_ranks
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.failures import Start
-from forgetting_transformer.training.faults.sentinel import Sentinel
+from forgetting_transformer.training.faults.watchdog import Watchdog
 from forgetting_transformer.training.optimization.building import build_optimizer, check_owns
 from forgetting_transformer.training.optimization.parameter_groups import train_only
 from forgetting_transformer.training.parallel import gpus
@@ -43,7 +43,7 @@ from forgetting_transformer.training.start import checks, initialisation
 
 log = logging.getLogger(__name__)
 #: How long the writer of a checkpoint on one rank waits for those on others. What ends the wait for a writer that hangs
-#: is the sentinel.
+#: is the watchdog.
 _LET_WRITERS_WAIT = timedelta(days=7)
 
 
@@ -87,7 +87,7 @@ def open_data(config: Config, directory: RunDirectory, fabric: Fabric) -> Corpus
     return data
 
 
-def build_checkpointer(config: Config, directory: RunDirectory, fabric: Fabric, sentinel: Sentinel) -> Checkpointer:
+def build_checkpointer(config: Config, directory: RunDirectory, fabric: Fabric, watchdog: Watchdog) -> Checkpointer:
     """Writer and reader of the run's checkpoints, watched while training waits for it."""
     built = Checkpointer(
         directory.checkpoints,
@@ -98,7 +98,7 @@ def build_checkpointer(config: Config, directory: RunDirectory, fabric: Fabric, 
         config.checkpoint_background,
         directory.last_checkpoint,
     )
-    built.watch = sentinel.waiting_for
+    built.watch = watchdog.waiting_for
     return built
 
 

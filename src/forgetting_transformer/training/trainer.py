@@ -63,7 +63,7 @@ class Trainer:
 
     def __init__(self, config: Config, start: Start | None = None) -> None:
         self.config, self.start = config, start or Start(config)
-        self.directory, self.sentinel = self.start.directory, self.start.sentinel
+        self.directory, self.watchdog = self.start.directory, self.start.watchdog
         self.startup, self.clock = Clock("imports"), Clock("start")
 
         self.begin("processes")
@@ -82,7 +82,7 @@ class Trainer:
         self.compilation = Compilation(config, fabric.device, fabric.global_rank, fabric.world_size)
 
         self.begin("checkpoint")
-        self.checkpointer = setup.build_checkpointer(config, self.directory, fabric, self.sentinel)
+        self.checkpointer = setup.build_checkpointer(config, self.directory, fabric, self.watchdog)
         self.origin = resume.find_checkpoint(config, self.directory, fabric)
 
         self.begin("self-test")
@@ -122,7 +122,7 @@ class Trainer:
         self.callbacks = callbacks_of(self)
         self.kinds = self.origin.kinds | self.callbacks.kinds
         self.metrics = open_metrics(self) if fabric.is_global_zero else None
-        self.sentinel.callback = lambda: self.callbacks.running.name if self.callbacks.running else None
+        self.watchdog.callback = lambda: self.callbacks.running.name if self.callbacks.running else None
         self.start.trainer = self
 
     def fit(self) -> None:
@@ -239,10 +239,10 @@ class Trainer:
 
         All ranks call it once a step and once a batch of an evaluation.
         """
-        self.sentinel.beat()
+        self.watchdog.beat()
         saving.collect(self)
         self.guard.poll()
-        wish = Stop.PREEMPTED if self.sentinel.request else Stop.NO
+        wish = Stop.PREEMPTED if self.watchdog.request else Stop.NO
         if self.guard.most_in_a_row >= self.config.train.max_bad_steps:
             wish = Stop.BAD_STEPS
         self.stop = self.vote.cast(wish)
@@ -312,11 +312,11 @@ class Trainer:
     def begin(self, stage: str) -> None:
         """The start comes to `stage`."""
         self.startup.switch(stage)
-        self.sentinel.starting(stage)
+        self.watchdog.starting(stage)
 
     def close(self) -> None:
         self.checkpointer.close()
-        self.sentinel.closing()
+        self.watchdog.closing()
         if self.metrics is not None:
             self.metrics.close()
             self.metrics = None
@@ -326,7 +326,7 @@ class Trainer:
         self.wait_for_device()
         self.vote.wait_for_all()  # a signal ends a rank at once that is in its first step, and others would wait for it
         self.startup.switch(None)
-        self.sentinel.started()
+        self.watchdog.started()
         log.info("the first step is done, loss %.4f, %s", step.loss.item(), self.startup)
         if self.compiled:
             self.compilation.warn_of_uncompiled()
@@ -338,7 +338,7 @@ class Trainer:
         if self.stop == Stop.BAD_STEPS:
             self.guard.refuse(self.last_good_checkpoint, self.directory.root)
         self.guard.sum_up(self.counters.batch_count, self.directory.root)
-        self.start.end("preempted" if self.stop else "done", self.sentinel.request or "")
+        self.start.end("preempted" if self.stop else "done", self.watchdog.request or "")
         done = f"{self.counters.token_count:,} tokens in {self.directory.root}"
         how = "stopped and saved; the same command continues" if self.stop else "training finished"
         log.info("%s: %s", how, done)

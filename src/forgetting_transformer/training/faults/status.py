@@ -22,7 +22,7 @@ from forgetting_transformer.console import redact
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
-#: The loop and the sentinel's thread may write in the same moment.
+#: The loop and the watchdog's thread may write in the same moment.
 _writing = threading.Lock()
 
 

@@ -22,8 +22,8 @@ from forgetting_transformer.training.parallel import gpus
 from forgetting_transformer.training.parallel.sharding import Sharded
 
 log = logging.getLogger(__name__)
-#: NCCL ends a process whose operation takes too long, and nothing then says why. The sentinel, which does, comes first.
-_AFTER_THE_SENTINEL_SECONDS = 60
+#: NCCL ends a process whose operation takes too long, and nothing then says why. The watchdog, which does, comes first.
+_AFTER_THE_WATCHDOG_SECONDS = 60
 
 
 def launch(config: Config) -> Fabric:
@@ -97,7 +97,7 @@ def expected_world_size(config: Config) -> int:
 
 
 def _strategy(config: Config, world_size: int) -> Strategy | str:
-    timeout = timedelta(seconds=config.strategy.timeout_seconds + _AFTER_THE_SENTINEL_SECONDS)
+    timeout = timedelta(seconds=config.strategy.timeout_seconds + _AFTER_THE_WATCHDOG_SECONDS)
     if world_size == 1 and config.strategy.name != "ddp":
         # One process has nothing to shard. FSDP2 would still copy every weight and gradient, and keep the host so busy
         # that an H200 waits for it: a 125M model trains at 250,000 tokens/s instead of 400,000.

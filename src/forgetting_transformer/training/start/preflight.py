@@ -200,7 +200,7 @@ def _seconds(trainer: Trainer, batch: dict[str, torch.Tensor]) -> float:
     began = time.perf_counter()
     trainer.step(batch)
     setup.synchronize(device)
-    trainer.sentinel.starting("preflight")
+    trainer.watchdog.starting("preflight")
     return time.perf_counter() - began
 
 
@@ -220,4 +220,4 @@ def _evaluate(trainer: Trainer) -> None:
     with ranks.share():
         trainer.model(**ranks.part_of(inputs))
     setup.synchronize(fabric.device)
-    trainer.sentinel.starting("preflight")
+    trainer.watchdog.starting("preflight")

@@ -67,7 +67,7 @@ class _Wait(NamedTuple):
     extra: float = 0.0
 
 
-class Sentinel:
+class Watchdog:
     """A context manager around training, on the main thread of a rank.
 
     Args:
@@ -95,10 +95,10 @@ class Sentinel:
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
             end.setblocking(False)
-        self._thread = threading.Thread(target=self._watch, name="sentinel", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._closing = False
 
-    def __enter__(self) -> "Sentinel":
+    def __enter__(self) -> "Watchdog":
         if threading.current_thread() is threading.main_thread():
             # The handlers do nothing: having them is what makes Python write to the descriptor.
             self._previous = {number: signal.signal(number, lambda *_: None) for number in console.SIGNALS}
