@@ -11,10 +11,10 @@ from forgetting_transformer.training.interface import TrainerInterface
 
 
 def batches(trainer: TrainerInterface, count: int) -> Iterator[Batch]:
-    """This rank's shares of the next `count` global batches.
+    """Yields this rank's shares of the next `count` global batches.
 
     Raises:
-        DataError: the corpus gives something else than a batch. TrainingError: it gives fewer.
+        DataError: the corpus yields something else than a batch. TrainingError: it yields fewer.
     """
     first, data = trainer.counters.batch_count, trainer.config.datamodule
     corpus = f"datamodule.name={data.name!r}"

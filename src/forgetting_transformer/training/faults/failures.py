@@ -61,7 +61,7 @@ class Start:
                 self._write("running")
 
     def end(self, outcome: str, reason: str = "") -> None:
-        """Notes how the run ends, unless it has ended. What comes after training may still fail, and that counts."""
+        """Records how the run ends, unless it has ended. A failure after training still counts."""
         with self._ending:
             if self.outcome is None or (outcome == "failed" and self.outcome != "failed"):
                 self._write(outcome, reason)
@@ -89,13 +89,13 @@ class Start:
         reason = f"{type(problem).__name__}: {problem}"
         self.peers.failed(reason)
         self.end("failed", reason)
-        self.watchdog.closing()  # what the process has to say of it may take as long as a step
+        self.watchdog.closing()  # the process's last messages may take as long as a step
         if problem is error:
             return False
         raise problem from error
 
     def _problem(self, error: BaseException, blame: str | None) -> BaseException:
-        """The error in words that say what to do; the error itself where it does that, or where nobody knows.
+        """The error with its fix; the error itself where it has one, or where none is known.
 
         Args:
             blame: what another rank did, where that is behind the error.
@@ -123,7 +123,7 @@ class Start:
 
 
 _DEVICE_ERROR = re.compile(r"(?:CUDA error|Triton Error \[CUDA\]): (.+)")
-#: Errors of the program, or of too little memory, which would come again.
+#: Errors of the program, or of too little memory, which would recur.
 _OF_THE_PROGRAM = re.compile("device-side assert|invalid|no kernel image|out of (memory|resource)|ALLOC_FAILED")
 
 
