@@ -72,6 +72,6 @@ def _answers(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=TIMEOUT).close()
     except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be that of a host
-        log.warning("%s:%d cannot be reached (%s): only what is in the local cache is found", host, port, error)
+        log.warning("%s:%d cannot be reached (%s): only files in the local cache are used", host, port, error)
         return False
     return True

@@ -140,7 +140,7 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
     file, cure = folder / "settings.json", "choose another --model name, --exp or folder, or delete this one"
     settings = json.loads(json.dumps(settings))
     if not file.exists() and (folder / "results.json").exists():
-        raise EvaluationError(f"{folder}/results.json is of something else, as no settings.json lies beside it: {cure}")
+        raise EvaluationError(f"{folder}/results.json has no settings.json beside it, so it is of others: {cure}")
     # Files of a start that failed before its first result may be replaced.
     if file.is_file() and any(path.is_file() and path != file for path in folder.rglob("*")):
         stored = evaluations.read_json(file)

@@ -221,8 +221,8 @@ def open_corpus(
         raise DataError(f"--corpus {' '.join([name, *keys])}: {error}") from error
     if source.packed:
         raise DataError(
-            f"--corpus {name}: its rows hold several texts that are kept apart, so a position in a row says nothing of "
-            "the context; use --corpus with a corpus of one text a row"
+            f"--corpus {name}: its rows hold several texts that are kept apart, so a position in a row does not "
+            "measure the context; use --corpus with a corpus of one text a row"
         )
     info = source.eval_info()
     sequences = count_sequences(length, info.total_batches * length, info.path, tokens, at_most)

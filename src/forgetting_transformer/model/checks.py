@@ -118,7 +118,7 @@ def _logits(model: Any, ids: Tensor, lengths: Sequence[int] | None = None, mask:
         for block, layer in enumerate(cache.layers):
             if (held := layer.get_seq_length()) != start:
                 raise CheckFailed(
-                    f"the cache of block {block} says that it holds {held} tokens after {start} were read; forward "
+                    f"the cache of block {block} counts {held} tokens after {start} were read; forward "
                     "must update the cache that it is given with all new tokens"
                 )
     return torch.cat(pieces, dim=1)
@@ -217,8 +217,7 @@ def _check_saving(model: Any, ids: Tensor) -> str:
         old, new = (json.dumps(getattr(m.config, name), sort_keys=True, default=str) for m in (model, loaded))
         if old != new:
             raise CheckFailed(
-                f"the field {name} was {old} and is {new} after loading; __post_init__ must leave as it is what it has "
-                "made itself"
+                f"the field {name} was {old} and is {new} after loading; __post_init__ must not change its own result"
             )
     tensors = dict([*loaded.named_parameters(), *loaded.named_buffers()])
     own = [*model.named_parameters(), *model.named_buffers()]

@@ -32,5 +32,5 @@ def batches(trainer: TrainerInterface, count: int) -> Iterator[Batch]:
     if given < count:
         raise TrainingError(
             f"{corpus} gave {given} batches instead of {count}, from batch {first:,} on; "
-            f"{trainer.last_good_checkpoint}. Its train_loader must give all that it is asked for"
+            f"{trainer.last_good_checkpoint}. Its train_loader must yield every batch of its range"
         )

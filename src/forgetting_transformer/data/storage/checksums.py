@@ -64,7 +64,7 @@ class Checksums:
             if (found := hashlib.sha256(data.data).hexdigest()) != self.sums[key]:
                 raise ChecksumError(
                     f"is not the file that {self.name} lists: it was changed or is damaged (its SHA-256 is {found}). "
-                    "Fetch or make it again. If the change is meant, this is another corpus: delete "
+                    "Fetch or make it again. If the change is intended, this is another corpus: delete "
                     f"{self.name}, and scripts/verify_data.py makes a new one"
                 )
         elif not self._warned:

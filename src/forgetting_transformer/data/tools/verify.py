@@ -103,4 +103,4 @@ def _checks(
             checksums.write_list(path, [keys[chunk] for chunk in chosen], workers)
             yield "checksums", f"written to {name}, {len(chosen):,} chunks: readers compare each with it", []
         except OSError as error:
-            yield "checksums", f"cannot write {name} ({error.strerror}): nothing holds chunks to what they are now", []
+            yield "checksums", f"cannot write {name} ({error.strerror}): later damage to chunks will not be noticed", []

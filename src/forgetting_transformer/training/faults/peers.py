@@ -83,7 +83,7 @@ class Peers:
                 break
             time.sleep(0.05)
         if quiet and silent:
-            return f"rank {quiet[0]} hangs, or was killed: it has said nothing"
+            return f"rank {quiet[0]} hangs, or was killed: it gave no reason"
         perhaps = [rank for rank, text in said.items() if MAY_WAIT in text]
         return f"rank {perhaps[0]} has failed: {said[perhaps[0]]}" if perhaps else None
 

@@ -201,7 +201,7 @@ class Watchdog:
         threads = [frame for name, frame in self._stacks() if name in ("MainThread", "checkpoint")]
         files = {f.f_code.co_filename for frame in threads for f, _ in traceback.walk_stack(frame)}
         if any(file.endswith(("distributed_c10d.py", "faults/stop.py")) for file in files):
-            return f"{WAITS}, whose log says where it stands"
+            return f"{WAITS}, whose log shows where it is"
         # In a backward pass, or when it asks the device, a rank that waits for another looks like one that hangs.
         return f"this rank makes no progress{f', {MAY_WAIT}' if dist.is_initialized() else ''}"
 

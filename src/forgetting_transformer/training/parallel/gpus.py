@@ -32,7 +32,7 @@ def warn_without(config: Config, device: torch.device, model: nn.Module) -> None
     if (parameters := sum(p.numel() for p in model.parameters())) >= LARGE:
         log.warning(
             "no GPU was found, and %.1fM parameters train very slowly on a CPU. %s. Choose the CPU with "
-            "fabric.accelerator=cpu (`fabric run`: --accelerator cpu) if it is meant",
+            "fabric.accelerator=cpu (`fabric run`: --accelerator cpu) if that is intended",
             parameters / 1e6,
             missing(),
         )
