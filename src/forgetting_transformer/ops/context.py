@@ -103,9 +103,9 @@ def even_order(
 ) -> Order | None:
     """Order of heads with which pruned attention takes all processes about as long; None where sequences are whole.
 
-    Without it all wait for the process whose heads forget most slowly. A query of a head has as many keys as there are
-    before it in its document, up to the distance after which the mean gate has let a weight fall to what pruning leaves
-    out. The order follows from the gates of the whole batch and is the same on every process.
+    Without it all wait for the process whose heads forget most slowly. A query of a head has all keys before it in its
+    document, up to a distance: there, the mean gate has let a weight fall below the threshold of pruning. The order
+    follows from the gates of the whole batch and is the same on every process.
 
     Args:
         log_fgate_BtH: logarithms of the gates here.

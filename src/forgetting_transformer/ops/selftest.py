@@ -1,8 +1,8 @@
 """Self-test of kernels: the backend of each op, compared with float64 before a run relies on it.
 
 A kernel that is right on the GPU and compiler it was written on may be wrong, or not compile, on others. So before the
-first step each kernel that a run will use computes a small problem of the run's own head dimensions and dtype, forward
-and backward, and is compared with the op in float64, which no kernel takes. One that fails is ruled out, and the next
+first step each kernel of a run computes a small problem of the run's own head dimensions and dtype, forward and
+backward. It is compared with the op in float64, which no kernel takes. One that fails is ruled out, and the next
 backend is tested.
 
 The problems have the run's number of heads, and lengths that Triton specialises in the same way, so that what is

@@ -2,7 +2,7 @@
 
 FLA is imported when an op first runs on a GPU, never before; `fla-core`, which holds the kernels without models, is
 enough. Written for FLA 0.6. Gates are passed in float32. The kernels sum log decays from the start of a chunk of 64
-tokens, so after a decay of e^-10,000 the others of its chunk keep three digits, as many as the 16-bit inputs have.
+tokens. So after a decay of e^-10,000 the others of its chunk keep three digits, as many as the 16-bit inputs have.
 gated_delta_rule adds products of states and their gradients in 16 bits: its gradient of a decay is good to 3 % in
 bfloat16 and to 0.3 % in float16.
 Axes: `forgetting_transformer/ops/__init__.py`.

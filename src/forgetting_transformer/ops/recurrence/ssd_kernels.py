@@ -413,8 +413,8 @@ def decay_gradient_kernel(
 ):  # fmt: skip
     """The gradient of log decays.
 
-    A token's log decay acts on the pairs with i at or after it and j before it, on what i at or after it read of the
-    state before the chunk, on what j before it add to the state after the chunk, and on what passes through it.
+    A token's log decay acts on pairs with i at or after it and j before it. It also acts on reads of the state before
+    the chunk by these i, on additions to the state after the chunk by these j, and on the state that passes through.
     """
     sequence, n = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
     within = tl.arange(0, CHUNK)[:, None]
