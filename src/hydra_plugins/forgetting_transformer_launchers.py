@@ -1,4 +1,4 @@
-"""Hydra plugins: the launcher of `python train.py -m …`, and how configs are found and read.
+"""Hydra plugins: the launcher of `python train.py -m …`, and sources of configs.
 
 Hydra finds plugins by importing what lies in the namespace package `hydra_plugins`, wherever on sys.path a part of it
 is, and accepts no class from elsewhere. It does so in every process that uses Hydra, every rank of every run among

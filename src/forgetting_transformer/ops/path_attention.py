@@ -221,7 +221,7 @@ def _in_chunks(
     return out_BTHV, Past(keys_BTHD, v_wide_BTHV, log_decay_BTH)
 
 
-# `_in_chunks` as torch.compile is to see it, once `_keep_out_of_graphs` has been asked for it.
+# `_in_chunks` for torch.compile, once `_keep_out_of_graphs` has made it.
 _opaque: dict[str, Callable[..., tuple[Tensor, Past | None]]] = {}
 
 

@@ -110,7 +110,7 @@ def _choose(
 ) -> Backend:
     while True:
         names = [find_backend(use, dtype, device) for use in uses]
-        # The one that does most of the work stands for all: the fastest that any use has.
+        # The backend that does most of the work represents all: the fastest of any use.
         name = min(names, key=backends.BACKENDS.get(op, (backends.PYTORCH,)).index)
         notes = ", gradients not bitwise reproducible" * (device.type == "cuda" and (op, name) in _NOT_REPRODUCIBLE)
         if name == backends.PYTORCH:

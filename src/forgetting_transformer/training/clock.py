@@ -44,7 +44,7 @@ class Clock:
 
     @contextmanager
     def during(self, category: str) -> Iterator[None]:
-        """After an error time still runs in `category`, so that a message can say during what it came."""
+        """After an error time still runs in `category`, so that a message can name it."""
         before = self.switch(category)
         yield
         self.switch(before)

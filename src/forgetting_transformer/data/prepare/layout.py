@@ -16,8 +16,8 @@ from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.prepare.stream import TextTable
 
 GROUPS_HELD_OUT = 8
-# If no whole text fits what is to be held out, more than asked is held out up to this share of the corpus.
-# Beyond it one text is cut, and its parts lie on both sides.
+# If no whole text fits the wanted size, a larger held-out part is accepted up to this share of the corpus. Beyond it
+# one text is cut into a part for each side.
 MAX_EXCESS = 0.1
 
 

@@ -27,7 +27,7 @@ _KERNELS = {
     "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     "kda": ("fla.ops.kda", "chunk_kda"),
 }
-# The functions themselves, once `_is_installed` has found them.
+# The functions themselves, once `_is_installed` has imported them.
 _loaded: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
 # The kernels of the delta rules walk channels in blocks of 64, read out of bounds where blocks are not full, and hold
 # all key channels of a state at once: 256 of them, with the launch configurations chosen here, take more shared memory
@@ -131,7 +131,7 @@ def _call(
 ) -> tuple[Tensor, Tensor]:
     """One call of a kernel of FLA."""
     named = {"beta": gates.beta, "g": gates.log_decay}
-    # The final state is always asked for: it costs nothing beside the output, and one variant of a kernel is tuned, not
+    # The final state is always computed: it costs nothing beside the output, and one variant of a kernel is tuned, not
     # two. scale must be a float: Triton compiles an integer 1 into the kernel, which goes wrong on Hopper.
     out_BTHV, state_BHKV = _loaded[gates.op](
         q=q_BTHK,

@@ -1,8 +1,8 @@
 """Triton kernels of linear attention with one decay per head and token, whose keys and queries heads may share.
 
-This is the state space duality of Mamba-2 (Dao and Gu 2024, section 6): `ssd.py` says what is computed and launches
-the kernels. A chunk is CHUNK tokens; what meets within one is computed in tiles of TILE × TILE pairs (i, j), queries i
-in rows.
+This is the state space duality of Mamba-2 (Dao and Gu 2024, section 6): `ssd.py` has the definition and launches the
+kernels. A chunk is CHUNK tokens; what meets within one is computed in tiles of TILE × TILE pairs (i, j), queries i in
+rows.
 
 With A_i the sum of log2 decays from the start of a chunk up to and including token i, and S the state before the chunk,
 
@@ -82,8 +82,8 @@ def _decay_of_pairs(
     sums, documents, first, row, column, length,
     HAS_DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """2^(A_i - A_j) of pairs within the chunk at `first`, 0 where i < j or documents differ; row and column broadcast
-    to a tile and say which of the axes holds i."""
+    """2^(A_i - A_j) of pairs within the chunk at `first`, 0 where i < j or documents differ; row and column, which
+    broadcast to a tile, decide the axis of i."""
     difference = (tl.load(sums + first + row) - tl.load(sums + first + column)).to(tl.float32)
     seen = row >= column
     if HAS_DOCUMENTS:
