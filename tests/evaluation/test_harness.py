@@ -158,7 +158,7 @@ def test_the_papers_eleven_tasks_fill_its_table(quickstart, hub, tmp_path, monke
         patch.delitem(DATA, ("baber/piqa", None))
         done = run_script(*command)
     assert done.returncode == 1
-    assert "piqa, baber/piqa," in done.stderr and "TaskManager().load(['piqa'])" in done.stderr
+    assert "the data of task piqa cannot be loaded" in done.stderr and "TaskManager().load(['piqa'])" in done.stderr
     assert "~/.cache/huggingface/datasets" in done.stderr and "HF_DATASETS_CACHE" in done.stderr
     finished = list(json.loads((tmp_path / "hf/results.json").read_text()))
     assert finished == ["wikitext", "lambada_openai"], "what was finished is kept"
