@@ -76,7 +76,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The models at one point.
+    """All models at one number of tokens or FLOPs.
 
     Attributes:
         what: what is equal, "training tokens" or "training FLOPs", and `amount` how many.

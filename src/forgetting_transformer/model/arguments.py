@@ -1,4 +1,4 @@
-"""Arguments of a decoder and options of attention that are refused, with their name, their value and the fix.
+"""Checks of a decoder's arguments and of attention's options; errors have the name, the value and the fix.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -15,7 +15,7 @@ FGATE_TYPES = ("full", "bias_only", "fixed", "none")
 
 
 def check_shape(decoder: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
-    """Refuse what is no batch of sequences; each mixer would fail in another place.
+    """Refuse anything but a batch of sequences; each mixer would fail in another place.
 
     Raises:
         ValueError, TypeError: naming the argument, its shape and the right one.
@@ -84,7 +84,7 @@ def check_parts(
 
 
 def check_mixed(mixer: nn.Module, mixed: Any, hidden_BTE: Tensor) -> None:
-    """Refuse what a mixer returned unless it is a tuple that begins with the block's branch.
+    """Refuse the result of a mixer unless it is a tuple that begins with the block's branch.
 
     A tensor alone would be unpacked into the sequences of the batch, and one of a smaller shape broadcast.
     """
@@ -103,7 +103,7 @@ def check_mixed(mixer: nn.Module, mixed: Any, hidden_BTE: Tensor) -> None:
 def check_loss_arguments(
     model: Any, cu_seqlens: Tensor | None, logits_to_keep: int | Tensor, num_items_in_batch: int | Tensor | None
 ) -> None:
-    """Refuse what the convention for labels has no use for."""
+    """Refuse arguments that the convention for labels does not use."""
     if model.config.loss == "per_token":
         if num_items_in_batch is not None:
             raise ValueError(

@@ -19,7 +19,7 @@ from forgetting_transformer.ops.shared_attention import attend_with_own_heads
 
 @dataclass(frozen=True)
 class Pruning:
-    """Rule for what attention may leave out: keys whose softmax weights add up to less than ε in every row.
+    """Rule for keys that attention may leave out: their softmax weights add up to less than ε in every row.
 
     If all scores lie in [-U, U], a pair whose bias is below -(2U + ln N) + ln ε has a softmax weight below ε/N, so all
     such pairs of a row together less than ε. Without U the op finds bounds in the vectors at hand.
@@ -49,7 +49,7 @@ def attend(
     window: int | None = None,
     pruning: Pruning | None = None,
 ) -> Tensor:
-    """Attend from T new tokens to all that they see; the cache then holds them too.
+    """Attend from T new tokens to all that they see, and add them to the cache.
 
     Args:
         q_BTHD: queries, after normalisation and rotation.

@@ -50,7 +50,7 @@ class ResidualRMSNorm(RMSNorm):
     def forward(  # type: ignore[override]  # the stream goes in and out too
         self, residual: Tensor, branch: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the norm of `residual + branch`, and this sum, to go on from also without a branch."""
+        """Return the norm of `residual + branch`, and this sum; without a branch, of the residual."""
         return add_rms_norm(residual, branch, self.weight, self.eps)
 
     def op_use(self) -> OpUse:
@@ -157,7 +157,7 @@ class GatedRMSNorm(GroupRMSNorm):
 MIN_TOKENS_TOGETHER = 1024
 
 
-#: Makes the output of a linear layer for an input that is known.
+#: Computes the output of a linear layer for a fixed input.
 Project = Callable[[nn.Linear], Tensor]
 
 
@@ -182,7 +182,7 @@ def project_together(x_BTE: Tensor, linears: Sequence[nn.Linear]) -> Project:
 
 
 def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Whether a layer of this kind does what its weights say and nothing else: no adapter, no hooks."""
+    """Whether a layer is a plain one of this kind: no adapter, no hooks."""
     return type(layer) is kind and not (layer._forward_hooks or layer._forward_pre_hooks)
 
 

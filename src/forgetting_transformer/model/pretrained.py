@@ -1,5 +1,5 @@
-"""What transformers and training ask of a decoder: loading, initial weights, abilities of its mixers, compilation, and
-losses that training here does not take.
+"""Base of all decoders: loading, initial weights, abilities of mixers, compilation of blocks, losses that training
+here does not use.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -85,10 +85,10 @@ class DecoderPreTrainedModel(PreTrainedModel):
         """Run blocks and loss through torch.compile from now on.
 
         Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights separately.
-        Activation checkpointing stays outside of what is compiled: inside, a mixer that breaks the graph (FLA's kernels
-        do) would make PyTorch give up on the whole block without a warning. Each new length or batch size compiles
-        again. Blocks may be recorded as CUDA graphs (`ops/compiling.recording`); the loss is not, because each of its
-        slices would get the weight as a copy.
+        Activation checkpointing stays outside of the compiled function: inside, a mixer that breaks the graph (FLA's
+        kernels do) would make PyTorch give up on the whole block without a warning. Each new length or batch size
+        compiles again. Blocks may be recorded as CUDA graphs (`ops/compiling.recording`); the loss is not, because each
+        of its slices would get the weight as a copy.
         """
         for module in self.modules():
             if isinstance(module, DecoderBlock):
@@ -96,7 +96,7 @@ class DecoderPreTrainedModel(PreTrainedModel):
         self._is_compiled = True
 
     def keep_block_inputs_on_host(self) -> None:
-        """Keep what blocks start from in the host's memory until the backward pass, with activation checkpointing.
+        """Keep block inputs in the host's memory until the backward pass, with activation checkpointing.
 
         Saves the GPU 4·E bytes per token and block (2·E where the residual stream has 16 bits). They go to pinned
         memory and back, through PyTorch's `save_on_cpu`. Nothing changes on a CPU.
@@ -124,6 +124,6 @@ class DecoderPreTrainedModel(PreTrainedModel):
         """The loss per token `(B, T)` where something stands in the place of the decoder's output layer."""
         if isinstance(self.lm_head, nn.Linear):  # transformers puts one there when the vocabulary is resized
             return linear_cross_entropy(hidden_BTE, self.lm_head.weight, labels_BT, compiled=self._is_compiled)
-        # An adapter, whose weight is not all that it computes with.
+        # An adapter replaced it, and computes with more than this weight.
         logits_BTV = self.lm_head(hidden_BTE).float()
         return F.cross_entropy(logits_BTV.transpose(1, 2), labels_BT, reduction="none")

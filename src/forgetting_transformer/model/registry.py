@@ -35,7 +35,7 @@ def register(
     model_class: type[DecoderModel],
     lm_class: type[DecoderForCausalLM],
 ) -> None:
-    """Make an architecture known under `name` here, and under its `model_type` to transformers.
+    """Register an architecture under `name` here, and under its `model_type` in transformers.
 
     Raises:
         ValueError: another architecture has the name or the `model_type`, or there is no `model_type`.

@@ -1,4 +1,4 @@
-"""New tokens of a call, with what layers have to know of them.
+"""New tokens of a call, with the facts that layers need.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -25,7 +25,7 @@ class Span:
         position_BT: rotary positions `(B, T)` or `(1, T)`; None: the number of tokens before each.
         cu_seqlens: of packed documents, as `DecoderModel.forward` passes it, in which position_BT then counts; for
             B = 1 and without a cache. Where processes share sequences (`ops/context.py`), of whole ones, and for any B.
-        cache: what the layer's `new_cache` returned, holding the tokens before these. The layer extends it in place.
+        cache: from the layer's `new_cache`, with the tokens before these. The layer extends it in place.
     """
 
     seq_start_B: Tensor | None = None

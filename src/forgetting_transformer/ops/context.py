@@ -1,7 +1,7 @@
-"""One sequence on several processes: what layers call where a token needs what another process holds.
+"""One sequence on several processes: functions for layers in which a token needs data of another process.
 
 Of N processes, the r-th holds the r-th of N equal parts of every sequence. Inside `sharing` the functions below move
-tensors between them, with gradients; outside they return what they are given, or None, and cost nothing. Attention and
+tensors between them, with gradients; outside they return their arguments, or None, and cost nothing. Attention and
 delta rules take all positions of some heads (`to_heads`, `to_sequence`; Jacobs et al. 2023, "DeepSpeed-Ulysses"). Heads
 are independent, so which process takes which is free (`even_order`). Token shift and convolutions need the tokens
 before a part (`before`), recurrences with a decay the state before it (`state_before`).
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Decay in nats beyond which pruning leaves pairs out, assumed where it is not known before the kernel runs: a
-#: tolerance of 10, twice a bound of the scores of 8, and the logarithm of a million keys.
+#: Assumed decay in nats beyond which pruning leaves pairs out, where it is unknown before the kernel runs: a tolerance
+#: of 10, twice a bound of the scores of 8, and the logarithm of a million keys.
 USUAL_THRESHOLD = 40.0
 #: Positions of a tile of the kernels.
 TILE = 128
@@ -46,7 +46,7 @@ class Context:
     size: int
 
     def part(self, length: int) -> slice:
-        """Which of `length` positions this process holds.
+        """This process's slice of `length` positions.
 
         Raises:
             ValueError: they have no equal parts.
@@ -101,7 +101,7 @@ class Order:
 def even_order(
     log_fgate_BtH: Tensor, threshold_H: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> Order | None:
-    """An order for which pruned attention takes all processes about as long; None where sequences are whole.
+    """Order of heads with which pruned attention takes all processes about as long; None where sequences are whole.
 
     Without it all wait for the process whose heads forget most slowly. A query of a head has as many keys as there are
     before it in its document, up to the distance after which the mean gate has let a weight fall to what pruning leaves

@@ -20,7 +20,7 @@ from forgetting_transformer.analysis.tables import format_tokens, rate_text
 
 
 def budget(config: Any) -> list[str]:
-    """Corpus and tokens of every run of a sweep, for the foot of its figure.
+    """Corpus and tokens of the runs of a sweep, for the foot of its figure.
 
     Args:
         config: training settings that all runs have in common.

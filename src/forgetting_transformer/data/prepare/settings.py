@@ -1,4 +1,4 @@
-"""Settings of a corpus: every one that changes a byte of the result, and nothing else."""
+"""Settings of a corpus: all that change a byte of the result, and no others."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ DEFAULT_HELDOUT_FRACTION = 0.01
 DEFAULT_DEDUP = 0.8
 DEFAULT_DEDUP_WORDS = 5
 MIN_TRAINED_VOCAB = 257  # the 256 bytes and <|endoftext|>
-MAX_TRAINED_VOCAB = 1 << 20  # the trainer takes memory for all of it before the first merge
+MAX_TRAINED_VOCAB = 1 << 20  # the trainer allocates memory for all of it before the first merge
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,13 @@ def attend_with_cache(
     window: int | None,
     pruning: Any,
 ) -> Tensor:
-    """Attend to the tokens in `span.cache` and the new ones, which it then holds; by `attend`, or by the op for
+    """Attend to the tokens in `span.cache` and the new ones, which are added to it; by `attend`, or by the op for
     decoding. Returns `(B, T, H, D)`.
     """
     q_BHTD, k_BGTD, v_BGTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTGD, v_BTGD))
     log_fgate_BHT = None if log_fgate_BTH is None else log_fgate_BTH.transpose(1, 2)
     if span.padding_BT is not None and log_fgate_BHT is not None:
-        # Whatever padding holds must not enter the running sum.
+        # Values in padding must not enter the running sum.
         log_fgate_BHT = log_fgate_BHT.masked_fill(span.padding_BT[:, None], 0)
     held = span.cache.update(k_BGTD, v_BGTD, log_fgate_BHT)
     seq_start_B = span.seq_start_B

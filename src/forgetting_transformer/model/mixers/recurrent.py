@@ -1,4 +1,4 @@
-"""Base of mixers whose memory of the past is a few states of fixed size, and layers and initial weights they share.
+"""Base of mixers with a few states of fixed size as their memory of the past; their layers and initial weights.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -52,7 +52,7 @@ class RecurrentCache(LayerCache):
     def update(  # type: ignore[override]  # states instead of keys and values
         self, num_new_tokens: int, **states: Tensor
     ) -> None:
-        """Replace the states by those `num_new_tokens` later; written in place, what they hold, and count nothing."""
+        """Replace the states by those `num_new_tokens` later; in place, only their values, without counting."""
         if self.slot is not None:
             shapes, old = ({name: tuple(x.shape) for name, x in of.items()} for of in (states, self.states))
             if shapes != old:
@@ -95,7 +95,7 @@ class RecurrentMixer(nn.Module):
 
         Args:
             hidden_BTE: T new tokens.
-            span: what is known of them. Default: whole sequences, without a cache.
+            span: facts about them. Default: whole sequences, without a cache.
             options: further arguments of `mix`.
         """
         span = span or Span()
@@ -120,7 +120,7 @@ class RecurrentMixer(nn.Module):
         Args:
             hidden_BTE: T new tokens.
             padding_BT: True for left padding, which must change no state (`zero_padding`); None if there is none.
-            states: what the call for the tokens before these returned; empty if there are none.
+            states: as the call for the tokens before returned them; empty if there are none.
 
         A mixer with `packs_documents` also takes the keyword `span`, of packed documents.
         """
@@ -174,11 +174,11 @@ class ShortConvolution(nn.Conv1d):
     def forward(  # type: ignore[override]  # the state goes in and out too
         self, x_BTC: Tensor, previous_BCW: Tensor | None = None, position_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the output `(B, T, C)` and the last W - 1 inputs `(B, C, W - 1)`, to go on from.
+        """Return the output `(B, T, C)` and the last W - 1 inputs `(B, C, W - 1)`, for the next call.
 
         Args:
             x_BTC: the sequence.
-            previous_BCW: what a former call returned for the tokens before it. Default 0, or what another process has
+            previous_BCW: inputs that the call for the tokens before returned. Default 0, or what another process has
                 of the sequence.
             position_BT: of packed documents, the number of tokens before each in its own.
         """
