@@ -32,7 +32,7 @@ class Pruning:
     log_tolerance: float
     score_bound_H: Tensor | None
 
-    def threshold(self, num_keys: int, window: int | None) -> Tensor | None:
+    def threshold(self, num_keys: int, window: int | None = None) -> Tensor | None:
         """The decay bias `(H,)` beyond which pairs are left out; None where nothing bounds scores."""
         if self.score_bound_H is None:
             return None
@@ -55,7 +55,7 @@ def attend(
         q_BTHD: queries, after normalisation and rotation.
         k_BTGD, v_BTGD: keys and values of G heads, a divisor of H: query head h reads head h // (H / G).
         log_fgate_BTH: logarithms of the forget gates; None is ordinary attention.
-        span: what is known of the tokens.
+        span: facts about the tokens, from the decoder.
         window: keys that a query sees, itself included; None is all.
         pruning: None computes every pair.
 
