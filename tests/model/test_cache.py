@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forgetting_transformer.model import attention
+from forgetting_transformer.model.generation import cached_attention
 from forgetting_transformer.model.generation.cache import (
     AttentionCache,
     log_fgate_of,
@@ -175,8 +176,8 @@ def test_gradients_flow_through_a_cache_where_they_are_wanted(trained, options):
 def test_one_token_goes_through_the_decoding_op_and_a_prompt_does_not(monkeypatch):
     calls = []
 
-    def recorded(name):
-        op = getattr(attention, name)
+    def recorded(module, name):
+        op = getattr(module, name)
 
         def record(q, *args, **options):
             calls.append((name, q.shape[2]))
@@ -184,8 +185,9 @@ def test_one_token_goes_through_the_decoding_op_and_a_prompt_does_not(monkeypatc
 
         return record
 
-    for name in ("forgetting_attention", "forgetting_attention_decode"):
-        monkeypatch.setattr(attention, name, recorded(name))
+    ops = {"forgetting_attention": attention, "forgetting_attention_decode": cached_attention}
+    for name, module in ops.items():
+        monkeypatch.setattr(module, name, recorded(module, name))
     model, ids = small_model(), random_ids(60)
     cache, logits = model.new_cache(), []
     for piece in ids.split([20, 1, 16, 17, 6], dim=1):
@@ -206,13 +208,13 @@ def random_ids(tokens: int) -> Tensor:
 )
 def test_what_decoding_may_skip_weighs_less_than_the_tolerance(fields, monkeypatch):
     """Gates near 0.2 and scores of up to ±10; the newest 30 tokens one by one and four at once."""
-    calls, op = [], attention.forgetting_attention_decode
+    calls, op = [], cached_attention.forgetting_attention_decode
 
     def spy(q, k, v, c, *, adaptive_threshold, **options):
         calls.append((q, k, c.clone(), adaptive_threshold))
         return op(q, k, v, c, adaptive_threshold=adaptive_threshold, **options)
 
-    monkeypatch.setattr(attention, "forgetting_attention_decode", spy)
+    monkeypatch.setattr(cached_attention, "forgetting_attention_decode", spy)
     model, ids = small_model(log_pruning_tolerance=-5.0, **fields), random_ids(150)
     layers = [block.sequence_mixer for block in model.decoder.layers]
     for layer in layers:

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError, cannot_write
-from forgetting_transformer.data.order import documents_needed
 from forgetting_transformer.data.sparse import documents_in, keys_of
 from forgetting_transformer.data.storage.array_files import ARRAY_METADATA
 from forgetting_transformer.data.storage.checksums import list_name, read_list, sha256_of
@@ -237,3 +236,9 @@ def fetching(info: DataInfo, tokens: int) -> str | None:
     words += ["--tokens", str(info.doc_len), "--out", str(array.parent)]
     words += [] if source == MIRROR else ["--source", source]
     return f"the {documents:,} documents that it needs: {shlex.join(words)}"
+
+
+def documents_needed(tokens: int, doc_len: int, seq_len: int, batch_size: int) -> int:
+    """The fewest documents of which a run of so many tokens reads none twice. Arguments as of ReadingOrder."""
+    batches = -(-tokens // (batch_size * seq_len))
+    return -(-batches // (doc_len // seq_len)) * batch_size
