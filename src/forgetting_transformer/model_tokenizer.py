@@ -18,8 +18,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Any:
     """The tokenizer of a folder or hub id, without running code that comes with it.
 
     Raises:
-        OSError, ValueError: there is none, it cannot be read, it has no vocabulary, or it asks for its own code to be
-            run.
+        OSError, ValueError: there is none, it cannot be read, it has no vocabulary, or it needs code of its own.
     """
     cached = not os.path.isdir(source) and only_cached()
     try:

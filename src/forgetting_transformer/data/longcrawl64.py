@@ -1,9 +1,9 @@
 """LongCrawl64 and corpora in its format.
 
 Layout: `data_dir/<dataset>/{train,heldout}.zarr`, and for corpora of scripts/prepare_data.py also `manifest.json` and
-`tokenizer/`. `data_dir` is a folder, or a URL of which the chunks that training needs are fetched into a cache. A
-training example is a slice of S tokens as labels and the same slice shifted right by one, with the
-beginning-of-sequence token in front, as inputs (also for slices from the middle of a document, as in the paper's runs).
+`tokenizer/`. `data_dir` is a folder, or a URL of which the chunks that training needs are fetched into a cache. Labels
+of a training example are a slice of S tokens. Inputs are the same slice shifted right by one, with the
+beginning-of-sequence token in front, also from the middle of a document, as in the paper's runs.
 """
 
 import bisect

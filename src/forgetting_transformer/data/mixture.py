@@ -1,9 +1,9 @@
 """A mixture of corpora: every global batch takes its sequences from several of them, in proportion to weights.
 
 Which corpus sequence s of a run comes from is arithmetic. Weights are brought to whole numbers without a common
-divisor, and sequences repeat a pattern as long as their sum, in which every corpus has its weight and is spread as
-evenly as possible. So after n sequences corpus i has given `n // P · w_i + prefix_i[n % P]`, from where it continues.
-Each corpus is read in its own order (order.py, at batch size 1): the first T tokens of every document, then the next T.
+divisor. Sequences repeat a pattern as long as their sum, in which every corpus has its weight and is spread as evenly
+as possible. So after n sequences corpus i has given `n // P · w_i + prefix_i[n % P]`, from where it continues. Each
+corpus is read in its own order (order.py, at batch size 1): the first T tokens of every document, then the next T.
 
 Axes: P sequences of the pattern, I corpora.
 """

@@ -95,8 +95,8 @@ def vocabulary_of(
 ) -> Vocabulary:
     """The vocabulary of the corpus at `place`.
 
-    It is what is stated, else what its manifest says, else GPT-2's for LongCrawl64, else what is assumed. EOS is
-    BOS where only BOS is stated or in the manifest.
+    The stated one, else that of its manifest, else GPT-2's for LongCrawl64, else the assumed one. EOS is BOS where only
+    BOS is stated or in the manifest.
 
     LongCrawl64 is a folder of that name with documents of 65,536 tokens, or of as many as
     scripts/download_longcrawl64.py cut them to, which its note says.

@@ -196,7 +196,7 @@ def gate_matrix(log_fgate_T: Tensor, pixels: int) -> Tensor:
 
 
 def attention_map(inputs: AttentionInputs, head: int, pixels: int) -> Tensor:
-    """A of one head as a picture `(P, P)`, P ≤ pixels: each pixel the largest weight of the pairs it stands for."""
+    """A of one head as a picture `(P, P)`, P ≤ pixels: each pixel is the largest weight of its pairs."""
     q_TD, k_ND = inputs.q_HTD[head], inputs.k_HTD[head]
     c_N = inputs.log_fgate_HT[head].cumsum(0)
     length = len(k_ND)

@@ -249,7 +249,7 @@ class Essays:
         return self._decode([*tokens[:place], *needle_ids, *tokens[place:]])
 
     def prompt_text(self, needle: str, asked: str, length: int, depth: float) -> str:
-        """A whole prompt; `asked` ends it, and is what the model continues."""
+        """A whole prompt; the model continues its end, `asked`."""
         return f"{self.context(needle, length, depth)}{_QUIZ}{asked}"
 
     def prompt(self, needle: Needle, mode: str, cell: Cell) -> np.ndarray:
@@ -294,7 +294,7 @@ def read_texts(folder: Path | None, between: str) -> str:
 
 
 def find_essays(chosen: Path | None, expected: Path) -> str:
-    """The texts of the chosen folder, else of the expected one, else Python's documentation, and a warning says so."""
+    """The texts of the chosen folder, else of the expected one, else Python's documentation, with a warning."""
     folder = chosen or (expected if expected.is_dir() else None)
     if folder is None:
         print(
@@ -598,7 +598,7 @@ class Judge:
     api_key: str | None = None
 
     def rate(self, question: str, reference: str, answer: str) -> int | None:
-        """1 to 10, or None where the endpoint gave no rating; a warning says why.
+        """A rating of 1 to 10, or None with a warning where the endpoint gave none.
 
         Raises:
             EvaluationError: the endpoint refuses, or after all tries nothing answers at its address.
@@ -734,7 +734,7 @@ class NeedleTest(EvaluationCallback):
                 f"callbacks.needle.lengths={config.lengths or 'null'} has prompts of {lengths[0]} tokens, and needle, "
                 f"question and answer alone have {least - 1}; give lengths of {least} or more"
             )
-        trainer.data.eval_info()  # which says so if nothing is held out
+        trainer.data.eval_info()  # which raises an error if nothing is held out
         texts: list[np.ndarray] = []
         for batch in trainer.data.eval_loader(0, 1):  # alike on every rank
             ids = batch["labels"][batch["weight"] > 0].flatten().numpy()

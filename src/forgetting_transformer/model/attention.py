@@ -21,8 +21,8 @@ from forgetting_transformer.ops.shared_attention import attend_with_own_heads
 class Pruning:
     """Rule for keys that attention may leave out: their softmax weights add up to less than ε in every row.
 
-    If all scores lie in [-U, U], a pair whose bias is below -(2U + ln N) + ln ε has a softmax weight below ε/N, so all
-    such pairs of a row together less than ε. Without U the op finds bounds in the vectors at hand.
+    If all scores lie in [-U, U], a pair whose bias is below -(2U + ln N) + ln ε has a softmax weight below ε/N. So all
+    such pairs of a row together have less than ε. Without U the op finds bounds in the vectors at hand.
 
     Attributes:
         log_tolerance: ln ε, nats, < 0.

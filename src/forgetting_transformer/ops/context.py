@@ -103,9 +103,9 @@ def even_order(
 ) -> Order | None:
     """Order of heads with which pruned attention takes all processes about as long; None where sequences are whole.
 
-    Without it all wait for the process whose heads forget most slowly. A query of a head has as many keys as there are
-    before it in its document, up to the distance after which the mean gate has let a weight fall to what pruning leaves
-    out. The order follows from the gates of the whole batch and is the same on every process.
+    Without it all wait for the process whose heads forget most slowly. A query of a head has all keys before it in its
+    document, up to a distance: there, the mean gate has let a weight fall below the threshold of pruning. The order
+    follows from the gates of the whole batch and is the same on every process.
 
     Args:
         log_fgate_BtH: logarithms of the gates here.
@@ -151,7 +151,7 @@ def _keys_per_query(mean_SH: Tensor, threshold_H: Tensor | None, cu_seqlens: Ten
     reach_H1 = (threshold / mean_SH.mean(0).abs())[:, None]
     lengths_N = mean_SH.new_full((1,), length) if cu_seqlens is None else cu_seqlens.diff()
     pairs_H = torch.zeros_like(reach_H1[:, 0])
-    # There may be as many documents as tokens, or ends of none, and nobody can say so without waiting for the GPU.
+    # There may be as many documents as tokens, or repeated ends, which cannot be known without waiting for the GPU.
     for length_N in lengths_N.split(2**16):
         within_HN = reach_H1.clamp(max=length_N)
         pairs_H += (within_HN * (length_N - within_HN / 2)).sum(1)
@@ -243,7 +243,7 @@ class _Permuted(torch.autograd.Function):
 def before(x_Bt: Tensor, count: int) -> Tensor | None:
     """The last `count` positions before x[:, 0] that another process holds, `(B, count, …)`; 0 before a sequence.
 
-    None where sequences are whole, or nothing is asked for.
+    None where sequences are whole, or `count` is 0.
 
     Raises:
         ValueError: parts are shorter than that.

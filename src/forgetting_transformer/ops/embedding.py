@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 
 class _Lookup(torch.autograd.Function):
-    """`weight_VE[ids_BT]`. On CUDA PyTorch adds the gradients of frequent words in no fixed order unless told to."""
+    """`weight_VE[ids_BT]`. On CUDA, PyTorch by default adds the gradients of frequent words in no fixed order."""
 
     @staticmethod
     def forward(ctx: Any, weight_VE: Tensor, ids_BT: Tensor, padding_idx: int) -> Tensor:

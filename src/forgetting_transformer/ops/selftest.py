@@ -1,8 +1,8 @@
 """Self-test of kernels: the backend of each op, compared with float64 before a run relies on it.
 
 A kernel that is right on the GPU and compiler it was written on may be wrong, or not compile, on others. So before the
-first step each kernel that a run will use computes a small problem of the run's own head dimensions and dtype, forward
-and backward, and is compared with the op in float64, which no kernel takes. One that fails is ruled out, and the next
+first step each kernel of a run computes a small problem of the run's own head dimensions and dtype, forward and
+backward. It is compared with the op in float64, which no kernel takes. One that fails is ruled out, and the next
 backend is tested.
 
 The problems have the run's number of heads, and lengths that Triton specialises in the same way, so that what is
@@ -110,7 +110,7 @@ def _choose(
 ) -> Backend:
     while True:
         names = [find_backend(use, dtype, device) for use in uses]
-        # The one that does most of the work stands for all: the fastest that any use has.
+        # The backend that does most of the work represents all: the fastest of any use.
         name = min(names, key=backends.BACKENDS.get(op, (backends.PYTORCH,)).index)
         notes = ", gradients not bitwise reproducible" * (device.type == "cuda" and (op, name) in _NOT_REPRODUCIBLE)
         if name == backends.PYTORCH:

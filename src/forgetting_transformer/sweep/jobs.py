@@ -1,8 +1,8 @@
 """A job of a sweep: one run of train.py, and the command that starts it in separate processes.
 
 Jobs share no process. Hydra's own launcher would call the training function of every job in one process, where they
-would share a process group, CUDA's context and the random state, and where a job on several devices starts its other
-ranks with the whole sweep on their command line.
+would share a process group, CUDA's context and the random state. A job on several devices would start its other ranks
+with the command line of the whole sweep.
 """
 
 import dataclasses

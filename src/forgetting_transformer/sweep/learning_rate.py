@@ -1,5 +1,5 @@
 """The paper's search for a learning rate (appendix B): try {1, 2, 5} x 10^i around a guess, extend the grid until the
-best rate has a worse one on either side, then do the same for every head dimension asked for.
+best rate has a worse one on either side, then do the same for every wanted head dimension.
 """
 
 import math

@@ -74,7 +74,7 @@ class Machine:
     def check(self, jobs: Sequence[Job | Command]) -> None:
         """
         Raises:
-            SweepError: a job asks for more than there is.
+            SweepError: a job needs more than there is.
         """
         for job in jobs:
             if job.accelerator in ("cuda", "gpu") and not self.gpus:

@@ -223,7 +223,7 @@ class Trainer:
         """Evaluates with the current weights. An interrupted evaluation has no line, and the next start repeats it."""
         with self.clock.during("evaluation"):
             for callback in due:
-                if not self.stop:  # as the evaluation before has found, by `should_stop`
+                if not self.stop:  # set by `should_stop` in the evaluation before
                     self.callbacks.call(callback, "on_interval", "eval")
         if self.compiled:
             self.compilation.warn_of_uncompiled()

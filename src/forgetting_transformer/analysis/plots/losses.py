@@ -98,8 +98,8 @@ def run_styles(runs: Sequence[Run]) -> list[CurveStyle]:
 def loss_against_tokens(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()) -> None:
     """Draws the training loss (as logged, light; smoothed, strong) and held-out loss (markers) of each run.
 
-    The loss axis leaves out the highest 1 % of the logged training losses and what is above a run's first loss, so that
-    neither the first steps nor a run that diverges flatten the rest.
+    The loss axis leaves out the highest 1 % of the logged training losses and losses above a run's first one. So
+    neither the first steps nor a diverging run flatten the rest.
 
     Raises:
         AnalysisError: no run has a finite loss.

@@ -1,9 +1,9 @@
 """Layout of the arrays: held-out groups of texts, the tokens of each row, and the order of rows.
 
 Each is a pure function of the table of texts, the settings and the seed; docs/data.md explains it (From texts to rows).
-A group of texts that is held out together is a folder (or a file of records) that holds at most an eighth of the tokens
-to hold out, as high up the tree as possible; a larger one is divided into what it contains, down to single texts. The
-held-out groups make one stream of tokens, in path order, and all others another; each is cut into rows.
+A group of texts that is held out together is a folder (or a file of records) with at most an eighth of the tokens to
+hold out, as high up the tree as possible. A larger one is divided into its contents, down to single texts. The held-out
+groups make one stream of tokens, in path order, and all others another; each is cut into rows.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.prepare.stream import TextTable
 
 GROUPS_HELD_OUT = 8
-# If no whole text fits what is to be held out, more than asked is held out up to this share of the corpus.
-# Beyond it one text is cut, and its parts lie on both sides.
+# If no whole text fits the wanted size, a larger held-out part is accepted up to this share of the corpus. Beyond it
+# one text is cut into a part for each side.
 MAX_EXCESS = 0.1
 
 

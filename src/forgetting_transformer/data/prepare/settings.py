@@ -92,11 +92,11 @@ class CorpusSettings:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def different_from(self, written: dict[str, Any]) -> list[str]:
-        """Names of the settings that have another value in `written`, the settings found in a corpus."""
+        """Names of the settings that have another value in `written`, the settings of an existing corpus."""
         return [name for name, value in self.as_json().items() if written.get(name) != value]
 
     def refuse_if_different(self, written: dict[str, Any], out: Path) -> None:
-        """Raise unless `written`, the settings found in `out`, are these."""
+        """Raise unless `written`, the settings of the corpus in `out`, are these."""
         mine = self.as_json()
         if different := self.different_from(written):
             lines = [f"  {name}: {written.get(name)!r} there, {mine[name]!r} here" for name in different]

@@ -178,7 +178,7 @@ class DecoderCache(Cache):
 
 
 class LayerCache(CacheLayerMixin):
-    """Base of layer caches. A subclass says in `_map` which tensors it holds, batch axis first.
+    """Base of layer caches. A subclass applies a function to its tensors in `_map`, batch axis first.
 
     Attributes:
         slot: where a token is to be written, counted from the first that is held, while one is written in place;

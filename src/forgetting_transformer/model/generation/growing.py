@@ -56,7 +56,7 @@ class GrowingTensor:
         return self.capacity - self.length
 
     def write(self, at: Tensor, x: Tensor) -> None:
-        """Write a position `(B, G, 1, …)` at `at` `(1,)` in `whole`; `advance` then says that it is held."""
+        """Write a position `(B, G, 1, …)` at `at` `(1,)` in `whole`; `advance` then counts it."""
         self.whole.index_copy_(2, at, x.to(self._buffer.dtype))
 
     def advance(self) -> None:

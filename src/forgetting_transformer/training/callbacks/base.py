@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.checkpoint import Saved
     from forgetting_transformer.training.interface import TrainerInterface
 
-#: Reason of a call: each name stands for the key of the config that ends in `_interval`.
-#: "save": a checkpoint is about to be made; "checkpoint_interval" is only one reason for that.
+#: Reason of a call: each name is that of a key of the config without `_interval`. "save": a checkpoint is about to be
+#: made; "checkpoint_interval" is only one reason for that.
 Interval = Literal["log", "train_eval", "eval", "save"]
 
 

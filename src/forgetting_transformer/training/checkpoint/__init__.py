@@ -15,8 +15,8 @@ processes.
 
 Writing may happen in a thread while training continues: the loop then waits only until a copy in the host's memory is
 made (host_copy.py). The thread has its own gloo group, because collectives of two threads in one group would mix.
-A thread, and not torch.distributed.checkpoint.async_save, because checksums, manifest and pruning belong behind the
-same writing, and because a strategy that holds the whole model on every rank would copy all of it on every rank.
+It is a thread, and not torch.distributed.checkpoint.async_save, because checksums, manifest and pruning follow the same
+writing. With async_save, a strategy with the whole model on every rank would also copy all of it on every rank.
 """
 
 import threading

@@ -188,7 +188,7 @@ class Writer:
             # none.
             shutil.rmtree(temporary)
         except CheckpointError as error:
-            if final.exists():  # damaged, and somebody may still mend it
+            if final.exists():  # damaged, and may still be mended
                 log.warning("%s cannot be used (%s); it is now %s", final, error, set_aside(final))
             temporary.rename(final)
         flush(self.folder)

@@ -3,8 +3,8 @@
 YAML files under `configs/` fill these dataclasses. The keys of a component (an optimizer, a corpus, a callback) are
 those of the dataclass that it registers (plugins.py). types.py has the types and ranges of values. checks.py refuses
 what several sections, or so many processes, cannot do. parsing.py puts the dataclasses of a run's components together
-and has pydantic fill them. continuing.py says which keys may differ when a run is continued. All intervals, budgets and
-schedule lengths are in training tokens of the whole job.
+and has pydantic fill them. continuing.py lists the keys that may differ when a run is continued. All intervals, budgets
+and schedule lengths are in training tokens of the whole job.
 """
 
 from dataclasses import dataclass, field
@@ -256,8 +256,8 @@ class Config:
     #: true: write checkpoints in the background, from a copy in the host's memory (at least 12 bytes per parameter
     #: over all ranks of the job). false: training waits, and needs no such memory.
     checkpoint_background: bool = True
-    #: true: check data, disk and memory, time a few steps, say what the run will cost, measure which micro-batch is
-    #: fastest, with activation checkpointing and without, and train nothing.
+    #: true: train nothing; check data, disk and memory, time a few steps, estimate the cost of the run, and find the
+    #: fastest micro-batch, with activation checkpointing and without.
     preflight: bool = False
 
     def sequences_at_once(self, sharing_ranks: int) -> int:

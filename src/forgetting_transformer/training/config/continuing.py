@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from forgetting_transformer.data import DataInfo
 
 
-#: Keys that may differ between the runs that one output_dir has seen: where things are, how the work is split, what is
-#: reported. So may those that a component says are free. Everything else decides what the weights become, so a change
-#: of it is refused on resume.
+#: Keys that may differ between the starts in one output_dir: places, division of the work, reports. So may the free
+#: keys of components. Everything else decides what the weights become, so a change of it is refused on resume.
 FREE_KEYS = (
     "output_dir", "data_dir", "plugins", "resume", "fork_dir", "fork_step", "exp", "tag", "model.label", "wandb",
     "fabric.devices", "fabric.accelerator", "fabric.peak_flops", "strategy", "scale", "train.max_tokens",

@@ -275,7 +275,7 @@ def _explained(written: Mapping[str, Any]) -> Iterator[None]:
         written: a config as it was written, flat.
 
     Raises:
-        ConfigError: a ${…} in it stands for nothing, or a key has no value.
+        ConfigError: a ${…} in it refers to nothing, or a key has no value.
     """
     try:
         yield

@@ -104,5 +104,5 @@ def _start_compiler() -> None:
     try:
         importlib.import_module("torch._inductor.async_compile").maybe_warm_pool()
         importlib.import_module("torch._inductor.compile_fx")
-    except Exception as error:  # the first step will do the same, and say what is wrong
+    except Exception as error:  # the first step will fail too, and report the error
         log.debug("the compiler did not start early: %s", error)

@@ -73,7 +73,7 @@ def _attempt(fabric: Fabric, model: Any, rows: int, length: int) -> None:
         # Autograd has one thread for all backward passes of a GPU, and those that test kernels are not to wait there.
         with fabric.autocast(), torch.autograd.set_multithreading_enabled(False):
             compile_blocks(model, fabric.device, rows, length)
-    except Exception as error:  # the first step will do the same, and say what is wrong
+    except Exception as error:  # the first step will fail too, and report the error
         log.debug("nothing was compiled early: %s", error)
 
 

@@ -196,7 +196,7 @@ def _write(folder: Path, new: Path, fields: dict[str, Any], named: dict[str, lis
                 f"{sources[0]} has shape {tuple(state[name].shape)} and config.json makes it {tuple(shapes[name])}"
             )
     save_torch_state_dict(state, new)
-    for file in new.glob("*.safetensors"):  # safetensors lets nobody else read them
+    for file in new.glob("*.safetensors"):  # safetensors makes them readable for their owner alone
         file.chmod(0o644)
     config.architectures, config.dtype = [lm_class.__name__], dtype
     config.save_pretrained(new)

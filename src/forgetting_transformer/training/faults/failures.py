@@ -36,7 +36,7 @@ class Start:
         self.watchdog.on_end = self._ended_by_watchdog
         self.trainer: TrainerInterface | None = None
         self.outcome: str | None = None
-        # The loop and the watchdog's thread may end the run in the same moment: the first one says how.
+        # The loop and the watchdog's thread may end the run at the same moment: the first one decides how.
         self._ending = threading.Lock()
 
     def __enter__(self) -> "Start":
@@ -46,7 +46,7 @@ class Start:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Returns whether the error only says that a signal has stopped another rank."""
+        """Returns whether the error only means that a signal has stopped another rank."""
         try:
             return error is not None and self._failed(error)
         finally:
@@ -104,7 +104,7 @@ class Start:
         kind, fix = TrainingError, ". Start the same command again"
         if blame is not None:
             what = blame
-        elif isinstance(error, OSError | DataWorkerError):  # a full disk, say. Saves that may fail did not come here
+        elif isinstance(error, OSError | DataWorkerError):  # a full disk, for one; saves that may fail end elsewhere
             what = explain(error) if isinstance(error, OSError) else str(error)
             fix = ". Mend this and start the same command again"
         elif isinstance(error, torch.OutOfMemoryError):

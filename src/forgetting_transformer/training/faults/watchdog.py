@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 #: A launcher forwards what a scheduler or a terminal has already sent to its processes: within so many seconds it is
 #: the same request.
 SAME_REQUEST_SECONDS = 1.0
-#: A process that was asked to stop, and whose step does not end, leaves after this or after several times its slowest
-#: step: containers are killed 30 s after a signal.
+#: A process in a step that does not end after a signal leaves after this, or after several times its slowest step:
+#: containers are killed 30 s after a signal.
 STEP_PATIENCE_SECONDS = 25.0
 #: Seconds after a signal for a wait for data, and for the end of the process.
 READER_PATIENCE_SECONDS = 20.0
@@ -57,7 +57,7 @@ class _Wait(NamedTuple):
     """A wait for something other than a step.
 
     Attributes:
-        missing: beginning of a message that goes on with "for 5 s".
+        missing: beginning of a message that continues with "for 5 s".
         after_signal: seconds that the wait may last after a signal.
         extra: seconds that it may last beyond `timeout`.
     """
@@ -82,7 +82,7 @@ class Watchdog:
         self.on_end: Callable[[str, str], str] = lambda outcome, reason: outcome
         #: Name of the callback that is running; None if there is none.
         self.callback: Callable[[], str | None] = lambda: None
-        #: Name of the signal that asked to stop, None if none did.
+        #: Name of the signal to stop, None without one.
         self.request: str | None = None
         self._heard_at = 0.0
         self._answer: threading.Thread | None = None
@@ -176,7 +176,7 @@ class Watchdog:
                 self._leave(1, f"{missing} for {silence:.0f} s (strategy.timeout_seconds); {self._where()}")
 
     def _patience(self) -> tuple[str, float, float]:
-        """What the process waits for, for how many seconds at most, and for how many after a signal."""
+        """Object of the process's wait, and its longest duration in seconds, without and after a signal."""
         if self._wait is not None:
             return self._wait.missing, self.timeout + self._wait.extra, self._wait.after_signal
         name = self.callback()

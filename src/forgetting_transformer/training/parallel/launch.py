@@ -36,8 +36,7 @@ def launch(config: Config) -> Fabric:
     console.die_with_launcher()
     _check_gpus(config)
     processes = expected_world_size(config)
-    # Lightning's banner is said here in the run's log, and its warnings would come twice, by its handler and that
-    # log's.
+    # The run's log replaces Lightning's banner; Lightning's warnings would come twice, by its handler and that log's.
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
         logging.getLogger(name).handlers.clear()
