@@ -157,7 +157,7 @@ def expect_float64(inputs, seq_start=None):
 @on_every_device
 def test_kernel_at_ragged_lengths_and_any_number_of_parts(device):
     """More parts than tiles, too: those that get no keys write nothing, and memory holds NaN."""
-    for splits, lengths in ((1, (1, 64, 130)), (3, (2, 63, 65, 300)), (12, (1, 200))):
+    for splits, lengths in ((1, (1, 64)), (3, (2, 65, 200)), (12, (1, 200))):
         use_splits(device, splits)
         for length in lengths:
             expect_float64(kernel_inputs(length, 16))

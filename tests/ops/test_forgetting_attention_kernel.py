@@ -76,7 +76,7 @@ for queries, keys, window, start, head_first in (
     (260, 260, None, None, True), (260, 388, None, None, False), (260, 388, 100, None, False),
     (300, 300, None, (270, 300), False), (128, 256, None, (200, 256), True), (260, 261, None, None, True),
 ):
-    q, k, v, log_fgate, d_out = inputs(keys, 16, torch.float16, queries=queries, batch=2, heads=2, groups=1)
+    q, k, v, log_fgate, d_out = inputs(keys, 16, torch.float16, queries=queries, batch=2, heads=1)
     first_key = dispatch.first_visible_key(q, k, window=window)
     seq_start = None
     if start is not None:

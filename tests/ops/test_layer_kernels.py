@@ -170,13 +170,13 @@ def test_shift_and_norm(device, shift, norm):
     """In the interpreter with stretches of 8 positions: some lie beyond the sequence, and most have a neighbour."""
     if device == "cpu":
         shift_norm_triton._STEPS, shift_norm_triton._TILES = 2, {"forward": 64, "backward": 64}
-    for length, previous, begins in ((1, True, False), (33, False, True), (33, True, False)):
-        expect_shift_norm(2, length, 2, 16, shift, norm, previous, begins)
-    expect_shift_norm(1, 70, 2, 16, shift, norm, True, True, torch.float16)
+    for length, begins in ((1, False), (33, True)):
+        expect_shift_norm(2, length, 2, 16, shift, norm, True, begins)
+    expect_shift_norm(1, 20, 2, 16, shift, norm, False, True, torch.float16)
     for draw in draws(device):
         if device == "cpu":
             shift_norm_triton._STEPS, shift_norm_triton._MAX_PARTS = draw.choice([1, 8]), draw.choice([1, 2, 256])
-            shape = draw.randint(1, 2), draw.randint(1, 100), draw.randint(1, 3), draw.choice([8, 16, 24, 100])
+            shape = draw.randint(1, 2), draw.randint(1, 40), draw.randint(1, 3), draw.choice([8, 24, 100])
         else:
             heads = draw.choice([(24, 64), (12, 128), (5, 96), (3, 256), (7, 40)])
             shape = *draw.choice([(1, 16384), (3, 1001), (2, 2048)]), *heads
@@ -227,15 +227,14 @@ def test_convolution(device):
     is_small = device == "cpu"
     if is_small:
         short_convolution_triton._STEPS, short_convolution_triton._TILES = 2, {"forward": 128, "backward": 64}
-    for length, *case in ((33, 20, 4, 0, True, False), (33, 150, 3, 0, True, True), (33, 48, 4, 2, False, True),
-                          (3, 24, 2, 1, False, False), (1, 48, 4, 2, False, True)):  # fmt: skip
+    for length, *case in ((33, 150, 3, 0, True, True), (33, 48, 4, 2, False, True), (3, 24, 2, 1, False, False)):
         expect_convolution(2, length if is_small else 5 * length, *case, torch.float32)
-    expect_convolution(1, 70, 32, 4, 2, True, True, torch.float16)
+    expect_convolution(1, 20, 32, 4, 2, True, True, torch.float16)
     for draw in draws(device):
         heads, taps = draw.choice([0, 1, 3]), draw.randint(1, 4)
         channels = max(1, heads) * draw.choice([8, 16, 31, 96] if is_small else [32, 96, 128, 200])
         flags = draw.random() < 0.5, taps > 1 and draw.random() < 0.5, draw.choice(DTYPES[device][::2])
-        expect_convolution(draw.randint(1, 2), draw.randint(1, 90 if is_small else 700), channels, taps, heads, *flags)
+        expect_convolution(draw.randint(1, 2), draw.randint(1, 40 if is_small else 700), channels, taps, heads, *flags)
 
 
 @pytest.mark.slow
@@ -244,7 +243,7 @@ def test_convolution_of_packed_documents(device):
     """Inputs of one document do not enter another; half of the sequences have inputs before them."""
     if device == "cpu":
         short_convolution_triton._STEPS, short_convolution_triton._TILES = 2, {"forward": 128, "backward": 64}
-    for before, (length, taps, heads) in enumerate(((37, 4, 0), (20, 4, 2), (19, 3, 0), (5, 2, 1))):
+    for before, (length, taps, heads) in enumerate(((37, 4, 0), (20, 4, 2), (5, 2, 1))):
         begins, places = torch.rand(2, length) < 0.3, torch.arange(length).expand(2, -1)
         position = places - torch.where(begins, places, -before).cummax(1).values
         expect_convolution(2, length, 24, taps, heads, True, before % 2 == 0, torch.float32, position.int())
@@ -277,7 +276,7 @@ from tests.model.small_models import PRO, small
 def run(served):
     global has_kernels
     has_kernels = served
-    model = small("forgetting_transformer", **PRO).train()
+    model = small("forgetting_transformer", **PRO, num_hidden_layers=1).train()
     if served:
         model.gradient_checkpointing_enable()
         for block in model.decoder.layers:
