@@ -226,24 +226,6 @@ assert (key_norm[:, :2] == 0).all() and self_score[:, :2].isposinf().all()
     )
 
 
-def test_gates_that_want_no_gradient_get_none_and_change_no_other():
-    interpret(
-        """
-q, k, v, log_fgate, d_out = inputs(70, 16)
-wanted = run(attend, q, k, v, log_fgate, d_out, None, 0.25)
-leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-fixed = log_fgate.clone()
-out, log_normaliser = attend(*leaves, fixed, None, 0.25)
-weight = torch.linspace(-1, 1, log_normaliser.numel()).view_as(log_normaliser)
-torch.autograd.backward((out, log_normaliser), (d_out, weight))
-assert all(torch.equal(x.grad, want) for x, want in zip(leaves, wanted[2:5], strict=True)) and fixed.grad is None
-# Not computed, either: the kernels of the gates' gradient are not launched.
-kernel.gate_sum_kernel = kernel.gate_gradient_kernel = None
-attend(*leaves, fixed, None, 0.25)[0].backward(d_out)
-"""
-    )
-
-
 def test_softmax_attention_through_the_kernels_is_what_it_is_through_pytorch():
     """`causal_attention` without gates: windows, left padding, shared keys, fewer queries than keys."""
     interpret(

@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 from forgetting_transformer.ops.layers import (
     norm,
     norm_triton,  # noqa: F401 (registers the operators)
-    residual_norm,
     shift_norm_triton,
     short_convolution,
     short_convolution_triton,
@@ -22,8 +21,6 @@ from forgetting_transformer.ops.layers import (
 )
 from forgetting_transformer.ops.layers import residual_norm_triton as kernels
 from forgetting_transformer.ops.layers.shift_norm import shift_norm
-from forgetting_transformer.ops.layers.token_shift import token_shift
-from tests.ops.interpreter import interpret
 from tests.ops.kernels import draws, expect_float64, on_every_device, results
 
 TOLERANCES = {
@@ -247,73 +244,6 @@ def test_convolution_of_packed_documents(device):
         begins, places = torch.rand(2, length) < 0.3, torch.arange(length).expand(2, -1)
         position = places - torch.where(begins, places, -before).cummax(1).values
         expect_convolution(2, length, 24, taps, heads, True, before % 2 == 0, torch.float32, position.int())
-
-
-@pytest.mark.slow
-def test_a_model_trains_through_the_kernels():
-    """A compiled and checkpointed block, in one graph, gives the loss and the gradients of PyTorch.
-
-    Calls take the way that they take on a GPU, through what torch.compile reads there too.
-    """
-    interpret(
-        """
-from forgetting_transformer.ops import backends
-from forgetting_transformer.ops.layers import residual_norm, shift_norm, shift_norm_triton, swiglu, swiglu_triton
-from forgetting_transformer.ops.layers import residual_norm_triton as kernels
-backends.MIN_KERNEL_TOKENS = 7
-
-def has_triton(op, module, device_index):
-    return has_kernels
-
-has_triton._dynamo_marked_constant = backends.has_triton._dynamo_marked_constant
-backends.has_triton = has_triton
-residual_norm._takes_kernel = lambda x, dtype: residual_norm.kernel_serves(
-    dtype, x.shape[-1], x.shape[:-1].numel(), 0
-)
-swiglu._takes_kernel = lambda h: swiglu.kernel_serves(h.dtype, h.shape[:-1].numel(), 0)
-shift_norm._takes_kernel = lambda y, head_dim: shift_norm.kernel_serves(y.dtype, head_dim, y.shape[:-1].numel(), 0)
-from tests.model.small_models import PRO, small
-def run(served):
-    global has_kernels
-    has_kernels = served
-    model = small("forgetting_transformer", **PRO, num_hidden_layers=1).train()
-    if served:
-        model.gradient_checkpointing_enable()
-        for block in model.decoder.layers:
-            block._transform = torch.compile(block._transform, backend="aot_eager", fullgraph=True)
-    ids = torch.arange(14).view(2, 7)
-    loss = model(input_ids=ids, labels=ids + 1).loss.mean()
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters())]
-
-launched, shifted = [], []
-for module, calls in ((kernels, launched), (shift_norm_triton, shifted)):
-    module._options = lambda *of, calls=calls, options=module._options: calls.append(of) or options(*of)
-expected = run(served=False)
-assert not launched and not shifted
-for a, e in zip(run(served=True), expected):
-    assert (a - e).norm() <= 1e-4 * e.norm() + 1e-7
-assert {kernel for kernel, *_ in launched} == {kernel for kernel, *_ in shifted} == {"forward", "backward"}
-"""
-    )
-
-
-def test_without_a_gpu_it_is_pytorch():
-    """The same bits as the expressions, whatever the number of tokens, and no import of Triton."""
-    h, x, branch, weight = torch.randn(2000, 8), torch.randn(2000, 8), torch.randn(2000, 8), torch.randn(8)
-    assert torch.equal(swiglu.swiglu(h), F.silu(h[:, :4]) * h[:, 4:])
-    y, total = residual_norm.add_rms_norm(x, branch, weight, 1e-6)
-    assert torch.equal(total, x + branch) and torch.equal(y, norm.rms_norm(total, weight, 1e-6))
-    y, same = residual_norm.add_rms_norm(x, None, weight, 1e-6)
-    assert same is x and torch.equal(y, norm.rms_norm(x, weight, 1e-6))
-    assert torch.equal(residual_norm.wide_rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
-    y, shift, weight = torch.randn(2, 9, 24), torch.randn(2, 9, 3), torch.randn(24)
-    shifted = token_shift(y.unflatten(-1, (3, -1)), shift.sigmoid()).flatten(-2)
-    assert torch.equal(shift_norm(y, 3, shift_BTH=shift), shifted) and shift_norm(y, 3) is y
-    both = shift_norm(y, 3, shift_BTH=shift, weight=weight, eps=1e-5)
-    assert torch.equal(both, norm.rms_norm(shifted, weight, 1e-5, 3))
-    shared = shift_norm(y, 3, weight=weight[:8], eps=1e-5)
-    assert torch.equal(shared, norm.rms_norm(y.unflatten(-1, (3, -1)), weight[:8], 1e-5).flatten(-2))
 
 
 Y, ONES = torch.zeros(2, 9, 24), torch.ones(24)

@@ -173,35 +173,3 @@ with Laid("tokens far apart"):
 assert all(torch.isfinite(a).all() and torch.equal(a, b) for a, b in zip(got, want, strict=True))
 """
     )
-
-
-def test_a_launch_has_room_for_a_million_tokens_and_many_rows():
-    """CUDA takes 2³¹ - 1 programs along the first axis of a grid, and 65,535 along the others."""
-    interpret(
-        """
-from forgetting_transformer.ops.layers import short_convolution_triton
-from forgetting_transformer.ops.recurrence import ssd
-
-grids = []
-
-class Recorded:
-    def __getitem__(self, grid):
-        grids.append(grid)
-        return lambda *given, **options: None
-
-def many(*shape, **_):
-    "A tensor of this shape that takes one number of memory."
-    return torch.zeros(()).expand(*shape)
-
-torch.empty = many
-short_convolution_triton.convolution_forward_kernel = Recorded()
-short_convolution_triton.convolve(many(1, 2**20, 256), torch.ones(256, 1, 4), None, None, None, 1, 1e-6)
-ssd.kernels.score_kernel = ssd.kernels.state_kernel = Recorded()
-q, v = many(1, 2**24, 1, 16), many(1, 2**24, 2, 16)
-ssd._scores(ssd._Call.of(q, v), q, q)
-k, v = many(2**16, 1, 1, 16), many(2**16, 1, 2, 16)
-ssd._states(ssd._Call.of(k, v), k, v, many(1), many(1), None, None, 1.0, False)
-assert len(grids) == 3 and all(max(grid) > 65535 for grid in grids)
-assert all(programs <= 65535 for grid in grids for programs in grid[1:])
-"""
-    )
