@@ -269,10 +269,11 @@ def result(output: Path) -> dict[str, Any]:
     """Losses of all steps of a run that is done, and a digest of its weights and moments in the end."""
     import torch
 
-    from forgetting_transformer.training.checkpoint.safe_reader import read_tensors
+    from forgetting_transformer.training.checkpoint.folder import newest_valid
+    from forgetting_transformer.training.checkpoint.reading import load_tensors
 
     digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in sorted(read_tensors(max(output.glob("checkpoints/step-*")) / "state").items()):
+    for name, tensor in sorted(load_tensors(newest_valid(output / "checkpoints")).items()):
         digest.update(name.encode() + tensor.view(-1).view(torch.uint8).numpy().tobytes())
     return {"losses": [line["train/loss"] for line in lines(output, "train")], "weights": digest.hexdigest()}
 

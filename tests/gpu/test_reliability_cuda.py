@@ -74,7 +74,7 @@ def test_what_is_saved_in_the_background_is_what_is_saved_in_the_foreground(on_g
 
 
 def test_locked_memory_is_filled_in_the_order_of_the_stream():
-    from forgetting_transformer.training.checkpoint.host_copy import HostCopy
+    from forgetting_transformer.training.checkpoint.writing import HostCopy
 
     copy = HostCopy()
     tensors = {"large": torch.zeros(1 << 26, device="cuda"), "step": torch.zeros((), device="cuda")}

@@ -175,7 +175,7 @@ def refuse_to_start_over(folder: Path, record: Path | None) -> None:
     """For a run that has no checkpoint to go on from.
 
     Args:
-        record: the run's `last_checkpoint.json`, which is there once a checkpoint was finished; None: not known.
+        record: lines of the checkpoints that the run has finished; None: not known.
 
     Raises:
         CheckpointError: checkpoints were finished, and none can be used. A run that starts over would write over what
@@ -186,7 +186,7 @@ def refuse_to_start_over(folder: Path, record: Path | None) -> None:
         problem = (
             f"none of the checkpoints in {folder} can be used ({names}; the log says why). Bring back a copy of one"
         )
-    elif record is not None and record.exists():
+    elif record is not None and record.is_file() and record.stat().st_size:
         problem = f"{record} says that a checkpoint was finished, and {folder} holds none. Bring the folder back"
     else:
         return
