@@ -46,12 +46,12 @@ def ranks(monkeypatch) -> list[peers.Peers]:
 
 def test_of_ranks_that_end_the_first_to_fail_is_blamed(ranks, monkeypatch):
     here, one, two = ranks
-    assert here.blame() == "rank 1 hangs, or was killed: it has said nothing"
+    assert here.blame() == "rank 1 hangs, or was killed: it gave no reason"
     assert here.blame(silent=False) is None
     with monkeypatch.context() as patched:  # elsewhere a process number is another process's or nobody's
         patched.setattr(peers, "is_gone", lambda process: process != 0)
         assert here.blame(silent=False) == "rank 2 was killed or has crashed"
-    one.failed("no step ended for 9 s; this rank waits for another, whose log says where it stands")
+    one.failed("no step ended for 9 s; this rank waits for another, whose log shows where it is")
     two.failed("no step ended for 9 s; this rank makes no progress, or waits for another")
     assert here.blame() == "rank 2 has failed: no step ended for 9 s; this rank makes no progress, or waits for another"
     two.failed("ValueError: no such thing")

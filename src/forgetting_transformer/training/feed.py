@@ -1,4 +1,4 @@
-"""Batches for the loop, checked. They go on when a process that reads them is killed.
+"""Batches for the loop, with checks, and restarts of killed data readers.
 
 The position in the data is arithmetic (data/order.py), so readers can be restarted at the next batch.
 """
@@ -31,10 +31,10 @@ class DataWorkerError(RuntimeError):
 
 
 def batches(trainer: TrainerInterface, count: int) -> Iterator[Batch]:
-    """This rank's shares of the next `count` global batches.
+    """Yields this rank's shares of the next `count` global batches.
 
     Raises:
-        DataError: the corpus gives something else than a batch. TrainingError: it gives fewer.
+        DataError: the corpus yields something else than a batch. TrainingError: it yields fewer.
     """
     first, data = trainer.counters.batch_count, trainer.config.datamodule
     corpus = f"datamodule.name={data.name!r}"
@@ -52,7 +52,7 @@ def batches(trainer: TrainerInterface, count: int) -> Iterator[Batch]:
     if given < count:
         raise TrainingError(
             f"{corpus} gave {given} batches instead of {count}, from batch {first:,} on; "
-            f"{trainer.last_good_checkpoint}. Its train_loader must give all that it is asked for"
+            f"{trainer.last_good_checkpoint}. Its train_loader must yield every batch of its range"
         )
 
 
@@ -63,7 +63,7 @@ def restarted(
     """Yields the items of `start(0)`. If a data worker dies after n items, those of `start(n)` follow.
 
     Args:
-        waiting: what to enter while an item is waited for.
+        waiting: context entered while an item is awaited.
 
     Raises:
         DataWorkerError: they have died more than RESTARTS times.

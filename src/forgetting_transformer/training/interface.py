@@ -1,4 +1,4 @@
-"""The trainer as callbacks see it, and as the modules do that save and describe a run.
+"""Interface of the trainer for callbacks, and for the modules that save and describe a run.
 
 It is a protocol, so that these need not import the trainer, which imports them. Importing this loads no PyTorch.
 """
@@ -86,7 +86,7 @@ class TrainerInterface(Protocol):
         """Whether the last step crossed a multiple of `interval` training tokens."""
 
     def uncompiled(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which nothing compiled runs: for forward passes of many lengths, or with hooks on submodules."""
+        """Context in which compiled code is off: for forward passes of many lengths, or with hooks on submodules."""
 
     def should_stop(self) -> Stop:
         """Long work calls it for every batch, on all ranks. Where it is true, the work leaves without a report."""

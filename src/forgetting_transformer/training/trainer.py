@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One start of a run on one rank. Whatever can be refused is refused here, before the first step.
+    """One start of a run on one rank. Errors that can be found before the first step are raised here.
 
     Attributes: `TrainerInterface` explains those that callbacks may use.
 
@@ -113,7 +113,7 @@ class Trainer:
         self.compilation.compile(model if self.compiled else None)
 
         self.begin("logs")
-        # The code and machine that this process runs, asked once: the code on disk may change while it runs.
+        # Code and machine of this process, read once: the code on disk may change while it runs.
         self.environment = describe(fabric.device)
         self.resolved: dict[str, Any] = as_recorded(config)
         self.latest: Step | None = None
@@ -125,7 +125,7 @@ class Trainer:
         self.start.trainer = self
 
     def fit(self) -> None:
-        """Trains to `train.max_tokens`, or to where all ranks agree to stop; `start.outcome` says which."""
+        """Trains to `train.max_tokens`, or until all ranks agree to stop; `start.outcome` has the result."""
         config, counters = self.config, self.counters
         self.callbacks.start()
         self.start.running()
@@ -219,10 +219,10 @@ class Trainer:
         return Step(losses.loss_T.sum() / self.tokens_per_step, grad_norm, lr, losses.loss_T, losses.sequences_T, bad)
 
     def evaluate(self, due: Sequence[Callback]) -> None:
-        """Evaluates with the weights as they are. What a stop breaks off has no line, and the next start does it."""
+        """Evaluates with the current weights. An interrupted evaluation has no line, and the next start repeats it."""
         with self.clock.during("evaluation"):
             for callback in due:
-                if not self.stop:  # as the evaluation before has found, by `should_stop`
+                if not self.stop:  # set by `should_stop` in the evaluation before
                     self.callbacks.call(callback, "on_interval", "eval")
         if self.compiled:
             self.compilation.warn_of_uncompiled()
@@ -234,7 +234,7 @@ class Trainer:
             saving.save(self, permanent, must_succeed)
 
     def check_in(self) -> None:
-        """Shows that this rank moves, hears of the last save and of bad steps, and sets `stop` to what all ranks voted.
+        """Notes progress of this rank, collects the last save and bad steps, and sets `stop` by the vote of all ranks.
 
         All ranks call it once a step and once a batch of an evaluation.
         """
@@ -247,7 +247,7 @@ class Trainer:
         self.stop = self.vote.cast(wish)
 
     def should_stop(self) -> Stop:
-        """For callbacks: checks in; returns why all ranks stop here, if they do.
+        """Checks in, for callbacks; returns the reason if all ranks stop here.
 
         Raises:
             RuntimeError: a callback of rank 0 alone calls it, and no other rank would answer.
@@ -296,12 +296,12 @@ class Trainer:
                 self.metrics.report_arrays(kind, step, values | arrays)
 
     def sum_over_ranks(self, tensor: Tensor) -> None:
-        """In place. Fabric's own all_reduce would put a barrier before it, for which the host waits."""
+        """Sums in place. Fabric's own all_reduce would put a barrier before it, for which the host waits."""
         if self.fabric.world_size > 1:
             dist.all_reduce(tensor)
 
     def wait_for_device(self) -> None:
-        """Until the device has done the steps it was given; that time is the steps' time."""
+        """Waits until the device has finished its steps; that time counts as theirs."""
         started = time.perf_counter()
         setup.synchronize(self.fabric.device)
         waited = time.perf_counter() - started
@@ -309,7 +309,7 @@ class Trainer:
         self.counters.total_time += waited
 
     def begin(self, stage: str) -> None:
-        """The start comes to `stage`."""
+        """Begins a stage of the start."""
         self.startup.switch(stage)
         self.watchdog.starting(stage)
 
@@ -331,7 +331,7 @@ class Trainer:
             self.compilation.warn_of_uncompiled()
 
     def _finish(self) -> None:
-        """After the last step, on every rank alike. A stop for a fault ends in its error."""
+        """Ends the run after the last step, on every rank alike. A stop for a fault raises its error."""
         saving.collect(self, wait=True, must_succeed=True)
         self.callbacks.call_all("on_end")
         if self.stop == Stop.BAD_STEPS:
@@ -342,4 +342,4 @@ class Trainer:
         how = "stopped and saved; the same command continues" if self.stop else "training finished"
         log.info("%s: %s", how, done)
         self.close()
-        self.vote.wait_for_all()  # so that no launcher takes an early rank's end for a reason to end the others
+        self.vote.wait_for_all()  # else a launcher may end the others when an early rank ends

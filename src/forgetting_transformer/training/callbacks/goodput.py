@@ -1,8 +1,8 @@
 """Account of the wall time of a run, over all its starts, and of its checkpoints.
 
 `output_dir/goodput.json` has an entry for every start: seconds by category (clock.py), and the same as they stood at
-its checkpoints ("marks"). "stages" divides "start" and "first step" further (clock.py). What came after the mark that
-a later start began from was "lost". Time between starts, in a queue, is not counted. All times are of rank 0's host.
+its checkpoints ("marks"). "stages" divides "start" and "first step" further (clock.py). Time after the mark from which
+a later start began was "lost". Time between starts, in a queue, is not counted. All times are of rank 0's host.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Reading a checkpoint that any strategy wrote: into a run, on all ranks, or whole on the CPU of one process.
+"""Reads a checkpoint of any strategy: into a run, on all ranks, or whole on the CPU of one process.
 
 What a stranger put into it is not run. torch.distributed.checkpoint unpickles its `.metadata` file and every entry that
 is not a tensor, and unpickling can run any code. Here `.metadata` may hold only the classes that describe tensors,
@@ -73,7 +73,7 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
 
 
 def check_weights(model: nn.Module, where: Any) -> None:
-    """Looks once at weights that are to be used; where they are from is for the message.
+    """Checks once that weights are finite; their origin is for the message.
 
     Raises:
         CheckpointError: one is not finite.
@@ -91,7 +91,7 @@ def load_tensors(checkpoint: Checkpoint, names: list[str] | None = None) -> dict
         CheckpointError: they cannot be read.
     """
     with _named(checkpoint), warnings.catch_warnings():
-        # The warning about reading on one process, which is meant.
+        # torch warns about reading on one process, which is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         reader = TensorReader(checkpoint.path / "state")
         stored = reader.tensors()
@@ -103,7 +103,7 @@ def load_tensors(checkpoint: Checkpoint, names: list[str] | None = None) -> dict
 
 @contextlib.contextmanager
 def _named(checkpoint: Checkpoint) -> Iterator[None]:
-    """Around the reading of a checkpoint: errors are CheckpointErrors that name it."""
+    """Turns errors of reading a checkpoint into CheckpointErrors that name it."""
     try:
         yield
     except (CheckpointException, OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
@@ -149,7 +149,7 @@ _ALLOWED = {
 
 
 class UnsafeCheckpointError(ValueError):
-    """The checkpoint contains what a checkpoint of tensors has no use for."""
+    """The checkpoint contains more than tensors and their description."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -165,7 +165,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _memory_format(of: Any, name: Any) -> Any:
-    """Stands for getattr: Python before 3.11.4 pickles a member of an enumeration as an attribute of its class."""
+    """Replaces getattr: Python before 3.11.4 pickles a member of an enumeration as an attribute of its class."""
     if of is _MEM_FORMAT_ENCODING and name in _MEM_FORMAT_ENCODING.__members__:
         return _MEM_FORMAT_ENCODING[name]
     raise UnsafeCheckpointError(".metadata asks for an attribute, which no checkpoint of tensors needs")

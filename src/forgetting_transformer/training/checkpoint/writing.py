@@ -165,10 +165,11 @@ class Writer:
     def _give_name(self, temporary: Path, final: Path) -> None:
         try:
             checkpoints.inspect(final)
-            # Of the same step of this run, which could not be read for a while. To replace it is to have none between.
+            # A checkpoint of the same step that could not be read for a while. While it is replaced there would be
+            # none.
             shutil.rmtree(temporary)
         except CheckpointError as error:
-            if final.exists():  # damaged, and somebody may still mend it
+            if final.exists():  # damaged, and may still be mended
                 log.warning("%s cannot be used (%s); it is now %s", final, error, checkpoints.set_aside(final))
             temporary.rename(final)
         flush(self.folder)
@@ -185,11 +186,11 @@ class Writer:
                 if not json.loads((path / MANIFEST).read_text(encoding="utf-8"))["permanent"]:
                     checkpoints.remove(path)
             except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-                # Housekeeping: what cannot be read or deleted stays, and training continues.
+                # Housekeeping: folders that cannot be read or deleted stay, and training continues.
                 log.warning("could not tidy up %s: %s", path, error)
 
     def _agree(self, action: Callable[[], None], what: str) -> None:
-        """Rank 0 acts; if it fails, every rank raises."""
+        """Runs an action on rank 0; if it fails, every rank raises."""
         problem: list[str | None] = [None]
         if self.rank == 0:
             try:
@@ -210,7 +211,7 @@ def _writer_of(file: Path) -> int:
 
 
 class HostCopy:
-    """Room for tensors by name, made when they come for the first time."""
+    """Memory for tensors by name, allocated when they first come."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
@@ -218,7 +219,7 @@ class HostCopy:
     @torch.no_grad()
     def take(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """Copies `tensors`, plain or sharded; returns the copies, and the event after which they are whole (on a CPU
-        they are at once). They hold until the next call."""
+        they are at once). They are valid until the next call."""
         event = None
         for name, tensor in tensors.items():
             copy = self._copies.get(name)
@@ -232,7 +233,7 @@ class HostCopy:
 
 
 def _room_for(tensor: Tensor) -> Tensor:
-    # Of a sharded tensor: this rank's shard, still marked as a shard of the whole.
+    # this rank's shard of a sharded tensor, still marked as a shard of the whole
     copy = torch.empty_like(tensor, device="cpu")
     if local(tensor).is_cuda and local(copy).nbytes:
         local(copy).data = torch.empty_like(local(copy), pin_memory=True)

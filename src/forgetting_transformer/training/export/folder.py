@@ -39,7 +39,7 @@ _UNFINISHED = ".unfinished-export-"
 
 
 class ExportError(RuntimeError):
-    """An export is not possible. The message names what is missing and how to give it."""
+    """An export is not possible. The message has the reason and the fix."""
 
 
 def export(
@@ -61,8 +61,8 @@ def export(
 
     Raises:
         CheckpointError: no valid checkpoint (at that step).
-        ExportError: the folder is a run's or a corpus's, holds another model, another run's export or files of
-            somebody else, or cannot be written, or the tokenizer cannot be used.
+        ExportError: the folder is a run's or a corpus's, contains another model, another run's export or other files,
+            or cannot be written, or the tokenizer cannot be used.
     """
     check_target(save_folder, "--hf_save_dir")
     directory = RunDirectory(run_folder)
@@ -97,7 +97,7 @@ def export(
                 pad_token_id=model.config.eos_token_id if pad is None else pad,
             )
             model.save_pretrained(new)
-            for file in new.glob("model*.safetensors"):  # safetensors lets nobody else read them
+            for file in new.glob("model*.safetensors"):  # safetensors makes them readable for their owner alone
                 shutil.copymode(new / "config.json", file)
             if not (kept_card := there.exists() and own.get(card.CARD) != sha256_of(there)):
                 parameters, has_tokenizer = model.num_parameters(), found_tokenizer is not None
@@ -194,7 +194,7 @@ def _check_replaceable(
     Args:
         before: mark of the export there, empty without one.
         files: names of the files of that export and of the new one. A card is not overwritten.
-        origin: what the new one's mark will say. replace: whether another run's export may be replaced.
+        origin: fields of the new export's mark. replace: whether another run's export may be replaced.
 
     Raises:
         ExportError: a file there is not as an export wrote it, or the export there is another run's.
@@ -317,7 +317,7 @@ def save_tokenizer(tokenizer: Any, folder: Path, length: int, bos_token_id: int 
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, bos_token_id)]
         )
         fast = tokenizer.backend_tokenizer
-        adds_nothing = fast.post_processor is not None and own == bare  # it has other work, such as character offsets
+        adds_nothing = fast.post_processor is not None and own == bare  # it computes more, such as character offsets
         fast.post_processor = processors.Sequence([fast.post_processor, begins]) if adds_nothing else begins
     tokenizer.save_pretrained(folder)
     if isinstance(tokenizer, JSONGPT2Tokenizer):

@@ -39,7 +39,7 @@ _FAMILIES: dict[str, Any] = {
     "LlamaForCausalLM": LlamaConfig, "MistralForCausalLM": MistralConfig, "Qwen3ForCausalLM": Qwen3Config,
     "TransformerForCausalLM": TransformerConfig,
 }  # fmt: skip
-#: Fields of sources that FoX has not, with the value that asks for nothing besides None.
+#: Fields of sources that FoX does not have, with the value that switches them off, besides None.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,), "mlp_bias": (False,), "attention_dropout": (0.0,), "use_sliding_window": (False,),
     "quantization_config": (),
@@ -187,7 +187,7 @@ def _write(folder: Path, new: Path, fields: dict[str, Any], bias_H: Tensor) -> i
     if extra := sorted(name for name in tensors.keys() - tied if not name.endswith("rotary_emb.inv_freq")):
         raise ExportError(f"the source has {extra[0]}, for which FoX has no place; biases and adapters are not taken")
     save_torch_state_dict(state, new)
-    for file in new.glob("*.safetensors"):  # safetensors lets nobody else read them
+    for file in new.glob("*.safetensors"):  # safetensors makes them readable for their owner alone
         file.chmod(0o644)
     config.architectures, config.dtype = [lm_class.__name__], dtype
     config.save_pretrained(new)
@@ -216,7 +216,7 @@ def _sources(name: str, llamas: bool) -> list[str]:
 
 
 def _copy(folder: Path, new: Path) -> bool:
-    """Copies the tokenizer and the settings of generation; whether there is a tokenizer."""
+    """Copies the tokenizer and the settings of generation; returns whether there is a tokenizer."""
     files = {file for pattern in _TOKENIZER for file in folder.glob(pattern) if file.is_file()}
     for file in {*files, *folder.glob("generation_config.json")}:
         shutil.copyfile(file, new / file.name)

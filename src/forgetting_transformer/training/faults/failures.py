@@ -35,7 +35,7 @@ class Start:
         self.watchdog.on_end = self._ended_by_watchdog
         self.trainer: TrainerInterface | None = None
         self.outcome: str | None = None
-        # The loop and the watchdog's thread may end the run in the same moment: the first one says how.
+        # The loop and the watchdog's thread may end the run at the same moment: the first one decides how.
         self._ending = threading.Lock()
 
     def __enter__(self) -> "Start":
@@ -45,7 +45,7 @@ class Start:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Returns whether the error only says that a signal has stopped another rank."""
+        """Returns whether the error only means that a signal has stopped another rank."""
         try:
             return error is not None and self._failed(error)
         finally:
@@ -60,7 +60,7 @@ class Start:
                 self._write("running")
 
     def end(self, outcome: str, reason: str = "") -> None:
-        """Notes how the run ends, unless it has ended. What comes after training may still fail, and that counts."""
+        """Records how the run ends, unless it has ended. A failure after training still counts."""
         with self._ending:
             if self.outcome is None or (outcome == "failed" and self.outcome != "failed"):
                 self._write(outcome, reason)
@@ -88,13 +88,13 @@ class Start:
         reason = f"{type(problem).__name__}: {problem}"
         self.peers.failed(reason)
         self.end("failed", reason)
-        self.watchdog.closing()  # what the process has to say of it may take as long as a step
+        self.watchdog.closing()  # the process's last messages may take as long as a step
         if problem is error:
             return False
         raise problem from error
 
     def _problem(self, error: BaseException, blame: str | None) -> BaseException:
-        """The error in words that say what to do; the error itself where it does that, or where nobody knows.
+        """The error with its fix; the error itself where it has one, or where none is known.
 
         Args:
             blame: what another rank did, where that is behind the error.
@@ -103,7 +103,7 @@ class Start:
         kind, fix = TrainingError, ". Start the same command again"
         if blame is not None:
             what = blame
-        elif isinstance(error, OSError | DataWorkerError):  # a full disk, say. Saves that may fail did not come here
+        elif isinstance(error, OSError | DataWorkerError):  # a full disk, for one; saves that may fail end elsewhere
             what = explain(error) if isinstance(error, OSError) else str(error)
             fix = ". Mend this and start the same command again"
         elif isinstance(error, torch.OutOfMemoryError):
@@ -122,7 +122,7 @@ class Start:
 
 
 _DEVICE_ERROR = re.compile(r"(?:CUDA error|Triton Error \[CUDA\]): (.+)")
-#: Errors of the program, or of too little memory, which would come again.
+#: Errors of the program, or of too little memory, which would recur.
 _OF_THE_PROGRAM = re.compile("device-side assert|invalid|no kernel image|out of (memory|resource)|ALLOC_FAILED")
 
 

@@ -86,14 +86,14 @@ class StepGuard:
             step: makes it. bad: what `judge` returned.
         """
         if decides_on_device(optimizer):
-            # What torch's gradient scaler uses too: the fused kernels change nothing where this is 1.
+            # torch's gradient scaler uses it too: the fused kernels change nothing where this is 1.
             cast(Any, optimizer).found_inf = bad
             step()
         elif not bad.item():
             step()
 
     def poll(self, wait: bool = False) -> None:
-        """Learns of steps that were left out, which `take_reports` gives: the loop may ask and a callback may tell.
+        """Collects steps that were left out, for `take_reports`: the loop may call this, and a callback that.
 
         Args:
             wait: for the device, so that the last step is known too.
@@ -108,12 +108,12 @@ class StepGuard:
                 self._reports.append(BadStep(batch, int(in_a_row), sum(losses) / len(losses), norm, losses))
 
     def take_reports(self) -> list[BadStep]:
-        """Bad steps that polling found since the last call."""
+        """Bad steps that `poll` collected since the last call."""
         found, self._reports = self._reports, []
         return found
 
     def sum_up(self, batches: int, folder: Path) -> None:
-        """Says how many of all updates of the run were left out, if any were. Waits for the device."""
+        """Logs how many of all updates of the run were left out, if any were. Waits for the device."""
         if left_out := int(self._skipped.item()):
             said = "%d of %d updates were left out (metrics/jsonlines/bad_step.jsonl in %s)"
             log.warning(said, left_out, batches, folder)

@@ -1,5 +1,4 @@
-"""The optimizer that the config names, checked for what training relies on; groups of parameters; several optimizers as
-one."""
+"""The optimizer that the config names, with checks; groups of parameters; several optimizers as one."""
 
 import difflib
 import fnmatch
@@ -19,7 +18,7 @@ from forgetting_transformer.training.config import ConfigError, OptimizerConfig,
 def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConfig) -> torch.optim.Optimizer:
     """
     Raises:
-        ConfigError: what was built is no optimizer of PyTorch's kind, which would show only when the run is continued.
+        ConfigError: it is no PyTorch optimizer, which would show only when the run is continued.
     """
     named_by("optimizer.lr_scale_for", config.lr_scale_for, trainable(model))
     optimizer = OPTIMIZERS.get(config.name).build(model, undecayed, config)
@@ -43,7 +42,7 @@ def check_owns(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) ->
     """Refuses an optimizer that leaves parameters untrained in silence, as one that was built before sharding.
 
     Args:
-        name: what the config calls the optimizer.
+        name: of the optimizer in the config.
 
     Raises:
         ConfigError: it does not hold exactly the model's parameters that need a gradient.
@@ -72,7 +71,7 @@ class CombinedOptimizer(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """The parts see the groups and the state of the whole."""
+        """Lets the parts use the groups and the state of the whole."""
         first = 0
         for optimizer in self._optimizers:
             last = first + len(optimizer.param_groups)
@@ -99,7 +98,7 @@ def named_by(key: str, patterns: Sequence[str], names: Iterable[str], of: str = 
 
     Args:
         key: of the config, for the message.
-        of: what has these names.
+        of: owner of these names, for the message.
 
     Raises:
         ConfigError: a pattern covers none.
@@ -130,7 +129,7 @@ def undecayed_parameters(model: nn.Module, config: TrainConfig) -> set[str]:
     `parameter._no_weight_decay = True`, such as a learned forget-gate bias. Decayed: weights of linear layers,
     embeddings and, unless the config says otherwise, convolution kernels.
 
-    Names and not parameters, because sharding replaces parameters and loses their marks: ask before it.
+    Names and not parameters, because sharding replaces parameters and loses their marks: call this before it.
     """
     return {
         f"{module_name}.{name}" if module_name else name

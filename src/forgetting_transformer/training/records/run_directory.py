@@ -1,6 +1,6 @@
 """Files of a run under `output_dir`, and who may write there. docs/operations.md draws the tree.
 
-`status.json` says how the last start ended, for schedulers and people:
+`status.json` has the state of the last start, for schedulers and people:
 
 starting    it reads the corpus, builds the model, loads a checkpoint; if its process is gone it was killed
 running     it trains; if its process is gone it was killed
@@ -8,7 +8,7 @@ done        trained to train.max_tokens
 preempted   stopped by a signal, saved if there was anything to save; the same command continues
 failed      stopped by an error; the reason says what to do before the same command continues
 
-What an earlier start left is replaced as soon as rank 0 holds the run's folder, before anything is built; with
+The status of an earlier start is replaced as soon as rank 0 holds the run's folder, before anything is built; with
 resume=false when the earlier run is moved aside.
 """
 
@@ -25,9 +25,9 @@ from forgetting_transformer.console import redact
 from forgetting_transformer.files import explain, locked, write_atomically
 
 PREVIOUS = "previous"
-#: All that a run, its plots and wandb write there, besides `run.lock` and `previous/`. The rest is somebody else's.
-#: In the order in which they are moved aside: first what may be a mount and cannot be moved, last `metrics`, which
-#: refuse a start that would not find the checkpoints. The lock, by which the run is recognised, is not moved.
+#: All that a run, its plots and wandb write there, besides `run.lock` and `previous/`. All else belongs to others. In
+#: the order in which they are moved aside: first what may be a mount and cannot be moved, last `metrics`, which refuse
+#: a start that would not find the checkpoints. The lock, by which the run is recognised, is not moved.
 OWN_NAMES = (
     "checkpoints", "logs", "tokenizer", "plots", "traces", "wandb", "goodput.json", "model.txt", "decay_params.txt",
     "no_decay_params.txt", "status.json", "config.yaml", "starts.jsonl", "metrics",
@@ -42,7 +42,7 @@ _SHARED = ("logs", "plots", "traces", "wandb")
 
 
 class RunDirectoryError(RuntimeError):
-    """The run's folder cannot be used; the message says by whom or why, and what to do."""
+    """The run's folder cannot be used; the message has the reason, or the run that uses it, and the fix."""
 
 
 class RunDirectory:
@@ -91,11 +91,11 @@ class RunDirectory:
 
     @property
     def is_corpus(self) -> bool:
-        """Whether token arrays lie here, as scripts/prepare_data.py and LongCrawl64 have them."""
+        """Whether this folder has token arrays, as those of scripts/prepare_data.py and LongCrawl64 do."""
         return (self.root / "manifest.json").is_file() or any(self.root.glob("*.zarr"))
 
     def check_ours(self, resume: bool) -> None:
-        """Looks whether a start would change files, or with `resume=False` move things, that no run wrote.
+        """Checks that a start changes, or with `resume=False` moves, only files that a run wrote.
 
         Raises:
             RunDirectoryError: naming them.
@@ -119,7 +119,7 @@ class RunDirectory:
         """Makes a folder of the run.
 
         Raises:
-            RunDirectoryError: it cannot be made, on a full disk say, or because a file has its name.
+            RunDirectoryError: it cannot be made, as on a full disk, or where a file has its name.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ class RunDirectory:
             raise RunDirectoryError(f"cannot make {explain(error)}; make room, or choose another output_dir") from error
 
     def acquire(self) -> None:
-        """Makes the folder and takes it for this process; the kernel gives it back however the process ends.
+        """Makes the folder and locks it for this process; the kernel releases it however the process ends.
 
         Raises:
             RunDirectoryError: another run is writing there, or the folder cannot be written.
@@ -149,7 +149,7 @@ class RunDirectory:
                 f"cannot write to output_dir={self.root}: {explain(error)}; make room, or choose another output_dir"
             ) from error
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        # For people; the lock holds without it, on a full disk too.
+        # For people; the lock does not need it, as on a full disk.
         with contextlib.suppress(OSError):
             os.write(descriptor, json.dumps(owner).encode())
         self.is_locked = True
