@@ -41,7 +41,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 COMMIT_VARIABLE = "BENCHMARK_COMMIT"
 #: Options that do not change what is measured: all have a value, but for the flags.
 _FLAGS = ("replace", "dry_run")
-_UNMEASURED = ("out", "time_limit", "folder", "data_dir", "worker", *_FLAGS)
+_UNMEASURED = ("out", "time_limit", "folder", "worker", *_FLAGS)
 #: Rows whose status begins with one of these measured nothing, and are tried again.
 _UNFINISHED = ("failed", "stopped")
 
