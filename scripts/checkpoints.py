@@ -25,7 +25,7 @@ from forgetting_transformer.training.checkpoint import folder as checkpoints
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError
 from forgetting_transformer.training.checkpoint.reading import load_tensors
 from forgetting_transformer.training.records.metrics import duration
-from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
+from forgetting_transformer.training.records.run_directory import RunDirectory
 
 T = TypeVar("T")
 
@@ -160,11 +160,7 @@ def find(run: Path, step: str, read: Callable[[Checkpoint], T]) -> T:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    try:
-        return {"ls": ls, "verify": verify, "diff": diff, "prune": prune}[args.command](args)
-    except (CheckpointError, RunDirectoryError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return {"ls": ls, "verify": verify, "diff": diff, "prune": prune}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,15 @@ from forgetting_transformer.files import LINK_TO_IT, UnreadableError, is_utf8
 from forgetting_transformer.ranges import COUNT, POSITIVE, TOKENS, Range
 
 
-class CommandError(ValueError):
-    """A command cannot do what it was asked for; one line says why and what to do. `run` ends the command with it."""
+class CommandError(Exception):
+    """Something that the user can fix; one line says what and how. `run` and train.py end a command with it."""
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that shows the docstring of its script as it is written."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+    """A parser that shows the docstring of its script, and an epilog, as they are written."""
+    return argparse.ArgumentParser(
+        None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def name(text: str) -> str:

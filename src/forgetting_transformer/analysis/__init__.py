@@ -20,5 +20,5 @@ It imports neither models, training nor evaluations: results can be read on a ma
 from forgetting_transformer.command_line import CommandError
 
 
-class AnalysisError(CommandError):
+class AnalysisError(CommandError, ValueError):
     """Results cannot be read or shown as asked; the message names the file, what is wrong, and the fix."""

@@ -10,6 +10,8 @@ The launcher of `train.py -m` is in src/hydra_plugins/, where Hydra looks for it
 analysis/.
 """
 
+from forgetting_transformer.command_line import CommandError
 
-class SweepError(ValueError):
+
+class SweepError(CommandError, ValueError):
     """A sweep cannot be run or read as asked; the message names what is wrong and the fix."""
