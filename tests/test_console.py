@@ -152,6 +152,8 @@ def test_a_typo_is_answered_in_one_line_with_the_closest_name(overrides):
     ("arguments", "said"),
     [(["output_dri=x"], "ConfigError: unknown config key 'output_dri'; did you mean 'output_dir'?"),
      (["--resolve"], "ConfigError: The --resolve flag"),
+     (["--device", "2"], "ConfigError: train.py has no option --device; did you mean --devices of `fabric run` and "),
+     (["--confg-dir=x"], "ConfigError: train.py has no option --confg-dir; did you mean --config-dir?"),
      (["--config-name=foo"], "ConfigError: --config-name=foo: there is no such file; leave it out, or name config"),
      (["+experiment/demo=fox_pro", "data_dir=data", "output_dir= "], "ConfigError: output_dir")],
 )  # fmt: skip

@@ -28,6 +28,7 @@ from omegaconf import DictConfig
 from forgetting_transformer import command_line, composition, console, training
 from forgetting_transformer.composition import errors
 from forgetting_transformer.sweep import SweepError
+from forgetting_transformer.training.errors import DeviceError
 
 log = logging.getLogger(__name__)
 _composed: list[DictConfig] = []
@@ -62,7 +63,6 @@ def compose_or_explain() -> DictConfig | None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print
     try:
         folders = composition.config_dirs(sys.argv[1:])
-        composition.check_recorded_plugins(sys.argv[1:])
         if console.has_launcher() and {"-m", "--multirun"} & {*sys.argv}:  # every rank would start the whole sweep
             raise SweepError(
                 "-m under `fabric run` is not possible; start `python train.py -m …`, which starts the processes of "
@@ -71,7 +71,8 @@ def compose_or_explain() -> DictConfig | None:
         sys.argv[1:] = composition.for_hydra(sys.argv[1:], folders)
         with console.one_voice():
             compose()
-    except (training.ConfigError, SweepError) as error:
+        errors.check_groups(map(str, _composed[0] if _composed else ()), folders)
+    except command_line.CommandError as error:
         console.fail(f"{type(error).__name__}: {error}")
     except Exception as error:
         if (said := errors.explain(error, folders)) is None:
@@ -96,7 +97,6 @@ def compose(composed: DictConfig) -> None:
 def parse(composed: DictConfig) -> training.Config:
     """The composed config, held to the schema in training/config/."""
     try:
-        errors.check_groups(map(str, composed), composition.config_dirs(sys.argv[1:]))
         return training.parse(composed, sys.argv[1:])
     except training.ConfigError as error:
         console.fail(f"ConfigError: {error}")
@@ -104,21 +104,14 @@ def parse(composed: DictConfig) -> training.Config:
 
 def train(config: training.Config) -> None:
     """Runs it, and exits with a code unless it is done."""
-    from forgetting_transformer.data import DataError
-    from forgetting_transformer.training.checkpoint.folder import CheckpointError
-    from forgetting_transformer.training.errors import DeviceError, TrainingError
-    from forgetting_transformer.training.records.run_directory import RunDirectoryError
-
     # Lightning advises srun inside of any SLURM job; launch.py needs none.
     warnings.filterwarnings("ignore", message=".*srun.*")
     try:
         code = console.exit_code(training.run(config))
     except DeviceError as error:
         console.fail(f"{type(error).__name__}: {error}", once=False, at_once=True)
-    except (
-        training.ConfigError, DataError, CheckpointError, RunDirectoryError, TrainingError,
-    ) as error:  # fmt: skip
-        # These say what to do; a traceback would bury it. The run's log gets them too, if there is one yet.
+    except command_line.CommandError as error:
+        # It says what to do; a traceback would bury it. The run's log gets it too, if there is one yet.
         console.fail(f"{type(error).__name__}: {error}")
     except Exception as error:
         console.fail(f"{type(error).__name__}: {error}", trace=True, once=False)
