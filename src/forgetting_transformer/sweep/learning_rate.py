@@ -143,7 +143,7 @@ class LearningRateSweep:
         results: list[runner.JobResult] | None = None
         while True:
             try:
-                jobs = next(rounds) if results is None else rounds.send(results)
+                jobs = rounds.send(results)  # type: ignore[arg-type]  # None begins
             except StopIteration as end:
                 return end.value
             results = runner.run_jobs(jobs, machine, self.folder / "logs")
@@ -166,7 +166,20 @@ class LearningRateSweep:
         for head_dim in self.head_dims:
             search = self.searches[head_dim] = GridSearch(start, self.seeds)
             while todo := search.needed():
-                if not (yield from self._round(head_dim, search, todo)):
+                jobs = {key: self._job(head_dim, *key) for key in todo}
+                # A run that diverged would diverge again: it is a function of its settings.
+                search.losses |= {key: math.inf for key, job in jobs.items() if read_run(job.output_dir).diverged}
+                left = {key: job for key, job in jobs.items() if key not in search.losses}
+                results = yield [*left.values()]
+                for key, result in zip(left, results, strict=True):
+                    loss = result.run.final_loss(self.heldout)
+                    if result.state in (State.FINISHED, State.DIVERGED):
+                        diverged = result.state == State.DIVERGED or math.isnan(loss)
+                        search.losses[key] = math.inf if diverged else loss
+                if any(s.losses for s in self.searches.values()):
+                    self.write()
+                if any(result.state not in (State.FINISHED, State.DIVERGED) for result in results):
+                    print(f"\n{runner.summary(results)}\n", flush=True)
                     return False
             start = search.best
         return True
@@ -238,28 +251,6 @@ class LearningRateSweep:
         loss_against_learning_rate(
             curves, self.loss_name, self.folder / "sweep.png", title=title, conditions=budget(self.base)
         )
-
-    def _round(
-        self, head_dim: int | None, search: GridSearch, todo: Sequence[tuple[int, int]]
-    ) -> Generator[list[Job], list[runner.JobResult], bool]:
-        """Has these runs made and enters their losses; False if one of them has none."""
-        jobs = {key: self._job(head_dim, *key) for key in todo}
-        # A run that diverged would diverge again: it is a function of its settings.
-        diverged = {key for key, job in jobs.items() if read_run(job.output_dir).diverged}
-        search.losses |= dict.fromkeys(diverged, math.inf)
-        results = yield [job for key, job in jobs.items() if key not in diverged]
-        for key, result in zip((key for key in jobs if key not in diverged), results, strict=True):
-            if result.state == State.FINISHED:
-                loss = result.run.final_loss(self.heldout)
-                search.losses[key] = math.inf if math.isnan(loss) else loss
-            elif result.state == State.DIVERGED:
-                search.losses[key] = math.inf
-        if any(s.losses for s in self.searches.values()):
-            self.write()
-        settled = all(result.state in (State.FINISHED, State.DIVERGED) for result in results)
-        if not settled:
-            print(f"\n{runner.summary(results)}\n", flush=True)
-        return settled
 
     def _job(self, head_dim: int | None, index: int, seed: int) -> Job:
         own = [f"optimizer.lr={grid_text(index)}", f"seed={seed}"]

@@ -2,9 +2,8 @@
 cleanly on Ctrl-C.
 """
 
-import difflib
 import functools
-import inspect
+import itertools
 import math
 import os
 import re
@@ -12,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,25 +51,6 @@ class Machine:
             raise SweepError(f"jobs_per_gpu={jobs_per_gpu} must be 1 or more")
         self.gpus = [str(gpu) for gpu in gpus] if gpus is not None else visible_gpus()
         self.jobs_at_once, self.jobs_per_gpu = jobs_at_once, jobs_per_gpu
-        self._jobs_on = dict.fromkeys(self.gpus, 0)
-        self._running = 0
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "Machine":
-        """
-        Args:
-            settings: keys of `hydra.launcher`.
-
-        Raises:
-            SweepError: a key is unknown or has a wrong value.
-        """
-        known = list(inspect.signature(cls).parameters)
-        for key in settings:
-            if key not in known:
-                close = difflib.get_close_matches(key, known, 1)
-                hint = f"did you mean hydra.launcher.{close[0]}?" if close else f"use {', '.join(known)}"
-                raise SweepError(f"unknown key hydra.launcher.{key}; {hint}")
-        return cls(**settings)
 
     def check(self, jobs: Sequence[Job | Command]) -> None:
         """
@@ -95,23 +76,14 @@ class Machine:
         fit = self.jobs_per_gpu * len(self.gpus) // self.devices(job)
         return max(1, min(self.jobs_at_once or fit, fit))
 
-    def take(self, job: Job | Command) -> list[str] | None:
-        """Gives the job the GPUs with the fewest jobs, and returns them; None if it must wait for others."""
+    def take(self, job: Job | Command, busy: Sequence[Sequence[str]]) -> list[str] | None:
+        """The GPUs for a job, those with the fewest jobs; None if it must wait. `busy`: those of each running job."""
         needed = self.devices(job) if self._takes_gpus(job) else 0
-        free = [gpu for gpu in self.gpus if self._jobs_on[gpu] < self.jobs_per_gpu]
-        if needed > len(free) or self._running >= (self.jobs_at_once or (math.inf if needed else 1)):
+        jobs_on = Counter(itertools.chain.from_iterable(busy))
+        free = sorted((gpu for gpu in self.gpus if jobs_on[gpu] < self.jobs_per_gpu), key=jobs_on.__getitem__)
+        if needed > len(free) or len(busy) >= (self.jobs_at_once or (math.inf if needed else 1)):
             return None
-        mine = sorted(free, key=self._jobs_on.__getitem__)[:needed]
-        self._change(mine, 1)
-        return mine
-
-    def give_back(self, gpus: Sequence[str]) -> None:
-        self._change(gpus, -1)
-
-    def _change(self, gpus: Sequence[str], by: int) -> None:
-        self._running += by
-        for gpu in gpus:
-            self._jobs_on[gpu] += by
+        return free[:needed]
 
     def _takes_gpus(self, job: Job | Command) -> bool:
         return bool(self.gpus) and job.accelerator != "cpu"
@@ -187,20 +159,17 @@ def run_jobs(
     with _Interrupts() as interrupts:
         try:
             while (waiting or running) and not interrupts.count:
-                while waiting and (gpus := machine.take(waiting[0])) is not None:
+                while waiting and (gpus := machine.take(waiting[0], [one.gpus for one in running])) is not None:
                     running.append(_start(waiting.pop(0), machine, gpus, log_dir))
                     _print_line(f"started   {running[-1].job.name} -> {running[-1].job.output_dir}")
                 time.sleep(POLL_SECONDS)
                 for one in [one for one in running if one.process.poll() is not None]:
                     running.remove(one)
-                    machine.give_back(one.gpus)
                     result = _result(one)
                     _print_line(f"{result.state:<9} {_describe(result)} ({len(results) + 1} of {len(known)} jobs)")
                     record(result)
         finally:
             _end(running, interrupts)
-            for one in running:
-                machine.give_back(one.gpus)
     for one in running:
         result = _result(one)
         interrupted = JobResult(one.job, State.INTERRUPTED, result.run, result.seconds)
