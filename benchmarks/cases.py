@@ -15,7 +15,6 @@ memory", "stopped after N s" or "failed: …"; only the last makes the exit code
 """
 
 import argparse
-import ctypes
 import gc
 import json
 import os
@@ -33,8 +32,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer import command_line
-from forgetting_transformer.files import flatten
+from forgetting_transformer import command_line, console
+from forgetting_transformer.command_line import installed_versions
+from forgetting_transformer.files import flatten, write_atomically
+from forgetting_transformer.sweep.composer import compose_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 #: Says which commit a copy of the repository without its .git was made from.
@@ -61,7 +62,7 @@ class RecordError(ValueError):
 
 
 def parser(description: str | None, time_limit: float = 900) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = command_line.make_parser(description)
     made.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     made.add_argument(
         "--time_limit",
@@ -122,14 +123,8 @@ def experiment_override(experiment: str) -> str:
 
 
 def compose(experiment: str, overrides: Sequence[str]) -> Any:
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-
-    from forgetting_transformer.training.config.parsing import parse as checked
-
     chosen = experiment_override(experiment)
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return checked(hydra_compose("config", overrides=[chosen, *overrides, "output_dir=unused", "data_dir=unused"]))
+    return compose_config([chosen, *overrides, "output_dir=unused", "data_dir=unused"])
 
 
 # The loop.
@@ -303,9 +298,6 @@ class Record:
         """Appends a row and saves the file."""
         self.rows.append(_as_json(row))
         if self.file is not None:
-            # Imported here: it imports PyTorch, for which --help need not wait.
-            from forgetting_transformer.files import write_atomically
-
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.file, dumps(self.content))
         return self.rows[-1]
@@ -356,7 +348,6 @@ def dumps(content: Mapping[str, Any]) -> str:
 
 def environment(command_line: str, device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
     """Command, date, commit, hardware and versions of a measurement on `device` ("cuda" or "cpu")."""
-    from forgetting_transformer.command_line import installed_versions
     from forgetting_transformer.training.start.descriptions import PACKAGES, git_state
 
     state = git_state(Path(__file__).parent)
@@ -407,9 +398,7 @@ def end_with_parent() -> None:
     to both, is left to the parent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    console.die_with_parent(os.getppid())
 
 
 def _identity(content: Mapping[str, Any]) -> dict[str, Any]:
