@@ -33,7 +33,7 @@ from cases import Case, compose, parse, parser, run, run_main
 
 import training
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import count
+from forgetting_transformer.command_line import CommandError, count
 
 #: Their model of FoX, below the folder of --authors, and the op that it imports.
 MODEL = "src/forgetting_transformer/model/forgetting_transformer"
@@ -69,8 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if not args.dry_run and not (args.authors / OP).is_file():
         clone = f"git clone https://github.com/zhixuan-lin/forgetting-transformer {args.authors}"
-        print(f"error: --authors {args.authors} has no {OP}; make it with {clone}", file=sys.stderr)
-        return 2
+        raise CommandError(f"--authors {args.authors} has no {OP}; make it with {clone}")
     cases = [
         {"experiment": args.experiment, "pruned": pruned, "checkpointing": checkpointing, "code": code}
         for pruned in (True, False)

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from forgetting_transformer import command_line, console
-from forgetting_transformer.command_line import installed_versions
+from forgetting_transformer.command_line import CommandError, installed_versions
 from forgetting_transformer.files import flatten, write_atomically
 from forgetting_transformer.sweep.composer import compose_config
 
@@ -54,7 +54,7 @@ class NotMeasured(Exception):
     """A case has no measurement; the message, its row's status, says why."""
 
 
-class RecordError(ValueError):
+class RecordError(CommandError):
     """The file of --out cannot take the results of this command; the message says why, and what to do."""
 
 
@@ -137,7 +137,6 @@ def run(
     cases: Sequence[Case],
     measure: Measure,
     ranks: Callable[[Case], int] | None = None,
-    environ: Callable[[str], Mapping[str, str]] | None = None,
     packages: Sequence[str] = (),
     gpu_only: bool = False,
 ) -> int:
@@ -147,7 +146,6 @@ def run(
         script: the benchmark's `__file__`.
         argv: its command line without the script; None: that of this process.
         ranks: processes of a case, which are started for it; None: a case is measured in this one.
-        environ: further variables of these processes, from the name of a temporary folder.
         packages: whose versions matter beside those of training.
         gpu_only: what is measured are GPU kernels.
     """
@@ -158,19 +156,14 @@ def run(
         print(*map(describe, cases), sep="\n")
         return 0
     if gpu_only and args.device == "cpu":
-        print("error: this benchmark measures GPU kernels, and PyTorch sees no GPU", file=sys.stderr)
-        return 2
-    try:
-        record = Record(Path(script).stem, args, given, packages)
-    except RecordError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise CommandError("this benchmark measures GPU kernels, and PyTorch sees no GPU")
+    record = Record(Path(script).stem, args, given, packages)
     print(device_name(record.environment), flush=True)
     for case in cases:
         row = record.find(case)
         if row is None and ranks is not None:
             command = [sys.executable, script, *given, "--device", args.device, "--worker", json.dumps(case)]
-            row = record.add(case | _in_processes(command, args, ranks(case), environ))
+            row = record.add(case | _in_processes(command, args, ranks(case)))
         elif row is None:
             row = record.add(case | attempt(measure, case))
         print(describe(row), flush=True)
@@ -211,18 +204,13 @@ def _work(measure: Measure, case: str, file: str) -> int:
     os._exit(0 if row["status"] == "ok" else 1)
 
 
-def _in_processes(
-    command: Sequence[str],
-    args: argparse.Namespace,
-    ranks: int,
-    environ: Callable[[str], Mapping[str, str]] | None,
-) -> dict[str, Any]:
+def _in_processes(command: Sequence[str], args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """The row that the processes of a case write, or the status that says why there is none."""
     from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "row.json"
-        shared = {**os.environ, **(environ(folder) if environ else {})}
+        shared = dict(os.environ)
         if ranks > 1:
             shared |= {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}", "GROUP_WORLD_SIZE": "1"}
             shared |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}

@@ -78,10 +78,6 @@ def compose_or_explain() -> DictConfig | None:
         if (said := errors.explain(error, folders)) is None:
             console.fail(f"{type(error).__name__}: {error}", trace=True)
         console.fail(f"ConfigError: {said}")
-    except SystemExit as end:
-        if end.code:
-            console.leave_it_to_the_first()  # an option that is not there, which the argument parser has said
-        raise
     return _composed.pop() if _composed else None
 
 
