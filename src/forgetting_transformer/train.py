@@ -43,10 +43,9 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     keep_compiled_code()
     console.die_with_launcher()
-    composed = compose_or_explain()
-    if composed is None:
+    config = compose_or_explain()
+    if config is None:
         return
-    config = parse(composed)
     console.start_log()
     if "torch" not in sys.modules:  # as after a plug-in's import
         log.info("loading PyTorch")
@@ -57,8 +56,8 @@ def main() -> None:
     train(config)
 
 
-def compose_or_explain() -> DictConfig | None:
-    """The composed config; None where Hydra has printed something instead, or has run a sweep."""
+def compose_or_explain() -> training.Config | None:
+    """The config, held to its schema; None where Hydra has printed something instead, or has run a sweep."""
     folders = [composition.config_dir()]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print
     try:
@@ -71,31 +70,26 @@ def compose_or_explain() -> DictConfig | None:
         sys.argv[1:] = composition.for_hydra(sys.argv[1:], folders)
         with console.one_voice():
             compose()
-        errors.check_groups(map(str, _composed[0] if _composed else ()), folders)
+        if not _composed:
+            return None
+        errors.check_groups(map(str, _composed[0]), folders)
+        return training.parse(_composed.pop(), sys.argv[1:])
     except command_line.CommandError as error:
         console.fail(f"{type(error).__name__}: {error}")
     except Exception as error:
         if (said := errors.explain(error, folders)) is None:
             console.fail(f"{type(error).__name__}: {error}", trace=True)
         console.fail(f"ConfigError: {said}")
-    return _composed.pop() if _composed else None
 
 
 @hydra.main(version_base="1.3", config_path=str(composition.config_dir()), config_name="config")
 def compose(composed: DictConfig) -> None:
-    """Called by Hydra with what it has composed, which `compose_or_explain` returns."""
+    """Called by Hydra with what it has composed, for `compose_or_explain`."""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        train(parse(composed))  # for another launcher than this project's, which calls this function for each job
+        # Another launcher than this project's calls this function for each job.
+        train(training.parse(composed, sys.argv[1:]))
     else:
         _composed.append(composed)
-
-
-def parse(composed: DictConfig) -> training.Config:
-    """The composed config, held to the schema in training/config/."""
-    try:
-        return training.parse(composed, sys.argv[1:])
-    except training.ConfigError as error:
-        console.fail(f"ConfigError: {error}")
 
 
 def train(config: training.Config) -> None:
