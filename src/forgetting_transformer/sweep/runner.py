@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,14 +113,8 @@ class _Running:
     status_before: dict[str, Any]
 
 
-#: Takes the result of a job and returns the jobs to run because of it.
-OnResult = Callable[[JobResult], Sequence[Job | Command]]
-
-
-def run_jobs(
-    jobs: Sequence[Job | Command], machine: Machine, log_dir: Path, on_result: OnResult | None = None
-) -> list[JobResult]:
-    """Runs every job and returns their results in the order of `jobs`, and of those that came of them.
+def run_jobs(jobs: Sequence[Job | Command], machine: Machine, log_dir: Path) -> list[JobResult]:
+    """Runs every job, the first ones first, and returns their results in the order of `jobs`.
 
     A job that is finished already, by its own files, is not started. Ctrl-C or SIGTERM asks the running ones to end,
     waits for them and returns; the jobs it met or that had not begun are `State.INTERRUPTED`. A second Ctrl-C kills
@@ -128,34 +122,20 @@ def run_jobs(
 
     Args:
         log_dir: gets what each job prints, `<name>.log`.
-        on_result: called with every result that is no interruption; the jobs it returns are added to the queue.
 
     Raises:
-        SweepError: two jobs share a folder, or the machine cannot run one of them. If they are among `jobs`, nothing
-            was started; if `on_result` returned them, what was running has saved and ended, as after Ctrl-C.
+        SweepError: two jobs share a folder, or the machine cannot run one of them; nothing was started.
     """
-    known: list[Job | Command] = []
-    results: dict[str, JobResult] = {}
-    waiting: list[Job | Command] = []
+    check_folders(jobs)
+    machine.check(jobs)
+    results = {
+        job.name: JobResult(job, State.FINISHED, read_run(job.output_dir), note="finished before")
+        for job in jobs
+        if job.is_finished()
+    }
+    waiting = [job for job in jobs if job.name not in results]
     running: list[_Running] = []
-
-    def add(jobs: Sequence[Job | Command]) -> None:
-        check_folders([*known, *jobs])
-        machine.check(jobs)
-        known.extend(jobs)
-        done = [job for job in jobs if job.is_finished()]
-        waiting.extend(job for job in jobs if job not in done)
-        waiting.sort(key=lambda job: -job.priority)
-        for job in done:
-            record(JobResult(job, State.FINISHED, read_run(job.output_dir), note="finished before"))
-
-    def record(result: JobResult) -> None:
-        results[result.job.name] = result
-        if on_result is not None and (more := on_result(result)):
-            add(more)
-
-    add(jobs)
-    _print_line(f"{len(known)} job{'s' * (len(known) != 1)}, {len(results)} finished before; logs in {log_dir}")
+    _print_line(f"{len(jobs)} job{'s' * (len(jobs) != 1)}, {len(results)} finished before; logs in {log_dir}")
     with _Interrupts() as interrupts:
         try:
             while (waiting or running) and not interrupts.count:
@@ -166,8 +146,8 @@ def run_jobs(
                 for one in [one for one in running if one.process.poll() is not None]:
                     running.remove(one)
                     result = _result(one)
-                    _print_line(f"{result.state:<9} {_describe(result)} ({len(results) + 1} of {len(known)} jobs)")
-                    record(result)
+                    _print_line(f"{result.state:<9} {_describe(result)} ({len(results) + 1} of {len(jobs)} jobs)")
+                    results[one.job.name] = result
         finally:
             _end(running, interrupts)
     for one in running:
@@ -176,7 +156,7 @@ def run_jobs(
         results[one.job.name] = result if result.state == State.FINISHED else interrupted
     for job in waiting:
         results[job.name] = JobResult(job, State.INTERRUPTED, read_run(job.output_dir), note="not started")
-    return [results[job.name] for job in known]
+    return [results[job.name] for job in jobs]
 
 
 def summary(results: Sequence[JobResult]) -> str:
