@@ -35,7 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import compose, experiment_override, parse, parser, run, run_main
+from cases import compose, experiment_overrides, parse, parser, run, run_main
 from start import follow, launch_command
 
 import training
@@ -99,7 +99,7 @@ def train(experiment: str, args: argparse.Namespace, config: Any, output_dir: Pa
     ]  # fmt: skip
     follow(corpus, args.folder.absolute() / "corpus.log", args.time_limit)
     command = [
-        *launch_command(args.devices, args.device, "fabric"), experiment_override(experiment),
+        *launch_command(args.devices, args.device, "fabric"), *experiment_overrides(experiment),
         f"output_dir={output_dir}", f"data_dir={data_dir}", "datamodule.dataset=python_code", "datamodule.repeat=true",
         "wandb.mode=offline", f"train.max_tokens={total}", f"log_interval={max(1, total // batch // LINES) * batch}",
         f"schedule.total_tokens={config.schedule.total_tokens or 'null'}",

@@ -1,5 +1,5 @@
 """The paper's search for a learning rate (appendix B): try {1, 2, 5} x 10^i around a guess, extend the grid until the
-best rate has a worse one on either side, then do the same for every head dimension asked for.
+best rate has a worse one on either side, then do the same for every wanted head dimension.
 """
 
 import math
@@ -46,11 +46,11 @@ def nearest_grid_index(rate: float) -> int:
 
 @dataclass
 class GridSearch:
-    """Which runs the search needs next, given the losses it has; knows nothing of how they are made.
+    """Chooses the next runs of the search from the losses so far.
 
     Args:
         start: grid index of the guess.
-        seeds: the first decides where to look; the others are run for the best rate and its two neighbours.
+        seeds: the first is run at every rate; the others at the best rate and its two neighbours.
     """
 
     start: int
@@ -146,7 +146,7 @@ class LearningRateSweep:
         return True
 
     def open(self) -> None:
-        """Takes up the search in the folder, or makes the folder a new one's.
+        """Continues the search in the folder, or begins one there.
 
         Raises:
             SweepError: it holds a search with other settings, or something that is no search.
@@ -240,7 +240,7 @@ class LearningRateSweep:
         ]
 
     def write(self) -> None:
-        """Writes the table, the warnings and the figure of what is known."""
+        """Writes the table, the warnings and the figure of the results so far."""
         text = [f"# Learning-rate search in {self.folder.name}", "", self.table(), ""]
         text += [f"Warning: {warning}." for warning in self.warnings()]
         write_atomically(self.folder / "sweep.md", "\n".join(text).rstrip() + "\n")
