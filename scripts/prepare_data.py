@@ -8,7 +8,6 @@ import sys
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count, number, seed
-from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare import CorpusSettings, prepare_corpus
 from forgetting_transformer.data.prepare.settings import (
     DEFAULT_DEDUP,
@@ -62,9 +61,7 @@ def available_cpus() -> int:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__, EPILOG)
     add = parser.add_argument_group("input").add_argument
     add(
         "inputs",
@@ -146,17 +143,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     options = vars(parse_arguments(arguments))
     out, workers, force = options.pop("out"), options.pop("workers"), options.pop("force")
     for name in ("inputs", "include", "exclude"):
         options[name] = tuple(options[name])
-    try:
-        prepare_corpus(CorpusSettings(**options), out, workers, force)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    prepare_corpus(CorpusSettings(**options), out, workers, force)
 
 
 if __name__ == "__main__":
