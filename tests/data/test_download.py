@@ -10,7 +10,7 @@ from forgetting_transformer.data import DataError, TokenArray
 from forgetting_transformer.data.sparse import SparseTokenArray
 from forgetting_transformer.data.tools.download import download
 from forgetting_transformer.files import locked
-from tests.data.corpus_helpers import script
+from tests.data.corpus_helpers import run_script
 from tests.data.mirror import REPOSITORY, REVISION, serve, tokens_of_corpus, write_layout
 from tests.processes import Command
 from tests.waiting import wait_until
@@ -181,7 +181,7 @@ script("download_longcrawl64").main({arguments})
     process.kill()
     process.wait()
     verified = {line.split()[1]: mirror.fetched()[line.split()[1]] for line in sums.read_text().splitlines()}
-    assert script("download_longcrawl64").main(arguments) == 0
+    assert run_script("download_longcrawl64", *arguments) == 0
     assert "train.zarr is complete and verified; it is sparse" in capsys.readouterr().out
     assert {name: mirror.fetched()[name] for name in verified} == verified
     assert len(chunks(out / "train.zarr")) == 16 and not (out / ".download").exists()
@@ -190,8 +190,8 @@ script("download_longcrawl64").main({arguments})
 
 
 def test_the_command_says_what_was_wrong_and_exits_with_1(mirror, tmp_path, capsys):
-    main, out = script("download_longcrawl64").main, ["--out", str(tmp_path / "out")]
-    assert main(["heldout", "--source", f"{mirror.url}/nothing", *out]) == 1
+    command, out = "download_longcrawl64", ("--out", tmp_path / "out")
+    assert run_script(command, "heldout", "--source", f"{mirror.url}/nothing", *out) == 1
     assert "error: no token array at" in capsys.readouterr().err
-    assert main(["heldout", "train", "--source", HUB, "--documents", "50%", *out]) == 0
+    assert run_script(command, "heldout", "train", "--source", HUB, "--documents", "50%", *out) == 0
     assert SparseTokenArray(tmp_path / "out/heldout.zarr", 50_257).documents == 24

@@ -3,7 +3,7 @@
 import pytest
 import zarr
 
-from tests.data.corpus_helpers import package_tree, prepare, rewrite, script
+from tests.data.corpus_helpers import package_tree, prepare, rewrite, run_script
 from tests.data.mirror import write_layout
 
 
@@ -16,7 +16,7 @@ def array(tmp_path):
 @pytest.fixture
 def verify(capsys):
     def run(*arguments):
-        code = script("verify_data").main(list(map(str, arguments)))
+        code = run_script("verify_data", *arguments)
         said = capsys.readouterr()
         return code, said.err + said.out
 

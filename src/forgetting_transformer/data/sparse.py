@@ -4,12 +4,12 @@ Only whole rows of chunks are of use: a document lies in all chunks of a row. Ot
 and the list of those that do is part of the fingerprint.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.token_array import TokenArray
+from forgetting_transformer.data.token_array import Chunk, TokenArray
 
 
 class SparseTokenArray(TokenArray):
@@ -20,7 +20,7 @@ class SparseTokenArray(TokenArray):
     """
 
     def _count_documents(self) -> int:
-        whole = whole_rows(self, self.files.names())
+        whole = whole_rows(self.keys(), self.files.names())
         if not whole:
             raise DataError(
                 f"{self.path} has no row of chunks with all its files, so missing_chunks=skip leaves no document. "
@@ -42,9 +42,8 @@ class SparseTokenArray(TokenArray):
         return f"{super()._shape_in_words()}present {self.chunk_shape[0]}-row blocks {self.present_rows.tolist()}"
 
 
-def whole_rows(array: TokenArray, there: Collection[str]) -> list[int]:
-    """Rows of chunks whose files are all in `there`."""
-    keys = array.keys()
+def whole_rows(keys: Mapping[Chunk, str], there: Collection[str]) -> list[int]:
+    """Rows of chunks of which all files in `keys` are in `there`."""
     return sorted({row for row, _ in keys} - {row for (row, _), key in keys.items() if key not in there})
 
 
