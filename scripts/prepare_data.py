@@ -28,8 +28,8 @@ examples:
     scripts/prepare_data.py --dataset HuggingFaceFW/fineweb-edu --dataset_config sample-10BT \\
         --max_bytes 10GB --tokenizer bytes --out data/fineweb
 
-Texts are joined, an end-of-text token after each, and cut into rows of --doc_len tokens. Whole folders or files are held
-out, so heldout.zarr shares no text with train.zarr.
+Texts are joined, an end-of-text token after each, and cut into rows of --doc_len tokens. Whole folders or files are
+held out, so heldout.zarr shares no text with train.zarr.
 
 Killed? The same command continues. Finished? The same command does nothing. The arrays do not depend on --workers.
 

@@ -54,7 +54,7 @@ import os, signal, threading, time
 import torch.distributed.checkpoint.filesystem as filesystem
 from forgetting_transformer.training import checkpoint
 from forgetting_transformer.training.checkpoint import writing
-from forgetting_transformer.training.faults import sentinel
+from forgetting_transformer.training.faults import watchdog
 write_item, save, wait = filesystem._write_item, writing.Writer.write, checkpoint.Checkpointer._wait
 now, hangs = None, threading.Event()
 def write(self, step, *arguments):
@@ -110,7 +110,7 @@ FAULTS = {
         "^SIGTERM$",
     ),
     "a signal in a step that hangs": Fault(
-        in_step("sentinel.STEP_PATIENCE_SECONDS = 0.5\n" + STOP + HANG),
+        in_step("watchdog.STEP_PATIENCE_SECONDS = 0.5\n" + STOP + HANG),
         [75],
         "preempted",
         "stopped by SIGTERM; no step ended for .*the last good checkpoint is at",
@@ -129,14 +129,14 @@ FAULTS = {
         r"rank 1 was killed or has crashed \(seen here as: .*the last good checkpoint is at",
     ),
     "a hung rank": Fault(
-        in_step("self.sentinel.timeout = 2" + HANG, ranks="1"),
+        in_step("self.watchdog.timeout = 2" + HANG, ranks="1"),
         [1, 1],
         "failed",
         "rank 1 has failed: no step ended for .*this rank makes no progress",
         config={"strategy__timeout_seconds": 3600},
     ),
     "a hung start": Fault(
-        in_start("sentinel.START_SECONDS = 1" + HANG),
+        in_start("watchdog.START_SECONDS = 1" + HANG),
         [1],
         "failed",
         "the start stood still in 'model' for ",
@@ -145,7 +145,7 @@ FAULTS = {
     "a reader that is silent": Fault(
         # From here on: a step of a busy machine may take longer.
         in_reader(
-            "import gc\nfor one in gc.get_objects():\n    if isinstance(one, sentinel.Sentinel):\n"
+            "import gc\nfor one in gc.get_objects():\n    if isinstance(one, watchdog.Watchdog):\n"
             "        one.timeout = 1" + HANG
         ),
         [1],
@@ -164,7 +164,7 @@ FAULTS = {
         IN_WRITER.format(
             what="hangs.set(); time.sleep(36000)",
             waits=True,
-            limit="sentinel.START_SECONDS = 0; self.watch.__self__.timeout = 1",
+            limit="watchdog.START_SECONDS = 0; self.watch.__self__.timeout = 1",
         ),
         [1],
         "failed",
@@ -172,7 +172,7 @@ FAULTS = {
     ),
     "what hangs after the end": Fault(
         before("training.records.metrics.MetricsLog", "close", HANG[1:])
-        + before("training.trainer.Trainer", "close", "self.sentinel.timeout = 1"),
+        + before("training.trainer.Trainer", "close", "self.watchdog.timeout = 1"),
         [1],
         "done",
         "^$",

@@ -1,10 +1,11 @@
-"""An array of which chunks are missing on purpose: the documents that count, and their place on disk.
+"""An array with chunks missing on purpose: its complete documents, and their places on disk.
 
 Only whole rows of chunks are of use: a document lies in all chunks of a row. Other documents do not exist for a run,
 and the list of those that do is part of the fingerprint.
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import product
 
 import numpy as np
 
@@ -13,14 +14,14 @@ from forgetting_transformer.data.token_array import Chunk, TokenArray
 
 
 class SparseTokenArray(TokenArray):
-    """A token array of which the documents count whose chunks are all there, renumbered in order.
+    """A token array of the documents whose chunks are all there, renumbered in order.
 
     Raises:
         DataError: as of TokenArray; there is no such document, or the files cannot be listed.
     """
 
     def _count_documents(self) -> int:
-        whole = whole_rows(self.keys(), self.files.names())
+        whole = whole_rows(keys_of(self), self.files.names())
         if not whole:
             raise DataError(
                 f"{self.path} has no row of chunks with all its files, so missing_chunks=skip leaves no document. "
@@ -40,6 +41,12 @@ class SparseTokenArray(TokenArray):
         if self.documents == self.stored_documents:  # nothing is missing, so it is the whole array
             return super()._shape_in_words()
         return f"{super()._shape_in_words()}present {self.chunk_shape[0]}-row blocks {self.present_rows.tolist()}"
+
+
+def keys_of(array: TokenArray) -> dict[Chunk, str]:
+    """Names of the files of all chunks."""
+    rows, columns = (-(-array.stored_documents // array.chunk_shape[0]), -(-array.doc_len // array.chunk_shape[1]))
+    return {chunk: array.key(chunk) for chunk in product(range(rows), range(columns))}
 
 
 def whole_rows(keys: Mapping[Chunk, str], there: Collection[str]) -> list[int]:

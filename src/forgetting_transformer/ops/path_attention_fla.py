@@ -30,7 +30,7 @@ from forgetting_transformer.ops.recurrence import fla_on_hopper
 # Channels of a head, of keys and of values.
 _HEAD_DIM = 64
 _KERNEL = {"path_attention": ("fla.ops.path_attn", "parallel_path_attn")}
-# The function itself, once `_is_installed` has found it.
+# The function itself, once `_is_installed` has imported it.
 _loaded: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {}
 
 
@@ -49,7 +49,7 @@ def serves(key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) 
     return True
 
 
-# What `torch.compiler.assume_constant_result` sets, without importing the compiler.
+# the mark that `torch.compiler.assume_constant_result` sets, without importing the compiler.
 serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

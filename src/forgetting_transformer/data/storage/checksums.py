@@ -2,8 +2,9 @@
 
     <64 hexadecimal digits>  train.zarr/0.0
 
-SHA-256 and not a CRC: the list then also says which contents were trained on, and is the one that the downloader
-writes. It costs about 1 ns per token that is read. Lines without a file are no fault, since a copy may be partial.
+SHA-256 and not a CRC: the list then also identifies the contents that were trained on, and is the one that the
+downloader writes. It costs about 1 ns per token that is read. Lines without a file are allowed, since a copy may be
+partial.
 """
 
 import functools
@@ -31,7 +32,7 @@ class ChecksumError(ValueError):
 
 
 def identity(sums: Mapping[str, str]) -> str:
-    """A short hash that says which files are listed, with which contents."""
+    """A short hash of the listed files and their contents."""
     return hashlib.sha256(_lines(sums).encode()).hexdigest()[:16]
 
 
@@ -47,7 +48,7 @@ def check(sums: Mapping[str, str], key: str, data: np.ndarray, array: object) ->
     elif (found := hashlib.sha256(data.data).hexdigest()) != sums[key]:
         raise ChecksumError(
             f"is not the file that {name} lists: it was changed or is damaged (its SHA-256 is {found}). Fetch or make "
-            f"it again. If the change is meant, this is another corpus: delete {name}, and scripts/verify_data.py "
+            f"it again. If the change is intended, this is another corpus: delete {name}, and scripts/verify_data.py "
             "makes a new one"
         )
 

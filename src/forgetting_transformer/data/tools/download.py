@@ -1,8 +1,8 @@
 """Fetching an array in LongCrawl64's layout: chosen rows of chunks, in parallel, restartable, each file verified.
 
-A mirror may be partial, and a row of chunks of which one chunk is missing is of no use to training, so only rows are
-taken that have every chunk asked for. Files keep their names, so the copy is sparse where the mirror is, or where
-less was asked for: train on it with datamodule.missing_chunks=skip.
+A mirror may be partial, and training cannot use a row of chunks with one missing, so only rows with every wanted chunk
+are taken. Files keep their names, so the copy is sparse where the mirror is, or where less was wanted: train on it with
+datamodule.missing_chunks=skip.
 
 A file goes to `OUT/.download/`, is checked and decoded there, flushed, and renamed into place; then its SHA-256 is
 added to `OUT/<split>.sha256` (the format of sha256sum). The array's metadata comes last: an array that can be opened
@@ -21,8 +21,7 @@ from pathlib import Path
 
 from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError, cannot_write
-from forgetting_transformer.data.order import documents_needed
-from forgetting_transformer.data.sparse import documents_in, whole_rows
+from forgetting_transformer.data.sparse import documents_in, keys_of, whole_rows
 from forgetting_transformer.data.storage.array_files import ARRAY_METADATA
 from forgetting_transformer.data.storage.checksums import list_name, read_list, sha256_of, write_sums
 from forgetting_transformer.data.storage.remote import RemoteFile, join
@@ -35,7 +34,7 @@ from forgetting_transformer.files import flush, locked, write_atomically
 #: The public mirror, at a revision that others have used. Its train.zarr holds about a tenth of the row-chunks.
 MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb2a32"
 SPLITS = ("heldout", "train")
-#: Bytes to leave free on the disk.
+#: Bytes to keep free on the disk.
 SPACE_MARGIN = 256 << 20
 
 
@@ -56,14 +55,14 @@ def download(
             Whole rows of chunks are taken, in order.
         tokens: only the first so many of each document; None for all. Must be whole chunks.
         workers: files fetched at a time; each is held in memory (8 MiB for LongCrawl64).
-        dry_run: print what would be fetched, and fetch only the metadata.
+        dry_run: print the plan, and fetch only the metadata.
 
     Returns:
         Rows of chunks that were asked for.
 
     Raises:
-        DataError: the selection cannot be met, there is too little space, or a file could not be had; whatever was
-            fetched and verified stays.
+        DataError: the selection cannot be met, there is too little space, or a file could not be fetched; files that
+            were fetched and verified stay.
     """
     out = Path(out).absolute()
     work = out / ".download"
@@ -141,13 +140,13 @@ class _Download:
         return rows
 
     def _choose(self, wanted: int | float | None) -> tuple[list[int], list[int]]:
-        """Rows of chunks that the source has whole, and those of them to have in the end."""
+        """Rows of chunks that the source has completely, and those of them to fetch."""
         array, remote = self.array, self.files.remote
         if remote is None:
             raise DataError(
                 f"--source {self.source} is a folder of this machine; give a URL, as in file://{self.source}"
             )
-        keys = {at: key for at, key in array.keys().items() if at[1] * array.chunk_shape[1] < self.tokens}
+        keys = {at: key for at, key in keys_of(array).items() if at[1] * array.chunk_shape[1] < self.tokens}
         files = remote.files()
         if files is None:  # plain HTTP, which is taken to have all
             files = {key: RemoteFile() for key in keys.values()}
@@ -181,12 +180,12 @@ class _Download:
         return math.prod(self.array.chunk_shape) * self.array.dtype.itemsize if stated is None else stated
 
     def _is_there(self, key: str, stated: RemoteFile) -> bool:
-        """Whether a file was verified, and lies in its place as large as the source states."""
+        """Whether a file was verified, and is in its place with the size that the source states."""
         path = self.target / key
         return key in self.verified and path.exists() and stated.size in (None, path.stat().st_size)
 
     def _begin(self) -> None:
-        """Notes where the files come from; refuses to mix those of two sources or two lengths, or with others."""
+        """Records the source of the files; refuses to mix files of two sources or two lengths, or with others."""
         now = {"source": self.source, "tokens": self.tokens}
         if before := download_note(self.out, self.split):
             if different := [key for key in now if before.get(key) != now[key]]:
@@ -218,9 +217,9 @@ class _Download:
 
 
 def fetching(info: DataInfo, tokens: int) -> str | None:
-    """How many documents a run of so many tokens needs, and the command that fetches them.
+    """Documents that a run of so many tokens needs, and the command that fetches them.
 
-    None of an array that `download` did not make.
+    None for an array that `download` did not make.
     """
     array = Path(info.path)
     source = download_note(array.parent, array.stem).get("source")
@@ -231,3 +230,9 @@ def fetching(info: DataInfo, tokens: int) -> str | None:
     words += ["--tokens", str(info.doc_len), "--out", str(array.parent)]
     words += [] if source == MIRROR else ["--source", source]
     return f"the {documents:,} documents that it needs: {shlex.join(words)}"
+
+
+def documents_needed(tokens: int, doc_len: int, seq_len: int, batch_size: int) -> int:
+    """The fewest documents of which a run of so many tokens reads none twice. Arguments as of ReadingOrder."""
+    batches = -(-tokens // (batch_size * seq_len))
+    return -(-batches // (doc_len // seq_len)) * batch_size

@@ -203,7 +203,7 @@ def _(log_fgate, num_queries, threshold, query_norm, self_score, key_norm, first
 
 
 class _Inputs(Inputs):
-    """And which kernels take them.
+    """`Inputs`, and the kernels that take them.
 
     Attributes:
         gluon: names of the kernels for Hopper GPUs that take these inputs, unless Gluon has been ruled out.
@@ -296,7 +296,7 @@ def _(q, k, v, log_fgate, suffix, running, reference, first_stretch, end_block, 
 
 
 class _Gradients(_Inputs):
-    """And what the backward pass launches around these kernels."""
+    """`_Inputs`, and the kernels that the backward pass launches around these."""
 
     def __init__(
         self,
@@ -549,9 +549,9 @@ def _attend(q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale, head
 
 
 def compile_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, sm_scale: float) -> None:
-    """Compiles what the backward pass of such inputs launches, while another thread compiles the forward pass.
+    """Compiles the kernels of the backward pass of such inputs, while another thread compiles the forward pass.
 
-    Runs it with nothing pruned and made-up results of the forward pass; nobody reads the gradients.
+    Runs it with nothing pruned and made-up results of the forward pass; the gradients are not used.
 
     Args:
         d_out, q, k, v, log_fgate, sm_scale: as of `_backward`.

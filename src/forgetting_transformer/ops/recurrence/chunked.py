@@ -101,7 +101,7 @@ def _walk(segment: Callable[..., tuple[Tensor, Tensor]], state: Tensor, *sequenc
     return torch.cat(outs, dim=1), state
 
 
-# `_walk` as torch.compile is to see it, once `_keep_out_of_graphs` has been asked for it.
+# `_walk` for torch.compile, once `_keep_out_of_graphs` has made it.
 _opaque: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
 
 
@@ -111,7 +111,7 @@ def _keep_out_of_graphs() -> bool:
     return True
 
 
-# What `torch.compiler.assume_constant_result` sets, without importing the compiler.
+# the mark that `torch.compiler.assume_constant_result` sets, without importing the compiler.
 _keep_out_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
