@@ -3,7 +3,7 @@
 Two texts are near-duplicates if the sets of their runs of `dedup_words` consecutive words have an estimated Jaccard
 similarity (shared runs / all runs) of at least `dedup`: the share of equal values in two sketches of `SKETCH` values
 (Broder 1997). Only pairs that locality-sensitive hashing proposes are compared, in reading order; the first text stays.
-The sketches are kept on disk, the hash tables in the parent's memory, about 4.5 kB per text that stays.
+The sketches are kept on disk for a next start, and with hash tables in the parent's memory, 5 kB per text that stays.
 """
 
 import hashlib
@@ -84,22 +84,19 @@ def find(
     near: set[bytes] = set()
     kept_bytes = 0
 
-    def alike(sketch: np.ndarray, number: int) -> bool:
-        return float(np.mean(sketch == sketches.rows("sketches", number, 1)[0])) >= threshold
-
     def start(batch: list[sources.Text]) -> "Future[shards.Result]":
         return pool.submit(sketch_texts, batch, words)
 
-    numbers = itertools.count()
     wanted = itertools.takewhile(lambda _: kept_bytes < limit, texts)
     for shard, batch in shards.work_through(wanted, sketches, start, workers):
-        for text, sketch, number in zip(batch, sketches.read(shard, "sketches"), numbers, strict=False):
+        for text, sketch in zip(batch, sketches.read(shard, "sketches"), strict=True):
             if kept_bytes >= limit:
                 break
             probe.hashvalues = sketch
-            if any(alike(sketch, candidate) for candidate in tables.query(probe)):
+            candidates = (np.frombuffer(other, "<u4") for other in tables.query(probe))
+            if any(np.mean(sketch == other) >= threshold for other in candidates):
                 near.add(text.digest)
             else:
-                tables.insert(number, probe, check_duplication=False)
+                tables.insert(sketch.tobytes(), probe, check_duplication=False)
                 kept_bytes += text.n_bytes
     return near
