@@ -53,9 +53,7 @@ def documents(text: str) -> int | float:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__, EPILOG)
     parser.add_argument("splits", nargs="+", choices=SPLITS, metavar="SPLIT", help="heldout, train, or both")
     parser.add_argument(
         "--out",
@@ -88,11 +86,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     for split in args.splits:
         download(args.source, split, args.out, args.documents, args.tokens, args.workers, args.dry_run)
-    return 0
 
 
 if __name__ == "__main__":

@@ -53,9 +53,7 @@ def available_cpus() -> int:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__, EPILOG)
     add = parser.add_argument_group("input").add_argument
     add(
         "inputs",
@@ -137,13 +135,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     options = vars(parse_arguments(arguments))
     out, workers, force = options.pop("out"), options.pop("workers"), options.pop("force")
     for name in ("inputs", "include", "exclude"):
         options[name] = tuple(options[name])
     prepare_corpus(CorpusSettings(**options), out, workers, force)
-    return 0
 
 
 if __name__ == "__main__":

@@ -31,9 +31,7 @@ Exit code: 0 if the data can be trained on, 1 if not.
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__, EPILOG)
     parser.add_argument(
         "paths",
         nargs="+",

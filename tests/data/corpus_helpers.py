@@ -10,7 +10,6 @@ from types import ModuleType
 import numpy as np
 import zarr
 
-from forgetting_transformer import command_line
 from forgetting_transformer.data import LongCrawl64DataModule, TokenArray
 from forgetting_transformer.data.prepare import CorpusSettings, prepare_corpus
 
@@ -118,8 +117,3 @@ def script(name: str) -> ModuleType:
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
-
-
-def run_script(name: str, *arguments: object) -> int | None:
-    """Exit code of a script in `scripts/`, called in this process."""
-    return command_line.run(lambda: script(name).main(list(map(str, arguments))))

@@ -97,13 +97,10 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
         raise ConfigError(said)
     flat = flatten(values)
     try:
-        components = components_of(flat, skip_unknown=False)
+        components_of(flat, skip_unknown=False)
     except UnknownComponentError as error:
         raise ConfigError(str(error)) from error
-    config = typing.cast(Config, _validated(config_class(flat), values, flatten(written)))
-    used = {component.plugin for component in components.values()} | {plugins.MODELS.plugin_of(config.model.name)}
-    config.plugins += sorted(used - {*config.plugins, ""})
-    return config
+    return typing.cast(Config, _validated(config_class(flat), values, flatten(written)))
 
 
 def parse_section(section: str, composed: Any) -> Any:
@@ -292,7 +289,8 @@ def _explained(written: Mapping[str, Any]) -> Iterator[None]:
                 break
             key = reference[1]
         if written.get(key) == MISSING:
-            raise ConfigError(_no_value([key])) from error
+            folders = [name for name in ("output_dir", "data_dir") if written.get(name) == MISSING]
+            raise ConfigError(_no_value(folders if key in folders else [key])) from error
         reason = said.rpartition("interpolation: ")[2].strip('"')
         raise ConfigError(
             f"{key}={redact(str(written.get(key)))}: {reason}; give the value itself, or another key as in ${{seed}}, "
