@@ -6,8 +6,8 @@ import shlex
 import pytest
 
 from forgetting_transformer import training
-from forgetting_transformer.data.order import ReadingOrder, documents_needed
-from forgetting_transformer.data.tools.download import MIRROR, download
+from forgetting_transformer.data.order import ReadingOrder
+from forgetting_transformer.data.tools.download import MIRROR, documents_needed, download
 from tests.data.mirror import DOC_LEN, serve, write_layout
 from tests.docs.commands import CONFIGS, ROOT, Shell, blocks, parsed, shell_commands
 from tests.processes import run_command

@@ -4,12 +4,13 @@ Only whole rows of chunks are of use: a document lies in all chunks of a row. Ot
 and the list of those that do is part of the fingerprint.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from itertools import product
 
 import numpy as np
 
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.token_array import TokenArray
+from forgetting_transformer.data.token_array import Chunk, TokenArray
 
 
 class SparseTokenArray(TokenArray):
@@ -20,7 +21,7 @@ class SparseTokenArray(TokenArray):
     """
 
     def _count_documents(self) -> int:
-        whole = whole_rows(self, self.files.names())
+        whole = whole_rows(keys_of(self), self.files.names())
         if not whole:
             raise DataError(
                 f"{self.path} has no row of chunks with all its files, so missing_chunks=skip leaves no document. "
@@ -42,9 +43,14 @@ class SparseTokenArray(TokenArray):
         return f"{super()._shape_in_words()}present {self.chunk_shape[0]}-row blocks {self.present_rows.tolist()}"
 
 
-def whole_rows(array: TokenArray, there: Collection[str]) -> list[int]:
-    """Rows of chunks whose files are all in `there`."""
-    keys = array.keys()
+def keys_of(array: TokenArray) -> dict[Chunk, str]:
+    """Names of the files of all chunks."""
+    rows, columns = (-(-array.stored_documents // array.chunk_shape[0]), -(-array.doc_len // array.chunk_shape[1]))
+    return {chunk: array.key(chunk) for chunk in product(range(rows), range(columns))}
+
+
+def whole_rows(keys: Mapping[Chunk, str], there: Collection[str]) -> list[int]:
+    """Rows of chunks of which all files in `keys` are in `there`."""
     return sorted({row for row, _ in keys} - {row for (row, _), key in keys.items() if key not in there})
 
 

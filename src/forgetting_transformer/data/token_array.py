@@ -10,13 +10,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.storage.array_files import ArrayFiles, open_array
+from forgetting_transformer.data.storage.checksums import identity
 from forgetting_transformer.data.storage.remote import is_url
 from forgetting_transformer.data.storage.remote_cache import CacheSettings
 from forgetting_transformer.data.vocabulary import (
@@ -79,7 +79,7 @@ class TokenArray:
             )
         self._array, self.dtype = array, np.dtype(array.dtype)
         self.stored_documents, self.doc_len = (int(size) for size in array.shape)
-        stated = StatedVocabulary(vocabulary, 0, 0) if isinstance(vocabulary, int) else vocabulary
+        stated = (vocabulary, 0, 0) if isinstance(vocabulary, int) else vocabulary
         split = Path(self.path).stem
         self.vocabulary = vocabulary_of(corpus, split, self.doc_len, self.manifest, stated, assumed)
         self.vocab_size = self.vocabulary.size
@@ -100,7 +100,10 @@ class TokenArray:
         Raises:
             DataError: the cache of a remote array has no room for so many.
         """
-        slots = slots_for(self.chunk_shape, n_documents, seq_len)
+        rows, columns = self.chunk_shape
+        aligned = seq_len % columns == 0 or columns % seq_len == 0
+        # Documents may begin and end in the middle of a chunk, and so may sequences that are not aligned.
+        slots = (-(-seq_len // columns) + (0 if aligned else 1)) * ((n_documents - 1) // rows + 2)
         needed, limit = slots * math.prod(self.chunk_shape) * self.dtype.itemsize, self.files.settings.limit_bytes
         if self.files.remote is not None and limit < needed:
             raise DataError(
@@ -158,7 +161,7 @@ class TokenArray:
     @property
     def checksums(self) -> str | None:
         """A short hash of the list of checksums beside the array (checksums.py); None where there is none."""
-        return self.files.checksums.identity if self.files.checksums is not None else None
+        return identity(self.files.checksums) if self.files.checksums is not None else None
 
     def stored_row(self, document: int) -> int:
         """The row on disk of a document."""
@@ -184,11 +187,6 @@ class TokenArray:
                 source = slice(from_token - column * columns, to_token - column * columns)
                 yield (row // rows, column), (down[0], source), (down[1], slice(from_token - begin, to_token - begin))
             first += n_rows
-
-    def keys(self) -> dict[Chunk, str]:
-        """The names of all files."""
-        rows, columns = (-(-self.stored_documents // self.chunk_shape[0]), -(-self.doc_len // self.chunk_shape[1]))
-        return {chunk: self.key(chunk) for chunk in product(range(rows), range(columns))}
 
     def _count_documents(self) -> int:
         return self.stored_documents
@@ -226,12 +224,3 @@ class TokenArray:
         row, (rows, columns) = self.stored_row(document), self.chunk_shape
         on_disk = f" (row {row:,} on disk)" if row != document else ""
         return self.files.place(self.key((row // rows, position // columns))), f"document {document:,}{on_disk}"
-
-
-def slots_for(chunk_shape: tuple[int, int], n_documents: int, seq_len: int) -> int:
-    """Most chunks that `seq_len` tokens of `n_documents` neighbouring documents touch."""
-    rows, columns = chunk_shape
-    aligned = seq_len % columns == 0 or columns % seq_len == 0
-    across = -(-seq_len // columns) + (0 if aligned else 1)
-    down = (n_documents - 1) // rows + 2  # the first and the last may be in the middle of a chunk
-    return across * down
