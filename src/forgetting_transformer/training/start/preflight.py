@@ -163,7 +163,7 @@ def _timed(trainer: Trainer, say: Callable[[str], None]) -> list[tuple[float, bo
     say(f"\n{'checkpointing':<15}{'grad_acc_tokens':<17}{'tokens/s':<12}memory")
     # The host keeps the tensors that checkpointing keeps.
     for checkpointing in (True,) if train.block_inputs_on_host else (True, False):
-        setup.checkpoint_activations(trainer.model.module, checkpointing)
+        trainer.model.module.checkpoint_activations(checkpointing)
         trainer.graphs.on = with_graphs and not checkpointing
         for sequences, following in zip(sizes, [*sizes[1:], 0], strict=True):
             train.grad_acc_tokens = sequences * data.train_batch_len
