@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
+from forgetting_transformer import command_line
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.composer import search_space
 from tests.processes import load_script
@@ -21,7 +22,7 @@ def search(faults, tmp_path, capsys):
     """Runs scripts/sweep_optuna.py and returns (exit code, stdout, stderr)."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        code = sweep_optuna.main([*DEMO, f"output_dir={tmp_path / 'search'}", *arguments])
+        code = command_line.run(lambda: sweep_optuna.main([*DEMO, f"output_dir={tmp_path / 'search'}", *arguments]))
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
