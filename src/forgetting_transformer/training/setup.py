@@ -179,21 +179,10 @@ def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.M
 def as_trained(model: Any, config: Config) -> Any:
     """The model with activation checkpointing by `config.train`."""
     if config.train.gradient_checkpointing:
-        checkpoint_activations(model, True)
+        model.checkpoint_activations(True)
     if config.train.block_inputs_on_host:
         model.keep_block_inputs_on_host()
     return model
-
-
-def checkpoint_activations(model: Any, on: bool) -> None:
-    """Switches the recomputing of activations."""
-    if not on:
-        model.gradient_checkpointing_disable()
-        return
-    model.gradient_checkpointing_enable()
-    # Meant for frozen embeddings. Without gradients, in an evaluation, it would give the first block another kind of
-    # input, for which torch.compile compiles everything once more.
-    model.disable_input_require_grads()
 
 
 def outline(config: Config, data: DataInfo) -> nn.Module:

@@ -158,7 +158,7 @@ def _compare(trainer: Trainer) -> None:
     sizes = divisors(len(batch["input_ids"]))
     # The host keeps the tensors that checkpointing keeps.
     for checkpointing in (True,) if train.block_inputs_on_host else (True, False):
-        setup.checkpoint_activations(trainer.model.module, checkpointing)
+        trainer.model.module.checkpoint_activations(checkpointing)
         trainer.graphs.on = with_graphs and not checkpointing
         for sequences, following in zip(sizes, [*sizes[1:], 0], strict=True):
             try:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def move_aside(directory: RunDirectory, fabric: Fabric) -> None:
-    """With resume=false, moves an earlier run's files into `previous/`; then begins the log."""
+    """Moves an earlier run's files into `previous/` with resume=false; then begins the log."""
 
     def move() -> None:
         if moved := directory.move_aside():
