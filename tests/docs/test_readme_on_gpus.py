@@ -5,11 +5,11 @@ import shlex
 
 import pytest
 
-from forgetting_transformer import training
 from forgetting_transformer.data.order import ReadingOrder, documents_needed
 from forgetting_transformer.data.tools.download import MIRROR, download
+from forgetting_transformer.sweep.composer import compose_config
 from tests.data.mirror import DOC_LEN, serve, write_layout
-from tests.docs.commands import CONFIGS, ROOT, Shell, blocks, parsed, shell_commands
+from tests.docs.commands import ROOT, Shell, blocks, parsed, shell_commands
 from tests.processes import run_command
 from tests.tiny import tiny_config
 from tests.training.conftest import FABRIC, changed, refused
@@ -68,16 +68,9 @@ def test_the_commands_for_gpus_run_as_written(mirror, tmp_path):
     assert (run / "checkpoints/step-000000000001536").is_dir()
 
 
-def compose(experiment: str):
-    from hydra import compose, initialize_config_dir
-
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        chosen = f"+experiment/longcrawl64/forgetting_transformer={experiment}"
-        return training.parse(compose("config", overrides=[chosen, "output_dir=x", "data_dir=x"]))
-
-
 def needed(experiment: str) -> int:
-    config = compose(experiment)
+    chosen = f"+experiment/longcrawl64/forgetting_transformer={experiment}"
+    config = compose_config([chosen, "output_dir=x", "data_dir=x"])
     shape = (65_536, config.datamodule.train_batch_len, config.datamodule.train_batch_size)
     documents, tokens = documents_needed(config.train.max_tokens, *shape), config.train.max_tokens
     enough, fewer = (ReadingOrder(number, *shape).batches for number in (documents, documents - 1))
