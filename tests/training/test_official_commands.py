@@ -2,9 +2,8 @@
 
 import json
 import re
-import runpy
 import shlex
-import sys
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +12,10 @@ import pytest
 import torch
 import yaml
 import zarr
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
 
 from tests.docs.commands import CommandError, check_command
-from tests.processes import ROOT, run_command
+from tests.processes import ROOT, run_command, run_here
 from tests.training.official import official_run
 
 IMPORTS = ("import forgetting_transformer.model.register_all", "import forgetting_transformer.tokenizer")
@@ -74,16 +73,6 @@ class Folders(NamedTuple):
     data: Path
 
 
-def execute(script: str, *arguments: str) -> None:
-    """In this process; the line ends well."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [str(ROOT / script), *arguments])
-        try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-        except SystemExit as end:
-            assert not end.code, end.code
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Folders:
     """What the lines that train and export leave."""
@@ -105,12 +94,12 @@ def trained(tmp_path_factory) -> Folders:
     overrides = [word for word in shlex.split(lines[0])[3:] if "=" in word]  # the rest is `fabric run`'s
     done = run_command("train.py", *overrides, *shlex.split(SMALL))
     assert done.returncode == 0, done.stderr
-    execute(*shlex.split(lines[1])[1:])
+    assert not run_here(*shlex.split(lines[1])[1:])
     return found
 
 
 @pytest.mark.slow
-def test_a_run_is_exported_and_loaded_by_the_official_lines(trained):
+def test_a_run_is_exported_and_loaded_by_the_official_lines(trained, tmp_path):
     namespace: dict = {"AutoModelForCausalLM": AutoModelForCausalLM, "AutoTokenizer": AutoTokenizer}
     for line in IMPORTS:
         exec(line, namespace)
@@ -120,6 +109,11 @@ def test_a_run_is_exported_and_loaded_by_the_official_lines(trained):
     assert type(model).__name__ == "ForgettingTransformerForCausalLM" and model.config.bos_token_id == 50256
     ids = tokenizer('a "b"\n').input_ids
     assert ids[0] == 50256 and tokenizer.decode(ids[1:]) == 'a "b"\n' and tokenizer.model_max_length == 64
+    (tmp_path / "plain").mkdir()
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(trained.hf / name, tmp_path / "plain")
+    plain = GPT2Tokenizer.from_pretrained(tmp_path / "plain")  # the authors' own reads these alone
+    assert plain("Hello world").input_ids == [15496, 995] == tokenizer("Hello world").input_ids[1:]
     config = yaml.safe_load((trained.run / "config.yaml").read_text())
     assert config["schedule"]["warmup_tokens"] == 128 and "warmup_steps" not in config["schedule"]
     assert config["model"]["config"]["decay_time_min"] is None
@@ -132,7 +126,8 @@ def test_a_run_is_exported_and_loaded_by_the_official_lines(trained):
 @pytest.mark.slow
 def test_an_official_folder_is_exported_by_the_same_line(trained, tmp_path):
     official_run(trained.run, tmp_path / "official", 512)
-    execute("save_model.py", f"--hf_load_dir={tmp_path / 'official'}", f"--hf_save_dir={tmp_path / 'hf'}")
+    folders = f"--hf_load_dir={tmp_path / 'official'}", f"--hf_save_dir={tmp_path / 'hf'}"
+    assert not run_here("save_model.py", *folders)
     ours, theirs = (
         AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (trained.hf, tmp_path / "hf")
     )

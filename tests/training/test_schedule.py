@@ -46,11 +46,6 @@ def test_stable_decay_is_one_minus_square_root():
     [
         ({"name": "cosine"}, "schedule.name='cosine' is unknown; .*warmup_cosine"),
         ({"name": "warmup_cosine"}, "schedule.total_tokens must be set"),
-        ({"name": "warmup_linear", "warmup_tokens": 10, "total_tokens": 10}, "do not fit"),
-        (
-            {"name": "warmup_stable_decay", "warmup_tokens": 8, "total_tokens": 10, "decay_tokens": 5},
-            "do not fit",
-        ),
         ({"name": "constant", "total_tokens": 10}, "schedule.total_tokens=10 has no meaning"),
     ],
 )
@@ -66,7 +61,7 @@ def test_lengths_that_fit_are_named_and_do():
         (1, 3, "schedule.warmup_tokens=0 schedule.decay_tokens=1"),
     ):
         kind = {"name": "warmup_cosine" if decay is None else "warmup_stable_decay", "total_tokens": total}
-        with pytest.raises(ConfigError, match=f"; what fits is {advised}$"):
+        with pytest.raises(ConfigError, match=f"do not fit.*; what fits is {advised}$"):
             build_schedule(ScheduleConfig(**kind, warmup_tokens=1000, decay_tokens=decay), 1e-3)
         fitting = {key: int(value) for key, value in re.findall(r"schedule\.(\w+)=(\d+)", advised)}
         build_schedule(ScheduleConfig(**kind | {"decay_tokens": decay} | fitting), 1e-3)

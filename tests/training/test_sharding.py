@@ -50,19 +50,6 @@ def small_model(tiny: dict, name: str) -> nn.Module:
     return build(parse(OmegaConf.create(architecture(tiny, name))))
 
 
-def sharded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    mesh = init_device_mesh("cpu", (1,))
-    return shard(model, mesh, units(model, dtype), False)
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    whole = (
-        (name, p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad)
-        for name, p in model.named_parameters()
-    )
-    return dict(whole)
-
-
 @pytest.mark.parametrize("name", registry.model_names())
 def test_what_is_gathered_in_bf16_is_what_autocast_rounds(tiny, tmp_path, name):
     """Losses and gradients of two accumulated micro-batches are bitwise those without FSDP2."""
@@ -74,11 +61,13 @@ def test_what_is_gathered_in_bf16_is_what_autocast_rounds(tiny, tmp_path, name):
             with torch.autocast("cpu", torch.bfloat16):
                 found.append(model(input_ids=ids, labels=ids).loss)
             found[-1].mean().backward()
-        return torch.stack(found), gradients(model)
+        whole = lambda gradient: gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient  # noqa: E731
+        return torch.stack(found), {name: whole(p.grad) for name, p in model.named_parameters()}
 
     want_loss, want = run(small_model(tiny, name).train())
     with one_process_group(tmp_path):
-        model = sharded(small_model(tiny, name).train(), torch.bfloat16)
+        model = small_model(tiny, name).train()
+        model = shard(model, init_device_mesh("cpu", (1,)), units(model, torch.bfloat16), False)
         seen: set[torch.dtype] = set()
         for block in model.modules():
             if isinstance(block, DecoderBlock):
