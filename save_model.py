@@ -45,7 +45,7 @@ def main() -> None:
         "--tokenizer",
         type=command_line.name,
         help="folder or hub id of the tokenizer, if the run has none. Runs on LongCrawl64 use its "
-        "JSON-escaping tokenizer over this GPT-2 vocabulary, 'gpt2' from the hub unless told",
+        "JSON-escaping tokenizer over this GPT-2 vocabulary, by default 'gpt2' from the hub",
     )
     parser.add_argument(
         "--license",

@@ -86,7 +86,7 @@ def parse(
 ) -> argparse.Namespace:
     """The options; those that were not given are `on_gpu` or `on_cpu`.
 
-    An experiment must be a file or the output_dir of a run.
+    An experiment must be a file or the output_dir of a run; overrides of its own may follow it (`split`).
     """
     args = made.parse_args(argv)
     if args.device is None:
@@ -97,7 +97,7 @@ def parse(
         if getattr(args, key) is None:
             setattr(args, key, value)
     for name in [getattr(args, "experiment", None), *getattr(args, "experiments", [])]:
-        if name is not None and not experiment_file(name).is_file() and not is_run(name):
+        if name is not None and not experiment_file(split(name)[0]).is_file() and not is_run(name):
             folder = CONFIGS / "experiment"
             known = sorted(str(f.relative_to(folder).with_suffix("")) for f in folder.glob("**/*.yaml"))
             made.error(f"there is no experiment {name!r}; choose from {', '.join(known)}")
@@ -115,10 +115,17 @@ def is_run(name: str) -> bool:
     return (Path(name) / "checkpoints").is_dir()
 
 
-def experiment_override(experiment: str) -> str:
+def split(experiment: str) -> tuple[str, list[str]]:
+    """Name and overrides of an experiment such as `delta_net/760m_16b model=kda`."""
+    name, *overrides = [experiment] if is_run(experiment) else experiment.split()
+    return name, overrides
+
+
+def experiment_overrides(experiment: str) -> list[str]:
     """Arguments of train.py that choose an experiment."""
-    group, name = str(experiment_file(experiment).relative_to(CONFIGS).with_suffix("")).rsplit("/", 1)
-    return f"+{group}={name}"
+    name, overrides = split(experiment)
+    group, file = str(experiment_file(name).relative_to(CONFIGS).with_suffix("")).rsplit("/", 1)
+    return [f"+{group}={file}", *overrides]
 
 
 def compose(experiment: str, overrides: Sequence[str]) -> Any:
@@ -127,9 +134,9 @@ def compose(experiment: str, overrides: Sequence[str]) -> Any:
 
     from forgetting_transformer.training.config.parsing import parse as checked
 
-    chosen = experiment_override(experiment)
+    chosen = [*experiment_overrides(experiment), *overrides, "output_dir=unused", "data_dir=unused"]
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return checked(hydra_compose("config", overrides=[chosen, *overrides, "output_dir=unused", "data_dir=unused"]))
+        return checked(hydra_compose("config", overrides=chosen))
 
 
 # The loop.

@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import CONFIGS, NotMeasured, compose, end_with_parent, experiment_override, parse, parser, run, run_main
+from cases import CONFIGS, NotMeasured, compose, end_with_parent, experiment_overrides, parse, parser, run, run_main
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count
@@ -127,7 +127,7 @@ def launch_command(devices: int, accelerator: str, launcher: str) -> list[str]:
 def on_random_tokens(experiment: str, output: Path, data_dir: Path, vocabulary: int = VOCABULARY) -> list[str]:
     """Arguments of train.py: the experiment in `output`, on what `write_corpus` has written to `data_dir`/random."""
     return [
-        experiment_override(experiment), f"output_dir={output}", f"data_dir={data_dir}", "datamodule.dataset=random",
+        *experiment_overrides(experiment), f"output_dir={output}", f"data_dir={data_dir}", "datamodule.dataset=random",
         f"datamodule.vocab_size={vocabulary}", "datamodule.bos_token_id=0", "skip_eval=true",
     ]  # fmt: skip
 

@@ -4,7 +4,7 @@
     python benchmarks/training.py                                    # one model per architecture, defaults below
     python benchmarks/training.py --experiments mamba2/760m_16b transformer/llama_760m_16b --out results.json
     python benchmarks/training.py --experiments forgetting_transformer/pro_760m_16b \\
-        --overrides model.config.log_pruning_tolerance=null          # FoX without pruning
+        "forgetting_transformer/pro_760m_16b model.config.log_pruning_tolerance=null"    # with overrides of its own
     python benchmarks/training.py --experiments output/run           # a run: config, trained weights, held-out tokens
 
 A step is forward and backward of one micro-batch of random tokens on one device. --optimizer_step adds gradient
@@ -77,7 +77,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--experiments",
         nargs="+",
         metavar="NAME",
-        help="files of configs/experiment/longcrawl64, or demo/NAME, or runs",
+        help='files of configs/experiment/longcrawl64, or demo/NAME, or runs; overrides may follow: "NAME KEY=VALUE"',
     )
     made.add_argument("--seq_len", type=count, help="tokens of a sequence")
     made.add_argument("--batch_size", type=count, default=1, help="sequences of a micro-batch (default 1)")

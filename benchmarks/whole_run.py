@@ -41,7 +41,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import Case, compose, end_with_parent, experiment_override, parse, parser, run, run_main
+from cases import Case, compose, end_with_parent, experiment_overrides, parse, parser, run, run_main
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count
@@ -118,7 +118,7 @@ def train_command(experiment: str, args: argparse.Namespace, output_dir: Path, d
     return [
         *start, str(ROOT / "train.py"), "--devices", str(args.devices),
         *(["--accelerator", "cpu"] if args.device == "cpu" else []),
-        experiment_override(experiment), f"output_dir={output_dir}", f"data_dir={data_dir}",
+        *experiment_overrides(experiment), f"output_dir={output_dir}", f"data_dir={data_dir}",
         f"datamodule.dataset={args.dataset}", "datamodule.repeat=true", "wandb.mode=offline",
     ]  # fmt: skip
 

@@ -35,7 +35,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     command_line.add_plugins(parser)
     args = parser.parse_args(argv)
     if len(args.run_dirs) > 1 and args.out is None:
-        parser.error("several runs are drawn into one figure: say where with --out DIR")
+        parser.error("several runs are drawn into one figure: choose its folder with --out DIR")
     return args
 
 

@@ -33,8 +33,8 @@ STAGES = ("corpus", "train", "evaluate", "downstream", "collect")
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", type=command_line.path, metavar="YAML", help="what the study compares")
-    parser.add_argument("folder", type=command_line.path, metavar="FOLDER")
+    parser.add_argument("study", type=command_line.path, metavar="YAML", help="definition of the study")
+    parser.add_argument("folder", type=command_line.path, metavar="FOLDER", help="folder of all its files")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="override of every run, as in key=value")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="default: all, in this order")
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="some of the models of the study; default all")

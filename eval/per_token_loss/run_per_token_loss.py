@@ -39,7 +39,7 @@ def parse_args() -> argparse.Namespace:
         help="tokens to evaluate on, or `all`; default 2147483648 (2^31) as in the paper, or all if there are fewer",
     )
     parser.add_argument(
-        "--local_batch_size", type=count, default=1, help="sequences per forward pass of a process; %(default)s"
+        "--local_batch_size", type=count, default=1, help="sequences per forward pass of a process; default %(default)s"
     )
     parser.add_argument("--save_interval", type=count, default=64, help="batches between two writes of the state")
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="continue; the default")

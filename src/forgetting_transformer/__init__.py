@@ -22,7 +22,7 @@ __all__ = ["cumulative_log_fgate", "forgetting_attention", "forgetting_attention
 
 
 def __getattr__(name: str) -> Any:
-    """The operators load PyTorch, so they come when they are first asked for: train.py answers a typo before that."""
+    """Imports the operators, and PyTorch with them, at first use: train.py reports a typo before that."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from forgetting_transformer.ops import forgetting_attention as operators

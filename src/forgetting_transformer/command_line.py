@@ -18,7 +18,7 @@ from forgetting_transformer.ranges import COUNT, POSITIVE, TOKENS, Range
 
 
 class CommandError(ValueError):
-    """A command cannot do what it was asked for; one line says why and what to do. `run` ends the command with it."""
+    """A command cannot do its work; the message is one line with cause and fix, with which `run` ends the command."""
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -27,7 +27,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def name(text: str) -> str:
-    """A path, a URL or a name that must say something.
+    """A path, URL or name that must not be empty.
 
     Raises:
         argparse.ArgumentTypeError: it is empty, as a variable of the shell that is not set leaves
@@ -77,7 +77,7 @@ def at_least(low: int) -> Callable[[str], int]:
 count, positive = at_least(1), number(POSITIVE)
 seed = number(Range(0, 2**64 - 1), whole=True)
 port = number(Range(1, 2**16 - 1), whole=True)
-#: Training tokens of a checkpoint.
+#: Type for the training tokens of a checkpoint.
 step = number(Range(0, TOKENS.high), whole=True)
 #: Tokens, FLOPs, or FLOPs per second, which may be written as 2e9.
 large = number(Range(0, 1e40, above=True))
@@ -114,12 +114,12 @@ def add_plugins(parser: argparse.ArgumentParser) -> None:
 def take_any_text() -> None:
     """Lets standard streams pass text that their encoding lacks, such as é in ASCII."""
     for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
-        if isinstance(stream, io.TextIOWrapper):  # and no stand-in of a notebook or a test
+        if isinstance(stream, io.TextIOWrapper):  # a notebook or a test may have put something else here
             stream.reconfigure(errors=errors)
 
 
 def one_line(error: BaseException) -> str:
-    """All that an error of a library says, which may be a title and a list, for the middle of a sentence."""
+    """Text of a library's error, which may be a title and a list, for the middle of a sentence."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
@@ -136,7 +136,7 @@ def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int
     """Calls `main` and returns the exit code, without a traceback for Ctrl-C and for a closed pipe (`… | head`).
 
     Args:
-        interrupted: what Ctrl-C is answered with, one line.
+        interrupted: one line, printed after Ctrl-C.
     """
     take_any_text()
     try:
@@ -155,7 +155,7 @@ def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int
         print(f"error: {error.filename}: {error.strerror}; give another path", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Python writes what is left when it ends, and would complain of it then.
+        # Python flushes the stream when it ends, and would report an error then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as a shell reports SIGPIPE
     return code

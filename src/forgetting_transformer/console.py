@@ -24,8 +24,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 DATE_FORMAT = "%m-%d %H:%M:%S"
-#: What every process of a node finds wrong, its first one says. The others wait so long for the launcher to end them
-#: before they say it too: then it was wrong for them alone.
+#: Seconds that the other processes of a node wait for the launcher to end them, because the first one reports an error
+#: that all share. After that the error is theirs alone, and they report it too.
 _SECONDS_FOR_THE_FIRST = 20.0
 #: Signals that end a run in order.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -42,12 +42,12 @@ ELASTIC_LAUNCHER = {
 
 log = logging.getLogger(__name__)
 _has_log = False
-#: Process that started this one, as end_on_signals() found it: it may end during the imports that follow.
+#: Parent of this process at the time of end_on_signals(); it may end during the imports that follow.
 _parent: int | None = None
 
 
 def end_on_signals() -> None:
-    """From now on a signal ends this process with the code of a preempted one, until somebody else sets a handler."""
+    """Makes signals end this process with the exit code of a preempted run, until another handler is set."""
     global _parent
     process, _parent = os.getpid(), os.getppid()
 
@@ -68,13 +68,13 @@ def end_on_signals() -> None:
 
 
 def ignore_signals() -> None:
-    """Hears no signal from now on, so that none changes the exit code of a process that is about to leave."""
+    """Ignores signals from now on, so that none changes the exit code of a process that is about to end."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def first_of_node() -> bool:
-    """Whether this process speaks for all of its node: they fail alike when the configuration or the data is wrong."""
+    """Whether this process reports for its node: all its processes fail alike when the config or the data is wrong."""
     return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
 
 
@@ -92,7 +92,7 @@ def report_outcome(outcome: str) -> None:
 
 
 def rank() -> int:
-    """This process's rank as far as its environment tells, before the processes are connected."""
+    """Rank of this process by its environment variables, before the processes are connected."""
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -100,7 +100,7 @@ def rank() -> int:
 
 
 def _record_reason(reason: str) -> None:
-    """Leaves why this rank fails where its launcher looks for it."""
+    """Writes why this rank fails where its launcher reads it."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with contextlib.suppress(OSError):
             details = {"py_callstack": reason, "timestamp": str(int(time.time()))}
@@ -126,7 +126,7 @@ def start_log() -> None:
 
 @contextlib.contextmanager
 def one_voice() -> Iterator[None]:
-    """Context in which only the first process of a node prints."""
+    """Lets only the first process of a node print."""
     if first_of_node():
         yield
         return
@@ -163,7 +163,7 @@ def exit_code(outcome: str) -> int:
     """
     report_outcome(outcome)
     if outcome == "preempted":
-        # A scheduler and a launcher may both have sent the signal: the second must not end what ends in order.
+        # A scheduler and a launcher may both have sent the signal: the second must not interrupt an orderly end.
         ignore_signals()
     if outcome != "preempted" or has_launcher() or rank() > 0:
         return 0
@@ -176,8 +176,8 @@ def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = Fa
     Args:
         reason: one line.
         trace: add the traceback of the exception being handled.
-        once: the other processes of the node have probably failed for the same reason, and leave it to the first.
-        at_once: without Python's clean-up, in which tensors on a GPU that failed would abort the process.
+        once: the other processes of the node have probably failed for the same reason, so only the first logs it.
+        at_once: skip Python's clean-up, in which tensors on a failed GPU would abort the process.
     """
     report_outcome("failed")
     reason = redact(reason)
@@ -203,7 +203,7 @@ def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = Fa
 
 
 def leave_it_to_the_first() -> None:
-    """Waits until the launcher ends this process, because the first of the node has said what is wrong and left."""
+    """Waits until the launcher ends this process: the first one of the node has reported the error and ended."""
     if first_of_node():
         return
     for number in SIGNALS:
@@ -224,13 +224,13 @@ def _only_into_files() -> None:
 # -------------------------------------------------------------------------------------------------------------
 
 REDACTED = "***"
-# Up to the last @ before the path, since passwords hold @ too.
+# Up to the last @ before the path, since passwords may contain @.
 _USER = re.compile(r"(?<=://)[^/?#\s]*@")
 _QUERY = re.compile(r"([?&][\w.-]*(?:token|sig|secret|password|passwd|credential|key|auth)[\w.-]*=)[^&#\s'\"]+", re.I)
 
 
 def redact(text: str) -> str:
-    """`text` without the secrets of its URLs: passwords, user names without one (often tokens), keys in queries."""
+    """`text` without secrets in URLs: passwords, user names without a password (often tokens), keys in queries."""
     if "://" not in text:
         return text
     return _QUERY.sub(rf"\g<1>{REDACTED}", _USER.sub(_without_password, text))
@@ -242,7 +242,7 @@ def _without_password(match: re.Match[str]) -> str:
 
 
 def redact_tree(value: Any) -> Any:
-    """The same for every string in nested dictionaries and lists, such as a configuration."""
+    """`redact` for every string in nested dictionaries and lists, such as a configuration."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):
@@ -253,7 +253,7 @@ def redact_tree(value: Any) -> Any:
 
 
 def is_redacted(url: str) -> bool:
-    """Whether this is a record of a URL, without its password, rather than the URL."""
+    """Whether this is the record of a URL without its password."""
     return f"{REDACTED}@" in url or f"={REDACTED}" in url
 
 
@@ -263,7 +263,7 @@ def how_to_install(extra: str) -> str:
 
 
 class RedactingFormatter(logging.Formatter):
-    """A formatter whose lines, tracebacks included, hold no password of a URL."""
+    """A formatter whose output, tracebacks included, has no passwords of URLs."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, files that people write, and locks that a killed process does not keep."""
+"""Atomic writes of files, readers of files that people write, and locks that end with their process."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 try:
     import fcntl
-except ImportError:  # Windows, where corpora can be prepared and read but two processes are not kept apart
+except ImportError:  # Windows, where corpora can be prepared and read but there are no locks
     fcntl = None  # type: ignore[assignment]
 
 #: Names of files that `replacing` left when its process was killed.
@@ -24,13 +24,12 @@ LINK_TO_IT = "make a link to the folder (ln -s) and name that"
 
 
 class UnreadableError(ValueError):
-    """A file whose contents are not what they should be; the message is one line with file, line and column."""
+    """A file with invalid contents; the message is one line with file, line and column."""
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Around the use of an open file: an error of the operating system that names no file, as on a full disk, gets
-    `path`."""
+    """Adds `path` to errors of the operating system that name no file, as on a full disk."""
     try:
         yield
     except OSError as error:
@@ -80,7 +79,7 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 
 def append_durably(path: Path, data: bytes) -> None:
-    """Appends, and returns when the disk has it."""
+    """Appends, and returns when the data is on the disk."""
     with naming(path), path.open("ab") as file:
         file.write(data)
         file.flush()
@@ -97,7 +96,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """The same with a value as JSON, indented, and with a line end."""
+    """Writes a value as indented JSON with a final newline; see `write_atomically`."""
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", durable=durable)
 
 
@@ -144,7 +143,7 @@ def parse_yaml(text: str, place: object, load: Callable[[str], Any] | None = Non
 
 
 def read_yaml(path: Path, load: Callable[[str], Any] | None = None) -> Any:
-    """The same of a file.
+    """The value of a YAML file.
 
     Raises:
         UnreadableError: it is not YAML in UTF-8.
@@ -167,7 +166,7 @@ def parse_json(data: bytes, place: object, first_line: int = 1) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The same of a file.
+    """The value of a JSON file.
 
     Raises:
         UnreadableError: it is not JSON in UTF-8.
@@ -188,12 +187,12 @@ def parse_json_lines(data: bytes, place: object) -> Iterator[Any]:
 
 
 def _at(place: object, before: str, first_line: int = 1) -> str:
-    """The place behind a text, for a message."""
+    """The position after a text, for a message."""
     return f"{place}, line {first_line + before.count(chr(10))}, column {len(before) - before.rfind(chr(10))}"
 
 
 def is_utf8(name: str) -> bool:
-    """Whether a name, as Python has it of the system's bytes, is UTF-8."""
+    """Whether a name that Python decoded from the system's bytes is UTF-8."""
     return name == name.encode(errors="replace").decode()
 
 
@@ -208,9 +207,9 @@ def size_in_words(count: float) -> str:
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[int]:
-    """Holds the lock of a folder, or of a file that is made if it is not there. Gives a descriptor of it.
+    """Holds the lock of a folder, or of a file that is made if it does not exist. Yields its descriptor.
 
-    It is free at once when its process ends, however that happens. Threads of one process keep each other out too.
+    The lock is free when its process ends, however that happens. Threads of one process exclude each other too.
 
     Raises:
         BlockingIOError: something else holds it, and `wait` is False.

@@ -1,4 +1,4 @@
-"""Check that the Hugging Face Hub answers, quickly and with one line."""
+"""Quick check that the Hugging Face Hub answers, with one line where it does not."""
 
 import functools
 import logging
@@ -17,11 +17,11 @@ TIMEOUT = 5
 
 
 def only_cached() -> bool:
-    """True if the hub's address does not answer, so that only the local cache has its files.
+    """Returns True if the hub does not answer, so that only files in the local cache can be had.
 
-    To be passed to `from_pretrained` and the like as `local_files_only`. Otherwise the client asks for each file six
-    times with growing waits, which is a minute and 80 lines for a tokenizer. False also where the client knows what to
-    do: with HF_HUB_OFFLINE, and with a proxy, which may get through where this process does not.
+    Pass it to `from_pretrained` and the like as `local_files_only`. Otherwise the client asks for each file six
+    times with growing waits, which is a minute and 80 lines for a tokenizer. False also with HF_HUB_OFFLINE, which the
+    client obeys, and with a proxy, which may reach the hub where this process does not.
     """
     from huggingface_hub import constants
 
@@ -46,7 +46,7 @@ def use_cached_datasets() -> None:
 
 
 def model_folder(name: str, files: list[str] | None = None) -> Path:
-    """The folder of the local cache with a model of the hub, which is downloaded if something answers.
+    """The folder of the local cache with a model of the hub, which is downloaded if the hub answers.
 
     Args:
         files: patterns of the files that are needed; None for all.
@@ -60,7 +60,7 @@ def model_folder(name: str, files: list[str] | None = None) -> Path:
         raise ValueError("no model of the hub has such a name; give a folder, or OWNER/NAME")
     try:
         return Path(snapshot_download(name, allow_patterns=files, local_files_only=only_cached()))
-    except Exception as error:  # of the client, or of what carries its requests
+    except Exception as error:  # of the client, or of the library that sends its requests
         raise ValueError(
             f"the hub's model of this name cannot be had ({one_line(error)}); without a network run "
             f"`hf download {name} --local-dir FOLDER` elsewhere and give that folder"
@@ -71,7 +71,7 @@ def model_folder(name: str, files: list[str] | None = None) -> Path:
 def _answers(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=TIMEOUT).close()
-    except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one of a host
-        log.warning("%s:%d cannot be reached (%s): only what is in the local cache is found", host, port, error)
+    except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be that of a host
+        log.warning("%s:%d cannot be reached (%s): only files in the local cache are used", host, port, error)
         return False
     return True

@@ -1,4 +1,4 @@
-"""Names of the numbers that a run logs, in its files under `metrics/` and in wandb.
+"""Names of the numbers that a run logs, in files under `metrics/` and in wandb.
 
 A name is `<kind>/<name>`, so that no two kinds share one. The writer of a number and its readers take the name from
 here. docs/operations.md lists the contents of each kind.

@@ -1,4 +1,4 @@
-"""Tokenizers of models: how they are loaded, whether one is that of a model, and how texts become ids."""
+"""Tokenizers of models: loads them, checks whether one fits a model, and encodes texts."""
 
 import os
 from pathlib import Path
@@ -18,8 +18,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Any:
     """The tokenizer of a folder or hub id, without running code that comes with it.
 
     Raises:
-        OSError, ValueError: there is none, it cannot be read, it has no vocabulary, or it asks for its own code to be
-            run.
+        OSError, ValueError: there is none, it cannot be read, it has no vocabulary, or it needs code of its own.
     """
     cached = not os.path.isdir(source) and only_cached()
     try:
@@ -58,10 +57,10 @@ def longcrawl64_tokenizer(source: str = "gpt2") -> JSONGPT2Tokenizer:
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, bos_token_id: int | None = None) -> None:
-    """Holds a tokenizer to the model it is to be used with.
+    """Checks that a tokenizer fits a model.
 
     Args:
-        vocab_size: ids of the model; some more than the tokenizer has are allowed.
+        vocab_size: ids of the model; it may have some more than the tokenizer.
         bos_token_id: the model's first token of every sequence; None to leave it out.
 
     Raises:
@@ -85,10 +84,10 @@ def check_size_and_bos(size: int, bos: int | None, vocab_size: int, bos_token_id
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text as corpora are made of it, for evaluations and prompts.
+    """Token ids of a text, as in prepared corpora, for evaluations and prompts; nothing is added before or after.
 
-    Nothing is put before or after it. A text that spells out a special token gets the ids of its characters, and half
-    of a surrogate pair, which UTF-8 does not have, becomes U+FFFD.
+    A text that spells out a special token gets the ids of its characters, and half of a surrogate pair, which UTF-8
+    does not have, becomes U+FFFD.
     """
     if not isinstance(tokenizer, JSONGPT2Tokenizer):  # which spells out surrogates, as LongCrawl64 does
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

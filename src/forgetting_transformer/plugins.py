@@ -14,8 +14,8 @@ A component of this package is listed by the module that registers it, which is 
 for: so `callbacks: [lm_eval]` reaches an evaluation though training imports none, and reading a config loads no
 PyTorch. A module that registers therefore imports PyTorch inside its functions.
 
-What a component's keys may be is said once, in the dataclass that it registers. pydantic holds the section to it
-(training/config/parsing.py), and rules between keys stand in a `__post_init__` that raises ValueError. Its keys decide
+The keys of a component are defined once, in the dataclass that it registers. pydantic checks the section against it
+(training/config/parsing.py), and rules between keys are in a `__post_init__` that raises ValueError. Its keys decide
 what the weights become, and a run does not continue with other ones, unless `free` lists them. The dataclass of an
 optimizer, a schedule or a corpus derives from OptimizerConfig, ScheduleConfig or DataModuleConfig; that of a callback
 types the section `callbacks.<name>`. docs/extend.md has an example of each with its YAML.
@@ -44,12 +44,12 @@ ALL = "*"
 
 
 class UnknownComponentError(ValueError):
-    """A name that nothing has registered; the message names the key, the names there are and the fix."""
+    """An unregistered name; the message has the key, the registered names and the fix."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Component(Generic[T]):
-    """Function or class behind one name.
+    """A registered function or class.
 
     Attributes:
         name: what configs call it.
@@ -106,7 +106,7 @@ class Registry(Generic[T]):
         return self._components[name].plugin if name in self._components else ""
 
     def attribute(self, plugin: str) -> bool:
-        """Whether a plug-in has registered something, also where its module was imported before it was named."""
+        """Attributes components to a plug-in, also if its module was imported before; returns whether there are any."""
         for name, component in self._components.items():
             module = getattr(component.build, "__module__", "")
             if not component.plugin and f"{module}.".startswith(f"{plugin}."):

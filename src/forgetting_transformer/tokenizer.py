@@ -125,7 +125,7 @@ class JSONGPT2Tokenizer(GPT2Tokenizer):
         return cls(*args, vocab=vocabulary, merges=[tuple(line.split(" ")) for line in merges if line], **options)
 
     def __init__(self, *args: Any, eos_token: Any = "<|endoftext|>", pad_token: Any = None, **kwargs: Any) -> None:
-        # GPT-2's own files say `pad_token: null`, which would make every padded batch an error.
+        # GPT-2's own files have `pad_token: null`, which would make every padded batch an error.
         pad_token = eos_token if pad_token is None else pad_token
         kwargs |= {"eos_token": eos_token, "pad_token": pad_token}
         super().__init__(*args, **kwargs)

@@ -79,7 +79,7 @@ def compose_or_explain() -> DictConfig | None:
         console.fail(f"ConfigError: {said}")
     except SystemExit as end:
         if end.code:
-            console.leave_it_to_the_first()  # an option that is not there, which the argument parser has said
+            console.leave_it_to_the_first()  # an unknown option, which the argument parser has reported
         raise
     return _composed.pop() if _composed else None
 
@@ -118,7 +118,7 @@ def train(config: training.Config) -> None:
     except (
         training.ConfigError, DataError, CheckpointError, RunDirectoryError, TrainingError,
     ) as error:  # fmt: skip
-        # These say what to do; a traceback would bury it. The run's log gets them too, if there is one yet.
+        # These have the fix, which a traceback would bury. The run's log gets them too, if there is one yet.
         console.fail(f"{type(error).__name__}: {error}")
     except Exception as error:
         console.fail(f"{type(error).__name__}: {error}", trace=True, once=False)
@@ -127,7 +127,7 @@ def train(config: training.Config) -> None:
 
 
 def keep_compiled_code() -> None:
-    """Lets the next start find compiled code, unless the user has said where. To be called before PyTorch is loaded.
+    """Keeps compiled code for the next start, unless the user has chosen a place. Call it before PyTorch is loaded.
 
     PyTorch's own folder, in /tmp, is often gone after a job, and has another one for each GPU for Triton.
     """

@@ -1,4 +1,4 @@
-"""Hydra plugins: the launcher of `python train.py -m …`, and how configs are found and read.
+"""Hydra plugins: the launcher of `python train.py -m …`, and sources of configs.
 
 Hydra finds plugins by importing what lies in the namespace package `hydra_plugins`, wherever on sys.path a part of it
 is, and accepts no class from elsewhere. It does so in every process that uses Hydra, every rank of every run among
@@ -58,7 +58,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
             text = files.decode(path.read_bytes(), path)
             config: Any = files.parse_yaml(text, path, lambda text: OmegaConf.load(io.StringIO(text)))
             if not isinstance(config, DictConfig):
-                raise ValueError("a config holds lines `key: value`; give what stands here a key")
+                raise ValueError("a config holds lines `key: value`; add the key")
             header = self._get_header_dict(text[:512])
         except files.UnreadableError:
             raise

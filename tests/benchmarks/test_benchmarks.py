@@ -50,21 +50,8 @@ def test_every_command_of_measure_would_be_taken_and_every_measured_file_has_one
 @pytest.mark.slow
 def test_steps_of_a_model_and_an_override_that_reaches_it():
     training = load("training")
-    options = [
-        "--device",
-        "cpu",
-        "--seq_len",
-        "32",
-        "--steps",
-        "2",
-        "--warmup_steps",
-        "1",
-        "--optimizer_step",
-        "--peak_flops",
-        "1e12",
-        "--kernels",
-        "3",
-    ]
+    options = ["--device", "cpu", "--seq_len", "32", "--steps", "2", "--warmup_steps", "1"]
+    options += ["--optimizer_step", "--peak_flops", "1e12", "--kernels", "3"]
     rows = []
     for overrides in ([], ["scale.num_hidden_layers=1"]):
         args = training.parse_args([*options, "--overrides", "optimizer.lr=1e-3", *overrides])

@@ -297,7 +297,7 @@ def before(owner: str, method: str, what: str, condition: str = "True", argument
     original = f"{owner}_{method}".replace(".", "_")
     return f"""
 import os, pkgutil, signal, sys, time, torch
-from forgetting_transformer.training.faults import sentinel
+from forgetting_transformer.training.faults import watchdog
 owner = pkgutil.resolve_name("forgetting_transformer.{owner}")
 {original} = owner.{method}
 def patched({arguments}, **options):
@@ -321,7 +321,7 @@ def dies(batch: int) -> str:
 
 #: A signal comes, and is heard.
 STOP = "os.kill(os.getpid(), signal.SIGTERM)"
-HEARD = "\nwhile self.sentinel.request is None:\n    time.sleep(0.001)"
+HEARD = "\nwhile self.watchdog.request is None:\n    time.sleep(0.001)"
 
 
 FABRIC = [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--accelerator", "cpu"]

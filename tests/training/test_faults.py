@@ -84,7 +84,7 @@ FAULTS = {
         "preempted",
     ),
     "a signal in a step that hangs": Fault(
-        in_step("sentinel.STEP_PATIENCE_SECONDS = 0.5\n" + STOP + HANG),
+        in_step("watchdog.STEP_PATIENCE_SECONDS = 0.5\n" + STOP + HANG),
         "stopped by SIGTERM; no step ended for .*the last good checkpoint is at",
         [75],
         "preempted",
@@ -101,20 +101,20 @@ FAULTS = {
         [1, -signal.SIGKILL],
     ),
     "a hung rank": Fault(
-        in_step("self.sentinel.timeout = 2" + HANG, ranks="1"),
+        in_step("self.watchdog.timeout = 2" + HANG, ranks="1"),
         "rank 1 has failed: no step ended for .*this rank makes no progress",
         [1, 1],
         config={"strategy__timeout_seconds": 3600},
     ),
     "a hung start": Fault(
-        in_start("sentinel.START_SECONDS = 1" + HANG),
+        in_start("watchdog.START_SECONDS = 1" + HANG),
         "the start stood still in 'model' for ",
         config={"strategy__timeout_seconds": 1},
     ),
     "a reader that is silent": Fault(
         # From here on: a step of a busy machine may take longer.
         in_reader(
-            "import gc\nfor one in gc.get_objects():\n    if isinstance(one, sentinel.Sentinel):\n"
+            "import gc\nfor one in gc.get_objects():\n    if isinstance(one, watchdog.Watchdog):\n"
             "        one.timeout = 1" + HANG
         ),
         "no batch of datamodule.name='longcrawl64' came for .*this rank makes no progress",
@@ -130,14 +130,14 @@ FAULTS = {
         + before(
             "training.checkpoint.Checkpointer",
             "_wait",
-            "sentinel.START_SECONDS = 0\nself.watch.__self__.timeout = 1",
+            "watchdog.START_SECONDS = 0\nself.watch.__self__.timeout = 1",
             f"self._step == {8 * STEP}",
         ),
         "the checkpoint at 1,024 tokens was not written for .*the last good checkpoint is at 512 tokens",
     ),
     "what hangs after the end": Fault(
         before("training.records.metrics.MetricsLog", "close", HANG[1:])
-        + before("training.trainer.Trainer", "close", "self.sentinel.timeout = 1"),
+        + before("training.trainer.Trainer", "close", "self.watchdog.timeout = 1"),
         *("^$", [1], "done"),
         log="training was over and the process did not end for",
     ),

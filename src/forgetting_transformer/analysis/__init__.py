@@ -1,4 +1,4 @@
-"""Reads what runs and evaluations left in their folders, and shows it: numbers, tables, figures, one HTML page.
+"""Reads the folders of runs and evaluations, and shows them: numbers, tables, figures, one HTML page.
 
 runs.py                one training run: its losses, norms, times, settings
 scores_in_training.py  scores that callbacks logged in a run
@@ -21,4 +21,4 @@ from forgetting_transformer.command_line import CommandError
 
 
 class AnalysisError(CommandError):
-    """Results cannot be read or shown as asked; the message names the file, what is wrong, and the fix."""
+    """Results cannot be read or shown; the message names the file, the error and the fix."""

@@ -76,7 +76,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The models at one point.
+    """All models at one number of tokens or FLOPs.
 
     Attributes:
         what: what is equal, "training tokens" or "training FLOPs", and `amount` how many.
@@ -113,10 +113,10 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def group(runs: Sequence[Path], decisive: Decisive = flatten) -> list[Model]:
-    """Puts runs that differ only in their seed together, and names each group by what tells it from the others.
+    """Groups runs that differ only in their seed, and names each group by its difference to the others.
 
     Args:
-        decisive: `training.continuing.decisive`, which takes a config to what decides the weights; all else may differ
+        decisive: `training.continuing.decisive`, the part of a config that decides the weights; all else may differ
             too.
 
     Raises:

@@ -103,7 +103,7 @@ def write_evaluation(
     write_more: Callable[[Path], object] = lambda _: None,
     table: Table | None = None,
 ) -> None:
-    """Writes evaluation.json and table.md; each is whole or not there.
+    """Writes evaluation.json and table.md, each atomically.
 
     Args:
         write_more: writes further files, as pictures, into the folder it is given.

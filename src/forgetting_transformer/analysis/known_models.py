@@ -45,7 +45,7 @@ def plain(name: str) -> str:
 
 
 def find(name: str) -> KnownModel | None:
-    """The model whose label is in a name, as in "demo_fox_pro_seed1"; of several labels the longest."""
+    """The model with its label in a name such as "demo_fox_pro_seed1"; of several labels the longest counts."""
     inside = [label for label in MODELS if plain(label) in plain(name)]
     return MODELS[max(inside, key=len)] if inside else None
 
@@ -57,7 +57,7 @@ def display_name(model: str) -> str:
 
 
 def results_in(folder: Path, file: str) -> list[str]:
-    """Every folder in `folder` that holds `file`, as `NAME=FOLDER`: the released models first, then others by name.
+    """Every folder in `folder` that contains `file`, as `NAME=FOLDER`: released models first, then others by name.
 
     Raises:
         AnalysisError: there is none.

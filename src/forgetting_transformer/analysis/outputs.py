@@ -20,12 +20,12 @@ LIST = ".written.json"
 
 
 def check(folder: Path, command: str, names: Iterable[str]) -> None:
-    """Makes the folder; refuses it if one of the files that the command will write there is not the command's.
+    """Makes the folder; refuses it if a file that the command will write exists and is not the command's.
 
-    To be called before long work, whose results would have no place.
+    Call it before long work.
 
     Args:
-        command: who writes, in a word or two; the same at every start.
+        command: name of the writer, in a word or two; the same at every start.
         names: of the files.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Loss at every position of held-out documents, as an evaluation left it: curves, slopes, comparisons.
+"""Results of an evaluation of loss at every position: curves, slopes, comparisons.
 
-evaluation/per_token_loss.py makes these results and says what they are.
+evaluation/per_token_loss.py makes and describes these results.
 
 Axes: N sequences, T positions, O octaves of positions.
 """
@@ -70,7 +70,7 @@ def standard_errors(length: int, octaves_NO: np.ndarray) -> dict[str, float]:
 
 
 def made_with(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """On what and how results were made, for a figure's foot; what is not known, or not the same for all, is left out.
+    """Conditions of results, for a figure's foot; unknown ones, and those that differ between results, are left out.
 
     Args:
         results: the content of each results.json.
@@ -146,7 +146,7 @@ def group_seeds(results: Sequence[Result]) -> dict[str, np.ndarray]:
 def slope_table(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     """The slope of every model at every power-of-two fraction of its length, with standard errors.
 
-    From the training length on it says whether what a doubling of the context changes is more than two of them.
+    From the training length on it states whether a doubling of the context changes the loss by more than two of them.
 
     Args:
         results: names and the contents of results.json; seeds have one name.
@@ -171,8 +171,8 @@ def slope_table(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
 def compare(results: Sequence[Result], from_position: int = 1) -> list[dict[str, Any]]:
     """Every model against the first, sequence by sequence; models evaluated on other sequences are left out.
 
-    Documents differ much more than models do. On the same documents that cancels, so a difference of two models is
-    known much better than either model's slope. Results of one name are seeds, and are averaged first.
+    Documents differ much more than models do. On the same documents this cancels, so a difference of two models has a
+    much smaller error than either slope. Results of one name are seeds, and are averaged first.
 
     Args:
         results: of at least one model.

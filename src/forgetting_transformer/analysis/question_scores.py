@@ -1,4 +1,4 @@
-"""Scores question by question: how far apart two models are on the same questions.
+"""Scores question by question: differences of two models on the same questions.
 
 lm_eval and LongBench report the mean of each model. Some questions are hard for all models, so the difference on the
 same questions has a smaller error than the two means suggest.
@@ -46,7 +46,7 @@ class QuestionScores:
 
 
 def digest_of(questions: Iterable[object]) -> str:
-    """Digest of questions as JSON has them, in their order."""
+    """Digest of questions as JSON, in their order."""
     return hashlib.sha256(json.dumps([*questions], sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""The figures that there are of runs, and under which conditions these were made.
+"""The figures of runs, and the conditions at their foot.
 
 scripts/plot_run.py writes them, and the page shows them.
 """
@@ -14,7 +14,7 @@ from forgetting_transformer.analysis.runs import Run, read_position_losses, read
 from forgetting_transformer.analysis.scores_in_training import read_scores
 from forgetting_transformer.analysis.tables import format_tokens
 
-#: Values that are listed in conditions; of more, only their number is said.
+#: Most values of a setting that conditions list; of more, they show the number.
 _LISTED = 4
 
 
@@ -36,7 +36,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
 
 
 def conditions(runs: Sequence[Run]) -> list[str]:
-    """Settings of the runs, from the corpus to the device, for a figure's foot; what no run says is left out."""
+    """Settings of the runs, from corpus to device, for a figure's foot; settings that no run has are left out."""
     heldout_tokens, found = names.name_of(names.VAL, names.TOKENS_EVALUATED), []
     for name, several, values in (
         ("{}", "corpora", [run.setting("datamodule", "dataset") for run in runs]),
@@ -59,7 +59,7 @@ def conditions(runs: Sequence[Run]) -> list[str]:
 
 
 def draw_runs(runs: Sequence[Run], folder: Path) -> dict[str, Path]:
-    """Draws the figures that there is something to draw for, with all runs in each that have it.
+    """Draws every figure that some run has numbers for, with all runs that have them.
 
     Args:
         folder: gets the figures.

@@ -43,7 +43,7 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """One run. Everything is read from its folder once, when it is asked for, and empty before the run has logged it.
+    """One run. Everything is read from its folder once, at first use, and empty before the run has logged it.
 
     Attributes:
         output_dir: the run's folder, which need not exist yet.
@@ -228,9 +228,9 @@ def read_run(output_dir: Path, name: str | None = None) -> Run:
 
 
 def read_position_losses(run: Run) -> dict[str, np.ndarray]:
-    """A run's newest loss at every position (seq_len,), by what it is of: "run3, held-out, after 5.12K tokens".
+    """A run's newest loss at every position (seq_len,), under a description: "run3, held-out, after 5.12K tokens".
 
-    It is of held-out documents, else of training batches. {} before any validation.
+    Loss on held-out documents, else on training batches. {} before any validation.
 
     Raises:
         AnalysisError: the newest file is not whole, or does not hold the array.
@@ -256,7 +256,7 @@ def _position_loss(file: Path, kind: str) -> np.ndarray:
 
 
 def run_names(run_dirs: Sequence[Path]) -> list[str]:
-    """A short name for each run: the last parts of its path, as many as it takes to tell all of them apart."""
+    """A short name for each run: the last parts of its path, as many as make all names differ."""
     parts = [run_dir.resolve().parts for run_dir in run_dirs]
     for depth in range(1, max(map(len, parts)) + 1):
         found = ["/".join(path[-depth:]) for path in parts]

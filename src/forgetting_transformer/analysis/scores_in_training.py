@@ -1,6 +1,6 @@
 """The scores that callbacks logged while a run was trained: lm_eval, needle, gate_statistics.
 
-Lines say `<kind>/<task>/<metric>`, with `<metric>_stderr` beside it where a standard error is known.
+Lines have keys `<kind>/<task>/<metric>`, with `<metric>_stderr` beside it where a standard error is known.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
-"""Means over seeds and how far to trust them.
+"""Means over seeds and their intervals.
 
-Seeds differ in initial weights and not in data, so the intervals say what other initial weights would change, not
-what another corpus would.
+Seeds differ in initial weights and not in data, so the intervals cover other initial weights, not another corpus.
 """
 
 import math
@@ -14,21 +13,21 @@ CONFIDENCE = 0.95
 
 
 class Estimate(NamedTuple):
-    """A value and the half-width of its 95 % interval; the half-width is NaN where nothing is known of it."""
+    """A value and the half-width of its 95 % interval, NaN if unknown."""
 
     value: float
     half_width: float = math.nan
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the interval leaves zero out; False where there is none."""
+        """Whether the interval excludes zero; False without an interval."""
         return abs(self.value) > self.half_width
 
     def scaled(self, factor: float) -> "Estimate":
         return Estimate(factor * self.value, factor * self.half_width)
 
     def text(self, sign: str = "", digits: int = 4) -> str:
-        """As in "1.2345 ± 0.0123", without an interval where there is none; `sign` "+" shows a plus sign."""
+        """Text such as "1.2345 ± 0.0123", without an interval if unknown; `sign` "+" shows a plus sign."""
         text = f"{self.value:{sign}.{digits}f}"
         return text if math.isnan(self.half_width) else f"{text} ± {self.half_width:.{digits}f}"
 

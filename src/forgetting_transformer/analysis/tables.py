@@ -15,7 +15,7 @@ _LATEX_SPECIAL = str.maketrans(
     }
     | {character: f"\\{character}" for character in "&%$#_{}"}
 )  # fmt: skip
-#: Scores of models by the keys of columns; what a model lacks is not there, and intervals are shown where known.
+#: Scores of models by the keys of columns; missing scores have no entry, and known intervals are shown.
 Rows = Mapping[str, Mapping[str, Estimate]]
 
 
@@ -46,7 +46,7 @@ class Table:
         return "\n".join([lines[0], rule, *lines[1:]])
 
     def without_empty_columns(self) -> "Table":
-        """The table without the columns that are empty in every row."""
+        """The table without columns that are empty in every row."""
         keep = [i for i in range(len(self.header)) if not self.rows or any(row[i] for row in self.rows)]
         header, *rows = ([row[i] for i in keep] for row in (self.header, *self.rows))
         return Table(header, rows, "".join(self.alignment[i] for i in keep))
@@ -91,7 +91,7 @@ class Column:
 
     Attributes:
         key: of its values.
-        title: what the head says.
+        title: text of the head.
         better: which values are good; None marks nothing.
         digits: after the decimal point.
         group: a head over neighbouring columns that have the same.
@@ -116,7 +116,7 @@ def has_numbers(rows: Rows, columns: Sequence[Column]) -> bool:
 def ranks(column: Column, values: Sequence[Estimate | None]) -> list[int | None]:
     """1 for the best value and those printed like it, 2 for the next, None for the rest.
 
-    Values that are printed alike are equal: nothing is said to be better that a reader cannot see to be.
+    Values that are printed alike are equal: no value is marked as better unless a reader can see it.
     """
     shown = [None if one is None else round(one.value, column.digits) for one in values]
     distinct = sorted({value for value in shown if value is not None}, reverse=column.better == "higher")

@@ -57,7 +57,7 @@ def check_recorded_plugins(arguments: Sequence[str]) -> None:
     try:
         recorded = files.read_yaml(Path(output_dir, "config.yaml").expanduser())
     except (OSError, files.UnreadableError):
-        return  # none, or damaged: its checkpoints say it again
+        return  # none, or damaged: its checkpoints have it too
     # Nothing is imported because a run's folder names it.
     if isinstance(recorded, dict) and (said := plugins.missing(recorded.get("plugins"), f"{output_dir=!s}: this run")):
         raise ConfigError(said)

@@ -9,10 +9,10 @@ What the default run does, in this order:
     vocabulary.py    how many ids there are, and which begin and end a text
     worker.py        the process that reads ahead
 
-What it leaves alone, or only passes through: packed.py (texts in a row that are kept apart), sparse.py (chunks missing
-on purpose), mixture.py (several corpora), batch_checks.py (what a plug-in gives), errors.py. `storage/` has the files
-of an array, here or at a URL; `prepare/` turns text into arrays, `tools/` fetches and verifies them. Nothing here
-imports a model or the training loop.
+Not used, or only passed through: packed.py (texts in a row kept apart), sparse.py (chunks missing on purpose),
+mixture.py (several corpora), batch_checks.py (batches of a plug-in), errors.py. `storage/` has the files of an array,
+here or at a URL; `prepare/` turns text into arrays, `tools/` fetches and verifies them. Nothing here imports a model or
+the training loop.
 """
 
 from forgetting_transformer.data.corpus import DataInfo

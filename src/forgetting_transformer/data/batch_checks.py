@@ -1,4 +1,4 @@
-"""Checks of what a corpus gives: the shape of each batch, and the tokens of the first."""
+"""Checks of a corpus: the shape of each batch, and the tokens of the first."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +11,10 @@ from forgetting_transformer.data.errors import DataError
 
 
 def check_batch(batch: Any, corpus: str, rows: int | None, length: int, weighted: bool = False) -> None:
-    """Refuses what would be trained on in silence, or fail far from its cause. Looks at no token.
+    """Refuses a wrong batch, which would be trained on in silence or fail far from its cause. Looks at no token.
 
     Args:
-        batch: what a loader gave, which may be anything. corpus: whose it is, for the message.
+        batch: anything that a loader may give. corpus: its name, for the message.
         rows: sequences that it must have; None for any number from 1 on.
         length: T. weighted: whether it must have `weight`.
 

@@ -53,8 +53,9 @@ class DataInfo:
 class Corpus(Protocol):
     """A corpus at one batch shape. A class that derives from it need not define `train_lengths`.
 
-    The tokens of a global batch are a function of its number alone, and ranks slice it last. So a run that is continued
-    reads what it would have read, and the number of processes may change. The only position is the number of steps.
+    The tokens of a global batch are a function of its number alone, and ranks slice it last. So a continued run reads
+    the same tokens as an uninterrupted one, and the number of processes may change. The only position is the number of
+    steps.
     """
 
     #: Whether batches have `cu_seqlens`.
@@ -71,11 +72,11 @@ class Corpus(Protocol):
         """
 
     def train_loader(self, first_batch: int, last_batch: int, rank: int, world_size: int) -> Iterable[Batch]:
-        """This rank's rows of global batches [first_batch, last_batch), in order: of W ranks the k-th B/W rows."""
+        """Yields this rank's rows of global batches [first_batch, last_batch): rank k of W has the k-th B/W rows."""
 
     def train_lengths(self) -> Mapping[int, float]:
-        """The share of training tokens that lie in documents of each length (those that the model keeps apart), which
-        FLOPs are counted with: `{T: 1.0}` without `cu_seqlens`. It may be an estimate, the same at every start."""
+        """Share of training tokens in documents of each length (of those that the model keeps apart), for counting
+        FLOPs: `{T: 1.0}` without `cu_seqlens`. It may be an estimate, the same at every start."""
         return {self.train_info().seq_len: 1.0}
 
     def locate(self, batch: int) -> Sequence[str]:
@@ -88,12 +89,12 @@ class Corpus(Protocol):
         """
 
     def eval_loader(self, rank: int, world_size: int) -> Iterable[Batch]:
-        """This rank's share of the held-out sequences. Every rank yields as many batches, because a sharded model needs
-        all ranks in every forward pass."""
+        """Yields this rank's share of the held-out sequences. Every rank yields as many batches, because a sharded
+        model needs all ranks in every forward pass."""
 
 
 def shifted(labels_BT: np.ndarray | Tensor, bos_token_id: int, pinned: bool = False) -> Batch:
-    """Labels as int64 and inputs that see the token before each label, `bos_token_id` before the first.
+    """Batch of int64 labels, and of inputs: the token before each label, `bos_token_id` before the first.
 
     `pinned`: in memory from which a GPU can copy by itself. Not in worker processes, which must not touch CUDA.
     """

@@ -1,4 +1,4 @@
-"""The one exception of data: of reading, fetching and preparing it."""
+"""The exception for reading, fetching and preparing data."""
 
 import errno
 from pathlib import Path
@@ -9,16 +9,16 @@ from forgetting_transformer.files import explain
 
 
 class DataError(CommandError):
-    """Something the user can fix. The message names the file or key and the fix, without passwords of URLs."""
+    """An error that the user can fix. The message names the file or key and the fix, without passwords of URLs."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(redact(str(message)))
 
 
 def cannot_write(error: OSError, folder: Path) -> DataError:
-    """Error of a command that continues where it stopped: a file below `folder` cannot be written.
+    """Error of a command that cannot write a file below `folder` and can continue later.
 
-    Too many open files are no file's fault.
+    Too many open files name no file.
     """
     if error.errno == errno.EMFILE:
         return DataError(f"{explain(error)}; raise it, or use fewer --workers, and run the same command again.")

@@ -1,9 +1,9 @@
-"""LongCrawl64 and corpora in its format: what the training loop asks data for.
+"""LongCrawl64 and corpora in its format.
 
 Layout: `data_dir/<dataset>/{train,heldout}.zarr`, and for corpora of scripts/prepare_data.py also `manifest.json` and
-`tokenizer/`. `data_dir` is a folder, or a URL of which the chunks that training needs are fetched into a cache. A
-training example is a slice of S tokens as labels and the same slice shifted right by one, with the
-beginning-of-sequence token in front, as inputs (also for slices from the middle of a document, as in the paper's runs).
+`tokenizer/`. `data_dir` is a folder, or a URL of which the chunks that training needs are fetched into a cache. Labels
+of a training example are a slice of S tokens. Inputs are the same slice shifted right by one, with the
+beginning-of-sequence token in front, also from the middle of a document, as in the paper's runs.
 """
 
 import bisect
@@ -38,7 +38,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 class LongCrawl64DataModule:
     """Loaders over LongCrawl64 or any corpus in its format.
 
-    Its keys are explained in configs/datamodule/longcrawl64.yaml; here are the others.
+    configs/datamodule/longcrawl64.yaml explains the other keys.
 
     Args:
         data_dir: folder or URL (s3://, gs://, hf://, https://, …) with `<dataset>/train.zarr` and
@@ -97,7 +97,7 @@ class LongCrawl64DataModule:
         return (next(iter(self._arrays.values()), None) or self.array("train")).vocabulary
 
     def array(self, split: str, part: int = 0) -> TokenArray:
-        """The array "train" or "heldout" of a part, which sequences of the length asked for fill; opened once.
+        """The array "train" or "heldout" of a part, opened once; the wanted length must divide its documents.
 
         A run that only evaluates needs no train.zarr, and the reverse.
 
@@ -114,7 +114,7 @@ class LongCrawl64DataModule:
             self._arrays[split, part] = array
         return self._arrays[split, part]
 
-    # What is read when: a mixture answers these differently --------------------------------------------------------
+    # Reading order: a mixture overrides these --------------------------------------------------------
 
     def batches(self) -> int:
         """Global batches until a corpus has been read once."""
@@ -132,10 +132,10 @@ class LongCrawl64DataModule:
         return self.train_batch_size
 
     def eval_order(self, part: int) -> ReadingOrder:
-        """Order of a part's held-out sequences, one sequence per batch.
+        """Reading order of a part's held-out sequences, one sequence per batch.
 
         Raises:
-            DataError: there are fewer than asked for.
+            DataError: there are fewer than wanted.
         """
         array = self.array("heldout", part)
         available = array.documents * array.doc_len
@@ -151,13 +151,13 @@ class LongCrawl64DataModule:
         array = self.array("train")
         return ReadingOrder(array.documents, array.doc_len, self.train_batch_len, self.train_batch_size, self.repeat)
 
-    # The same for both ---------------------------------------------------------------------------------------------
+    # Shared with mixtures ---------------------------------------------------------------------------------------------
 
     def train_info(self) -> DataInfo:
         return self._info("train", self.train_batch_len, self.train_batch_size, self.batches() * self.train_batch_size)
 
     def train_lengths(self) -> dict[int, float]:
-        """Shares in the first batch where documents are packed, because rows lie in no order."""
+        """With packed documents the shares in the first batch, because rows are shuffled."""
         if not self.packed:
             return {self.train_batch_len: 1.0}
         first = Loader(TrainBatches(self, 0, 1), range(1), 0, self.vocabulary, packed=True)
@@ -232,7 +232,7 @@ class TrainBatches(Dataset):
 
 
 class EvalBatches(Dataset):
-    """Map-style: batch index of this rank -> held-out sequences, those of one array after those of another."""
+    """Map-style: batch index of this rank -> held-out sequences, array after array."""
 
     def __init__(self, data: LongCrawl64DataModule, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -248,7 +248,7 @@ class EvalBatches(Dataset):
     def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
         first = (batch * self.world_size + self.rank) * self.batch_size
         wanted = np.arange(first, first + self.batch_size)
-        # Past the end: the last again, with weight 0.
+        # Past the end the last sequence again, with weight 0.
         rows = [self._read(sequence) for sequence in np.minimum(wanted, self.ends[-1] - 1).tolist()]
         weight = torch.from_numpy((wanted < self.ends[-1]).astype(np.float64))
         return {"labels": torch.from_numpy(np.concatenate(rows)), "weight": weight}

@@ -1,9 +1,9 @@
 """A mixture of corpora: every global batch takes its sequences from several of them, in proportion to weights.
 
 Which corpus sequence s of a run comes from is arithmetic. Weights are brought to whole numbers without a common
-divisor, and sequences repeat a pattern as long as their sum, in which every corpus has its weight and lies as evenly as
-possible. So after n sequences corpus i has given `n // P · w_i + prefix_i[n % P]`, from where it continues.
-Each corpus is read in its own order (order.py, at batch size 1): the first T tokens of every document, then the next T.
+divisor. Sequences repeat a pattern as long as their sum, in which every corpus has its weight and is spread as evenly
+as possible. So after n sequences corpus i has given `n // P · w_i + prefix_i[n % P]`, from where it continues. Each
+corpus is read in its own order (order.py, at batch size 1): the first T tokens of every document, then the next T.
 
 Axes: P sequences of the pattern, I corpora.
 """
@@ -30,10 +30,10 @@ LONGEST_PATTERN = 1000
 
 
 class Interleaving:
-    """Which corpus each sequence comes from, and which of its sequences it is.
+    """Maps each sequence of a run to a corpus and to a sequence of that corpus.
 
     Args:
-        weights: positive; what counts is their proportion.
+        weights: positive; only their proportion counts.
 
     Raises:
         ValueError: they have too many digits.
@@ -67,7 +67,7 @@ class Interleaving:
         return self.pattern_P[np.arange(first, last) % len(self.pattern_P)]
 
     def sequences_before(self, corpus: int, available: int) -> int:
-        """The most sequences of a run that ask a corpus for no more than it has."""
+        """The most sequences of a run that need no more of a corpus than it has."""
         patterns, more = divmod(available, int(self.weights_I[corpus]))
         within = np.flatnonzero(self.prefix_PI[:-1, corpus] <= more)[-1]
         return patterns * len(self.pattern_P) + int(within)
@@ -79,7 +79,7 @@ class MixtureDataModule(LongCrawl64DataModule):
     Args:
         data_dir: folder or URL that holds all of them.
         parts: their folder names, and how many sequences of each there are in proportion to the others; positive.
-        dataset: what the mixture is called in messages.
+        dataset: name of the mixture in messages.
         options: as for one corpus; eval_tokens are shared out in proportion to the weights.
 
     Raises:
@@ -87,7 +87,7 @@ class MixtureDataModule(LongCrawl64DataModule):
     """
 
     def __init__(self, data_dir: str, *, parts: Mapping[str, float], dataset: str = "mixture", **options: Any) -> None:
-        # In the order of names, so that the order in which they are written changes nothing.
+        # Sorted by name, so that the order in the config changes nothing.
         weights = dict(sorted(parts.items()))
         try:
             self.interleaving = Interleaving(list(weights.values()))

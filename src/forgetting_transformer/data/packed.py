@@ -1,6 +1,6 @@
 """Packed documents: where the texts in a row begin, for a model that keeps them apart (`datamodule=packed`).
 
-This is the one place that says where documents begin. Axes: B rows, T tokens of a row, S = T + 1.
+No other module decides where documents begin. Axes: B rows, T tokens of a row, S = T + 1.
 """
 
 import torch
@@ -31,7 +31,7 @@ def cu_seqlens_of(input_ids_BT: Tensor, bos_token_id: int) -> Tensor:
 
 
 def one_after_another(cu_seqlens_BS: Tensor) -> Tensor:
-    """The same over the tokens of all rows, one row after another: `(B * S,)`."""
+    """`cu_seqlens` over the tokens of all rows, one row after another: `(B * S,)`."""
     n_rows, length = len(cu_seqlens_BS), cu_seqlens_BS.shape[1] - 1
     begin_B = torch.arange(0, n_rows * length, length, device=cu_seqlens_BS.device, dtype=torch.int32)
     return (cu_seqlens_BS + begin_B[:, None]).flatten()

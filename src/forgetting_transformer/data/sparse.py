@@ -1,4 +1,4 @@
-"""An array of which chunks are missing on purpose: the documents that count, and their place on disk.
+"""An array with chunks missing on purpose: its complete documents, and their places on disk.
 
 Only whole rows of chunks are of use: a document lies in all chunks of a row. Other documents do not exist for a run,
 and the list of those that do is part of the fingerprint.
@@ -13,7 +13,7 @@ from forgetting_transformer.data.token_array import TokenArray
 
 
 class SparseTokenArray(TokenArray):
-    """A token array of which the documents count whose chunks are all there, renumbered in order.
+    """A token array of the documents whose chunks are all there, renumbered in order.
 
     Raises:
         DataError: as of TokenArray; there is no such document, or the files cannot be listed.

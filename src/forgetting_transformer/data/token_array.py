@@ -1,8 +1,8 @@
 """One Zarr array of token ids, (documents, doc_len) uint16 or uint32, read without ever inventing data.
 
-Zarr answers a chunk that is not on disk with its fill value, zero, and says nothing. A partial copy of a corpus would
-then train on documents of zeros. Here a chunk is read from its file, or the file is named in an error.
-sparse.py has the array of which some chunks are missing on purpose.
+Zarr silently returns its fill value, zero, for a chunk that is not on disk. A partial copy of a corpus would then train
+on documents of zeros. Here a chunk is read from its file, or an error names the file. sparse.py has the array of which
+some chunks are missing on purpose.
 """
 
 import hashlib
@@ -44,13 +44,13 @@ class TokenArray:
 
     Args:
         path: the array's folder, such as `data/longcrawl64/train.zarr`, or a URL such as s3://bucket/train.zarr.
-        vocabulary: what the user states of it, where the manifest beside the array and `assumed` say the rest
-            (vocabulary_of); or a number that ids must be below, where nobody asks which begin and end a text.
+        vocabulary: stated by the user; the manifest beside the array and `assumed` complete it (vocabulary_of). Or a
+            number that ids must be below, where BOS and EOS do not matter.
         cache: where the files of a URL are kept, and how many; None is the default of CacheSettings.
-        sampled: whether some rows are looked at now.
+        sampled: whether to check some rows now.
 
     Attributes:
-        documents, doc_len: the shape of what can be read.
+        documents, doc_len: the shape that can be read.
         dtype: of the ids, one of TOKEN_DTYPES, whatever the vocabulary needs.
         chunk_shape: documents and tokens that are decoded together.
 
@@ -93,9 +93,9 @@ class TokenArray:
             _ = self._sample
 
     def keep(self, n_documents: int, seq_len: int) -> None:
-        """Has as many decoded chunks kept as `seq_len` tokens of `n_documents` neighbouring documents touch.
+        """Keeps as many decoded chunks as `seq_len` tokens of `n_documents` neighbouring documents touch.
 
-        So many are enough where batches are read in order: whatever the next one shares with this one was used last.
+        These are enough where batches are read in order: what the next one shares with this one was used last.
 
         Raises:
             DataError: the cache of a remote array has no room for so many.
@@ -122,7 +122,7 @@ class TokenArray:
             decoded = self._kept.pop(chunk, None)
             if decoded is None:
                 decoded = self.decode(chunk)
-            if self._slots:  # what was used longest ago goes first
+            if self._slots:  # least recently used first
                 while len(self._kept) >= self._slots:
                     self._kept.popitem(last=False)
                 self._kept[chunk] = decoded

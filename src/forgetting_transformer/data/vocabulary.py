@@ -1,7 +1,7 @@
 """Manifest and vocabulary of a corpus: how many token ids it has, and the token of each.
 
-The arrays do not say. A model with the vocabulary of another tokenizer trains all the same, only worse: so nothing is
-assumed of an array that nobody describes.
+The arrays do not state them. A model with the vocabulary of another tokenizer trains all the same, only worse: so
+nothing is assumed about an undescribed array.
 """
 
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class StatedVocabulary:
-    """The same as far as the user states it; None is not stated."""
+    """The vocabulary as far as the user states it; None is not stated."""
 
     size: int | None = None
     bos_token_id: int | None = None
@@ -95,8 +95,8 @@ def vocabulary_of(
 ) -> Vocabulary:
     """The vocabulary of the corpus at `place`.
 
-    It is what is stated, else what its manifest says, else GPT-2's for LongCrawl64, else what is assumed. EOS is
-    BOS where only BOS is stated or in the manifest.
+    The stated one, else that of its manifest, else GPT-2's for LongCrawl64, else the assumed one. EOS is BOS where only
+    BOS is stated or in the manifest.
 
     LongCrawl64 is a folder of that name with documents of 65,536 tokens, or of as many as
     scripts/download_longcrawl64.py cut them to, which its note says.
@@ -150,7 +150,7 @@ def download_note(folder: Path, split: str) -> dict[str, Any]:
 
 
 def other_token(texts: Mapping[int, str], model: Mapping[int, str], of_model: str) -> str | None:
-    """Which id of texts a model takes for another token: "id 5 is 'b' there and 'a' in OF_MODEL"; None where none is.
+    """An id that stands for another token in a model: "id 5 is 'b' there and 'a' in OF_MODEL"; None if there is none.
 
     Args:
         texts, model: id -> token. The model may know more ids than the texts have.

@@ -1,4 +1,4 @@
-"""Start of a worker process, and the shared memory in which it hands over batches."""
+"""Start of a worker process, and shared memory for its batches."""
 
 import contextlib
 import errno
@@ -39,7 +39,7 @@ def start_worker(_worker: int) -> None:
 
 
 def leave_with_parent() -> None:
-    """From here on this process ends when the one that started it is gone: killed, it could not stop its workers.
+    """Ends this process when its parent is gone: a killed parent cannot stop its workers.
 
     PyTorch's readers look for their parent too, but take for it the one they have when they first wait for work. A
     reader whose rank was killed before that would wait for ever.
@@ -54,7 +54,7 @@ def leave_with_parent() -> None:
 
 
 def hand_over(batch: Any) -> Any:
-    """Moves a batch, if it is one, into shared memory, in the worker itself.
+    """Moves a batch into shared memory, in the worker itself; passes on anything else.
 
     PyTorch would do so in a thread that prints its errors and drops the batch, for which training would wait for ever.
 
@@ -67,7 +67,7 @@ def hand_over(batch: Any) -> Any:
 
 @contextlib.contextmanager
 def sharing_memory() -> Iterator[None]:
-    """Around what takes shared memory: the system's error does not name it.
+    """Names shared memory in errors of code that takes it: the system's error does not.
 
     Raises:
         DataError: naming the resource, its size and the fix.
@@ -89,7 +89,7 @@ def sharing_memory() -> Iterator[None]:
 
 
 def received(items: Iterator[Any]) -> Iterator[Any]:
-    """A loader's items. A worker that was killed while it handed over a batch is reported as PyTorch reports others.
+    """Yields a loader's items. Reports a worker that was killed while it passed on a batch as PyTorch reports others.
 
     Raises:
         DataError: of a worker, without the traceback that PyTorch puts before it.

@@ -1,4 +1,4 @@
-"""Forget gates of a trained model on one text: matrices, maps, memory lengths, and what pruning leaves out.
+"""Forget gates of a trained model on one text: matrices, maps, memory lengths, and the share that pruning skips.
 
     F_ij = Π_{l=j+1..i} f_l                  how much of token j's weight is left at token i
     A_ij = softmax_j(s·q_i·k_j + log F_ij)   the attention weights
@@ -6,14 +6,14 @@
 Both are T × T a head. They are computed in strips of rows and reduced to the picture's pixels at once, so that a text
 of 16k tokens needs no more memory than a strip and the picture.
 
-The callback `gate_statistics` measures while a FoX is trained how far back each head sees and what pruning skips:
+During training of a FoX, the callback `gate_statistics` measures how far back each head sees and what pruning skips:
 
     python train.py … callbacks=[gate_statistics] callbacks.gate_statistics.interval=1000000000
 
 It writes gates.jsonl: `gates/layer_<l>/head_<h>`, the memory length of a head in tokens (`memory_lengths`), mean over
 the first held-out batch of every rank; `gates/shortest`, `gates/median` and `gates/longest` of all heads. For a model
 that prunes also `gates/pruned`, the share of tiles that pruning skips, mean over heads and the same texts. Heads of a
-Transformer (Pro) have no gates: their memory length is the whole context, and the log says so.
+Transformer (Pro) have no gates: their memory length is the whole context, as the log states.
 
 Axes: `forgetting_transformer/ops/__init__.py`. P is the pixels of a picture's side.
 """
@@ -47,9 +47,9 @@ from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
-#: Entries of a strip of a T × T matrix that are held at once: 64 MiB in float32.
+#: Entries of a strip of a T × T matrix in memory at once: 64 MiB in float32.
 _STRIP_ENTRIES = 2**24
-#: Attention weights below it stay white in pictures, as in the paper.
+#: Attention weights below this stay white in pictures, as in the paper.
 _LEAST_WEIGHT = 0.5
 #: ln ε of pruning for models that do not prune.
 _TOLERANCE = -10.0
@@ -104,7 +104,7 @@ def attention_layers(model: Any) -> dict[int, ForgettingAttentionLayer]:
 
 @contextlib.contextmanager
 def watching(mixers: Mapping[int, ForgettingAttentionLayer], use: Callable[[AttentionInputs], None]) -> Iterator[None]:
-    """While inside, `use` gets the inputs of attention of these layers, by block index, whenever the model runs.
+    """Passes the inputs of attention of these layers to `use`, by block index, whenever the model runs.
 
     It is called after each layer, once for every sequence of the batch, in their order.
     """
@@ -153,11 +153,11 @@ def _attention_inputs(
 
 
 def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory length of each head in tokens, `(H,)` float64: the median over queries of the distance at which
-    the decay reaches 1/e. And whether that is a lower bound, `(H,)` bool.
+    """Memory length of each head in tokens, `(H,)` float64: the median over queries of the distance at which the decay
+    reaches 1/e; and whether that is a lower bound, `(H,)` bool.
 
     The median runs over the second half of the text, whose queries have T/2 or more tokens before them. It is a lower
-    bound for a head that at half of them has not yet forgotten the beginning of the text.
+    bound for a head that has not forgotten the beginning of the text at half of them.
     """
     c_HT = log_fgate_HT.double().cumsum(-1)
     length = c_HT.shape[-1]
@@ -196,7 +196,7 @@ def gate_matrix(log_fgate_T: Tensor, pixels: int) -> Tensor:
 
 
 def attention_map(inputs: AttentionInputs, head: int, pixels: int) -> Tensor:
-    """A of one head as a picture `(P, P)`, P ≤ pixels: each pixel the largest weight of the pairs it stands for."""
+    """A of one head as a picture `(P, P)`, P ≤ pixels: each pixel is the largest weight of its pairs."""
     q_TD, k_ND = inputs.q_HTD[head], inputs.k_HTD[head]
     c_N = inputs.log_fgate_HT[head].cumsum(0)
     length = len(k_ND)
@@ -262,7 +262,7 @@ def evaluate(
     """Draws gates.png, attention.png and memory.png of one text, and writes evaluation.json and table.md.
 
     Args:
-        text: what conditions call it.
+        text: its name in the conditions.
         layers, heads: to draw; default four layers, evenly spaced, and their first four heads.
         pixels: a picture's side.
 
@@ -350,7 +350,7 @@ class GateStatistics(EvaluationCallback):
     @torch.no_grad()
     def evaluate(self, trainer: TrainerInterface) -> dict[str, Any]:
         fabric = trainer.fabric
-        with trainer.sentinel.reading("the corpus (datamodule.name)"):
+        with trainer.watchdog.reading("the corpus (datamodule.name)"):
             batch = next(iter(trainer.data.eval_loader(fabric.global_rank, fabric.world_size)))
         memory: dict[int, list[Tensor]] = {layer: [] for layer in self._layers}
         pruned: dict[int, list[Tensor]] = {layer: [] for layer in self._layers}
@@ -366,7 +366,7 @@ class GateStatistics(EvaluationCallback):
             trainer.sum_over_ranks(mean_LH)
             return mean_LH / fabric.world_size
 
-        # The whole model, in which shards of weights come together when they are needed.
+        # The whole model, which gathers shards of weights when they are needed.
         with watching(self._layers, measure):
             trainer.model(**model_inputs(fabric.to_device(batch)))
         memory_LH = means(memory)

@@ -32,7 +32,7 @@ def continue_prompts(
         prompts_BT: token ids `(B, T)`.
     """
     tokenizer = model.require_tokenizer()
-    # It warns of texts longer than those of training, which are intended here.
+    # transformers warns of texts longer than those of training, which are intended here.
     logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.ERROR)
     own, pad = model.eos_token_ids, tokenizer.pad_token_id
     input_ids = torch.from_numpy(prompts_BT).to(model.device)
@@ -59,7 +59,7 @@ def answer(
     precision: str,
     batch_size: int = 1,
 ) -> list[str]:
-    """The answers to numbered prompts, in their order; what any process has answered before is not asked again.
+    """The answers to numbered prompts, in their order; prompts that some process has answered are not asked again.
 
     Every process adds lines to its own file, `<file>.<rank>.jsonl`.
 
@@ -107,10 +107,10 @@ def begin(
     kind: str = "",
     own: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Takes up an evaluation in a folder, or makes the folder; every process calls it.
+    """Continues an evaluation in a folder, or makes the folder; every process calls it.
 
     Args:
-        settings: what its results depend on, besides the weights and the precision.
+        settings: all that its results depend on, besides the weights and the precision.
         kind: of the evaluation, if it writes what `write_evaluation` does, and `own` files besides.
 
     Returns:
@@ -131,7 +131,7 @@ def begin(
 
 
 def check_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Writes the settings of an evaluation beside its results, or refuses to mix results of others with them; makes the
+    """Writes the settings of an evaluation beside its results, or refuses to mix them with those of others; makes the
     folder.
 
     Raises:
@@ -140,7 +140,7 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
     file, cure = folder / "settings.json", "choose another --model name, --exp or folder, or delete this one"
     settings = json.loads(json.dumps(settings))
     if not file.exists() and (folder / "results.json").exists():
-        raise EvaluationError(f"{folder}/results.json is of something else, as no settings.json lies beside it: {cure}")
+        raise EvaluationError(f"{folder}/results.json has no settings.json beside it, so it is of others: {cure}")
     # Files of a start that failed before its first result may be replaced.
     if file.is_file() and any(path.is_file() and path != file for path in folder.rglob("*")):
         stored = evaluations.read_json(file)

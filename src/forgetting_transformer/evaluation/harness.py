@@ -1,6 +1,6 @@
 """lm-evaluation-harness: an adapter for the models of this project.
 
-The harness asks for log-likelihoods; the adapter answers without ever holding the logits of a whole text. Every
+The harness asks for log-likelihoods; the adapter computes them without ever holding the logits of a whole text. Every
 sequence begins with the beginning-of-sequence token, as in training. Needs `pip install lm_eval` (the extra `eval`).
 
 Axes: `forgetting_transformer/ops/__init__.py`. t are the last positions.
@@ -39,7 +39,7 @@ from forgetting_transformer.evaluation.models import (
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.hub_connection import use_cached_datasets
 
-#: Default of tasks, as in lm_eval's own models.
+#: Default of tasks in lm_eval's own models.
 _MAX_NEW_TOKENS = 256
 #: Resamples for the standard error of a metric that has no formula for it, such as a perplexity.
 _BOOTSTRAP = 100
@@ -104,7 +104,7 @@ class HarnessModel(TemplateLM):
                 )
         inputs = [(context + continuation)[-self.max_length - 1 : -1] for _, context, continuation in requests]
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        # Longest first: running out of memory, if it must be, comes at once and not after an hour.
+        # Longest first, so that the process runs out of memory at once and not after an hour.
         order = sorted(range(len(requests)), key=lambda n: -len(inputs[n]))
         bar = tqdm(total=len(order), desc="log-likelihoods", disable=disable_tqdm or not self.workers.shows_progress)
         for start in range(0, len(order), self.batch_size):
@@ -256,7 +256,7 @@ def evaluate(
 def run_tasks(
     adapter: HarnessModel, tasks: Sequence[str], manager: TaskManager, limit: int | None, log_samples: bool
 ) -> dict[str, Any]:
-    """lm_eval's results; None on all processes but the first."""
+    """Runs tasks; returns lm_eval's results, None on all processes but the first."""
     return lm_eval.simple_evaluate(
         adapter,
         tasks=list(tasks),
@@ -270,9 +270,9 @@ def run_tasks(
 def _scores_of(
     of_tasks: Sequence[Sequence[Mapping[str, Any]]], reported: Mapping[str, Any]
 ) -> question_scores.QuestionScores:
-    """Scores of single questions, from lm_eval's records, for the metrics whose means are what it reports.
+    """Scores of single questions, from lm_eval's records, for metrics that it reports as means.
 
-    A perplexity is none, for example: its records are log-likelihoods.
+    A perplexity is not such a metric: its records are log-likelihoods.
 
     Args:
         of_tasks: a record per question and filter, of a task or of those in a group.
@@ -314,12 +314,12 @@ def check_names(tasks: Sequence[str], manager: TaskManager, option: str) -> None
 
 @functools.cache
 def task_manager(include_path: Path | None) -> TaskManager:
-    """lm_eval's register of tasks, which takes seconds to make."""
+    """lm_eval's registry of tasks, which takes seconds to make."""
     return TaskManager(include_path=None if include_path is None else str(include_path))
 
 
 def load_task(task: str, manager: TaskManager) -> dict[str, Any]:
-    """Loads a task's data, so that a failure to do so is known to be one; returns lm_eval's objects by name.
+    """Loads a task and its data, so that errors of loading are reported as such; returns lm_eval's objects by name.
 
     Raises:
         EvaluationError: it cannot be loaded.

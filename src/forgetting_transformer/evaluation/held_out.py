@@ -1,4 +1,4 @@
-"""Held-out sequences to evaluate on: rows of `heldout.zarr`, or what the corpus of a plug-in gives; single texts."""
+"""Held-out sequences to evaluate on: rows of `heldout.zarr`, sequences of a plug-in's corpus, or single texts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,12 +49,11 @@ class HeldOutSequences:
         return self.folder.resolve().name
 
     def groups(self) -> np.ndarray | None:
-        """For each sequence, the number of the held-out group of texts that it is from; None where that is unknown."""
+        """For each sequence, the number of its held-out group of texts; None where unknown."""
         return None
 
     def read_batches(self, batches: Sequence[range]) -> Iterator[dict[str, Tensor] | None]:
-        """Inputs and labels of sequences, which come in order; None where the other processes have work and this one
-        has not."""
+        """Inputs and labels of sequences, in order; None where other processes have work and this one has not."""
         raise NotImplementedError
 
 
@@ -109,7 +108,7 @@ class CorpusSequences(HeldOutSequences):
 
 
 def find_heldout(data_path: str | Path) -> Path:
-    """The folder that holds `heldout.zarr`: `data_path` itself, or the only one in it.
+    """The folder of `heldout.zarr`: `data_path` itself, or the only one in it.
 
     Raises:
         DataError: there is none, or there are several.
@@ -154,7 +153,7 @@ def open_heldout(
     Args:
         folder: of the corpus.
         length: tokens in a sequence, a divisor of the documents' length; default whole documents.
-        assumed: vocabulary of a corpus whose manifest does not say it and that is not LongCrawl64.
+        assumed: vocabulary of a corpus that is not LongCrawl64 and has none in its manifest.
         tokens, at_most: as of `count_sequences`.
 
     Raises:
@@ -222,8 +221,8 @@ def open_corpus(
         raise DataError(f"--corpus {' '.join([name, *keys])}: {error}") from error
     if source.packed:
         raise DataError(
-            f"--corpus {name}: its rows hold several texts that are kept apart, so a position in a row says nothing of "
-            "the context; use --corpus with a corpus of one text a row"
+            f"--corpus {name}: its rows hold several texts that are kept apart, so a position in a row does not "
+            "measure the context; use --corpus with a corpus of one text a row"
         )
     info = source.eval_info()
     sequences = count_sequences(length, info.total_batches * length, info.path, tokens, at_most)
@@ -235,8 +234,7 @@ def check_vocabulary(model: EvaluatedModel, data: HeldOutSequences) -> None:
     """Refuses a corpus of another tokenizer than the model's, whose losses would mean nothing.
 
     Raises:
-        EvaluationError: saying in what the two differ: their sizes, their BOS tokens, or the tokens behind their ids,
-            where both are known.
+        EvaluationError: with the difference: sizes, BOS tokens, or the tokens of ids, where both are known.
         DataError: the corpus's tokenizer.json is damaged.
     """
     vocab_size, bos = model.model.config.get_text_config().vocab_size, model.bos_token_id
@@ -282,7 +280,7 @@ def read_documents(model: EvaluatedModel, data_path: str, needed: int, first: in
     Raises:
         EvaluationError: there is no document number `first`, or the corpus is another tokenizer's.
     """
-    # A corpus that does not say what it was made with is taken to be the model's.
+    # A corpus that does not name its tokenizer counts as the model's.
     bos = model.bos_token_id or 0
     assumed = Vocabulary(model.model.config.get_text_config().vocab_size, bos, bos)
     data = open_heldout(find_heldout(data_path), assumed=assumed)

@@ -1,4 +1,4 @@
-"""Evaluations of the model in training: what their callbacks share."""
+"""Shared parts of callbacks that evaluate the model in training."""
 
 import logging
 import time
@@ -23,7 +23,7 @@ class BrokenOff(Exception):
 
 
 class EvaluationCallback(Callback):
-    """An evaluation every `interval` training tokens, which a signal breaks off; the next start does it again.
+    """An evaluation every `interval` training tokens. A signal interrupts it; the next start repeats it.
 
     With ddp ranks share the work. With fsdp every rank does all of it: a shard alone is no model.
     `kinds` has the one kind of line that it writes.
@@ -36,7 +36,7 @@ class EvaluationCallback(Callback):
         self.config, self.interval = config, config.interval
 
     def prepare(self, trainer: TrainerInterface) -> None:
-        """Looks whether all that the evaluation needs is there: not after hours.
+        """Checks before the first step, and not after hours, that the evaluation has all it needs.
 
         Raises:
             EvaluationError, ConfigError, DataError: naming what is missing.
@@ -44,7 +44,7 @@ class EvaluationCallback(Callback):
         raise NotImplementedError
 
     def evaluate(self, trainer: TrainerInterface) -> dict[str, Any]:
-        """Values to report. Calls `beat` before every batch."""
+        """Returns the values to report. Calls `beat` before every batch."""
         raise NotImplementedError
 
     def on_start(self, trainer: TrainerInterface) -> None:
@@ -82,7 +82,7 @@ def beat(trainer: TrainerInterface) -> None:
 
 
 def share(trainer: TrainerInterface) -> Workers:
-    """The ranks that divide an evaluation: all with ddp, and this one alone where a shard is no model."""
+    """The ranks that share an evaluation: all with ddp, this one alone with fsdp."""
     fabric = trainer.fabric
     if any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()):
         return Workers(0, 1, fabric.device)
@@ -93,7 +93,7 @@ def evaluated_model(trainer: TrainerInterface, callback: str, tokenizer: str | N
     """The model in training with its tokenizer; every rank calls it.
 
     Args:
-        callback: whose key `tokenizer` it is.
+        callback: its name, for messages about its key `tokenizer`.
         tokenizer: folder or hub id; None: the corpus's.
 
     Raises:
@@ -114,5 +114,5 @@ def evaluated_model(trainer: TrainerInterface, callback: str, tokenizer: str | N
 
 
 def precision(trainer: TrainerInterface) -> str:
-    """As in training, by the names of evaluations."""
+    """The precision of training, by its name in evaluations."""
     return "bf16" if trainer.config.fabric.precision == "bf16-mixed" else "fp32"

@@ -4,8 +4,8 @@
 
 Writes lm_eval.jsonl: `lm_eval/<task>/<metric>` for every metric of every task, `…/<metric>_stderr` where lm_eval knows
 the standard error, and `lm_eval/<task>/chance`, the accuracy of a guess, for tasks that offer answers to choose from.
-What was asked stands beside them: `lm_eval/<task>/examples`, how many; `lm_eval/max_length`. A line with others is a
-point of another curve.
+The settings are beside them: `lm_eval/<task>/examples`, their number, and `lm_eval/max_length`. A line with other
+settings is a point of another curve.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class LmEvalConfig:
     tokenizer: Text | None = None
 
 
-#: Examples of a task whose offered answers are counted.
+#: Examples of a task in which offered answers are counted.
 _COUNTED = 1000
 
 
@@ -69,14 +69,14 @@ class LmEval(EvaluationCallback):
         from forgetting_transformer.evaluation import harness
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # else a page at every evaluation
-        # Its pool for resampling would fork a process that holds a GPU and threads.
+        # Its pool for resampling would fork a process with a GPU and threads.
         os.environ["DISABLE_MULTIPROC"] = "1"
         config, model = self.config, evaluated_model(trainer, "lm_eval", self.config.tokenizer)
         log.info("lm_eval: looking for %s and their data", ", ".join(config.tasks))
         workers, length = share(trainer), config.max_length or trainer.config.datamodule.train_batch_len
         manager = harness.task_manager(Path(config.include_path) if config.include_path else None)
         harness.check_names(config.tasks, manager, "callbacks.lm_eval.tasks")
-        #: What every line says of the tasks, since a later start may change them.
+        #: Settings in every line, since a later start may change them.
         self._test: dict[str, Any] = {_name(names.MAX_LENGTH): length}
         for name in config.tasks:
             tasks = harness.load_task(name, manager)

@@ -7,7 +7,7 @@ Prompts and lengths of answers are the benchmark's, github.com/THUDM/LongBench (
 - scores: F1 of words (question answering), ROUGE-L (summaries), found class among the classes found (TREC), similarity
   of the first line that is code (code); the best over the reference answers, times 100.
 
-LongBench-E has further examples for eleven of them, as many of each length, and a score for each range of lengths.
+LongBench-E has further examples for eleven of them, equally many of each length, and a score for each range of lengths.
 
 The benchmark's own code differs in three points: it cuts prompts in tokens, an answer for SAMSum ends at a line break,
 and only for TREC, TriviaQA and SAMSum does the first line of an answer alone count.
@@ -77,9 +77,9 @@ def classification(prediction: str, answer: str, classes: Sequence[str] = ()) ->
 
 
 def code_similarity(prediction: str, answer: str, _classes: Sequence[str] = ()) -> float:
-    """Similarity of the prediction's line of code to the answer, in whole percent; 0 if there is none.
+    """Similarity of the prediction's line of code to the answer, in whole percent; 0 without such a line.
 
-    The benchmark takes fuzzywuzzy's ratio, which is Python's own with nothing but `difflib` installed beside it.
+    The benchmark takes fuzzywuzzy's ratio, which is that of `difflib` unless another package is installed.
     """
     return round(100 * difflib.SequenceMatcher(None, code_line(prediction) or "", answer).ratio()) / 100
 
@@ -130,7 +130,7 @@ _PASSAGES = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words."
     "\n\nQuestion: {input}\nAnswer:"
 )
-# "asconcisely" is the benchmark's own spelling, and part of what models are asked.
+# "asconcisely" is the benchmark's own spelling, and part of the prompt.
 _STORY = "asconcisely as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
 _ARTICLE = (
     "as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered based "
@@ -223,7 +223,7 @@ def choose_sets(chosen: str | None, even: bool = False) -> list[str]:
         even: of LongBench-E.
 
     Raises:
-        EvaluationError: there is no such set; names those that there are.
+        EvaluationError: there is no such set; lists all sets.
     """
     known = E_SETS if even else tuple(SETS)
     names = list(known) if chosen is None else chosen.split(",")
@@ -244,7 +244,7 @@ def read_examples(name: str, data: Path | None, even: bool = False) -> list[dict
             fetches data.zip from the hub.
 
     Raises:
-        EvaluationError: the set is not there, and how to get it.
+        EvaluationError: the set is missing; the message has the way to get it.
     """
     name = f"{name}_e" if even else name
     advice = (
@@ -309,7 +309,7 @@ def score_example(name: str, record: Mapping[str, Any]) -> float:
 
 
 def folder_of(model: str, even: bool) -> Path:
-    """Where answers and scores of the paper's steps are, below the current folder.
+    """Folder of answers or scores of the paper's steps, below the current folder.
 
     Raises:
         EvaluationError: the name is a path.
@@ -343,7 +343,7 @@ def answer_sets(
     """
     todo = [name for name in sets if not _done(folder / f"{name}.jsonl").is_file()]
     if todo:
-        read_examples(todo[0], data, even)  # missing data is said before anything is written
+        read_examples(todo[0], data, even)  # missing data is an error before anything is written
     begin(model, folder, workers, precision, {"max_length": max_length, "limit": limit})
     for name in todo:
         file, examples = folder / f"{name}.jsonl", read_examples(name, data, even)[:limit]

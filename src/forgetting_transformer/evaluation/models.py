@@ -38,7 +38,7 @@ from forgetting_transformer.training.checkpoint.folder import CheckpointError, r
 from forgetting_transformer.training.execution.choice import choose_on_all_ranks
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
-# transformers' table of missing and unused weights; `_check_weights` says what matters of it.
+# transformers' table of missing and unused weights; `_check_weights` reports what matters of it.
 logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 
 # transformers writes this for "no limit".
@@ -50,7 +50,7 @@ class EvaluationError(AnalysisError):
 
 
 def folder_name(option: str, name: str) -> str:
-    """A name that a folder of results gets.
+    """The argument, checked as the name of a folder of results.
 
     Raises:
         EvaluationError: it is a path.
@@ -62,13 +62,13 @@ def folder_name(option: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model in evaluation mode and what is known about it.
+    """A model in evaluation mode, with facts about it.
 
     Attributes:
         model: a Hugging Face model, fp32 weights, on the device.
-        tokenizer: None where there is none to be had.
-        name: what files and figures call it.
-        source: where it came from.
+        tokenizer: None where there is none.
+        name: its name in files and figures.
+        source: folder or hub id.
         train_length: sequence length of its training in tokens, None if unknown.
         train_tokens: tokens it was trained on, None if unknown.
         no_tokenizer: why there is no tokenizer.
@@ -152,7 +152,7 @@ def load_model(
         name: what to call it; default the last part of `source`.
         step: training tokens of a run's checkpoint; default the newest valid one.
         tokenizer: folder or hub id, for a model that comes without one.
-        precision: what the evaluation will run in, for which the kernels are tested here.
+        precision: of the evaluation, for which the kernels are tested here.
 
     Raises:
         EvaluationError: nothing there that can be loaded.
@@ -174,7 +174,7 @@ def load_model(
 
 
 def _check_kernels(model: nn.Module, precision: str, device: torch.device) -> None:
-    """Tests the kernels that the model will use, before anything relies on them, and says on a GPU which they are."""
+    """Tests the kernels that the model will use before anything relies on them; on a GPU, names them."""
     dtype = torch.bfloat16 if resolve(precision, device) == "bf16" else torch.float32
     chosen = choose_on_all_ranks(model, dtype, device, lengths=None)
     if device.type == "cuda" and not (dist.is_initialized() and dist.get_rank() > 0):
@@ -183,12 +183,12 @@ def _check_kernels(model: nn.Module, precision: str, device: torch.device) -> No
 
 
 def pick_device(device: str | None = None) -> torch.device:
-    """The device asked for, else the first GPU, else the CPU.
+    """The chosen device, else the first GPU, else the CPU.
 
     Raises:
         EvaluationError: this machine has no such device.
     """
-    gpus = torch.cuda.device_count()  # counted, and not touched: workers may be forked yet
+    gpus = torch.cuda.device_count()  # only counted, because workers may be forked later
     usable = ["cpu", *["mps"] * torch.backends.mps.is_available()]
     usable += ["cuda", *(f"cuda:{n}" for n in range(gpus))] if gpus else []
     if device and device not in usable:
@@ -205,7 +205,7 @@ def precision_context(precision: str, device: torch.device) -> Iterator[None]:
 
 
 def resolve(precision: str, device: torch.device) -> str:
-    """ "auto" made definite."""
+    """The precision that "auto" stands for; others unchanged."""
     return ("bf16" if device.type == "cuda" else "fp32") if precision == "auto" else precision
 
 
@@ -217,7 +217,7 @@ def is_own(model: nn.Module) -> bool:
 def token_losses(model: PreTrainedModel, input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
     """Loss of every token in nats `(B, T)`, float32: `labels[t]` is the token after `input_ids[t]`.
 
-    This project's models never hold all logits. Others do.
+    This project's models never hold all logits; others do.
     """
     if is_own(model):
         return model(input_ids=input_ids_BT, labels=labels_BT).loss
@@ -247,7 +247,7 @@ def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> Evaluate
         )
     try:
         with warnings.catch_warnings():
-            # Said by torch where a checkpoint is read on one process, which is meant.
+            # torch warns where a checkpoint is read on one process, which is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             checkpoint, state, model = read_newest(directory.checkpoints, export.load_checkpoint, step)
     except CheckpointError as error:
@@ -280,7 +280,7 @@ def _load_pretrained(source: str, tokenizer: str | None) -> EvaluatedModel:
     try:
         # Not local_files_only, with which the client asks the hub for adapters all the same.
         place = model_folder(source) if cached else source
-        # safetensors only: a pickle from the hub may run what its author liked.
+        # safetensors only: a pickle from the hub may run any code.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
             use_safetensors=True,
@@ -324,14 +324,14 @@ def _load_pretrained(source: str, tokenizer: str | None) -> EvaluatedModel:
 
 
 def _check_weights(source: str, model: nn.Module, loading: dict[str, Any]) -> None:
-    """Refuses a model of which a part was not read: transformers initialises that as for training.
+    """Refuses a model with unread weights: transformers initialises these as for training.
 
     Args:
         loading: transformers' account of it; tied weights, which are stored once, do not count as missing.
 
     Raises:
         EvaluationError: naming a weight that is missing or has another shape, or one that this project's models do not
-            have. Other models' files may hold more than is used, such as masks.
+            have. Other models' files may contain more than is used, such as masks.
     """
     shapes = {
         name: f"{name} has the shape {tuple(stored)}, and the model {tuple(wanted)}"

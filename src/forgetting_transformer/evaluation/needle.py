@@ -1,17 +1,17 @@
 """Needle in a haystack: a sentence hidden in a long text, and a question that only this sentence answers.
 
-Standard mode hides the answer alone; easy mode hides the question with it, so that the model meets the very words it is
-asked with (Qin et al., 2024; Lin et al., "Forgetting Transformer", ICLR 2025, section 4.3).
+Standard mode hides the answer alone; easy mode hides the question with it, so that the text has the words of the query
+(Qin et al., 2024; Lin et al., "Forgetting Transformer", ICLR 2025, section 4.3).
 
     needle    standard: {statement} {answer}.          easy: {question} Answer: {statement} {answer}.
     query     Answer the following question: {question} Answer: {statement}
 
 Two kinds of prompts:
 
-- `Haystack` counts in tokens of the model under test. A prompt has exactly the length it is named after: the
+- `Haystack` counts in tokens of the model under test. A prompt has exactly its nominal length: the
   beginning-of-sequence token, text, needle and query together.
-- `Essays` makes the paper's (modes paper and paper_easy; zhixuan-lin/forgetting-transformer, eval/niah). The essays are
-  joined without anything between them and cut to L tokens, of which the beginning-of-sequence token is one, then
+- `Essays` makes those of the paper (modes paper, paper_easy; zhixuan-lin/forgetting-transformer, eval/niah). The essays
+  are joined without anything between them and cut to L tokens, of which the beginning-of-sequence token is one, then
   shortened so that with the needle they have L - 200. The needle follows the last token "." before its depth. As text,
   the quiz sentence and the question come after it. A prompt named after L therefore has about L - 200 tokens and those
   of the quiz, which are 59 with GPT-2's vocabulary.
@@ -31,9 +31,8 @@ The callback `needle` is a small test of the model that is being trained:
 
     python train.py … callbacks=[needle] callbacks.needle.interval=1000000000
 
-Nothing is generated there: one forward pass over prompt and answer gives the loss of the answer, which moves long
-before a model can write it, and tells whether greedy decoding would give it word for word. Writes needle.jsonl, for
-every length L:
+It generates nothing: one forward pass over prompt and answer gives the loss of the answer, which falls long before a
+model can write it, and whether greedy decoding would give it word for word. Writes needle.jsonl, for every length L:
 
     needle/length_<L>/loss              of the answer, nats per token, mean over depths and samples
     needle/length_<L>/loss_without      the same with no needle in the text: what the model guesses without looking
@@ -94,7 +93,7 @@ log = logging.getLogger(__name__)
 PAPER_MODES = {"paper": "standard", "paper_easy": "easy"}
 PAPER_NEW_TOKENS = 1024
 ESSAYS = "PaulGrahamEssays"
-#: Heat-maps, each called as its score.
+#: Heat-maps, each with the name of its score.
 _PICTURES = ("words.png", "exact.png")
 # Distance that the needle may move back from its depth to the end of a sentence, as a part of the text.
 _SENTENCE_REACH = 0.05
@@ -111,9 +110,9 @@ class Needle:
     """Needle and question. The defaults are the sentence of most needle tests.
 
     Attributes:
-        question: what is asked.
-        statement: how the answer begins; the query ends with it.
-        answer: what the model should continue with.
+        question: the question.
+        statement: beginning of the answer, with which the query ends.
+        answer: the right continuation.
     """
 
     question: str = "What is the best thing to do in San Francisco?"
@@ -127,7 +126,7 @@ class Needle:
 
     @property
     def asked(self) -> str:
-        """The question, and how its answer begins."""
+        """The query: the question, and the beginning of its answer."""
         return f"{self.question} Answer: {self.statement}"
 
     @property
@@ -142,7 +141,7 @@ class Cell:
     Attributes:
         length: tokens of the prompt.
         depth: where the needle is, 0 (beginning of the text) to 1 (end).
-        sample: which stretch of the haystack is used.
+        sample: number of the stretch of the haystack.
     """
 
     length: int
@@ -224,7 +223,7 @@ class Essays:
             raise EvaluationError(_NO_TEXT)
 
     def context(self, needle: str, length: int, depth: float) -> str:
-        """The essays with the needle in them.
+        """The essays with the hidden needle.
 
         Args:
             needle: the text to hide.
@@ -250,7 +249,7 @@ class Essays:
         return self._decode([*tokens[:place], *needle_ids, *tokens[place:]])
 
     def prompt_text(self, needle: str, asked: str, length: int, depth: float) -> str:
-        """A whole prompt; `asked` ends it, and is what the model continues."""
+        """A whole prompt; the model continues its end, `asked`."""
         return f"{self.context(needle, length, depth)}{_QUIZ}{asked}"
 
     def prompt(self, needle: Needle, mode: str, cell: Cell) -> np.ndarray:
@@ -295,7 +294,7 @@ def read_texts(folder: Path | None, between: str) -> str:
 
 
 def find_essays(chosen: Path | None, expected: Path) -> str:
-    """The texts of the chosen folder, else of the expected one, else Python's documentation, and a warning says so."""
+    """The texts of the chosen folder, else of the expected one, else Python's documentation, with a warning."""
     folder = chosen or (expected if expected.is_dir() else None)
     if folder is None:
         print(
@@ -374,7 +373,7 @@ def evaluate(
     batch_size: int = 1,
     precision: str = "auto",
 ) -> list[dict[str, Any]]:
-    """Asks for every cell of the grid that has no answer yet in `folder/answers.*.jsonl`, and scores all of them.
+    """Answers every cell of the grid that has no answer in `folder/answers.*.jsonl`, and scores all of them.
 
     scores.json gets every prediction with its scores, and words.png and exact.png are their heat-maps.
 
@@ -583,12 +582,12 @@ then the rating in double square brackets, such as [[4]]."""
 class Judge:
     """A language model behind an OpenAI-compatible endpoint that rates answers.
 
-    Every rating is kept in a file under a hash of what was asked, so that nothing is asked, or paid for, twice. A
-    request that fails is tried again, longer and longer apart.
+    Every rating is kept in a file under a hash of its request, so that no request is made, or paid for, twice. A failed
+    request is repeated at growing intervals.
 
     Attributes:
         base_url: such as https://api.openai.com/v1 or http://localhost:8000/v1; `/chat/completions` is added.
-        model: as the endpoint calls it.
+        model: its name at the endpoint.
         cache: JSON-lines file of ratings.
         api_key: sent as a bearer token if there is one.
     """
@@ -599,7 +598,7 @@ class Judge:
     api_key: str | None = None
 
     def rate(self, question: str, reference: str, answer: str) -> int | None:
-        """1 to 10, or None where the endpoint gave no rating; a warning says why.
+        """A rating of 1 to 10, or None with a warning where the endpoint gave none.
 
         Raises:
             EvaluationError: the endpoint refuses, or after all tries nothing answers at its address.
@@ -620,7 +619,7 @@ class Judge:
                 response = httpx.post(url, json=body, headers=headers, timeout=_SECONDS)
                 if response.status_code in (401, 403, 404):
                     said = f"answers {response.status_code}"
-                    break  # to ask again would not help, and neither would the other answers
+                    break  # neither this request again nor the others would succeed
                 reply = response.raise_for_status().json()["choices"][0]["message"]["content"] or ""
                 if 1 <= (rating := int(_RATING.findall(reply)[-1])) <= 10:
                     append_record(self.cache, {"key": key, "rating": rating})
@@ -699,7 +698,7 @@ class NeedleConfig:
     interval: Tokens
     #: Tokens of a prompt with its answer; null: as in training, and half of that if there is room.
     lengths: Annotated[list[Count], Field(min_length=1)] | None = None
-    #: Place of the needle, 0 (beginning of the text) to 1 (end).
+    #: Places of the needle, 0 (beginning of the text) to 1 (end).
     depths: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)] = field(
         default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0]
     )
@@ -707,7 +706,7 @@ class NeedleConfig:
     samples: Count = 4
     #: "easy" hides the question with its answer, "standard" the answer alone.
     mode: Literal["easy", "standard"] = "easy"
-    #: What is hidden and asked; the question's answer begins with the statement.
+    #: Needle and question; the question's answer begins with the statement.
     question: Text = Needle.question
     statement: Text = Needle.statement
     answer: Text = Needle.answer
@@ -735,7 +734,7 @@ class NeedleTest(EvaluationCallback):
                 f"callbacks.needle.lengths={config.lengths or 'null'} has prompts of {lengths[0]} tokens, and needle, "
                 f"question and answer alone have {least - 1}; give lengths of {least} or more"
             )
-        trainer.data.eval_info()  # which says so if nothing is held out
+        trainer.data.eval_info()  # which raises an error if nothing is held out
         texts: list[np.ndarray] = []
         for batch in trainer.data.eval_loader(0, 1):  # alike on every rank
             ids = batch["labels"][batch["weight"] > 0].flatten().numpy()
@@ -780,13 +779,13 @@ class NeedleTest(EvaluationCallback):
 def answer_losses(
     model: EvaluatedModel, prompts_BT: np.ndarray, answer_K: np.ndarray, precision: str
 ) -> tuple[Tensor, Tensor]:
-    """Loss of the answer after each prompt, in one forward pass.
+    """Losses of the answer after each prompt, in one forward pass.
 
     Args:
         answer_K: token ids `(K,)` that should follow every prompt.
 
     Returns:
-        `(B, K)`: the loss of every token of the answer in nats, float64, and whether it is the likeliest one. Greedy
+        `(B, K)`: the loss of every token of the answer in nats, float64, and whether it is the most likely one. Greedy
         decoding gives the answer where all are.
     """
     answers_BK = np.broadcast_to(answer_K, (len(prompts_BT), len(answer_K)))

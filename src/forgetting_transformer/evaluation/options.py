@@ -7,7 +7,7 @@ from forgetting_transformer.command_line import at_least, step
 
 
 def add_model(parser: argparse.ArgumentParser, name_required: bool = False) -> None:
-    """Adds which model is evaluated, and how; `workers.run` reads them."""
+    """Adds the options of the model and its evaluation, which `workers.run` reads."""
     parser.add_argument(
         "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
     )

@@ -3,8 +3,8 @@
     L(i) = mean over sequences of -log p(token i | tokens before it)           i from 1, in nats
 
 A model that uses all of its context has an L(i) that falls with i; where it is flat, tokens farther back are of no use
-to the model. What tells models apart is therefore the slope of L, not its height, and not the perplexity over a
-context, which keeps falling long after L has become flat.
+to the model. So compare models by the slope of L, not by its height, and not by the perplexity over a context, which
+keeps falling long after L has become flat.
 
 The sums are additive over sequences, so an evaluation that was stopped continues at the next sequence, with any number
 of processes. Source: Lin et al., "Forgetting Transformer", ICLR 2025, section 4.
@@ -68,8 +68,8 @@ class Sums:
 
     Attributes:
         loss_T: sum of the loss at each position.
-        octaves_NO: mean loss of each sequence in each octave of positions (`octave_edges`): what standard errors, and
-            comparisons of models sequence by sequence, are computed from.
+        octaves_NO: mean loss of each sequence in each octave of positions (`octave_edges`), for standard errors and for
+            comparisons of models sequence by sequence.
     """
 
     loss_T: np.ndarray
@@ -101,7 +101,7 @@ def evaluate(
         resume: continue from those sums; otherwise start again and replace it.
 
     Returns:
-        What results.json holds, on every process.
+        The contents of results.json, on every process.
 
     Raises:
         EvaluationError: the folder holds the state of another evaluation, the corpus was made with another tokenizer,
@@ -125,7 +125,7 @@ def evaluate(
     sums = known or Sums(np.zeros(data.length), np.zeros((0, octaves_TO.shape[1])))
     begun = sums.sequences
     per_round = workers.world_size * batch_size
-    # What this process adds between two saves.
+    # Sums of this process between two saves.
     most = min(save_interval * per_round, data.sequences - sums.sequences)
     loss_T = torch.zeros(data.length, dtype=torch.float64, device=workers.device)
     octaves_NO = torch.zeros(most, octaves_TO.shape[1], dtype=torch.float64, device=workers.device)
@@ -193,7 +193,7 @@ def summarise(sums: Sums, model: EvaluatedModel, identity: dict[str, Any]) -> di
 
 
 def _read_ahead(batches: Iterator[T]) -> Iterator[T]:
-    """The same batches; while one is used, a thread reads the next."""
+    """Yields the batches; a thread reads the next one ahead."""
     with ThreadPoolExecutor(1) as reader:
         ahead = reader.submit(list, itertools.islice(batches, 1))
         while batch := ahead.result():
@@ -220,7 +220,7 @@ def _read_state(file: Path, identity: dict[str, Any]) -> Sums | None:
     except (OSError, ValueError, KeyError, EOFError) as error:
         raise EvaluationError(f"{file} is damaged ({error}); delete it to start this evaluation again") from error
     for key, value in identity.items():
-        # More tokens than before is no other evaluation: the first sequences are the same.
+        # With more tokens the evaluation is the same, since the first sequences are.
         if key != "eval_tokens" and stored.get(key) != value:
             raise EvaluationError(
                 f"{file} belongs to an evaluation with {key}={stored.get(key)!r}, this one has {value!r}: choose "

@@ -1,7 +1,6 @@
-"""The processes that share an evaluation: one, or as many as `fabric run` or `torchrun` started.
+"""The processes that share an evaluation: one, or those that `fabric run` or `torchrun` started.
 
-Work is divided by arithmetic on its number, never by a list that processes hold, so an evaluation that was stopped may
-continue with another number of them.
+Work is divided by arithmetic on its number, so an interrupted evaluation may continue with another number of processes.
 """
 
 import argparse
@@ -45,7 +44,7 @@ class Workers:
 
     @property
     def shows_progress(self) -> bool:
-        """Bars are for one process on a terminal."""
+        """Whether to draw bars: for one process, on a terminal."""
         return self.is_first and sys.stderr.isatty()
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -80,12 +79,12 @@ class Workers:
         return result
 
     def wait(self) -> None:
-        """Until every process is here."""
+        """Waits until every process calls this."""
         self.sum(torch.zeros(1, device=self.device))
 
 
 def start_workers(device: str | None = None, device_id: int | None = None) -> Workers:
-    """Joins the other processes, if this one was started together with some.
+    """Connects this process with others of its launch, if there are any.
 
     Args:
         device: "cpu", "cuda" or one GPU ("cuda:1"); default a GPU if there is one.
@@ -120,10 +119,10 @@ def start_workers(device: str | None = None, device_id: int | None = None) -> Wo
 
 
 def run(args: argparse.Namespace, evaluate: Callable[[EvaluatedModel, Workers], object]) -> None:
-    """Loads the model of a command line (`options.add_model`) and evaluates it; what cannot be done ends in one line.
+    """Loads the model of a command line (`options.add_model`) and evaluates it; errors end the script in one line.
 
     Args:
-        evaluate: is given the model and this process.
+        evaluate: called with the model and this process.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     transformers.utils.logging.disable_progress_bar()

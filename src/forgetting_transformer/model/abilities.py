@@ -1,4 +1,4 @@
-"""Abilities of a model's mixers, which are checked before a run, and the compilation of its blocks.
+"""Abilities of mixers, which are checked before a run, and the compilation of blocks.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -53,10 +53,10 @@ class MixerAbilities:
         """Run blocks and loss through torch.compile from now on.
 
         Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights separately.
-        Activation checkpointing stays outside of what is compiled: inside, a mixer that breaks the graph (FLA's kernels
-        do) would make PyTorch give up on the whole block without a warning. Each new length or batch size compiles
-        again. Blocks may be recorded as CUDA graphs (`ops/compiling.recording`); the loss is not, because each of its
-        slices would get the weight as a copy.
+        Activation checkpointing stays outside of the compiled function: inside, a mixer that breaks the graph (FLA's
+        kernels do) would make PyTorch give up on the whole block without a warning. Each new length or batch size
+        compiles again. Blocks may be recorded as CUDA graphs (`ops/compiling.recording`); the loss is not, because each
+        of its slices would get the weight as a copy.
         """
         for module in self.modules():
             if isinstance(module, DecoderBlock):
@@ -64,7 +64,7 @@ class MixerAbilities:
         self._is_compiled = True
 
     def keep_block_inputs_on_host(self) -> None:
-        """Keep what blocks start from in the host's memory until the backward pass, with activation checkpointing.
+        """Keep block inputs in the host's memory until the backward pass, with activation checkpointing.
 
         Saves the GPU 4·E bytes per token and block (2·E where the residual stream has 16 bits). They go to pinned
         memory and back, through PyTorch's `save_on_cpu`. Nothing changes on a CPU.

@@ -1,4 +1,4 @@
-"""Arguments that a decoder refuses, each in one place, with the name of the argument, its value and the fix.
+"""Checks of a decoder's arguments; errors have the name of the argument, its value and the fix.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -12,7 +12,7 @@ from forgetting_transformer.ops import context
 
 
 def check_shape(decoder: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
-    """Refuse what is no batch of sequences; each mixer would fail in another place.
+    """Refuse anything but a batch of sequences; each mixer would fail in another place.
 
     Raises:
         ValueError, TypeError: naming the argument, its shape and the right one.
@@ -87,7 +87,7 @@ def check_packing(decoder: Any, cu_seqlens: Tensor, shape: tuple[int, ...], othe
 
 
 def check_mixed(mixer: nn.Module, mixed: Any, hidden_BTE: Tensor) -> None:
-    """Refuse what a mixer returned unless it is a tuple that begins with the block's branch.
+    """Refuse the result of a mixer unless it is a tuple that begins with the block's branch.
 
     A tensor alone would be unpacked into the sequences of the batch, and one of a smaller shape broadcast.
     """
@@ -106,7 +106,7 @@ def check_mixed(mixer: nn.Module, mixed: Any, hidden_BTE: Tensor) -> None:
 def check_loss_arguments(
     model: Any, cu_seqlens: Tensor | None, logits_to_keep: int | Tensor, num_items_in_batch: int | Tensor | None
 ) -> None:
-    """Refuse what the convention for labels has no use for."""
+    """Refuse arguments that the convention for labels does not use."""
     if model.config.loss == "per_token":
         if num_items_in_batch is not None:
             raise ValueError(

@@ -28,10 +28,10 @@ MAX_DECODED_TOKENS = 16
 
 @dataclass(frozen=True)
 class Pruning:
-    """Rule for what attention may leave out: keys whose softmax weights add up to less than ε in every row.
+    """Rule for keys that attention may leave out: their softmax weights add up to less than ε in every row.
 
-    If all scores lie in [-U, U], a pair whose bias is below -(2U + ln N) + ln ε has a softmax weight below ε/N, so all
-    such pairs of a row together less than ε. Without U the op finds bounds in the vectors at hand.
+    If all scores lie in [-U, U], a pair whose bias is below -(2U + ln N) + ln ε has a softmax weight below ε/N. So all
+    such pairs of a row together have less than ε. Without U the op finds bounds in the vectors at hand.
 
     Attributes:
         log_tolerance: ln ε, nats, < 0.
@@ -58,7 +58,7 @@ def attend(
     window: int | None = None,
     pruning: Pruning | None = None,
 ) -> Tensor:
-    """Attend from T new tokens to all that they see; the cache then holds them too.
+    """Attend from T new tokens to all that they see, and add them to the cache.
 
     Args:
         q_BTHD: queries, after normalisation and rotation.
@@ -78,7 +78,7 @@ def attend(
     held = Held(k_BGTD, v_BGTD, None, 0)
     if cache is not None:
         if span.padding_BT is not None and log_fgate_BHT is not None:
-            # Whatever padding holds must not enter the running sum.
+            # Values in padding must not enter the running sum.
             log_fgate_BHT = log_fgate_BHT.masked_fill(span.padding_BT[:, None], 0)
         held = cache.update(k_BGTD, v_BGTD, log_fgate_BHT)
 
@@ -209,7 +209,7 @@ def _share_heads(
     window: int | None,
     pruning: Pruning | None,
 ) -> SharedHeads:
-    """All positions of some heads, of some positions of all heads; as it is where sequences are whole.
+    """From some positions of all heads to all positions of some heads; unchanged where sequences are whole.
 
     Whole groups move, each with its key head, in an order that gives all processes about as much to do where pruning
     leaves some heads more than others. Key heads are copied where there are too few for all processes to have as many.
@@ -245,7 +245,7 @@ def _own_heads(threshold_H: Tensor | None, shared: SharedHeads) -> Tensor | None
 
 
 def _join_heads(out_BThD: Tensor, batch: int, shared: SharedHeads) -> Tensor:
-    """Some positions of all heads, of all positions of some heads."""
+    """From all positions of some heads to some positions of all heads."""
     if context.active() is None:
         return out_BThD
     out_BTGRD = out_BThD.unflatten(2, (shared.k.shape[2], -1))

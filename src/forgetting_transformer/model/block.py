@@ -55,7 +55,7 @@ class DecoderBlock(GradientCheckpointingLayer):
     # the hooks stay outside and `forward` checkpoints the rest.
     __call__ = nn.Module.__call__
 
-    # Under activation checkpointing: whether what a block starts from waits for the backward pass in the host's memory.
+    # Under activation checkpointing: whether block inputs wait for the backward pass in the host's memory.
     inputs_on_host = False
     # `gradient_checkpointing_enable` replaces this by one with the user's arguments.
     _gradient_checkpointing_func = staticmethod(functools.partial(checkpoint, use_reentrant=False))
@@ -87,7 +87,7 @@ class DecoderBlock(GradientCheckpointingLayer):
                 )
             # Bound first: PyTorch's older kind of checkpointing takes no keywords.
             transform = functools.partial(self._transform, span=span)
-            # What is saved inside is not kept; the hooks get what the block starts from.
+            # Tensors saved inside are not kept; the hooks get the block's inputs.
             on_host = save_on_cpu(pin_memory=hidden_BTE.is_cuda) if self.inputs_on_host else contextlib.nullcontext()
             with on_host:
                 return self._gradient_checkpointing_func(transform, hidden_BTE)

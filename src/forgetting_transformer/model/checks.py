@@ -1,8 +1,8 @@
-"""Checks of an architecture on a tiny model: does it keep what training, evaluation and generation rely on?
+"""Checks of an architecture on a tiny model, for what training, evaluation and generation rely on.
 
-They are meant for an architecture from a user's own package, look at a model from outside only, and take seconds on a
-CPU. The model is in float32. Noise is added to every parameter first: a projection that starts at zero, or a gate that
-starts shut, would hide what is behind it.
+They are for architectures of a user's own package, look at a model from outside only, and take seconds on a CPU. The
+model is in float32. Noise is added to every parameter first: a projection that starts at zero, or a gate that starts
+shut, would hide what is behind it.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -23,7 +23,7 @@ from forgetting_transformer.model.generation.cache import CACHE_NAME
 
 #: Difference that rounding explains, relative to the largest number compared. Built-in models stay below a tenth of it.
 TOLERANCE = 1e-4
-#: Standard deviation of what is added to every parameter.
+#: Standard deviation of the noise that is added to every parameter.
 NOISE = 0.1
 # All sizes differ, so that no two axes can be taken for each other. The length is more than a chunk of the recurrences.
 BATCH, LENGTH, PADDING, PROMPT = 3, 80, 11, 68
@@ -37,7 +37,7 @@ _OWN_FIELDS: dict[str, dict[str, Any]] = {
 
 
 class Result(NamedTuple):
-    """Outcome of one check: its name, whether the model passed, one line on what was measured or is wrong, and the
+    """Outcome of one check: its name, whether the model passed, one line with the measurement or the error, and the
     traceback of the error that ended it, "" without one."""
 
     name: str
@@ -81,7 +81,7 @@ def _run(title: str, check: Callable[[Any, Tensor], str], name: str, fields: Map
             return Result(title, True, check(model, torch.randint(model.config.vocab_size, (BATCH, LENGTH))))
     except CheckFailed as failed:
         return Result(title, False, str(failed))
-    except Exception as error:  # whatever the code that is checked may raise
+    except Exception as error:  # the checked code may raise anything
         return Result(title, False, f"{type(error).__name__}: {' '.join(str(error).split())}", traceback.format_exc())
 
 
@@ -118,7 +118,7 @@ def _logits(model: Any, ids: Tensor, lengths: Sequence[int] | None = None, mask:
         for block, layer in enumerate(cache.layers):
             if (held := layer.get_seq_length()) != start:
                 raise CheckFailed(
-                    f"the cache of block {block} says that it holds {held} tokens after {start} were read; forward "
+                    f"the cache of block {block} counts {held} tokens after {start} were read; forward "
                     "must update the cache that it is given with all new tokens"
                 )
     return torch.cat(pieces, dim=1)
@@ -217,8 +217,7 @@ def _check_saving(model: Any, ids: Tensor) -> str:
         old, new = (json.dumps(getattr(m.config, name), sort_keys=True, default=str) for m in (model, loaded))
         if old != new:
             raise CheckFailed(
-                f"the field {name} was {old} and is {new} after loading; __post_init__ must leave as it is what it has "
-                "made itself"
+                f"the field {name} was {old} and is {new} after loading; __post_init__ must not change its own result"
             )
     tensors = dict([*loaded.named_parameters(), *loaded.named_buffers()])
     own = [*model.named_parameters(), *model.named_buffers()]
@@ -233,5 +232,5 @@ def _check_saving(model: Any, ids: Tensor) -> str:
 
 
 _IN_ORDER = (_check_build, _check_causality, _check_gradients, _check_cache, _check_padding, _check_saving)
-#: By name, in the order in which they are run: the first ones explain what the later ones find.
+#: By name, in the order in which they are run: the first ones explain failures of the later ones.
 CHECKS: dict[str, Callable[[Any, Tensor], str]] = {check.__name__.removeprefix("_check_"): check for check in _IN_ORDER}

@@ -59,7 +59,7 @@ class DecoderConfig(PreTrainedConfig):
         initializer_range: standard deviation of linear and embedding weights at the start.
         use_cache: whether `forward` without labels returns a cache outside training.
         tie_word_embeddings: the output layer uses the embedding's weights.
-        loss: what `forward` makes of labels. "per_token": `labels[t]` is the token after `input_ids[t]`, the loss is
+        loss: meaning of labels in `forward`. "per_token": `labels[t]` is the token after `input_ids[t]`, the loss is
             `(B, T)`, as in the FoX paper's code. "causal_lm": labels are the input ids, shifted inside, and the loss is
             a mean, as in Hugging Face's models.
     """
@@ -88,14 +88,14 @@ class DecoderConfig(PreTrainedConfig):
     loss: str = "per_token"
 
     def __setattr__(self, key: str, value: Any) -> None:
-        # `from_pretrained` sets what it is given after the configuration was made.
+        # `from_pretrained` sets its keyword arguments after the configuration was made.
         if key == "loss" and value not in LOSSES:
             raise ValueError(f"loss is {value!r}; it must be one of {', '.join(LOSSES)}")
         super().__setattr__(key, value)
 
     @classmethod
     def fields_in_use(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Fields that decide what the model is; a run that continues must have the same."""
+        """Fields that define the model; a run that continues must have the same."""
         return fields
 
     def mixer_config(self, layer_idx: int) -> "DecoderConfig":

@@ -113,7 +113,7 @@ class DecoderModel(DecoderPreTrainedModel):
             inputs_embeds: `(B, T, E)` in its place.
             attention_mask: `(B, N)`, 1 for tokens and 0 for left padding; N counts cached tokens too. Not needed
                 without padding, nor after the first call with a cache. Without a cache, as in training, it may also
-                have zeros on the right; what the model computes there means nothing.
+                have zeros on the right; outputs there are meaningless.
             past_key_values: cache of the tokens before these. Any number of new tokens may follow it.
             use_cache: return a cache. Default: `config.use_cache` outside training.
             output_hidden_states: also return the input of every block and the normalised output of the last.
@@ -126,7 +126,7 @@ class DecoderModel(DecoderPreTrainedModel):
             cache: `past_key_values`, as transformers calls it since version 5.24.
 
         Raises:
-            ValueError, TypeError: arguments that do not fit together, or that this model has no use for. The message
+            ValueError, TypeError: arguments that do not fit together, or that this model does not use. The message
                 names the argument.
         """
         check_shape(self, input_ids, inputs_embeds)
@@ -217,7 +217,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         """Compute logits `(B, T, V)`, or with labels the loss. Further arguments: `DecoderModel.forward`.
 
         Args:
-            labels: what is to be predicted `(B, T)`; -100 is ignored. `config.loss` says how they are meant.
+            labels: tokens to predict `(B, T)`; -100 is ignored. `config.loss` decides their meaning.
                 "per_token": `labels[t]` is the token after `input_ids[t]`; labels are not shifted here. `loss` has the
                 shape `(B, T)`, float32, in nats. `logits` is None, because they are never all held at once.
                 "causal_lm": `labels[t]` is the token `input_ids[t]`; labels are shifted here. `loss` is the mean over
@@ -282,7 +282,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
             return self.lm_head(hidden_BTE, labels_BT, compiled=self._is_compiled)
         if isinstance(self.lm_head, nn.Linear):  # transformers puts one there when the vocabulary is resized
             return linear_cross_entropy(hidden_BTE, self.lm_head.weight, labels_BT, compiled=self._is_compiled)
-        # An adapter stands in its place, whose weight is not all that it computes with.
+        # An adapter replaced it, and computes with more than this weight.
         logits_BTV = self.lm_head(hidden_BTE).float()
         return F.cross_entropy(logits_BTV.transpose(1, 2), labels_BT, reduction="none")
 

@@ -95,7 +95,7 @@ class HybridConfig(SwiGLUDecoderConfig):
         Raises:
             ValueError: naming the mixer, the field, its value and the fix.
         """
-        assert self.mixers is not None  # made at the start
+        assert self.mixers is not None  # at construction
         fields = dict(self.mixers[name])
         architecture = fields.pop("architecture", None)
         if architecture not in _architectures():

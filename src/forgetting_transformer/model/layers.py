@@ -24,7 +24,7 @@ from forgetting_transformer.ops.layers.swiglu import swiglu
 
 
 class _Lookup(torch.autograd.Function):
-    """`weight_VE[ids_BT]`. On CUDA PyTorch adds the gradients of frequent words in no fixed order unless told to."""
+    """`weight_VE[ids_BT]`. On CUDA, PyTorch by default adds the gradients of frequent words in no fixed order."""
 
     @staticmethod
     def forward(ctx: Any, weight_VE: Tensor, ids_BT: Tensor, padding_idx: int) -> Tensor:
@@ -78,7 +78,7 @@ class ResidualRMSNorm(RMSNorm):
     def forward(  # type: ignore[override]  # the stream goes in and out too
         self, residual: Tensor, branch: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the norm of `residual + branch`, and this sum, to go on from also without a branch."""
+        """Return the norm of `residual + branch`, and this sum; without a branch, of the residual."""
         return add_rms_norm(residual, branch, self.weight, self.eps)
 
     def op_use(self) -> OpUse:
@@ -185,7 +185,7 @@ class GatedRMSNorm(GroupRMSNorm):
 MIN_TOKENS_TOGETHER = 1024
 
 
-#: Makes the output of a linear layer for an input that is known.
+#: Computes the output of a linear layer for a fixed input.
 Project = Callable[[nn.Linear], Tensor]
 
 
@@ -210,7 +210,7 @@ def project_together(x_BTE: Tensor, linears: Sequence[nn.Linear]) -> Project:
 
 
 def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Whether a layer of this kind does what its weights say and nothing else: no adapter, no hooks."""
+    """Whether a layer is a plain one of this kind: no adapter, no hooks."""
     return type(layer) is kind and not (layer._forward_hooks or layer._forward_pre_hooks)
 
 
@@ -318,11 +318,11 @@ class ShortConvolution(nn.Conv1d):
     def forward(  # type: ignore[override]  # the state goes in and out too
         self, x_BTC: Tensor, previous_BCW: Tensor | None = None, position_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the output `(B, T, C)` and the last W - 1 inputs `(B, C, W - 1)`, to go on from.
+        """Return the output `(B, T, C)` and the last W - 1 inputs `(B, C, W - 1)`, for the next call.
 
         Args:
             x_BTC: the sequence.
-            previous_BCW: what a former call returned for the tokens before it. Default 0, or what another process has
+            previous_BCW: inputs that the call for the tokens before returned. Default 0, or what another process has
                 of the sequence.
             position_BT: of packed documents, the number of tokens before each in its own.
         """

@@ -35,7 +35,7 @@ def register(
     model_class: type[DecoderModel],
     lm_class: type[DecoderForCausalLM],
 ) -> None:
-    """Make an architecture known under `name` here, and under its `model_type` to transformers.
+    """Register an architecture under `name` here, and under its `model_type` in transformers.
 
     Raises:
         ValueError: another architecture has the name or the `model_type`, or there is no `model_type`.
@@ -85,9 +85,8 @@ def fields_of(config_class: type[DecoderConfig]) -> set[str]:
 def build_config(name: str, **fields: Any) -> DecoderConfig:
     """Build the configuration of architecture `name`.
 
-    transformers' configs keep any keyword they are given; here a field the architecture does not have is an error, and
-    so is a value of a wrong type or out of its range, and one that asks for what the architecture does
-    not do (`neutral_values`).
+    transformers' configs keep any keyword they are given; here an unknown field is an error, and so is a value of a
+    wrong type, out of its range, or for something that the architecture does not do (`neutral_values`).
 
     Raises:
         ValueError: naming the field, its value and the fix.

@@ -1,4 +1,4 @@
-"""New tokens of a call, with what layers have to know of them.
+"""New tokens of a call, with the facts that layers need.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -26,8 +26,8 @@ class Span:
         position_BT: rotary positions `(B, T)` or `(1, T)`; None: the number of tokens before each.
         cu_seqlens: of packed documents, as `DecoderModel.forward` passes it, in which position_BT then counts; for
             B = 1 and without a cache. Where processes share sequences (`ops/context.py`), of whole ones, and for any B.
-        cache: what the layer's `new_cache` returned, holding the tokens before these. The layer extends it in place.
-        attentions: where a layer with attention adds its weights `(B, H, T, N)`; None where nobody asks for them.
+        cache: from the layer's `new_cache`, with the tokens before these. The layer extends it in place.
+        attentions: list to which a layer with attention adds its weights `(B, H, T, N)`; None if they are not wanted.
     """
 
     seq_start_B: Tensor | None = None
@@ -70,7 +70,7 @@ def spans_of_call(
     Args:
         hidden_BTE: the tokens; all rows as one where documents are packed.
         shape: as the caller gave them, `(B, T, E)`.
-        output_attentions: whether attention weights are asked for.
+        output_attentions: whether attention weights are wanted.
 
     Raises:
         ValueError: arguments do not fit together. The message names the argument.
@@ -130,7 +130,7 @@ def span_of_layer(
         cache = layer.new_cache()
     seq_start_B = None
     if attention_mask is not None:
-        # A layer's cache does not remember where sequences start, so the mask is believed at every call.
+        # A layer's cache does not store where sequences start, so the mask counts at every call.
         known_B, num_past = (attention_mask == 0).sum(-1), 0 if cache is None else cache.get_seq_length()
         seq_start_B = find_seq_start(attention_mask, hidden_BTE, num_past, known_B, allow_right=cache is None)
     padding_BT = padding_mask(hidden_BTE, seq_start_B, cache)

@@ -8,7 +8,7 @@ Files:
     compiling, eager, columns, finite                   helpers of kernels, of torch.compile and of loading
 
 The letters at the end of a tensor's name are its axes, everywhere in this package: `q_BTHD` has the shape
-`(B, T, H, D)`. A digit is an axis of that size. Files say only what they have beyond this legend.
+`(B, T, H, D)`. A digit is an axis of that size. Files define only axes beyond this legend.
 
     A   all tokens of a batch, B·T
     B   sequences of a batch

@@ -59,12 +59,12 @@ _check_once = functools.lru_cache(maxsize=1024)(_check_fit)
 
 
 def _shows_values(x: Tensor) -> bool:
-    """Whether looking at values neither stalls an accelerator nor breaks a compiled graph."""
+    """Whether values may be read: this neither stalls an accelerator nor breaks a compiled graph."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_documents(cu_seqlens: Tensor | None, tokens: int) -> None:
-    """Refuse what does not rise from 0 to the number of tokens of all rows."""
+    """Refuse beginnings of documents that do not rise from 0 to the number of tokens of all rows."""
     if cu_seqlens is None:
         return
     if len(cu_seqlens) < 2:
@@ -129,7 +129,7 @@ def check_gates(log_fgate: Tensor, seq_start: Tensor | None, head_first: bool) -
 
 
 def check_adaptive_threshold(threshold: Any, q: Tensor, head_first: bool) -> None:
-    """Refuse what is neither None, "auto" nor a decay bias of all heads or each."""
+    """Refuse anything but None, "auto", or a decay bias of all heads or each."""
     if threshold is None or (isinstance(threshold, str) and threshold == "auto"):
         return
     is_bias = isinstance(threshold, int | float) and not isinstance(threshold, bool) and threshold <= 0

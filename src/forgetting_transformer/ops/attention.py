@@ -1,11 +1,12 @@
 """Causal softmax attention (Vaswani et al. 2017) with an optional sliding window and grouped key and value heads.
 
-On GPUs, 16-bit queries go through the kernels of forgetting attention with gates of 1: they skip what a window hides,
-and give the same bits every time, which the backward pass of FlashAttention-2 does not.
+On GPUs, 16-bit queries go through the kernels of forgetting attention with gates of 1: they skip keys outside a window,
+and give the same bits every time, unlike the backward pass of FlashAttention-2.
 
 Everything else runs in PyTorch's `scaled_dot_product_attention`, in the dtype of the inputs: float32, for which our
-kernels are not tuned, single queries, and what the kernels do not take. Where the visible keys are not the plain causal
-triangle it needs an explicit mask. Queries then go through in blocks, each with the keys that some query of the block
+kernels are not tuned, single queries, and inputs that the kernels do not take. Where the visible keys are not the plain
+causal triangle it needs an explicit mask. Queries then go through in blocks, each with the keys that some query of the
+block
 sees: memory stays O(T + N), and a window of w costs O(T·w).
 
 Axes: `forgetting_transformer/ops/__init__.py`.
@@ -170,7 +171,7 @@ def _mask(
     seq_start_B: Tensor | None,
     begin_Bt: Tensor | None = None,
 ) -> Tensor:
-    """Return what to add to the scores of queries at `first_query`, ... and keys at `first_key`, ...: 0 or -inf.
+    """Return the mask, 0 or -inf, for the scores of queries at `first_query`, ... and keys at `first_key`, ....
 
     Shape `(t, n)`, or `(B, 1, t, n)` with padding or packed documents, in q's dtype.
     """

@@ -1,8 +1,9 @@
-"""The backends of the ops, and which of them may not be used in this process.
+"""The backends of the ops, and those that are ruled out in this process.
 
-The backends of an op stand in the order in which they are tried, the fastest first. A backend is ruled out, for the
-rest of the process, when its package does not import, a kernel of it does not compile, or its self-test (`selftest.py`)
-finds it wrong. PyTorch is never ruled out. Importing this imports neither Triton nor flash-linear-attention.
+The backends of an op are listed in the order in which they are tried, the fastest first. A backend is ruled out, for
+the rest of the process, when its package does not import, a kernel of it does not compile, or its self-test
+(`selftest.py`) finds it wrong. PyTorch is never ruled out. Importing this imports neither Triton nor
+flash-linear-attention.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "gated_delta_rule": (FLA, PYTORCH),
     "kda": (FLA, PYTORCH),
     "path_attention": (FLA, PYTORCH),
-    "recurrences": (FLA, PYTORCH),  # all of them, where the package itself is what is wrong
+    "recurrences": (FLA, PYTORCH),  # all of them, where the package itself is broken
 }
 TITLES = {GLUON: "Gluon for Hopper", TRITON: "Triton", FLA: "flash-linear-attention", PYTORCH: "PyTorch"}
 # Cost of the next backend, measured on an H200, and the fix.
@@ -67,7 +68,7 @@ MIN_KERNEL_TOKENS = 1024
 # Modules of the package fla that are not in fla-core.
 _SECOND_PACKAGE = ("fla.layers", "fla.models")
 
-# (op, backend): the warning that says why it may not be used.
+# (op, backend): the warning with the reason why it is ruled out.
 _faults: dict[tuple[str, str], str] = {}
 
 #: Fix where nothing compiles: Triton builds its launchers with the system's compiler.
@@ -90,7 +91,7 @@ class OpUse(NamedTuple):
         window: attention: keys that a query sees at most; None is all.
         activation: gated_norm: of the gate.
         packed: attention, convolutions, Mamba and Mamba-2: whether documents are packed, with `cu_seqlens`.
-        pruning: attention: how it is told what to skip: "threshold", "auto", or None for not at all.
+        pruning: attention: kind of pruning: "threshold", "auto", or None for none.
     """
 
     op: str
@@ -116,7 +117,7 @@ def faults() -> dict[tuple[str, str], str]:
 
 
 def rule_out(op: str, backend: str, reason: str, cure: str | None = None) -> None:
-    """Stop using a backend and warn once: what failed, what runs instead, what that costs, what to do about it."""
+    """Stop using a backend and warn once, with the failure, the replacement, its cost and the fix."""
     if (op, backend) in _faults:
         return
     order = BACKENDS[op]
@@ -133,9 +134,9 @@ def rule_out_import(op: str, backend: str, package: str, name: str, error: Excep
     """Stop using a backend whose package does not import: it or what it needs is not installed, or it is broken.
 
     Args:
-        package: as pip knows it.
-        name: as the message calls it.
-        install: the cure where it is not installed.
+        package: its name for pip.
+        name: in the message.
+        install: the fix where it is not installed.
     """
     version = installed_version(package)
     missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
@@ -180,7 +181,7 @@ def attempt(op: str, launch: Callable[..., Any], *arguments: Any) -> Any:
         return launch(*arguments)
     try:
         return launch(*arguments)
-    except Exception as error:  # what a compiler raises is not one class
+    except Exception as error:  # compilers raise errors of many classes
         rule_out_compiling(op, TRITON, error)
         return None
 
@@ -206,14 +207,14 @@ def load_fla(op: str, functions: Mapping[str, tuple[str, str]]) -> dict[str, Cal
 
 
 def adopt(others: dict[tuple[str, str], str]) -> None:
-    """Rule out what another process ruled out; `others` is its `faults`."""
+    """Rule out backends that another process ruled out; `others` is its `faults`."""
     for key, message in others.items():
         _faults.setdefault(key, message)
 
 
 @contextlib.contextmanager
 def without(op: str, *names: str) -> Iterator[None]:
-    """Go without these backends for a while and say nothing, for measurements."""
+    """Go without these backends for a while, without a warning, for measurements."""
     before = dict(_faults)
     _faults.update({(op, name): "left out on purpose" for name in names})
     try:
@@ -248,7 +249,7 @@ def is_raised_by_triton(error: Exception) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: the kind of error and the first line of what it says, cut in the middle where it is long."""
+    """One line: the kind of error and the first line of its message, cut in the middle where it is long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -1,4 +1,4 @@
-"""Compilation of a model's parts: every part alike, and to the same arithmetic at every start.
+"""Compilation of a model's parts, all with the same settings, and to the same arithmetic at every start.
 
 TorchInductor times some of its choices on the GPU: how a reduction is tiled, whether a matrix product is padded. Both
 change the order in which numbers are added, so that two starts of one run, with nothing in the disk caches, could
@@ -22,7 +22,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
     """Registers a function that launches kernels as `torch.ops.forgetting_transformer.<name>`; it changes no input.
 
     The function takes any strides: what a kernel reads as one piece it makes contiguous itself, since callers cannot.
-    The layout of its outputs depends on shapes only. So compiled code may hand inputs over as they lie in memory.
+    The layout of its outputs depends on shapes only. So compiled code may pass inputs on in their memory layout.
     Without this it would keep to the layout of the eager model, and since TorchInductor pads the rows of its matrix
     products, that would cost a copy of each slice of them.
     """
@@ -53,8 +53,8 @@ def recording() -> Iterator[None]:
     """Run recordable functions as CUDA graphs: warmed up when first called, recorded at the second time and
     replayed from then on. The kernels are the same, and so is every bit.
 
-    One forward and backward pass. What the graphs of an earlier one gave lies in memory that they write again: outputs
-    and gradients that are still needed must be copied first. Outside of it nothing is recorded or overwritten.
+    One forward and backward pass. The graphs write their outputs and gradients into the same memory again: copy those
+    that are still needed first. Outside of it nothing is recorded or overwritten.
     """
     global _is_recording
     torch.compiler.cudagraph_mark_step_begin()

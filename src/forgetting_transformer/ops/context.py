@@ -1,7 +1,7 @@
-"""One sequence on several processes: what layers call where a token needs what another process holds.
+"""One sequence on several processes: functions for layers in which a token needs data of another process.
 
 Of N processes, the r-th holds the r-th of N equal parts of every sequence. Inside `sharing` the functions below move
-tensors between them, with gradients; outside they return what they are given, or None, and cost nothing. Attention and
+tensors between them, with gradients; outside they return their arguments, or None, and cost nothing. Attention and
 delta rules take all positions of some heads (`to_heads`, `to_sequence`; Jacobs et al. 2023, "DeepSpeed-Ulysses"). Heads
 are independent, so which process takes which is free (`even_order`). Token shift and convolutions need the tokens
 before a part (`before`), recurrences with a decay the state before it (`state_before`).
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Decay in nats beyond which pruning leaves pairs out, assumed where it is not known before the kernel runs: a
-#: tolerance of 10, twice a bound of the scores of 8, and the logarithm of a million keys.
+#: Assumed decay in nats beyond which pruning leaves pairs out, where it is unknown before the kernel runs: a tolerance
+#: of 10, twice a bound of the scores of 8, and the logarithm of a million keys.
 USUAL_THRESHOLD = 40.0
 #: Positions of a tile of the kernels.
 TILE = 128
@@ -46,7 +46,7 @@ class Context:
     size: int
 
     def part(self, length: int) -> slice:
-        """Which of `length` positions this process holds.
+        """This process's slice of `length` positions.
 
         Raises:
             ValueError: they have no equal parts.
@@ -101,11 +101,11 @@ class Order:
 def even_order(
     log_fgate_BtH: Tensor, threshold_H: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> Order | None:
-    """An order for which pruned attention takes all processes about as long; None where sequences are whole.
+    """Order of heads with which pruned attention takes all processes about as long; None where sequences are whole.
 
-    Without it all wait for the process whose heads forget most slowly. A query of a head has as many keys as there are
-    before it in its document, up to the distance after which the mean gate has let a weight fall to what pruning leaves
-    out. The order follows from the gates of the whole batch and is the same on every process.
+    Without it all wait for the process whose heads forget most slowly. A query of a head has all keys before it in its
+    document, up to a distance: there, the mean gate has let a weight fall below the threshold of pruning. The order
+    follows from the gates of the whole batch and is the same on every process.
 
     Args:
         log_fgate_BtH: logarithms of the gates here.
@@ -151,7 +151,7 @@ def _keys_per_query(mean_SH: Tensor, threshold_H: Tensor | None, cu_seqlens: Ten
     reach_H1 = (threshold / mean_SH.mean(0).abs())[:, None]
     lengths_N = mean_SH.new_full((1,), length) if cu_seqlens is None else cu_seqlens.diff()
     pairs_H = torch.zeros_like(reach_H1[:, 0])
-    # There may be as many documents as tokens, or ends of none, and nobody can say so without waiting for the GPU.
+    # There may be as many documents as tokens, or repeated ends, which cannot be known without waiting for the GPU.
     for length_N in lengths_N.split(2**16):
         within_HN = reach_H1.clamp(max=length_N)
         pairs_H += (within_HN * (length_N - within_HN / 2)).sum(1)
@@ -243,7 +243,7 @@ class _Permuted(torch.autograd.Function):
 def before(x_Bt: Tensor, count: int) -> Tensor | None:
     """The last `count` positions before x[:, 0] that another process holds, `(B, count, …)`; 0 before a sequence.
 
-    None where sequences are whole, or nothing is asked for.
+    None where sequences are whole, or `count` is 0.
 
     Raises:
         ValueError: parts are shorter than that.

@@ -1,4 +1,4 @@
-"""Whether a call may go straight to its kernels, past PyTorch's dispatcher.
+"""Check whether a call may go straight to its kernels, past PyTorch's dispatcher.
 
 A custom operator is what torch.compile, FLOP counters, selective checkpointing and fake tensors see of a kernel. Its
 way through the dispatcher, several layers of Python, takes the host longer than launching the kernel does, and in eager
@@ -18,7 +18,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def runs_eagerly(*tensors: Tensor) -> bool:
-    """Whether only autograd looks at what is done with these tensors.
+    """Whether only autograd observes operations on these tensors.
 
     False for tensors of other classes (fake, distributed), while a compiler traces, under `torch.func` transforms, and
     under modes that see every operator or function: FLOP counters, selective checkpointing.

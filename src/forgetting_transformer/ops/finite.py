@@ -1,4 +1,4 @@
-"""Check of weights that are about to be used: NaN or an infinity in one makes noise of every answer."""
+"""Check of weights before use: one NaN or infinity makes all outputs meaningless."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +16,7 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], where: Any) -> None:
     """Refuse weights that are NaN or infinite. The host waits for a GPU once.
 
     Args:
-        weights: by name; what is on "meta", or holds integers, is passed over.
+        weights: by name; those on "meta", and integers, are skipped.
         where: the file or folder that they are from, for the message.
 
     Raises:

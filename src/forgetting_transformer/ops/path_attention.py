@@ -8,9 +8,9 @@ Source: Yang et al., "PaTH Attention: Position Encoding via Accumulating Househo
 
 **In chunks of 64 tokens.** Within a chunk products of H are `I - Wᵀ M W` with rows w_t of W and the lower triangular
 `M = (I + diag(β) tril(W Wᵀ, -1))⁻¹ diag(β)`; that of tokens j + 1 … i has the rows and columns of M that belong to
-them. So queries are carried to the start of their chunk and keys to the end of theirs, and then the queries of all
-chunks go back one chunk at a time, past `I - Wᵀ M W` of each. Sums of log gates run along, from near to far, so that
--inf (a hard reset) is exact.
+them. So queries are carried to the start of their chunk and keys to the end of theirs. Then the queries of all chunks
+go back one chunk at a time, past `I - Wᵀ M W` of each. Sums of log gates run along, from near to far, so that -inf (a
+hard reset) is exact.
 
 In PyTorch memory for the backward pass grows with T²: T/64 times the queries, and all scores. On a GPU the kernels of
 flash-linear-attention run where they can (`path_attention_fla.py`).
@@ -221,7 +221,7 @@ def _in_chunks(
     return out_BTHV, Past(keys_BTHD, v_wide_BTHV, log_decay_BTH)
 
 
-# `_in_chunks` as torch.compile is to see it, once `_keep_out_of_graphs` has been asked for it.
+# `_in_chunks` for torch.compile, once `_keep_out_of_graphs` has made it.
 _opaque: dict[str, Callable[..., tuple[Tensor, Past | None]]] = {}
 
 

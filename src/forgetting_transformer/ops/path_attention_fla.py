@@ -30,7 +30,7 @@ from forgetting_transformer.ops.recurrence import fla_on_hopper
 # Channels of a head, of keys and of values.
 _HEAD_DIM = 64
 _KERNEL = {"path_attention": ("fla.ops.path_attn", "parallel_path_attn")}
-# The function itself, once `_is_installed` has found it.
+# The function itself, once `_is_installed` has imported it.
 _loaded: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {}
 
 

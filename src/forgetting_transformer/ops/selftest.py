@@ -1,8 +1,8 @@
 """Self-test of kernels: the backend of each op, compared with float64 before a run relies on it.
 
 A kernel that is right on the GPU and compiler it was written on may be wrong, or not compile, on others. So before the
-first step each kernel that a run will use computes a small problem of the run's own head dimensions and dtype, forward
-and backward, and is compared with the op in float64, which no kernel takes. One that fails is ruled out, and the next
+first step each kernel of a run computes a small problem of the run's own head dimensions and dtype, forward and
+backward. It is compared with the op in float64, which no kernel takes. One that fails is ruled out, and the next
 backend is tested.
 
 The problems have the run's number of heads, and lengths that Triton specialises in the same way, so that what is
@@ -47,7 +47,7 @@ ELEMENTWISE_TOLERANCES = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float
 #: The same of recurrences and PaTH attention, whose kernels keep inputs and states in 16 bits.
 RECURRENCE_TOLERANCES = dict.fromkeys(TOLERANCES, 2e-2)
 
-# Layers have nothing to choose from without a GPU, and nobody needs to read so.
+# Layers have a single backend without a GPU, which need not be listed.
 _LAYERS = ("swiglu", "shift_norm", "residual_norm")
 # (op, backend) whose backward pass adds by atomics.
 _NOT_REPRODUCIBLE = {("attention", backends.PYTORCH), ("path_attention", backends.FLA)}
@@ -73,10 +73,10 @@ class Backend(NamedTuple):
 def choose_backends(
     uses: Iterable[OpUse], dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None
 ) -> dict[str, Backend]:
-    """Test what will run these uses on this device, rule out what fails, and say what is left.
+    """Test the backends of these uses on this device, rule out those that fail, and return the others.
 
     Args:
-        uses: how the model calls ops.
+        uses: calls of ops by the model.
         dtype: dtype of queries, keys and values.
         device: where the model is. Nothing is tested on devices other than GPUs, which run everything in PyTorch.
         lengths: tokens of the sequences that will come; None if any may, with left padding and
@@ -110,7 +110,7 @@ def _choose(
 ) -> Backend:
     while True:
         names = [find_backend(use, dtype, device) for use in uses]
-        # The one that does most of the work stands for all: the fastest that any use has.
+        # The backend that does most of the work represents all: the fastest of any use.
         name = min(names, key=backends.BACKENDS.get(op, (backends.PYTORCH,)).index)
         notes = ", gradients not bitwise reproducible" * (device.type == "cuda" and (op, name) in _NOT_REPRODUCIBLE)
         if name == backends.PYTORCH:
@@ -148,7 +148,7 @@ class _Op(NamedTuple):
         call: the op, a function of a use, a variant and inputs.
         inputs: name: axes, and a kind of `_KINDS`. Axes that begin with T have a batch axis of 1 before it.
         serves: the backend of a use on the GPU of an index, or whether the one before PyTorch takes it.
-        tolerances: dtype: what is allowed.
+        tolerances: dtype: largest allowed error.
         length: the length of the problem that stands for sequences of a length.
         variants: further cases where any sequence may come: "padded" on the left, "decoding" the last token,
             "continued" from a state.
@@ -188,7 +188,7 @@ _ROUNDED = ("", "unit", "normed")
 
 
 def check(use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None) -> tuple[float, str]:
-    """Compare what runs this use with float64; arguments as in `choose_backends`.
+    """Compare the backend of this use with float64; arguments as in `choose_backends`.
 
     Returns:
         The largest ‖x - reference‖ / ‖reference‖ of outputs and gradients, and where it is.
@@ -286,7 +286,7 @@ def _attention(use: OpUse, variant: str, inputs: Mapping[str, Tensor]) -> Any:
     q, k, v, *gates = inputs.values()
     window, cu_seqlens = use.window, _documents(use, q)
     seq_start = torch.tensor([STRETCH + 5], device=q.device) if variant == "padded" else None
-    if variant == "decoding":  # the keys that are cached are those of the window
+    if variant == "decoding":  # the cached keys are those of the window
         q, window = q[:, -1:], None
     if q.dtype == torch.float64:
         gates = gates or [q.new_zeros(q.shape[:3])]
@@ -418,7 +418,7 @@ _OPS = {
         lambda use, dtype, index: short_convolution.kernel_serves(
             dtype, use.key_dim, use.value_dim // max(1, use.heads), use.heads, index
         ),
-        length=lambda length: 128 + length % 16,  # what these kernels ask for is whether it is a multiple of 16
+        length=lambda length: 128 + length % 16,  # these kernels only distinguish multiples of 16
         variants=("continued",),
         on_cpu=True,
     ),

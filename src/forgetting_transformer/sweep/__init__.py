@@ -6,10 +6,10 @@ learning_rate.py  the paper's search
 free_search.py    Optuna's search over any keys
 state.py          what all runs of a search have in common
 
-The launcher of `train.py -m` is in src/hydra_plugins/, where Hydra looks for it. What came of runs is read and shown by
-analysis/.
+The launcher of `train.py -m` is in src/hydra_plugins/, where Hydra looks for it. analysis/ reads and shows the results
+of runs.
 """
 
 
 class SweepError(ValueError):
-    """A sweep cannot be run or read as asked; the message names what is wrong and the fix."""
+    """A sweep cannot be run or read; the message has cause and fix."""

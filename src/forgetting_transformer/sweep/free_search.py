@@ -65,7 +65,7 @@ class FreeSearch:
         seed = self.base.seed + len(self.study.trials)
         self.study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         room = self.machine.room(self._job(0, self._example))
-        # What was running when an earlier start ended is continued first.
+        # Trials that ran when an earlier start ended are continued first.
         running = [Trial(self.study, trial._trial_id) for trial in self._with(TrialState.RUNNING)]
         while True:
             while len(running) < room and len(self.study.trials) < self.trials:
@@ -98,7 +98,7 @@ class FreeSearch:
 
     def _draw(self) -> None:
         """Draws the loss of every finished trial against each key."""
-        with mpl.rc_context(), warnings.catch_warnings():  # the style is Optuna's, and said to be experimental
+        with mpl.rc_context(), warnings.catch_warnings():  # Optuna's own style, which it calls experimental
             warnings.simplefilter("ignore")
             axes: Any = plot_slice(self.study, target_name=f"{self.loss_name} (nats per token)")
             figure = np.ravel(axes)[0].figure
@@ -113,7 +113,7 @@ class FreeSearch:
         results = runner.run_jobs(jobs, self.machine, self.folder / "logs")
         for trial, result in zip(trials, results, strict=True):
             if result.state in (State.INTERRUPTED, State.INCOMPLETE):
-                continue  # Optuna knows it as running, and so it is continued at the next start
+                continue  # Optuna keeps it as running, so the next start continues it
             trial.set_user_attr("state", str(result.state))
             if result.state == State.FINISHED:
                 self.study.tell(trial, result.run.final_loss(self.heldout))

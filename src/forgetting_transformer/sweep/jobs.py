@@ -1,8 +1,8 @@
 """A job of a sweep: one run of train.py, and the command that starts it in separate processes.
 
 Jobs share no process. Hydra's own launcher would call the training function of every job in one process, where they
-would share a process group, CUDA's context and the random state, and where a job on several devices starts its other
-ranks with the whole sweep on their command line.
+would share a process group, CUDA's context and the random state. A job on several devices would start its other ranks
+with the command line of the whole sweep.
 """
 
 import dataclasses
@@ -47,9 +47,9 @@ class Job:
     """One run of a sweep.
 
     Attributes:
-        name: what is its own in the sweep, such as "optimizer.lr=0.001,seed=0"; also names its log file.
+        name: its values in the sweep, such as "optimizer.lr=0.001,seed=0"; also names its log file.
         overrides: of train.py, as of `of_each_job`.
-        config: what they compose to, with the job's own `output_dir`.
+        config: composed from them, with the job's own `output_dir`.
         priority: of two jobs that wait, the one with the higher priority starts first.
     """
 
@@ -78,7 +78,7 @@ class Job:
         return [sys.executable, *torchrun, "-m", "forgetting_transformer.train", *own]
 
     def is_finished(self) -> bool:
-        """Whether its folder holds the finished run that it describes, with these settings."""
+        """Whether its folder has this run, finished, with these settings."""
         run = read_run(self.output_dir)
         if not self.config.resume or not run.config or not run.finished(self.config.train.max_tokens):
             return False
@@ -86,11 +86,11 @@ class Job:
         return not changes_that_alter_the_run(run.config, dataclasses.asdict(self.config))
 
     def state(self, code: int | None, run: Run, status: Mapping[str, Any]) -> State:
-        """How it ended.
+        """The state in which it ended.
 
         Args:
             code: exit code.
-            status: what this start wrote to the run's status.json; {} if it ended before that.
+            status: contents of status.json from this start; {} if it ended before writing it.
         """
         if code == 0 and run.finished(self.config.train.max_tokens):
             return State.FINISHED
@@ -101,12 +101,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Command:
-    """Any other command of this Python that takes its turn among runs, such as the evaluation of one.
+    """Another command of this Python that is scheduled among runs, such as the evaluation of one.
 
     Attributes:
         name, priority: as of `Job`.
         arguments: a script, or -m and a module, and its arguments.
-        output_dir: where its results go; no two jobs have the same.
+        output_dir: of its results; no two jobs have the same.
         accelerator: "cpu" for one that needs no GPU; others get one, where there is one.
     """
 
@@ -123,7 +123,7 @@ class Command:
         return [sys.executable, *self.arguments]
 
     def is_finished(self) -> bool:
-        """False: who asks for it knows whether its results are there."""
+        """False: the caller knows whether its results are there."""
         return False
 
     def state(self, code: int | None, _run: Run, _status: Mapping[str, Any]) -> State:
@@ -131,7 +131,7 @@ class Command:
 
 
 def of_each_job(overrides: Iterable[str]) -> tuple[str, ...]:
-    """Overrides of a sweep without those that say where it writes and how its jobs share the machine."""
+    """Overrides of a sweep without those of its output folder and of how jobs share the machine."""
     plain = (override.removeprefix("++") for override in overrides)
     searched = "hydra.searchpath="
     return tuple(o for o in plain if o.startswith(searched) or not o.startswith(("output_dir=", "hydra.", "hydra/")))
@@ -145,7 +145,7 @@ def quote(value: str) -> str:
 def job_environment() -> dict[str, str]:
     """The environment of a job: this process's, without the marks of a launch that this process may be part of."""
     environment = {name: value for name, value in os.environ.items() if not _OF_ANOTHER_LAUNCH.fullmatch(name)}
-    # Plug-ins that lie beside train.py are found by its jobs too.
+    # Lets jobs import plug-ins beside train.py too.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[0], os.environ.get("PYTHONPATH"))))
     # A free port for every job instead of one port for all.
     return {**console.ELASTIC_LAUNCHER, "PET_STANDALONE": "1"} | environment

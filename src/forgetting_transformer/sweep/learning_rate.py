@@ -1,5 +1,5 @@
 """The paper's search for a learning rate (appendix B): try {1, 2, 5} x 10^i around a guess, extend the grid until the
-best rate has a worse one on either side, then do the same for every head dimension asked for.
+best rate has a worse one on either side, then do the same for every wanted head dimension.
 """
 
 import math
@@ -46,11 +46,11 @@ def nearest_grid_index(rate: float) -> int:
 
 @dataclass
 class GridSearch:
-    """Which runs the search needs next, given the losses it has; knows nothing of how they are made.
+    """Chooses the next runs of the search from the losses so far.
 
     Args:
         start: grid index of the guess.
-        seeds: the first decides where to look; the others are run for the best rate and its two neighbours.
+        seeds: the first is run at every rate; the others at the best rate and its two neighbours.
     """
 
     start: int
@@ -149,7 +149,7 @@ class LearningRateSweep:
             results = runner.run_jobs(jobs, machine, self.folder / "logs")
 
     def open(self) -> None:
-        """Takes up the search in the folder, or makes the folder a new one's.
+        """Continues the search in the folder, or begins one there.
 
         Raises:
             SweepError: it holds a search with other settings, or something that is no search.
@@ -160,7 +160,7 @@ class LearningRateSweep:
 
     def rounds(self) -> Generator[list[Job], list[runner.JobResult], bool]:
         """The search without the running of jobs: yields those of a round, is sent their results in the same order, and
-        returns what `run` does. For who has other jobs to run at the same time, after `open`.
+        returns what `run` does. For callers with other jobs to run at the same time, after `open`.
         """
         start = self.start
         for head_dim in self.head_dims:
@@ -223,7 +223,7 @@ class LearningRateSweep:
         ]
 
     def write(self) -> None:
-        """Writes the table, the warnings and the figure of what is known."""
+        """Writes the table, the warnings and the figure of the results so far."""
         text = [f"# Learning-rate search in {self.folder.name}", "", self.table(), ""]
         text += [f"Warning: {warning}." for warning in self.warnings()]
         write_atomically(self.folder / "sweep.md", "\n".join(text).rstrip() + "\n")
@@ -242,7 +242,7 @@ class LearningRateSweep:
     def _round(
         self, head_dim: int | None, search: GridSearch, todo: Sequence[tuple[int, int]]
     ) -> Generator[list[Job], list[runner.JobResult], bool]:
-        """Has these runs made and enters their losses; False if one of them has none."""
+        """Makes these runs and enters their losses; False if one of them has none."""
         jobs = {key: self._job(head_dim, *key) for key in todo}
         # A run that diverged would diverge again: it is a function of its settings.
         diverged = {key for key, job in jobs.items() if read_run(job.output_dir).diverged}

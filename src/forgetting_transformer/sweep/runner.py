@@ -25,7 +25,7 @@ from forgetting_transformer.sweep.jobs import Command, Job, State, file_name, jo
 from forgetting_transformer.training.records.metrics import duration
 
 POLL_SECONDS = 1.0
-#: Why a job is in a state that does not say it.
+#: Reasons for states that do not name one.
 _NOTES = {
     State.INCOMPLETE: "ended before its budget; the same command continues it",
     State.DIVERGED: "loss or gradients were not finite",
@@ -74,7 +74,7 @@ class Machine:
     def check(self, jobs: Sequence[Job | Command]) -> None:
         """
         Raises:
-            SweepError: a job asks for more than there is.
+            SweepError: a job needs more than there is.
         """
         for job in jobs:
             if job.accelerator in ("cuda", "gpu") and not self.gpus:
@@ -119,7 +119,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class JobResult:
-    """End of a job. `seconds` is wall time here, `note` says why where the state does not."""
+    """End of a job. `seconds` is wall time here, `note` the reason where the state does not name it."""
 
     job: Job | Command
     state: State
@@ -148,14 +148,14 @@ OnResult = Callable[[JobResult], Sequence[Job | Command]]
 def run_jobs(
     jobs: Sequence[Job | Command], machine: Machine, log_dir: Path, on_result: OnResult | None = None
 ) -> list[JobResult]:
-    """Runs every job and returns their results in the order of `jobs`, and of those that came of them.
+    """Runs every job, and those that results add; returns their results in the order of `jobs`, then of the added ones.
 
     A job that is finished already, by its own files, is not started. Ctrl-C or SIGTERM asks the running ones to end,
-    waits for them and returns; the jobs it met or that had not begun are `State.INTERRUPTED`. A second Ctrl-C kills
-    them.
+    waits for them and returns; jobs that it stopped or that had not begun are `State.INTERRUPTED`. A second Ctrl-C
+    kills them.
 
     Args:
-        log_dir: gets what each job prints, `<name>.log`.
+        log_dir: gets the output of each job, `<name>.log`.
         on_result: called with every result that is no interruption; the jobs it returns are added to the queue.
 
     Raises:
@@ -290,14 +290,14 @@ def _result(one: _Running) -> JobResult:
 
 
 def _last_words(one: _Running) -> str:
-    """The last line that the job printed about an error, else its last line."""
+    """The last line of the job's output about an error, else its last line."""
     lines = [line for line in one.log.read_bytes()[one.log_start :].decode(errors="replace").splitlines() if line]
     errors = [line for line in lines if re.search(r"CRITICAL|^\w*(Error|Exception)\b", line)]
     return (errors or lines or ["it printed nothing"])[-1][:200]
 
 
 def _end(running: Sequence[_Running], interrupts: "_Interrupts") -> None:
-    """Waits until all have ended after being asked to; an interrupt beyond the one that led here kills them."""
+    """Waits until all jobs have ended; one more interrupt kills them."""
     if running:
         _print_line(f"stopping {len(running)} job{'s' * (len(running) != 1)} (Ctrl-C kills them)")
     led_here = min(interrupts.count, 1)  # 0 where an error did

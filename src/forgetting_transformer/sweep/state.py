@@ -17,10 +17,10 @@ _SAME_IN_ALL_RUNS = (
 
 
 def open_folder(folder: Path, base: Config, own: Collection[str], settings: Mapping[str, str]) -> None:
-    """Takes up the search in the folder, or makes the folder a new one's.
+    """Continues the search in the folder, or begins one there.
 
     Args:
-        base: what all runs share. own: the keys that the search sets itself; base has any value of them.
+        base: the config that all runs share. own: the keys that the search sets itself; base has any value of them.
         settings: more that must stay the same, as text.
 
     Raises:

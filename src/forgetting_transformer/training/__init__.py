@@ -13,7 +13,7 @@ def run(config: Config) -> str:
     Returns:
         "done", or "preempted" if a signal stopped training; then the same config continues it.
     """
-    # PyTorch is loaded here: a mistake in a config is answered before that.
+    # PyTorch is loaded here: a mistake in a config is reported before that.
     if config.preflight:
         from forgetting_transformer.training.start.preflight import preflight
 

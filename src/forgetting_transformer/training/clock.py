@@ -1,4 +1,4 @@
-"""Seconds of wall time by what a start was doing, from the first line of the program on.
+"""Seconds of wall time of a start by activity, from the first line of the program on.
 
 A run has two clocks. One is of the whole start, whose categories goodput.json adds up:
 
@@ -22,7 +22,7 @@ CATEGORIES = ("steps", "first step", "data", "evaluation", "checkpoint", "log", 
 
 
 class Clock:
-    """Time runs in one category at a time.
+    """Wall time, counted in one category at a time.
 
     Args:
         first: has the time from the start of the process too.
@@ -35,7 +35,7 @@ class Clock:
         self._since = time.perf_counter()
 
     def switch(self, category: str | None) -> str | None:
-        """Time runs in `category` from now on, or no more; returns the one before."""
+        """Counts time in `category` from now on, or stops for None; returns the one before."""
         now, before = time.perf_counter(), self.category
         if before is not None:
             self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
@@ -44,7 +44,7 @@ class Clock:
 
     @contextmanager
     def during(self, category: str) -> Iterator[None]:
-        """After an error time still runs in `category`, so that a message can say during what it came."""
+        """After an error time still runs in `category`, so that a message can name it."""
         before = self.switch(category)
         yield
         self.switch(before)

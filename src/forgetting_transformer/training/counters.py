@@ -37,8 +37,8 @@ class Origin:
         text: for people.
         checkpoint: of this run or, `forked`, of another.
         counters: as they stand now.
-        execution: how the run computed so far; None where that is not to be kept.
-        weights_from: what `init_from` was when the run began.
+        execution: compilation and backends of the run so far; None where they need not be kept.
+        weights_from: `init_from` at the beginning of the run.
         data_checksums: hash of the list of checksums that the corpus must match from here on.
         kinds: lines that callbacks of earlier starts have written. callback_state: of callbacks and of the guard.
     """
@@ -55,5 +55,5 @@ class Origin:
 
     @property
     def saved_step(self) -> int | None:
-        """Training tokens of the checkpoint of this run, if that is it."""
+        """Training tokens of the checkpoint, if it is this run's."""
         return None if self.checkpoint is None or self.forked else self.checkpoint.step

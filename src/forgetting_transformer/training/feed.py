@@ -11,17 +11,17 @@ from forgetting_transformer.training.interface import TrainerInterface
 
 
 def batches(trainer: TrainerInterface, count: int) -> Iterator[Batch]:
-    """This rank's shares of the next `count` global batches.
+    """Yields this rank's shares of the next `count` global batches.
 
     Raises:
-        DataError: the corpus gives something else than a batch. TrainingError: it gives fewer.
+        DataError: the corpus yields something else than a batch. TrainingError: it yields fewer.
     """
     first, data = trainer.counters.batch_count, trainer.config.datamodule
     corpus = f"datamodule.name={data.name!r}"
     rank, size = trainer.ranks.data_rank, trainer.ranks.data_size
     loader = restarted(
         lambda done: trainer.data.train_loader(first + done, first + count, rank, size),
-        lambda: trainer.sentinel.reading(corpus),
+        lambda: trainer.watchdog.reading(corpus),
     )
     given = 0
     for given, batch in enumerate(itertools.islice(loader, count), 1):
@@ -32,5 +32,5 @@ def batches(trainer: TrainerInterface, count: int) -> Iterator[Batch]:
     if given < count:
         raise TrainingError(
             f"{corpus} gave {given} batches instead of {count}, from batch {first:,} on; "
-            f"{trainer.last_good_checkpoint}. Its train_loader must give all that it is asked for"
+            f"{trainer.last_good_checkpoint}. Its train_loader must yield every batch of its range"
         )

@@ -1,4 +1,4 @@
-"""The trainer as callbacks see it, and as the modules do that save and describe a run.
+"""Interface of the trainer for callbacks, and for the modules that save and describe a run.
 
 It is a protocol, so that these need not import the trainer, which imports them. Importing this loads no PyTorch.
 """
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.counters import Counters, Origin
     from forgetting_transformer.training.execution.choice import Execution
     from forgetting_transformer.training.execution.graphs import Graphs
-    from forgetting_transformer.training.faults.sentinel import Sentinel
     from forgetting_transformer.training.faults.step_guard import StepGuard
     from forgetting_transformer.training.faults.stop import Stop
+    from forgetting_transformer.training.faults.watchdog import Watchdog
     from forgetting_transformer.training.parallel.ranks import Ranks
     from forgetting_transformer.training.records.metrics import MetricsLog
     from forgetting_transformer.training.records.run_directory import RunDirectory
@@ -66,7 +66,7 @@ class TrainerInterface(Protocol):
 
     # Faults
     checkpointer: Checkpointer  #: writes and reads checkpoints
-    sentinel: Sentinel  #: hears signals, and notices what hangs
+    watchdog: Watchdog  #: hears signals, and notices what hangs
     guard: StepGuard  #: leaves out bad steps
     compare_steps: int | None  #: steps between comparisons of ranks; None where no two hold the same
 
@@ -86,7 +86,7 @@ class TrainerInterface(Protocol):
         """Whether the last step crossed a multiple of `interval` training tokens."""
 
     def uncompiled(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which nothing compiled runs: for forward passes of many lengths, or with hooks on submodules."""
+        """Context in which compiled code is off: for forward passes of many lengths, or with hooks on submodules."""
 
     def should_stop(self) -> Stop:
         """Long work calls it for every batch, on all ranks. Where it is true, the work leaves without a report."""

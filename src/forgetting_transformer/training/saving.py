@@ -1,4 +1,4 @@
-"""When and what a run saves, and what became of it. How a checkpoint is written: checkpoint/."""
+"""Times, contents and results of a run's saves; checkpoint/ writes the files."""
 
 import dataclasses
 import logging
@@ -30,7 +30,7 @@ def save(trainer: TrainerInterface, permanent: bool, must_succeed: bool) -> None
 
 
 def collect(trainer: TrainerInterface, wait: bool = False, must_succeed: bool = False) -> None:
-    """Tells callbacks of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
+    """Reports the save in flight to callbacks, if it has ended. A failed one costs a checkpoint and not the run."""
     saved = trainer.checkpointer.take_result(wait)
     if saved is None:
         return

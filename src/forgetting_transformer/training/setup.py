@@ -31,7 +31,7 @@ from forgetting_transformer.training.execution import early, graphs
 from forgetting_transformer.training.execution.choice import choose_on_all_ranks
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.failures import Start
-from forgetting_transformer.training.faults.sentinel import Sentinel
+from forgetting_transformer.training.faults.watchdog import Watchdog
 from forgetting_transformer.training.optimization.building import build_optimizer, check_owns
 from forgetting_transformer.training.optimization.parameter_groups import train_only
 from forgetting_transformer.training.parallel import gpus
@@ -43,7 +43,7 @@ from forgetting_transformer.training.start import checks, initialisation
 
 log = logging.getLogger(__name__)
 #: How long the writer of a checkpoint on one rank waits for those on others. What ends the wait for a writer that hangs
-#: is the sentinel.
+#: is the watchdog.
 _LET_WRITERS_WAIT = timedelta(days=7)
 
 
@@ -57,7 +57,7 @@ def connect(config: Config, start: Start) -> Fabric:
         RunDirectoryError: another run is writing there, or it is no place for a run; on every rank.
     """
     if console.rank() == 0:
-        with contextlib.suppress(RunDirectoryError):  # said below, on all ranks
+        with contextlib.suppress(RunDirectoryError):  # reported below, on all ranks
             status.claim(start.directory, config.resume)
             if config.resume:
                 start_logging(start.directory, 0)
@@ -72,7 +72,7 @@ def connect(config: Config, start: Start) -> Fabric:
 
 
 def open_data(config: Config, directory: RunDirectory, fabric: Fabric) -> Corpus:
-    """The corpus. What does not fit is found now, not after hours.
+    """The corpus, checked now and not after hours.
 
     Raises:
         DataError, ConfigError: the corpus cannot be trained on, or is too small.
@@ -87,7 +87,7 @@ def open_data(config: Config, directory: RunDirectory, fabric: Fabric) -> Corpus
     return data
 
 
-def build_checkpointer(config: Config, directory: RunDirectory, fabric: Fabric, sentinel: Sentinel) -> Checkpointer:
+def build_checkpointer(config: Config, directory: RunDirectory, fabric: Fabric, watchdog: Watchdog) -> Checkpointer:
     """Writer and reader of the run's checkpoints, watched while training waits for it."""
     built = Checkpointer(
         directory.checkpoints,
@@ -98,7 +98,7 @@ def build_checkpointer(config: Config, directory: RunDirectory, fabric: Fabric, 
         config.checkpoint_background,
         directory.last_checkpoint,
     )
-    built.watch = sentinel.waiting_for
+    built.watch = watchdog.waiting_for
     return built
 
 
@@ -111,8 +111,8 @@ def model_and_kernels(
     compiling for the first step.
 
     Args:
-        origin: is given what is known of the weights of `init_from`.
-        begin: is called when the stage "model" of the start begins.
+        origin: gets facts about the weights of `init_from`.
+        begin: called when the stage "model" of the start begins.
     """
     log.info("building the model: %s", config.model.name)
     info = data.train_info()
@@ -137,7 +137,7 @@ def model_and_kernels(
 
 
 def model_config(config: Config, data: DataInfo) -> DecoderConfig:
-    """The configuration of the model, with what the corpus decides.
+    """The configuration of the model, with the fields that the corpus decides.
 
     Raises:
         ConfigError: an architecture that is not there, a field that it does not have or a value that the field cannot
@@ -182,7 +182,7 @@ def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.M
 
 
 def as_trained(model: Any, config: Config) -> Any:
-    """The model with what `config.train` says about activations."""
+    """The model with activation checkpointing by `config.train`."""
     if config.train.gradient_checkpointing:
         checkpoint_activations(model, True)
     if config.train.block_inputs_on_host:
@@ -223,7 +223,7 @@ def _choose_backends(config: Config, fabric: Fabric, data: Corpus, model: nn.Mod
 
 
 def model_and_optimizer(config: Config, fabric: Fabric, model: nn.Module, undecayed: set[str]) -> tuple[Any, Any]:
-    """Both as Fabric's strategy wraps them. The optimizer must see the parameters that the strategy leaves behind."""
+    """Both, wrapped by Fabric's strategy. The optimizer must see the parameters that the strategy leaves behind."""
     wrapped = fabric.setup_module(model)
     optimizer: Any = fabric.setup_optimizers(build_optimizer(wrapped.module, undecayed, config.optimizer))
     check_owns(wrapped, optimizer, config.optimizer.name)
@@ -238,7 +238,7 @@ def graphs_of(config: Config, fabric: Fabric, model: Any, compiled: bool, flops_
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given; a CPU has."""
+    """Waits until the device has finished its work; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One start of a run on one rank. Whatever can be refused is refused here, before the first step.
+    """One start of a run on one rank. Errors that can be found before the first step are raised here.
 
     Attributes: `TrainerInterface` explains those that callbacks may use.
 
@@ -63,7 +63,7 @@ class Trainer:
 
     def __init__(self, config: Config, start: Start | None = None) -> None:
         self.config, self.start = config, start or Start(config)
-        self.directory, self.sentinel = self.start.directory, self.start.sentinel
+        self.directory, self.watchdog = self.start.directory, self.start.watchdog
         self.startup, self.clock = Clock("imports"), Clock("start")
 
         self.begin("processes")
@@ -82,7 +82,7 @@ class Trainer:
         self.compilation = Compilation(config, fabric.device, fabric.global_rank, fabric.world_size)
 
         self.begin("checkpoint")
-        self.checkpointer = setup.build_checkpointer(config, self.directory, fabric, self.sentinel)
+        self.checkpointer = setup.build_checkpointer(config, self.directory, fabric, self.watchdog)
         self.origin = resume.find_checkpoint(config, self.directory, fabric)
 
         self.begin("self-test")
@@ -114,7 +114,7 @@ class Trainer:
         self.compilation.compile(model if self.compiled else None)
 
         self.begin("logs")
-        # The code and machine that this process runs, asked once: the code on disk may change while it runs.
+        # Code and machine of this process, read once: the code on disk may change while it runs.
         self.environment = describe(fabric.device)
         self.resolved: dict[str, Any] = as_recorded(config)
         self.latest: Step | None = None
@@ -122,11 +122,11 @@ class Trainer:
         self.callbacks = callbacks_of(self)
         self.kinds = self.origin.kinds | self.callbacks.kinds
         self.metrics = open_metrics(self) if fabric.is_global_zero else None
-        self.sentinel.callback = lambda: self.callbacks.running.name if self.callbacks.running else None
+        self.watchdog.callback = lambda: self.callbacks.running.name if self.callbacks.running else None
         self.start.trainer = self
 
     def fit(self) -> None:
-        """Trains to `train.max_tokens`, or to where all ranks agree to stop; `start.outcome` says which."""
+        """Trains to `train.max_tokens`, or until all ranks agree to stop; `start.outcome` has the result."""
         config, counters = self.config, self.counters
         self.callbacks.start()
         self.start.running()
@@ -220,10 +220,10 @@ class Trainer:
         return Step(losses.loss_T.sum() / self.tokens_per_step, grad_norm, lr, losses.loss_T, losses.sequences_T, bad)
 
     def evaluate(self, due: Sequence[Callback]) -> None:
-        """Evaluates with the weights as they are. What a stop breaks off has no line, and the next start does it."""
+        """Evaluates with the current weights. An interrupted evaluation has no line, and the next start repeats it."""
         with self.clock.during("evaluation"):
             for callback in due:
-                if not self.stop:  # as the evaluation before has found, by `should_stop`
+                if not self.stop:  # set by `should_stop` in the evaluation before
                     self.callbacks.call(callback, "on_interval", "eval")
         if self.compiled:
             self.compilation.warn_of_uncompiled()
@@ -235,20 +235,20 @@ class Trainer:
             saving.save(self, permanent, must_succeed)
 
     def check_in(self) -> None:
-        """Shows that this rank moves, hears of the last save and of bad steps, and sets `stop` to what all ranks voted.
+        """Notes progress of this rank, collects the last save and bad steps, and sets `stop` by the vote of all ranks.
 
         All ranks call it once a step and once a batch of an evaluation.
         """
-        self.sentinel.beat()
+        self.watchdog.beat()
         saving.collect(self)
         self.guard.poll()
-        wish = Stop.PREEMPTED if self.sentinel.request else Stop.NO
+        wish = Stop.PREEMPTED if self.watchdog.request else Stop.NO
         if self.guard.most_in_a_row >= self.config.train.max_bad_steps:
             wish = Stop.BAD_STEPS
         self.stop = self.vote.cast(wish)
 
     def should_stop(self) -> Stop:
-        """For callbacks: checks in; returns why all ranks stop here, if they do.
+        """Checks in, for callbacks; returns the reason if all ranks stop here.
 
         Raises:
             RuntimeError: a callback of rank 0 alone calls it, and no other rank would answer.
@@ -297,12 +297,12 @@ class Trainer:
                 self.metrics.report_arrays(kind, step, values | arrays)
 
     def sum_over_ranks(self, tensor: Tensor) -> None:
-        """In place. Fabric's own all_reduce would put a barrier before it, for which the host waits."""
+        """Sums in place. Fabric's own all_reduce would put a barrier before it, for which the host waits."""
         if self.fabric.world_size > 1:
             dist.all_reduce(tensor)
 
     def wait_for_device(self) -> None:
-        """Until the device has done the steps it was given; that time is the steps' time."""
+        """Waits until the device has finished its steps; that time counts as theirs."""
         started = time.perf_counter()
         setup.synchronize(self.fabric.device)
         waited = time.perf_counter() - started
@@ -310,13 +310,13 @@ class Trainer:
         self.counters.total_time += waited
 
     def begin(self, stage: str) -> None:
-        """The start comes to `stage`."""
+        """Begins a stage of the start."""
         self.startup.switch(stage)
-        self.sentinel.starting(stage)
+        self.watchdog.starting(stage)
 
     def close(self) -> None:
         self.checkpointer.close()
-        self.sentinel.closing()
+        self.watchdog.closing()
         if self.metrics is not None:
             self.metrics.close()
             self.metrics = None
@@ -326,21 +326,21 @@ class Trainer:
         self.wait_for_device()
         self.vote.wait_for_all()  # a signal ends a rank at once that is in its first step, and others would wait for it
         self.startup.switch(None)
-        self.sentinel.started()
+        self.watchdog.started()
         log.info("the first step is done, loss %.4f, %s", step.loss.item(), self.startup)
         if self.compiled:
             self.compilation.warn_of_uncompiled()
 
     def _finish(self) -> None:
-        """After the last step, on every rank alike. A stop for a fault ends in its error."""
+        """Ends the run after the last step, on every rank alike. A stop for a fault raises its error."""
         saving.collect(self, wait=True, must_succeed=True)
         self.callbacks.call_all("on_end")
         if self.stop == Stop.BAD_STEPS:
             self.guard.refuse(self.last_good_checkpoint, self.directory.root)
         self.guard.sum_up(self.counters.batch_count, self.directory.root)
-        self.start.end("preempted" if self.stop else "done", self.sentinel.request or "")
+        self.start.end("preempted" if self.stop else "done", self.watchdog.request or "")
         done = f"{self.counters.token_count:,} tokens in {self.directory.root}"
         how = "stopped and saved; the same command continues" if self.stop else "training finished"
         log.info("%s: %s", how, done)
         self.close()
-        self.vote.wait_for_all()  # so that no launcher takes an early rank's end for a reason to end the others
+        self.vote.wait_for_all()  # else a launcher may end the others when an early rank ends

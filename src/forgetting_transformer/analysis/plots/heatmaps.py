@@ -15,7 +15,7 @@ from forgetting_transformer.analysis.plots.style import MAIN, marker_handle, pic
 
 _AT_LEAST = "at least this: not forgotten within the text"
 _MEMORY = "memory length: tokens until the decay reaches 1/e, median over the second half of the text"
-#: Cells of a grid of scores, in each direction, whose numbers are written into them.
+#: Largest grid, in cells per direction, that shows its numbers.
 _NUMBERED_CELLS = 12
 #: Score -> its name for people, and the ends of its scale.
 _SCORES = {

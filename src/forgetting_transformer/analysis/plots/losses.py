@@ -76,7 +76,7 @@ def smooth(loss: np.ndarray, fraction: float = _POSITION_SMOOTHING, most: int | 
 
 
 def smooth_training(loss: np.ndarray) -> np.ndarray:
-    """A training loss as `SMOOTHED` says: quiet enough to compare runs, with the bends of the curve still in it."""
+    """A training loss smoothed by `SMOOTHED`: quiet enough to compare runs, and still with the bends of the curve."""
     return smooth(loss, _SMOOTHING, most=math.ceil(loss.size * _MOST_OF_LOGS))
 
 
@@ -98,8 +98,8 @@ def run_styles(runs: Sequence[Run]) -> list[CurveStyle]:
 def loss_against_tokens(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()) -> None:
     """Draws the training loss (as logged, light; smoothed, strong) and held-out loss (markers) of each run.
 
-    The loss axis leaves out the highest 1 % of the logged training losses and what is above a run's first loss, so that
-    neither the first steps nor a run that diverges flatten the rest.
+    The loss axis leaves out the highest 1 % of the logged training losses and losses above a run's first one. So
+    neither the first steps nor a diverging run flatten the rest.
 
     Raises:
         AnalysisError: no run has a finite loss.
@@ -211,7 +211,7 @@ def loss_against_position(
 ) -> None:
     """Draws, over a logarithmic token position, the loss at each position (left) and the perplexity up to it (right).
 
-    The left curve says what a longer context is worth: it falls as long as the model uses the tokens it is given. The
+    The left curve shows what a longer context is worth: it falls as long as the model uses the added tokens. The
     right one is what a benchmark with that context length would report. Positions below 1/512 of the longest sequence
     are left out (127 of 65,536), because their losses are far above the rest. The axes end above the losses of the
     first positions drawn, so that a model which is or ends far above them does not flatten others.
@@ -277,7 +277,7 @@ def position_axis(axes: Axes, first: int, longest: int) -> None:
 def mark_training(
     axes: Axes, train_length: int | Mapping[str, int | None] | None, names: Sequence[str]
 ) -> list[Line2D]:
-    """Draws a vertical line at each training length, of all or by name; returns what the legend says of it."""
+    """Draws a vertical line at each training length, of all or by name; returns its entries for the legend."""
     by_name = train_length if isinstance(train_length, Mapping) else dict.fromkeys(names, train_length)
     lengths = sorted({length for name in names if (length := by_name.get(name)) is not None})
     handles = []
@@ -293,7 +293,7 @@ def loss_differences(
     conditions: Sequence[str] = (),
     train_length: int | Mapping[str, int | None] | None = None,
 ) -> None:
-    """Draws by how much models differ from the first on the same documents, in every octave of positions.
+    """Draws the differences of models from the first on the same documents, in every octave of positions.
 
     Args:
         rows: as from `position_loss.compare`, at least one.
@@ -307,7 +307,7 @@ def loss_differences(
 
 
 def draw_differences(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> list[Line2D]:
-    """Points with error bars of every model; returns what the legend says of them."""
+    """Draws points with error bars for every model; returns their entries for the legend."""
     first, names = rows[0]["against"], list(dict.fromkeys(row["model"] for row in rows))
     handles: list[Line2D] = []
     for number, (name, style) in enumerate(zip(names, curve_styles([first, *names])[1:], strict=True)):

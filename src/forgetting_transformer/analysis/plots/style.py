@@ -40,10 +40,10 @@ STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
 }
 GREY = "#555555"
-#: The colour of a single curve that stands for no model, and of what is to be seen first.
+#: Colour of a single curve of no particular model, and of highlights.
 MAIN, ACCENT = "#0072B2", "#D55E00"
 DOTS_PER_INCH = 200
-#: Characters that surely fit into an inch of the title, the legend and the conditions.
+#: Characters per inch of title, legend and conditions that always fit.
 _TITLE_CHARACTERS, _LEGEND_CHARACTERS, _NOTE_CHARACTERS = 10, 14, 15
 #: Inches of a column of the legend beside its text.
 _LEGEND_KEY = 0.7
@@ -140,7 +140,7 @@ def panels(path: Path, title: str, count: int, size: tuple[float, float], **subp
 
 def _frame(drawn: Picture, title: str) -> None:
     """Puts the title above the axes, the legend below them and the conditions below that, outside of the figure's
-    size: it is written with all that lies around it."""
+    size: saving includes everything around it."""
     figure, width = drawn.figure, drawn.figure.get_figwidth()
     figure.text(0, 1.01, plain_text(title, int(_TITLE_CHARACTERS * width)), fontsize=10, weight="bold", va="bottom")
     bottom = 0.0

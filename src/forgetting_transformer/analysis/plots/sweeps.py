@@ -20,7 +20,7 @@ from forgetting_transformer.analysis.tables import format_tokens, rate_text
 
 
 def budget(config: Any) -> list[str]:
-    """Corpus and tokens of every run of a sweep, for the foot of its figure.
+    """Corpus and tokens of the runs of a sweep, for the foot of its figure.
 
     Args:
         config: training settings that all runs have in common.
@@ -36,8 +36,8 @@ def loss_against_learning_rate(
     title: str = "Learning-rate search",
     conditions: Sequence[str] = (),
 ) -> None:
-    """Draws a search: the mean loss at each learning rate as a line with its standard error over seeds, each seed as a
-    dot, the best ringed, and runs without a loss (diverged or ended early) as crosses on the upper edge.
+    """Draws a search: the mean loss at each learning rate as a line with its standard error over seeds, and each seed
+    as a dot. The best is ringed; runs without a loss (diverged or ended early) are crosses on the upper edge.
 
     The ring is dotted where the lowest loss is at an end of the rates tried, beyond which it may fall further.
 

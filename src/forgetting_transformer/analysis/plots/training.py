@@ -1,4 +1,4 @@
-"""Figures of what a run logs beside its losses: learning rate, norms, throughput, memory, time, and scores of tests."""
+"""Figures of a run beside its losses: learning rate, norms, throughput, memory, time, and scores of tests."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ from forgetting_transformer.analysis.plots.style import (
 from forgetting_transformer.analysis.runs import Run, Series
 from forgetting_transformer.analysis.scores_in_training import read_scores
 
-#: Lines of what is in no block, and markers where a run has logged once.
+#: Lines of weights outside the blocks, and markers where a run has logged once.
 _DASHES, _POINTS = ("--", ":", "-."), "s^D"
 #: Label, kind, name, factor to the unit of the label, and whether the axis may be logarithmic.
 _PANELS = (
@@ -103,7 +103,7 @@ def _loss_against_hours(axes: Axes, runs: Sequence[Run], styles: Mapping[str, Cu
 def norms(run: Run, path: Path, conditions: Sequence[str] = ()) -> None:
     """Draws the norms of weights and of gradients of every block against training tokens, on logarithmic axes.
 
-    Blocks go from dark to light with their depth; what is in no block (embedding, last norm, head) is dashed.
+    Blocks go from dark to light with their depth; weights outside the blocks (embedding, last norm, head) are dashed.
     """
     weights, gradients = run.norms(names.PARAMETER_NORM), run.norms(names.GRADIENT_NORM_OF_PARAMETER)
     layers = [part for part in weights if part.startswith("layer ")]

@@ -1,6 +1,6 @@
 """Turn text into token arrays in LongCrawl64's format: `train.zarr`, `heldout.zarr`, `tokenizer/`, `manifest.json`.
 
-The walk through the modules is the walk of a text:
+The modules in the order in which a text passes them:
 
     settings.py     what a corpus is made of
     sources.py      files and data sets -> texts -> pieces, in path order, duplicates dropped

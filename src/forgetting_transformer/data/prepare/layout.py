@@ -1,9 +1,9 @@
-"""From the token stream to rows: what is held out, which tokens make a row, in which order rows are stored.
+"""Layout of the arrays: held-out groups of texts, the tokens of each row, and the order of rows.
 
-Each is a pure function of the table of texts, the settings and the seed; docs/data.md says why (From texts to rows). A
-group of texts that is held out together is a folder (or a file of records) that holds at most an eighth of the tokens
-to hold out, as high up the tree as possible; a larger one is divided into what it contains, down to single texts. The
-held-out groups make one stream of tokens, in path order, and all others another; each is cut into rows.
+Each is a pure function of the table of texts, the settings and the seed; docs/data.md explains it (From texts to rows).
+A group of texts that is held out together is a folder (or a file of records) with at most an eighth of the tokens to
+hold out, as high up the tree as possible. A larger one is divided into its contents, down to single texts. The held-out
+groups make one stream of tokens, in path order, and all others another; each is cut into rows.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.prepare.stream import TextTable
 
 GROUPS_HELD_OUT = 8
-# If no whole text fits what is to be held out, more than asked is held out up to this share of the corpus.
-# Beyond it one text is cut, and its parts lie on both sides.
+# If no whole text fits the wanted size, a larger held-out part is accepted up to this share of the corpus. Beyond it
+# one text is cut into a part for each side.
 MAX_EXCESS = 0.1
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tokens of the stream make the rows of one array.
+    """The tokens of the stream that make the rows of one array.
 
     Attributes:
         starts, stops: int64, (spans,): the array's own stream is the tokens [start, stop) of all spans in order.
@@ -42,7 +42,7 @@ class Layout:
 
     @property
     def n_tokens_dropped(self) -> int:
-        """Tokens at the end of the array's own stream that no row holds."""
+        """Tokens at the end of the array's own stream that fill no row."""
         return int((self.stops - self.starts).sum()) - self.n_documents * self.doc_len
 
     @cached_property
@@ -51,7 +51,7 @@ class Layout:
         return np.cumsum(self.stops - self.starts)
 
     def spans_of_rows(self) -> np.ndarray:
-        """For each stored row, the span that holds its middle token: int64 (documents,)."""
+        """For each stored row, the span of its middle token: int64 (documents,)."""
         return np.searchsorted(self._ends, self.order * self.doc_len + self.doc_len // 2, side="right")
 
     def stretches(self, first: int, last: int) -> list[list[tuple[int, int]]]:
@@ -75,8 +75,8 @@ class Split:
 
     Attributes:
         n_groups, n_groups_heldout: groups in all, and those held out.
-        cut_text: True if no choice of whole groups came near what was asked: then the end of one text is held out
-            and its beginning is trained on.
+        cut_text: True if no choice of whole groups came near the wanted size: then the end of one text is held out and
+            its beginning is trained on.
     """
 
     train: Layout
@@ -120,7 +120,7 @@ def make_split(texts: TextTable, settings: CorpusSettings) -> Split:
         held_starts = np.insert(held_starts, place, stop - missing)
         held_stops = np.insert(held_stops, place, stop)
 
-    # All that lies between, where that is not nothing.
+    # All spans between, unless they are empty.
     train_starts, train_stops = np.concatenate([[0], held_stops]), np.append(held_starts, n_tokens)
     some = train_starts < train_stops
     train = _layout(train_starts[some], train_stops[some], settings, salt=0)
@@ -150,14 +150,14 @@ def find_groups(texts: TextTable, max_tokens: int) -> np.ndarray:
 
 
 def choose_groups(sizes: np.ndarray, target: int, seed: int) -> tuple[np.ndarray, int]:
-    """Hold out groups in random order until `target` tokens are reached.
+    """Chooses groups to hold out, in random order until `target` tokens are reached.
 
     Args:
         sizes: int64, (groups,): tokens of each.
 
     Returns:
-        bool, (groups,): which are held out; and how many tokens are missing because every group that is left is
-        too large to be held out whole.
+        bool, (groups,): True for groups that are held out; and the number of tokens that are missing because every
+        group that is left is too large to be held out whole.
     """
     chosen = np.zeros(len(sizes), dtype=bool)
     missing = target

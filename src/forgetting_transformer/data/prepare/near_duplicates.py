@@ -1,4 +1,4 @@
-"""Which texts are near-duplicates of an earlier one: MinHash sketches in parallel, one decision after another.
+"""Search for near-duplicates of earlier texts: MinHash sketches in parallel, one decision after another.
 
 Two texts are near-duplicates if the sets of their runs of `dedup_words` consecutive words have an estimated Jaccard
 similarity (shared runs / all runs) of at least `dedup`: the share of equal values in two sketches of `SKETCH` values

@@ -1,4 +1,4 @@
-"""The folder OUT of a corpus, and how a finished corpus gets there, also in the place of an older one.
+"""The folder OUT of a corpus, and its replacement by a finished one.
 
 All work happens beside it, in `.OUT.preparing`:
 
@@ -27,7 +27,7 @@ _LOCK = "lock"
 
 
 class OutputFolder:
-    """OUT and the folder beside it in which its corpus is built.
+    """OUT, and the folder beside it in which the corpus is built.
 
     Attributes:
         begun: the settings of the corpus that is being built.
@@ -84,7 +84,7 @@ class OutputFolder:
             raise DataError(f"another run is preparing {self.out}. Wait for it, or give another --out.") from error
 
     def publish(self, force: bool) -> bool:
-        """Puts a complete corpus in its place, and deletes what no run can continue.
+        """Moves a complete corpus to OUT, and deletes work that no run can continue.
 
         Args:
             force: also in the place of another corpus.

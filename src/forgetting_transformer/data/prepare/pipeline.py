@@ -1,4 +1,4 @@
-"""The order of things: tokenizer, token stream, split, arrays, manifest; and what is left to do after a kill.
+"""The stages of a corpus: tokenizer, token stream, split, arrays, manifest; after a kill, the stages that are left.
 
 All work happens beside `OUT` (output.py). Each stage leaves a file when it is complete, and a run begins with the first
 stage whose file is missing.
@@ -38,7 +38,7 @@ PACKAGES = ("forgetting-transformer", "tokenizers", "transformers", "numpy", "za
 def prepare_corpus(settings: CorpusSettings, out: Path | str, workers: int = 1, force: bool = False) -> dict[str, Any]:
     """Build the corpus `settings` describe in the folder `out` and return its manifest.
 
-    Continues an interrupted run; does nothing, and says so, if `out` already holds the finished corpus.
+    Continues an interrupted run; logs that nothing is to be done if `out` already has the finished corpus.
 
     Args:
         out: a folder that is not there, or is empty, or holds a corpus of this program and nothing else.
@@ -47,7 +47,7 @@ def prepare_corpus(settings: CorpusSettings, out: Path | str, workers: int = 1, 
             until then that one stays as it is. An unfinished corpus of other settings is started over.
 
     Raises:
-        DataError: with what is wrong and how to fix it. Finished work is kept, and so is the corpus in `out`.
+        DataError: with cause and fix. Finished work is kept, and so is the corpus in `out`.
     """
     out = Path(os.path.abspath(out))
     place = OutputFolder(out.resolve() if out.is_symlink() else out)
@@ -85,7 +85,7 @@ def _prepare(settings: CorpusSettings, place: OutputFolder, workers: int, force:
 
 
 def _begin_or_continue(settings: CorpusSettings, place: OutputFolder, force: bool) -> None:
-    """Afterwards the settings, and what is done of the corpus, lie in `place`."""
+    """Leaves the settings, and finished stages of the corpus, in `place`."""
     if place.begun.exists():
         written = json.loads(place.begun.read_text())
         if not settings.different_from(written):
@@ -97,7 +97,7 @@ def _begin_or_continue(settings: CorpusSettings, place: OutputFolder, force: boo
 
 
 class _Building:
-    """The stages of one corpus. Each keeps its result in `place` and takes it from there after a kill."""
+    """The stages of one corpus. Each stores its result in `place` and reads it there after a kill."""
 
     def __init__(self, settings: CorpusSettings, place: OutputFolder, pool: Executor, workers: int) -> None:
         self.settings, self.place, self.pool, self.workers = settings, place, pool, workers
@@ -107,7 +107,7 @@ class _Building:
         """Manifest of the corpus: all else is written before it returns."""
         started, settings = time.monotonic(), self.settings
         stream.load_encoder.cache_clear()  # the worker may be this process, which may have worked in this folder before
-        # One that is not trained first: it may not be there, and nothing else takes so little time.
+        # A tokenizer that is not trained comes first: it may be missing, and loading it takes the least time.
         info = None if settings.tokenizer.startswith("train:") else self.tokenizer(set())
         near = self.near_duplicates()
         info = info or self.tokenizer(near)
@@ -130,7 +130,8 @@ class _Building:
             "split": {
                 "groups": split.n_groups,
                 "groups_heldout": split.n_groups_heldout,
-                # Rows of one group are alike: what differs between models is known less well than the rows would say.
+                # Rows of one group are alike, so differences between models have larger errors than independent rows
+                # would give.
                 "group_of_heldout_row": split.heldout.spans_of_rows().tolist(),
                 "a_text_is_on_both_sides": split.cut_text,
             },
@@ -147,7 +148,7 @@ class _Building:
         return json.loads(complete.read_text())
 
     def near_duplicates(self) -> set[bytes]:
-        """Digests of the texts to leave out; none where nobody asked for it."""
+        """Digests of the texts to leave out; none without `dedup`."""
         if self.settings.dedup is None:
             return set()
 
@@ -177,7 +178,7 @@ class _Building:
         return tokenizers.TokenizerInfo(**self._once("tokenizer.json", save))
 
     def tokens(self, info: tokenizers.TokenizerInfo, near: set[bytes]) -> dict[str, Any]:
-        """Encodes everything; returns what was counted on the way."""
+        """Encodes all texts; returns the counts."""
 
         def encode() -> dict[str, Any]:
             tally, tokenizer = sources.Tally(), self.place.new / "tokenizer"
@@ -218,7 +219,7 @@ class _Building:
         return arrays, entropy["train"]
 
     def _pieces(self, title: str, tally: sources.Tally, near: set[bytes]) -> Iterator[sources.Piece]:
-        """All text that stays.
+        """Yields all texts that stay, in pieces.
 
         Raises:
             DataError: there is none.
@@ -241,7 +242,7 @@ def _counted(title: str, items: Iterable[Any]) -> Iterator[Any]:
 
 
 def summary_lines(manifest: dict[str, Any]) -> list[str]:
-    """Lines of a report on what was made and what was left out."""
+    """Lines of a report on the corpus and on skipped inputs."""
     train, heldout = manifest["arrays"]["train"], manifest["arrays"]["heldout"]
     entropy = manifest["unigram_entropy_nats"]
     lines = [

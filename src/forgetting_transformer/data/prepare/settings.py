@@ -1,4 +1,4 @@
-"""Settings of a corpus: every one that changes a byte of the result, and nothing else."""
+"""Settings of a corpus: all that change a byte of the result, and no others."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ DEFAULT_HELDOUT_FRACTION = 0.01
 DEFAULT_DEDUP = 0.8
 DEFAULT_DEDUP_WORDS = 5
 MIN_TRAINED_VOCAB = 257  # the 256 bytes and <|endoftext|>
-MAX_TRAINED_VOCAB = 1 << 20  # the trainer takes memory for all of it before the first merge
+MAX_TRAINED_VOCAB = 1 << 20  # the trainer allocates memory for all of it before the first merge
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class CorpusSettings:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def different_from(self, written: dict[str, Any]) -> list[str]:
-        """Names of the settings that have another value in `written`, the settings found in a corpus."""
+        """Names of the settings that have another value in `written`, the settings of an existing corpus."""
         return [name for name, value in self.as_json().items() if written.get(name) != value]
 
     def refuse_if_different(self, written: dict[str, Any], out: Path) -> None:
-        """Raise unless `written`, the settings found in `out`, are these."""
+        """Raise unless `written`, the settings of the corpus in `out`, are these."""
         mine = self.as_json()
         if different := self.different_from(written):
             lines = [f"  {name}: {written.get(name)!r} there, {mine[name]!r} here" for name in different]

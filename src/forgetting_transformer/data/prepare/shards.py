@@ -1,8 +1,8 @@
-"""Work on shards of text, in parallel and in order, of which a killed run keeps what is done.
+"""Work on shards of text, in parallel and in order; a killed run keeps finished shards.
 
 Each shard's results are appended to data files and then committed by one line in a log, with a hash of the shard. After
-a kill the log is believed up to its last whole line: a shard that is still the same is not worked on again, and from
-the first that changed everything is.
+a kill the log counts up to its last whole line: unchanged shards are not worked on again; the first changed one and all
+behind it are.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def make_shards(items: Iterable[Any]) -> Iterator[tuple[list[Any], str]]:
-    """Consecutive items that are worked on together, texts or pieces of them, and a hash of their `identity()`."""
+    """Yields consecutive items (texts or pieces) that are worked on together, and a hash of their `identity()`."""
     batch: list[Any] = []
     n_bytes, hasher = 0, hashlib.blake2b(digest_size=16)
     for item in items:
@@ -66,14 +66,14 @@ class ShardLog:
         self.keep(len(self.shards))
 
     def keep(self, n_shards: int) -> None:
-        """Forgets all shards after the first `n_shards`, and what a kill left behind them."""
+        """Drops all shards after the first `n_shards`, and incomplete ones."""
         self.shards = self.shards[:n_shards]
         write_atomically(self.log, "".join(json.dumps(shard) + "\n" for shard in self.shards))
         for name, path in self.paths.items():
             os.truncate(path, self._end(n_shards, name) * self.dtypes[name].itemsize)
 
     def append(self, digest: str, data: Result) -> None:
-        """Commits one shard: the data is on the disk before the line that says so."""
+        """Commits one shard: its data is on the disk before its line in the log."""
         ends = {}
         for name, rows in data.items():
             _append(self.paths[name], rows.tobytes())

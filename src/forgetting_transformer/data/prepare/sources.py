@@ -1,4 +1,4 @@
-"""From files, folders and data sets to texts, and from texts to pieces small enough to hold in memory.
+"""From files, folders and data sets to texts, and from texts to pieces that fit into memory.
 
 Order is part of the result: inputs in the order given, folders in path order, records in file order. One pass
 needs memory for the largest record, and 16 bytes of hash (about a hundred with Python's overhead) per distinct text.
@@ -26,7 +26,7 @@ from forgetting_transformer.files import parse_json
 from forgetting_transformer.hub_connection import use_cached_datasets
 
 ALWAYS_EXCLUDED = ("__pycache__",)
-# A file up to this size is read at once; a longer one is read twice (check and hash, then cut) and never held.
+# A file up to this size is read at once; a longer one is read twice (check and hash, then cut), never as a whole.
 WHOLE_FILE_BYTES = 16 << 20
 PIECE_CHARS = 1 << 20
 PARQUET_ROWS = 256
@@ -36,11 +36,11 @@ MADE_HERE = "corpus that this program made"
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text and where it came from.
+    """One text and its origin.
 
     Attributes:
         path: input, folders, file, and the record number in JSONL, Parquet and data sets. Unique per text.
-        body: the text, or the UTF-8 file that holds it where that is too large to read at once.
+        body: the text, or its UTF-8 file where that is too large to read at once.
         digest: 16-byte hash of the UTF-8 bytes.
         n_bytes: how many there are.
     """
@@ -143,8 +143,7 @@ def _find_files(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[t
     An input that lies inside another one is read in its own turn and skipped in the outer one.
     """
     out = Path(os.path.abspath(out))
-    # The corpus of `out` counts as left out nowhere, whether an older one is there or not: the counts of an earlier
-    # and of a later start are the same.
+    # The corpus of `out` never counts as left out, so that the counts of an earlier and of a later start are the same.
     own_turn = {*settings.inputs, str(out), str(output.OutputFolder(out).work)}
     for name in settings.inputs:
         if os.path.isdir(name):
@@ -244,7 +243,7 @@ def _records(rows: Iterator[Any], path: tuple[str, ...], tally: Tally) -> Iterat
             continue
         try:
             encoded = row.encode()
-        except UnicodeEncodeError:  # JSON may hold half of a surrogate pair, which no UTF-8 text can
+        except UnicodeEncodeError:  # JSON may contain half of a surrogate pair, which UTF-8 cannot
             tally.dropped["not valid Unicode"] += 1
             continue
         digest = hashlib.blake2b(encoded, digest_size=16).digest()

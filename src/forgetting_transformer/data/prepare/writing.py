@@ -1,4 +1,4 @@
-"""Rows -> Zarr chunks, in parallel and restartable; and reading the finished array back.
+"""Writes rows as Zarr chunks, in parallel and restartable, and reads the finished array back.
 
 An array is written in blocks of `chunk_docs` rows, so that no two workers touch one chunk. Zarr renames each chunk's
 file into its place; after a kill only the blocks are written that lack one.
@@ -52,7 +52,7 @@ def create_array(path: Path, layout: Layout, settings: CorpusSettings, dtype: np
 def write_block(path: Path, tokens_path: Path, first: int, rows: list[list[tuple[int, int]]]) -> None:
     """Writes rows of the array at `path`, each of these stretches of the stream; runs in a worker process."""
     # Every chunk must be a file: a reader takes a missing one for damage, never for zeros. The `config` argument of
-    # open_array would be the place to say so, but Zarr ignores it when it opens an existing array (3.1.6).
+    # open_array would set this, but Zarr ignores it when it opens an existing array (3.1.6).
     with zarr.config.set({"array.write_empty_chunks": True}):
         array = zarr.open_array(path, mode="r+")
     tokens = np.memmap(tokens_path, dtype=array.dtype, mode="r")

@@ -20,9 +20,9 @@ from forgetting_transformer.data.storage.remote_cache import Folder
 #: Metadata of Zarr v2 and v3.
 ARRAY_METADATA = {2: ".zarray", 3: "zarr.json"}
 _METADATA = (*ARRAY_METADATA.values(), ".zattrs", ".zgroup", ".zmetadata")
-#: Limits on an array's own metadata; damaged metadata could ask for any amount of time and memory.
+#: Limits on an array's own metadata; damaged metadata could take any amount of time and memory.
 LARGEST_CHUNK, LARGEST_FILE_COUNT, LONGEST_DOCUMENT = 1 << 30, 1 << 26, (1 << 31) - 1
-#: Codecs that turn bytes into bytes or numbers. Others exist, such as numcodecs' pickle, which runs what a file says.
+#: Codecs that turn bytes into bytes or numbers. Others, such as numcodecs' pickle, run code that a file contains.
 SAFE_CODECS = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"}) | frozenset(
     {"bytes", "crc32c", "delta", "shuffle", "transpose"}
 )
@@ -32,7 +32,7 @@ class ArrayFiles(Folder):
     """The files of an array.
 
     Attributes:
-        checksums: what the contents of chunks must be, where that is known.
+        checksums: of the chunks, where known.
         holds_blosc: whether each chunk is one Blosc frame.
     """
 
@@ -40,10 +40,10 @@ class ArrayFiles(Folder):
     holds_blosc = False
 
     def decoded(self, key: str, decode: Callable[[], np.ndarray], document: int) -> np.ndarray:
-        """A chunk, of which `decode` reads the file `key`; from elsewhere once more, if its copy here is damaged.
+        """Decodes the chunk in the file `key`; a remote one is fetched once more if its local copy is damaged.
 
         Args:
-            document: the first that it holds, for messages.
+            document: its first one, for messages.
 
         Raises:
             DataError: there is no file for it, or it cannot be decoded.
@@ -142,7 +142,7 @@ def _name(codec: object) -> str:
 
 
 def _nothing_at(path: str | Path) -> str:
-    """Message that there is no array at `path`, and which corpora are near it."""
+    """Message that there is no array at `path`, with the corpora near it."""
     if isinstance(path, str):  # listing a URL would be a request for every folder
         return f"no token array at {path}: neither .zarray nor zarr.json is there; check the URL"
     name, dataset, data_dir = path.name, path.parent.name or "<dataset>", path.parent.parent

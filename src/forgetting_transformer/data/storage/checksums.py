@@ -2,8 +2,9 @@
 
     <64 hexadecimal digits>  train.zarr/0.0
 
-SHA-256 and not a CRC: the list then also says which contents were trained on, and is the one that the downloader
-writes. It costs about 1 ns per token that is read. Lines without a file are no fault, since a copy may be partial.
+SHA-256 and not a CRC: the list then also identifies the contents that were trained on, and is the one that the
+downloader writes. It costs about 1 ns per token that is read. Lines without a file are allowed, since a copy may be
+partial.
 """
 
 import hashlib
@@ -49,7 +50,7 @@ class Checksums:
 
     @property
     def identity(self) -> str:
-        """A short hash that says which files are listed, with which contents."""
+        """A short hash of the listed files and their contents."""
         digest = hashlib.sha256("".join(f"{self.sums[key]}  {key}\n" for key in sorted(self.sums)).encode())
         return digest.hexdigest()[:16]
 
@@ -63,7 +64,7 @@ class Checksums:
             if (found := hashlib.sha256(data.data).hexdigest()) != self.sums[key]:
                 raise ChecksumError(
                     f"is not the file that {self.name} lists: it was changed or is damaged (its SHA-256 is {found}). "
-                    "Fetch or make it again. If the change is meant, this is another corpus: delete "
+                    "Fetch or make it again. If the change is intended, this is another corpus: delete "
                     f"{self.name}, and scripts/verify_data.py makes a new one"
                 )
         elif not self._warned:

@@ -1,8 +1,8 @@
-"""Files of a corpus that lies elsewhere: on the Hugging Face hub, behind HTTP, in S3, GCS or whatever fsspec reads.
+"""Files of a remote corpus: on the Hugging Face hub, behind HTTP, in S3, GCS or wherever fsspec reads.
 
-fsspec carries the bytes, and huggingface_hub lists the hub. What they leave out is here: a connection that breaks or
-goes silent and a server that is busy are tried again, as late as the server asks; a file that is not there is not; and
-what came is compared with the size and the SHA-256 that the source states.
+fsspec fetches the bytes, and huggingface_hub lists the hub. This module adds: retries where a connection breaks or goes
+silent and where a server is busy, as late as it asks, but not for missing files; and checks of size and SHA-256 against
+those that the source states.
 """
 
 import functools
@@ -31,7 +31,7 @@ ATTEMPTS = 6
 FIRST_WAIT = 1.0
 #: Longest wait that a server may ask for; the hub counts requests over five minutes.
 LONGEST_ASKED_WAIT = 330.0
-#: Seconds of waiting for one file, all in all, after which it is given up.
+#: Total seconds of waiting for one file, after which it is given up.
 LONGEST_WAITING = 1000.0
 #: HTTP answers that mean "later".
 PASSING = {408, 425, 429, 500, 502, 503, 504}
@@ -41,7 +41,7 @@ _HUB = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+)
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """Size and SHA-256 that the source states of a file; None where it does not say."""
+    """Size and SHA-256 of a file as the source states them; None where it does not."""
 
     size: int | None = None
     sha256: str | None = None
@@ -124,10 +124,10 @@ class RemoteFolder:
         """The whole file, or None if there is no such file.
 
         Args:
-            expected: what the source stated; a file that differs is fetched again.
+            expected: as the source stated; a file that differs is fetched again.
 
         Raises:
-            DataError: it could not be had, or not as it should be.
+            DataError: it could not be fetched, or differs.
         """
 
         def fetch() -> bytes:
@@ -175,7 +175,7 @@ class RemoteFolder:
             ) from error
 
     def _persist(self, name: str, action: Callable[[], T]) -> T | None:
-        """Result of `action`; None if there is no such file.
+        """Runs `action`, with retries, and returns its result; None if there is no such file.
 
         Raises:
             DataError: it fails, and would again, or has too often.
@@ -227,7 +227,7 @@ def _connect(pid: int, base: str, silence: float, headers: tuple[tuple[str, str]
 
 
 def _asked_wait(headers: Any) -> float | None:
-    """Seconds that the server wants to be left alone: `Retry-After: 30`, or the hub's `RateLimit: "…";r=0;t=30`."""
+    """Seconds until the server accepts the next request: `Retry-After: 30`, or the hub's `RateLimit: "…";r=0;t=30`."""
     asked = re.fullmatch(r"\d+", headers.get("retry-after", "")) or re.search(
         r"(?<=;t=)\d+", headers.get("ratelimit", "")
     )

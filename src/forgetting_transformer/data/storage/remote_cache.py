@@ -1,11 +1,11 @@
-"""Files of an array or a corpus; of one elsewhere on local disk, up to a limit, shared by all processes of a machine.
+"""Files of an array or a corpus; remote ones are cached on disk up to a limit, for all processes of a machine.
 
 Chunks are needed for a while and then not again until the next epoch, so those used longest ago make room.
 
     <cache_dir>/remote_files/<hash of the URL>/   0.0, c/0/0, …: chunks, metadata and tokenizers
     <cache_dir>/remote_files/.locks/              one process fetches a file, the others wait
 
-`cache_dir` may be a folder with other things in it: only files in such folders count against the limit and are deleted.
+`cache_dir` may contain other files: only files in these folders count against the limit and are deleted.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ ABANDONED_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Where and how much.
+    """Place and size of the cache.
 
     Attributes:
         folder: on a disk of this machine; runs and ranks may share it.
-        limit_bytes: of all files in it that came from elsewhere, whichever array they are of.
+        limit_bytes: of all remote files in it, of any array.
     """
 
     folder: Path = field(
@@ -46,9 +46,9 @@ class CacheSettings:
 
 
 class Folder:
-    """Files of a folder on this machine; or of one elsewhere, fetched when first asked for and kept.
+    """Files of a folder on this machine; or of a remote one, fetched at first use and kept.
 
-    What a URL names is taken not to change: a corpus that was replaced at the same place needs another cache.
+    The contents of a URL must not change: a corpus that was replaced at the same place needs another cache.
 
     Attributes:
         address: the folder or URL.
@@ -70,7 +70,7 @@ class Folder:
             self.folder = self.root / hashlib.sha256(self.remote.url.encode()).hexdigest()[:16]
 
     def place(self, name: str) -> str:
-        """Where a file is, or would be, in the words of an error message."""
+        """Place of a file, for an error message."""
         return str(self.path / name) if isinstance(self.path, Path) else join(self.path, name)
 
     def names(self) -> set[str]:
@@ -97,7 +97,7 @@ class Folder:
             expected: as of RemoteFolder.read.
 
         Raises:
-            DataError: it could not be had, or not be kept.
+            DataError: it could not be fetched or stored.
         """
         path = self._path(name)
         if self.remote is None:

@@ -1,8 +1,8 @@
 """Fetching an array in LongCrawl64's layout: chosen rows of chunks, in parallel, restartable, each file verified.
 
-A mirror may be partial, and a row of chunks of which one chunk is missing is of no use to training, so only rows are
-taken that have every chunk asked for. Files keep their names, so the copy is sparse where the mirror is, or where
-less was asked for: train on it with datamodule.missing_chunks=skip.
+A mirror may be partial, and training cannot use a row of chunks with one missing, so only rows with every wanted chunk
+are taken. Files keep their names, so the copy is sparse where the mirror is, or where less was wanted: train on it with
+datamodule.missing_chunks=skip.
 
 A file goes to `OUT/.download/`, is checked and decoded there, flushed, and renamed into place; then its SHA-256 is
 added to `OUT/<split>.sha256` (the format of sha256sum). The array's metadata comes last: an array that can be opened
@@ -35,7 +35,7 @@ from forgetting_transformer.files import flush, locked, write_atomically
 #: The public mirror, at a revision that others have used. Its train.zarr holds about a tenth of the row-chunks.
 MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb2a32"
 SPLITS = ("heldout", "train")
-#: Bytes to leave free on the disk.
+#: Bytes to keep free on the disk.
 SPACE_MARGIN = 256 << 20
 
 
@@ -56,14 +56,14 @@ def download(
             Whole rows of chunks are taken, in order.
         tokens: only the first so many of each document; None for all. Must be whole chunks.
         workers: files fetched at a time; each is held in memory (8 MiB for LongCrawl64).
-        dry_run: print what would be fetched, and fetch only the metadata.
+        dry_run: print the plan, and fetch only the metadata.
 
     Returns:
         Rows of chunks that were asked for.
 
     Raises:
-        DataError: the selection cannot be met, there is too little space, or a file could not be had; whatever was
-            fetched and verified stays.
+        DataError: the selection cannot be met, there is too little space, or a file could not be fetched; files that
+            were fetched and verified stay.
     """
     out = Path(out).absolute()
     work = out / ".download"
@@ -142,7 +142,7 @@ class _Download:
         return rows
 
     def _choose(self, wanted: int | float | None) -> tuple[list[int], list[int]]:
-        """Rows of chunks that the source has whole, and those of them to have in the end."""
+        """Rows of chunks that the source has completely, and those of them to fetch."""
         array, remote = self.array, self.files.remote
         if remote is None:
             raise DataError(
@@ -182,13 +182,13 @@ class _Download:
         return math.prod(self.array.chunk_shape) * self.array.dtype.itemsize if stated is None else stated
 
     def _is_there(self, chunk: Chunk) -> bool:
-        """Whether a chunk was verified, and lies in its place as large as the source states."""
+        """Whether a chunk was verified, and is in its place with the size that the source states."""
         key = self.array.key(chunk)
         path = self.target / key
         return key in self.verified and path.exists() and self.stated[chunk].size in (None, path.stat().st_size)
 
     def _begin(self) -> None:
-        """Notes where the files come from; refuses to mix those of two sources or two lengths, or with others."""
+        """Records the source of the files; refuses to mix files of two sources or two lengths, or with others."""
         now = {"source": self.source, "tokens": self.tokens}
         if before := download_note(self.out, self.split):
             if different := [key for key in now if before.get(key) != now[key]]:
@@ -224,9 +224,9 @@ class _Download:
 
 
 def fetching(info: DataInfo, tokens: int) -> str | None:
-    """How many documents a run of so many tokens needs, and the command that fetches them.
+    """Documents that a run of so many tokens needs, and the command that fetches them.
 
-    None of an array that `download` did not make.
+    None for an array that `download` did not make.
     """
     array = Path(info.path)
     source = download_note(array.parent, array.stem).get("source")

@@ -10,8 +10,8 @@ def progress(title: str, total: int | None, unit: str) -> Any:
     """A bar to `update`, as a context manager.
 
     Args:
-        title: what is being done, for example "tokenising".
-        total: how many units there will be, or None where nobody knows (compressed input).
+        title: of the bar, for example "tokenising".
+        total: number of units, or None where unknown (compressed input).
         unit: "B" is shown with a decimal prefix (k, M, G); any other unit is shown as it is.
     """
     form: dict[str, Any] = {"dynamic_ncols": True}

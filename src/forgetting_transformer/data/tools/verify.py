@@ -1,4 +1,4 @@
-"""Looking through an array before it is trained on: is every chunk there, can it be decoded, does it hold tokens?"""
+"""Checks of an array before training: every chunk is there, can be decoded and contains tokens."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ from forgetting_transformer.data.storage import checksums
 from forgetting_transformer.data.token_array import Chunk, TokenArray
 from forgetting_transformer.data.tools.progress import progress
 
-#: Problems of one kind that are spelled out; the rest is counted.
+#: Problems of one kind that are listed; the rest is counted.
 SHOWN = 5
 
 
@@ -30,7 +30,7 @@ def verify(
         workers: threads that decode.
 
     Returns:
-        A table of what was checked, the first few problems by name below it; and whether there are none.
+        A table of the checks with the first few problems by name below it; and whether there are none.
     """
     rows, faults = [str(path)], []
     for check, result, problems in _checks(Path(path), vocab_size, missing_chunks, share, workers):
@@ -103,4 +103,4 @@ def _checks(
             checksums.write_list(path, [keys[chunk] for chunk in chosen], workers)
             yield "checksums", f"written to {name}, {len(chosen):,} chunks: readers compare each with it", []
         except OSError as error:
-            yield "checksums", f"cannot write {name} ({error.strerror}): nothing holds chunks to what they are now", []
+            yield "checksums", f"cannot write {name} ({error.strerror}): later damage to chunks will not be noticed", []

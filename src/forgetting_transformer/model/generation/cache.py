@@ -2,11 +2,11 @@
 
 `DecoderCache` holds one layer cache per block, made by the block's mixer. A layer cache is a Hugging Face
 `CacheLayerMixin`; generation moves its batch axis around (beam search, several samples per prompt) and shortens it
-(assisted decoding), so every tensor a mixer stores must follow. What grows with every token lives in buffers with room
-to spare (`growing.py`).
+(assisted decoding), so every tensor a mixer stores must follow. Tensors that grow with every token are in buffers with
+room to spare (`growing.py`).
 
-A cache may be made static for a while: then nothing that it holds moves in memory or changes its shape, and while
-`DecodingGraph` computes a single token, it is written where a tensor on the device says (`Slot`). So a CUDA graph of
+A cache may be made static for a while: then none of its tensors moves in memory or changes its shape, and while
+`DecodingGraph` computes a single token, a tensor on the device says where it is written (`Slot`). So a CUDA graph of
 one token serves many (`graph.py`).
 
 Axes: `forgetting_transformer/ops/__init__.py`. A buffer has room for more positions than N.
@@ -51,7 +51,7 @@ class Slot(NamedTuple):
             x.add_(1)
 
     def behind(self, count: int) -> "Slot":
-        """This slot, counted from the token behind the first `count`."""
+        """Returns this slot, counted from the token after the first `count`."""
         if not count:
             return self
         return Slot(self.last - count, self.new - count, self.end_B - count, self.limit - count)
@@ -74,7 +74,7 @@ class DecoderCache(Cache):
     Attributes:
         seq_start_B: index of the first real token of each sequence `(B,)`, None without left padding. Kept here so that
             later calls need no attention mask.
-        graph: runs single tokens as a CUDA graph (`graph.py`); None where none was asked for.
+        graph: runs single tokens as a CUDA graph (`graph.py`); None without graphs.
         slot: where its graph writes the next token; None while the cache is not static.
         is_writing: whether a token is being written there.
     """
@@ -89,7 +89,7 @@ class DecoderCache(Cache):
         self.is_writing = False
 
     def make_static(self, batch: int, device: torch.device) -> Slot:
-        """Hold still for the next tokens, one by one; only where tokens are held, for mixers with `static_cache`.
+        """Make the cache static for the next tokens, one by one; needs cached tokens and mixers with `static_cache`.
 
         Args:
             batch: B.
@@ -106,13 +106,13 @@ class DecoderCache(Cache):
         return self.slot
 
     def make_dynamic(self) -> None:
-        """Be as before `make_static`, with the tokens that have come. All that changes other things calls it first."""
+        """Undo `make_static`, and keep the tokens since then. Every other change of the cache calls it first."""
         if self.graph is not None:
             self.graph.interrupt()
         self.release()
 
     def release(self) -> None:
-        """`make_dynamic` for the graph itself, which nothing interrupts."""
+        """Make the cache dynamic for the graph itself, without an interruption of the graph."""
         if self.slot is not None:
             self.slot = None
             for layer in self.layers:
@@ -173,7 +173,7 @@ class DecoderCache(Cache):
 
 
 class LayerCache(CacheLayerMixin):
-    """Base of layer caches. A subclass says in `_map` which tensors it holds, batch axis first.
+    """Base of layer caches. A subclass applies a function to its tensors in `_map`, batch axis first.
 
     Attributes:
         slot: where a token is to be written, counted from the first that is held, while one is written in place;
@@ -190,10 +190,10 @@ class LayerCache(CacheLayerMixin):
         raise NotImplementedError
 
     def make_static(self) -> None:
-        """Hold still from now on, and let no tensor be another's. `reserve` came before."""
+        """Keep tensors at fixed addresses from now on, each its own copy. Called after `reserve`."""
 
     def make_dynamic(self) -> None:
-        """Be as before `make_static`."""
+        """Undo `make_static`."""
 
     def begin_writing(self, behind: Callable[[int], Slot]) -> None:
         """Note where a token is to be written; `behind` gives the slot behind so many tokens."""
@@ -204,7 +204,7 @@ class LayerCache(CacheLayerMixin):
         raise NotImplementedError
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note dtype and device of what is to be cached. The tensors themselves start with the first update."""
+        """Note dtype and device of the tensors to cache. The tensors themselves start with the first update."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -245,7 +245,7 @@ def log_fgate_of(cum_log_fgate_BHN: Tensor) -> Tensor:
 
 
 class Held(NamedTuple):
-    """Keys that new tokens read, with what belongs to them.
+    """Keys that new tokens read, with their values and gates.
 
     Attributes:
         keys, values: `(B, G, N, D)`, the new ones included. In a static cache whole buffers.
@@ -322,7 +322,7 @@ class AttentionCache(LayerCache):
         return held
 
     def _held(self, hidden: int) -> Held:
-        """All that is held but the first `hidden` positions, which no new token sees."""
+        """All cached positions but the first `hidden`, which no new token sees."""
         tensors = [x.contents if self.slot is None else x.whole for x in self._tensors]
         keys, values, *sums = [x[:, :, hidden:] for x in tensors] if hidden else tensors
         return Held(keys, values, sums[0] if sums else None, self.num_dropped + hidden)

@@ -55,13 +55,13 @@ class DecodingGraph:
         return DecodingGraph, (self.is_asked_for,)
 
     def reset(self) -> None:
-        """Be as new."""
+        """Return to the initial state."""
         self._is_off = False
         self._wait, self._tokens_in_a_row = self.WAIT, 0
         self._forget()
 
     def interrupt(self) -> None:
-        """Something else than a single token comes: give up what was recorded, and wait again."""
+        """Discard the graph, and wait again; called when anything but a single token comes."""
         if self._replay is not None and self._num_replays < self.WORTH:
             self._wait = min(2 * self._wait, self.MAX_WAIT)
         self._tokens_in_a_row = 0
@@ -161,7 +161,7 @@ class DecodingGraph:
         return True
 
     def _problem(self, model: Any, modules: list[nn.Module], input_ids: Tensor) -> str | None:
-        """Why a graph would not do what the model does; None where it would."""
+        """Reason why a graph would compute other values than the model; None without one."""
         if model in _unrecordable:
             return "no token of this model could be recorded before"
         if any(self._hooks) or any(hasattr(module, "_hf_hook") for module in modules):
@@ -198,7 +198,7 @@ class DecodingGraph:
         slot.advance()
 
     def _record(self, model: Any, cache: DecoderCache) -> Callable[[], None]:
-        """Record `_compute`, which does nothing yet; returns what does it."""
+        """Record `_compute` without running it; returns the graph."""
         assert self._input_ids is not None
         device = self._input_ids.device
         graph = torch.cuda.CUDAGraph()

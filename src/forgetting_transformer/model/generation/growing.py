@@ -1,4 +1,4 @@
-"""A tensor with room at its end, so that a new token is written beside the old ones, which are not copied for it.
+"""A tensor with room at its end, so that a new token is written after the old ones without copying them.
 
 Axes: `forgetting_transformer/ops/__init__.py`. A buffer has room for more positions than N.
 """
@@ -13,8 +13,8 @@ class GrowingTensor:
     """A tensor that grows at the end of its third axis and may shrink at both, in a buffer `(B, G, room, …)`.
 
     A full buffer is replaced by one with room for half as many positions again. So however many tokens come one by
-    one, each is copied three times or less on average. The first positions stay where they came from, and are never
-    written to: a cache that nothing is added to costs nothing.
+    one, each is copied three times or less on average. The first positions stay in the tensor that was passed, which is
+    never written to: a cache without additions costs nothing.
 
     Args:
         x: the first positions `(B, G, T, …)`.
@@ -56,7 +56,7 @@ class GrowingTensor:
         return self.capacity - self.length
 
     def write(self, at: Tensor, x: Tensor) -> None:
-        """Write a position `(B, G, 1, …)` at `at` `(1,)` in `whole`; `advance` then says that it is held."""
+        """Write a position `(B, G, 1, …)` at `at` `(1,)` in `whole`; `advance` then counts it."""
         self.whole.index_copy_(2, at, x.to(self._buffer.dtype))
 
     def advance(self) -> None:

@@ -39,8 +39,8 @@ class DeltaRuleMixer(RecurrentMixer):
         S_t     = (I - β_t k_t k_tᵀ) diag(a_t) S_{t-1} + β_t k_t v_tᵀ      K × V per head
         out     = W_o norm(S_tᵀ q_t / √K)        RMSNorm per head with one weight vector for all, and a gate
 
-    A subclass says in `log_decay` what the forget gates a are, in `output_gate` what the norm's gate is, and in
-    `gate_sizes` what projections the two have.
+    A subclass defines the forget gates a in `log_decay`, the norm's gate in `output_gate`, and the projections of both
+    in `gate_sizes`.
 
     Args:
         hidden_size: E.
@@ -113,7 +113,7 @@ class DeltaRuleMixer(RecurrentMixer):
         return 0
 
     def log_decay(self, hidden_BTE: Tensor) -> Tensor | None:
-        """Logarithms of the forget gates, `(B, T, H)` or `(B, T, H, K)`, float32; None: nothing is forgotten."""
+        """Logarithms of the forget gates, `(B, T, H)` or `(B, T, H, K)`, float32; None without forget gates."""
         raise NotImplementedError
 
     def output_gate(self, hidden_BTE: Tensor) -> Tensor | None:

@@ -51,7 +51,7 @@ class ForgettingAttentionLayer(nn.Module):
         window_size: number of keys a query sees, itself included. None is all of them.
         use_rope: rotary position embedding. FoX does without.
         rope_base: its base.
-        rope_factor: what divides its frequencies, for contexts so many times as long.
+        rope_factor: divisor of its frequencies, for contexts so many times as long.
         rope_llama3: [low, high, length]: which of them, as in Llama 3.1 (`rotate`). None divides all.
         use_output_gate: multiply the output by `act(W_g x)`.
         ogate_act: "sigmoid" or "silu".
@@ -67,8 +67,8 @@ class ForgettingAttentionLayer(nn.Module):
         qk_norm_share_param_across_head: one weight vector `(D,)` for all heads, as in the released Pro checkpoints,
             instead of one for each.
         use_k_shift, use_v_shift: data-dependent token shift of keys, values.
-        log_pruning_tolerance: ln ε < 0 switches on adaptive computation pruning: attention may skip what
-            changes the weights of a row by no more than ε in all. None computes everything.
+        log_pruning_tolerance: ln ε < 0 switches on adaptive computation pruning: attention may skip keys that change
+            the weights of a row by no more than ε in all. None computes everything.
         initializer_range: standard deviation of the linear layers' weights at the start; their biases start at 0. None
             leaves PyTorch's values, for a model that initialises all of its layers itself.
         layer_idx: number of this layer's entry in a `DecoderCache` passed as `past_key_values`.
@@ -163,7 +163,7 @@ class ForgettingAttentionLayer(nn.Module):
 
         Args:
             hidden_states: T new tokens `(B, T, E)`.
-            span: what is known of them, from the decoder. In its place, the arguments of the authors' layer:
+            span: facts about them, from the decoder. In its place, the arguments of the authors' layer:
             attention_mask, past_key_values, use_cache, output_attentions: see `span_of_layer`.
         """
         x_BTE = hidden_states
@@ -242,7 +242,7 @@ class ForgettingAttentionLayer(nn.Module):
         return linears
 
     def pruning(self) -> Pruning | None:
-        """Rule for what attention may leave out; None computes every pair."""
+        """Rule for keys that attention may leave out; None computes every pair."""
         if self.log_pruning_tolerance is None or self.fgate_type == "none":
             return None
         return Pruning(self.log_pruning_tolerance, None if self.q_norm is None else self.score_bound())

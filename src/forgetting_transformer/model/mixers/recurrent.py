@@ -1,4 +1,4 @@
-"""Base of mixers whose memory of the past is a few states of fixed size.
+"""Base of mixers with a few states of fixed size as their memory of the past.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -46,7 +46,7 @@ class RecurrentCache(LayerCache):
     def update(  # type: ignore[override]  # states instead of keys and values
         self, num_new_tokens: int, **states: Tensor
     ) -> None:
-        """Replace the states by those `num_new_tokens` later; written in place, what they hold, and count nothing."""
+        """Replace the states by those `num_new_tokens` later; in place, only their values, without counting."""
         if self.slot is not None:
             shapes, old = ({name: tuple(x.shape) for name, x in of.items()} for of in (states, self.states))
             if shapes != old:
@@ -90,7 +90,7 @@ class RecurrentMixer(nn.Module):
 
         Args:
             hidden_BTE: T new tokens.
-            span: what is known of them. Default: whole sequences, without a cache.
+            span: facts about them. Default: whole sequences, without a cache.
             options: further arguments of `mix`.
         """
         span = span or Span()
@@ -115,7 +115,7 @@ class RecurrentMixer(nn.Module):
         Args:
             hidden_BTE: T new tokens.
             padding_BT: True for left padding, which must change no state (`zero_padding`); None if there is none.
-            states: what the call for the tokens before these returned; empty if there are none.
+            states: as the call for the tokens before returned them; empty if there are none.
 
         A mixer with `packs_documents` also takes the keyword `span`, of packed documents.
         """

@@ -2,7 +2,7 @@
 
 import math
 
-#: Queries of a block, keys of a stretch: what is summed, and left out by pruning, together.
+#: Queries of a block, keys of a stretch, which are summed, and left out by pruning, together.
 STRETCH = 128
 #: Kernels compute in base 2, which saves a product per exponential.
 LOG2_E = math.log2(math.e)

@@ -7,8 +7,8 @@ With a *stretch* of 128 positions S and its end e_S, the decay from key j in S t
 where suffix_j is short and exact in float32, and the running sums C are kept in float64 and subtracted before they are
 rounded. So biases of near pairs, the ones that carry weight, are accurate at any length.
 
-Pruning: a block of 128 queries leaves out a stretch of keys where the largest bias of any pair of the two, C at the
-block's first query less C at the end of the stretch, is below a threshold. The stretches left out are the leftmost
+Pruning: a block of 128 queries leaves out a stretch of keys where the largest bias of any pair of the two is below a
+threshold. It is C at the block's first query less C at the end of the stretch. The stretches left out are the leftmost
 ones, because running sums never rise, so a binary search per block finds them, for all blocks at once. A second one per
 stretch, among what the first has found, finds the last block that keeps the stretch, so that all kernels leave out the
 same pairs.

@@ -1,4 +1,4 @@
-"""Which calls the Triton kernels serve, and how they are called. Importing this imports no Triton.
+"""Choice of calls that the Triton kernels serve, and the calls of these. Importing this imports no Triton.
 
 `forgetting_attention` and `causal_attention`, which is forgetting attention whose gates are all 1, both go through
 here.
@@ -73,7 +73,7 @@ def _launch(
     num_queries, num_keys = q.shape[length_axis], k.shape[length_axis]
     padding_BT, missing = None, 0
     if q.dtype.itemsize == 2 and _has_gluon(q.device.index, q.shape[3]):
-        # These kernels take whole tiles. What nothing sees is multiplied by 0, and must not be NaN.
+        # These kernels take whole tiles. Invisible positions are multiplied by 0, and must not be NaN.
         if seq_start_B is not None and num_queries % STRETCH == num_keys % STRETCH == 0:
             padding_BN = torch.arange(num_keys, device=q.device) < seq_start_B[:, None]
             padding_BT = padding_BN[:, num_keys - num_queries :].unsqueeze(head_axis)

@@ -341,7 +341,7 @@ def forward(
 
 
 def located(heads: Heads, rows: int) -> Located:
-    """Heads in descriptors, which here also say how tiles lie in shared memory."""
+    """Heads in descriptors, which here also have the layout of tiles in shared memory."""
     return Located(heads, rows, TensorDescriptor, _TILE)
 
 

@@ -1,6 +1,6 @@
 """Triton kernels of forgetting attention: forward, gradients of keys and values, gradients of queries.
 
-FlashAttention-2 (Dao 2023) with one addition per score; `triton.py` says what is added and launches them, `decay.py`
+FlashAttention-2 (Dao 2023) with one addition per score; `triton.py` explains the addend and launches them, `decay.py`
 prepares it. Everything is in base 2 (scores, biases, log-normalisers), which saves a product per exponential.
 
 Tiles are M queries × N keys, as large as registers and shared memory allow: `triton.py` has the sizes that were

@@ -83,7 +83,7 @@ class Sizes(NamedTuple):
 
 
 class Decay(NamedTuple):
-    """Results of `stretch_kernel` and `running_kernel`, which say what each is."""
+    """Results of `stretch_kernel` and `running_kernel`, which describe them."""
 
     suffix: Tensor  # (Z, S·128) float32
     running: Tensor  # (Z, S + 1) float64
@@ -98,7 +98,7 @@ def with_whole_channels(x: Tensor) -> Tensor:
 
 
 def side_by_side(x: Tensor | None) -> Tensor | None:
-    """A tensor that kernels read as one piece of memory, such as a vector with one number per head. Operators say so
+    """A tensor that kernels read as one piece of memory, such as a vector with one number per head. Operators call this
     themselves: `.contiguous()` before the call does not keep compiled code from padding rows.
     """
     return None if x is None else x.contiguous()

@@ -1,7 +1,7 @@
 """Forgetting attention on any device, through PyTorch's `scaled_dot_product_attention`. Exact; O(T + N) memory.
 
-Softmax does not change when a constant is added to a row, so of the decay Σ_{l=j+1..i} log f_l = c_i - c_j (c the
-running sum of log f) only the part that depends on the key counts, b_j = c_r - c_j for any reference position r:
+Softmax does not change when a constant is added to a row. With c the running sum of log f, the decay is Σ_{l=j+1..i}
+log f_l = c_i - c_j, of which only the part of the key counts, b_j = c_r - c_j for any reference position r:
 
     softmax_j(s·q_i·k_j + c_i - c_j) = softmax_j(s·[q_i, 1]·[k_j, b_j/s]).
 
@@ -103,8 +103,8 @@ def _visible(first_key_Bt: Tensor, first_query: int, keys: slice, padding_Bn: Te
 def _choose_compute_dtype(q: Tensor) -> torch.dtype:
     """Return bfloat16 for bfloat16 inference on a GPU (tensor cores), float64 for float64, float32 for all else.
 
-    Against float64, bfloat16 gives the output to 2e-3 and dq, dk, dv to 5e-3 at usual gates, but the gradient of
-    log f only to 1e-2 to 7e-2, as it sums many rounded terms that nearly cancel. float32 gives the output to 1e-5 and
+    Against float64, bfloat16 gives the output to 2e-3 and dq, dk, dv to 5e-3 at usual gates. The gradient of log f, a
+    sum of many rounded terms that nearly cancel, is only good to 1e-2 to 7e-2. float32 gives the output to 1e-5 and
     every gradient to 2e-4.
     """
     if q.dtype == torch.bfloat16 and q.is_cuda and not torch.is_grad_enabled():

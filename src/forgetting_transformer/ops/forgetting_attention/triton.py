@@ -549,9 +549,9 @@ def _attend(q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale, head
 
 
 def compile_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, sm_scale: float) -> None:
-    """Compiles what the backward pass of such inputs launches, while another thread compiles the forward pass.
+    """Compiles the kernels of the backward pass of such inputs, while another thread compiles the forward pass.
 
-    Runs it with nothing pruned and made-up results of the forward pass; nobody reads the gradients.
+    Runs it with nothing pruned and made-up results of the forward pass; the gradients are not used.
 
     Args:
         d_out, q, k, v, log_fgate, sm_scale: as of `_backward`.

@@ -1,8 +1,8 @@
 """RMSNorm of a residual stream in Triton, with the addition before it and the gradient that goes around it.
 
 A tile is a whole row, in registers, with 16 numbers to a thread forward and 8 backward: a mean needs no second look.
-Backward a program takes the gradient of the residual stream in with the gradient of the norm, so that each is
-read once and their sum is written once, and once more in the branch's dtype. Gradients of the weight are sums over
+Backward, a program adds the gradients of the residual stream and of the norm: each is read once, and their sum is
+written once, and once more in the branch's dtype. Gradients of the weight are sums over
 rows: every program leaves its part, and the parts are added in a fixed order. So the same inputs give the same bits
 every time.
 """

@@ -6,7 +6,7 @@ same bits every time.
 
 A program works on a block of channels, a head where heads are normalised, and on groups of four neighbouring positions:
 tile o of a block holds position o of every group. A filter of four taps at position o reads tiles o - 3 to o, which lie
-in the same threads, so that an input that four outputs share is loaded once or twice, not four times. The gradient of
+in the same threads. So an input that four outputs share is loaded once or twice, not four times. The gradient of
 position o needs what the filter gave at o to o + 3, so the backward pass walks from the end to the beginning.
 
 Axes: `forgetting_transformer/ops/__init__.py`. P programs along time, of all sequences.

@@ -101,7 +101,7 @@ def _walk(segment: Callable[..., tuple[Tensor, Tensor]], state: Tensor, *sequenc
     return torch.cat(outs, dim=1), state
 
 
-# `_walk` as torch.compile is to see it, once `_keep_out_of_graphs` has been asked for it.
+# `_walk` for torch.compile, once `_keep_out_of_graphs` has made it.
 _opaque: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
 
 

@@ -2,7 +2,7 @@
 
 FLA is imported when an op first runs on a GPU, never before; `fla-core`, which holds the kernels without models, is
 enough. Written for FLA 0.6. Gates are passed in float32. The kernels sum log decays from the start of a chunk of 64
-tokens, so after a decay of e^-10,000 the others of its chunk keep three digits, as many as the 16-bit inputs have.
+tokens. So after a decay of e^-10,000 the others of its chunk keep three digits, as many as the 16-bit inputs have.
 gated_delta_rule adds products of states and their gradients in 16 bits: its gradient of a decay is good to 3 % in
 bfloat16 and to 0.3 % in float16.
 Axes: `forgetting_transformer/ops/__init__.py`.
@@ -27,7 +27,7 @@ _KERNELS = {
     "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     "kda": ("fla.ops.kda", "chunk_kda"),
 }
-# The functions themselves, once `_is_installed` has found them.
+# The functions themselves, once `_is_installed` has imported them.
 _loaded: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
 # The kernels of the delta rules walk channels in blocks of 64, read out of bounds where blocks are not full, and hold
 # all key channels of a state at once: 256 of them, with the launch configurations chosen here, take more shared memory
@@ -131,7 +131,7 @@ def _call(
 ) -> tuple[Tensor, Tensor]:
     """One call of a kernel of FLA."""
     named = {"beta": gates.beta, "g": gates.log_decay}
-    # The final state is always asked for: it costs nothing beside the output, and one variant of a kernel is tuned, not
+    # The final state is always computed: it costs nothing beside the output, and one variant of a kernel is tuned, not
     # two. scale must be a float: Triton compiles an integer 1 into the kernel, which goes wrong on Hopper.
     out_BTHV, state_BHKV = _loaded[gates.op](
         q=q_BTHK,

@@ -155,7 +155,7 @@ def _is_right(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_
         # In a separate thread, which does not inherit the caller's autocast, checkpointing, gradient mode or tracing.
         with ThreadPoolExecutor(1) as executor:
             return executor.submit(_agrees, op, key_dim, value_dim, dtype, device_index).result()
-    except Exception:  # a compiler that fails is as good as one that is wrong
+    except Exception:  # a compiler that fails counts like one that is wrong
         return False
 
 

@@ -1,4 +1,4 @@
-"""Linear attention whose heads share queries and keys: which calls the Triton kernels of `ssd.py` serve.
+"""Linear attention whose heads share queries and keys: calls that the Triton kernels of `ssd.py` serve.
 
 Importing this imports no Triton. Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -68,7 +68,7 @@ def run_convolved(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`recurrence` of what `silu(short_convolution(x))` gives: values, keys and queries, side by side in C.
 
-    Keeps x for the backward pass, and nothing that comes from it.
+    Keeps only x for the backward pass.
 
     Args:
         x_BTC, weight_C1W, bias_C, previous_BCW: of `short_convolution`.

@@ -1,4 +1,4 @@
-"""Callbacks: the hooks that the trainer calls, and what it sees to around them.
+"""Callbacks: the hooks that the trainer calls, and its work around them.
 
 Importing this loads no PyTorch, so a module that registers a callback may define its class.
 """
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.checkpoint import Saved
     from forgetting_transformer.training.interface import TrainerInterface
 
-#: Reason of a call: each name stands for the key of the config that ends in `_interval`.
-#: "save": a checkpoint is about to be made; "checkpoint_interval" is only one reason for that.
+#: Reason of a call: each name is that of a key of the config without `_interval`. "save": a checkpoint is about to be
+#: made; "checkpoint_interval" is only one reason for that.
 Interval = Literal["log", "train_eval", "eval", "save"]
 
 
@@ -38,7 +38,7 @@ class Step:
         lr: learning rate of the update.
         loss_T: loss at each position, summed over the sequences of the global batch, float64; equal on all ranks.
         sequences_T: how many of these have each position; of packed documents, how many documents.
-        left_out: 1.0 if the update was left out because the loss or gradient was bad, else 0.0.
+        left_out: 1.0 if the update was left out because of a bad loss or gradient, else 0.0.
     """
 
     loss: Tensor
@@ -50,16 +50,16 @@ class Step:
 
 
 class Callback:
-    """Something that is measured or done during training. A subclass overrides the hooks that it needs.
+    """A measurement, or other work, during training. A subclass overrides the hooks that it needs.
 
     The trainer restores random numbers and train mode after every hook, so a hook need not.
 
     Attributes:
-        name: what configs, the start block and checkpoints call it.
+        name: its name in configs, the start block and checkpoints.
         all_ranks: whether the hooks run on every rank, which a hook with collective operations (a reduction, a forward
             pass of a sharded model, `trainer.should_stop`) needs; otherwise on rank 0 only.
         kinds: kinds of lines that it gives to `trainer.report`. A resume cuts them at its checkpoint.
-        evaluates: whether it is to be called for "eval".
+        evaluates: whether it is called for "eval".
         interval: training tokens between these calls; None: as the config's eval_interval and skip_eval say.
         summary: a line for the start block; "": none.
     """
@@ -72,13 +72,13 @@ class Callback:
     summary: str = ""
 
     def on_start(self, trainer: TrainerInterface) -> None:
-        """Before the first step of this start: model, optimizer and data are there, a checkpoint is loaded."""
+        """Called before the first step of this start: model, optimizer and data are there, a checkpoint is loaded."""
 
     def on_step(self, trainer: TrainerInterface, step: Step) -> None:
-        """After every step. The device is still busy: do not wait for it (`.item()`, `.cpu()`) here."""
+        """Called after every step. The device is still busy: do not wait for it (`.item()`, `.cpu()`) here."""
 
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
-        """It is time for `kind`, by the interval of that name or after the last step.
+        """Called when `kind` is due, by the interval of that name or after the last step.
 
         "log", "train_eval" and "save" are quick work; "eval", with `evaluates`, may be long. Long work runs on all
         ranks and calls `trainer.should_stop()` for every batch, equally often on every rank. Where that returns true,
@@ -86,10 +86,10 @@ class Callback:
         """
 
     def on_save(self, trainer: TrainerInterface, saved: Saved) -> None:
-        """A checkpoint is whole on the disk; training has gone on meanwhile."""
+        """Called when a checkpoint is complete on the disk; training has continued meanwhile."""
 
     def on_end(self, trainer: TrainerInterface) -> None:
-        """After the last step and the last checkpoint of this start; not after an error."""
+        """Called after the last step and the last checkpoint of this start; not after an error."""
 
     def state(self) -> dict[str, Tensor]:
         """Small tensors for the checkpoint, equal on all ranks that the callback runs on."""
@@ -103,7 +103,7 @@ class Callbacks:
     """The callbacks of a run that this rank calls, in their order.
 
     Args:
-        trainer: whose hooks they are.
+        trainer: it calls the hooks.
         built_in: those of every run; they draw no random numbers in `on_step`.
         chosen: those that the config names; called after them.
     """
@@ -137,12 +137,12 @@ class Callbacks:
                 self.call(callback, hook, *arguments)
 
     def start(self) -> None:
-        """`on_start` of all, and a first look at their state, which would else be refused with the first checkpoint."""
+        """Calls `on_start` of all, and checks their state, which would else be refused with the first checkpoint."""
         self.call_all("on_start")
         self.state()
 
     def call(self, callback: Callback, hook: str, *arguments: Any) -> None:
-        """One hook of one callback, after which random numbers and train mode are what they were."""
+        """Calls one hook of one callback, and restores random numbers and train mode."""
         outer, self.running = self.running, callback
         try:
             with _left_as_found(self._modules, self._trainer.fabric.device):
@@ -205,7 +205,7 @@ class Callbacks:
         return found
 
     def load(self, callback_state: dict[str, Tensor]) -> None:
-        """Hands every callback its part of what a checkpoint holds."""
+        """Gives every callback its part of a checkpoint's state."""
         for callback in self._callbacks:
             prefix = f"{callback.name}."
             state = {
@@ -221,7 +221,7 @@ def _overrides(callback: Callback, hook: str) -> bool:
 
 @contextlib.contextmanager
 def _left_as_found(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
-    """Afterwards random numbers, and for each module whether it trains or evaluates, are what they were."""
+    """Restores random numbers, and each module's train or evaluation mode, at its end."""
     import numpy as np
     import torch
 

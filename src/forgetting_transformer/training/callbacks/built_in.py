@@ -29,7 +29,7 @@ def built_in(trainer: TrainerInterface) -> list[Callback]:
         throughput,
         HeldOut(trainer.data),
         *([Profile(*config.train.profile_steps)] if config.train.profile_steps else []),
-        # Last: it shows what the others have found.
+        # last, because it shows results of the others
         Progress(throughput),
     ]
 
@@ -38,7 +38,7 @@ def chosen(config: Config) -> list[Callback]:
     """The callbacks that the config names, in its order.
 
     Raises:
-        ConfigError: what was built is no callback.
+        ConfigError: the built object is no callback.
     """
     found = []
     for name, keys in vars(config.callbacks).items():
@@ -53,7 +53,7 @@ def chosen(config: Config) -> list[Callback]:
 
 
 def callbacks_of(trainer: TrainerInterface) -> Callbacks:
-    """All of them, with what the checkpoint holds of them."""
+    """All callbacks, with their state from the checkpoint."""
     callbacks = Callbacks(trainer, built_in(trainer), chosen(trainer.config))
     callbacks.load(trainer.origin.callback_state)
     return callbacks

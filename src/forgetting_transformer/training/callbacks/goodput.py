@@ -1,8 +1,8 @@
 """Account of the wall time of a run, over all its starts, and of its checkpoints.
 
 `output_dir/goodput.json` has an entry for every start: seconds by category (clock.py), and the same as they stood at
-its checkpoints ("marks"). "stages" divides "start" and "first step" further (clock.py). What came after the mark that
-a later start began from was "lost". Time between starts, in a queue, is not counted. All times are of rank 0's host.
+its checkpoints ("marks"). "stages" divides "start" and "first step" further (clock.py). Time after the mark from which
+a later start began was "lost". Time between starts, in a queue, is not counted. All times are of rank 0's host.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class Goodput(Callback):
         log.info("%s", describe(self.write(trainer.counters.token_count)))
 
     def begin(self, step: int) -> None:
-        """Training is about to go on from `step` tokens."""
+        """Begins the account of this start, which continues from `step` tokens."""
         self._start = {"from_step": step, "step": step, "marks": []}
         # Bookkeeping that is not there, or was damaged, must not stop a run.
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -70,7 +70,7 @@ class Goodput(Callback):
             self._earlier = earlier
 
     def mark(self, step: int) -> None:
-        """A checkpoint of `step` tokens exists, or will: time up to now is not lost if a run continues from it."""
+        """Marks a checkpoint of `step` tokens, or one to come: a run that continues from it loses no time up to now."""
         self._start["marks"] = [*self._start["marks"], [step, self._clock.seconds()]][-_MARKS:]
 
     def write(self, step: int) -> dict[str, float]:

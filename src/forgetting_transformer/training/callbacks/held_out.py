@@ -54,7 +54,7 @@ class HeldOut(Callback):
         def read(done: int) -> Iterator[dict[str, Tensor]]:
             return itertools.islice(self._data.eval_loader(ranks.data_rank, ranks.data_size), done, None)
 
-        batches = restarted(read, lambda: trainer.sentinel.reading(self._corpus))
+        batches = restarted(read, lambda: trainer.watchdog.reading(self._corpus))
         shown = fabric.is_global_zero and sys.stderr.isatty()
         for batch in tqdm(batches, desc="held-out", unit="batch", leave=False, disable=not shown):
             if trainer.should_stop():

@@ -1,4 +1,4 @@
-"""A trace of a few steps, for `train.profile_steps`: what the host and the GPU do, and when."""
+"""A trace of a few steps on host and GPU, for `train.profile_steps`."""
 
 import logging
 from typing import Any

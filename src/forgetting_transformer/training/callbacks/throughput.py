@@ -23,9 +23,9 @@ class Throughput(Callback):
 
     MFU is model FLOPs per second over the peak of all GPUs. Convention: model FLOPs are those of
     `DecoderConfig.flops_per_token`. Causal attention counts the pairs it needs, recomputation is not counted, and
-    pruned attention counts as if full. So MFU says how fast a model trains, whatever tricks it trains with, and with
-    pruning it may exceed what the hardware computes. FLOPs "as run", less the tiles that pruning skips, would need
-    the kernel to count those tiles; they are not reported. There is no MFU where the peak is unknown.
+    pruned attention counts as if full. So MFU shows how fast a model trains, by whatever means, and with pruning it may
+    exceed what the hardware computes. FLOPs "as run", less the tiles that pruning skips, would need the kernel to count
+    those tiles; they are not reported. There is no MFU where the peak is unknown.
 
     Args:
         peak_flops: FLOP/s of all devices of the job together; None if unknown.
@@ -52,7 +52,7 @@ class Throughput(Callback):
             trainer.report(names.THROUGHPUT, rates)
 
     def step(self, counters: dict[str, float]) -> None:
-        """Takes the counters after a step: KEYS, total_time and update_time (seconds)."""
+        """Records the counters after a step: KEYS, total_time and update_time (seconds)."""
         self._steps.append(counters)
 
     def metrics(self, counters: dict[str, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""wandb gets every report too, if it is there and willing."""
+"""Passes every report to wandb, if it is available."""
 
 import contextlib
 import logging
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 
 class Wandb(Callback):
-    """A sink of the run's metrics; a run never stops for its sake.
+    """A sink of the run's metrics; its errors never stop a run.
 
-    wandb keeps rows in memory for a while, so a killed process loses some. On every start it therefore gets the rows it
-    lacks from the JSON-lines files: online those past the last step on the server, offline all of them, in a new folder
-    that supersedes the older ones of the run. Either way every step is there once.
+    wandb keeps rows in memory for a while, so a killed process loses some. So every start sends it the missing rows
+    from the JSON-lines files: online those past the last step on the server, offline all of them, in a new folder that
+    supersedes the older ones of the run. Either way every step is there once.
     """
 
     name = "wandb"
@@ -39,7 +39,7 @@ class Wandb(Callback):
         """Begins or continues the run in wandb, and has the rows from `metrics` from then on.
 
         Args:
-            resolved: the config as wandb is to show it.
+            resolved: the config that wandb shows.
         """
         directory = metrics.directory
         self._run = None
@@ -113,8 +113,8 @@ def _wandb_run_id(directory: RunDirectory) -> str:
 
 @contextlib.contextmanager
 def _shielded() -> Iterator[None]:
-    """Around `wandb.init`, which records the command line, here without passwords; and which without an API key would
-    ask a terminal for one and wait for ever, so standard input is empty."""
+    """Protects `wandb.init`, which records the command line (here without passwords), and without an API key would ask
+    a terminal for one and wait for ever (so standard input is empty)."""
     before = sys.argv, sys.stdin
     sys.argv = redact_tree(sys.argv)
     with open(os.devnull, encoding="utf-8") as sys.stdin:

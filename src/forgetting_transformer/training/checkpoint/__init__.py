@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints, complete or absent.
 
     checkpoints/step-000000123456/         the number is training tokens
         state/.metadata, state/*.distcp    weights and AdamW's moments, sharded (torch.distributed.checkpoint)
@@ -15,8 +15,8 @@ processes.
 
 Writing may happen in a thread while training continues: the loop then waits only until a copy in the host's memory is
 made (host_copy.py). The thread has its own gloo group, because collectives of two threads in one group would mix.
-A thread, and not torch.distributed.checkpoint.async_save, because checksums, manifest and pruning belong behind the
-same writing, and because a strategy that holds the whole model on every rank would copy all of it on every rank.
+It is a thread, and not torch.distributed.checkpoint.async_save, because checksums, manifest and pruning follow the same
+writing. With async_save, a strategy with the whole model on every rank would also copy all of it on every rank.
 """
 
 import threading
@@ -49,8 +49,8 @@ class Saved:
 
     Attributes:
         step: training tokens done, as in the name of a checkpoint's folder.
-        copy_seconds, write_seconds: that training waited for the copy, and that writing took.
-        error: why there is no checkpoint; None if there is one.
+        copy_seconds, write_seconds: duration of training's wait for the copy, and of writing.
+        error: reason why there is no checkpoint; None if there is one.
     """
 
     step: int
@@ -109,7 +109,7 @@ class Checkpointer:
 
         Args:
             trainer_state: as JSON. callback_state: small tensors, the same on every rank.
-            before_manifest: what has to be on disk before the checkpoint counts; called on rank 0.
+            before_manifest: called on rank 0; puts on disk what must be there before the checkpoint counts.
 
         Raises:
             CheckpointError: there is nothing to save yet.
@@ -168,7 +168,7 @@ class Checkpointer:
         return saved
 
     def _wait(self) -> None:
-        """Until the save in flight, if there is one, has ended."""
+        """Waits until the save in flight, if any, has ended."""
         if self._thread is not None:
             with self.watch(f"the checkpoint at {self._step:,} tokens"):
                 self._thread.join()

@@ -1,4 +1,4 @@
-"""Folder of a checkpoint: its name, its manifest, and how a whole one is told from a damaged one."""
+"""Folder of a checkpoint: its name, its manifest, and the check for damage."""
 
 import errno
 import itertools
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says which, why, and what still holds."""
+    """A checkpoint could not be written or read; the message names it, the reason and what is still usable."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 def newest_valid(folder: Path, step: int | None = None) -> Checkpoint | None:
-    """The newest valid checkpoint in `folder`, or the one at `step`; says in the log why it passes over others."""
+    """The newest valid checkpoint in `folder`, or the one at `step`; logs why it skips others."""
     for path in sorted(folder.glob("step-*"), reverse=True):
         if not NAME.fullmatch(path.name) or step not in (None, step_of(path)):
             continue
@@ -88,7 +88,7 @@ def inspect(path: Path) -> Checkpoint:
     """Checks every file of a checkpoint against its manifest.
 
     Raises:
-        CheckpointError: what is wrong with it.
+        CheckpointError: the damage.
     """
     if not (path / MANIFEST).is_file():
         raise CheckpointError("it has no manifest.json, so part of it is missing")
@@ -140,7 +140,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def remove(path: Path) -> None:
-    """Deletes a checkpoint. It loses its name first, so that no half-deleted folder looks like one."""
+    """Deletes a checkpoint; renames it first, so that no half-deleted folder looks like one."""
     going = path.with_name(f"{DELETED}{path.name}")
     if going.exists():  # of a deletion that was interrupted
         shutil.rmtree(going)
@@ -149,7 +149,7 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Gives a checkpoint that cannot be used another name beside it, which nothing deletes; returns that."""
+    """Renames an unusable checkpoint in its folder, where nothing deletes it; returns the path."""
     names = itertools.chain([f"damaged-{path.name}"], (f"damaged-{path.name}.{n}" for n in itertools.count(1)))
     target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     path.rename(target)
@@ -172,7 +172,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def refuse_to_start_over(folder: Path, record: Path | None) -> None:
-    """For a run that has no checkpoint to go on from.
+    """Refuses to start over where a run has finished checkpoints but no usable one.
 
     Args:
         record: the run's `last_checkpoint.json`, which is there once a checkpoint was finished; None: not known.

@@ -13,7 +13,7 @@ from forgetting_transformer.training.faults.shards import local
 
 
 class HostCopy:
-    """Room for tensors by name, made when they come for the first time."""
+    """Memory for tensors by name, allocated when they first come."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
@@ -21,7 +21,7 @@ class HostCopy:
     @torch.no_grad()
     def take(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """Copies `tensors`, plain or sharded; returns the copies, and the event after which they are whole (on a CPU
-        they are at once). They hold until the next call."""
+        they are at once). They are valid until the next call."""
         event = None
         for name, tensor in tensors.items():
             copy = self._copies.get(name)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint that any strategy wrote: into a run, on all ranks, or whole on the CPU of one process."""
+"""Reads a checkpoint of any strategy: into a run, on all ranks, or whole on the CPU of one process."""
 
 import contextlib
 import pickle
@@ -66,7 +66,7 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
 
 
 def check_weights(model: nn.Module, where: Any) -> None:
-    """Looks once at weights that are to be used; where they are from is for the message.
+    """Checks once that weights are finite; their origin is for the message.
 
     Raises:
         CheckpointError: one is not finite.
@@ -89,7 +89,7 @@ def load_tensors(checkpoint: Checkpoint, names: list[str] | None = None) -> dict
 
 @contextlib.contextmanager
 def _named(checkpoint: Checkpoint) -> Iterator[None]:
-    """Around the reading of a checkpoint: errors are CheckpointErrors that name it."""
+    """Turns errors of reading a checkpoint into CheckpointErrors that name it."""
     try:
         yield
     except (CheckpointException, OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:

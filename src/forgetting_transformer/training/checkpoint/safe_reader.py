@@ -1,4 +1,4 @@
-"""Reading a sharded checkpoint without running what a stranger put into it.
+"""Reads a sharded checkpoint without running code that it may contain.
 
 torch.distributed.checkpoint unpickles its `.metadata` file and every entry that is not a tensor, and unpickling can
 run any code. Here `.metadata` may hold only the classes that describe tensors, entries are tensors only (those the
@@ -33,7 +33,7 @@ _ALLOWED = {
 
 
 class UnsafeCheckpointError(ValueError):
-    """The checkpoint contains what a checkpoint of tensors has no use for."""
+    """The checkpoint contains more than tensors and their description."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -49,7 +49,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _memory_format(of: Any, name: Any) -> Any:
-    """Stands for getattr: Python before 3.11.4 pickles a member of an enumeration as an attribute of its class."""
+    """Replaces getattr: Python before 3.11.4 pickles a member of an enumeration as an attribute of its class."""
     if of is _MEM_FORMAT_ENCODING and name in _MEM_FORMAT_ENCODING.__members__:
         return _MEM_FORMAT_ENCODING[name]
     raise UnsafeCheckpointError(".metadata asks for an attribute, which no checkpoint of tensors needs")
@@ -96,7 +96,7 @@ def read_tensors(folder: Any, names: list[str] | None = None) -> dict[str, torch
     wanted = {name: stored[name] for name in (stored if names is None else names)}
     state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in wanted.items()}
     with warnings.catch_warnings():
-        # The warning about reading on one process, which is meant.
+        # torch warns about reading on one process, which is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp.load(state, storage_reader=reader, planner=TensorPlanner(), no_dist=True)
     return state

@@ -184,10 +184,11 @@ class Writer:
         write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))  # flushes the folder too
         try:
             inspect(final)
-            # Of the same step of this run, which could not be read for a while. To replace it is to have none between.
+            # A checkpoint of the same step that could not be read for a while. While it is replaced there would be
+            # none.
             shutil.rmtree(temporary)
         except CheckpointError as error:
-            if final.exists():  # damaged, and somebody may still mend it
+            if final.exists():  # damaged, and may still be mended
                 log.warning("%s cannot be used (%s); it is now %s", final, error, set_aside(final))
             temporary.rename(final)
         flush(self.folder)
@@ -210,11 +211,11 @@ class Writer:
                 if not json.loads((path / MANIFEST).read_text(encoding="utf-8"))["permanent"]:
                     remove(path)
             except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-                # Housekeeping: what cannot be read or deleted stays, and training continues.
+                # Housekeeping: folders that cannot be read or deleted stay, and training continues.
                 log.warning("could not tidy up %s: %s", path, error)
 
     def _agree(self, action: Callable[[], None], what: str) -> None:
-        """Rank 0 acts; if it fails, every rank raises."""
+        """Runs an action on rank 0; if it fails, every rank raises."""
         problem: list[str | None] = [None]
         if self.rank == 0:
             try:

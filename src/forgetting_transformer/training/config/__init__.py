@@ -3,8 +3,8 @@
 YAML files under `configs/` fill these dataclasses. The keys of a component (an optimizer, a corpus, a callback) are
 those of the dataclass that it registers (plugins.py). types.py has the types and ranges of values. checks.py refuses
 what several sections, or so many processes, cannot do. parsing.py puts the dataclasses of a run's components together
-and has pydantic fill them. continuing.py says which keys may differ when a run is continued. All intervals, budgets and
-schedule lengths are in training tokens of the whole job.
+and has pydantic fill them. continuing.py lists the keys that may differ when a run is continued. All intervals, budgets
+and schedule lengths are in training tokens of the whole job.
 """
 
 from dataclasses import dataclass, field
@@ -61,10 +61,10 @@ class TrainConfig:
     max_bad_steps: Count = 10
     #: Recompute each block's activations in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
-    #: With it, keep what blocks start from in the host's memory until the backward pass. Without effect on a CPU.
+    #: With it, keep block inputs in the host's memory until the backward pass. Without effect on a CPU.
     block_inputs_on_host: bool = False
-    #: torch.compile blocks and loss: fuses what lies between matrix products; the first step takes longer. true, false
-    #: or "auto": on for CUDA, off elsewhere; a run that continues does as it did before.
+    #: torch.compile blocks and loss: fuses operations between matrix products; the first step takes longer. true, false
+    #: or "auto": on for CUDA, off elsewhere; a run that continues keeps its choice.
     compile: Switch = "auto"
     #: Record the compiled blocks as CUDA graphs and replay them: faster where the host is slower than the GPU, as with
     #: a small model; bitwise the same. One GPU, or several with DDP; without activation checkpointing. true, false or
@@ -109,10 +109,10 @@ class StrategyConfig:
     #: fsdp: gather weights once a step and keep them until its last backward pass, instead of gathering each
     #: block before and after its use. "auto": where they take at most a twentieth of a GPU's memory.
     keep_gathered: Switch = "auto"
-    #: So many ranks share each sequence, every one a part of it; the rest of the world is data parallel.
+    #: Ranks that share each sequence, each with one part; groups of them are data parallel.
     context: Annotated[int, Field(ge=1, le=1024)] = 1
-    #: Seconds without a step after which a rank is stuck and ends itself; so long it waits for the others in a
-    #: collective operation. Each stage of the start, and a checkpoint that is waited for, may take half an hour more.
+    #: Seconds without a step after which a rank counts as hanging and ends; also the timeout of collective operations.
+    #: Each stage of the start, and a checkpoint that is waited for, may take half an hour more.
     timeout_seconds: Annotated[int, Field(ge=1, le=10**8)] = 1800
     #: ddp: steps between comparisons of weights and moments over the ranks, which hold the same unless memory or a GPU
     #: failed; they are compared before every checkpoint too. null: never.
@@ -162,12 +162,12 @@ class DataModuleConfig:
     eval_batch_len: Count
     eval_local_batch_size: Count
     eval_num_workers: Workers = 1
-    #: null: what the corpus itself says.
+    #: null: as the corpus states it.
     vocab_size: Count | None = None
     bos_token_id: TokenId | None = None
-    #: null: what the corpus itself says, else BOS.
+    #: null: as the corpus states it, else BOS.
     eos_token_id: TokenId | None = None
-    #: Read the data again, in the same order, when it has been read once.
+    #: Read the data again, in the same order, after one pass.
     repeat: bool = False
 
 
@@ -190,7 +190,7 @@ class ModelConfig:
 class ScaleConfig:
     """A model size and token budget that experiments share; model and schedule files refer to it.
 
-    Sizes that are one architecture's stand in its YAML, by the name of the scale (`model.sizes`).
+    Sizes of a single architecture are in its YAML, by the name of the scale (`model.sizes`).
     """
 
     name: str = "custom"
@@ -219,12 +219,12 @@ class Config:
     callbacks: CallbacksConfig
     #: Modules with components that are not of this package (plugins.py). The command line names them.
     plugins: list[str] = field(default_factory=list)
-    #: Names recorded with the run, for finding it again.
+    #: Names recorded with the run.
     exp: str = "debug"
     tag: str = "debug"
     #: Seeds the initial weights and the random numbers of every step.
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
-    #: Everything the run writes goes here; see docs/operations.md.
+    #: Folder of all files of the run; see docs/operations.md.
     output_dir: Text
     #: Folder that holds the corpus folder `datamodule.dataset`.
     data_dir: Text
@@ -256,8 +256,8 @@ class Config:
     #: true: write checkpoints in the background, from a copy in the host's memory (at least 12 bytes per parameter
     #: over all ranks of the job). false: training waits, and needs no such memory.
     checkpoint_background: bool = True
-    #: true: check data, disk and memory, time a few steps, say what the run will cost, measure which micro-batch is
-    #: fastest, with activation checkpointing and without, and train nothing.
+    #: true: train nothing; check data, disk and memory, time a few steps, estimate the cost of the run, and find the
+    #: fastest micro-batch, with activation checkpointing and without.
     preflight: bool = False
 
     def sequences_at_once(self, sharing_ranks: int) -> int:

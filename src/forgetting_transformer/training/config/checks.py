@@ -1,11 +1,11 @@
-"""Rules between sections of a configuration, of which some depend on the number of processes."""
+"""Rules between sections of a configuration; some depend on the number of processes."""
 
 from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training.config import Config, ConfigError
 
 
 def check(config: Config, world_size: int) -> None:
-    """Refuses what so many processes cannot do, before anything is built.
+    """Refuses a config that so many processes cannot run, before anything is built.
 
     Raises:
         ConfigError: naming the key, the value and the fix.
@@ -53,7 +53,7 @@ def check(config: Config, world_size: int) -> None:
 def _check_context(config: Config, world_size: int) -> None:
     """
     Raises:
-        ConfigError: the ranks cannot share sequences as `strategy.context` says.
+        ConfigError: the ranks cannot share sequences by `strategy.context`.
     """
     if (sharing := config.strategy.context) == 1:
         return

@@ -1,4 +1,4 @@
-"""Which keys may differ when a run is continued: all that do not decide what its weights become."""
+"""Keys that may differ when a run is continued: all that do not affect its weights."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from forgetting_transformer.data import DataInfo
 
 
-#: Keys that may differ between the runs that one output_dir has seen: where things are, how the work is split, what is
-#: reported. So may those that a component says are free. Everything else decides what the weights become, so a change
-#: of it is refused on resume.
+#: Keys that may differ between the starts in one output_dir: places, division of the work, reports. So may the free
+#: keys of components. Everything else decides what the weights become, so a change of it is refused on resume.
 FREE_KEYS = (
     "output_dir", "data_dir", "plugins", "resume", "fork_dir", "fork_step", "exp", "tag", "model.label", "wandb",
     "fabric.devices", "fabric.accelerator", "fabric.peak_flops", "strategy", "scale", "train.max_tokens",
@@ -60,17 +59,17 @@ def changes_that_alter_the_run(before: dict[str, Any], now: dict[str, Any]) -> l
 
 
 def as_recorded(config: Config) -> dict[str, Any]:
-    """The configuration as it is kept in files and sent to wandb: without the passwords of URLs."""
+    """The configuration for files and wandb: without passwords of URLs."""
     return redact_tree(dataclasses.asdict(config))
 
 
 def check_continues(
     checkpoint: str, state: dict[str, Any], config: Config, data: "DataInfo", forked: bool = False
 ) -> None:
-    """A changed key that would change the run is refused; a fork may change all but what its position means.
+    """Refuses changed keys that would change the run; a fork may change all but those that its position depends on.
 
     Args:
-        checkpoint: its name, for messages. state: what its trainer.json holds. data: the corpus as it is now.
+        checkpoint: its name, for messages. state: contents of its trainer.json. data: the corpus as it is now.
 
     Raises:
         ConfigError: naming every such key, its old and its new value.
@@ -80,7 +79,7 @@ def check_continues(
         raise ConfigError(said)
     before, after = ({**whole, "model": _with_defaults(whole["model"])} for whole in (before, after))
     if model := state.get("model_config"):
-        # Null stands for what the corpus says, so what it came to is compared.
+        # Null stands for the corpus's own value, so the resolved values are compared.
         for key in ("vocab_size", "bos_token_id", "eos_token_id"):
             before = {**before, "datamodule": {**before["datamodule"], key: model.get(key)}}
             after["datamodule"][key] = getattr(data, key)
@@ -94,7 +93,7 @@ def check_continues(
     listed = state.get("data_checksums")
     if listed and data.checksums and listed != data.checksums:
         changes.append(f"the corpus's list of checksums (its hash {listed} -> {data.checksums}): {data.path}")
-    # A checkpoint that was imported from the authors' code does not say which corpus it was.
+    # A checkpoint that was imported from the authors' code does not name its corpus.
     if state["data_fingerprint"] not in (None, data.fingerprint):
         changes.append(f"the corpus (fingerprint {state['data_fingerprint']} -> {data.fingerprint}): {data.path}")
     if changes:

@@ -1,4 +1,4 @@
-"""The corpora of this package: what `datamodule.name` may be, and the keys of each. Reading this loads no PyTorch."""
+"""The corpora of this package: values of `datamodule.name`, and the keys of each. Reading this loads no PyTorch."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal

@@ -1,7 +1,7 @@
 """Names of configuration keys in the authors' code, and here.
 
 `translate` puts this project's keys in their place, whether they come from the command line or from an experiment's
-file. Nothing behind that knows the official names.
+file. No later code knows the official names.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from forgetting_transformer.training.config import ConfigError
 
 _DECAYING = ("warmup_cosine", "warmup_linear")
 _STABLE = ("warmup_stable_decay",)
-#: Official key of `schedule` -> the key here, and the schedules that have it. What is called steps there is tokens too.
+#: Official key of `schedule` -> the key here, and the schedules that have it. Their "steps" are tokens too.
 SCHEDULE = {
     "value": ("optimizer.lr", ("constant",)),
     "peak_value": ("optimizer.lr", (*_DECAYING, *_STABLE)),
@@ -61,7 +61,7 @@ def translate(config: DictConfig, typed: Sequence[str] = ()) -> None:
 
     Raises:
         ConfigError: a key that its schedule does not have, or is given under both names.
-        OmegaConfBaseException: a value refers to what is not there.
+        OmegaConfBaseException: a value refers to a missing key.
     """
     schedule, given = config.get("schedule") or {}, {one.partition("=")[0].lstrip("+") for one in typed}
     for name in [name for name in SCHEDULE if name in schedule]:

@@ -1,4 +1,4 @@
-"""A composed config becomes a typed `Config`: `parse` has pydantic hold every key to the dataclass that declares it.
+"""Typed `Config` of a composed config: `parse` checks every key with pydantic, by the dataclass that declares it.
 
 `config_class` puts together the dataclasses of a run's components (plugins.py) and those of __init__.py. Every key that
 is wrong is one line with the key, its value and the fix.
@@ -275,7 +275,7 @@ def _explained(written: Mapping[str, Any]) -> Iterator[None]:
         written: a config as it was written, flat.
 
     Raises:
-        ConfigError: a ${…} in it stands for nothing, or a key has no value.
+        ConfigError: a ${…} in it refers to nothing, or a key has no value.
     """
     try:
         yield
@@ -283,10 +283,10 @@ def _explained(written: Mapping[str, Any]) -> Iterator[None]:
         known = keys_of(config_class(written))
         listed = [f"{key}." for key in (*known, "model.sizes")]
         wrong = [key for key in written if key != "callbacks" and not f"{key}.".startswith(tuple(listed))]
-        if wrong:  # a typo may be why another key has no value
+        if wrong:  # a typo may be the reason why another key has no value
             raise ConfigError("\n".join(_unknown(key, known) for key in wrong)) from error
         key, said = str(error.full_key), str(error).splitlines()[0]
-        for _ in written:  # by the key that was given it, and not by another that refers to that one
+        for _ in written:  # under the key that was set, and not under another that refers to it
             reference = re.fullmatch(r"\$\{([\w.]+)\}", str(written.get(key)))
             if reference is None or reference[1] not in written:
                 break

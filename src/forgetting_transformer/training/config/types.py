@@ -1,4 +1,4 @@
-"""Types of keys: types of Python with what pydantic holds a value to."""
+"""Types of keys: Python types with the ranges that pydantic checks."""
 
 from typing import Annotated, Any, Literal
 
@@ -15,13 +15,13 @@ def _check_switch(value: Any) -> Any:
     return value
 
 
-#: True, false, or what is best here.
+#: True, false, or the best choice for the run.
 Switch = Annotated[Literal["auto", True, False], BeforeValidator(_check_switch)]
 #: Tokens of a run, a budget or an interval. Whole numbers may be written as 1e9.
 Tokens = Annotated[int, Field(ge=1, le=TOKENS.high)]
-#: The same, or none.
+#: Tokens, or null.
 TokensOrZero = Annotated[int, Field(ge=0, le=TOKENS.high)]
-#: Things of which there may be many: sequences in a batch, ids of a vocabulary, seconds.
+#: Large counts: sequences in a batch, ids of a vocabulary, seconds.
 Count = Annotated[int, Field(ge=1, le=COUNT.high)]
 #: Widths and numbers of parts of a model.
 Size = Annotated[int, Field(ge=1, le=SIZE.high)]

@@ -1,8 +1,8 @@
-"""Choice of how a run computes: compiled or not, and the backend of each op.
+"""Choice of compilation and of the backend of each op.
 
-Other kernels add in another order. So what a run computes with is in its checkpoints; a resume takes the recorded
-choice where the config leaves one (`train.compile: auto`), and warns where it computes otherwise: from there on the run
-is not bitwise the one that was not interrupted. A fork is a new run and chooses for itself.
+Other kernels add in another order. So checkpoints record the choice; a resume takes the recorded one where the config
+leaves it open (`train.compile: auto`), and warns where it computes otherwise: from there on the run is not bitwise that
+of an uninterrupted one. A fork is a new run and chooses for itself.
 """
 
 import logging
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Execution:
-    """Decides in which order numbers are added, besides the config and the number of processes.
+    """Choices that decide the order of additions, besides the config and the number of processes.
 
     Attributes:
         compile: whether blocks and loss are compiled.
-        device: type of the device; None where a checkpoint does not say.
-        backends: op: name of what runs it; empty where a checkpoint does not say.
+        device: type of the device; None if a checkpoint has none.
+        backends: op: name of its backend; empty if a checkpoint has none.
     """
 
     compile: bool
@@ -43,12 +43,12 @@ def recorded(state: dict[str, Any]) -> Execution | None:
 def choose(
     choice: bool | str, device: torch.device, before: Execution | None, backends: dict[str, Backend], rank: int = 0
 ) -> Execution:
-    """Resolve `train.compile`, the same on every rank; rank 0 warns of what is not as it was before.
+    """Resolve `train.compile`, the same on every rank; rank 0 warns of differences from before.
 
     Args:
         choice: True, False or "auto": as `before`, and for a new run, or on another type of device, on for CUDA.
-        before: what the checkpoint that the run continues from was trained with, if it continues.
-        backends: what runs each op.
+        before: execution of the checkpoint that the run continues from, if it continues.
+        backends: of each op.
 
     Raises:
         ConfigError: True, and the compiler cannot work here.
@@ -74,14 +74,14 @@ def choose(
 
 
 def differences(before: Execution, now: Execution) -> list[str]:
-    """Reasons why the run is not bitwise the one that was not interrupted, as far as a checkpoint has them."""
+    """Reasons why the run is not bitwise that of an uninterrupted one, as far as a checkpoint has them."""
     old, new = ({"train.compile": e.compile, "device": e.device, **e.backends} for e in (before, now))
     changed = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key]]
     return [f"{key} was {old[key]} and is {new[key]} now" for key in changed]
 
 
 def _obstacle(device: torch.device) -> str | None:
-    """Why torch.compile cannot work on this device, if that is known before it is tried."""
+    """Reason why torch.compile cannot work on this device, if known in advance."""
     if device.type != "cuda":
         return None
     try:
@@ -104,7 +104,7 @@ def _all_ranks(mine: bool, device: torch.device) -> bool:
 def choose_on_all_ranks(
     model: Any, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, packed: bool = False
 ) -> dict[str, Backend]:
-    """Test the kernels that the model will use, on every rank; what one rank cannot use, none uses.
+    """Test the kernels that the model will use, on every rank; a kernel that one rank cannot use is used by none.
 
     Rank 0 logs one WARNING for each of these.
 

@@ -1,4 +1,4 @@
-"""torch.compile in a training run: its settings, and what was left uncompiled."""
+"""torch.compile in a training run: its settings, and warnings about uncompiled code."""
 
 import contextvars
 import importlib
@@ -56,7 +56,7 @@ class Compilation:
             model.run_compiled()
 
     def announce(self) -> None:
-        """Says that the first step compiles."""
+        """Logs that the first step compiles."""
         if self._talks:
             from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -79,7 +79,7 @@ class Compilation:
 
 
 def _first_lines(reason: str) -> str:
-    """The part that torch.compile could not do, and its explanation."""
+    """The part that torch.compile could not compile, and its explanation."""
     return " ".join(line.strip() for line in reason.strip().splitlines()[:2])
 
 
@@ -94,7 +94,7 @@ def _configure(world_size: int) -> None:
     # It would cut a block into pieces as large as DDP's buckets, for sums over ranks to begin before the block ends.
     torch._dynamo.config.optimize_ddp = False
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        # Its own choice does not know of the other ranks of this node.
+        # Its default ignores the other ranks of this node.
         ranks = max(1, world_size // int(os.environ.get("LT_NUM_NODES", 1)))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch._inductor.config.compile_threads = max(1, min(_MAX_WORKERS, cores // ranks))
@@ -104,5 +104,5 @@ def _start_compiler() -> None:
     try:
         importlib.import_module("torch._inductor.async_compile").maybe_warm_pool()
         importlib.import_module("torch._inductor.compile_fx")
-    except Exception as error:  # the first step will do the same, and say what is wrong
+    except Exception as error:  # the first step will fail too, and report the error
         log.debug("the compiler did not start early: %s", error)

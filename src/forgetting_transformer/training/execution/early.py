@@ -1,8 +1,8 @@
-"""Compiling for the first step early, while kernels are tested and weights are drawn.
+"""Early compilation for the first step, while kernels are tested and weights are drawn.
 
 torch.compile works when a block is first called, and blocks of a kind share one compilation. So a block of each kind,
 and the loss, are called once on made-up tokens of the run's shapes, on a thread: the first step finds them compiled.
-The thread gives nothing else, and the first step does by itself what the thread could not.
+The thread returns nothing, and the first step compiles what the thread could not.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def _attempt(fabric: Fabric, model: Any, rows: int, length: int) -> None:
         # Autograd has one thread for all backward passes of a GPU, and those that test kernels are not to wait there.
         with fabric.autocast(), torch.autograd.set_multithreading_enabled(False):
             compile_blocks(model, fabric.device, rows, length)
-    except Exception as error:  # the first step will do the same, and say what is wrong
+    except Exception as error:  # the first step will fail too, and report the error
         log.debug("nothing was compiled early: %s", error)
 
 

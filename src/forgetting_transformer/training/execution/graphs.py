@@ -1,4 +1,4 @@
-"""CUDA graphs of training (`train.cuda_graphs`): a block's kernels are recorded once and then started by one call.
+"""CUDA graphs of training (`train.cuda_graphs`): a block's kernels are recorded once and then launched by one call.
 
 That helps a model whose kernels take less time than the host needs to start them one by one. Only micro-batches of
 training are recorded. Evaluations and callbacks run the model as without graphs, and so overwrite nothing.
@@ -81,7 +81,7 @@ class Graphs:
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward pass of a micro-batch; without graphs it does nothing.
+        """Context of the forward and backward pass of a micro-batch; without graphs it does nothing.
 
         Args:
             last: of its step: its gradients are used up before the next one begins.

@@ -1,4 +1,4 @@
-"""The card of an exported model: README.md, made of what its run left in its folder.
+"""The card of an exported model: README.md, from the files of its run.
 
 A card is read by strangers. It shows the settings of a short list, and of a path or URL only the last part.
 """
@@ -77,7 +77,7 @@ def write(
     Args:
         config: the run's settings, as the checkpoint has them.
         origin: what the export records of the weights (folder.py): training tokens, plug-ins, the weights' source.
-        licence: as the hub calls it, such as "apache-2.0"; None where nobody has chosen one.
+        licence: its name on the hub, such as "apache-2.0"; None for none.
     """
     tokens, known = origin["checkpoint"], {key: public(value) for key, value in flatten(dict(config)).items()}
     head = ModelCardData(
@@ -128,7 +128,7 @@ def snippet(plugins: Sequence[str], dataset: str | None, has_tokenizer: bool) ->
 
 
 def public(value: Any) -> Any:
-    """A setting as strangers may see it: of a path or URL its last part, without what follows a `?`."""
+    """A setting for strangers: of a path or URL its last part, without its query."""
     if isinstance(value, Mapping):
         return {key: public(inner) for key, inner in value.items()}
     place = _PLACE.match(value) if isinstance(value, str) else None
@@ -168,5 +168,5 @@ def _starts(run: Run, tokens: int) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> str:
-    """A value in one line, which no cell of a table ends."""
+    """A value in one line that does not end the cell of a table."""
     return " ".join(str(value).split()).replace("|", r"\|")

@@ -78,7 +78,7 @@ def save_tokenizer(tokenizer: Any, folder: Path, length: int, bos_token_id: int 
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, bos_token_id)]
         )
         fast = tokenizer.backend_tokenizer
-        adds_nothing = fast.post_processor is not None and own == bare  # it has other work, such as character offsets
+        adds_nothing = fast.post_processor is not None and own == bare  # it computes more, such as character offsets
         fast.post_processor = Sequence([fast.post_processor, begins]) if adds_nothing else begins
     tokenizer.save_pretrained(folder)
     if isinstance(tokenizer, JSONGPT2Tokenizer):

@@ -35,7 +35,7 @@ _UNFINISHED = ".unfinished-export-"
 
 
 class ExportError(RuntimeError):
-    """An export is not possible. The message names what is missing and how to give it."""
+    """An export is not possible. The message has the reason and the fix."""
 
 
 def export(
@@ -54,13 +54,13 @@ def export(
         run_folder: output_dir of a training run, of this project or of the authors' code; it may still be training.
         step: training tokens of the checkpoint; None for the newest valid one.
         tokenizer: folder or hub id; None for the run's own.
-        licence: for the card, as the hub calls it; None for none.
+        licence: for the card, by its name on the hub; None for none.
         replace: replace another run's export too.
 
     Raises:
         CheckpointError: no valid checkpoint (at that step).
-        ExportError: the folder is a run's or a corpus's, holds another model, another run's export or files of
-            somebody else, or cannot be written, or the tokenizer cannot be used.
+        ExportError: the folder is a run's or a corpus's, contains another model, another run's export or other files,
+            or cannot be written, or the tokenizer cannot be used.
     """
     check_target(save_folder, "--hf_save_dir")
     directory = RunDirectory(run_folder)
@@ -95,7 +95,7 @@ def export(
                 pad_token_id=model.config.eos_token_id if pad is None else pad,
             )
             model.save_pretrained(new)
-            for file in new.glob("model*.safetensors"):  # safetensors lets nobody else read them
+            for file in new.glob("model*.safetensors"):  # safetensors makes them readable for their owner alone
                 shutil.copymode(new / "config.json", file)
             if not (kept_card := there.exists() and own.get(card.CARD) != sha256_of(there)):
                 parameters, has_tokenizer = model.num_parameters(), found_tokenizer is not None
@@ -192,7 +192,7 @@ def _check_replaceable(
     Args:
         before: mark of the export there, empty without one.
         files: names of the files of that export and of the new one. A card is not overwritten.
-        origin: what the new one's mark will say. replace: whether another run's export may be replaced.
+        origin: fields of the new export's mark. replace: whether another run's export may be replaced.
 
     Raises:
         ExportError: a file there is not as an export wrote it, or the export there is another run's.

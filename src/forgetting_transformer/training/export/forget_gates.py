@@ -35,7 +35,7 @@ CONTEXTS = 16
 _OPEN = 128.0
 _TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*_map.json", "*.model", "chat_template*", "added_tokens.json")
 _READ = ("config.json", "generation_config.json", "*.safetensors", *_TOKENIZER)
-#: Fields of sources that FoX has not, with the value that asks for nothing.
+#: Fields of sources that FoX does not have, with the value that switches them off.
 _NEUTRAL: dict[str, Any] = {
     "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, "use_sliding_window": False,
     "quantization_config": None,
@@ -196,7 +196,7 @@ def _write(folder: Path, new: Path, fields: dict[str, Any], named: dict[str, lis
                 f"{sources[0]} has shape {tuple(state[name].shape)} and config.json makes it {tuple(shapes[name])}"
             )
     save_torch_state_dict(state, new)
-    for file in new.glob("*.safetensors"):  # safetensors lets nobody else read them
+    for file in new.glob("*.safetensors"):  # safetensors makes them readable for their owner alone
         file.chmod(0o644)
     config.architectures, config.dtype = [lm_class.__name__], dtype
     config.save_pretrained(new)
@@ -226,7 +226,7 @@ def _sources(name: str, named: dict[str, list[str]], tensors: dict[str, Tensor])
 
 
 def _copy(folder: Path, new: Path) -> bool:
-    """Copies the tokenizer and the settings of generation; whether there is a tokenizer."""
+    """Copies the tokenizer and the settings of generation; returns whether there is a tokenizer."""
     files = {file for pattern in _TOKENIZER for file in folder.glob(pattern) if file.is_file()}
     for file in {*files, *folder.glob("generation_config.json")}:
         shutil.copyfile(file, new / file.name)

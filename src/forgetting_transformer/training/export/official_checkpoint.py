@@ -1,4 +1,4 @@
-"""Training checkpoints of the authors' code: read without running what is in them, exported, or converted.
+"""Training checkpoints of the authors' code: read without running code from them, exported, or converted.
 
     OFFICIAL_DIR/config.yaml                        the composed configuration; parts are named by `_target_`
     OFFICIAL_DIR/checkpoints/step-<15 digits>.pt    weights, AdamW's state, counters; the number is training tokens
@@ -43,7 +43,7 @@ _SCHEDULES = {
     "warmup_one_minus_sqrt_schedule": "warmup_stable_decay",
 }
 _STRATEGIES = {"FSDPStrategy": "fsdp", "DDPStrategy": "ddp"}
-#: Top-level keys that say what another folder holds, or how to export.
+#: Top-level keys about other folders or about exports.
 _LEFT_OUT = ("fork_dir", "fork_step", "hf_load_dir", "hf_save_dir", "hf_load_step", "hydra")
 #: Keys of sections that the authors' program fills in, or that must be null there.
 _FILLED_IN = {
@@ -178,7 +178,7 @@ def _config(directory: RunDirectory) -> Config:
 def _reading(path: Path) -> Iterator[None]:
     """
     Raises:
-        CheckpointError: naming the file, whatever a damaged one, or somebody else's, makes of what is done with it.
+        CheckpointError: for any error that a damaged or foreign file causes; names the file.
     """
     try:
         yield

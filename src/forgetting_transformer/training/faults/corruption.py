@@ -1,12 +1,12 @@
-"""Finds ranks that hold other weights or moments than they should, as failing memory or a failing GPU leaves them.
+"""Finds ranks with wrong weights or moments, as failing memory or a failing GPU leaves them.
 
 With data parallelism (ddp) all ranks hold the same. Every `strategy.compare_steps` steps, and before every checkpoint,
 the digests of all ranks are gathered on all of them. Under fsdp and on one process nothing is held twice.
 
 The digest of a tensor is the sum of the bits of its elements, taken as signed integers, modulo 2^64. A sum of integers
 does not depend on the order of additions, so it is the same whatever device and kernel computes it, and an element that
-changes alone changes it. What every rank computes alike and wrong is not found: a wrong gradient of one rank, once
-averaged, is in the weights of all.
+changes alone changes it. Errors that all ranks share are not found: a wrong gradient of one rank, once averaged, is in
+the weights of all.
 """
 
 import collections
@@ -22,7 +22,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def are_copies(fabric: Fabric) -> bool:
-    """Whether all ranks hold the same, so that they can be compared."""
+    """Whether all ranks hold copies, so that they can be compared."""
     return isinstance(fabric.strategy, DDPStrategy) and fabric.world_size > 1
 
 

@@ -15,7 +15,7 @@ from forgetting_transformer.training.errors import DeviceError, TrainingError
 from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.peers import STOPPED, Peers
 from forgetting_transformer.training.faults.readers import DataWorkerError
-from forgetting_transformer.training.faults.sentinel import Sentinel
+from forgetting_transformer.training.faults.watchdog import Watchdog
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
@@ -24,7 +24,7 @@ class Start:
     """One start of a run; as a context manager it hears signals and notes how the run ends.
 
     Attributes:
-        directory: folder of the run. peers: ranks of the job. sentinel: hears signals, notices what hangs.
+        directory: folder of the run. peers: ranks of the job. watchdog: hears signals, notices what hangs.
         trainer: once it is built; until then whatever fails has failed to start.
         outcome: "done", "preempted" or "failed", once status.json says so.
     """
@@ -32,28 +32,28 @@ class Start:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.directory, self.peers = RunDirectory(config.output_dir), Peers()
-        self.sentinel = Sentinel(config.strategy.timeout_seconds)
-        self.sentinel.on_end = self._ended_by_sentinel
+        self.watchdog = Watchdog(config.strategy.timeout_seconds)
+        self.watchdog.on_end = self._ended_by_watchdog
         self.trainer: TrainerInterface | None = None
         self.outcome: str | None = None
-        # The loop and the sentinel's thread may end the run in the same moment: the first one says how.
+        # The loop and the watchdog's thread may end the run at the same moment: the first one decides how.
         self._ending = threading.Lock()
 
     def __enter__(self) -> "Start":
-        self.sentinel.__enter__()
+        self.watchdog.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Returns whether the error only says that a signal has stopped another rank."""
+        """Returns whether the error only means that a signal has stopped another rank."""
         try:
             return error is not None and self._failed(error)
         finally:
             if self.trainer is not None:
                 self.trainer.close()
             self.directory.release()
-            self.sentinel.__exit__()
+            self.watchdog.__exit__()
 
     def running(self) -> None:
         with self._ending:
@@ -61,7 +61,7 @@ class Start:
                 self._write("running")
 
     def end(self, outcome: str, reason: str = "") -> None:
-        """Notes how the run ends, unless it has ended. What comes after training may still fail, and that counts."""
+        """Records how the run ends, unless it has ended. A failure after training still counts."""
         with self._ending:
             if self.outcome is None or (outcome == "failed" and self.outcome != "failed"):
                 self._write(outcome, reason)
@@ -71,7 +71,7 @@ class Start:
         step = self.directory.newest_step() if self.trainer is None else self.trainer.counters.token_count
         status.write_status(self.directory, name, step, reason)
 
-    def _ended_by_sentinel(self, outcome: str, reason: str) -> str:
+    def _ended_by_watchdog(self, outcome: str, reason: str) -> str:
         if self.outcome is None:  # else that is how the run ended, whatever hangs behind it
             outcome, reason = self.peers.ended(outcome, reason)
             self.end(outcome, self._with_checkpoint(reason))
@@ -89,13 +89,13 @@ class Start:
         reason = f"{type(problem).__name__}: {problem}"
         self.peers.failed(reason)
         self.end("failed", reason)
-        self.sentinel.closing()  # what the process has to say of it may take as long as a step
+        self.watchdog.closing()  # the process's last messages may take as long as a step
         if problem is error:
             return False
         raise problem from error
 
     def _problem(self, error: BaseException, blame: str | None) -> BaseException:
-        """The error in words that say what to do; the error itself where it does that, or where nobody knows.
+        """The error with its fix; the error itself where it has one, or where none is known.
 
         Args:
             blame: what another rank did, where that is behind the error.
@@ -104,7 +104,7 @@ class Start:
         kind, fix = TrainingError, ". Start the same command again"
         if blame is not None:
             what = blame
-        elif isinstance(error, OSError | DataWorkerError):  # a full disk, say. Saves that may fail did not come here
+        elif isinstance(error, OSError | DataWorkerError):  # a full disk, for one; saves that may fail end elsewhere
             what = explain(error) if isinstance(error, OSError) else str(error)
             fix = ". Mend this and start the same command again"
         elif isinstance(error, torch.OutOfMemoryError):
@@ -123,7 +123,7 @@ class Start:
 
 
 _DEVICE_ERROR = re.compile(r"(?:CUDA error|Triton Error \[CUDA\]): (.+)")
-#: Errors of the program, or of too little memory, which would come again.
+#: Errors of the program, or of too little memory, which would recur.
 _OF_THE_PROGRAM = re.compile("device-side assert|invalid|no kernel image|out of (memory|resource)|ALLOC_FAILED")
 
 

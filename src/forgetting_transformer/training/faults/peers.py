@@ -1,4 +1,4 @@
-"""Finds the rank of a job that failed first: the others only see that it is gone, and should say so.
+"""Finds the rank of a job that failed first: the others only see that it is gone, and report that.
 
 Ranks write why they end into the store over which PyTorch connected them. Rank 0, which writes status.json, has the
 store in its own process and reads it when it ends itself.
@@ -20,13 +20,13 @@ _CLOSED = re.compile(
 )
 #: Words that it uses there or for another reason.
 _PERHAPS = re.compile(r"connection|timed? ?out|socket|broken pipe|NCCL|gloo", re.IGNORECASE)
-#: A rank that a signal has stopped, and not an error, says so.
+#: Reason of a rank that a signal has stopped.
 STOPPED = "stopped by "
-#: A rank says one of these that was not the first to fail, and the last that cannot know.
+#: Reasons of a rank that failed because another did; the last, of a rank that cannot tell.
 _ANOTHER = "another rank is gone, and its log says why"
 WAITS = "this rank waits for another"
 MAY_WAIT = "or waits for another"
-#: A rank that fails in the same moment may need so long to say it.
+#: Seconds that a rank which fails at the same moment may need to report it.
 _SECONDS_TO_SPEAK = 3.0
 
 
@@ -45,7 +45,7 @@ class Peers:
             self._publish(f"{rank}", f"{os.getpid()} {_machine()}")
 
     def failed(self, reason: str) -> None:
-        """This rank ends, and why. Never raises."""
+        """Records that this rank ends, and why. Never raises."""
         self._publish(f"{self.rank} failed", " ".join(reason.split()))
 
     def ended(self, outcome: str, reason: str) -> tuple[str, str]:
@@ -60,12 +60,12 @@ class Peers:
         return "failed", f"{blame}; {reason}"
 
     def blame(self, silent: bool = True) -> str | None:
-        """The rank that failed first as far as can be told, and why; None where all others seem to be there.
+        """The rank that failed first as far as is known, and why; None where all others seem to be there.
 
         On rank 0 only. With the others the store may be gone, and asking it prints pages.
 
         Args:
-            silent: whether a rank that does not say why it ends is to blame. If not, only one whose process has ended.
+            silent: whether a rank without a recorded reason may be to blame. If not, only one whose process has ended.
         """
         if self.rank != 0 or self._store is None:
             return None
@@ -83,7 +83,7 @@ class Peers:
                 break
             time.sleep(0.05)
         if quiet and silent:
-            return f"rank {quiet[0]} hangs, or was killed: it has said nothing"
+            return f"rank {quiet[0]} hangs, or was killed: it gave no reason"
         perhaps = [rank for rank, text in said.items() if MAY_WAIT in text]
         return f"rank {perhaps[0]} has failed: {said[perhaps[0]]}" if perhaps else None
 
@@ -125,7 +125,7 @@ def _machine() -> str:
 
 
 def is_gone(process: int) -> bool:
-    """Whether a process of this machine has ended, noticed by its parent or not; False where Linux does not say it."""
+    """Whether a process of this machine has ended, reaped by its parent or not; False where Linux does not tell."""
     if not process or not Path("/proc/self/stat").exists():
         return False
     try:

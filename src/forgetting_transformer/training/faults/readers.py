@@ -1,4 +1,4 @@
-"""Batches go on when a process that reads them is killed.
+"""Restarts of killed data readers.
 
 The position in the data is arithmetic (data/order.py), so readers can be restarted at the next batch.
 """
@@ -31,7 +31,7 @@ def restarted(
     """Yields the items of `start(0)`. If a data worker dies after n items, those of `start(n)` follow.
 
     Args:
-        waiting: what to enter while an item is waited for.
+        waiting: context entered while an item is awaited.
 
     Raises:
         DataWorkerError: they have died more than RESTARTS times.

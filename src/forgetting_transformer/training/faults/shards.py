@@ -5,5 +5,5 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of the tensor; of one that is not sharded all of it."""
+    """This rank's part of a sharded tensor; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

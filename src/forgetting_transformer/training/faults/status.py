@@ -1,4 +1,4 @@
-"""`output_dir/status.json`: how the last start of a run ended, for schedulers and people.
+"""`output_dir/status.json`: state of the last start of a run, for schedulers and people.
 
 starting    it reads the corpus, builds the model, loads a checkpoint; if its process is gone it was killed
 running     it trains; if its process is gone it was killed
@@ -6,7 +6,7 @@ done        trained to train.max_tokens
 preempted   stopped by a signal, saved if there was anything to save; the same command continues
 failed      stopped by an error; the reason says what to do before the same command continues
 
-What an earlier start left is replaced as soon as rank 0 holds the run's folder, before anything is built; with
+The status of an earlier start is replaced as soon as rank 0 holds the run's folder, before anything is built; with
 resume=false when the earlier run is moved aside.
 """
 
@@ -22,7 +22,7 @@ from forgetting_transformer.console import redact
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
-#: The loop and the sentinel's thread may write in the same moment.
+#: The loop and the watchdog's thread may write in the same moment.
 _writing = threading.Lock()
 
 
@@ -74,7 +74,7 @@ def claim(directory: RunDirectory, resume: bool = True) -> None:
 
 
 def move_aside(directory: RunDirectory) -> Path | None:
-    """`RunDirectory.move_aside`, with the status of the run; the run that begins has its own."""
+    """`RunDirectory.move_aside`, including the run's status; the new run has its own."""
     moved = directory.move_aside()
     write_status(directory, "starting", 0)
     return moved

@@ -104,7 +104,7 @@ class StepGuard:
             step()
 
     def poll(self, wait: bool = False) -> None:
-        """Learns of steps that were left out, which `take_reports` gives: the loop may ask and a callback may tell.
+        """Collects steps that were left out, for `take_reports`: the loop may call this, and a callback that.
 
         Args:
             wait: for the device, so that the last step is known too.
@@ -119,7 +119,7 @@ class StepGuard:
                 self._reports.append(BadStep(batch, int(in_a_row), sum(losses) / len(losses), norm, losses))
 
     def take_reports(self) -> list[BadStep]:
-        """Bad steps that polling found since the last call."""
+        """Bad steps that `poll` collected since the last call."""
         found, self._reports = self._reports, []
         return found
 
@@ -129,7 +129,7 @@ class StepGuard:
         return int(self._skipped.item())
 
     def sum_up(self, batches: int, folder: Path) -> None:
-        """Says how many of all updates of the run were left out, if any were."""
+        """Logs how many of all updates of the run were left out, if any were."""
         if left_out := self.left_out:
             log.warning(
                 "%s of %s updates were left out (metrics/jsonlines/bad_step.jsonl in %s)",

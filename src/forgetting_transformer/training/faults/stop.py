@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 class Stop(IntEnum):
-    """Why to stop; where ranks differ, the greatest counts."""
+    """Reason to stop; where ranks differ, the greatest counts."""
 
     NO = 0
     PREEMPTED = 1
@@ -28,7 +28,7 @@ class Vote:
         self._wish = torch.zeros((), dtype=torch.int32)
 
     def cast(self, wish: Stop) -> Stop:
-        """Gives this rank's wish; returns what all ranks together wished at the call before."""
+        """Casts this rank's wish; returns the combined wish of all ranks at the call before."""
         if self._group is None:
             return wish
         agreed = Stop.NO

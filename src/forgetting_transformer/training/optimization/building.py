@@ -1,4 +1,4 @@
-"""The optimizer that the config names, checked for what training relies on, and several optimizers as one."""
+"""The optimizer that the config names, with checks, and several optimizers as one."""
 
 import inspect
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from forgetting_transformer.training.optimization.parameter_groups import named_
 def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConfig) -> torch.optim.Optimizer:
     """
     Raises:
-        ConfigError: what was built is no optimizer of PyTorch's kind, which would show only when the run is continued.
+        ConfigError: it is no PyTorch optimizer, which would show only when the run is continued.
     """
     named_by("optimizer.lr_scale_for", config.lr_scale_for, trainable(model))
     optimizer = OPTIMIZERS.get(config.name).build(model, undecayed, config)
@@ -40,7 +40,7 @@ def check_owns(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) ->
     """Refuses an optimizer that leaves parameters untrained in silence, as one that was built before sharding.
 
     Args:
-        name: what the config calls the optimizer.
+        name: of the optimizer in the config.
 
     Raises:
         ConfigError: it does not hold exactly the model's parameters that need a gradient.
@@ -69,7 +69,7 @@ class CombinedOptimizer(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """The parts see the groups and the state of the whole."""
+        """Lets the parts use the groups and the state of the whole."""
         first = 0
         for optimizer in self._optimizers:
             last = first + len(optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""The optimizers of this package: what `optimizer.name` may be, and the keys of each. Reading this loads no PyTorch.
+"""The optimizers of this package: values of `optimizer.name`, and the keys of each. Reading this loads no PyTorch.
 
 An optimizer is a function of the model, the names of the parameters without weight decay and its section of the config.
 It returns a torch.optim.Optimizer over all trainable parameters. Before every step the trainer sets each group's "lr"

@@ -16,7 +16,7 @@ def named_by(key: str, patterns: Sequence[str], names: Iterable[str], of: str = 
 
     Args:
         key: of the config, for the message.
-        of: what has these names.
+        of: owner of these names, for the message.
 
     Raises:
         ConfigError: a pattern covers none.
@@ -47,7 +47,7 @@ def undecayed_parameters(model: nn.Module, config: TrainConfig) -> set[str]:
     `parameter._no_weight_decay = True`, such as a learned forget-gate bias. Decayed: weights of linear layers,
     embeddings and, unless the config says otherwise, convolution kernels.
 
-    Names and not parameters, because sharding replaces parameters and loses their marks: ask before it.
+    Names and not parameters, because sharding replaces parameters and loses their marks: call this before it.
     """
     return {
         f"{module_name}.{name}" if module_name else name

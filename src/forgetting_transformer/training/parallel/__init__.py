@@ -1,1 +1,1 @@
-"""Several processes: how they are started, what each trains on, what is sharded among them."""
+"""Several processes: their start, the data of each, and sharding among them."""

@@ -1,4 +1,4 @@
-"""Looks whether there are GPUs here."""
+"""Checks for missing GPUs."""
 
 import logging
 import os
@@ -26,13 +26,13 @@ def missing() -> str | None:
 
 
 def warn_without(config: Config, device: torch.device, model: nn.Module) -> None:
-    """A large model on a CPU is seldom meant, and would start without a complaint."""
+    """Warns about a large model on a CPU, which is seldom intended."""
     if device.type != "cpu" or os.environ.get("LT_ACCELERATOR", config.fabric.accelerator) != "auto":
         return
     if (parameters := sum(p.numel() for p in model.parameters())) >= LARGE:
         log.warning(
             "no GPU was found, and %.1fM parameters train very slowly on a CPU. %s. Choose the CPU with "
-            "fabric.accelerator=cpu (`fabric run`: --accelerator cpu) if it is meant",
+            "fabric.accelerator=cpu (`fabric run`: --accelerator cpu) if that is intended",
             parameters / 1e6,
             missing(),
         )

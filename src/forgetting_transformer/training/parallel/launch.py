@@ -22,22 +22,21 @@ from forgetting_transformer.training.parallel import gpus
 from forgetting_transformer.training.parallel.sharding import Sharded
 
 log = logging.getLogger(__name__)
-#: NCCL ends a process whose operation takes too long, and nothing then says why. The sentinel, which does, comes first.
-_AFTER_THE_SENTINEL_SECONDS = 60
+#: NCCL ends a process whose operation takes too long, without a reason. The watchdog, which logs one, comes first.
+_AFTER_THE_WATCHDOG_SECONDS = 60
 
 
 def launch(config: Config) -> Fabric:
     """Builds Fabric and, when not started by `fabric run`, starts the other processes.
 
     Raises:
-        ConfigError: the processes that were started are not the processes that were asked for.
+        ConfigError: the started processes are not those that the config asks for.
     """
     under_cli = os.environ.get("LT_CLI_USED") == "1"
     console.die_with_launcher()
     _check_gpus(config)
     processes = expected_world_size(config)
-    # Lightning's banner is said here in the run's log, and its warnings would come twice, by its handler and that
-    # log's.
+    # The run's log replaces Lightning's banner; Lightning's warnings would come twice, by its handler and that log's.
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
         logging.getLogger(name).handlers.clear()
@@ -61,7 +60,7 @@ def launch(config: Config) -> Fabric:
     tasks = os.environ.get("SLURM_NTASKS") if SLURMEnvironment.detect() else None
     expected = int(os.environ.get("WORLD_SIZE") or tasks or fabric.world_size)
     if fabric.world_size != expected:
-        # torchrun or srun with devices=1 gives N independent runs that all believe to be rank 0.
+        # torchrun or srun with devices=1 starts N independent runs, all as rank 0.
         raise ConfigError(
             f"{expected} processes were started but each trains alone (world size {fabric.world_size}); "
             "start with `fabric run train.py --devices N …`, or set fabric.devices to the processes per node"
@@ -86,7 +85,7 @@ def _check_gpus(config: Config) -> None:
 
 
 def expected_world_size(config: Config) -> int:
-    """Number of processes that will train, as far as can be told before they are connected."""
+    """Number of processes that will train, as far as is known before they are connected."""
     if os.environ.get("LT_CLI_USED") == "1" or "TORCHELASTIC_RUN_ID" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     devices = config.fabric.devices
@@ -97,7 +96,7 @@ def expected_world_size(config: Config) -> int:
 
 
 def _strategy(config: Config, world_size: int) -> Strategy | str:
-    timeout = timedelta(seconds=config.strategy.timeout_seconds + _AFTER_THE_SENTINEL_SECONDS)
+    timeout = timedelta(seconds=config.strategy.timeout_seconds + _AFTER_THE_WATCHDOG_SECONDS)
     if world_size == 1 and config.strategy.name != "ddp":
         # One process has nothing to shard. FSDP2 would still copy every weight and gradient, and keep the host so busy
         # that an H200 waits for it: a 125M model trains at 250,000 tokens/s instead of 400,000.
@@ -135,7 +134,7 @@ class _DDP(DDPStrategy):
 
 
 class _Bf16Autocast(MixedPrecision):
-    """Fabric's bf16-mixed without its cast of floating-point *inputs* to bf16, which loses what a caller passes in."""
+    """Fabric's bf16-mixed without its cast of floating-point *inputs* to bf16, which would round arguments."""
 
     def __init__(self, device: str) -> None:
         super().__init__("bf16-mixed", device=device)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def on_rank_zero(fabric: Fabric, action: Callable[[], T]) -> T | None:
-    """Rank 0 acts, the others wait; if it fails, every rank raises the same error instead of waiting for ever."""
+    """Runs a block on rank 0 while the others wait; if it fails, every rank raises the same error."""
     result, error = None, None
     if fabric.is_global_zero:
         try:
@@ -42,7 +42,7 @@ class Ranks:
         timeout: of the operations among N ranks.
 
     Attributes:
-        data_rank, data_size: which share of the rows it has, of how many.
+        data_rank, data_size: number of its share of the rows, and number of shares.
         sharing: N.
     """
 

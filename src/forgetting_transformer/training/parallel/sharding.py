@@ -1,8 +1,9 @@
-"""FSDP2 in this package: what is gathered and reduced together, in which precision, and for how long.
+"""FSDP2 in this package: units that are gathered and reduced together, their precision, and how long they stay.
 
-A unit is what one collective gathers and another one reduces. Every decoder block is a unit and so is the output layer:
-communication of one overlaps with computing another. What is left belongs to the model's own unit, which is gathered at
-the beginning of a step and reduced at its end: the embedding, norms, and what blocks have besides linear layers.
+A unit is gathered by one collective and reduced by another. Every decoder block is a unit and so is the output layer:
+communication of one overlaps with computing another. All other parameters belong to the model's own unit, which is
+gathered at the beginning of a step and reduced at its end: the embedding, norms, and parameters of blocks besides
+linear layers.
 
 Under bf16-mixed the weights of a block's linear layers are gathered in bf16. Autocast rounds them to bf16 before every
 product, so products and gradients are bitwise those of weights gathered in fp32, with half of the bytes. All other
@@ -113,7 +114,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, found: list[Unit], keeps: bool = F
 
     Args:
         mesh: of all ranks, (shards,).
-        found: what `units` returned.
+        found: the result of `units`.
         keeps: leave units gathered between the forward and the backward pass.
     """
     # The model before its units: PyTorch would not look into modules that are sharded already.
@@ -147,7 +148,7 @@ def _is_small(found: list[Unit], device: torch.device) -> bool:
 
 
 class _SyncControl(_ParallelBackwardSyncControl):
-    """Between micro-batches nothing is reduced and, if the strategy keeps weights gathered, nothing is freed."""
+    """Reduces nothing between micro-batches and, if the strategy keeps weights gathered, frees nothing."""
 
     def __init__(self, strategy: Sharded) -> None:
         self._strategy = strategy

@@ -25,12 +25,12 @@ class TerminalHandler(logging.Handler):
         try:
             if not getattr(record, ON_THE_BAR, False):
                 tqdm.write(self.format(record), file=sys.stderr)
-        except Exception:  # a terminal that is gone, say, is no reason to end a run
+        except Exception:  # a terminal that is gone, for example, is no reason to end a run
             self.handleError(record)
 
 
 class LogFile(logging.FileHandler):
-    """A run's log. Where it cannot be written, on a full disk say, the terminal says so once, without tracebacks."""
+    """A run's log. Where it cannot be written, as on a full disk, the terminal shows this once, without tracebacks."""
 
     _said = False
 

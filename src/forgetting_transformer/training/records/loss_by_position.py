@@ -1,4 +1,4 @@
-"""Loss at every position: how it is summed, in training and in every evaluation, and what is reported of it.
+"""Loss at every position: its sums in training and evaluations, and the reported means.
 
 Axes: B sequences, T positions. Of packed documents a position is that in the document.
 """
@@ -15,7 +15,7 @@ from forgetting_transformer.training.parallel.ranks import Ranks
 
 
 class PositionSums:
-    """Loss at each position summed over sequences, and how many of these have the position.
+    """Sums over sequences of the loss at each position, and the number of sequences that have it.
 
     Args:
         flat: `(2T,)` float64, the sums and behind them the numbers: one vector, so that ranks add theirs at once.

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """Writes reports of one run to its files. Files of other names in its folders are left alone.
+    """Writes reports of one run to its files. Other files in its folders are left alone.
 
     Args:
         directory: the run's folder.
@@ -35,7 +35,8 @@ class MetricsLog:
     def __init__(self, directory: RunDirectory, resume_step: int, kinds: Iterable[str] = ()) -> None:
         self.directory = directory
         self.kinds = {*KINDS, *kinds}
-        #: Takers of every report besides the files, by `log(step, values)` and `close()`, which raise nothing.
+        #: Receivers of every report besides the files, with methods `log(step, values)` and `close()`, which raise
+        #: nothing.
         self.sinks: list[Any] = []
         directory.make(directory.jsonlines)
         for file in self.files():
@@ -86,7 +87,7 @@ class MetricsLog:
         return file.is_file() and any(entry["step"] == step for entry in read_lines(file))
 
     def report_once(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Reports what holds for the whole run, if an earlier start has not; names get `kind` as their prefix."""
+        """Reports facts about the whole run, if no earlier start has; names get `kind` as their prefix."""
         file = _file(self.directory, kind)
         if not file.is_file() or not read_lines(file):
             self.report(kind, step, prefixed(kind, values))

@@ -11,10 +11,9 @@ from forgetting_transformer import metric_names as names
 from forgetting_transformer.files import explain, locked
 
 PREVIOUS = "previous"
-#: All that a run, its plots and wandb write there, besides `run.lock` and `previous/`. The rest is somebody else's.
-#: In the order in which they are moved aside: first what may be a mount and cannot be moved, late
-#: `last_checkpoint.json`, which refuses a start that would not find the checkpoints. The lock, by which the run is
-#: recognised, is not moved.
+#: All that a run, its plots and wandb write there, besides `run.lock` and `previous/`. All else belongs to others. In
+#: the order in which they are moved aside: first what may be a mount and cannot be moved, late `last_checkpoint.json`,
+#: which refuses a start that would not find the checkpoints. The lock, by which the run is recognised, is not moved.
 OWN_NAMES = (
     "checkpoints", "logs", "metrics", "tokenizer", "plots", "traces", "wandb", "goodput.json", "model.txt",
     "decay_params.txt", "no_decay_params.txt", "status.json", "config.yaml", "last_checkpoint.json",
@@ -30,7 +29,7 @@ _SHARED = ("logs", "plots", "traces", "wandb")
 
 
 class RunDirectoryError(RuntimeError):
-    """The run's folder cannot be used; the message says by whom or why, and what to do."""
+    """The run's folder cannot be used; the message has the reason, or the run that uses it, and the fix."""
 
 
 class RunDirectory:
@@ -46,7 +45,7 @@ class RunDirectory:
         self.root = Path(output_dir).expanduser().absolute()
         self.config = self.root / "config.yaml"
         self.checkpoints = self.root / "checkpoints"
-        #: Says that a checkpoint was finished, even where the folder of checkpoints is gone.
+        #: Records that a checkpoint was finished, even where the folder of checkpoints is gone.
         self.last_checkpoint = self.root / "last_checkpoint.json"
         self.logs = self.root / "logs"
         self.jsonlines = self.root / "metrics" / "jsonlines"
@@ -77,11 +76,11 @@ class RunDirectory:
 
     @property
     def is_corpus(self) -> bool:
-        """Whether token arrays lie here, as scripts/prepare_data.py and LongCrawl64 have them."""
+        """Whether this folder has token arrays, as those of scripts/prepare_data.py and LongCrawl64 do."""
         return (self.root / "manifest.json").is_file() or any(self.root.glob("*.zarr"))
 
     def check_ours(self, resume: bool) -> None:
-        """Looks whether a start would change files, or with `resume=False` move things, that no run wrote.
+        """Checks that a start changes, or with `resume=False` moves, only files that a run wrote.
 
         Raises:
             RunDirectoryError: naming them.
@@ -105,7 +104,7 @@ class RunDirectory:
         """Makes a folder of the run.
 
         Raises:
-            RunDirectoryError: it cannot be made, on a full disk say, or because a file has its name.
+            RunDirectoryError: it cannot be made, as on a full disk, or where a file has its name.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +112,7 @@ class RunDirectory:
             raise RunDirectoryError(f"cannot make {explain(error)}; make room, or choose another output_dir") from error
 
     def acquire(self) -> None:
-        """Makes the folder and takes it for this process; the kernel gives it back however the process ends.
+        """Makes the folder and locks it for this process; the kernel releases it however the process ends.
 
         Raises:
             RunDirectoryError: another run is writing there, or the folder cannot be written.
@@ -135,7 +134,7 @@ class RunDirectory:
                 f"cannot write to output_dir={self.root}: {explain(error)}; make room, or choose another output_dir"
             ) from error
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        # For people; the lock holds without it, on a full disk too.
+        # For people; the lock does not need it, as on a full disk.
         with contextlib.suppress(OSError):
             os.write(descriptor, json.dumps(owner).encode())
         self.is_locked = True

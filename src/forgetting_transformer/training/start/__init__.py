@@ -1,1 +1,1 @@
-"""Before the first step: the weights to begin with, what is resumed, what is said and checked."""
+"""Before the first step: initial weights, resume, checks and the start block."""

@@ -1,4 +1,4 @@
-"""Weights that a new run begins with (`init_from`): of an exported model, or of a model of the hub.
+"""Initial weights of a new run from an exported model or one on the hub (`init_from`).
 
 Only weights are taken: step, moments, counters and the order of the data are those of a new run. Rank 0 reads them, and
 the others receive them from it. Only config.json and safetensors are read, so nothing that a source names is run.
@@ -50,7 +50,7 @@ class InitialWeights(NamedTuple):
         return self.record.get("fresh", [])
 
     def fill(self, model: nn.Module) -> None:
-        """Puts them into a model on the CPU; called by all ranks, and the same on each."""
+        """Copies them into a model on the CPU; called by all ranks, and the same on each."""
         group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
         for name, own in model.state_dict().items():
             if name in self.tensors:
@@ -62,13 +62,13 @@ class InitialWeights(NamedTuple):
 
 
 def on_all_ranks(config: Config, fabric: Fabric, data: Corpus, model: nn.Module, origin: Origin) -> InitialWeights:
-    """Reads on rank 0, which alone needs the folder, what `init_from` has for a model; `origin` says what that is.
+    """Reads the weights of `init_from` for a model on rank 0, which alone needs the folder; describes them in `origin`.
 
     Args:
         model: that the run trains; only names and shapes of its tensors are looked at, so it may be on "meta".
 
     Raises:
-        ConfigError: it cannot be read, or does not fit and `init_allow` does not say that it need not.
+        ConfigError: it cannot be read, or does not fit and `init_allow` does not allow that.
     """
     mine = on_rank_zero(fabric, lambda: _read(config, model, data.train_info(), data.folder))
     tensors, record = mine or ({}, {})
@@ -166,7 +166,7 @@ def _check_heads(fields: dict[str, Any], config: Config, model: Any) -> None:
 
 
 def _other_vocabulary(folder: Path, fields: dict[str, Any], data: DataInfo, corpus: Path) -> str | None:
-    """Difference between its tokens and the corpus's, in words; None where there is none, as far as is known."""
+    """Difference between its tokens and the corpus's, in words; None without a known difference."""
     size, bos = fields.get("vocab_size"), fields.get("bos_token_id")
     if size != data.vocab_size:
         return f"{size} ids, and the corpus {data.vocab_size}"

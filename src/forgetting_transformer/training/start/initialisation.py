@@ -1,7 +1,7 @@
 """Initial weights as a function of (seed, name of the parameter).
 
-Models that share a parameter's name and shape start with the same values there, whatever else they hold: two variants
-of an architecture differ in what they do, not in their luck. And tensors can be drawn in pieces by all cores at once.
+Models that share a parameter's name and shape start with the same values there: two variants of an architecture differ
+in their computation, not in their luck. And tensors can be drawn in pieces by all cores at once.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
 
 
 class _ByName(TorchDispatchMode):
-    """Within it, a parameter of `model` that is drawn as a whole is drawn in pieces, each from another generator.
+    """Context in which a parameter of `model` that is drawn as a whole is drawn in pieces, each from its own generator.
 
     All other random numbers come from one generator more.
     """

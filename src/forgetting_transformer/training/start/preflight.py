@@ -1,4 +1,4 @@
-"""Before a long run: does everything fit, how long will it take, and which micro-batch is fastest.
+"""Checks before a long run: whether everything fits, its duration, and the fastest micro-batch.
 
     fabric run train.py --devices 4 +experiment/… output_dir=… data_dir=… preflight=true
 
@@ -50,7 +50,7 @@ def preflight(config: Config) -> None:
     """
     directory = RunDirectory(config.output_dir)
     directory.check_ours(config.resume)
-    # A run that continues does not read what it began with, which may be gone.
+    # A run that continues does not read its initial weights, which may be gone.
     continues = config.resume and bool(steps_in(directory.checkpoints))
     # Under a launcher every rank has another folder; only rank 0 writes into its folder.
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
@@ -76,13 +76,13 @@ def _check(trainer: Trainer, place: Path) -> None:
     tokens = data.train_batch_size * data.train_batch_len
     total_steps = math.ceil(config.train.max_tokens / tokens)
     problems, seconds = [], []
-    trainer.callbacks.start()  # which refuse what they would miss after hours
+    trainer.callbacks.start()  # which refuse here what they would lack after hours
     if trainer.compiled:
         trainer.compilation.announce()
     for batch in trainer.data.train_loader(0, min(1 + _STEPS, total_steps), ranks.data_rank, ranks.data_size):
         seconds.append(_seconds(trainer, fabric.to_device(batch)))
         trainer.counters.batch_count += 1
-    # The last batch of the run, which lies elsewhere in the corpus.
+    # the last batch of the run, elsewhere in the corpus
     last = total_steps - 1
     next(iter(trainer.data.train_loader(last, last + 1, ranks.data_rank, ranks.data_size)))
     if not config.skip_eval:
@@ -99,7 +99,7 @@ def _check(trainer: Trainer, place: Path) -> None:
     # Weights and AdamW's two moments, over all ranks.
     checkpoint = 3 * sum(p.numel() * p.element_size() for p in trainer.model.module.parameters())
     free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.is_dir())).free
-    # All that will be there, and one more: a new one is whole before an old one goes.
+    # All checkpoints that stay, and one more: a new one is complete before an old one is deleted.
     there = len(steps_in(RunDirectory(place).checkpoints)) if config.resume else 0
     kept = config.train.max_tokens // config.checkpoint_keep_interval + config.checkpoint_keep_last
     needed = max(1, kept + 1 - there) * checkpoint
@@ -194,13 +194,13 @@ def _timed(trainer: Trainer, say: Callable[[str], None]) -> list[tuple[float, bo
 
 
 def _seconds(trainer: Trainer, batch: dict[str, torch.Tensor]) -> float:
-    """Seconds of a step."""
+    """Takes a step; returns its seconds."""
     device = trainer.fabric.device
     setup.synchronize(device)
     began = time.perf_counter()
     trainer.step(batch)
     setup.synchronize(device)
-    trainer.sentinel.starting("preflight")
+    trainer.watchdog.starting("preflight")
     return time.perf_counter() - began
 
 
@@ -213,11 +213,11 @@ def _memory(device: torch.device) -> tuple[int, int]:
 
 @torch.no_grad()
 def _evaluate(trainer: Trainer) -> None:
-    """A batch of held-out documents, beside what training holds."""
+    """Evaluates a batch of held-out documents, with training's memory in use."""
     fabric, ranks = trainer.fabric, trainer.ranks
     trainer.model.eval()
     inputs = model_inputs(fabric.to_device(next(iter(trainer.data.eval_loader(ranks.data_rank, ranks.data_size)))))
     with ranks.share():
         trainer.model(**ranks.part_of(inputs))
     setup.synchronize(fabric.device)
-    trainer.sentinel.starting("preflight")
+    trainer.watchdog.starting("preflight")

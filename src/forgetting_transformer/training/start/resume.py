@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def move_aside(directory: RunDirectory, fabric: Fabric) -> None:
-    """With resume=false: what the folder holds of a run goes into `previous/`, and the log begins."""
+    """With resume=false, moves an earlier run's files into `previous/`; then begins the log."""
 
     def move() -> None:
         if moved := status.move_aside(directory):
@@ -44,7 +44,7 @@ def move_aside(directory: RunDirectory, fabric: Fabric) -> None:
 
 
 def find_checkpoint(config: Config, run: RunDirectory, fabric: Fabric) -> Origin:
-    """Finds what to start from: the newest valid checkpoint, else the fork, else nothing. `load` reads it.
+    """Finds the origin of the start: the newest valid checkpoint, else the fork, else nothing. `load` reads it.
 
     Raises:
         CheckpointError: there is no such checkpoint, or no usable one where some were made.

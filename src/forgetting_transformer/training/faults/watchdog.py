@@ -4,9 +4,9 @@ Signals (SIGTERM, SIGUSR1, SIGINT) ask the run to stop: the loop finishes its st
 (stop.py), save and leave. They are read from Python's wake-up descriptor, so that they are heard at once although the
 main thread may be inside a CUDA call, where its own handlers cannot run.
 
-It watches from its start to its end. Whatever waits in between says so by `beat`: every stage of the start, every
-batch that is read, every step, every batch of an evaluation, and the end of it all. What waits for longer than
-`timeout`, or a wait for a checkpoint that lasts half an hour longer, ends the process.
+It watches from its start to its end. In between `beat` is called by every stage of the start, every batch that is read,
+every step, every batch of an evaluation, and the end of it all. What waits for longer than `timeout`, or a wait for a
+checkpoint that lasts half an hour longer, ends the process.
 
 Before the first step a signal ends the process at once: there is nothing to save. Later it ends within 30 s of the
 signal, because containers are killed then, if a step, a wait for data or its own end hangs. Only a checkpoint that is
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 #: A launcher forwards what a scheduler or a terminal has already sent to its processes: within so many seconds it is
 #: the same request.
 SAME_REQUEST_SECONDS = 1.0
-#: A process that was asked to stop, and whose step does not end, leaves after this or after several times its slowest
-#: step: containers are killed 30 s after a signal.
+#: A process in a step that does not end after a signal leaves after this, or after several times its slowest step:
+#: containers are killed 30 s after a signal.
 STEP_PATIENCE_SECONDS = 25.0
 #: Seconds after a signal for a wait for data, and for the end of the process.
 READER_PATIENCE_SECONDS = 20.0
@@ -47,9 +47,9 @@ WRITER_PATIENCE_SECONDS = 300.0
 #: Until the first step has ended every stage of the start may take so much longer than `timeout`: kernels are compiled
 #: and tuned, weights are read. So may the writing of a checkpoint.
 START_SECONDS = 1800.0
-#: A process that ends itself writes why. Where its log lies may be what hangs, so it waits no longer than this.
+#: Seconds for the last log lines of a process that ends itself: the disk of its log may be what hangs.
 LAST_WORDS_SECONDS = 30.0
-#: Seconds for last words after a signal.
+#: Seconds for the last log lines after a signal.
 AT_ONCE_SECONDS = 5.0
 
 
@@ -57,7 +57,7 @@ class _Wait(NamedTuple):
     """A wait for something other than a step.
 
     Attributes:
-        missing: beginning of a message that goes on with "for 5 s".
+        missing: beginning of a message that continues with "for 5 s".
         after_signal: seconds that the wait may last after a signal.
         extra: seconds that it may last beyond `timeout`.
     """
@@ -67,7 +67,7 @@ class _Wait(NamedTuple):
     extra: float = 0.0
 
 
-class Sentinel:
+class Watchdog:
     """A context manager around training, on the main thread of a rank.
 
     Args:
@@ -82,7 +82,7 @@ class Sentinel:
         self.on_end: Callable[[str, str], str] = lambda outcome, reason: outcome
         #: Name of the callback that is running; None if there is none.
         self.callback: Callable[[], str | None] = lambda: None
-        #: Name of the signal that asked to stop, None if none did.
+        #: Name of the signal to stop, None without one.
         self.request: str | None = None
         self._heard_at = 0.0
         self._answer: threading.Thread | None = None
@@ -95,15 +95,15 @@ class Sentinel:
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
             end.setblocking(False)
-        self._thread = threading.Thread(target=self._watch, name="sentinel", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._closing = False
 
-    def __enter__(self) -> "Sentinel":
+    def __enter__(self) -> "Watchdog":
         if threading.current_thread() is threading.main_thread():
             # The handlers do nothing: having them is what makes Python write to the descriptor.
             self._previous = {number: signal.signal(number, lambda *_: None) for number in console.SIGNALS}
             signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-            # A forked data worker must not speak for its parent.
+            # A forked data worker must not act for its parent.
             os.register_at_fork(after_in_child=_forget_descriptor)
         self._last_beat = time.monotonic()
         self._thread.start()
@@ -123,7 +123,7 @@ class Sentinel:
         self._writer.close()
 
     def starting(self, stage: str) -> None:
-        """The start of the run begins with `stage`."""
+        """Notes the first stage of the start."""
         self._last_beat, self._stage = time.monotonic(), stage
 
     def started(self) -> None:
@@ -131,24 +131,24 @@ class Sentinel:
         self._last_beat, self._stage = time.monotonic(), None
 
     def beat(self) -> None:
-        """Training moves: called after every step and every batch of an evaluation."""
+        """Notes progress: called after every step and every batch of an evaluation."""
         now = time.monotonic()
         if self._stage is None:
             self._longest = max(self._longest, now - self._last_beat)
         self._last_beat = now
 
     def closing(self) -> None:
-        """Training is over, and its end is written; what is left, such as handing rows to wandb, may take `timeout`."""
+        """Notes the end of training, which is written; the rest, such as sending rows to wandb, may take `timeout`."""
         self._last_beat, self._stage = time.monotonic(), None
         self._wait = _Wait("training was over and the process did not end", READER_PATIENCE_SECONDS)
 
     def reading(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around a wait for a batch of `what`."""
+        """Context of a wait for a batch of `what`."""
         wait = _Wait(f"no batch of {what} came", READER_PATIENCE_SECONDS)
         return self._waiting(wait)
 
     def waiting_for(self, checkpoint: str) -> contextlib.AbstractContextManager[None]:
-        """Around a wait for the writer of `checkpoint`."""
+        """Context of a wait for the writer of `checkpoint`."""
         return self._waiting(_Wait(f"{checkpoint} was not written", WRITER_PATIENCE_SECONDS, extra=START_SECONDS))
 
     @contextlib.contextmanager
@@ -176,7 +176,7 @@ class Sentinel:
                 self._leave(1, f"{missing} for {silence:.0f} s (strategy.timeout_seconds); {self._where()}")
 
     def _patience(self) -> tuple[str, float, float]:
-        """Thing that the process waits for, and for how many seconds at most and after a signal."""
+        """What the process waits for, for how many seconds at most, and for how many after a signal."""
         if self._wait is not None:
             return self._wait.missing, self.timeout + self._wait.extra, self._wait.after_signal
         name = self.callback()
@@ -197,11 +197,11 @@ class Sentinel:
             self._leave(128 + number, f"{number.name}, after {self.request}: left at once")
 
     def _where(self) -> str:
-        """Whether this rank makes no progress or waits for another, as far as can be seen."""
+        """Whether this rank makes no progress or waits for another, as far as its stacks show."""
         threads = [frame for name, frame in self._stacks() if name in ("MainThread", "checkpoint")]
         files = {f.f_code.co_filename for frame in threads for f, _ in traceback.walk_stack(frame)}
         if any(file.endswith(("distributed_c10d.py", "faults/stop.py")) for file in files):
-            return f"{WAITS}, whose log says where it stands"
+            return f"{WAITS}, whose log shows where it is"
         # In a backward pass, or when it asks the device, a rank that waits for another looks like one that hangs.
         return f"this rank makes no progress{f', {MAY_WAIT}' if dist.is_initialized() else ''}"
 
@@ -212,7 +212,7 @@ class Sentinel:
         return [(t.name, frames[t.ident]) for t in threading.enumerate() if t.ident in frames and t.ident != own]
 
     def _leave(self, code: int, reason: str) -> None:
-        """Ends the process. Log, status and terminal may hang where the run hangs: none of them can keep it."""
+        """Ends the process, even where log, status or terminal hang like the run."""
         outcome = "preempted" if code == console.PREEMPTED_EXIT_CODE else "failed"
         noted, stacks = [outcome], self._stacks()
 
@@ -220,7 +220,7 @@ class Sentinel:
             noted[0] = self.on_end(outcome, reason)
 
         def say() -> None:
-            # With lines of source code, which are read from a disk that may be the one that hangs.
+            # with lines of source code, from a disk that may be the one that hangs
             places = "".join(f"\nthread {name}:\n{''.join(traceback.format_stack(f))}" for name, f in stacks)
             log.log(logging.CRITICAL if code == 1 else logging.WARNING, "%s. Where its threads are:%s", reason, places)
 
@@ -234,7 +234,7 @@ class Sentinel:
 
 
 def _aside(action: Callable[[], object]) -> threading.Thread:
-    """Does what may hang or fail in a thread that keeps nobody waiting."""
+    """Runs an action that may hang or fail in a thread, without waiting for it."""
 
     def act() -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""How long the sentinel waits for what, whom rank 0 blames, and that nothing keeps a process which ends itself."""
+"""How long the watchdog waits for what, whom rank 0 blames, and that nothing keeps a process which ends itself."""
 
 import contextlib
 import logging
@@ -11,16 +11,16 @@ import time
 import pytest
 import torch
 
-from forgetting_transformer.training.faults import peers, sentinel
+from forgetting_transformer.training.faults import peers, watchdog
 from tests.waiting import HANG, wait_until
 
 
 def test_a_signal_within_a_second_is_the_same_request_however_slow_the_log(monkeypatch):
     """A scheduler and a launcher both send it."""
-    watch, left, said = sentinel.Sentinel(36000), [], threading.Event()
+    watch, left, said = watchdog.Watchdog(36000), [], threading.Event()
     watch.started()
     monkeypatch.setattr(watch, "_leave", lambda code, reason: left.append(code))
-    monkeypatch.setattr(sentinel.log, "warning", lambda *_: said.wait(HANG))
+    monkeypatch.setattr(watchdog.log, "warning", lambda *_: said.wait(HANG))
     watch._hear(signal.SIGTERM, 5.0)
     watch._hear(signal.SIGTERM, 5.9)
     assert not left and watch.request == "SIGTERM"
@@ -46,12 +46,12 @@ def ranks(monkeypatch) -> list[peers.Peers]:
 
 def test_of_ranks_that_end_the_first_to_fail_is_blamed(ranks, monkeypatch):
     here, one, two = ranks
-    assert here.blame() == "rank 1 hangs, or was killed: it has said nothing"
+    assert here.blame() == "rank 1 hangs, or was killed: it gave no reason"
     assert here.blame(silent=False) is None
     with monkeypatch.context() as patched:  # elsewhere a process number is another process's or nobody's
         patched.setattr(peers, "is_gone", lambda process: process != 0)
         assert here.blame(silent=False) == "rank 2 was killed or has crashed"
-    one.failed("no step ended for 9 s; this rank waits for another, whose log says where it stands")
+    one.failed("no step ended for 9 s; this rank waits for another, whose log shows where it is")
     two.failed("no step ended for 9 s; this rank makes no progress, or waits for another")
     assert here.blame() == "rank 2 has failed: no step ended for 9 s; this rank makes no progress, or waits for another"
     two.failed("ValueError: no such thing")
@@ -70,8 +70,8 @@ def _never(*_: object) -> None:
 
 
 def _hang_with(what: str) -> None:
-    sentinel.START_SECONDS, sentinel.LAST_WORDS_SECONDS, sentinel.AT_ONCE_SECONDS = 0.0, 0.1, 0.1
-    watch = sentinel.Sentinel(0.1 if "signal" not in what else 36000)
+    watchdog.START_SECONDS, watchdog.LAST_WORDS_SECONDS, watchdog.AT_ONCE_SECONDS = 0.0, 0.1, 0.1
+    watch = watchdog.Watchdog(0.1 if "signal" not in what else 36000)
     if "log" in what:
         handler = logging.Handler()
         handler.emit = _never
@@ -91,7 +91,7 @@ def _hang_with(what: str) -> None:
             watch.started()
             os.kill(os.getpid(), signal.SIGTERM)
             wait_until(lambda: watch.request)
-            sentinel.SAME_REQUEST_SECONDS = 0.0
+            watchdog.SAME_REQUEST_SECONDS = 0.0
             os.kill(os.getpid(), signal.SIGTERM)
         _never()
 
