@@ -14,7 +14,6 @@ import yaml
 import zarr
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
 
-from tests.docs.commands import CommandError, check_command
 from tests.processes import ROOT, run_command, run_here
 from tests.training.official import official_run
 
@@ -30,15 +29,6 @@ TRAIN = (
     "output_dir=$OUTPUT_DIR data_dir=$DATA_DIR wandb.log_dir=$WANDB_DIR wandb.mode=online resume=true"
 )
 EXPORT = "python save_model.py --hf_load_dir=$HF_LOAD_DIR --hf_save_dir=$HF_SAVE_DIR"
-#: What users of that repository add to the line that trains.
-ADDED = (
-    "model=forgetting_transformer",
-    "schedule=warmup_one_minus_sqrt schedule.anneal_steps=524288",
-    "schedule=warmup_linear",
-    "strategy=ddp",
-    "model.config.qk_norm_share_param_across_head=true",
-    "schedule.warmup_steps=1048576",
-)
 #: 65,536 tokens are a document; four of them, read in sequences of 64.
 SMALL = (
     "scale.hidden_size=32 scale.num_hidden_layers=2 scale.heads_of_64=2 datamodule.train_batch_len=64 "
@@ -49,15 +39,8 @@ SMALL = (
 )
 
 
-def test_the_line_that_trains_is_taken_on_four_gpus_and_a_wrong_one_is_not(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for added in ("", *ADDED):
-        check_command([*shlex.split(TRAIN), *shlex.split(added)])
-    with pytest.raises(CommandError, match=r"schedule\.warmup_stepps"):
-        check_command([*shlex.split(TRAIN), "schedule.warmup_stepps=1"])
-
-
 def test_every_line_is_on_the_page():
+    """Whose commands tests/docs/test_commands.py checks."""
     page = (ROOT / "docs/coming_from_the_paper.md").read_text()
     section = page.partition("## Training")[2].partition("\n## Evaluation")[0]
     shown = {" ".join(code.split()) for code in re.findall(r"`([^`]+)`", section)}

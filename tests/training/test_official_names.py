@@ -29,6 +29,8 @@ def test_the_model_of_that_name_has_the_defaults_of_the_authors_yaml():
     own = {"hidden_size", "num_hidden_layers", "num_heads", "max_position_embeddings"}
     assert model.config["max_position_embeddings"] is None and model.config["log_pruning_tolerance"] is None
     assert {name: value for name, value in model.config.items() if name not in own and value != fields[name]} == {}
+    fields = parsed(PRO, "model.config.qk_norm_share_param_across_head=true").model.config
+    assert fields["qk_norm_share_param_across_head"] is True, "fields need no plus"
 
 
 @pytest.mark.parametrize(

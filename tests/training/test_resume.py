@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 import time
 from pathlib import Path
 
@@ -135,16 +134,6 @@ def test_a_change_that_would_alter_the_run_is_refused_by_name(tiny, interrupted)
     ):
         assert message in refused(changed(tiny, **change))
     train(changed(tiny, train__max_tokens=5 * STEP))  # undone, it continues
-
-
-def test_another_corpus_under_the_same_name_is_refused(tiny, tmp_path, corpus, interrupted):
-    interrupted(tiny, 4)
-    shutil.copytree(corpus, tmp_path / "other")
-    import zarr
-
-    array = zarr.open_array(tmp_path / "other/tiny/train.zarr")
-    array[:] = array[:][::-1]
-    assert "the corpus (fingerprint" in refused(changed(tiny, data_dir=str(tmp_path / "other")))
 
 
 def test_a_fork_continues_another_run_with_other_settings(tiny, finished):
