@@ -175,7 +175,7 @@ def check_command(words: Sequence[str], partial: bool = False) -> None:
     if any("my_lab" in word for word in words):
         return  # what a reader's own package offers is not known here; tests/docs/test_extend.py runs these commands
     program, *rest = words
-    if program in OTHERS or rest[0] == "-c" or rest[:2] == ["-m", "pytest"]:
+    if program in OTHERS or rest[:1] == ["-c"] or rest[:2] == ["-m", "pytest"]:
         return
     if program == "python" and rest[:2] == ["-m", "forgetting_transformer.train"]:
         check_train(rest[2:], 1, partial)

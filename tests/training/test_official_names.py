@@ -2,7 +2,6 @@
 
 import dataclasses
 import types
-from pathlib import Path
 
 import pytest
 
@@ -13,13 +12,11 @@ from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.config.continuing import check_continues
 from forgetting_transformer.training.optimization.schedule import build_schedule
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 PRO = "+experiment/longcrawl64/forgetting_transformer=pro_760m_48b"
-FOLDERS = ("output_dir=out", "data_dir=data")
 
 
 def parsed(*arguments: str) -> Config:
-    return compose_config([*arguments, *FOLDERS])
+    return compose_config([*arguments, "output_dir=out", "data_dir=data"])
 
 
 def test_the_model_of_that_name_has_the_defaults_of_the_authors_yaml():
