@@ -22,8 +22,6 @@ defaults:
   - /experiment/demo/fox_pro
   - _self_
 tag: of_my_own
-train: {max_tokens: 256}
-model: {config: {num_hidden_layers: 1}}
 """
 
 
@@ -61,6 +59,6 @@ def test_a_wheel_trains_from_an_empty_folder_with_configs_of_ones_own(tmp_path):
     make_corpus(tmp_path)
     train = ("-m", "forgetting_transformer.train", "--config-dir=mine", "+experiment=my_fox", "fabric.accelerator=cpu")
     _, *small = command_line({"data_dir": tmp_path}, Path("run"))
-    said = run(sys.executable, *train, *small, folder=own_folder)
+    said = run(sys.executable, *train, *small, "train.max_tokens=256", folder=own_folder)
     assert "training finished: 256 tokens" in said and "about to train of_my_own" in said
     assert {path.name for path in own_folder.iterdir()} == {"mine", "run"}

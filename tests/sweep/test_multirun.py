@@ -136,7 +136,8 @@ def test_sigterm_lets_jobs_end_and_a_second_one_within_half_a_second_is_the_same
 def test_a_real_job_trains_in_a_fabric_run_of_two_processes(train_main, tmp_path, corpus, monkeypatch):
     """No stand-in: what the command of a user starts."""
     overrides = [o for o in command_line({"data_dir": str(corpus)}, tmp_path / "out") if "schedule.total" not in o]
-    overrides += [f"train.max_tokens={4 * STEP}", "fabric.accelerator=cpu", "fabric.devices=2"]
+    overrides += [f"train.max_tokens={4 * STEP}", "schedule.warmup_tokens=128"]
+    overrides += ["fabric.accelerator=cpu", "fabric.devices=2"]
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.1)
     assert train_main("-m", *overrides, "optimizer.lr=choice(1e-3)") is None
     run = read_run(tmp_path / "out")
