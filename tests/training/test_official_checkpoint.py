@@ -111,14 +111,10 @@ def test_a_damaged_one_is_one_line(official, tmp_path):
 
     file.write_bytes(whole[: len(whole) // 2])
     assert "cannot be used" in problem()
-    edited(file, token_count="many")
-    assert "it counts many tokens" in problem()
     edited(file, batch_count=9)
     assert "it counts 1024 tokens in 9 batches" in problem()
     edited(file, optimizer={"state": {}, "param_groups": []})
     assert "(KeyError: " in problem()
-    edited(file, model={"model.embeddings.weight": torch.zeros(64, 32)})
-    assert "(RuntimeError: Error(s) in loading state_dict" in problem()
     weights = torch.load(file, weights_only=False)["model"]
     weights["lm_head.weight"][0, 0] = torch.nan
     edited(file, model=weights)
