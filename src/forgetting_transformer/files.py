@@ -19,7 +19,7 @@ except ImportError:  # Windows, where corpora can be prepared and read but there
 TEMPORARY = re.compile(r"\..+\.\d+-\d+")
 
 
-#: What helps with a folder whose name is not UTF-8; Linux allows any bytes, and libraries in Rust open none of them.
+#: Fix for a folder with a name that is not UTF-8; Linux allows any bytes, and libraries in Rust open none of them.
 LINK_TO_IT = "make a link to the folder (ln -s) and name that"
 
 

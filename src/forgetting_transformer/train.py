@@ -9,7 +9,7 @@
 
 The same command again continues an interrupted run; -m makes a run of every combination (docs/sweep.md). The exit code
 is 0 when the run is done, 75 when a signal (Ctrl-C, SIGTERM, SIGUSR1) stopped it, 1 after an error;
-output_dir/status.json says the same. Ranks of `fabric run` and torchrun, which take 75 for a failure, end with 0 after
+output_dir/status.json agrees. Ranks of `fabric run` and torchrun, which take 75 for a failure, end with 0 after
 a signal; scripts/launch.py ends with 75. `python train.py --help` lists the choices of every config group, `--cfg job`
 prints the composed config without training. `preflight=true` trains nothing either: it checks whether everything fits,
 states the cost of the run, and proposes the fastest settings that fit.

@@ -123,7 +123,7 @@ class FabricLauncher(Launcher):
         from forgetting_transformer.sweep.jobs import Job, file_name, of_each_job
         from forgetting_transformer.training import parse
 
-        # What differs between jobs names them.
+        # Jobs are named by their differences.
         fixed = set.intersection(*map(set, job_overrides)) if len(job_overrides) > 1 else set(*job_overrides)
         sources = self.config.hydra.runtime.config_sources
         options = [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from forgetting_transformer.analysis import known_models, run_figures
+from forgetting_transformer.analysis import run_figures
 from forgetting_transformer.analysis.evaluations import Evaluation, Number
 from forgetting_transformer.analysis.plots import heatmaps, losses, sweeps, training
-from forgetting_transformer.analysis.plots.style import curve_styles
 from forgetting_transformer.analysis.runs import read_run
 from tests.analysis.conftest import (
     MakeRun,
@@ -36,25 +35,6 @@ def test_smoothing_by_hand() -> None:
     np.testing.assert_allclose(losses.smooth(gaps, 0.5, most=1), [8, 7, 6, 6, 4.5, 3])
     assert np.isnan(losses.smooth(np.array([1.0, math.nan]), 0.1)[1]) and losses.smooth(np.array([]), 0.1).size == 0
     np.testing.assert_allclose(losses.prefix_perplexity(np.log([8.0, 2.0, 4.0])), [8, 4, 4])
-
-
-def test_an_architecture_looks_the_same_in_every_figure_and_no_two_models_do_in_one(monkeypatch) -> None:
-    names = ["FoX (Pro)", "Mamba-2", "demo_transformer_llama", "gated_delta_net", "delta_net", "my own", "another"]
-    found = curve_styles(names)
-    assert len(set(found)) == len(names)
-    for name, found_style in zip(names[:5], found, strict=False):
-        assert curve_styles([name])[0] == found_style == curve_styles(["something else", name])[1]
-    seeds = curve_styles(["fox_pro_seed0", "fox_pro_seed1", "mamba2"])
-    assert len(set(seeds)) == 3 and seeds[0] == found[0] and seeds[2] == found[1]
-    rates = curve_styles(["rate, 1e-3", "mamba2", "rate, 2e-3"])
-    assert [style.colour for style in rates] == ["#0072B2", found[1].colour, "#D55E00"], (
-        "in order, but for known models"
-    )
-    many = curve_styles([*names, "FoX (Pro), Muon", *(f"run {n}" for n in range(12))])
-    assert len(set(many)) == 20 and many[: len(names)] == found
-    assert known_models.find("my_retention") is None, "a plug-in may add its own"
-    monkeypatch.setitem(known_models.MODELS, "my_retention", known_models.KnownModel("RetNet", 9))
-    assert curve_styles(["run of my_retention"]) == curve_styles(["transformer_swa"])
 
 
 def test_losses_against_tokens_of_one_run(make_run: MakeRun, drawn: list[Figure], tmp_path: Path) -> None:
@@ -99,19 +79,6 @@ def test_losses_against_position(drawn: list[Figure], tmp_path: Path) -> None:
         "training length of fox (256 tokens)",
     ]  # fmt: skip
     assert title_and_note(drawn[0]) == ["Loss at every position of 2 models", "seed 0 · loss: mean over i ± 10%"]
-
-
-def test_differences_of_losses_have_error_bars(drawn: list[Figure], tmp_path: Path) -> None:
-    rows = [
-        {"model": model, "against": "first", "begin": begin, "end": 2 * begin, "loss": loss, "loss_error": 0.25}
-        for model, loss in (("second", 0.5), ("third", 0.25))
-        for begin in (256, 512)
-    ]
-    losses.loss_differences(rows, tmp_path / "x.png", train_length=512)
-    segments = [segment for bar in drawn[0].axes[0].containers for segment in bar.lines[2][0].get_segments()]
-    assert [segment[:, 1].tolist() for segment in segments] == 2 * [[0.25, 0.75]] + 2 * [[0, 0.5]]
-    assert legend(drawn[0]) == ["second", "third", "first", "training length (512 tokens)"]
-    assert "one standard error of the differences" in title_and_note(drawn[0])[1]
 
 
 @pytest.mark.slow
@@ -186,12 +153,3 @@ def test_a_grid_of_needles_shows_every_cell_and_the_training_length(drawn: list[
     title, note = title_and_note(drawn[0])
     assert title == "fox, needle in a haystack, mode easy" and "4 prompts a cell · mean 0.300 over 20 prompts" in note
     assert "dashed line: training length, 200 tokens" in note
-
-
-def test_memory_lengths_of_heads_are_written_out(drawn: list[Figure], tmp_path: Path) -> None:
-    heatmaps.heads_by_layer([0, 1, 1], [0.2, 40.0, 20_000.0], [False, False, True], tmp_path / "memory.png", "Memory")
-    axes = drawn[0].axes[0]
-    assert [line.get_ydata()[0] for line in axes.lines] == [0.5, 40, 20_000]
-    assert [line.get_marker() for line in axes.lines] == ["o", "o", "^"] and len(legend(drawn[0])) == 1
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert "16,384" in labels and not any("e+" in label for label in labels)

@@ -15,7 +15,6 @@ from forgetting_transformer.data.prepare.tokenizers import (
     Encoder,
     TokenizerInfo,
     byte_tokenizer,
-    sample,
     save_built,
     save_loaded,
     train_tokenizer,
@@ -54,17 +53,6 @@ def test_any_text_survives_encoding_and_never_holds_the_end_id(folders: dict[str
         assert tokenizer.eos_token_id not in ids
         plain = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
         assert ids.tolist() == plain
-
-
-def test_sample_is_bounded_and_independent_of_order():
-    texts = [numbered_text(i, 5) for i in range(200)]
-    samples = []
-    for order in (texts, texts[::-1]):
-        samples.append(sample(order, max_bytes=5_000))
-    assert samples[0] == samples[1]
-    assert 4_500 < sum(len(text.encode()) for text in samples[0]) <= 5_000
-    numbers = [int(text[1 : text.index(">")]) for text in samples[0]]
-    assert min(numbers) < 50 and max(numbers) > 150, "the sample covers the input"
 
 
 def test_a_long_text_gets_the_ids_of_the_uncut_text(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch):

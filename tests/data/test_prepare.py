@@ -27,7 +27,6 @@ from tests.data.corpus_helpers import (
     package_tree,
     prepare,
     rows,
-    script,
     write_tree,
 )
 from tests.processes import server
@@ -76,26 +75,6 @@ def test_rows_are_the_texts_in_path_order_and_whole_folders_are_held_out(tmp_pat
 
 def _manifest(out):
     return json.loads((out / "manifest.json").read_text())
-
-
-def test_a_single_text_is_cut_and_the_summary_warns(tmp_path, capsys):
-    write_tree(tmp_path / "in", {"only.txt": numbered_text(1, 400), "notes.md": "left out", "empty.txt": ""})
-    arguments = f"{tmp_path / 'in'} --glob *.txt --tokenizer bytes --doc_len 512 --heldout_docs 2 --workers 1 --out"
-    assert script("prepare_data").main([*arguments.split(), str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
-    for part in (
-        "1 texts",
-        "2 documents × 512",
-        "1 × empty text",
-        "does not match --glob",
-        "WARNING: the texts are too",
-    ):
-        assert part in said
-    assert script("prepare_data").main([str(tmp_path / "no"), "--workers", "1", "--out", str(tmp_path / "new")]) == 1
-    assert f"error: cannot read {tmp_path / 'no'}: No such file" in capsys.readouterr().err
-    end = (numbered_text(1, 400).encode() + b"\f")[-1024:]
-    held = sorted(bytes(np.where(r == 256, 12, r).astype(np.uint8)) for r in rows(tmp_path / "out", "heldout"))
-    assert held == sorted([end[:512], end[512:]])
 
 
 def test_every_chunk_is_a_file_and_the_manifest_states_what_is_there(tmp_path):

@@ -207,26 +207,3 @@ def test_answers_are_kept_in_the_order_of_the_questions_whatever_the_number_of_p
     written = (tmp_path / "out/table.md").read_text()
     assert written in done.stdout
     assert "| two | code_choice | acc | +0.0000 ± 0.0000 | 6 | 1 |" in " ".join(written.split())
-
-
-def test_the_table_marks_the_best_and_the_second_best(tmp_path):
-    for name, ppl, accuracy in (("fox", 20.0, 0.5), ("llama_7", 30.0, 0.4), ("half", 10.0, 0.6)):
-        found = {task.name: {f"{metric},none": accuracy for metric in task.columns} for task in published.TASKS}
-        found["wikitext"]["word_perplexity,none"] = ppl
-        if name == "half":
-            del found["boolq"]
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "results.json").write_text(json.dumps(found))
-    folders = [tmp_path / "fox", f"An LLM={tmp_path / 'llama_7'}", tmp_path / "half"]
-    done = run_script("eval/lm_eval_harness/table_lm_eval.py", *folders, "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "out/table.md").read_text().splitlines()
-    head, _, fox, llama, half = (" ".join(line.split()) for line in lines)
-    assert head.startswith("| Model | Wiki. ppl ↓ | LMB. ppl ↓ | LMB. acc ↑ | PIQA acc ↑ | Hella. acc-n ↑ |")
-    assert fox.startswith("| fox | <u>20.00</u> |") and fox.endswith("| **50.00** | **50.00** |")
-    assert llama.startswith("| An LLM | 30.00 |") and llama.endswith("| <u>40.00</u> | <u>40.00</u> |")
-    assert half.startswith("| half | **10.00** |") and half.endswith("| – | – |"), "no mean of nine"
-    latex = (tmp_path / "out/table.tex").read_text()
-    assert r"\textbf{50.00} \\" in latex and r"$\downarrow$" in latex
-    done = run_script("eval/lm_eval_harness/table_lm_eval.py", tmp_path / "fox", tmp_path / "fox")
-    assert done.returncode == 1 and "two results are called 'fox'" in done.stderr

@@ -167,19 +167,3 @@ def test_the_same_bits_twice_with_windows_documents_and_shared_keys(kernels, hea
         leaves, d_out = random_leaves(1, 4096, 8, head_dim, groups=2)
         first, *others = (gradients(leaves, d_out, **options) for _ in range(20))
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-
-
-def test_slices_of_one_projection_are_read_where_they_lie(kernels):
-    """Heads within wider rows, as a joint projection writes them."""
-    q, k, v = torch.randn(2, 512, 3, 4, 128, device="cuda").bfloat16().unbind(2)
-    log_fgate = F.logsigmoid(torch.randn(2, 512, 4, device="cuda"))
-    out = forgetting_attention(q, k, v, log_fgate)
-    assert kernels == ["forward"]
-    assert torch.equal(out, forgetting_attention(*(x.contiguous() for x in (q, k, v)), log_fgate))
-
-
-def test_other_shapes_stay_with_triton(kernels):
-    for length, head_dim in ((200, 64), (512, 96), (512, 256)):
-        leaves, _ = random_leaves(1, length, 2, head_dim)
-        forgetting_attention(*leaves)
-    assert not kernels

@@ -1,8 +1,6 @@
 """Stopping, saving in the background, bad steps and changes of size on CUDA, with NCCL where there are two GPUs."""
 
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from tests.training.conftest import (
     status,
     wait_for_training,
 )
-from tests.waiting import HANG
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 #: (strategy, processes) that this machine can run.
@@ -71,22 +68,6 @@ def test_what_is_saved_in_the_background_is_what_is_saved_in_the_foreground(on_g
     for step in range(1, 21):
         ours, theirs = (checkpoint_tensors(c["output_dir"], step * STEP) for c in (config, waiting))
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours), step
-
-
-def test_locked_memory_is_filled_in_the_order_of_the_stream():
-    from forgetting_transformer.training.checkpoint.host_copy import HostCopy
-
-    copy = HostCopy()
-    tensors = {"large": torch.zeros(1 << 26, device="cuda"), "step": torch.zeros((), device="cuda")}
-    for value in range(3):
-        for tensor in tensors.values():
-            tensor.fill_(value)
-        copied, event = copy.take(tensors)
-        for tensor in tensors.values():
-            tensor.fill_(-1)  # launched while the copy may still be under way
-        event.synchronize()
-        assert all((host == value).all() for host in copied.values())
-        assert all(host.is_pinned() for host in copied.values())
 
 
 def test_a_step_and_its_vote_wait_for_nothing(on_gpus):
@@ -161,35 +142,3 @@ def test_the_launcher_stops_two_gpus_in_order(on_gpus, tmp_path):
     assert found["status"] == "preempted" and found["reason"] == "SIGTERM"
     assert (folder / f"checkpoints/step-{found['step']:015d}/manifest.json").is_file()
     assert "Traceback" not in said.read_text()
-
-
-#: PyTorch gives each of its warnings once per process, so that the check has a process of its own.
-DDP = """
-import torch
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy
-from forgetting_transformer.training.parallel.launch import _DDP
-
-fabric = Fabric(accelerator="cuda", devices=1, strategy={strategy}(find_unused_parameters=True))
-fabric.launch()
-model = fabric.setup_module(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))))
-for _ in range(2):
-    loss = model(torch.ones(4, 64, device="cuda")).square().mean()
-    fabric.backward(loss)
-assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
-print("done")
-"""
-
-
-def warned(strategy: str) -> bool:
-    found = subprocess.run(
-        [sys.executable, "-c", DDP.format(strategy=strategy)], capture_output=True, text=True, timeout=HANG
-    )
-    assert found.stdout.strip().endswith("done"), found.stderr
-    return "AccumulateGrad" in found.stderr
-
-
-def test_gradients_are_accumulated_in_the_stream_of_the_backward_pass():
-    if not warned("DDPStrategy"):
-        pytest.skip("this PyTorch does not warn of another stream")
-    assert not warned("_DDP")

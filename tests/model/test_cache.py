@@ -1,6 +1,5 @@
 """Layer caches: what they hold is what was put in, growing copies little, and nobody else's tensors are written to."""
 
-import copy
 import math
 
 import pytest
@@ -15,7 +14,7 @@ from forgetting_transformer.model.generation.cache import (
 )
 from forgetting_transformer.model.generation.growing import GrowingTensor
 from forgetting_transformer.model.span import Span
-from tests.model.small_models import PRO, small_model
+from tests.model.small_models import small_model
 
 
 @pytest.fixture(autouse=True)
@@ -72,52 +71,6 @@ def test_growing_copies_a_token_three_times_at_most_on_average(monkeypatch):
     assert sum(copied) <= 3 * 5000 and len(copied) < 15
 
 
-def test_a_prompt_is_not_copied_until_a_token_follows_and_never_written_to():
-    prompt = states(10)
-    before = [x.clone() for x in prompt]
-    cache = AttentionCache()
-    cache.update(*prompt)
-    assert cache.keys.data_ptr() == prompt[0].data_ptr()
-    cache.crop(-4)
-    cache.update(*states(3, seed=1))
-    assert all(torch.equal(a, b) for a, b in zip(prompt, before, strict=True))
-    assert_holds(cache, *(torch.cat((a[:, :, :6], b), 2) for a, b in zip(prompt, states(3, seed=1), strict=True)))
-
-
-@pytest.mark.parametrize("removed", [1, 5, 30])
-def test_tokens_taken_back_leave_no_trace(removed):
-    cache, everything = filled([20, 1, 1, 1, 17])
-    cache.crop(-removed)
-    kept = [x[:, :, : 40 - removed] for x in everything]
-    assert_holds(cache, *kept)
-    cache.update(*states(7, seed=2))
-    assert_holds(cache, *(torch.cat((a, b), 2) for a, b in zip(kept, states(7, seed=2), strict=True)))
-
-
-@pytest.mark.parametrize(
-    "method, argument, rows",
-    [
-        ("reorder_cache", torch.tensor([1, 1, 0]), [1, 1, 0]),
-        ("batch_repeat_interleave", 2, [0, 0, 1, 1]),
-    ],
-)
-def test_the_batch_axis_moves_and_tokens_follow(method, argument, rows):
-    cache, everything = filled([9, 1, 1])
-    getattr(cache, method)(argument)
-    cache.update(*states(2, batch=len(rows), seed=3))
-    both = zip(everything, states(2, batch=len(rows), seed=3), strict=True)
-    assert_holds(cache, *(torch.cat((a[rows], b), 2) for a, b in both))
-
-
-def test_copies_of_a_cache_are_independent():
-    cache, everything = filled([9, 1])
-    twin = copy.deepcopy(cache)
-    twin.update(*states(1, seed=4))
-    cache.update(*states(1, seed=5))
-    assert_holds(cache, *(torch.cat((a, b), 2) for a, b in zip(everything, states(1, seed=5), strict=True)))
-    assert_holds(twin, *(torch.cat((a, b), 2) for a, b in zip(everything, states(1, seed=4), strict=True)))
-
-
 def test_a_cache_filled_in_inference_mode_goes_on_without_it():
     with torch.inference_mode():
         cache, everything = filled([9, 1])
@@ -135,66 +88,6 @@ def test_hard_resets_stay_finite_and_come_back_as_gates_that_keep_nothing():
     torch.testing.assert_close(
         log_fgate_of(cache.cum_log_fgate)[:, :, 1:], log_fgate[:, :, 1:].clamp(min=-256), rtol=1e-6, atol=0
     )
-
-
-def test_a_window_holds_little_more_memory_than_it_needs():
-    cache, kept = AttentionCache(window=50), 49 + AttentionCache.CROP_HISTORY
-    everything, _, _ = states(2000)
-    for position in range(2000):
-        k = everything[:, :, position : position + 1].clone()
-        seen = cache.update(k, k).keys
-        assert torch.equal(seen[:, :, -50:], everything[:, :, max(0, position - 49) : position + 1])
-        assert cache.keys.shape[2] == min(position + 1, kept)
-        assert cache.keys.untyped_storage().nbytes() <= k.nbytes * 1.5 * (kept + 1)
-    assert cache.get_seq_length() == 2000
-
-
-@pytest.mark.parametrize(
-    ("trained", "options"),
-    [("", PRO), ("fgate", PRO), ("layers.0.attn.q_proj", {"fgate_type": "none", "use_rope": True})],
-    ids=["everything", "gates only", "queries only"],
-)
-def test_gradients_flow_through_a_cache_where_they_are_wanted(trained, options):
-    """Tokens in pieces, one of them alone, give the gradients of the whole."""
-    model, ids = small_model(**options), torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(0))
-    gradients = []
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained in name)
-    with torch.enable_grad():
-        for lengths in ([12], [5, 1, 6]):
-            model.zero_grad()
-            cache, logits = model.new_cache(), []
-            for piece in ids.split(lengths, dim=1):
-                logits.append(model(input_ids=piece, past_key_values=cache).logits)
-            torch.cat(logits, 1).square().mean().backward()
-            gradients.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-5)
-
-
-def test_one_token_goes_through_the_decoding_op_and_a_prompt_does_not(monkeypatch):
-    calls = []
-
-    def recorded(name):
-        op = getattr(attention, name)
-
-        def record(q, *args, **options):
-            calls.append((name, q.shape[2]))
-            return op(q, *args, **options)
-
-        return record
-
-    for name in ("forgetting_attention", "forgetting_attention_decode"):
-        monkeypatch.setattr(attention, name, recorded(name))
-    model, ids = small_model(), random_ids(60)
-    cache, logits = model.new_cache(), []
-    for piece in ids.split([20, 1, 16, 17, 6], dim=1):
-        logits.append(model(input_ids=piece, past_key_values=cache).logits)
-    whole, decode = "forgetting_attention", "forgetting_attention_decode"
-    want = [(whole, 20), (decode, 1), (decode, 16), (whole, 17), (decode, 6)]
-    assert calls == [call for call in want for _ in model.decoder.layers]
-    full = model(input_ids=ids, use_cache=False).logits
-    torch.testing.assert_close(torch.cat(logits, 1), full, rtol=1e-3, atol=1e-4)
 
 
 def random_ids(tokens: int) -> Tensor:

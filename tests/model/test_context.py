@@ -132,12 +132,6 @@ def test_processes_that_share_sequences_compute_what_one_does(tmp_path):
             assert error < 1e-5, (case, key, error)
 
 
-def test_whole_sequences_are_left_alone():
-    x = torch.randn(2, 6, 4, 3)
-    assert context.to_heads(x) is x and context.to_sequence(x, 2) is x
-    assert context.own_heads(x) is x and context.before(x, 1) is None
-
-
 def test_heads_are_dealt_out_by_how_far_their_gates_reach(monkeypatch):
     monkeypatch.setattr(context, "_gather", lambda x: x.expand(2, -1))
     log_fgate = -torch.tensor([0.5, 0.001, 0.1, 0.0, 0.01, 0.02]).expand(1, 2**19, 6)

@@ -134,8 +134,8 @@ def greedy_by_full_passes(model, ids: Tensor, steps: int) -> Tensor:
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"use_cache": False}, {"prefill_chunk_size": 5}],
-    ids=["cache", "no cache", "chunked prefill"],
+    [{}, {"prefill_chunk_size": 5}],
+    ids=["cache", "chunked prefill"],
 )
 def test_greedy_generation_with_and_without_left_padding(model, ids, how):
     want = greedy_by_full_passes(model, ids, 10)
@@ -262,15 +262,6 @@ def test_a_sliding_window_keeps_only_the_keys_it_needs(ids):
         cache.crop(-7)
     cache.crop(-6)
     assert_close(model(input_ids=ids[:, 6:], past_key_values=cache).logits, model(input_ids=ids).logits[:, 6:])
-
-
-def test_an_emptied_cache_remembers_nothing(model, ids):
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    for empty in (lambda cache: cache.reset(), lambda cache: cache.crop(-12)):
-        cache = model(input_ids=ids, attention_mask=mask).past_key_values
-        empty(cache)
-        assert_close(model(input_ids=ids, past_key_values=cache).logits, model(input_ids=ids).logits)
 
 
 def test_the_tokenizer_that_generate_hands_on_is_no_input(ids):

@@ -57,17 +57,6 @@ def test_its_flops_are_those_of_its_mixers_and_of_an_mlp_in_every_block():
     assert model.config.flops_per_token(256, training=False) == 2 * sum(mixers) + 4 * mlp + head
 
 
-def test_packed_documents_need_mixers_that_keep_them_apart_in_every_block():
-    both = hybrid(["fox", "mamba2", "attention"], {"fox": FOX, "mamba2": MAMBA2, "attention": ATTENTION})
-    ids = torch.randint(0, 61, (1, 12))
-    apart = both(input_ids=ids, cu_seqlens=torch.tensor([0, 5, 12])).logits
-    assert torch.allclose(apart[:, 5:], both(input_ids=ids[:, 5:]).logits, atol=1e-5)
-    hgrn2 = {"architecture": "hgrn2", "expand_ratio": 16}
-    mixed = hybrid(["hgrn2", "fox"], {"hgrn2": hgrn2, "fox": FOX})
-    with pytest.raises(ValueError, match=r"hybrid carries a state .*HGRN2"):
-        mixed(input_ids=ids, cu_seqlens=torch.tensor([0, 5, 12]))
-
-
 def test_entries_that_no_block_has_are_left_out_of_the_export(tmp_path):
     unused = {"unused": {"architecture": "mamba2", "num_heads": None}, "without_architecture": {"num_heads": 2}}
     model = hybrid(["fox"], {"fox": FOX, **unused})

@@ -4,16 +4,14 @@ Axes: B batch, T queries, N keys, H query heads, G key and value heads, D channe
 """
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from forgetting_transformer.ops import attention, backends
+from forgetting_transformer.ops import attention
 from forgetting_transformer.ops.attention import causal_attention
-from forgetting_transformer.ops.forgetting_attention import dispatch
 from tests.ops import kernels
 from tests.ops.kernels import results
 
@@ -139,52 +137,6 @@ def attention_flops(n: int, window: int | None) -> int:
 def test_a_window_costs_its_length_per_token():
     assert attention_flops(8192, 512) == pytest.approx(2 * attention_flops(4096, 512), rel=0.1)
     assert attention_flops(8192, 512) <= 2 * (2 * 2 * 2 * 16 * 8192 * 512)  # at most twice the pairs it needs
-
-
-@pytest.mark.parametrize(
-    "t, dtype, on_gpu, taken",
-    [
-        (2, torch.bfloat16, True, True),
-        (90, torch.float16, True, True),
-        (1, torch.bfloat16, True, False),
-        (90, torch.float32, True, False),
-        (90, torch.bfloat16, False, False),
-    ],
-)
-def test_gpus_run_more_than_one_16_bit_query_through_the_kernels(t, dtype, on_gpu, taken, monkeypatch):
-    calls = []
-
-    def attend_with_kernel(q, k, v, log_fgate, **options):
-        calls.append((log_fgate, options))
-        return q
-
-    monkeypatch.setattr(attention, "takes_kernel", lambda q: on_gpu)
-    monkeypatch.setattr(attention, "attend_with_kernel", attend_with_kernel)
-    start = torch.tensor([0, 3])
-    causal_attention(*make_inputs(t, 90, dtype=dtype), window_size=7, seq_start=start)
-    assert len(calls) == taken
-    for log_fgate, options in calls:
-        assert log_fgate is None and options["seq_start_B"] is start
-        want = (torch.arange(90 - t, 90) - 6).clamp(min=0).int()
-        assert torch.equal(options["first_key_BT"], want.expand(2, -1))
-
-
-@pytest.mark.parametrize(
-    "change, taken",
-    [
-        ({}, True),
-        ({"dtype": torch.float32}, True),
-        ({"dtype": torch.float64}, False),
-        ({"shape": (2, 4, 90, 256)}, True),
-        ({"shape": (2, 4, 90, 257)}, False),
-        ({"is_cuda": False, "device": torch.device("cpu")}, False),
-        ({"device": torch.device("cuda", 1)}, False),
-    ],
-)
-def test_kernels_are_taken_where_they_exist_and_fit(change, taken, monkeypatch):
-    monkeypatch.setattr(backends, "has_triton", lambda op, module, device_index: device_index == 0)
-    q = {"is_cuda": True, "device": torch.device("cuda", 0), "dtype": torch.bfloat16, "shape": (2, 4, 90, 64)}
-    assert dispatch.takes_kernel(SimpleNamespace(**(q | change))) == taken
 
 
 def test_inputs_that_do_not_fit_are_refused_by_name():

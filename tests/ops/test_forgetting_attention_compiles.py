@@ -10,13 +10,13 @@ from tests.ops.kernels import SHARED_KIB, compile_kernel
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
-# One generation that has Hopper's copy engine and one that has not; the others are compiled like one of the two.
-USUAL_SIZES = [(86, 64), (90, 256)]
 FITS = "tests/ops/test_forgetting_attention_compiles.py::test_tiles_fit_the_shared_memory_of_every_generation"
-SIZES = [*USUAL_SIZES, *(pytest.param(c, 256, marks=pytest.mark.rare(FITS)) for c in SHARED_KIB if c != 90)]
+KERNELS = ("forward", "key_gradient", "query_gradient")
+# Generations that have Hopper's copy engine, and others: each kernel with and without is compiled like one of these.
+USUAL_TILES = [(90, 256, "forward"), (90, 256, "key_gradient"), (86, 64, "query_gradient")]
+TILES = [(86, 64, name) for name in KERNELS] + [(c, 256, name) for c in SHARED_KIB for name in KERNELS]
 HEADS_AND_CHANNELS = {"q_ptr", "k_ptr", "v_ptr", "d_out_ptr", "out_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
 LOCATIONS = ("_0", "_1", "_2")
-KERNELS = ("forward", "key_gradient", "query_gradient")
 
 
 def type_of(argument: str) -> str:
@@ -30,9 +30,13 @@ def type_of(argument: str) -> str:
     return "*fp32" if argument.endswith("_ptr") else "fp32" if "scale" in argument else "i32"
 
 
+def all_and_usual(cases, usual, shown_by):
+    """Cases, of which those that are not usual need --all."""
+    return [pytest.param(*case, marks=[] if case in usual else [pytest.mark.rare(shown_by)]) for case in cases]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("capability", "head_dim"), SIZES)
+@pytest.mark.parametrize(("capability", "head_dim", "name"), all_and_usual(TILES, USUAL_TILES, FITS))
 def test_tiles_fit_the_shared_memory_of_every_generation(capability, head_dim, name, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from forgetting_transformer.ops.forgetting_attention import kernels
@@ -83,15 +87,12 @@ def compile_for_hopper(name: str, head_dim: int, has_first: bool) -> None:
 
 
 HOPPER = [(name, head_dim, first) for name in ("forward", "backward") for head_dim in (64, 128) for first in (0, 1)]
-USUAL = [("forward", 64, 1), ("backward", 128, 1), ("backward", 64, 0)]
+USUAL = [("forward", 64, 1), ("backward", 128, 1)]
 IN_FLIGHT = "tests/ops/test_forgetting_attention_compiles.py::test_products_of_the_hopper_kernels_stay_in_flight"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, head_dim, has_first",
-    [pytest.param(*case, marks=[] if case in USUAL else [pytest.mark.rare(IN_FLIGHT)]) for case in HOPPER],
-)
+@pytest.mark.parametrize("name, head_dim, has_first", all_and_usual(HOPPER, USUAL, IN_FLIGHT))
 def test_products_of_the_hopper_kernels_stay_in_flight(name, head_dim, has_first, tmp_path, monkeypatch, capsys):
     """The assembler says in its log when it makes every product wait for the one before: C7510 and so on."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

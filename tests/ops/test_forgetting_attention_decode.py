@@ -77,24 +77,6 @@ def test_running_sums_may_come_in_pieces_and_start_anywhere():
     torch.testing.assert_close(got, reference(q, k, v, log_fgate))
 
 
-@pytest.mark.slow
-def test_compiles_into_one_graph_for_all_lengths():
-    from torch._dynamo.testing import CompileCounter
-
-    q, k, v, log_fgate = make_inputs(keys=80, dtype=torch.float32)
-    running, start = cumulative_log_fgate(log_fgate), torch.tensor([0, 5])
-
-    def step(k, v, running):
-        return forgetting_attention_decode(q, k, v, running, seq_start=start, adaptive_threshold=-20.0)
-
-    counts = CompileCounter()
-    compiled = torch.compile(step, fullgraph=True, backend=counts)
-    for length in (50, 51, 55, 60):
-        inputs = [x[:, :length] for x in (k, v, running)]
-        assert torch.equal(compiled(*inputs), step(*inputs))
-    assert counts.frame_count <= 2  # the second length makes it a symbol
-
-
 @pytest.mark.parametrize(
     "name, value, error, message",
     [
@@ -144,6 +126,7 @@ def relative_error(got, want):
 def expect_float64(inputs, seq_start=None):
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 4e-3}[inputs[0].dtype]
     out, log_normaliser = attend(*inputs, seq_start=seq_start)
+    assert torch.equal(out, attend(*inputs, seq_start=seq_start)[0] if out.is_cuda else out), "other bits a second time"
     doubles = [x.double() for x in inputs]
     want, want_normaliser = forgetting_attention_reference(*doubles, seq_start, inputs[0].shape[-1] ** -0.5)
     assert torch.equal(log_normaliser.isneginf(), want_normaliser.isneginf())
@@ -157,7 +140,7 @@ def expect_float64(inputs, seq_start=None):
 @on_every_device
 def test_kernel_at_ragged_lengths_and_any_number_of_parts(device):
     """More parts than tiles, too: those that get no keys write nothing, and memory holds NaN."""
-    for splits, lengths in ((1, (1, 64, 130)), (3, (2, 63, 65, 300)), (12, (1, 200))):
+    for splits, lengths in ((1, (1, 64)), (3, (2, 65, 200)), (12, (1, 200))):
         use_splits(device, splits)
         for length in lengths:
             expect_float64(kernel_inputs(length, 16))
@@ -302,14 +285,3 @@ def test_kernel_prunes_a_group_only_where_all_its_heads_forget(device):
     log_fgate[:, 1] = -0.5
     k[:, :, :384] = math.nan
     assert attend(q, k, v, log_fgate, threshold)[0].isfinite().all()
-
-
-def test_parts_are_as_many_as_fill_the_gpu_and_not_shorter_than_they_are_worth():
-    pytest.importorskip("triton")
-    from forgetting_transformer.ops.forgetting_attention.decode_triton import _num_splits
-
-    assert _num_splits(num_programs=24, num_keys=16384, num_slots=396) == 16
-    assert _num_splits(num_programs=192, num_keys=16384, num_slots=396) == 2
-    assert _num_splits(num_programs=1000, num_keys=16384, num_slots=396) == 1
-    assert _num_splits(num_programs=24, num_keys=600, num_slots=396) == 3
-    assert _num_splits(num_programs=1, num_keys=10**7, num_slots=396) == 256

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from forgetting_transformer import forgetting_attention
 from forgetting_transformer.ops.arguments import checked_scale
-from forgetting_transformer.ops.eager import runs_eagerly
 from tests.ops.interpreter import interpret
 
 layout = pytest.importorskip("forgetting_transformer.ops.forgetting_attention.layout")
@@ -75,31 +72,6 @@ apart = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in tensors[:3]
 assert all(torch.equal(a, b) for a, b in zip(same_as([*apart, tensors[3]], d_out), whole, strict=True))
 """.replace("import contextlib\n", "import contextlib, functools, os\n", 1)
     )
-
-
-class Subclass(torch.Tensor):
-    pass
-
-
-def test_what_looks_on_gets_the_operators():
-    x, parameter = torch.zeros(2), torch.nn.Parameter(torch.zeros(2))
-    assert runs_eagerly(x, parameter) and runs_eagerly(x.requires_grad_())
-    assert not runs_eagerly(x, x.as_subclass(Subclass))
-    with FlopCounterMode(display=False):
-        assert not runs_eagerly(x)
-    with torch.device("cpu"):  # a mode that sees functions
-        assert not runs_eagerly(x)
-    with FakeTensorMode() as fake:
-        assert not runs_eagerly(torch.zeros(2))
-    assert not runs_eagerly(fake.from_tensor(x))
-    seen = []
-    torch.func.vmap(lambda y: seen.append(runs_eagerly(y)) or y)(x.detach())
-    torch.func.grad(lambda y: seen.append(runs_eagerly(y)) or y.sum())(x.detach())
-    torch.jit.trace(lambda y: seen.append(runs_eagerly(y)) or y + 1, x.detach(), check_trace=False)
-    assert seen == [False] * 3
-    compiled = torch.compile(lambda y: y + 1 if runs_eagerly(y) else y - 1, backend="eager", fullgraph=True)
-    assert compiled(torch.zeros(2)).tolist() == [-1, -1]
-    assert runs_eagerly(x)
 
 
 def test_tensors_of_checked_shapes_are_not_taken_for_others():

@@ -122,11 +122,11 @@ CASES = {
     "scan, Samba": Case(scan),
     "SSD, Mamba-2": Case(lambda: mamba2(128, 64, torch.bfloat16, False)),
     "decoding": Case(lambda: decode(64, torch.bfloat16, 6, 2, 700, True), 99),
+}
+MORE = {
     # Integers that are 1 are compiled in: other code than the interpreter's.
     "decoding, one of everything": Case(lambda: decode(64, torch.float16, 1, 1, 1, False), 99),
     "decoding, wide heads": Case(lambda: decode(256, torch.float32, 6, 1, 700, False), 99),
-}
-MORE = {
     **{
         f"residual norm, float32, {width}": Case(lambda width=width: residual(width, torch.float32), wide="")
         for width in (2048, 4096, 8192)

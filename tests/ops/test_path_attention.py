@@ -179,15 +179,3 @@ def test_models_without_padding_promise_that_there_are_no_resets(pretend_fla):
         model(input_ids=ids, attention_mask=mask, use_cache=False)
         model.generate(ids, max_new_tokens=2, do_sample=False)
     assert len(pretend_fla) == model.config.num_hidden_layers
-
-
-@pytest.mark.parametrize(
-    ("key_dim", "value_dim", "dtype", "served"),
-    [(64, 64, torch.bfloat16, True), (64, 64, torch.float16, False), (32, 64, torch.bfloat16, False),
-     (64, 128, torch.bfloat16, False), (64, 64, torch.float32, False)],
-)  # fmt: skip
-def test_kernels_of_fla_serve_what_was_seen_to_be_right(key_dim, value_dim, dtype, served, monkeypatch):
-    monkeypatch.setattr(backends, "_faults", {})
-    monkeypatch.setattr(path_attention_fla, "_is_installed", lambda: True)
-    monkeypatch.setattr(path_attention_fla.fla_on_hopper, "is_hopper", lambda index: False)
-    assert path_attention_fla.serves(key_dim, value_dim, dtype, 0) == served

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from forgetting_transformer.ops import backends, recurrence
+from forgetting_transformer.ops import recurrence
 from forgetting_transformer.ops.recurrence import Gates, chunked, fla, fla_on_hopper, reference, scan
 from tests.ops.kernels import assert_close, results
 
@@ -376,22 +377,13 @@ FLA_KERNELS = {
 
 
 @pytest.fixture
-def fresh_fla():
-    """The backend module as before its first use, now and afterwards."""
-
-    def forget() -> None:
-        fla._is_installed.cache_clear()
-        fla._loaded.clear()
-        backends._faults.clear()
-
-    forget()
-    yield
-    forget()
-
-
-@pytest.fixture
-def stand_in_fla(fresh_fla, monkeypatch) -> list[dict]:
-    """Modules named as in FLA, whose kernels are the reference; what they were called with."""
+def stand_in_fla(monkeypatch) -> Iterator[list[dict]]:
+    """On a Hopper GPU modules named as in FLA, whose kernels are the reference; what they were called with."""
+    monkeypatch.setattr(fla, "_loaded", {})
+    monkeypatch.setattr(fla_on_hopper, "is_hopper", lambda device_index: True)
+    monkeypatch.setattr(fla_on_hopper, "serves_gated", lambda *_: True)
+    monkeypatch.setattr(fla_on_hopper, "choose_configurations", lambda: None)
+    fla._is_installed.cache_clear()
     calls = []
     for op, (module_name, kernel_name, order) in FLA_KERNELS.items():
 
@@ -407,21 +399,8 @@ def stand_in_fla(fresh_fla, monkeypatch) -> list[dict]:
         monkeypatch.setitem(sys.modules, module_name, module)
     for package in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
-    return calls
-
-
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """Pretends a GPU and a Triton: whether FLA refuses the gated backward pass, and whether that pass is right."""
-
-    def pretend(refuses: bool, is_right: bool) -> None:
-        monkeypatch.setattr(fla_on_hopper, "is_hopper", lambda device_index: True)
-        monkeypatch.setattr(fla_on_hopper, "choose_configurations", lambda: None)
-        monkeypatch.setattr(fla_on_hopper, "refuses_gated_backward", lambda: refuses)
-        monkeypatch.setattr(fla_on_hopper, "gated_backward_is_right", lambda *_: is_right)
-        monkeypatch.setattr(fla_on_hopper, "kda_is_right", lambda *_: is_right)
-
-    return pretend
+    yield calls
+    fla._is_installed.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -433,9 +412,8 @@ def on_hopper(monkeypatch):
         ("kda", 96, 192, [(128, 128), (128, 64)]),
     ],
 )
-def test_fla_gets_every_argument_under_its_name(op, key_dim, value_dim, calls, stand_in_fla, on_hopper):
+def test_fla_gets_every_argument_under_its_name(op, key_dim, value_dim, calls, stand_in_fla):
     """Heads of the delta rules are padded and split into those that were right."""
-    on_hopper(refuses=False, is_right=True)
     assert fla.serves(op, key_dim, value_dim, torch.bfloat16, 0)
     inputs = rounded(make_inputs(op, 9, key_dim=key_dim, value_dim=value_dim), torch.bfloat16)
     # The gradients that each call has for q and k are rounded to bfloat16 before they are added.
@@ -447,44 +425,6 @@ def test_fla_gets_every_argument_under_its_name(op, key_dim, value_dim, calls, s
         assert all(given[gate].dtype == torch.float32 for gate in ("g", "beta") if gate in given)
 
 
-def test_fla_serves_16_bits_whole_tiles_and_on_hopper_gates_where_they_were_right(stand_in_fla, on_hopper, monkeypatch):
-    """On Hopper it was wrong (16 × 32, Triton 3.6) or needed too much shared memory (256 × 256, every Triton)."""
-    monkeypatch.setattr(fla_on_hopper, "is_hopper", lambda device_index: False)
-    every, half = {*FLA_KERNELS}, torch.bfloat16
-
-    def served(*sizes) -> set[str]:
-        return {op for op in every if fla.serves(op, *sizes, 0)}
-
-    assert served(64, 128, half) == served(32, 64, torch.float16) == every
-    assert served(64, 128, torch.float32) == served(60, 128, half) == served(64, 33, half) == set()
-    assert served(512, 512, half) == every - {*DELTA_RULES}
-    on_hopper(refuses=False, is_right=True)
-    assert served(128, 64, half) == served(128, 128, half) == every
-    assert served(16, 32, half) == every - {"simple_gla"} and served(256, 256, half) == {"gla"}
-    for refuses, others in ((False, {"kda"}), (True, {"kda", "simple_gla", "gated_delta_rule"})):
-        on_hopper(refuses, is_right=False)
-        assert served(128, 64, half) == every - others
-        backends._faults.clear()
-
-
-def test_kernels_of_hopper_with_other_gradients_stay_forbidden(fresh_fla, monkeypatch):
-    """The guard in FLA is lifted only for kernels that give PyTorch's gradients; wrong ones of KDA are a warning."""
-    chunk_o = types.SimpleNamespace(TRITON_ABOVE_3_7_1=False)
-    monkeypatch.setitem(sys.modules, "fla.ops.common.chunk_o", chunk_o)
-    sizes, cached = (64, 64, torch.bfloat16, 0), (fla_on_hopper.gated_backward_is_right, fla_on_hopper.kda_is_right)
-    for answer in (True, False):
-        for function in cached:
-            function.cache_clear()
-        chunk_o.TRITON_ABOVE_3_7_1 = False
-        monkeypatch.setattr(fla_on_hopper, "_agrees", lambda *_, answer=answer: answer and chunk_o.TRITON_ABOVE_3_7_1)
-        assert fla_on_hopper.gated_backward_is_right("simple_gla", *sizes) is answer is chunk_o.TRITON_ABOVE_3_7_1
-    with pytest.warns(RuntimeWarning, match="kda: flash-linear-attention is not used: .*PyTorch runs instead"):
-        assert not fla_on_hopper.serves_gated("kda", *sizes)
-    assert not backends.is_usable("kda", backends.FLA)
-    for function in cached:
-        function.cache_clear()
-
-
 @pytest.mark.slow
 def test_the_scan_is_an_operator_that_torch_compile_can_take(monkeypatch):
     monkeypatch.setattr(scan, "_CPU_STATES", 2 * 6 * 9 * 16)  # segments of 16 positions
@@ -494,13 +434,6 @@ def test_the_scan_is_an_operator_that_torch_compile_can_take(monkeypatch):
     operator = torch.ops.forgetting_transformer.selective_scan.default
     assert len(operator(*inputs.values())[2]) == 3
     torch.library.opcheck(operator, [value.requires_grad_() for value in inputs.values()])
-
-
-def test_one_warning_says_what_to_install(fresh_fla, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fla", None)
-    with pytest.warns(RuntimeWarning, match=r'it is not installed.* pip install -e "\.\[cuda\]"') as caught:
-        assert not any(fla.serves(op, 16, 16, torch.bfloat16, 0) for op in FLA_KERNELS for _ in range(3))
-    assert len(caught) == 1
 
 
 @pytest.mark.slow

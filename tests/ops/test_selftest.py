@@ -85,29 +85,13 @@ def gates_are_off(function):
     )
 
 
-def heads_are_shared_wrongly(fault):
-    def wrap(function):
-        def wrong(q, k, v, **options):
-            if q.dtype != torch.float64:
-                if fault == "k":
-                    k = k.roll(1, dims=2)
-                else:
-                    options[fault] = 1.1 * options[fault]
-            return function(q, k, v, **options)
-
-        return wrong
-
-    return wrap
-
-
 GROUPED = OpUse("simple_gla", 6, 16, 32, key_heads=2)
 RECURRENCE = (selftest.recurrence, "recurrence")
 CONVOLUTION = (selftest.short_convolution, "short_convolution")
 # A use, the function that stands in for its kernel, and faults of it.
 OPS = [
     (OpUse("kda", 3, 16, 32), *RECURRENCE, scaled),
-    *((GROUPED, *RECURRENCE, heads_are_shared_wrongly(fault)) for fault in ("skip", "step", "k")),
-    (GROUPED._replace(packed=True), *RECURRENCE, scaled),
+    *((GROUPED._replace(packed=packed), *RECURRENCE, scaled) for packed in (False, True)),
     *((OpUse("short_convolution", heads, 4, 48), *CONVOLUTION, scaled) for heads in (0, 3)),
     *((use, selftest.norm, "gated_rms_norm", scaled) for use in (
         OpUse("gated_norm", 3, 1, 48, is_gated=True), OpUse("gated_norm", 1, 0, 48))),

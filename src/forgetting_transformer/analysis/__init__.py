@@ -7,14 +7,14 @@ position_loss.py       loss at every position: curves, slopes, comparisons seque
 question_scores.py     two models on the same questions
 published.py           the paper's tables
 statistics.py          means over seeds with their intervals
-comparisons.py         models against each other at equal tokens and at equal FLOPs
+comparisons.py         models compared at equal tokens and at equal FLOPs
 tables.py              tables in Markdown and LaTeX
 known_models.py        names of models, and their colours
-outputs.py             folders in which only own files are replaced
+outputs.py             output folders in which a command replaces only its own files
 plots/                 the figures, a file per subject
-run_figures.py         the figures that there are of runs; page.py: one HTML page about runs and their evaluations
+run_figures.py         the figures of runs; page.py: one HTML page about runs and their evaluations
 
-It imports neither models, training nor evaluations: results can be read on a machine that cannot run what made them.
+It imports neither models, training nor evaluations: results can be read on a machine that cannot train or evaluate.
 """
 
 from forgetting_transformer.command_line import CommandError

@@ -130,7 +130,7 @@ class Run:
         """Loss on held-out documents."""
         return self.series(names.VAL, names.name_of(names.VAL, names.LOSS))
 
-    # What else it logged.
+    # Other logged values.
 
     @property
     def device(self) -> str | None:

@@ -1,12 +1,12 @@
 """Data: the arrays on disk, the order in which training reads them, and the loaders that prefetch it.
 
-What the default run does, in this order:
+Files of the default run, in the order of their use:
 
-    corpus.py        what training asks of a corpus, and what a batch is
+    corpus.py        interface of a corpus, and definition of a batch
     longcrawl64.py   the corpus of most runs: two arrays, and the loaders over them
-    order.py         which documents a step reads
+    order.py         documents that a step reads
     token_array.py   an array of token ids, read chunk by chunk
-    vocabulary.py    how many ids there are, and which begin and end a text
+    vocabulary.py    number of ids, and the ids that begin and end a text
     worker.py        the process that reads ahead
 
 Not used, or only passed through: packed.py (texts in a row kept apart), sparse.py (chunks missing on purpose),

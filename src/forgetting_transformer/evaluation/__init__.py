@@ -8,7 +8,7 @@ longbench.py       LongBench
 
 models.py          loading a run, an export or a model of the hub
 held_out.py        held-out sequences of a corpus
-generation.py      greedy continuations, and files that a later start continues
-workers.py         the processes that share an evaluation, and how its script ends; options.py: its common options
-in_training.py     what callbacks share that evaluate the model in training
+generation.py      greedy continuations in files that a later start completes
+workers.py         processes of an evaluation; start and end of its script; options.py: common options
+in_training.py     shared parts of callbacks that evaluate the model in training
 """

@@ -159,7 +159,7 @@ def has_triton(op: str, module: str, device_index: int) -> bool:
     return is_usable(op, TRITON) and _loads_triton(op, module, device_index)
 
 
-# What `torch.compiler.assume_constant_result` sets. The decorator itself would import the compiler.
+# the mark that `torch.compiler.assume_constant_result` sets. The decorator itself would import the compiler.
 has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

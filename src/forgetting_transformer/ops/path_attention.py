@@ -231,7 +231,7 @@ def _keep_out_of_graphs() -> bool:
     return True
 
 
-# What `torch.compiler.assume_constant_result` sets, without importing the compiler.
+# the mark that `torch.compiler.assume_constant_result` sets, without importing the compiler.
 _keep_out_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

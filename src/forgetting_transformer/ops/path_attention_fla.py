@@ -49,7 +49,7 @@ def serves(key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) 
     return True
 
 
-# What `torch.compiler.assume_constant_result` sets, without importing the compiler.
+# the mark that `torch.compiler.assume_constant_result` sets, without importing the compiler.
 serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,13 @@
-"""Training: `run(config)` trains one model from its config to its last checkpoint. Read trainer.py first."""
+"""Training: `run(config)` trains one model from its config to its last checkpoint. Read trainer.py first.
+
+config/, start/           keys and their ranges; before the first step: initial weights, resume, preflight
+checkpoint/, saving.py    contents and format of checkpoints; times of saves
+faults/                   signals; ranks that die, hang or differ; bad steps; status.json
+parallel/, execution/     processes and sharding; compilation, CUDA graphs, choice of kernels
+optimization/             optimizers, schedules, parameter groups
+callbacks/, records/      measurements during training; log, metrics and the run's folder
+export/                   exports, checkpoints of the authors' code, forget gates for a Transformer
+"""
 
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.config.checks import check

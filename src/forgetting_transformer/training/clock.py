@@ -30,7 +30,7 @@ class Clock:
 
     def __init__(self, first: str) -> None:
         self._seconds = {first: _seconds_since_process_start()}
-        #: What time runs in now; None while the clock stands.
+        #: Current category; None while the clock stands.
         self.category: str | None = first
         self._since = time.perf_counter()
 

@@ -2,8 +2,8 @@
 
 All work happens beside it, in `.OUT.preparing`:
 
-    settings.json    of the corpus that is being built; without it all this is being deleted
-    corpus/          what OUT is to hold; its manifest.json, the last file, says that it is complete
+    settings.json    of the corpus that is being built; without it this folder is being deleted
+    corpus/          future contents of OUT; complete once it has manifest.json, the last file
     replaced/        the corpus that was in OUT
 
 A new corpus appears by one rename, corpus/ to OUT. Where it replaces one, the rename of OUT to replaced/ comes before

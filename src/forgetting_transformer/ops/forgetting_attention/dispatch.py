@@ -136,7 +136,7 @@ def _has_gluon(device_index: int | None, head_dim: int) -> bool:
     return device_index is not None and launcher.has_gluon(device_index, head_dim)
 
 
-# As of `backends.has_triton`.
+# the mark that `backends.has_triton` has too
 _has_gluon._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -203,7 +203,7 @@ def _(log_fgate, num_queries, threshold, query_norm, self_score, key_norm, first
 
 
 class _Inputs(Inputs):
-    """And which kernels take them.
+    """`Inputs`, and the kernels that take them.
 
     Attributes:
         gluon: names of the kernels for Hopper GPUs that take these inputs, unless Gluon has been ruled out.
@@ -296,7 +296,7 @@ def _(q, k, v, log_fgate, suffix, running, reference, first_stretch, end_block, 
 
 
 class _Gradients(_Inputs):
-    """And what the backward pass launches around these kernels."""
+    """`_Inputs`, and the kernels that the backward pass launches around these."""
 
     def __init__(
         self,

@@ -182,7 +182,7 @@ def shift_norm_backward_kernel(
     if NORM:
         weight = tl.load(weight_ptr + head * weight_head + column, mask=exists, other=0.0).to(tl.float32)
 
-    # What the position behind the stretch leaves to its last one.
+    # the part that the position behind the stretch leaves to its last one
     row = start + 4 * steps
     carry = tl.zeros([GROUPS, BLOCK], tl.float32)
     y_3 = _load_rows(y_ptr, row - 1, y_row, channel, exists, length)

@@ -118,7 +118,7 @@ def recurrence(
     if log_decay is None and beta is None:
         raise ValueError("log_decay and beta are both None; give one of them, zeros for log_decay if nothing decays")
     gates = Gates(beta, log_decay)
-    # What is no tensor, or has other axes, is refused below, by name.
+    # Other arguments, and tensors with other axes, are refused below, by name.
     if log_decay is None or isinstance(log_decay, Tensor):
         op = gates.op
     else:

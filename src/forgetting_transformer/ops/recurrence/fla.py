@@ -86,7 +86,7 @@ def _value_parts(op: str, key_dim: int, value_dim: int, device_index: int) -> tu
 _value_parts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# What `torch.compiler.assume_constant_result` sets, without importing the compiler.
+# the mark that `torch.compiler.assume_constant_result` sets, without importing the compiler.
 serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -28,7 +28,7 @@ def serves(heads: int, groups: int, key_dim: int, value_dim: int, dtype: torch.d
     return fits and backends.has_triton("simple_gla", _MODULE, device_index)
 
 
-# What `torch.compiler.assume_constant_result` sets, without importing the compiler.
+# the mark that `torch.compiler.assume_constant_result` sets, without importing the compiler.
 serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -161,7 +161,7 @@ def state_kernel(
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if HAS_START:
         state += tl.load(start_ptr + z * KEYS * VALUES + cell)
-    # What weighs the tokens of a chunk is loaded a chunk ahead: the loop would wait for it.
+    # Weights of the tokens of a chunk are loaded a chunk ahead: the loop would wait for them.
     row = tl.arange(0, CHUNK)
     n = num_chunks - 1 if REVERSE else 0
     total, last = tl.load(sums + n * CHUNK + row), tl.load(sums + n * CHUNK + (CHUNK - 1))

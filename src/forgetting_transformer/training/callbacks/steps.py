@@ -92,7 +92,7 @@ class Norms(Callback):
         }
         squares = torch.stack([torch.linalg.vector_norm(local(t)) for t in tensors.values()]).double() ** 2
         if any(isinstance(p, DTensor) for _, p in named):
-            # What is not sharded counts on one rank.
+            # unsharded parameters count on one rank
             counted = [isinstance(t, DTensor) or trainer.fabric.is_global_zero for t in tensors.values()]
             squares *= torch.tensor(counted, device=squares.device)
             dist.all_reduce(squares)

@@ -35,7 +35,7 @@ class HostCopy:
 
 
 def _room_for(tensor: Tensor) -> Tensor:
-    # Of a sharded tensor: this rank's shard, still marked as a shard of the whole.
+    # this rank's shard of a sharded tensor, still marked as a shard of the whole
     copy = torch.empty_like(tensor, device="cpu")
     if local(tensor).is_cuda and local(copy).nbytes:
         local(copy).data = torch.empty_like(local(copy), pin_memory=True)

@@ -13,5 +13,5 @@
 11  two starts in one folder               ../records/run_directory.py has the lock, status.py takes it
 12  network that goes away                 data/storage/remote.py; ../callbacks/wandb.py
 
-failures.py ends a run in one line, whatever went wrong. shards.py knows what a rank holds of a sharded tensor.
+failures.py ends a run in one line after any error. shards.py has a rank's part of a sharded tensor.
 """

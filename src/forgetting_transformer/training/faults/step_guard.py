@@ -97,7 +97,7 @@ class StepGuard:
             step: makes it. bad: what `judge` returned.
         """
         if decides_on_device(optimizer):
-            # What torch's gradient scaler uses too: the fused kernels change nothing where this is 1.
+            # torch's gradient scaler uses it too: the fused kernels change nothing where this is 1.
             cast(Any, optimizer).found_inf = bad
             step()
         elif not bad.item():

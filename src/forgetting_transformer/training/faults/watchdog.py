@@ -176,7 +176,7 @@ class Watchdog:
                 self._leave(1, f"{missing} for {silence:.0f} s (strategy.timeout_seconds); {self._where()}")
 
     def _patience(self) -> tuple[str, float, float]:
-        """What the process waits for, for how many seconds at most, and for how many after a signal."""
+        """Object of the process's wait, and its longest duration in seconds, without and after a signal."""
         if self._wait is not None:
             return self._wait.missing, self.timeout + self._wait.extra, self._wait.after_signal
         name = self.callback()

@@ -161,7 +161,7 @@ def _timed(trainer: Trainer, say: Callable[[str], None]) -> list[tuple[float, bo
     timed: list[tuple[float, bool, int]] = []
 
     say(f"\n{'checkpointing':<15}{'grad_acc_tokens':<17}{'tokens/s':<12}memory")
-    # What is kept on the host is what checkpointing keeps.
+    # The host keeps the tensors that checkpointing keeps.
     for checkpointing in (True,) if train.block_inputs_on_host else (True, False):
         setup.checkpoint_activations(trainer.model.module, checkpointing)
         trainer.graphs.on = with_graphs and not checkpointing
