@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,7 @@ from tests.data.mirror import DOC_LEN, serve, write_layout
 from tests.docs.commands import ROOT, Shell, blocks, parsed, shell_commands
 from tests.processes import run_command
 from tests.tiny import tiny_config
-from tests.training.conftest import FABRIC, changed, refused
+from tests.training.conftest import changed, refused
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 (BLOCK,) = (block for block in blocks(README, "bash") if "download_longcrawl64" in block)
@@ -53,9 +55,9 @@ def test_the_commands_for_gpus_run_as_written(mirror, tmp_path):
     for words in filter(None, map(shell.expand, shell_commands(page))):
         ran.append(words[0])
         if words[0] != "pip":
-            script = (
-                [FABRIC[0], *words[1:]] if words[0] == "fabric" else ["-c", AT_THE_MIRROR.format(mirror.url, words)]
-            )
+            script = ["-c", AT_THE_MIRROR.format(mirror.url, words)]
+            if words[0] == "fabric":
+                script = [str(Path(sys.executable).with_name("fabric")), *words[1:]]
             done = run_command(*script, folder=tmp_path)
             assert done.returncode == 0, done.stderr
             printed += done.stdout

@@ -139,6 +139,15 @@ def test_a_newer_checkpoint_that_is_damaged_pushes_out_no_good_one(tmp_path):
     assert newest_valid(tmp_path).step == 2
 
 
+def test_another_optimizer_is_refused(tmp_path):
+    """As of a fork, which may have other settings."""
+    save(tmp_path, 3)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+    with pytest.raises(CheckpointError, match=r"with another optimizer: it has no .*max_exp_avg_sq"):
+        Checkpointer(tmp_path, 1, 0, 1).load(newest_valid(tmp_path), model, optimizer)
+
+
 class _Attack:
     def __init__(self, marker: Path) -> None:
         self.marker = marker
