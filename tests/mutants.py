@@ -639,11 +639,11 @@ LIST = r"""
 - beta=context.to_heads(self.b_proj(hidden_BTE).float().sigmoid())
 + beta=context.to_heads(self.b_proj(hidden_BTE).float())
 # What is replaced of the old value exceeds it.
-= attention.oldest model/attention.py
+= attention.oldest model/generation/cached_attention.py
 - oldest_B = (slot.end_B - window).clamp(min=0)
 + oldest_B = (slot.end_B - window - 1).clamp(min=0)
 # A window shows one key more where the cache is static.
-= attention.dropped model/attention.py
+= attention.dropped model/generation/cached_attention.py
 - seq_start_B = (seq_start_B - held.first).clamp(min=0)
 + seq_start_B = seq_start_B.clamp(min=0)
 # Padding is counted from tokens that a window's cache has dropped.

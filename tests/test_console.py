@@ -145,7 +145,8 @@ def test_a_typo_is_answered_in_one_line_with_the_closest_name(overrides):
     [(["output_dri=x"], "ConfigError: unknown config key 'output_dri'; did you mean 'output_dir'?"),
      (["--resolve"], "ConfigError: The --resolve flag"),
      (["--config-name=foo"], "ConfigError: --config-name=foo: there is no such file; leave it out, or name config"),
-     (["+experiment/demo=fox_pro", "data_dir=data", "output_dir= "], "ConfigError: output_dir")],
+     (["+experiment/demo=fox_pro", "data_dir=data", "output_dir= "], "ConfigError: output_dir"),
+     (["+experiment/demo=fox_pro"], "ConfigError: no value for data_dir, output_dir: give it on the command line")],
 )  # fmt: skip
 def test_what_hydra_raises_raw_is_one_line(said_by_train, tmp_path, arguments, said):
     assert said_by_train(*arguments).startswith(said)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forgetting_transformer.data.order import ReadingOrder, documents_needed
-from forgetting_transformer.data.tools.download import MIRROR, download
+from forgetting_transformer.data.order import ReadingOrder
+from forgetting_transformer.data.tools.download import MIRROR, documents_needed, download
 from forgetting_transformer.sweep.composer import compose_config
 from tests.data.mirror import DOC_LEN, serve, write_layout
 from tests.docs.commands import ROOT, Shell, blocks, parsed, shell_commands

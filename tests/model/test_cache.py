@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgetting_transformer.model import attention
+from forgetting_transformer.model.generation import cached_attention
 from forgetting_transformer.model.generation.cache import (
     AttentionCache,
     log_fgate_of,
@@ -99,13 +99,13 @@ def random_ids(tokens: int) -> Tensor:
 )
 def test_what_decoding_may_skip_weighs_less_than_the_tolerance(fields, monkeypatch):
     """Gates near 0.2 and scores of up to ±10; the newest 30 tokens one by one and four at once."""
-    calls, op = [], attention.forgetting_attention_decode
+    calls, op = [], cached_attention.forgetting_attention_decode
 
     def spy(q, k, v, c, *, adaptive_threshold, **options):
         calls.append((q, k, c.clone(), adaptive_threshold))
         return op(q, k, v, c, adaptive_threshold=adaptive_threshold, **options)
 
-    monkeypatch.setattr(attention, "forgetting_attention_decode", spy)
+    monkeypatch.setattr(cached_attention, "forgetting_attention_decode", spy)
     model, ids = small_model(log_pruning_tolerance=-5.0, **fields), random_ids(150)
     layers = [block.sequence_mixer for block in model.decoder.layers]
     for layer in layers:

@@ -101,7 +101,6 @@ def test_layers_of_an_architecture_count_among_themselves():
     kinds = [type(block.sequence_mixer).__name__ for block in model.model.layers]
     fox = "ForgettingAttentionLayer"
     assert kinds == ["MambaMixer", fox, "SambaAttention", fox, "MambaMixer", fox]
-    assert [model.model.layers[i].mixer.layer_idx for i in (1, 3, 5)] == [1, 3, 5]
 
 
 @pytest.mark.parametrize("scale", ["125m_2b", "760m_16b"])

@@ -14,12 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-def documents_needed(tokens: int, doc_len: int, seq_len: int, batch_size: int) -> int:
-    """The fewest documents of which a run of so many tokens reads none twice. Arguments as of ReadingOrder."""
-    batches = -(-tokens // (batch_size * seq_len))
-    return -(-batches // (doc_len // seq_len)) * batch_size
-
-
 class Location(NamedTuple):
     """Place of a batch's sequences in the array: documents [first, last), tokens [begin, end) of each."""
 

@@ -5,11 +5,12 @@ and the list of those that do is part of the fingerprint.
 """
 
 from collections.abc import Collection, Iterable
+from itertools import product
 
 import numpy as np
 
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.token_array import TokenArray
+from forgetting_transformer.data.token_array import Chunk, TokenArray
 
 
 class SparseTokenArray(TokenArray):
@@ -42,9 +43,15 @@ class SparseTokenArray(TokenArray):
         return f"{super()._shape_in_words()}present {self.chunk_shape[0]}-row blocks {self.present_rows.tolist()}"
 
 
+def keys_of(array: TokenArray) -> dict[Chunk, str]:
+    """Names of the files of all chunks."""
+    rows, columns = (-(-array.stored_documents // array.chunk_shape[0]), -(-array.doc_len // array.chunk_shape[1]))
+    return {chunk: array.key(chunk) for chunk in product(range(rows), range(columns))}
+
+
 def whole_rows(array: TokenArray, there: Collection[str]) -> list[int]:
     """Rows of chunks whose files are all in `there`."""
-    keys = array.keys()
+    keys = keys_of(array)
     return sorted({row for row, _ in keys} - {row for (row, _), key in keys.items() if key not in there})
 
 

@@ -10,7 +10,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +99,10 @@ class TokenArray:
         Raises:
             DataError: the cache of a remote array has no room for so many.
         """
-        slots = slots_for(self.chunk_shape, n_documents, seq_len)
+        rows, columns = self.chunk_shape
+        aligned = seq_len % columns == 0 or columns % seq_len == 0
+        # Documents may begin and end in the middle of a chunk, and so may sequences that are not aligned.
+        slots = (-(-seq_len // columns) + (0 if aligned else 1)) * ((n_documents - 1) // rows + 2)
         needed, limit = slots * math.prod(self.chunk_shape) * self.dtype.itemsize, self.files.settings.limit_bytes
         if self.files.remote is not None and limit < needed:
             raise DataError(
@@ -185,11 +187,6 @@ class TokenArray:
                 yield (row // rows, column), (down[0], source), (down[1], slice(from_token - begin, to_token - begin))
             first += n_rows
 
-    def keys(self) -> dict[Chunk, str]:
-        """The names of all files."""
-        rows, columns = (-(-self.stored_documents // self.chunk_shape[0]), -(-self.doc_len // self.chunk_shape[1]))
-        return {chunk: self.key(chunk) for chunk in product(range(rows), range(columns))}
-
     def _count_documents(self) -> int:
         return self.stored_documents
 
@@ -226,12 +223,3 @@ class TokenArray:
         row, (rows, columns) = self.stored_row(document), self.chunk_shape
         on_disk = f" (row {row:,} on disk)" if row != document else ""
         return self.files.place(self.key((row // rows, position // columns))), f"document {document:,}{on_disk}"
-
-
-def slots_for(chunk_shape: tuple[int, int], n_documents: int, seq_len: int) -> int:
-    """Most chunks that `seq_len` tokens of `n_documents` neighbouring documents touch."""
-    rows, columns = chunk_shape
-    aligned = seq_len % columns == 0 or columns % seq_len == 0
-    across = -(-seq_len // columns) + (0 if aligned else 1)
-    down = (n_documents - 1) // rows + 2  # the first and the last may be in the middle of a chunk
-    return across * down

@@ -6,8 +6,8 @@ Files, from the call down:
     attention, layers         attention for all mixers that have it; norms, token shift, convolution, MLP
     arguments, padding        calls that are refused; where sequences and documents begin
     config, registry          fields and FLOPs; architectures by name
-    abilities                 what mixers can do; how blocks are compiled
-    generation/               caches, CUDA graphs, the hooks of `generate`
+    pretrained                loading, initial weights, what mixers can do, how blocks are compiled
+    generation/               caches and attention to them, CUDA graphs, the hooks of `generate`
     checks                    checks of an architecture from another package
 """
 

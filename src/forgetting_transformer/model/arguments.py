@@ -1,4 +1,4 @@
-"""Checks of a decoder's arguments; errors have the name of the argument, its value and the fix.
+"""Checks of a decoder's arguments and of attention's options; errors have the name, the value and the fix.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from forgetting_transformer.model.generation.cache import DecoderCache, one_cache
 from forgetting_transformer.ops import context
+from forgetting_transformer.ops.layers.norm import ACTIVATIONS
+
+FGATE_TYPES = ("full", "bias_only", "fixed", "none")
 
 
 def check_shape(decoder: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
@@ -45,39 +48,33 @@ def checked_cache(past_key_values: Any, cache: Any) -> DecoderCache | None:
     return past
 
 
-def check_shows_attention(decoder: Any) -> None:
-    if not any(getattr(block.sequence_mixer, "shows_attention", False) for block in decoder.layers):
-        raise ValueError(
-            f"output_attentions: {type(decoder).__name__} has no attention layers that give their weights; leave it out"
-        )
+def check_no_maps(output_attentions: bool | None) -> None:
+    if output_attentions:
+        raise ValueError("output_attentions is given; no kernel makes attention weights. eval/forget_gates draws them")
 
 
-def check_sharing(decoder: Any, size: int, others: tuple[Any, ...]) -> None:
-    if reasons := decoder.whole_sequence_mixers(size):
-        raise ValueError(f"{size} processes cannot share sequences: {', '.join(reasons)}")
-    if any(x is not None for x in others):
-        raise ValueError(
-            "attention_mask, past_key_values or output_attentions is given, which a model does not "
-            "take where processes share sequences; leave them out, or give it whole sequences"
-        )
-
-
-def check_packing(decoder: Any, cu_seqlens: Tensor, shape: tuple[int, ...], others: tuple[Any, ...]) -> None:
-    if stateful := decoder.stateful_mixers():
+def check_parts(
+    decoder: Any, cu_seqlens: Tensor | None, shape: tuple[int, ...], attention_mask: Tensor | None, cache: Any
+) -> None:
+    """Refuse what packed documents, and processes that share sequences, do not take."""
+    shared = context.active()
+    if shared is not None and (reasons := decoder.whole_sequence_mixers(shared.size)):
+        raise ValueError(f"{shared.size} processes cannot share sequences: {', '.join(reasons)}")
+    if cu_seqlens is not None and (stateful := decoder.stateful_mixers()):
         raise ValueError(
             f"cu_seqlens: {decoder.config.model_type.partition('-')[0]} carries a state from one document into the "
             f"next ({', '.join(stateful)}); give every document its own row, or use FoX, a Transformer, Mamba-2 "
             "or Samba"
         )
-    if any(x is not None for x in others):
-        raise ValueError(
-            "cu_seqlens is given with attention_mask, past_key_values or output_attentions, which "
-            "packed documents do not take; leave them out"
-        )
+    if attention_mask is not None or cache is not None:
+        who = "processes that share sequences" if cu_seqlens is None else "packed documents (cu_seqlens)"
+        raise ValueError(f"attention_mask or past_key_values is given, which {who} do not take; leave it out")
+    if cu_seqlens is None:
+        return
     if cu_seqlens.ndim != 1:
         raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (documents + 1,)")
     if cu_seqlens.device.type == "cpu":  # looking at values would make a GPU wait
-        batch, length = shape
+        batch, length = shape[0], shape[1] * (1 if shared is None else shared.size)
         starts = {*cu_seqlens.tolist()}
         if not starts.issuperset(range(0, batch * length + 1, length)):
             raise ValueError(
@@ -123,3 +120,62 @@ def check_loss_arguments(
         raise ValueError("cu_seqlens is given and config.loss is 'causal_lm', whose shift crosses documents")
     if not isinstance(logits_to_keep, int) or logits_to_keep:
         raise ValueError("logits_to_keep is given with labels; the loss needs all logits, leave it out")
+
+
+def check_attention_options(
+    hidden_size: int, num_heads: int, num_kv_heads: int | None, window_size: int | None, use_rope: bool
+) -> None:
+    """Refuse options that do not fit together, naming the key and what to do."""
+    if hidden_size % num_heads:
+        raise ValueError(f"hidden_size is {hidden_size}; it must be a multiple of num_heads = {num_heads}")
+    if num_kv_heads is not None and (num_kv_heads < 1 or num_heads % num_kv_heads):
+        raise ValueError(
+            f"num_kv_heads is {num_kv_heads}; it must divide num_heads = {num_heads}, or be None for num_heads of them"
+        )
+    if window_size is not None and window_size < 1:
+        raise ValueError(f"window_size is {window_size}; a token sees itself, so at least 1, or None for no window")
+    if use_rope and (hidden_size // num_heads) % 2:
+        raise ValueError(
+            f"use_rope needs an even head dimension; hidden_size / num_heads is {hidden_size // num_heads}"
+        )
+
+
+def check_forgetting_options(options: Any, head_dim: int | None) -> None:
+    """Refuse options of FoX's layer, or fields of its configuration, that do not fit together."""
+    width = options.hidden_size if head_dim is None else options.num_heads * head_dim
+    check_attention_options(width, options.num_heads, options.num_kv_heads, options.window_size, options.use_rope)
+    if not options.use_rope and (options.rope_factor != 1 or options.rope_llama3 is not None):
+        raise ValueError(
+            f"rope_factor, rope_llama3 are {options.rope_factor}, {options.rope_llama3}, which have no effect without "
+            "use_rope=True; leave them 1 and None"
+        )
+    if options.rope_llama3 is not None and len(options.rope_llama3) != 3:
+        raise ValueError(
+            f"rope_llama3 is {options.rope_llama3}; it must be [low, high, length], as in [1, 4, 8192], or None"
+        )
+    if options.ogate_act not in ACTIVATIONS:
+        raise ValueError(f"ogate_act is {options.ogate_act!r}; it must be one of {', '.join(ACTIVATIONS)}")
+    if options.fgate_type not in FGATE_TYPES:
+        raise ValueError(f"fgate_type is {options.fgate_type!r}; it must be one of {', '.join(FGATE_TYPES)}")
+    if options.fgate_bias_init and options.fgate_type not in ("bias_only", "fixed"):
+        raise ValueError(
+            f"fgate_bias_init is for fgate_type bias_only and fixed; with {options.fgate_type!r} set it to False"
+        )
+    if options.fgate_type == "fixed" and not options.fgate_bias_init:
+        raise ValueError("fgate_type 'fixed' takes its gates from decay times: set fgate_bias_init=True")
+    shortest, longest = options.decay_time_min, options.decay_time_max
+    if options.fgate_bias_init:
+        if shortest is None or longest is None or not 0 < shortest <= longest:
+            raise ValueError(
+                f"decay_time_min, decay_time_max are {shortest}, {longest} (tokens); fgate_bias_init needs "
+                "0 < decay_time_min <= decay_time_max"
+            )
+    elif shortest is not None or longest is not None:
+        raise ValueError(
+            "decay_time_min and decay_time_max have no effect without fgate_bias_init=True; leave them None"
+        )
+    if options.log_pruning_tolerance is not None and not options.log_pruning_tolerance < 0:
+        raise ValueError(
+            f"log_pruning_tolerance is {options.log_pruning_tolerance}; it is ln ε of a small ε, so negative (-10), "
+            "or None for off"
+        )

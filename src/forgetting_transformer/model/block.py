@@ -2,8 +2,8 @@
 
 A mixer is an `nn.Module` with
 
-    forward(hidden_BTE, seq_start_B=None, cache=None) -> (out_BTE, …)
-        The block reads the first result. `seq_start_B` and `cache` are those of `Span` (`span.py`).
+    forward(hidden_BTE, span) -> (out_BTE, …)
+        The block reads the first result. The `Span` (`span.py`) says where sequences begin, and has the layer's cache.
     new_cache() -> CacheLayerMixin
         An empty layer cache.
 
@@ -15,16 +15,12 @@ It may also have
     op_use() -> OpUse
         How it calls its op, so that the op's kernels are tested before the first step on a GPU. Layers in it may have
         one too.
-    takes_span = True
-        Its forward is called as forward(hidden_BTE, span).
     packs_documents = True
-        It keeps packed documents apart; without a span its forward takes the keyword `cu_seqlens`.
+        It keeps packed documents apart.
     static_cache = True
         Its forward can write a single token in place, where `cache.slot` says: nothing in it may depend on how many
         tokens came before but through tensors. Then `generate` runs it as a CUDA graph. A recurrent mixer may say so
         whose states keep their names and shapes.
-    shows_attention = True
-        It adds its weights to `span.attentions` where this is a list, for `output_attentions`, as `attend` does.
     context_heads
         It works where processes share a sequence (`ops/context.py`). They must divide this number, of heads that it
         splits among them; 0 if it splits none. A module in it that reads tokens of the part before has their number
@@ -96,11 +92,7 @@ class DecoderBlock(GradientCheckpointingLayer):
     def _transform(self, hidden_BTE: Tensor, span: Span) -> Tensor:
         mixer = self.sequence_mixer
         normed_BTE, hidden_BTE = getattr(self, self.mixer_norm_name)(hidden_BTE)
-        if getattr(mixer, "takes_span", False):
-            mixed = mixer(normed_BTE, span)
-        else:
-            packed = {} if span.cu_seqlens is None else {"cu_seqlens": span.cu_seqlens}
-            mixed = mixer(normed_BTE, span.seq_start_B, span.cache, **packed)
+        mixed = mixer(normed_BTE, span)
         check_mixed(mixer, mixed, normed_BTE)
         branch_BTE = mixed[0]
         if self.has_mlp:

@@ -7,24 +7,22 @@ An architecture is a mixer and a configuration. The configuration builds the mix
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from forgetting_transformer.model.abilities import MixerAbilities
-from forgetting_transformer.model.arguments import check_loss_arguments, check_shape, checked_cache
+from forgetting_transformer.model.arguments import check_loss_arguments, check_no_maps, check_shape, checked_cache
 from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.model.generation.cache import CACHE_NAME, DecoderCache, one_cache
 from forgetting_transformer.model.generation.hooks import DecoderGenerationMixin
 from forgetting_transformer.model.layers import Embedding, FinalRMSNorm
-from forgetting_transformer.model.span import spans_of_call
+from forgetting_transformer.model.pretrained import DecoderPreTrainedModel
+from forgetting_transformer.model.span import span_of_call
 from forgetting_transformer.ops import context
-from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
 
 
@@ -38,35 +36,6 @@ class OutputLayer(nn.Linear):
         if labels_BT is None:
             return super().forward(hidden_BTE)
         return linear_cross_entropy(hidden_BTE, self.weight, labels_BT, compiled=compiled)
-
-
-class DecoderPreTrainedModel(PreTrainedModel, MixerAbilities):
-    """Loading, saving and initialisation."""
-
-    config_class = DecoderConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _input_embed_layer = "embeddings"
-    _no_split_modules = ["DecoderBlock"]  # noqa: RUF012 (as in the base class)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as transformers does, and refuse weights that are not finite."""
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        check_finite(model.named_parameters(), pretrained_model_name_or_path)
-        return loaded
-
-    def _init_weights(self, module: Any) -> None:
-        """Linear and embedding weights from N(0, initializer_range²), biases 0, norm weights 1; then mixers' own."""
-        super()._init_weights(module)
-        if hasattr(module, "init_own_weights"):
-            module.init_own_weights()
-
-    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # For classes from outside its package transformers skips modules that hold no parameters directly, as a guard
-        # against initialisers that overwrite loaded weights. Ours do not, and a mixer's own initialisation must run.
-        super()._initialize_weights(module, is_custom_code=False)
 
 
 class DecoderModel(DecoderPreTrainedModel):
@@ -117,12 +86,11 @@ class DecoderModel(DecoderPreTrainedModel):
             past_key_values: cache of the tokens before these. Any number of new tokens may follow it.
             use_cache: return a cache. Default: `config.use_cache` outside training.
             output_hidden_states: also return the input of every block and the normalised output of the last.
-            output_attentions: also return the attention weights `(B, H, T, N)`, float32, of all layers that have
-                attention, None for others; for long texts see eval/forget_gates.
+            output_attentions: None or False; eval/forget_gates draws attention.
             cu_seqlens: packed documents: where each begins among the B·T tokens of all rows, one row after another, and
                 B·T, `(documents + 1,)`, int32 or int64, rising; ends may be repeated. A row begins a document. No
-                attention, state, shift or rotary position crosses from one document into another. Without a cache,
-                padding and maps; not for mixers that carry states across (`packs_documents`).
+                attention, state, shift or rotary position crosses from one document into another. Without a cache and
+                padding; not for mixers that carry states across (`packs_documents`).
             cache: `past_key_values`, as transformers calls it since version 5.24.
 
         Raises:
@@ -130,6 +98,7 @@ class DecoderModel(DecoderPreTrainedModel):
                 names the argument.
         """
         check_shape(self, input_ids, inputs_embeds)
+        check_no_maps(output_attentions)
         past = checked_cache(past_key_values, cache)
         if use_cache is None:
             keeps_none = self.training or cu_seqlens is not None or context.active() is not None
@@ -141,22 +110,18 @@ class DecoderModel(DecoderPreTrainedModel):
         if cu_seqlens is not None and context.active() is None:
             # All rows as one, which is how packed documents are kept apart.
             hidden_BTE = hidden_BTE.flatten(0, 1)[None]
-        if output_attentions is None:
-            output_attentions = self.config.output_attentions
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        spans = spans_of_call(self, hidden_BTE, shape, attention_mask, past, cu_seqlens, output_attentions)
+        span = span_of_call(self, hidden_BTE, shape, attention_mask, past, cu_seqlens)
 
         # Nothing else holds the inputs of blocks that are done, unless the backward pass needs them.
         all_hidden: list[Tensor] = []
-        for block, span in zip(self.layers, spans, strict=True):
+        for i, block in enumerate(self.layers):
             if output_hidden_states:
                 all_hidden.append(hidden_BTE)
-            hidden_BTE = block(hidden_BTE, span)
+            hidden_BTE = block(hidden_BTE, span if past is None else replace(span, cache=past.layers[i]))
         hidden_BTE = getattr(self, self.config.final_norm_name)(hidden_BTE).view(shape)
         kept: dict[str, Any] = {CACHE_NAME: past if use_cache else None}
-        if output_attentions:
-            kept["attentions"] = tuple(span.attentions[0] if span.attentions else None for span in spans)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_BTE,
             **kept,
@@ -236,10 +201,9 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         if logits is not None:
             cached: Any = {CACHE_NAME: past_key_values}
             return CausalLMOutputWithPast(logits=logits, **cached)
-        if use_cache is None and labels is not None:
-            use_cache = False
         if labels is not None:
             check_loss_arguments(self, cu_seqlens, logits_to_keep, num_items_in_batch)
+            use_cache = bool(use_cache)
         output = self.decoder(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -251,40 +215,19 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
             output_attentions=output_attentions,
             cu_seqlens=cu_seqlens,
         )
-        loss = None
+        hidden_BTE, loss = output.last_hidden_state, None
         if labels is not None and self.config.loss == "per_token":
-            loss = self._loss_per_token(output.last_hidden_state, labels)
+            if isinstance(self.lm_head, OutputLayer):
+                loss = self.lm_head(hidden_BTE, labels, compiled=self._is_compiled)
+            else:
+                loss = self._loss_of_other_head(hidden_BTE, labels)
         else:
             positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(output.last_hidden_state[:, positions])
-        if labels is not None and self.config.loss == "causal_lm":
-            loss = self._mean_loss(logits, labels, attention_mask, num_items_in_batch)
-        kept = {name: getattr(output, name) for name in (CACHE_NAME, "hidden_states", "attentions")}
+            logits = self.lm_head(hidden_BTE[:, positions])
+            if labels is not None:
+                loss = self._mean_loss(logits, labels, attention_mask, num_items_in_batch)
+        kept = {name: getattr(output, name) for name in (CACHE_NAME, "hidden_states")}
         return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
-
-    def _mean_loss(
-        self, logits: Any, labels: Tensor, attention_mask: Tensor | None, num_items_in_batch: int | Tensor | None
-    ) -> Tensor:
-        if labels.shape != logits.shape[:2]:
-            raise ValueError(
-                f"labels have shape {tuple(labels.shape)}; they must be {tuple(logits.shape[:2])}, one per token"
-            )
-        if attention_mask is not None:
-            # Padding predicts nothing, not even the first token behind it.
-            is_padding_BT = attention_mask[:, -labels.shape[1] : -1] == 0
-            labels = labels.masked_fill(F.pad(is_padding_BT, (1, 0)), -100)
-        return self.loss_function(
-            logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
-        )
-
-    def _loss_per_token(self, hidden_BTE: Tensor, labels_BT: Tensor) -> Tensor:
-        if isinstance(self.lm_head, OutputLayer):
-            return self.lm_head(hidden_BTE, labels_BT, compiled=self._is_compiled)
-        if isinstance(self.lm_head, nn.Linear):  # transformers puts one there when the vocabulary is resized
-            return linear_cross_entropy(hidden_BTE, self.lm_head.weight, labels_BT, compiled=self._is_compiled)
-        # An adapter replaced it, and computes with more than this weight.
-        logits_BTV = self.lm_head(hidden_BTE).float()
-        return F.cross_entropy(logits_BTV.transpose(1, 2), labels_BT, reduction="none")
 
 
 def model_classes(

@@ -123,10 +123,7 @@ class HybridConfig(SwiGLUDecoderConfig):
         return names.count(names[-1]) - 1
 
     def build_mixer(self, layer_idx: int) -> nn.Module:
-        mixer: Any = self.mixer_config(layer_idx).build_mixer(self._number(layer_idx))
-        if hasattr(mixer, "layer_idx"):  # its place in the cache of the whole model
-            mixer.layer_idx = layer_idx
-        return mixer
+        return self.mixer_config(layer_idx).build_mixer(self._number(layer_idx))
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
         return self.mixer_config(layer_idx).mixer_flops_per_token(self._number(layer_idx), seq_len)

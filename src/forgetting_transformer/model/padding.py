@@ -6,7 +6,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 import torch
 from torch import Tensor
 
-from forgetting_transformer.model.generation.cache import DecoderCache, LayerCache
+from forgetting_transformer.model.generation.cache import DecoderCache
 from forgetting_transformer.ops import context
 
 
@@ -20,19 +20,21 @@ def document_positions(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     return (token_N - cu_seqlens[torch.searchsorted(cu_seqlens, token_N, right=True) - 1])[None]
 
 
-def positions_in_documents(cu_seqlens: Tensor, hidden_BTE: Tensor) -> Tensor:
-    """Return the position of each token `(B, T)` in its document.
+def positions_in_parts(cu_seqlens: Tensor | None, hidden_BTE: Tensor) -> Tensor:
+    """Return the position `(B, T)` of each token in its document, or `(1, T)` in its sequence where none are packed.
 
     Args:
-        cu_seqlens: as above, of all rows, one after another.
+        cu_seqlens: as above, of all rows, one after another; None where rows are not packed.
         hidden_BTE: the tokens; only their number is read. Where processes share sequences, this one's.
     """
     batch, length = hidden_BTE.shape[:2]
     shared = context.active()
-    if shared is None:
-        return document_positions(cu_seqlens, batch * length).view(batch, length)
-    length *= shared.size
-    return document_positions(cu_seqlens, batch * length).view(batch, length)[:, shared.part(length)]
+    whole = length * (1 if shared is None else shared.size)
+    if cu_seqlens is None:
+        position_BN = torch.arange(whole, device=hidden_BTE.device)[None]
+    else:
+        position_BN = document_positions(cu_seqlens, batch * whole).view(batch, whole)
+    return position_BN if shared is None else position_BN[:, shared.part(whole)]
 
 
 def own_documents(cu_seqlens: Tensor | None, hidden_BTE: Tensor) -> Tensor | None:
@@ -59,29 +61,37 @@ def packed_positions(inputs: dict[str, Tensor]) -> Tensor | None:
     return document_positions(inputs["cu_seqlens"], shape.numel()).view(shape)
 
 
-def find_seq_start(
-    attention_mask_BN: Tensor | None,
-    new_BTE: Tensor,
-    num_past: int = 0,
-    known_seq_start_B: Tensor | None = None,
-    *,
-    allow_right: bool = False,
-) -> Tensor | None:
-    """Return the index of the first real token of every sequence `(B,)`, or None without left padding.
+def find_padding(
+    attention_mask_BN: Tensor | None, new_BTE: Tensor, cache: DecoderCache | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the index of the first real token of every sequence `(B,)`, which the cache then remembers, and where the
+    new positions are left padding `(B, T)`; None and None without left padding.
 
     Args:
         attention_mask_BN: 1 for tokens, 0 for padding, past tokens included. None means that nothing has changed.
         new_BTE: the new positions; only their number is read.
-        num_past: number of cached positions.
-        known_seq_start_B: the index for the cached tokens.
-        allow_right: take padding on the right as well. A causal model need not know of it, as long as
-            no further tokens follow.
+        cache: holds the tokens before these. Without one there may be padding on the right as well: a causal model need
+            not know of it, as long as no further tokens follow.
 
     Raises:
         ValueError: the shape is wrong, or there is padding where none may be.
     """
-    if attention_mask_BN is None:
-        return known_seq_start_B
+    num_past, seq_start_B = (0, None) if cache is None else (cache.get_seq_length(), cache.seq_start_B)
+    if attention_mask_BN is not None:
+        seq_start_B = _find_seq_start(attention_mask_BN, new_BTE, num_past, seq_start_B, cache is None)
+    if cache is not None:
+        cache.seq_start_B = seq_start_B
+    if seq_start_B is None:
+        return None, None
+    if cache is not None and cache.slot is not None:
+        return seq_start_B, cache.slot.new < seq_start_B[:, None]
+    position_T = torch.arange(num_past, num_past + new_BTE.shape[1], device=new_BTE.device)
+    return seq_start_B, position_T < seq_start_B[:, None]
+
+
+def _find_seq_start(
+    attention_mask_BN: Tensor, new_BTE: Tensor, num_past: int, known_seq_start_B: Tensor | None, allow_right: bool
+) -> Tensor | None:
     num_new = new_BTE.shape[1]
     expected_shape = (new_BTE.shape[0], num_past + num_new)
     if attention_mask_BN.shape != expected_shape:
@@ -110,14 +120,3 @@ def find_seq_start(
             )
     seq_start_B = (~has_begun_BN).sum(-1)
     return seq_start_B if bool(seq_start_B.any()) else None
-
-
-def padding_mask(new_BTE: Tensor, seq_start_B: Tensor | None, cache: LayerCache | DecoderCache | None) -> Tensor | None:
-    """Return where the new positions are left padding `(B, T)`, or None if `seq_start_B` is None."""
-    if seq_start_B is None:
-        return None
-    if cache is not None and cache.slot is not None:
-        return cache.slot.new < seq_start_B[:, None]
-    num_past = 0 if cache is None else cache.get_seq_length()
-    position_T = torch.arange(num_past, num_past + new_BTE.shape[1], device=new_BTE.device)
-    return position_T < seq_start_B[:, None]

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError, cannot_write
-from forgetting_transformer.data.order import documents_needed
-from forgetting_transformer.data.sparse import documents_in
+from forgetting_transformer.data.sparse import documents_in, keys_of
 from forgetting_transformer.data.storage.array_files import ARRAY_METADATA
 from forgetting_transformer.data.storage.checksums import list_name, read_list, sha256_of
 from forgetting_transformer.data.storage.remote import RemoteFile, join
@@ -148,7 +147,7 @@ class _Download:
             raise DataError(
                 f"--source {self.source} is a folder of this machine; give a URL, as in file://{self.source}"
             )
-        keys = {at: key for at, key in array.keys().items() if at[1] * array.chunk_shape[1] < self.tokens}
+        keys = {at: key for at, key in keys_of(array).items() if at[1] * array.chunk_shape[1] < self.tokens}
         files = remote.files()
         if files is None:  # plain HTTP, which is taken to have all
             files = {key: RemoteFile() for key in keys.values()}
@@ -237,3 +236,9 @@ def fetching(info: DataInfo, tokens: int) -> str | None:
     words += ["--tokens", str(info.doc_len), "--out", str(array.parent)]
     words += [] if source == MIRROR else ["--source", source]
     return f"the {documents:,} documents that it needs: {shlex.join(words)}"
+
+
+def documents_needed(tokens: int, doc_len: int, seq_len: int, batch_size: int) -> int:
+    """The fewest documents of which a run of so many tokens reads none twice. Arguments as of ReadingOrder."""
+    batches = -(-tokens // (batch_size * seq_len))
+    return -(-batches // (doc_len // seq_len)) * batch_size

@@ -8,7 +8,7 @@ import numpy as np
 
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare.writing import read_back
-from forgetting_transformer.data.sparse import documents_in, whole_rows
+from forgetting_transformer.data.sparse import documents_in, keys_of, whole_rows
 from forgetting_transformer.data.storage import checksums
 from forgetting_transformer.data.token_array import Chunk, TokenArray
 from forgetting_transformer.data.tools.progress import progress
@@ -53,7 +53,7 @@ def _checks(
     shape = f"{documents:,} documents x {doc_len:,} tokens, {array.dtype}, chunks of {height:,} x {width:,}"
     yield "metadata", shape, []
 
-    keys = array.keys()
+    keys = keys_of(array)
     there = array.files.names()
     present = [chunk for chunk, key in keys.items() if key in there]
     whole, n_rows = whole_rows(array, there), len({row for row, _ in keys})

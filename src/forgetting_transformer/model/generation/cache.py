@@ -88,6 +88,11 @@ class DecoderCache(Cache):
         self.slot: Slot | None = None
         self.is_writing = False
 
+    @property
+    def position_BT(self) -> Tensor | None:
+        """Rotary position `(1, 1)` of a token that is written in place; None: tokens count from those that are held."""
+        return None if self.slot is None else self.slot.new[None]
+
     def make_static(self, batch: int, device: torch.device) -> Slot:
         """Make the cache static for the next tokens, one by one; needs cached tokens and mixers with `static_cache`.
 

@@ -33,11 +33,7 @@ _unrecordable: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class DecodingGraph:
-    """Runs single tokens of one cache, which has it as its `graph`. A copy of the cache gets an empty one.
-
-    Args:
-        is_asked_for: whether to warn where there can be none because of the model.
-    """
+    """Runs single tokens of one cache, which has it as its `graph`. A copy of the cache gets an empty one."""
 
     DEVICE_TYPES: ClassVar[tuple[str, ...]] = ("cuda",)
     # Single tokens in a row before the first graph. Beam search, which moves rows at every token, never has as many.
@@ -47,12 +43,11 @@ class DecodingGraph:
     # A graph needs room for a token that runs eagerly, one that is recorded, and one more.
     LEAST_ROOM = 3
 
-    def __init__(self, is_asked_for: bool = True) -> None:
-        self.is_asked_for = is_asked_for
+    def __init__(self) -> None:
         self.reset()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return DecodingGraph, (self.is_asked_for,)
+        return DecodingGraph, ()
 
     def reset(self) -> None:
         """Return to the initial state."""
@@ -104,7 +99,9 @@ class DecodingGraph:
                 self._replay = replay = self._replay or self._record(model, cache)
             except RuntimeError as error:
                 _unrecordable.add(model)
-                self._turn_off(cache, f"it cannot be recorded ({error})")
+                self._turn_off(cache)
+                message = f"no CUDA graph is used for this model: it cannot be recorded ({error}). Tokens take longer"
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
                 return None
             replay()
             self._num_replays += 1
@@ -125,7 +122,7 @@ class DecodingGraph:
             and length > 0
             and (attention_mask is None or attention_mask.shape == (len(input_ids), length + 1))
             and not (torch.is_grad_enabled() or model.training or model._is_compiled)
-            and not (config.output_attentions or config.output_hidden_states or torch.compiler.is_compiling())
+            and not (config.output_hidden_states or torch.compiler.is_compiling())
             and not (all_modules._global_forward_hooks or all_modules._global_forward_pre_hooks)
             and context.active() is None
         )
@@ -147,8 +144,8 @@ class DecodingGraph:
         modules = [*model.modules()]
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._tensors = [tensors for module in modules for tensors in (module._parameters, module._buffers)]
-        if (problem := self._problem(model, modules, input_ids)) is not None:
-            self._turn_off(cache, problem, self.is_asked_for)
+        if not self._follows(model, modules, input_ids):
+            self._turn_off(cache)
             return False
         slot, length = cache.make_static(len(input_ids), input_ids.device), cache.get_seq_length()
         if slot.limit - length < self.LEAST_ROOM:
@@ -160,29 +157,22 @@ class DecodingGraph:
         self._made_for = self._conditions(model, input_ids)
         return True
 
-    def _problem(self, model: Any, modules: list[nn.Module], input_ids: Tensor) -> str | None:
-        """Reason why a graph would compute other values than the model; None without one."""
-        if model in _unrecordable:
-            return "no token of this model could be recorded before"
-        if any(self._hooks) or any(hasattr(module, "_hf_hook") for module in modules):
-            return "modules of the model have hooks, which a graph would not call"
-        if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
-            return "modules of the model are compiled"
+    def _follows(self, model: Any, modules: list[nn.Module], input_ids: Tensor) -> bool:
+        """Whether a graph would do what the model does: no hooks, nothing compiled, weights at addresses on one GPU."""
         weights = [x for tensors in self._tensors for x in tensors.values() if x is not None]
-        if kinds := {type(x).__name__ for x in weights if type(x) not in (Tensor, nn.Parameter)}:
-            return f"weights are of {', '.join(sorted(kinds))}, whose addresses are not known"
-        if {x.device for x in weights} != {input_ids.device}:
-            where = ", ".join(sorted({str(x.device) for x in weights}))
-            return f"weights are on {where}, tokens on {input_ids.device}"
-        return None
+        return (
+            model not in _unrecordable
+            and not any(self._hooks)
+            and not any(hasattr(module, "_hf_hook") for module in modules)
+            and all(getattr(module, "_compiled_call_impl", None) is None for module in modules)
+            and all(type(x) in (Tensor, nn.Parameter) for x in weights)
+            and {x.device for x in weights} == {input_ids.device}
+        )
 
-    def _turn_off(self, cache: DecoderCache, reason: str, warns: bool = True) -> None:
+    def _turn_off(self, cache: DecoderCache) -> None:
         cache.release()
         self._forget()
         self._is_off = True
-        if warns:
-            message = f"no CUDA graph is used for this cache: {reason}. Tokens take longer"
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     def _compute(self, model: Any, cache: DecoderCache) -> None:
         """One token from `_input_ids` to `_logits`, and the place after it."""

@@ -24,34 +24,21 @@ class DecoderGenerationMixin(GenerationMixin):
     decoder: Any
     _is_stateful: Any
 
-    def new_cache(self, cuda_graph: bool | str = False) -> DecoderCache:
+    def new_cache(self, cuda_graph: bool = False) -> DecoderCache:
         """Make an empty cache for this model.
 
         Args:
-            cuda_graph: run single tokens on a GPU as a CUDA graph (`graph.py`), under `torch.no_grad()`, for
-                the same numbers but for the last bits. Models that have hooks, are compiled or lie on several devices
-                go without. Do not change the model's modules or adapters while the cache is in use. "auto": where all
-                mixers allow it, the model is on a GPU, and this is the main thread, because random numbers that another
-                thread draws during a recording are an error. `generate` without a cache does so.
-
-        Raises:
-            ValueError: cuda_graph is True, and the caches do not allow it.
+            cuda_graph: where it can be done, run single tokens as a CUDA graph (`graph.py`), under `torch.no_grad()`,
+                for the same numbers but for the last bits; as `generate` does without a cache. Do not change the
+                model's modules or adapters while the cache is in use. Without a graph go CPUs, mixers without
+                `static_cache` (PaTH-FoX), models that have hooks, are compiled or lie on several devices, and other
+                threads than the main one, as random numbers that a thread draws during a recording are an error.
         """
-        if not isinstance(cuda_graph, bool) and cuda_graph != "auto":
-            raise ValueError(f"cuda_graph is {cuda_graph!r}; it must be True, False or 'auto'")
         cache = self.decoder.new_cache()
-        if cuda_graph:
-            mixers = (block.sequence_mixer for block in self.decoder.layers)
-            moving = sorted({type(mixer).__name__ for mixer in mixers if not getattr(mixer, "static_cache", False)})
-            if cuda_graph is True and moving:
-                raise ValueError(
-                    f"cuda_graph=True: caches of {', '.join(moving)} do not hold still (PaTH-FoX, mixers without "
-                    "`static_cache`); leave it out"
-                )
-            on_gpu = self.decoder.device.type in DecodingGraph.DEVICE_TYPES
-            is_safe = on_gpu and threading.current_thread() is threading.main_thread()
-            if not moving and (cuda_graph is True or is_safe):
-                cache.graph = DecodingGraph(is_asked_for=cuda_graph is True)
+        is_static = all(getattr(block.sequence_mixer, "static_cache", False) for block in self.decoder.layers)
+        on_gpu = self.decoder.device.type in DecodingGraph.DEVICE_TYPES
+        if cuda_graph and is_static and on_gpu and threading.current_thread() is threading.main_thread():
+            cache.graph = DecodingGraph()
         return cache
 
     def _logits_of_graph(
@@ -111,7 +98,7 @@ class DecoderGenerationMixin(GenerationMixin):
         if given is None and generation_config.use_cache:
             # Assisted generation takes tokens back all the time.
             is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
-            given = self.new_cache(cuda_graph=False if is_assisted else "auto")
+            given = self.new_cache(cuda_graph=not is_assisted)
         if given is not None:
             model_kwargs[CACHE_NAME] = given
 

@@ -17,14 +17,14 @@ from transformers import initialization as init
 
 from forgetting_transformer.model.config import KERNEL_MODES, SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import model_classes
-from forgetting_transformer.model.layers import (
-    GatedRMSNorm,
+from forgetting_transformer.model.layers import GatedRMSNorm, exempt_from_decay
+from forgetting_transformer.model.mixers.recurrent import (
+    RecurrentMixer,
     ShortConvolution,
-    exempt_from_decay,
     init_xavier,
     initial_dt_bias,
+    zero_padding,
 )
-from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import delta_rule_flops_per_token, recurrence

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.attention import Pruning, attend, check_attention_options
-from forgetting_transformer.model.generation.cache import AttentionCache, DecoderCache
+from forgetting_transformer.model.arguments import check_forgetting_options
+from forgetting_transformer.model.attention import Pruning, attend
+from forgetting_transformer.model.generation.cache import AttentionCache
 from forgetting_transformer.model.layers import (
     GatedRMSNorm,
     GroupRMSNorm,
@@ -25,12 +26,11 @@ from forgetting_transformer.model.layers import (
     exempt_from_decay,
     project_together,
 )
-from forgetting_transformer.model.span import Span, span_of_layer
+from forgetting_transformer.model.padding import find_padding
+from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.layers.norm import ACTIVATIONS
 from forgetting_transformer.ops.layers.rotary import rotate
-
-FGATE_TYPES = ("full", "bias_only", "fixed", "none")
 
 
 class ForgettingAttentionLayer(nn.Module):
@@ -71,14 +71,11 @@ class ForgettingAttentionLayer(nn.Module):
             the weights of a row by no more than ε in all. None computes everything.
         initializer_range: standard deviation of the linear layers' weights at the start; their biases start at 0. None
             leaves PyTorch's values, for a model that initialises all of its layers itself.
-        layer_idx: number of this layer's entry in a `DecoderCache` passed as `past_key_values`.
-        max_position_embeddings: no effect: positions are not limited. The authors' layer has this argument too.
+        max_position_embeddings, layer_idx: no effect; the authors' layer has these arguments too.
     """
 
-    takes_span = True
     packs_documents = True
     static_cache = True
-    shows_attention = True
 
     def __init__(
         self,
@@ -116,8 +113,8 @@ class ForgettingAttentionLayer(nn.Module):
         self.rope_factor, self.rope_llama3 = rope_factor, rope_llama3
         self.ogate_act, self.fgate_type, self.fgate_bias_init = ogate_act, fgate_type, fgate_bias_init
         self.decay_time_min, self.decay_time_max = decay_time_min, decay_time_max
-        self.log_pruning_tolerance, self.layer_idx = log_pruning_tolerance, layer_idx
-        check_options(self, head_dim)
+        self.log_pruning_tolerance = log_pruning_tolerance
+        check_forgetting_options(self, head_dim)
         self.head_dim, self.key_heads = head_dim or hidden_size // num_heads, num_kv_heads or num_heads
         width, kv_width = num_heads * self.head_dim, self.key_heads * self.head_dim
 
@@ -150,25 +147,18 @@ class ForgettingAttentionLayer(nn.Module):
                         nn.init.zeros_(module.bias)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        span: Span | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        past_key_values: AttentionCache | DecoderCache | None = None,
-        use_cache: bool = False,
-        output_attentions: bool = False,
-    ) -> tuple[Tensor, Tensor | None, AttentionCache | None]:
-        """Return the output `(B, T, E)`, the attention weights if wanted, and the cache.
+        self, hidden_states: Tensor, span: Span | None = None, *, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, None, AttentionCache | None]:
+        """Return the output `(B, T, E)`, None in the place of attention weights, and the cache.
 
         Args:
             hidden_states: T new tokens `(B, T, E)`.
-            span: facts about them, from the decoder. In its place, the arguments of the authors' layer:
-            attention_mask, past_key_values, use_cache, output_attentions: see `span_of_layer`.
+            span: facts about them, from the decoder; or for a layer by itself
+            attention_mask: `(B, T)`, 0 for padding.
         """
         x_BTE = hidden_states
         if span is None:
-            span = span_of_layer(self, x_BTE, attention_mask, past_key_values, use_cache, output_attentions)
+            span = Span(*find_padding(attention_mask, x_BTE, None))
         project = project_together(x_BTE, self._projections())
 
         # q, k, v = W x, keys and values mixed with those of the previous token; q, k = RMSNorm(q), RMSNorm(k)
@@ -194,7 +184,7 @@ class ForgettingAttentionLayer(nn.Module):
         elif gate_BTE is not None:
             out_BTE = ACTIVATIONS[self.ogate_act](gate_BTE) * out_BTE
         cache: Any = span.cache
-        return self.o_proj(out_BTE), span.attentions[-1] if span.attentions else None, cache
+        return self.o_proj(out_BTE), None, cache
 
     def rotate(self, x_BTHD: Tensor, position: int | Tensor = 0) -> Tensor:
         """Turn queries or keys by their positions, as `ops.layers.rotary.rotate`."""
@@ -288,7 +278,7 @@ class ForgettingAttentionLayer(nn.Module):
     def _initial_fgate_bias(self) -> Tensor:
         if not self.fgate_bias_init:
             return torch.zeros(self.num_heads)
-        assert self.decay_time_min is not None and self.decay_time_max is not None  # `check_options`
+        assert self.decay_time_min is not None and self.decay_time_max is not None  # `check_forgetting_options`
         return decay_time_bias(self.num_heads, self.decay_time_min, self.decay_time_max)
 
 
@@ -305,44 +295,3 @@ def decay_time_bias(num_heads: int, decay_time_min: float, decay_time_max: float
     """
     log_time_H = torch.linspace(math.log(decay_time_min), math.log(decay_time_max), num_heads, dtype=torch.float64)
     return -torch.log(torch.expm1(torch.exp(-log_time_H))).float()
-
-
-def check_options(options: Any, head_dim: int | None) -> None:
-    """Refuse options of a layer, or fields of a configuration, that do not fit together."""
-    width = options.hidden_size if head_dim is None else options.num_heads * head_dim
-    check_attention_options(width, options.num_heads, options.num_kv_heads, options.window_size, options.use_rope)
-    if not options.use_rope and (options.rope_factor != 1 or options.rope_llama3 is not None):
-        raise ValueError(
-            f"rope_factor, rope_llama3 are {options.rope_factor}, {options.rope_llama3}, which have no effect without "
-            "use_rope=True; leave them 1 and None"
-        )
-    if options.rope_llama3 is not None and len(options.rope_llama3) != 3:
-        raise ValueError(
-            f"rope_llama3 is {options.rope_llama3}; it must be [low, high, length], as in [1, 4, 8192], or None"
-        )
-    if options.ogate_act not in ACTIVATIONS:
-        raise ValueError(f"ogate_act is {options.ogate_act!r}; it must be one of {', '.join(ACTIVATIONS)}")
-    if options.fgate_type not in FGATE_TYPES:
-        raise ValueError(f"fgate_type is {options.fgate_type!r}; it must be one of {', '.join(FGATE_TYPES)}")
-    if options.fgate_bias_init and options.fgate_type not in ("bias_only", "fixed"):
-        raise ValueError(
-            f"fgate_bias_init is for fgate_type bias_only and fixed; with {options.fgate_type!r} set it to False"
-        )
-    if options.fgate_type == "fixed" and not options.fgate_bias_init:
-        raise ValueError("fgate_type 'fixed' takes its gates from decay times: set fgate_bias_init=True")
-    shortest, longest = options.decay_time_min, options.decay_time_max
-    if options.fgate_bias_init:
-        if shortest is None or longest is None or not 0 < shortest <= longest:
-            raise ValueError(
-                f"decay_time_min, decay_time_max are {shortest}, {longest} (tokens); fgate_bias_init needs "
-                "0 < decay_time_min <= decay_time_max"
-            )
-    elif shortest is not None or longest is not None:
-        raise ValueError(
-            "decay_time_min and decay_time_max have no effect without fgate_bias_init=True; leave them None"
-        )
-    if options.log_pruning_tolerance is not None and not options.log_pruning_tolerance < 0:
-        raise ValueError(
-            f"log_pruning_tolerance is {options.log_pruning_tolerance}; it is ln ε of a small ε, so negative (-10), "
-            "or None for off"
-        )

@@ -7,8 +7,9 @@ Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gat
 
 from typing import Any
 
+from forgetting_transformer.model.arguments import check_forgetting_options
 from forgetting_transformer.model.decoder import model_classes
-from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer, check_options
+from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer
 from forgetting_transformer.model.mixers.transformer import AttentionConfig, attention_flops_per_token
 
 
@@ -41,7 +42,7 @@ class ForgettingTransformerConfig(AttentionConfig):
     log_pruning_tolerance: float | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        check_options(self, self.head_dim)
+        check_forgetting_options(self, self.head_dim)
         super().__post_init__(**kwargs)
 
     def build_mixer(self, layer_idx: int) -> ForgettingAttentionLayer:

@@ -17,14 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
 from forgetting_transformer.model.decoder import model_classes
-from forgetting_transformer.model.layers import (
-    GatedRMSNorm,
-    ShortConvolution,
-    exempt_from_decay,
-    init_uniform,
-    initial_dt_bias,
-    is_plain,
-)
+from forgetting_transformer.model.layers import GatedRMSNorm, exempt_from_decay, is_plain
+from forgetting_transformer.model.mixers.recurrent import ShortConvolution, init_uniform, initial_dt_bias
 from forgetting_transformer.model.mixers.state_space import (
     StateSpaceConfig,
     StateSpaceForCausalLM,

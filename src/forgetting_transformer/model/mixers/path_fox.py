@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from forgetting_transformer.model.config import SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import model_classes
-from forgetting_transformer.model.layers import ShortConvolution
-from forgetting_transformer.model.mixers.recurrent import RecurrentCache, RecurrentMixer, zero_padding
+from forgetting_transformer.model.mixers.recurrent import RecurrentCache, RecurrentMixer, ShortConvolution, zero_padding
 from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse

@@ -1,16 +1,22 @@
-"""Base of mixers with a few states of fixed size as their memory of the past.
+"""Base of mixers with a few states of fixed size as their memory of the past; their layers and initial weights.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from forgetting_transformer.model.generation.cache import LayerCache
 from forgetting_transformer.model.span import Span
+from forgetting_transformer.ops import context
+from forgetting_transformer.ops.backends import OpUse
+from forgetting_transformer.ops.layers.short_convolution import short_convolution
 
 
 class RecurrentCache(LayerCache):
@@ -77,7 +83,6 @@ class RecurrentCache(LayerCache):
 class RecurrentMixer(nn.Module):
     """A recurrent mixer. Subclasses define `mix`, and set `num_heads` if they call `split_heads`."""
 
-    takes_span = True
     num_heads: int
 
     def new_cache(self) -> RecurrentCache:
@@ -133,3 +138,80 @@ def zero_padding(x_BTC: Tensor, padding_BT: Tensor | None) -> Tensor:
     before it.
     """
     return x_BTC if padding_BT is None else x_BTC.masked_fill(padding_BT[..., None], 0)
+
+
+class ShortConvolution(nn.Conv1d):
+    """Causal convolution of every channel by itself over the last few tokens, and SiLU.
+
+    Weight `(C, 1, W)`. Weight and bias start as PyTorch starts them, U(±1/√W), whatever the
+    architecture's initializer_range.
+
+    Args:
+        channels: C.
+        width: W, the taps.
+        bias: add a bias.
+        unit_heads: then divide each of so many equal slices of the channels by its length; 0 for none.
+    """
+
+    def __init__(self, channels: int, width: int, *, bias: bool, unit_heads: int = 0) -> None:
+        super().__init__(channels, channels, width, groups=channels, bias=bias)
+        self.unit_heads = unit_heads
+
+    @property
+    def tokens_before(self) -> int:
+        """Tokens before a part of a sequence that its first token reads."""
+        return self.weight.shape[-1] - 1
+
+    def op_use(self) -> OpUse:
+        return OpUse("short_convolution", self.unit_heads, self.weight.shape[-1], self.in_channels)
+
+    def init_own_weights(self) -> None:
+        bound = 1 / math.sqrt(self.weight.shape[-1])
+        init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            init.uniform_(self.bias, -bound, bound)
+
+    def forward(  # type: ignore[override]  # the state goes in and out too
+        self, x_BTC: Tensor, previous_BCW: Tensor | None = None, position_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output `(B, T, C)` and the last W - 1 inputs `(B, C, W - 1)`, for the next call.
+
+        Args:
+            x_BTC: the sequence.
+            previous_BCW: inputs that the call for the tokens before returned. Default 0, or what another process has
+                of the sequence.
+            position_BT: of packed documents, the number of tokens before each in its own.
+        """
+        if previous_BCW is None and (before_BWC := context.before(x_BTC, self.weight.shape[-1] - 1)) is not None:
+            previous_BCW = before_BWC.transpose(1, 2)
+        return short_convolution(
+            x_BTC,
+            self.weight,
+            self.bias,
+            previous_BCW=previous_BCW,
+            position_BT=position_BT,
+            unit_heads=self.unit_heads,
+        )
+
+
+def init_xavier(*linears: nn.Linear | None) -> None:
+    """Start weights from Xavier's uniform law with gain 2^-2.5, as HGRN2 and DeltaNet in the paper's runs."""
+    for linear in linears:
+        if linear is not None:
+            init.xavier_uniform_(linear.weight, gain=2**-2.5)
+
+
+def init_uniform(linear: nn.Linear, scale: float = 1.0) -> None:
+    """Start a linear layer's weight from U(±scale/√fan_in); with scale 1, PyTorch's own law."""
+    bound = scale / math.sqrt(linear.in_features)
+    init.uniform_(linear.weight, -bound, bound)
+
+
+def initial_dt_bias(size: int, dt_min: float, dt_max: float, dt_floor: float) -> Tensor:
+    """Biases `(size,)` whose softplus, the step size of a state space model, is log-uniform in [dt_min, dt_max].
+
+    Step sizes below dt_floor are raised to it. The inverse of softplus is x + log(1 - exp(-x)).
+    """
+    log_dt = torch.empty(size).uniform_(math.log(dt_min), math.log(dt_max))
+    dt = log_dt.exp().clamp(min=dt_floor)
+    return dt + torch.log(-torch.expm1(-dt))

@@ -16,18 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.attention import check_attention_options
+from forgetting_transformer.model.arguments import check_attention_options
 from forgetting_transformer.model.config import check_field
 from forgetting_transformer.model.decoder import model_classes
-from forgetting_transformer.model.layers import (
-    ShortConvolution,
-    SwiGLU,
-    exempt_from_decay,
-    init_uniform,
-    initial_dt_bias,
-    swiglu_width,
-)
+from forgetting_transformer.model.layers import SwiGLU, exempt_from_decay, swiglu_width
 from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer
+from forgetting_transformer.model.mixers.recurrent import ShortConvolution, init_uniform, initial_dt_bias
 from forgetting_transformer.model.mixers.state_space import (
     StateSpaceConfig,
     StateSpaceForCausalLM,

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from forgetting_transformer.model.config import DecoderConfig, check_silu
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
-from forgetting_transformer.model.layers import ShortConvolution, init_uniform
-from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
+from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, ShortConvolution, init_uniform, zero_padding
 
 
 class StateSpaceMixer(RecurrentMixer):

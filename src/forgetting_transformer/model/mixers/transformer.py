@@ -9,7 +9,7 @@ Transformer is this class with `window_size`.
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from forgetting_transformer.model.attention import check_attention_options
+from forgetting_transformer.model.arguments import check_attention_options
 from forgetting_transformer.model.config import SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import model_classes
 from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer
@@ -81,7 +81,6 @@ class TransformerConfig(AttentionConfig):
             rope_base=self.rope_base,
             fgate_type="none",
             initializer_range=None,
-            layer_idx=layer_idx,
         )
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:

@@ -292,7 +292,8 @@ def _explained(written: Mapping[str, Any]) -> Iterator[None]:
                 break
             key = reference[1]
         if written.get(key) == MISSING:
-            raise ConfigError(_no_value([key])) from error
+            folders = [name for name in ("output_dir", "data_dir") if written.get(name) == MISSING]
+            raise ConfigError(_no_value(folders if key in folders else [key])) from error
         reason = said.rpartition("interpolation: ")[2].strip('"')
         raise ConfigError(
             f"{key}={redact(str(written.get(key)))}: {reason}; give the value itself, or another key as in ${{seed}}, "

@@ -1,4 +1,5 @@
-"""Abilities of mixers, which are checked before a run, and the compilation of blocks.
+"""Base of all decoders: loading, initial weights, abilities of mixers, compilation of blocks, losses that training
+here does not use.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -6,16 +7,47 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 from collections.abc import Iterator
 from typing import Any
 
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
 from forgetting_transformer.model.block import DecoderBlock
+from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.ops.backends import OpUse
+from forgetting_transformer.ops.finite import check_finite
+from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
 
 
-class MixerAbilities:
+class DecoderPreTrainedModel(PreTrainedModel):
     """Methods of every decoder, with and without an output layer."""
 
-    modules: Any
+    config_class = DecoderConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _input_embed_layer = "embeddings"
+    _no_split_modules = ["DecoderBlock"]  # noqa: RUF012 (as in the base class)
     _is_compiled = False
+    lm_head: Any
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a model as transformers does, and refuse weights that are not finite."""
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        check_finite(model.named_parameters(), pretrained_model_name_or_path)
+        return loaded
+
+    def _init_weights(self, module: Any) -> None:
+        """Linear and embedding weights from N(0, initializer_range²), biases 0, norm weights 1; then mixers' own."""
+        super()._init_weights(module)
+        if hasattr(module, "init_own_weights"):
+            module.init_own_weights()
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # For classes from outside its package transformers skips modules that hold no parameters directly, as a guard
+        # against initialisers that overwrite loaded weights. Ours do not, and a mixer's own initialisation must run.
+        super()._initialize_weights(module, is_custom_code=False)
 
     def _mixers(self) -> list[Any]:
         decoder: Any = getattr(self, "decoder", self)
@@ -72,3 +104,26 @@ class MixerAbilities:
         for module in self.modules():
             if isinstance(module, DecoderBlock):
                 module.inputs_on_host = True
+
+    def _mean_loss(
+        self, logits: Any, labels: Tensor, attention_mask: Tensor | None, num_items_in_batch: int | Tensor | None
+    ) -> Tensor:
+        if labels.shape != logits.shape[:2]:
+            raise ValueError(
+                f"labels have shape {tuple(labels.shape)}; they must be {tuple(logits.shape[:2])}, one per token"
+            )
+        if attention_mask is not None:
+            # Padding predicts nothing, not even the first token behind it.
+            is_padding_BT = attention_mask[:, -labels.shape[1] : -1] == 0
+            labels = labels.masked_fill(F.pad(is_padding_BT, (1, 0)), -100)
+        return self.loss_function(
+            logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
+        )
+
+    def _loss_of_other_head(self, hidden_BTE: Tensor, labels_BT: Tensor) -> Tensor:
+        """The loss per token `(B, T)` where something stands in the place of the decoder's output layer."""
+        if isinstance(self.lm_head, nn.Linear):  # transformers puts one there when the vocabulary is resized
+            return linear_cross_entropy(hidden_BTE, self.lm_head.weight, labels_BT, compiled=self._is_compiled)
+        # An adapter replaced it, and computes with more than this weight.
+        logits_BTV = self.lm_head(hidden_BTE).float()
+        return F.cross_entropy(logits_BTV.transpose(1, 2), labels_BT, reduction="none")
