@@ -59,28 +59,15 @@ def main() -> None:
         help="replace an export of another run; refused without it",
     )
     command_line.add_plugins(parser)
-    arguments = parser.parse_args()
+    args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
     import transformers
 
-    from forgetting_transformer.training.checkpoint.folder import CheckpointError
-    from forgetting_transformer.training.export import ExportError, export
+    from forgetting_transformer.training.export import export
 
     transformers.utils.logging.disable_progress_bar()
-    try:
-        print(
-            export(
-                arguments.hf_load_dir,
-                arguments.hf_save_dir,
-                arguments.hf_load_step,
-                arguments.tokenizer,
-                arguments.license,
-                arguments.replace,
-            )
-        )
-    except (CheckpointError, ExportError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    print(export(args.hf_load_dir, args.hf_save_dir, args.hf_load_step, args.tokenizer, args.license, args.replace))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import count
+from forgetting_transformer.command_line import CommandError, count
 from forgetting_transformer.console import how_to_install
 
 
@@ -36,20 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     # Only now, so that --help is quick.
     try:
-        import optuna  # noqa: F401
-    except ImportError:
-        print(f"Optuna is not installed: {how_to_install('sweep')}", file=sys.stderr)
-        return 1
-    from forgetting_transformer.sweep import SweepError
-    from forgetting_transformer.sweep.free_search import FreeSearch
-    from forgetting_transformer.training import ConfigError
-
-    try:
-        search = FreeSearch(args.overrides, args.trials)
-        complete = search.run()
-    except (SweepError, ConfigError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        from forgetting_transformer.sweep.free_search import FreeSearch
+    except ModuleNotFoundError as error:
+        raise CommandError(f"{error}: {how_to_install('sweep')}") from error
+    search = FreeSearch(args.overrides, args.trials)
+    complete = search.run()
     print(f"\n{search.table()}\n\n{search.folder / 'sweep.md'}")
     if (best := search.best()) is not None:
         print(

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from forgetting_transformer.data import DataError
-from forgetting_transformer.data.prepare.settings import CorpusSettings
-from forgetting_transformer.data.prepare.tokenizers import byte_tokenizer, describe, save_built, save_loaded
+from forgetting_transformer.data.prepare.tokenizers import byte_tokenizer, save_built, save_loaded
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.training.export import tokenizer_of_run
 from forgetting_transformer.training.records.run_directory import RunDirectory
@@ -78,8 +77,6 @@ def test_a_planted_tokenizer_of_a_run_is_refused_in_one_line(planted):
 def test_a_planted_tokenizer_of_a_corpus_is_refused(planted, tmp_path):
     with pytest.raises(DataError, match="is never run"):
         save_loaded(str(planted), tmp_path / "out")
-    with pytest.raises(DataError, match="is never run"):
-        describe(planted, CorpusSettings(inputs=("texts",), tokenizer=str(planted)))
 
 
 def test_a_planted_model_is_refused(planted):

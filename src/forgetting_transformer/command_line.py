@@ -17,13 +17,14 @@ from forgetting_transformer.files import LINK_TO_IT, UnreadableError, is_utf8
 from forgetting_transformer.ranges import COUNT, POSITIVE, TOKENS, Range
 
 
-class CommandError(ValueError):
-    """A command cannot do its work; the message is one line with cause and fix, with which `run` ends the command."""
+class CommandError(Exception):
+    """An error that the user can fix; one line has cause and fix. `run` and train.py end a command with it."""
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that shows the docstring of its script as it is written."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+    """A parser that shows the docstring of its script, and an epilog, as they are written."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, epilog=epilog, formatter_class=as_written)
 
 
 def name(text: str) -> str:

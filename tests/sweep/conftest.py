@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from forgetting_transformer import command_line
 from forgetting_transformer.sweep import composer, runner
 from forgetting_transformer.sweep.jobs import Job
 from tests.processes import run_here
@@ -53,7 +54,8 @@ def search(faults, tmp_path, capsys, request) -> Callable[..., tuple[int, str, s
     """Runs the script of the test's module in the folder `sweep` and returns (exit code, stdout, stderr)."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        code = request.module.script.main([*DEMO, f"output_dir={tmp_path / 'sweep'}", *arguments])
+        given = [*DEMO, f"output_dir={tmp_path / 'sweep'}", *arguments]
+        code = command_line.run(lambda: request.module.script.main(given))
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 from torch.distributed.checkpoint.api import CheckpointException
 
+from forgetting_transformer.command_line import CommandError
+
 log = logging.getLogger(__name__)
 
 FORMAT = 1
@@ -28,7 +30,7 @@ _CHUNK = 1 << 24
 T = TypeVar("T")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(CommandError, RuntimeError):
     """A checkpoint could not be written or read; the message names it, the reason and what is still usable."""
 
 

@@ -97,13 +97,10 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
         raise ConfigError(said)
     flat = flatten(values)
     try:
-        components = components_of(flat, skip_unknown=False)
+        components_of(flat, skip_unknown=False)
     except UnknownComponentError as error:
         raise ConfigError(str(error)) from error
-    config = typing.cast(Config, _validated(config_class(flat), values, flatten(written)))
-    used = {component.plugin for component in components.values()} | {plugins.MODELS.plugin_of(config.model.name)}
-    config.plugins += sorted(used - {*config.plugins, ""})
-    return config
+    return typing.cast(Config, _validated(config_class(flat), values, flatten(written)))
 
 
 def parse_section(section: str, composed: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from forgetting_transformer import plugins
-from forgetting_transformer.command_line import one_line
+from forgetting_transformer.command_line import CommandError, one_line
 from forgetting_transformer.console import how_to_install
 from forgetting_transformer.data.storage.checksums import sha256_of
 from forgetting_transformer.files import explain, write_json
@@ -34,7 +34,7 @@ MARK = "exported_from.json"
 _UNFINISHED = ".unfinished-export-"
 
 
-class ExportError(RuntimeError):
+class ExportError(CommandError, RuntimeError):
     """An export is not possible. The message has the reason and the fix."""
 
 
@@ -173,14 +173,15 @@ def _origin(checkpoint: Checkpoint, state: dict[str, Any], model: PreTrainedMode
     """The fields of an export's mark that describe its weights."""
     config = state["config"]
     run = [decisive(config), state.get("data_fingerprint")]
-    needed = {plugins.MODELS.plugin_of(name) for name in (config["model"]["name"], *model.config.mixer_architectures)}
+    models = (plugins.MODELS.get(name).build for name in (config["model"]["name"], *model.config.mixer_architectures))
+    is_ours = all(model.__module__.startswith("forgetting_transformer.") for model in models)
     return {
         "checkpoint": checkpoint.step,
         "tag": config.get("tag"),
         "seed": config.get("seed"),
         "run": hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()[:16],
         **({"weights_from": card.public(state["weights_from"])} if state.get("weights_from") else {}),
-        **({"plugins": sorted(needed - {""})} if needed != {""} else {}),
+        **({} if is_ours else {"plugins": config["plugins"]}),
     }
 
 

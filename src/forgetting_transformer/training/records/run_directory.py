@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from forgetting_transformer import metric_names as names
+from forgetting_transformer.command_line import CommandError
 from forgetting_transformer.files import explain, locked
 
 PREVIOUS = "previous"
@@ -28,7 +29,7 @@ KINDS = (
 _SHARED = ("logs", "plots", "traces", "wandb")
 
 
-class RunDirectoryError(RuntimeError):
+class RunDirectoryError(CommandError, RuntimeError):
     """The run's folder cannot be used; the message has the reason, or the run that uses it, and the fix."""
 
 
