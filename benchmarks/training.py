@@ -183,8 +183,7 @@ def at_rest(model: Any, config: Any, device: Any) -> Any:
 
     All steps have the same batch, which a model learns by heart, and then its gates change.
     """
-    from forgetting_transformer.training.optimization.building import build_optimizer
-    from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
+    from forgetting_transformer.training.optimization.building import build_optimizer, undecayed_parameters
 
     undecayed = undecayed_parameters(model, config.train)
     optimizer = build_optimizer(model.to(device).train(), undecayed, config.optimizer)

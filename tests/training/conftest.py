@@ -25,9 +25,9 @@ from omegaconf import OmegaConf
 
 from forgetting_transformer import training
 from forgetting_transformer.files import flatten
-from tests.processes import free_port, server, start_as_by_default
+from tests.processes import Command, free_port, server, start_as_by_default
 from tests.tiny import STEP, VOCAB, make_corpus, tiny_config
-from tests.waiting import HANG
+from tests.waiting import HANG, wait_until
 
 
 @contextlib.contextmanager
@@ -331,3 +331,16 @@ def command_line(tiny: dict, output_dir: Path) -> list[str]:
     config = flatten(tiny_config(output_dir, tiny["data_dir"]))
     given = [f"{key}={value}" for key, value in config.items() if not key.startswith("fabric.")]
     return ["+experiment/demo=fox_pro", *given]
+
+
+def wait_for_training(folder: Path, launcher: Command) -> None:
+    """Until the run has logged a step."""
+    logged, printed = folder / "metrics/jsonlines/train.jsonl", folder / "printed"
+    wait_until(logged.exists, lambda: launcher.poll() is None, printed.read_text)
+
+
+def start(tiny: dict, folder: Path, *command: str) -> Command:
+    """A run without an end in `folder`, which takes what it prints too. The ranks are started as users start them."""
+    folder.mkdir()
+    printed = folder / "printed"
+    return Command(*command, *command_line(tiny, folder), *ENDLESS, output=printed, errors=printed)

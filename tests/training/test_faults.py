@@ -29,8 +29,10 @@ from tests.training.conftest import (
     lines,
     rank_log,
     refused,
+    start,
     status,
     train,
+    wait_for_training,
 )
 from tests.waiting import wait_until
 
@@ -193,17 +195,15 @@ def test_a_second_start_in_the_same_folder_is_refused_with_the_name_of_the_first
 
 def test_a_launcher_passes_signals_on_and_ends_with_75(tiny, tmp_path):
     """SIGUSR1 among them, of which `fabric run` by itself would die and tell its ranks nothing."""
-    folder, printed = tmp_path / "run", tmp_path / "printed"
-    command = ["scripts/launch.py", "--accelerator", "cpu", "--devices", "1", *command_line(tiny, folder), *ENDLESS]
-    launcher = Command(*command, output=printed, errors=printed)
-    logged = folder / "metrics/jsonlines/train.jsonl"
-    wait_until(logged.exists, lambda: launcher.poll() is None, printed.read_text)
+    folder = tmp_path / "run"
+    launcher = start(tiny, folder, "scripts/launch.py", "--accelerator", "cpu", "--devices", "1")
+    wait_for_training(folder, launcher)
     launcher.send_signal(signal.SIGUSR1)
     assert launcher.wait() == 75
     found = status({"output_dir": folder})
     assert found["status"] == "preempted" and found["reason"] == "SIGUSR1"
     assert (folder / f"checkpoints/step-{found['step']:015d}/manifest.json").is_file()
-    said = printed.read_text()
+    said = (folder / "printed").read_text()
     assert "Traceback" not in said and said.splitlines()[-1].endswith(str(folder)), said
 
 

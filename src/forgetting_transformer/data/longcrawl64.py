@@ -157,7 +157,7 @@ class LongCrawl64DataModule:
         return self._info("train", self.train_batch_len, self.train_batch_size, self.batches() * self.train_batch_size)
 
     def train_lengths(self) -> dict[int, float]:
-        """With packed documents the shares in the first batch, because rows are shuffled."""
+        """Shares in the first batch, with packed documents: rows are shuffled."""
         if not self.packed:
             return {self.train_batch_len: 1.0}
         first = Loader(TrainBatches(self, 0, 1), range(1), 0, self.vocabulary, packed=True)

@@ -177,7 +177,7 @@ def refuse_to_start_over(folder: Path, record: Path | None) -> None:
     """Refuses to start over where a run has finished checkpoints but no usable one.
 
     Args:
-        record: the run's `last_checkpoint.json`, which is there once a checkpoint was finished; None: not known.
+        record: lines of the checkpoints that the run has finished; None: not known.
 
     Raises:
         CheckpointError: checkpoints were finished, and none can be used. A run that starts over would write over what
@@ -188,7 +188,7 @@ def refuse_to_start_over(folder: Path, record: Path | None) -> None:
         problem = (
             f"none of the checkpoints in {folder} can be used ({names}; the log says why). Bring back a copy of one"
         )
-    elif record is not None and record.exists():
+    elif record is not None and record.is_file() and record.stat().st_size:
         problem = f"{record} says that a checkpoint was finished, and {folder} holds none. Bring the folder back"
     else:
         return
