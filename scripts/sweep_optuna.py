@@ -11,7 +11,7 @@ OVERRIDE is any override of train.py. One with a range is searched, in Hydra's s
     key=interval(0.0, 0.2)             a number between the two
     key=tag(log, interval(1e-4, 1e-2)) the same on a logarithmic scale
 
-output_dir holds a folder per run, optuna.jsonl (the study, for Optuna's own tools), sweep.md and sweep.png. Runs are
+output_dir holds a folder per run, optuna.jsonl (the study, for Optuna's own tools and figures) and sweep.md. Runs are
 compared as in sweep_lr.py and share the GPUs of this node (docs/sweep.md). The same command continues a search. You may
 increase --trials later.
 """
@@ -43,9 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     complete = search.run()
     print(f"\n{search.table()}\n\n{search.folder / 'sweep.md'}")
     if (best := search.best()) is not None:
-        print(
-            f"{search.folder / 'sweep.png'}\nbest: {' '.join(f'{key}={value}' for key, value in best.params.items())}"
-        )
+        print(f"best: {' '.join(f'{key}={value}' for key, value in best.params.items())}")
     if not complete:
         print("not all trials finished; the same command continues interrupted ones", file=sys.stderr)
     return 0 if complete else 1

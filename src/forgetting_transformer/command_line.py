@@ -101,15 +101,14 @@ def whole_numbers(text: str) -> list[int]:
 def add_plugins(parser: argparse.ArgumentParser) -> None:
     """--plugins NAME …: plug-ins (plugins.py) that a run or a model needs, imported when the option is read."""
 
-    class Load(argparse.Action):
-        def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
-            try:
-                plugins.load(values)
-            except plugins.PluginError as error:
-                parser.error(str(error))
-            setattr(namespace, self.dest, values)
+    def loaded(name: str) -> str:
+        try:
+            plugins.load([name])
+        except plugins.PluginError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return name
 
-    parser.add_argument("--plugins", nargs="+", default=[], metavar="NAME", action=Load, help="plug-ins that it needs")
+    parser.add_argument("--plugins", nargs="+", default=[], metavar="NAME", type=loaded, help="plug-ins that it needs")
 
 
 def take_any_text() -> None:

@@ -10,7 +10,7 @@ from tests.model.small_models import PRO, small_model
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_the_lines_of_the_page_generate_and_train(tmp_path, monkeypatch):
+def test_the_lines_of_the_page_train(tmp_path, monkeypatch):
     pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install -r requirements-dev.txt")
     peft = pytest.importorskip("peft", reason="LoRA is peft's: pip install -r requirements-dev.txt")
     from tests.evaluation.conftest import _tokenizer
