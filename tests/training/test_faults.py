@@ -73,7 +73,7 @@ FAULTS = {
     "a signal while a rank is still in its first step": Fault(
         before("training.faults.step_guard.StepGuard", "judge", "time.sleep(2)", "os.environ['RANK'] == '1'")
         + before(
-            "training.callbacks.steps.Loss",
+            "training.callbacks.losses.Loss",
             "on_interval",
             "os.kill(trainer.start.peers._process(1), signal.SIGTERM)\n" + STOP,
             "trainer.counters.batch_count == 1",
