@@ -1,7 +1,8 @@
 """Turns files of results (cases.py) into tables and numbers of the documentation. studies/pages.py inserts them.
 
 A table uses all files whose names match its pattern in benchmarks/results. A new file with the same name replaces an
-old one; rows of a newer Triton take the place of the same rows of an older one.
+old one; rows of a newer Triton take the place of the same rows of an older one. A row without a measurement is left
+out.
 """
 
 import json
@@ -49,14 +50,14 @@ class Results:
             raise FileNotFoundError(f"{RESULTS / patterns[0]}: no such file of results; a table needs it")
         self.names = [path.stem for path in paths]
         files = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        for file in files:
+            file["rows"] = [row for row in file["rows"] if row.get("status", "ok") == "ok"]
         self.files = sorted(files, key=lambda file: _version(triton(file)))
 
     def rows(self, **wanted: Any) -> list[dict[str, Any]]:
-        """Rows of all files with these values, each with its file's Triton, device and date under these names."""
+        """Rows of all files with these values, each with its file's Triton and device under these names."""
         found = (
-            {**row, "triton": triton(file), "device": _device(file), "date": file["environment"].get("date", "")}
-            for file in self.files
-            for row in file["rows"]
+            {**row, "triton": triton(file), "device": _device(file)} for file in self.files for row in file["rows"]
         )
         return [row for row in found if all(row.get(key) == value for key, value in wanted.items())]
 
@@ -123,7 +124,7 @@ def steps(results: Results) -> str:
             found.setdefault(key, {})[row["cuda_graphs"]] = row
     rows = []
     for (*_, name), pair in sorted(found.items(), key=lambda item: item[0]):
-        best = max(pair.values(), key=lambda row: row.get("tokens_per_second", 0))
+        best = max(pair.values(), key=lambda row: row["tokens_per_second"])
         speeds = [_optional(pair.get(used), _rate) for used in (False, True)]
         rows.append([name, *speeds, _percent(best.get("mfu")), _gigabytes(best.get("peak_memory_bytes"))])
     return table(["model", "tokens/s", "with CUDA graphs", "MFU", "memory GB"], rows)
@@ -151,7 +152,7 @@ def scaling(results: Results) -> str:
             cells = []
             for case in SCALING_CASES:
                 row = measured.get((experiment, number, case))
-                one = row and row["status"] == "ok" and compared_with(row, file["rows"])
+                one = row and compared_with(row, file["rows"])
                 is_compared = one and not case.startswith("one")
                 share = f" ({_percent(row['tokens_per_second'] / one['tokens_per_second'])})" if is_compared else ""
                 cells.append(_optional(row, _rate) + share)
@@ -163,34 +164,17 @@ def scaling(results: Results) -> str:
 
 
 def _told(file: Row) -> list[dict[str, Any]]:
-    """Rows of steps, each with the experiment of its model. `model=NAME` replaces the one that the file names.
-
-    A row without a measurement says of its case only the experiment; the rest is in the command.
-    """
-    settings = file["settings"]
-    overrides = settings.get("overrides") or ()
+    """Rows of steps, each with the experiment of its model. `model=NAME` replaces the one that the file names."""
+    overrides = file["settings"].get("overrides") or ()
     chosen = [override.removeprefix("model=") for override in overrides if override.startswith("model=")]
-    rows = []
-    for row in file["rows"]:
-        case = {"experiment": f"{chosen[-1]}/{row['experiment'].partition('/')[2]}"} if chosen else {}
-        if row.get("status", "ok") != "ok":
-            case |= {
-                "pruned": NO_PRUNING not in overrides,
-                "cuda_graphs": "train.cuda_graphs=true" in overrides,
-                "tokens_per_step": settings["seq_len"] * settings["batch_size"],
-            }
-        rows.append({**row, **case})
-    return rows
+    return [
+        {**row, "experiment": f"{chosen[-1]}/{row['experiment'].partition('/')[2]}"} if chosen else row
+        for row in file["rows"]
+    ]
 
 
 def _rate(row: Row) -> str:
-    """Tokens per second, or why there are none."""
-    return f"{row['tokens_per_second']:,.0f}" if row.get("status", "ok") == "ok" else _reason(row)
-
-
-def _reason(row: Row) -> str:
-    """Why a row has no measurement, for a cell."""
-    return " ".join(row["status"].replace("|", "/").split())
+    return f"{row['tokens_per_second']:,.0f}"
 
 
 def _unpruned(row: Row) -> bool:

@@ -133,28 +133,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(folder: Path, sizes: Sizes) -> int:
-    """Runs all jobs, and returns the exit code. What depends on a job is started when that is done."""
-
-    def then(result: runner.JobResult) -> list[Command]:
-        name = result.job.name
-        if result.state != State.FINISHED:
-            return []
-        if name == "corpus":
-            return [_pretraining(folder, sizes, seed) for seed in sizes.seeds]
-        kind, _, seed = name.rpartition("_seed")
-        if kind == PRETRAINED:
-            return [_own_job(folder, sizes, "convert", name)]
-        if kind == f"convert_{PRETRAINED}":
-            arms = [_training_on(folder, sizes, arm, int(seed)) for arm in ARMS if int(seed) in ARMS[arm].seeds]
-            return [*arms, _own_job(folder, sizes, "measure", f"{PRETRAINED}_seed{seed}")]
-        return [_own_job(folder, sizes, "measure", name)] if kind in ARMS else []
-
+    """Runs all jobs, stage by stage, and returns the exit code; a stage begins when the one before is done."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for all jobs: nothing of the study is on the hub
     machine = runner.Machine(jobs_per_gpu=JOBS_PER_GPU)
-    first = [_corpus(folder, sizes), *([_own_job(folder, sizes, "time", "speed")] if machine.gpus else [])]
-    results = runner.run_jobs(first, machine, folder / "logs", then)
-    print(f"\n{runner.summary(results)}\n")
-    return int(any(result.state != State.FINISHED for result in results))
+    pretrained = [f"{PRETRAINED}_seed{seed}" for seed in sizes.seeds]
+    arms = [(arm, seed) for arm in ARMS for seed in sizes.seeds if seed in ARMS[arm].seeds]
+    stages = [
+        [_corpus(folder, sizes), *([_own_job(folder, sizes, "time", "speed")] if machine.gpus else [])],
+        [_pretraining(folder, sizes, seed) for seed in sizes.seeds],
+        [_own_job(folder, sizes, "convert", name) for name in pretrained],
+        [_training_on(folder, sizes, arm, seed) for arm, seed in arms],
+        [_own_job(folder, sizes, "measure", name) for name in (*pretrained, *(f"{a}_seed{s}" for a, s in arms))],
+    ]
+    for jobs in stages:
+        results = runner.run_jobs(jobs, machine, folder / "logs")
+        print(f"\n{runner.summary(results)}\n")
+        if any(result.state != State.FINISHED for result in results):
+            return 1
+    return 0
 
 
 def _corpus(folder: Path, sizes: Sizes) -> Command:

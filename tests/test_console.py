@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 import types
-from pathlib import Path
 
 import pytest
 
@@ -17,10 +16,8 @@ from forgetting_transformer import console
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.composer import compose_config
 from forgetting_transformer.training import ConfigError
-from tests.processes import run_command
+from tests.processes import ROOT, run_command, run_here
 from tests.waiting import HANG
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -101,18 +98,12 @@ def test_what_all_ranks_find_wrong_is_said_by_the_first(rank, kept_signals, monk
     rank(1)
     console.start_log()
     root.handlers.append(logging.FileHandler(tmp_path / "rank-1.log"))
-    monkeypatch.setattr(console, "leave_it_to_the_first", lambda: sys.exit("ended by the launcher"))
+    monkeypatch.setattr(console, "_leave_it_to_the_first", lambda: sys.exit("ended by the launcher"))
     with pytest.raises(SystemExit, match="ended by the launcher"):
         console.fail("ConfigError: train.max_tokens")
     assert capsys.readouterr().err == ""
     assert "ConfigError: train.max_tokens" in (tmp_path / "rank-1.log").read_text()
     assert json.loads((tmp_path / "1.json").read_text())["message"]["message"] == "ConfigError: train.max_tokens"
-
-
-def error_of(*overrides: str) -> str:
-    with pytest.raises((SweepError, ConfigError)) as raised:
-        compose_config([*overrides, "data_dir=data"])
-    return str(raised.value)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
@@ -144,14 +135,17 @@ TYPOS = {
 
 @pytest.mark.parametrize("overrides", TYPOS)
 def test_a_typo_is_answered_in_one_line_with_the_closest_name(overrides):
-    said = error_of(*overrides.split())
-    assert said.startswith(TYPOS[overrides]) and "\n" not in said
+    with pytest.raises((SweepError, ConfigError)) as raised:
+        compose_config([*overrides.split(), "data_dir=data"])
+    assert str(raised.value).startswith(TYPOS[overrides]) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [(["output_dri=x"], "ConfigError: unknown config key 'output_dri'; did you mean 'output_dir'?"),
      (["--resolve"], "ConfigError: The --resolve flag"),
+     (["--device", "2"], "ConfigError: train.py has no option --device; did you mean --devices of `fabric run` and "),
+     (["--confg-dir=x"], "ConfigError: train.py has no option --confg-dir; did you mean --config-dir?"),
      (["--config-name=foo"], "ConfigError: --config-name=foo: there is no such file; leave it out, or name config"),
      (["+experiment/demo=fox_pro", "data_dir=data", "output_dir= "], "ConfigError: output_dir"),
      (["+experiment/demo=fox_pro"], "ConfigError: no value for data_dir, output_dir: give it on the command line")],
@@ -167,12 +161,9 @@ def said_by_train(rank, monkeypatch, capsys, tmp_path):
 
     def start(*arguments: str) -> str:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
         monkeypatch.setattr(console, "_has_log", False)
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-        error = capsys.readouterr().err
-        assert end.value.code == 1 and error.count("\n") == 1
+        code, error = run_here("train.py", *arguments), capsys.readouterr().err
+        assert code == 1 and error.count("\n") == 1
         return error
 
     return start

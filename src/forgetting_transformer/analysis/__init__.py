@@ -19,5 +19,5 @@ It imports neither models, training nor evaluations: results can be read on a ma
 from forgetting_transformer.command_line import CommandError
 
 
-class AnalysisError(CommandError):
+class AnalysisError(CommandError, ValueError):
     """Results cannot be read or shown; the message names the file, the error and the fix."""

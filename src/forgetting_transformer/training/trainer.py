@@ -41,13 +41,12 @@ from forgetting_transformer.training.faults.failures import Start
 from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.faults.stop import Stop, Vote
 from forgetting_transformer.training.feed import batches
-from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.optimization.building import undecayed_parameters
 from forgetting_transformer.training.optimization.schedule import build_schedule
 from forgetting_transformer.training.parallel.ranks import Ranks, on_rank_zero
 from forgetting_transformer.training.records.loss_by_position import StepLosses
 from forgetting_transformer.training.start import resume
-from forgetting_transformer.training.start.descriptions import describe, open_metrics
-from forgetting_transformer.training.start.start_block import start_block
+from forgetting_transformer.training.start.descriptions import describe, open_metrics, start_block
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ class Trainer:
         self.begin("checkpoint")
         if not config.resume:
             resume.move_aside(self.directory, fabric)  # only now: a command that is refused leaves the old run alone
-        self.directory.make(self.directory.checkpoints)
+        self.directory.checkpoints.mkdir(parents=True, exist_ok=True)
         on_rank_zero(fabric, lambda: remove_leftovers(self.directory.checkpoints))
         self.guard = StepGuard(fabric.device)
         model, optimizer = self.model.module, self.optimizer.optimizer  # without Fabric's wrappers
