@@ -140,7 +140,7 @@ def prepare(args: argparse.Namespace, case: Case, device: Any, draws: Any) -> tu
     fabric = Fabric(
         accelerator=args.device,
         devices=world,
-        strategy=launch._strategy(config, world, world if config.strategy.name == "fsdp" else 1),
+        strategy=launch._strategy(config, world),
         plugins=[launch._precision(config)],
     )
     model = build(config, VOCABULARY).train()

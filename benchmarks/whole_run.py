@@ -138,7 +138,7 @@ def follow(command: Sequence[str], log: Path) -> float | None:
     )  # fmt: skip
     try:
         with log.open("w", encoding="utf-8") as file:
-            for line in process.stdout:
+            for line in process.stdout or ():
                 file.write(line)
                 print(line, end="", file=sys.stderr, flush=True)
                 if first_loss is None and LOSS_LINE.search(line):
