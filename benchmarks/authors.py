@@ -2,8 +2,7 @@
 """Compares the training speed of FoX (Pro) with that of the paper authors' public code, each mode with the same mode.
 
     git clone https://github.com/zhixuan-lin/forgetting-transformer .authors
-    python benchmarks/authors.py --authors .authors                         # all, defaults below
-    python benchmarks/authors.py --authors .authors --modes pruned --out results.json
+    python benchmarks/authors.py --authors .authors --out results.json
 
 A step is forward and backward of one micro-batch of random tokens on one device, without an optimizer. The modes are
 with and without pruning, each with and without activation checkpointing. Weights are fp32 and those of initialisation,
@@ -34,10 +33,8 @@ from cases import Case, compose, parse, parser, run, run_main
 
 import training
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import count
+from forgetting_transformer.command_line import CommandError, count
 
-CODES = {"authors": "paper authors", "ours": "ours"}
-PRUNED = {"both": (True, False), "pruned": (True,), "unpruned": (False,)}
 #: Their model of FoX, below the folder of --authors, and the op that it imports.
 MODEL = "src/forgetting_transformer/model/forgetting_transformer"
 OP = "src/forgetting_transformer/ops/forgetting_attention.py"
@@ -50,9 +47,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     made.add_argument("--authors_commit", help="its commit, where the checkout has no .git")
     made.add_argument("--experiment", metavar="NAME", help="of FoX (Pro), as in benchmarks/training.py")
-    made.add_argument("--codes", nargs="+", choices=CODES, default=list(CODES), help="whose model (default both)")
-    made.add_argument("--modes", choices=PRUNED, default="both", help="with pruning or without (default both)")
-    made.add_argument("--checkpointing", choices=training.CHECKPOINTING, default="both")
     made.add_argument("--seq_len", type=count, help="tokens of the one sequence")
     made.add_argument("--steps", type=count, default=10, help="measured steps (default 10)")
     made.add_argument("--warmup_steps", type=count, default=4, help="steps before them (default 4)")
@@ -75,13 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if not args.dry_run and not (args.authors / OP).is_file():
         clone = f"git clone https://github.com/zhixuan-lin/forgetting-transformer {args.authors}"
-        print(f"error: --authors {args.authors} has no {OP}; make it with {clone}", file=sys.stderr)
-        return 2
+        raise CommandError(f"--authors {args.authors} has no {OP}; make it with {clone}")
     cases = [
         {"experiment": args.experiment, "pruned": pruned, "checkpointing": checkpointing, "code": code}
-        for pruned in PRUNED[args.modes]
-        for checkpointing in reversed(training.CHECKPOINTING[args.checkpointing])
-        for code in args.codes
+        for pruned in (True, False)
+        for checkpointing in (False, True)
+        for code in ("authors", "ours")
     ]
     return run(__file__, args, argv, cases, lambda case: measure(args, case), lambda _: 1, packages=["einops"])
 
@@ -140,15 +133,12 @@ def load(checkout: Path) -> Any:
     package = types.ModuleType("authors_fox")  # without their __init__, which registers names that ours has registered
     package.__path__ = [str(checkout / MODEL)]
     sys.modules[package.__name__] = package
-    ours = sys.modules.get(op)
+    ours = importlib.import_module(op)
     sys.modules[op] = theirs
     try:
         return importlib.import_module("authors_fox.modeling_forgetting_transformer")
     finally:
-        if ours is None:
-            del sys.modules[op]
-        else:
-            sys.modules[op] = ours
+        sys.modules[op] = ours
 
 
 if __name__ == "__main__":

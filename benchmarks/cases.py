@@ -14,7 +14,6 @@ memory", "stopped after N s" or "failed: …"; only the last makes the exit code
 """
 
 import argparse
-import ctypes
 import gc
 import json
 import os
@@ -32,15 +31,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer import command_line
-from forgetting_transformer.files import flatten
+from forgetting_transformer import command_line, console
+from forgetting_transformer.command_line import CommandError, installed_versions
+from forgetting_transformer.files import flatten, write_atomically
+from forgetting_transformer.sweep.composer import compose_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 #: Says which commit a copy of the repository without its .git was made from.
 COMMIT_VARIABLE = "BENCHMARK_COMMIT"
 #: Options that do not change what is measured: all have a value, but for the flags.
 _FLAGS = ("replace", "dry_run")
-_UNMEASURED = ("out", "time_limit", "folder", "data_dir", "worker", *_FLAGS)
+_UNMEASURED = ("out", "time_limit", "folder", "worker", *_FLAGS)
 #: Rows whose status begins with one of these measured nothing, and are tried again.
 _UNFINISHED = ("failed", "stopped")
 
@@ -52,7 +53,7 @@ class NotMeasured(Exception):
     """A case has no measurement; the message, its row's status, says why."""
 
 
-class RecordError(ValueError):
+class RecordError(CommandError):
     """The file of --out cannot take the results of this command; the message says why, and what to do."""
 
 
@@ -60,7 +61,7 @@ class RecordError(ValueError):
 
 
 def parser(description: str | None, time_limit: float = 900) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = command_line.make_parser(description)
     made.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     made.add_argument(
         "--time_limit",
@@ -128,14 +129,8 @@ def experiment_overrides(experiment: str) -> list[str]:
 
 
 def compose(experiment: str, overrides: Sequence[str]) -> Any:
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-
-    from forgetting_transformer.training.config.parsing import parse as checked
-
-    chosen = [*experiment_overrides(experiment), *overrides, "output_dir=unused", "data_dir=unused"]
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return checked(hydra_compose("config", overrides=chosen))
+    chosen = experiment_overrides(experiment)
+    return compose_config([*chosen, *overrides, "output_dir=unused", "data_dir=unused"])
 
 
 # The loop.
@@ -148,7 +143,6 @@ def run(
     cases: Sequence[Case],
     measure: Measure,
     ranks: Callable[[Case], int] | None = None,
-    environ: Callable[[str], Mapping[str, str]] | None = None,
     packages: Sequence[str] = (),
     gpu_only: bool = False,
 ) -> int:
@@ -158,7 +152,6 @@ def run(
         script: the benchmark's `__file__`.
         argv: its command line without the script; None: that of this process.
         ranks: processes of a case, which are started for it; None: a case is measured in this one.
-        environ: further variables of these processes, from the name of a temporary folder.
         packages: whose versions matter beside those of training.
         gpu_only: what is measured are GPU kernels.
     """
@@ -169,19 +162,14 @@ def run(
         print(*map(describe, cases), sep="\n")
         return 0
     if gpu_only and args.device == "cpu":
-        print("error: this benchmark measures GPU kernels, and PyTorch sees no GPU", file=sys.stderr)
-        return 2
-    try:
-        record = Record(Path(script).stem, args, given, packages)
-    except RecordError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise CommandError("this benchmark measures GPU kernels, and PyTorch sees no GPU")
+    record = Record(Path(script).stem, args, given, packages)
     print(device_name(record.environment), flush=True)
     for case in cases:
         row = record.find(case)
         if row is None and ranks is not None:
             command = [sys.executable, script, *given, "--device", args.device, "--worker", json.dumps(case)]
-            row = record.add(case | _in_processes(command, args, ranks(case), environ))
+            row = record.add(case | _in_processes(command, args, ranks(case)))
         elif row is None:
             row = record.add(case | attempt(measure, case))
         print(describe(row), flush=True)
@@ -222,18 +210,13 @@ def _work(measure: Measure, case: str, file: str) -> int:
     os._exit(0 if row["status"] == "ok" else 1)
 
 
-def _in_processes(
-    command: Sequence[str],
-    args: argparse.Namespace,
-    ranks: int,
-    environ: Callable[[str], Mapping[str, str]] | None,
-) -> dict[str, Any]:
+def _in_processes(command: Sequence[str], args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """The row that the processes of a case write, or the status that says why there is none."""
     from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "row.json"
-        shared = {**os.environ, **(environ(folder) if environ else {})}
+        shared = dict(os.environ)
         if ranks > 1:
             shared |= {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}", "GROUP_WORLD_SIZE": "1"}
             shared |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
@@ -309,9 +292,6 @@ class Record:
         """Appends a row and saves the file."""
         self.rows.append(_as_json(row))
         if self.file is not None:
-            # Imported here: it imports PyTorch, for which --help need not wait.
-            from forgetting_transformer.files import write_atomically
-
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.file, dumps(self.content))
         return self.rows[-1]
@@ -360,7 +340,6 @@ def dumps(content: Mapping[str, Any]) -> str:
 
 def environment(command_line: str, device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
     """Command, date, commit, hardware and versions of a measurement on `device` ("cuda" or "cpu")."""
-    from forgetting_transformer.command_line import installed_versions
     from forgetting_transformer.training.start.descriptions import PACKAGES, git_state
 
     state = git_state(Path(__file__).parent)
@@ -411,9 +390,7 @@ def end_with_parent() -> None:
     to both, is left to the parent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    console.die_with_parent(os.getppid())
 
 
 def _identity(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Measurement(NamedTuple):
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("wanted", nargs="*", metavar="NAME", help="groups, or files without .json (default: all)")
     parser.add_argument(
         "--folder", type=command_line.path, default=Path("output/benchmarks"), help="of the files (default %(default)s)"

@@ -125,8 +125,7 @@ def prepare(args: argparse.Namespace, case: Case, device: Any, draws: Any) -> tu
 
     from forgetting_transformer.training.execution.compilation import Compilation
     from forgetting_transformer.training.execution.graphs import Graphs
-    from forgetting_transformer.training.optimization.building import build_optimizer
-    from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
+    from forgetting_transformer.training.optimization.building import build_optimizer, undecayed_parameters
     from forgetting_transformer.training.parallel import launch
     from forgetting_transformer.training.parallel.ranks import Ranks
 

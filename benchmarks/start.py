@@ -20,11 +20,12 @@ is a result.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,32 +87,41 @@ def start(args: argparse.Namespace, experiment: str, output: Path) -> dict[str, 
         f"train.max_tokens={data.train_batch_len * data.train_batch_size}",
         f"schedule.total_tokens={config.schedule.total_tokens or 'null'}", *args.overrides,
     ]  # fmt: skip
-    began, seconds = time.perf_counter(), None
-    log, printed = output / "logs/rank-0.log", Path(f"{output}.txt")
-    with printed.open("w", encoding="utf-8") as said:
-        process = subprocess.Popen(
-            command, env=os.environ | empty_caches(str(folder)), stdout=said, stderr=said, preexec_fn=end_with_parent
-        )
-        try:
-            while process.poll() is None and time.perf_counter() - began < args.time_limit:
-                if seconds is None and log.is_file() and FIRST_LINE in log.read_text(encoding="utf-8"):
-                    seconds = time.perf_counter() - began
-                time.sleep(0.05)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-            process.wait()  # it may be writing into a folder that is about to be removed
-    if process.returncode != 0 or seconds is None:
-        if (output / "status.json").is_file() and "out of memory in " in read_status(output)["reason"]:
-            raise NotMeasured("out of memory")
-        ended = f"ended with code {process.returncode} after {time.perf_counter() - began:.0f} s"
-        raise RuntimeError(f"{ended}: {printed.read_text(encoding='utf-8', errors='replace')[-2000:]}")
+    seconds = follow(command, Path(f"{output}.txt"), args.time_limit, empty_caches(str(folder)))
     stages = json.loads((output / "goodput.json").read_text(encoding="utf-8"))["starts"][-1]["stages"]
     return {"first_line_seconds": seconds, "launcher_seconds": seconds - sum(stages.values()), "stages": stages}
 
 
-def read_status(output: Path) -> dict[str, Any]:
-    return json.loads((output / "status.json").read_text(encoding="utf-8"))
+def follow(command: Sequence[str], log: Path, limit: float, environ: Mapping[str, str] | None = None) -> float:
+    """Runs a command, whose output goes to `log`; seconds to its first line with a loss, or to its end without one.
+
+    Raises:
+        NotMeasured: a run that ran out of memory.
+        RuntimeError: another failure, or it took more than `limit` seconds.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    began, seconds = time.perf_counter(), None
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command, env=os.environ | dict(environ or {}), stdout=output, stderr=output, start_new_session=True,
+            preexec_fn=end_with_parent,
+        )  # fmt: skip
+        try:
+            while process.poll() is None and time.perf_counter() - began < limit:
+                if seconds is None and FIRST_LINE in log.read_text(encoding="utf-8", errors="replace"):
+                    seconds = time.perf_counter() - began
+                time.sleep(0.05)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()  # it may be writing into a folder that is about to be removed
+    ended = time.perf_counter() - began
+    if process.returncode != 0:
+        printed = log.read_text(encoding="utf-8", errors="replace")
+        if "out of memory in " in printed:
+            raise NotMeasured("out of memory")
+        raise RuntimeError(f"ended with code {process.returncode} after {ended:.0f} s: {printed[-2000:]}")
+    return seconds or ended
 
 
 def launch_command(devices: int, accelerator: str, launcher: str) -> list[str]:
@@ -124,15 +134,15 @@ def launch_command(devices: int, accelerator: str, launcher: str) -> list[str]:
     return [*started, "--devices", str(devices), "--accelerator", accelerator]
 
 
-def on_random_tokens(experiment: str, output: Path, data_dir: Path, vocabulary: int = VOCABULARY) -> list[str]:
+def on_random_tokens(experiment: str, output: Path, data_dir: Path) -> list[str]:
     """Arguments of train.py: the experiment in `output`, on what `write_corpus` has written to `data_dir`/random."""
     return [
         *experiment_overrides(experiment), f"output_dir={output}", f"data_dir={data_dir}", "datamodule.dataset=random",
-        f"datamodule.vocab_size={vocabulary}", "datamodule.bos_token_id=0", "skip_eval=true",
+        f"datamodule.vocab_size={VOCABULARY}", "datamodule.bos_token_id=0", "skip_eval=true",
     ]  # fmt: skip
 
 
-def write_corpus(folder: Path, length: int, documents: int, vocabulary: int = VOCABULARY) -> None:
+def write_corpus(folder: Path, length: int, documents: int) -> None:
     """Random documents, as many as the steps of a run read."""
     import numpy as np
     import zarr
@@ -141,7 +151,7 @@ def write_corpus(folder: Path, length: int, documents: int, vocabulary: int = VO
         return
     generator = np.random.default_rng(0)
     for split in ("train", "heldout"):
-        tokens = generator.integers(0, vocabulary, size=(documents, length)).astype(np.uint16)
+        tokens = generator.integers(0, VOCABULARY, size=(documents, length)).astype(np.uint16)
         array = zarr.create_array(folder / f"{split}.zarr", shape=tokens.shape, dtype="uint16", chunks=(1, length))
         array[:] = tokens
 

@@ -1,6 +1,6 @@
 """Turns files of results (cases.py) into tables and numbers of the documentation. studies/pages.py inserts them.
 
-A table uses all files whose names match its pattern in benchmarks/results.
+A table uses all files whose names match its pattern in benchmarks/results, without the rows that measured nothing.
 """
 
 import json
@@ -48,6 +48,8 @@ class Results:
             raise FileNotFoundError(f"{RESULTS / pattern}: no such file of results; a table needs it")
         self.names = [path.stem for path in paths]
         self.files = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        for file in self.files:
+            file["rows"] = [row for row in file["rows"] if row.get("status", "ok") == "ok"]
 
     def rows(self, **wanted: Any) -> list[dict[str, Any]]:
         """Rows of all files with these values."""
@@ -134,7 +136,7 @@ def scaling(results: Results) -> str:
             cells = []
             for case in SCALING_CASES:
                 row = measured.get((experiment, number, case))
-                one = row and row["status"] == "ok" and compared_with(row, file["rows"])
+                one = row and compared_with(row, file["rows"])
                 share = ""
                 if row and one and not case.startswith("one"):
                     share = f" ({_percent(row['tokens_per_second'] / one['tokens_per_second'])})"
@@ -145,8 +147,7 @@ def scaling(results: Results) -> str:
 
 
 def _rate(row: Row) -> str:
-    """Tokens per second, or why there are none."""
-    return f"{row['tokens_per_second']:,.0f}" if row["status"] == "ok" else " ".join(row["status"].split())
+    return f"{row['tokens_per_second']:,.0f}"
 
 
 def model_name(experiment: str) -> str:

@@ -31,6 +31,7 @@ the output_dir of a run.
 import argparse
 import itertools
 import math
+import os
 import statistics
 import sys
 import time
@@ -104,10 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for experiment in args.experiments
         for checkpointing in CHECKPOINTING[args.checkpointing]
     ]
-    return run(
-        __file__, args, argv, cases, lambda case: measure(args, case), lambda _: 1,
-        empty_caches if args.empty_kernel_cache else None,
-    )  # fmt: skip
+    if args.worker and args.empty_kernel_cache:
+        os.environ |= empty_caches(str(Path(args.worker[1]).parent))
+    return run(__file__, args, argv, cases, lambda case: measure(args, case), lambda _: 1)
 
 
 def empty_caches(folder: str) -> dict[str, str]:
@@ -183,8 +183,7 @@ def at_rest(model: Any, config: Any, device: Any) -> Any:
 
     All steps have the same batch, which a model learns by heart, and then its gates change.
     """
-    from forgetting_transformer.training.optimization.building import build_optimizer
-    from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
+    from forgetting_transformer.training.optimization.building import build_optimizer, undecayed_parameters
 
     undecayed = undecayed_parameters(model, config.train)
     optimizer = build_optimizer(model.to(device).train(), undecayed, config.optimizer)

@@ -28,13 +28,9 @@ def main() -> None:
     )  # fmt: skip
     arguments = parser.parse_args()
 
-    from forgetting_transformer.training.export import ExportError
     from forgetting_transformer.training.export.forget_gates import add_forget_gates
 
-    try:
-        print(add_forget_gates(arguments.source, arguments.out, arguments.memory_length))
-    except ExportError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    print(add_forget_gates(arguments.source, arguments.out, arguments.memory_length))
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import at_least, count, step
+from forgetting_transformer.command_line import count
 from forgetting_transformer.console import redact
 from forgetting_transformer.files import flatten, size_in_words
 from forgetting_transformer.training.checkpoint import folder as checkpoints
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError
 from forgetting_transformer.training.checkpoint.reading import load_tensors
 from forgetting_transformer.training.records.metrics import duration
-from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
+from forgetting_transformer.training.records.run_directory import RunDirectory
 
 T = TypeVar("T")
 
@@ -35,7 +35,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     ls = commands.add_parser("ls", help="list checkpoints; reads only their manifests")
     verify = commands.add_parser("verify", help="compare every file with its checksum")
-    verify.add_argument("--step", type=step, help="only this one")
     diff = commands.add_parser("diff", help="compare two checkpoints")
     prune = commands.add_parser("prune", help="delete older checkpoints; never while the run is training")
     for command in (ls, verify, prune):
@@ -43,9 +42,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for number in ("", "2"):
         diff.add_argument(f"run{number}", type=command_line.path, metavar=f"RUN{number}", help="output_dir of a run")
         diff.add_argument(f"step{number}", metavar=f"STEP{number}", help='training tokens, or "newest"')
-    diff.add_argument(
-        "--top", type=at_least(0), default=10, help="tensors to print, those that differ most (default 10)"
-    )
     prune.add_argument("--keep", type=count, default=1, help="valid checkpoints to keep, the newest (default 1)")
     prune.add_argument("--permanent", action="store_true", help="also delete checkpoints that are kept permanently")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
@@ -67,11 +63,8 @@ def ls(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    paths = [p for p in folders(RunDirectory(args.run).checkpoints) if args.step in (None, checkpoints.step_of(p))]
-    if not paths:
-        raise CheckpointError(f"no checkpoint at step {args.step} in {args.run}")
     damaged = 0
-    for path in paths:
+    for path in folders(RunDirectory(args.run).checkpoints):
         try:
             checkpoints.inspect(path)
             print(f"{path.name}  whole")
@@ -106,7 +99,7 @@ def diff(args: argparse.Namespace) -> int:
     changes.sort(reverse=True)
     equal = len(first.keys() & second.keys()) - len(changes)
     print(f"{equal} tensors are equal in every bit, {len(changes)} differ" + ("; the most:" if changes else ""))
-    for change, name in changes[: args.top]:
+    for change, name in changes[:10]:
         print(f"  {name}: by {change:.2g} times its norm")
     return int(bool(changes) or first.keys() != second.keys())
 
@@ -160,11 +153,7 @@ def find(run: Path, step: str, read: Callable[[Checkpoint], T]) -> T:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    try:
-        return {"ls": ls, "verify": verify, "diff": diff, "prune": prune}[args.command](args)
-    except (CheckpointError, RunDirectoryError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return {"ls": ls, "verify": verify, "diff": diff, "prune": prune}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count
-from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.tools.download import MIRROR, SPLITS, download
 
 EPILOG = f"""\
@@ -54,9 +53,7 @@ def documents(text: str) -> int | float:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__, EPILOG)
     parser.add_argument("splits", nargs="+", choices=SPLITS, metavar="SPLIT", help="heldout, train, or both")
     parser.add_argument(
         "--out",
@@ -89,15 +86,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
-    try:
-        for split in args.splits:
-            download(args.source, split, args.out, args.documents, args.tokens, args.workers, args.dry_run)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    for split in args.splits:
+        download(args.source, split, args.out, args.documents, args.tokens, args.workers, args.dry_run)
 
 
 if __name__ == "__main__":

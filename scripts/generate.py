@@ -10,23 +10,11 @@ Several continuations are generated together and printed one after the other.
 """
 
 import argparse
-import contextlib
 import sys
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import at_least, count, number
 from forgetting_transformer.ranges import POSITIVE, Range
-
-#: Lowest temperature: at lower ones the likeliest token is all but certain, and divided logits may overflow.
-LEAST_TEMPERATURE = 1e-3
-
-
-def temperature(text: str) -> float:
-    """Argument type: 0 for the likeliest token, or a temperature to draw at."""
-    with contextlib.suppress(ValueError):
-        if float(text) == 0:
-            return 0.0
-    return number(Range(LEAST_TEMPERATURE, POSITIVE.high))(text)
 
 
 def main() -> None:
@@ -88,7 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max_new_tokens", type=count, default=64, help="default 64")
     parser.add_argument(
         "--temperature",
-        type=temperature,
+        type=number(Range(0, POSITIVE.high)),
         default=0.0,
         help="divides the logits before a token is drawn; default 0, no drawing",
     )

@@ -32,14 +32,9 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
-    from forgetting_transformer.training.checkpoint.folder import CheckpointError
     from forgetting_transformer.training.export.official_checkpoint import import_run
-    from forgetting_transformer.training.records.run_directory import RunDirectoryError
 
-    try:
-        written, config = import_run(arguments.official_dir, arguments.output_dir, arguments.step)
-    except (CheckpointError, RunDirectoryError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    written, config = import_run(arguments.official_dir, arguments.output_dir, arguments.step)
     print(f"{written.path} holds the run at {written.step:,} of {config.train.max_tokens:,} tokens")
     print(f"continue it with the run's own command and output_dir={arguments.output_dir}", end="")
     unpruned = (

@@ -8,7 +8,6 @@ import sys
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count, number, seed
-from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare import CorpusSettings, prepare_corpus
 from forgetting_transformer.data.prepare.settings import (
     DEFAULT_DEDUP,
@@ -29,20 +28,12 @@ examples:
     scripts/prepare_data.py --dataset HuggingFaceFW/fineweb-edu --dataset_config sample-10BT \\
         --max_bytes 10GB --tokenizer bytes --out data/fineweb
 
-what happens to the texts:
-  Texts are read in path order (files and folders sorted by name; records in file order), exact duplicates are
-  dropped, with --dedup near-duplicates too, and the rest is joined, an end-of-text token after each, and cut into
-  rows of --doc_len tokens. So files of one folder share a row, and a long text spans several rows. Whole folders or
-  files are held out, so heldout.zarr shares no text with train.zarr. The order of rows is random (--seed).
+Texts are joined, an end-of-text token after each, and cut into rows of --doc_len tokens. Whole folders or files are
+held out, so heldout.zarr shares no text with train.zarr.
 
-  Killed? The same command continues. Finished? The same command does nothing. The arrays do not depend on --workers.
+Killed? The same command continues. Finished? The same command does nothing. The arrays do not depend on --workers.
 
-what --force does:
-  It builds the corpus again, also with other settings. The old corpus stays whole in OUT until the new one is complete
-  and takes its place, so there must be room for both. OUT may hold a corpus of this program and nothing else; other
-  files are refused. An unfinished corpus is continued with the same settings and started over with others.
-
-More: docs/data.md
+More, also on what is read and what --force does: docs/data.md
 """
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -62,9 +53,7 @@ def available_cpus() -> int:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__, EPILOG)
     add = parser.add_argument_group("input").add_argument
     add(
         "inputs",
@@ -146,17 +135,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     options = vars(parse_arguments(arguments))
     out, workers, force = options.pop("out"), options.pop("workers"), options.pop("force")
     for name in ("inputs", "include", "exclude"):
         options[name] = tuple(options[name])
-    try:
-        prepare_corpus(CorpusSettings(**options), out, workers, force)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    prepare_corpus(CorpusSettings(**options), out, workers, force)
 
 
 if __name__ == "__main__":

@@ -53,16 +53,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     # Only now, so that --help is quick.
-    from forgetting_transformer.sweep import SweepError
     from forgetting_transformer.sweep.learning_rate import LearningRateSweep, grid_text
-    from forgetting_transformer.training import ConfigError
 
-    try:
-        sweep = LearningRateSweep(args.overrides, args.guess, args.seeds, args.head_dims)
-        complete = sweep.run()
-    except (SweepError, ConfigError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    sweep = LearningRateSweep(args.overrides, args.guess, args.seeds, args.head_dims)
+    complete = sweep.run()
     if any(search.losses for search in sweep.searches.values()):
         print(f"\n{sweep.table()}\n\n{sweep.folder / 'sweep.md'}\n{sweep.folder / 'sweep.png'}")
     if not complete:

@@ -11,7 +11,7 @@ OVERRIDE is any override of train.py. One with a range is searched, in Hydra's s
     key=interval(0.0, 0.2)             a number between the two
     key=tag(log, interval(1e-4, 1e-2)) the same on a logarithmic scale
 
-output_dir holds a folder per run, optuna.jsonl (the study, for Optuna's own tools), sweep.md and sweep.png. Runs are
+output_dir holds a folder per run, optuna.jsonl (the study, for Optuna's own tools and figures) and sweep.md. Runs are
 compared as in sweep_lr.py and share the GPUs of this node (docs/sweep.md). The same command continues a search. You may
 increase --trials later.
 """
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import count
+from forgetting_transformer.command_line import CommandError, count
 from forgetting_transformer.console import how_to_install
 
 
@@ -36,25 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     # Only now, so that --help is quick.
     try:
-        import optuna  # noqa: F401
-    except ImportError:
-        print(f"Optuna is not installed: {how_to_install('sweep')}", file=sys.stderr)
-        return 1
-    from forgetting_transformer.sweep import SweepError
-    from forgetting_transformer.sweep.free_search import FreeSearch
-    from forgetting_transformer.training import ConfigError
-
-    try:
-        search = FreeSearch(args.overrides, args.trials)
-        complete = search.run()
-    except (SweepError, ConfigError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        from forgetting_transformer.sweep.free_search import FreeSearch
+    except ModuleNotFoundError as error:
+        raise CommandError(f"{error}: {how_to_install('sweep')}") from error
+    search = FreeSearch(args.overrides, args.trials)
+    complete = search.run()
     print(f"\n{search.table()}\n\n{search.folder / 'sweep.md'}")
     if (best := search.best()) is not None:
-        print(
-            f"{search.folder / 'sweep.png'}\nbest: {' '.join(f'{key}={value}' for key, value in best.params.items())}"
-        )
+        print(f"best: {' '.join(f'{key}={value}' for key, value in best.params.items())}")
     if not complete:
         print("not all trials finished; the same command continues interrupted ones", file=sys.stderr)
     return 0 if complete else 1

@@ -31,9 +31,7 @@ Exit code: 0 if the data can be trained on, 1 if not.
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__, EPILOG)
     parser.add_argument(
         "paths",
         nargs="+",
@@ -64,19 +62,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     sound = True
-    try:
-        for path in args.paths:
-            arrays = [path] if path.suffix == ".zarr" else sorted(path.glob("*.zarr"))
-            if not arrays:
-                raise DataError(f"no arrays (NAME.zarr) in {path}")
-            for array in arrays:
-                vocab_size = args.vocab_size or read_manifest(array.parent).get("vocab_size", GPT2_VOCAB_SIZE)
-                table, is_sound = verify(array, vocab_size, args.missing_chunks, args.share, args.workers)
-                print(table)
-                sound &= is_sound
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    for path in args.paths:
+        arrays = [path] if path.suffix == ".zarr" else sorted(path.glob("*.zarr"))
+        if not arrays:
+            raise DataError(f"no arrays (NAME.zarr) in {path}")
+        for array in arrays:
+            vocab_size = args.vocab_size or read_manifest(array.parent).get("vocab_size", GPT2_VOCAB_SIZE)
+            table, is_sound = verify(array, vocab_size, args.missing_chunks, args.share, args.workers)
+            print(table)
+            sound &= is_sound
     print("sound" if sound else "NOT sound: see the lines with !")
     return 0 if sound else 1
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -12,6 +13,7 @@ import numpy as np
 from matplotlib.ticker import NullLocator
 
 from forgetting_transformer import command_line
+from forgetting_transformer.analysis.plots.losses import position_axis
 from forgetting_transformer.analysis.plots.style import curve_styles, draw_line, line_handle, picture, reference_line
 from forgetting_transformer.analysis.statistics import mean
 from forgetting_transformer.analysis.tables import markdown_table
@@ -87,35 +89,27 @@ def sections(file: Path) -> dict[str, str]:
     for arm, runs in listed:
         if not runs:
             continue
-        row = [TITLES.get(arm, "the same, seed 0"), str(len(runs))]
+        row = [TITLES.get(arm, "the same, seed 0")]
         for where, part in (("within", slice(0, behind)), ("behind", slice(behind, None))):
             apart = mean([mean_loss(a, part) - mean_loss(b, part) for a, b in zip(runs, base, strict=False)])
             texts[f"{arm}_{where}"] = apart.text("+")
-            row.append(f"{np.mean([mean_loss(run, part) for run in runs]):.4f}" if len(runs) == len(base) else "")
-            row.append("" if arm == "original" else apart.text("+"))
+            losses = [mean_loss(run, part) for run in runs]
+            row.append(f"{np.mean(losses):.4f}" if arm == "original" else apart.text("+"))
         gates = [run for run in runs if "memory" in run]
         shares = [[run["below_half"], run["pruned"][str(settings["long"])]] for run in gates]
         for key, share in zip(("half", "pruned"), np.mean(shares, 0) if gates else (), strict=False):
             row.append(f"{100 * share:.0f} %")
             texts[f"{arm}_{key}"] = row[-1]
         rows.append(row if gates else [*row, "", ""])
-    header = ["trained on", "seeds", "to 8,192", "apart", "8,192 to 16,384", "apart", "heads below half", "pruned"]
+    header = ["trained on", "to 8,192", "8,192 to 16,384", "heads below half", "pruned"]
     costs = [run["loss"] for name, run in sorted(measured.items()) if name.startswith("cost_")]
-    cost = [[name, f"{np.mean([c[name] - c['inf'] for c in costs]):+.5f}"] for name in costs[0] if name != "inf"]
-    texts |= {f"cost_{name}": value for name, value in cost}
-    speed = measured.get("speed", {})
-    times = [
-        [str(dim), *(f"{speed[f'head_dim {dim}, gates {way}']:.2f}" for way in ("none", "open", "open, pruning"))]
-        for dim in (64, 128)
-        if speed
-    ]
-    logits = ("bf16 error of the original", "bf16 error with open gates")
-    texts |= {name.replace(" ", "_"): f"{speed[name]:.3f}" for name in logits if speed}
-    return texts | {
-        "speed": markdown_table(["head dimension", "no gates, ms", "open gates", "open, pruning on"], times, "rrrr"),
-        "arms": markdown_table(header, rows, "lrrrrrrr"),
-        "cost": markdown_table(["contexts", "loss more than with open gates, nats"], cost, "rr"),
-    }
+    texts |= {f"cost_{name}": f"{np.mean([c[name] - c['inf'] for c in costs]):+.5f}" for name in costs[0]}
+    if speed := measured.get("speed"):
+        for key, way in (("open", "open"), ("pruning", "open, pruning")):
+            for dim in (64, 128):
+                times = (speed[f"head_dim {dim}, gates {gates}"] for gates in (way, "none"))
+                texts[f"{key}_{dim}"] = f"{100 * (operator.truediv(*times) - 1):+.0f} %"
+    return texts | {"arms": markdown_table(header, rows, "lrrrr")}
 
 
 def draw(results: Path, path: Path) -> None:
@@ -129,7 +123,9 @@ def draw(results: Path, path: Path) -> None:
 
     styles = dict(zip(names, curve_styles(names), strict=True))
     seeds = len(of_seeds(measured, "gates"))
-    with picture(path, "A Transformer with forget gates, trained on in longer texts", (9.6, 3.1), 1, 3) as drawn:
+    with picture(
+        path, "A 20M Transformer with forget gates, trained on in longer texts of code", (9.6, 3.1), 1, 3
+    ) as drawn:
         losses, difference, memory = drawn.axes[0]
         octaves = {
             name: np.stack([by_octave(run["loss_by_bin"], settings["bin"])[1] for run in of_seeds(measured, name)])
@@ -153,8 +149,8 @@ def draw(results: Path, path: Path) -> None:
         difference.set_ylim(low, min(high, -2 * low))
         difference.set_ylabel("loss minus that without gates")
         for axes in (losses, difference):
-            axes.set_xscale("log", base=2)
-            axes.set_xlabel("position")
+            position_axis(axes, int(position[0]), settings["evaluated"])
+            axes.set_xlabel("token position, by octaves")
             for length in (settings["short"], settings["long"]):
                 line = reference_line(axes, length, "training lengths, before and after", vertical=True)
         for name in names:

@@ -7,8 +7,7 @@
 
 OUT receives next_line.yaml and next_line.jsonl, a task of lm_eval: which of four lines comes next? The wrong ones are
 lines of the same text that are indented like the true one. OUT may be moved. The same corpus gives the same questions,
-on texts that no model was trained on. Questions with the same `heldout_group`, a group of texts as the corpus has split
-them, are not independent of each other.
+on texts that no model was trained on.
 
 Two kinds of folders are refused: one that has such files of others, and one with other questions, because answers to
 them may be there.
@@ -26,7 +25,6 @@ import numpy as np
 
 from forgetting_transformer import command_line
 from forgetting_transformer.analysis import outputs
-from forgetting_transformer.analysis.question_scores import GROUP
 from forgetting_transformer.command_line import count
 from forgetting_transformer.evaluation.held_out import find_heldout, open_heldout
 from forgetting_transformer.evaluation.models import EvaluationError
@@ -94,11 +92,9 @@ def make_tasks(data_path: str | Path, out: Path, questions: int) -> int:
     tokenizer, data = load_tokenizer(folder / "tokenizer"), open_heldout(folder)
     per_row = math.ceil(questions / data.sequences)
     asked: list[dict[str, Any]] = []
-    groups = data.groups()
     for row in range(data.sequences):
         text = tokenizer.decode(data.read(row)[0].tolist(), skip_special_tokens=True)
-        group = row if groups is None else int(groups[row])
-        asked += [question | {GROUP: group} for question in ask(text, per_row, np.random.default_rng(row))]
+        asked += ask(text, per_row, np.random.default_rng(row))
     # Evenly over the rows, if there are a few too many.
     kept = [asked[i] for i in np.linspace(0, len(asked) - 1, min(questions, len(asked))).round().astype(int)]
     if not kept:
@@ -165,7 +161,7 @@ def _last(text: str, characters: int) -> str:
 def _for_lm_eval(question: dict[str, Any]) -> dict[str, Any]:
     place = question["place"]
     choices = [*question["wrong"][:place], question["line"], *question["wrong"][place:]]
-    return {"code": _last(question["before"], MOST), "choices": choices, "label": place, GROUP: question[GROUP]}
+    return {"code": _last(question["before"], MOST), "choices": choices, "label": place}
 
 
 def _lines(rows: Iterable[dict[str, Any]]) -> str:

@@ -22,9 +22,6 @@ import sys
 from collections.abc import Sequence
 
 from forgetting_transformer import command_line
-from forgetting_transformer.analysis import AnalysisError
-from forgetting_transformer.sweep import SweepError
-from forgetting_transformer.training import ConfigError
 from studies.engine.plan import read_plan
 from studies.engine.stages import Stages
 
@@ -32,7 +29,7 @@ STAGES = ("corpus", "train", "evaluate", "downstream", "collect")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("study", type=command_line.path, metavar="YAML", help="definition of the study")
     parser.add_argument("folder", type=command_line.path, metavar="FOLDER", help="folder of all its files")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="override of every run, as in key=value")
@@ -62,16 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for all jobs: nothing of a study is on the hub
     worked = True
-    try:
-        stages = Stages(args.study, args.plan, args.folder, args.overrides)
-        for stage in (stage for stage in STAGES if stage in args.stages):
-            print(f"\n== {stage}", flush=True)
-            if not getattr(stages, stage)():
-                print(f"== {stage}: not everything worked; see above", file=sys.stderr, flush=True)
-                worked = False
-    except (AnalysisError, SweepError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    stages = Stages(args.study, args.plan, args.folder, args.overrides)
+    for stage in (stage for stage in STAGES if stage in args.stages):
+        print(f"\n== {stage}", flush=True)
+        if not getattr(stages, stage)():
+            print(f"== {stage}: not everything worked; see above", file=sys.stderr, flush=True)
+            worked = False
     return 0 if worked else 1
 
 

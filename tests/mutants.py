@@ -450,11 +450,11 @@ LIST = r"""
 
 == Export
 
-= export.padding training/export/contents.py
+= export.padding training/export/folder.py
 - tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"
 + tokenizer.padding_side = "left"
 # The exported tokenizer pads on its default side when it is loaded.
-= export.bos training/export/contents.py
+= export.bos training/export/folder.py
 - if bos_token_id is not None and own != [bos_token_id, *bare]:
 + if bos_token_id is not None:
 # A tokenizer that puts BOS first puts it twice.
@@ -578,15 +578,15 @@ LIST = r"""
 
 == Parameter groups
 
-= groups.marks training/optimization/parameter_groups.py
+= groups.marks training/optimization/building.py
 - if getattr(parameter, "_no_weight_decay", False) or not _decays(module, name, config)
 + if not _decays(module, name, config)
 # Parameters that modules exempt are decayed.
-= groups.norms training/optimization/parameter_groups.py
+= groups.norms training/optimization/building.py
 - if "Norm" in type(module).__name__:
 + if isinstance(module, nn.RMSNorm | nn.LayerNorm):
 # Weights of this package's norms are decayed.
-= groups.matrices training/optimization/parameter_groups.py
+= groups.matrices training/optimization/building.py
 - parameter.ndim == 2 and name not in undecayed and any(
 + parameter.ndim == 2 and any(
 # Tables such as A_log are handed to an optimizer of matrices.

@@ -101,7 +101,7 @@ def test_what_all_ranks_find_wrong_is_said_by_the_first(rank, kept_signals, monk
     rank(1)
     console.start_log()
     root.handlers.append(logging.FileHandler(tmp_path / "rank-1.log"))
-    monkeypatch.setattr(console, "leave_it_to_the_first", lambda: sys.exit("ended by the launcher"))
+    monkeypatch.setattr(console, "_leave_it_to_the_first", lambda: sys.exit("ended by the launcher"))
     with pytest.raises(SystemExit, match="ended by the launcher"):
         console.fail("ConfigError: train.max_tokens")
     assert capsys.readouterr().err == ""
@@ -152,6 +152,8 @@ def test_a_typo_is_answered_in_one_line_with_the_closest_name(overrides):
     ("arguments", "said"),
     [(["output_dri=x"], "ConfigError: unknown config key 'output_dri'; did you mean 'output_dir'?"),
      (["--resolve"], "ConfigError: The --resolve flag"),
+     (["--device", "2"], "ConfigError: train.py has no option --device; did you mean --devices of `fabric run` and "),
+     (["--confg-dir=x"], "ConfigError: train.py has no option --confg-dir; did you mean --config-dir?"),
      (["--config-name=foo"], "ConfigError: --config-name=foo: there is no such file; leave it out, or name config"),
      (["+experiment/demo=fox_pro", "data_dir=data", "output_dir= "], "ConfigError: output_dir"),
      (["+experiment/demo=fox_pro"], "ConfigError: no value for data_dir, output_dir: give it on the command line")],

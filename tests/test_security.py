@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from forgetting_transformer.data import DataError
-from forgetting_transformer.data.prepare.settings import CorpusSettings
-from forgetting_transformer.data.prepare.tokenizers import byte_tokenizer, describe, save_built, save_loaded
+from forgetting_transformer.data.prepare.tokenizers import byte_tokenizer, save_built, save_loaded
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.training.export import tokenizer_of_run
 from forgetting_transformer.training.records.run_directory import RunDirectory
@@ -43,9 +42,7 @@ def unsafe(source: str) -> list[int]:
 
 
 def test_no_file_loads_a_tokenizer_or_model_that_may_bring_its_own_code():
-    assert {"train.py", "save_model.py", "generate.py", "contents.py", "run_niah.py", "decode.py"} <= {
-        file.name for file in PYTHON
-    }
+    assert {"train.py", "save_model.py", "generate.py", "run_niah.py", "decode.py"} <= {file.name for file in PYTHON}
     found = {file.relative_to(ROOT).as_posix(): unsafe(file.read_text(encoding="utf-8")) for file in PYTHON}
     assert {file: lines for file, lines in found.items() if lines} == {}
 
@@ -81,8 +78,6 @@ def test_a_planted_tokenizer_of_a_run_is_refused_in_one_line(planted):
 def test_a_planted_tokenizer_of_a_corpus_is_refused(planted, tmp_path):
     with pytest.raises(DataError, match="is never run"):
         save_loaded(str(planted), tmp_path / "out")
-    with pytest.raises(DataError, match="is never run"):
-        describe(planted, CorpusSettings(inputs=("texts",), tokenizer=str(planted)))
 
 
 def test_a_planted_model_is_refused(planted, monkeypatch):

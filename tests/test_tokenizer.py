@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer
 
 from forgetting_transformer import model_tokenizer
 from forgetting_transformer import tokenizer as tokenizer_module
-from forgetting_transformer.data.prepare.tokenizers import Encoder, TokenizerInfo, byte_tokenizer, save_built
+from forgetting_transformer.data.prepare.tokenizers import TokenizerInfo, byte_tokenizer, encode, save_built
 from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, json_escape, json_unescape
 
@@ -232,9 +232,8 @@ def test_texts_are_encoded_as_corpora_are_made(tmp_path, tokenizer):
     text = "a<|endoftext|>\ud800b"
     expected = list("a<|endoftext|>\ufffdb".encode())
     assert model_tokenizer.encode(plain, text) == expected
-    assert (
-        Encoder(tmp_path, TokenizerInfo("trained", 300, 299, 299)).encode("a<|endoftext|>\ufffdb").tolist() == expected
-    )
+    info = TokenizerInfo("trained", 300, 299, 299)
+    assert encode("a<|endoftext|>\ufffdb", tmp_path, info).tolist() == expected
     ids = model_tokenizer.encode(tokenizer, text)
     assert tokenizer.eos_token_id not in ids
     assert tokenizer.decode(ids) == "a<|endoftext|>\ufffdb"

@@ -36,7 +36,6 @@ def main() -> None:
     parser.add_argument(
         "--heads", type=command_line.whole_numbers, help="to draw, of each layer; default the first four"
     )
-    parser.add_argument("--pixels", type=at_least(8), default=256, help="side of a picture; default %(default)s")
     parser.add_argument(
         "--out", type=command_line.path, required=True, metavar="DIR", help="folder to write to; made if needed"
     )
@@ -56,7 +55,6 @@ def main() -> None:
             args.out,
             layers=args.layers,
             heads=args.heads,
-            pixels=args.pixels,
             precision=args.precision,
         )
         skipped = f"pruning skips {100 * sum(head.pruned for head in heads) / len(heads):.1f} % of the tiles"

@@ -45,7 +45,7 @@ def main() -> None:
             model,
             folder,
             workers,
-            tasks=args.tasks.split(",") if args.tasks else [task.name for task in TASKS],
+            tasks=args.tasks.split(",") if args.tasks else TASKS,
             max_length=args.max_len,
             batch_size=args.batch_size,
             precision=args.precision,

@@ -21,9 +21,6 @@ def main() -> None:
         "results", type=command_line.name, nargs="*", metavar="RESULT", help="[NAME=]FOLDER with results.json"
     )
     parser.add_argument("--result_dir", type=command_line.path, help="all models whose results are in this folder")
-    parser.add_argument(
-        "--against", metavar="NAME", help="also differences of the other models from this one, on the same questions"
-    )
     parser.add_argument("--out", type=command_line.path, metavar="DIR", help="folder to write to; made if needed")
     args = parser.parse_args()
     if not args.results and args.result_dir is None:
@@ -32,13 +29,9 @@ def main() -> None:
     from forgetting_transformer.analysis import known_models
     from forgetting_transformer.analysis.evaluations import read_named
     from forgetting_transformer.analysis.published import lm_eval_table, write_tables
-    from forgetting_transformer.analysis.question_scores import differences_table
 
     found = known_models.results_in(args.result_dir, "results.json") if args.result_dir else []
-    models = read_named([*args.results, *found])
-    # Before anything is written: it refuses models that were asked other questions.
-    apart = differences_table(models, args.against) if args.against else None
-    write_tables(*lm_eval_table(models), args.out, apart)
+    write_tables(*lm_eval_table(read_named([*args.results, *found])), args.out)
 
 
 if __name__ == "__main__":

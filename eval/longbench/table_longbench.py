@@ -25,22 +25,15 @@ def main() -> None:
         metavar="RESULT",
         help="[NAME=]FOLDER with result.json; default all models in ./pred",
     )
-    parser.add_argument(
-        "--against", metavar="NAME", help="also differences of the other models from this one, on the same questions"
-    )
     parser.add_argument("--out", type=command_line.path, metavar="DIR", help="folder to write to; made if needed")
     args = parser.parse_args()
 
     from forgetting_transformer.analysis import known_models
     from forgetting_transformer.analysis.evaluations import read_named
     from forgetting_transformer.analysis.published import longbench_table, write_tables
-    from forgetting_transformer.analysis.question_scores import differences_table
 
     results = args.results or known_models.results_in(Path("pred"), "result.json")
-    models = read_named(results)
-    # Before anything is written: it refuses models that were asked other questions.
-    apart = differences_table(models, args.against) if args.against else None
-    write_tables(*longbench_table(models), args.out, apart)
+    write_tables(*longbench_table(read_named(results)), args.out)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,14 @@ from forgetting_transformer.files import LINK_TO_IT, UnreadableError, is_utf8
 from forgetting_transformer.ranges import COUNT, POSITIVE, TOKENS, Range
 
 
-class CommandError(ValueError):
-    """A command cannot do its work; the message is one line with cause and fix, with which `run` ends the command."""
+class CommandError(Exception):
+    """An error that the user can fix; one line has cause and fix. `run` and train.py end a command with it."""
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that shows the docstring of its script as it is written."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+    """A parser that shows the docstring of its script, and an epilog, as they are written."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, epilog=epilog, formatter_class=as_written)
 
 
 def name(text: str) -> str:
@@ -100,15 +101,14 @@ def whole_numbers(text: str) -> list[int]:
 def add_plugins(parser: argparse.ArgumentParser) -> None:
     """--plugins NAME …: plug-ins (plugins.py) that a run or a model needs, imported when the option is read."""
 
-    class Load(argparse.Action):
-        def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
-            try:
-                plugins.load(values)
-            except plugins.PluginError as error:
-                parser.error(str(error))
-            setattr(namespace, self.dest, values)
+    def loaded(name: str) -> str:
+        try:
+            plugins.load([name])
+        except plugins.PluginError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return name
 
-    parser.add_argument("--plugins", nargs="+", default=[], metavar="NAME", action=Load, help="plug-ins that it needs")
+    parser.add_argument("--plugins", nargs="+", default=[], metavar="NAME", type=loaded, help="plug-ins that it needs")
 
 
 def take_any_text() -> None:

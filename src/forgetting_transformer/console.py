@@ -189,7 +189,7 @@ def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = Fa
     if _has_log:
         log.critical("%s", text)
     if not speaks:
-        leave_it_to_the_first()
+        _leave_it_to_the_first()
     if not speaks or not _has_log:
         print(text, file=sys.stderr)
     if at_once:
@@ -202,10 +202,8 @@ def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = Fa
     sys.exit(1)
 
 
-def leave_it_to_the_first() -> None:
+def _leave_it_to_the_first() -> None:
     """Waits until the launcher ends this process: the first one of the node has reported the error and ended."""
-    if first_of_node():
-        return
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     parent, deadline = os.getppid(), time.monotonic() + _SECONDS_FOR_THE_FIRST

@@ -23,7 +23,7 @@ types the section `callbacks.<name>`. docs/extend.md has an example of each with
 A plug-in is a module or package that registers its components when it is imported. It is named on the command line
 (`plugins=[my_lab]`, in scripts and evaluations `--plugins my_lab`) and found in the current folder, beside train.py, on
 PYTHONPATH, or installed. Its folder `configs/`, if it has one, holds choices of Hydra's groups as that of this project
-does. A run records the plug-ins it was given and those it uses; without them it is not continued, exported or
+does. A run records the plug-ins it was given; without them it is not continued, exported or
 evaluated. Nothing is imported because a run's folder names it.
 """
 
@@ -56,14 +56,12 @@ class Component(Generic[T]):
         build: the registered function or class.
         config: a dataclass of the keys that its config section has; None where there are none beside the name.
         free: keys of that section that may differ when a run is continued, or ALL. All others forbid it.
-        plugin: the module whose import registered it, "" for this package.
     """
 
     name: str
     build: T
     config: type | None = None
     free: tuple[str, ...] = ()
-    plugin: str = ""
 
 
 class Registry(Generic[T]):
@@ -90,9 +88,7 @@ class Registry(Generic[T]):
             known, module = self._components.get(name), getattr(build, "__module__", "")
             if self._builtin.get(name, module) != module or (known is not None and known.build is not build):
                 raise ValueError(f"{self.key}={name!r} is registered already; choose another name")
-            # A plug-in's import may be what imports a part of this package.
-            ours = not _importing or module.partition(".")[0] == __name__.partition(".")[0]
-            self._components[name] = Component(name, build, config, tuple(free), "" if ours else _importing[-1])
+            self._components[name] = Component(name, build, config, tuple(free))
             return build
 
         return add
@@ -100,18 +96,6 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """All names, sorted, of this package and of the plug-ins that are loaded."""
         return sorted({*self._builtin, *self._components})
-
-    def plugin_of(self, name: str) -> str:
-        """The plug-in that registered `name`; "" for what is of this package, or unknown."""
-        return self._components[name].plugin if name in self._components else ""
-
-    def attribute(self, plugin: str) -> bool:
-        """Attributes components to a plug-in, also if its module was imported before; returns whether there are any."""
-        for name, component in self._components.items():
-            module = getattr(component.build, "__module__", "")
-            if not component.plugin and f"{module}.".startswith(f"{plugin}."):
-                self._components[name] = dataclasses.replace(component, plugin=plugin)
-        return any(component.plugin == plugin for component in self._components.values())
 
     def __contains__(self, name: object) -> bool:
         return name in self._builtin or name in self._components
@@ -133,8 +117,6 @@ class Registry(Generic[T]):
         return found
 
 
-#: The plug-ins that are being imported, the innermost last.
-_importing: list[str] = []
 #: The plug-ins that are loaded -> their folder of configs, if they have one.
 _loaded: dict[str, Path | None] = {}
 
@@ -162,7 +144,6 @@ SCHEDULES: Registry[Callable[..., Callable[[int], float]]] = Registry(
 )
 #: Their classes for causal language models; model/registry.py registers them.
 MODELS: Registry[type] = Registry("model.name")
-REGISTRIES: tuple[Registry, ...] = (OPTIMIZERS, SCHEDULES, CORPORA, CALLBACKS, MODELS)
 
 
 class PluginError(ValueError):
@@ -191,7 +172,7 @@ def load(names: Iterable[str]) -> None:
     """Imports these plug-ins. What is loaded already stays as it is.
 
     Raises:
-        PluginError: there is no such module, it raises an error on import, or it registers nothing.
+        PluginError: there is no such module, or it raises an error on import.
     """
     for name in names:
         if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name) or name.endswith(".py"):
@@ -200,40 +181,26 @@ def load(names: Iterable[str]) -> None:
             )
         if (folder := os.getcwd()) not in sys.path:
             sys.path.append(folder)
-        _load(name)
+        try:
+            module = importlib.import_module(name)
+        except (Exception, SystemExit) as error:  # a script that reads its own command line ends Python
+            raise PluginError(f"plugins=[{name}]{_why_not_imported(name, error)}") from error
+        file = Path(module.__file__ or "")
+        has_configs = file.name == "__init__.py" and file.with_name("configs").is_dir()
+        _loaded[name] = file.with_name("configs") if has_configs else None
 
 
-def _load(name: str) -> None:
-    if name in _loaded:
-        return
-    _importing.append(name)
-    try:
-        importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # a script that reads its own command line ends Python
-        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            raise PluginError(
-                f"plugins=[{name}]: there is no module {error.name!r} in the current folder ({os.getcwd()}), beside "
-                "train.py, on PYTHONPATH or installed; start where its folder lies, or set PYTHONPATH to that place"
-            ) from error
-        frames = traceback.extract_tb(error.__traceback__)
-        where = [(f.filename, f.lineno) for f in frames if name.split(".")[0] in Path(f.filename).with_suffix("").parts]
-        last = (where or [("", 0)])[-1]
-        file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else last
-        reason = " ".join(str(error).split())
-        place = f" at {file}:{line}" if file else ""
-        raise PluginError(f"plugins=[{name}]: its import failed{place}: {type(error).__name__}: {reason}") from error
-    finally:
-        _importing.pop()
-    file = getattr(sys.modules.get(name), "__file__", None)
-    configs = Path(file).parent / "configs" if file and Path(file).name == "__init__.py" else None
-    configs = configs if configs is not None and configs.is_dir() else None
-    registers = any([registry.attribute(name) for registry in REGISTRIES])
-    if configs is None and not registers:
-        raise PluginError(
-            f"plugins=[{name}]: {file or 'this folder without __init__.py'} registers nothing; its import must "
-            "register a component, as in @plugins.OPTIMIZERS.register(…), or a folder configs/ must lie beside it"
+def _why_not_imported(name: str, error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+        return (
+            f": there is no module {error.name!r} in the current folder ({os.getcwd()}), beside train.py, on "
+            "PYTHONPATH or installed; start where its folder lies, or set PYTHONPATH to that place"
         )
-    _loaded[name] = configs
+    frames = traceback.extract_tb(error.__traceback__)
+    where = [(f.filename, f.lineno) for f in frames if name.split(".")[0] in Path(f.filename).with_suffix("").parts]
+    file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (where or [("", 0)])[-1]
+    place = f" at {file}:{line}" if file else ""
+    return f": its import failed{place}: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def loaded() -> dict[str, Path | None]:

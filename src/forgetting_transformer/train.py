@@ -28,6 +28,7 @@ from omegaconf import DictConfig
 from forgetting_transformer import command_line, composition, console, training
 from forgetting_transformer.composition import errors
 from forgetting_transformer.sweep import SweepError
+from forgetting_transformer.training.errors import DeviceError
 
 log = logging.getLogger(__name__)
 _composed: list[DictConfig] = []
@@ -42,10 +43,9 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     keep_compiled_code()
     console.die_with_launcher()
-    composed = compose_or_explain()
-    if composed is None:
+    config = compose_or_explain()
+    if config is None:
         return
-    config = parse(composed)
     console.start_log()
     if "torch" not in sys.modules:  # as after a plug-in's import
         log.info("loading PyTorch")
@@ -56,13 +56,12 @@ def main() -> None:
     train(config)
 
 
-def compose_or_explain() -> DictConfig | None:
-    """The composed config; None where Hydra has printed something instead, or has run a sweep."""
+def compose_or_explain() -> training.Config | None:
+    """The config, held to its schema; None where Hydra has printed something instead, or has run a sweep."""
     folders = [composition.config_dir()]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print
     try:
         folders = composition.config_dirs(sys.argv[1:])
-        composition.check_recorded_plugins(sys.argv[1:])
         if console.has_launcher() and {"-m", "--multirun"} & {*sys.argv}:  # every rank would start the whole sweep
             raise SweepError(
                 "-m under `fabric run` is not possible; start `python train.py -m …`, which starts the processes of "
@@ -71,54 +70,38 @@ def compose_or_explain() -> DictConfig | None:
         sys.argv[1:] = composition.for_hydra(sys.argv[1:], folders)
         with console.one_voice():
             compose()
-    except (training.ConfigError, SweepError) as error:
+        if not _composed:
+            return None
+        errors.check_groups(map(str, _composed[0]), folders)
+        return training.parse(_composed.pop(), sys.argv[1:])
+    except command_line.CommandError as error:
         console.fail(f"{type(error).__name__}: {error}")
     except Exception as error:
         if (said := errors.explain(error, folders)) is None:
             console.fail(f"{type(error).__name__}: {error}", trace=True)
         console.fail(f"ConfigError: {said}")
-    except SystemExit as end:
-        if end.code:
-            console.leave_it_to_the_first()  # an unknown option, which the argument parser has reported
-        raise
-    return _composed.pop() if _composed else None
 
 
 @hydra.main(version_base="1.3", config_path=str(composition.config_dir()), config_name="config")
 def compose(composed: DictConfig) -> None:
-    """Called by Hydra with what it has composed, which `compose_or_explain` returns."""
+    """Called by Hydra with what it has composed, for `compose_or_explain`."""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        train(parse(composed))  # for another launcher than this project's, which calls this function for each job
+        # Another launcher than this project's calls this function for each job.
+        train(training.parse(composed, sys.argv[1:]))
     else:
         _composed.append(composed)
 
 
-def parse(composed: DictConfig) -> training.Config:
-    """The composed config, held to the schema in training/config/."""
-    try:
-        errors.check_groups(map(str, composed), composition.config_dirs(sys.argv[1:]))
-        return training.parse(composed, sys.argv[1:])
-    except training.ConfigError as error:
-        console.fail(f"ConfigError: {error}")
-
-
 def train(config: training.Config) -> None:
     """Runs it, and exits with a code unless it is done."""
-    from forgetting_transformer.data import DataError
-    from forgetting_transformer.training.checkpoint.folder import CheckpointError
-    from forgetting_transformer.training.errors import DeviceError, TrainingError
-    from forgetting_transformer.training.records.run_directory import RunDirectoryError
-
     # Lightning advises srun inside of any SLURM job; launch.py needs none.
     warnings.filterwarnings("ignore", message=".*srun.*")
     try:
         code = console.exit_code(training.run(config))
     except DeviceError as error:
         console.fail(f"{type(error).__name__}: {error}", once=False, at_once=True)
-    except (
-        training.ConfigError, DataError, CheckpointError, RunDirectoryError, TrainingError,
-    ) as error:  # fmt: skip
-        # These have the fix, which a traceback would bury. The run's log gets them too, if there is one yet.
+    except command_line.CommandError as error:
+        # It has the fix, which a traceback would bury. The run's log gets it too, if there is one yet.
         console.fail(f"{type(error).__name__}: {error}")
     except Exception as error:
         console.fail(f"{type(error).__name__}: {error}", trace=True, once=False)

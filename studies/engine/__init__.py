@@ -1,7 +1,7 @@
 """The engine of studies, which their commands and pages share.
 
 plan.py     the YAML of a study
-queue.py    searches, runs and variants of all models in one queue of jobs
+queue.py    searches of all models, then their runs and variants
 stages.py   corpus, training, evaluations and report, one after another on all GPUs
 results.py  the numbers of a study, as one small JSON file
 scores.py   needle in a haystack, and the next line of code

@@ -6,13 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 
-from forgetting_transformer.analysis.plots.losses import (
-    draw_differences,
-    mark_training,
-    position_axis,
-    position_limits,
-)
+from forgetting_transformer.analysis.plots.losses import draw_differences, mark_training, position_axis
 from forgetting_transformer.analysis.plots.style import (
     ACCENT,
     GREY,
@@ -63,7 +59,7 @@ def _differences(study: Study, path: Path) -> None:
         families = families or len(by_family) > 1
         if any(not math.isnan(apart.value) for apart in found.values()):
             tokens = {model["budget"] for model in study[kind].values()}
-            budget = f", {tokens.pop() / 1e6:,.3g}M tokens" if len(tokens) == 1 else ""
+            budget = f", {tokens.pop() / 1e6:,.1f}M tokens" if len(tokens) == 1 else ""
             most = by_family[0].seeds
             complete = all(len(counted_seeds(model)) >= most for model in study[kind].values())
             seeds = f"{'' if complete else 'up to '}{most} seed{'s' * (most != 1)}"
@@ -132,11 +128,9 @@ def loss_by_octave(
     """
     with picture(path, f"Loss by position of {len(losses)} models", (8.2, 3.4), columns=2) as drawn:
         left, right = drawn.axes[0]
-        curves: list[np.ndarray] = []
         for (name, octaves), style in zip(losses.items(), curve_styles(list(losses)), strict=True):
             x, y = np.array(list(octaves)) * math.sqrt(2), np.array(list(octaves.values()))
             draw_line(left, style, x, y, marker=style.marker, markersize=4.5)
-            curves.append(y)
             drawn.handles.append(line_handle(style, name, with_marker=True))
         begins = [begin for octaves in losses.values() for begin in octaves]
         position_axis(left, min(begins), 2 * max(begins))
@@ -145,7 +139,22 @@ def loss_by_octave(
         for axes in (left, right):
             marks = mark_training(axes, train_length, list(losses))
         drawn.handles += marks
-        left.set_ylim(position_limits(curves))
+        apart: dict[str, list[float]] = {}
+        for row in rows:
+            apart.setdefault(row["model"], []).append(row["loss"])
+        cut = _end_axis(left, {name: [*octaves.values()] for name, octaves in losses.items()})
+        cut |= _end_axis(right, {rows[0]["against"]: [0.0], **apart})
         left.set_title("mean of each octave of positions", loc="left")
         right.set_title(f"above {rows[0]['against']}, on the same documents", loc="left")
         drawn.notes += [*conditions, "bars: ± one standard error of the differences"]
+        drawn.notes += [f"{name} rises beyond the axis" for name in sorted(cut)]
+
+
+def _end_axis(axes: Axes, curves: Mapping[str, Sequence[float]]) -> set[str]:
+    """Ends an axis above all curves but those that rise far above where curves begin; returns the names of these."""
+    low = min(map(min, curves.values()))
+    reach = 1.5 * (max(curve[0] for curve in curves.values()) - low)
+    beyond = {name for name, curve in curves.items() if max(curve) > low + reach}
+    high = max((max(curve) for name, curve in curves.items() if name not in beyond), default=low + reach)
+    axes.set_ylim(low - 0.05 * reach, high + 0.08 * reach)
+    return beyond

@@ -29,18 +29,17 @@ def losses_table(study: Study, kind: str) -> str:
         losses = [loss for loss in model["heldout_loss"] if loss is not None]
         heldout = statistics.mean(losses).text() if losses else ""
         rows.append([study.name(name), *_settings(model), heldout, difference])
-    header = ["model", "body", "rate", "tokens", "seeds", "held-out loss", f"against {study.name(baseline)}"]
-    return markdown_table(header, rows, "l" + 6 * "r")
+    header = ["model", "body", "rate", "seeds", "held-out loss", f"against {study.name(baseline)}"]
+    return markdown_table(header, rows, "l" + 5 * "r")
 
 
 def _settings(model: Mapping[str, Any]) -> list[str]:
-    """Cells of what a model is, how long it was trained, and how many seeds the losses are a mean of."""
+    """Cells of what a model is, and of how many seeds the losses are a mean; empty if of all."""
     counted, diverged = counted_seeds(model), model["states"].count(DIVERGED)
-    seeds = f"{len(counted)} of {len(model['seeds'])}" if len(counted) < len(model["seeds"]) else str(len(counted))
+    seeds = f"{len(counted)} of {len(model['seeds'])}" if len(counted) < len(model["seeds"]) else ""
     return [
         f"{model['body_parameters'] / 1e6:.1f}M",
         rate_text(model["learning_rate"]),
-        f"{min((model['tokens'][i] for i in counted), default=0) / 1e6:,.1f}M",
         f"{seeds}, {diverged} diverged" if diverged else seeds,
     ]
 

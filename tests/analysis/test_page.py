@@ -85,10 +85,10 @@ def test_one_page_holds_everything_and_nothing_but_text_from_texts(runs, tmp_pat
         "Configurations",
     ]
     pictures = re.findall(r'<img [^>]*src="(.*?)"', text)
-    assert len(pictures) == 6 and all(source.startswith("data:image/png;base64,") for source in pictures)
+    assert len(pictures) == 5 and all(source.startswith("data:image/png;base64,") for source in pictures)
     assert f"data:image/png;base64,{base64.b64encode(b'a picture').decode()}" in pictures
     cells = {cell for row in rows_of(text) for cell in row}
-    assert {"62.50", "12.50", "-0.5000 ± 0.1000", "layer 0, head 1, at_least True", "4.2000"} <= cells
+    assert {"62.50", "12.50", "-0.5 ± 0.1", "layer 0, head 1, at_least True", "4.2000"} <= cells
     assert ["Model", "fox_pro", "fox_pro"] in rows_of(text)
     # Names are as in the figures, and have the model in them.
     assert any("<script>alert(1) (fox_pro)" in cell for cell in cells)

@@ -17,7 +17,7 @@ load = functools.partial(load_script, folder="benchmarks")
 CASES = {
     "attention": ([], 40),
     "authors": ([], 8),
-    "interruptions": (["--devices", "4"], 6),
+    "interruptions": (["--devices", "4"], 3),
     "scaling": (["--cases", "one", "context", "--micro_batches", "1", "8"], 4),
     "start": (["--devices", "4", "--launcher", "launch.py"], 2),
     "training": ([], 18),
@@ -41,7 +41,6 @@ def test_wrong_options_are_refused_with_what_there_is(capsys):
     for name, options, said in (
         ("training", ["--experiments", "mamba3/760m_16b"], "longcrawl64/mamba2/760m_16b"),
         ("attention", ["--shapes", "1,24,64"], "a shape is 4 numbers B,T,H,D"),
-        ("interruptions", ["--devices", "2", "--steps", "13"], "--steps 13 must be a multiple of 4"),
     ):
         with pytest.raises(SystemExit):
             load(name).parse_args(["--device", "cpu", *options])
@@ -118,9 +117,8 @@ def test_speed_counts_from_the_first_line_to_the_last(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.rare("no contract: benchmarks")
-def test_a_start_and_an_interruption_of_a_tiny_run(tmp_path):
+def test_a_start_of_a_tiny_run_and_its_continuation_on_other_numbers_of_processes(tmp_path):
     empty, warm = rows_of("start", tmp_path / "start.json", "--experiments", "demo/fox_pro")
     assert (empty["status"], warm["status"]) == ("ok", "ok") and empty["launcher_seconds"] > 0
-    options = ["--devices", "2", "--steps", "12", "--checks", "sigterm"]
-    *_, row = rows_of("interruptions", tmp_path / "interruptions.json", *options)
-    assert row["bitwise"] and row["steps_lost"] == 0 and row["exit_code"] == 75
+    rows = rows_of("interruptions", tmp_path / "interruptions.json", "--devices", "2", "--steps", "6")
+    assert [row["devices"] for row in rows] == [[2], [1], [2, 1, 2]] and rows[-1]["largest_difference"] < 1e-3

@@ -12,9 +12,9 @@ from forgetting_transformer.data import DataError
 from forgetting_transformer.data.prepare import sources
 from forgetting_transformer.data.prepare.pipeline import summary_lines
 from forgetting_transformer.data.prepare.tokenizers import (
-    Encoder,
     TokenizerInfo,
     byte_tokenizer,
+    encode,
     save_built,
     save_loaded,
     train_tokenizer,
@@ -45,9 +45,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("kind", ["bytes", "trained", "loaded"])
 def test_any_text_survives_encoding_and_never_holds_the_end_id(folders: dict[str, Path], kind: str):
     info = TokenizerInfo(kind, 300, 256, 256)
-    encoder, tokenizer = Encoder(folders[kind], info), AutoTokenizer.from_pretrained(folders[kind])
+    tokenizer = AutoTokenizer.from_pretrained(folders[kind])
     for text in HARD_TEXTS:
-        ids = encoder.encode(text)
+        ids = encode(text, folders[kind], info)
         assert ids.dtype == np.uint16
         assert tokenizer.decode(ids.tolist()) == text
         assert tokenizer.eos_token_id not in ids
@@ -57,11 +57,11 @@ def test_any_text_survives_encoding_and_never_holds_the_end_id(folders: dict[str
 
 def test_a_long_text_gets_the_ids_of_the_uncut_text(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
     text = "".join(f"def f{i}():\n    return {i}\n\n\n" + "x = 1\n" * (i % 4) for i in range(300))
-    encoder = Encoder(folders["trained"], TokenizerInfo("trained", 300, 299, 299))
+    at = folders["trained"], TokenizerInfo("trained", 300, 299, 299)
     monkeypatch.setattr(sources, "PIECE_CHARS", 200)
     pieces = list(sources.cut(text))
     assert len(pieces) > 20
-    assert np.concatenate([encoder.encode(piece) for piece, _ in pieces]).tolist() == encoder.encode(text).tolist()
+    assert np.concatenate([encode(piece, *at) for piece, _ in pieces]).tolist() == encode(text, *at).tolist()
 
 
 # Loaded tokenizers --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 
 from forgetting_transformer.data import DataError
 from forgetting_transformer.data.prepare import CorpusSettings, output, pipeline, shards, sources
-from forgetting_transformer.data.prepare.sources import MADE_HERE, Tally, read_pieces
+from forgetting_transformer.data.prepare.sources import MADE_HERE, InputPass
 from tests.data.corpus_helpers import (
     all_files,
     array_of,
@@ -121,11 +121,11 @@ def test_the_result_does_not_depend_on_workers_or_the_form_of_the_input(tmp_path
 # Which texts are read -----------------------------------------------------------------------------------------
 
 
-def read(*inputs, **settings) -> tuple[list[str], Tally]:
+def read(*inputs, **settings) -> tuple[list[str], InputPass]:
     """All texts and what was counted."""
-    tally, texts, parts = Tally(), [], []
-    settings = CorpusSettings(inputs=tuple(map(str, inputs)), **settings)
-    for piece in read_pieces(settings, Path("/nowhere/out"), tally):
+    texts, parts = [], []
+    tally = InputPass(CorpusSettings(inputs=tuple(map(str, inputs)), **settings), Path("/nowhere/out"))
+    for piece in tally.pieces():
         parts.append(piece.text)
         if piece.ends_text:
             texts.append("".join(parts))
@@ -155,8 +155,8 @@ def test_texts_come_in_path_order_and_what_is_left_out_is_counted(tmp_path):
         "does not match --glob": 1,
         "hidden file or folder": 2,
         "excluded file or folder": 3,
-        "binary file": 2,
-        "not UTF-8": 2,
+        "binary file": 1,
+        "not UTF-8": 3,
         "symbolic link to a folder": 1,
         "broken link or special file": 1,
     }
@@ -170,13 +170,13 @@ def test_texts_come_in_path_order_and_what_is_left_out_is_counted(tmp_path):
 @pytest.mark.parametrize("unit", ["a line of text\n", "例\n\n"])
 def test_a_long_text_is_cut_alike_however_it_is_read_and_nothing_is_lost(tmp_path, monkeypatch, unit):
     monkeypatch.setattr("forgetting_transformer.data.prepare.sources.PIECE_CHARS", 50)
-    monkeypatch.setattr("forgetting_transformer.data.prepare.sources.WHOLE_FILE_BYTES", 64)
+    monkeypatch.setattr("forgetting_transformer.data.prepare.sources.WHOLE_FILE", 64)
     text = "begin" + unit * 100 + "end"
     write_tree(tmp_path, {"file.txt": text, "rows.jsonl": json.dumps({"text": text})})
     cuts = []
     for name in ("file.txt", "rows.jsonl"):
         settings = CorpusSettings(inputs=(str(tmp_path / name),))
-        cuts.append([piece.text for piece in read_pieces(settings, Path("/nowhere/out"), Tally())])
+        cuts.append([piece.text for piece in InputPass(settings, Path("/nowhere/out")).pieces()])
     assert cuts[0] == cuts[1] and "".join(cuts[0]) == text
     assert all(len(piece) <= 50 for piece in cuts[0])
     assert read(tmp_path)[1].dropped == {"duplicate of an earlier text": 1}, "file and record hash alike"
@@ -369,11 +369,11 @@ def test_a_full_disk_names_the_file_and_the_same_command_continues(tree, place, 
 
 
 def test_too_many_open_files_are_put_down_to_the_limit_and_to_no_file(tree, place, monkeypatch):
-    def refuse(descriptor):
+    def refuse(folder):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    # The fault is in opening a text. pytest opens other files.
-    monkeypatch.setattr(sources, "os", types.SimpleNamespace(**vars(os) | {"fstat": refuse}))
+    # The fault is in opening a folder. pytest opens other files.
+    monkeypatch.setattr(sources, "os", types.SimpleNamespace(**vars(os) | {"scandir": refuse}))
     with pytest.raises(DataError, match=r"^Too many open files: .* fewer --workers"):
         prepare(place.out, tree)
 

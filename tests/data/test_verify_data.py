@@ -3,6 +3,7 @@
 import pytest
 import zarr
 
+from forgetting_transformer import command_line
 from tests.data.corpus_helpers import package_tree, prepare, rewrite, script
 from tests.data.mirror import write_layout
 
@@ -16,7 +17,7 @@ def array(tmp_path):
 @pytest.fixture
 def verify(capsys):
     def run(*arguments):
-        code = script("verify_data").main(list(map(str, arguments)))
+        code = command_line.run(lambda: script("verify_data").main(list(map(str, arguments))))
         said = capsys.readouterr()
         return code, said.err + said.out
 

@@ -8,7 +8,7 @@ import pytest
 import zarr
 
 from forgetting_transformer.data import DataError, LongCrawl64DataModule
-from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
+from forgetting_transformer.data.vocabulary import Vocabulary, vocabulary_of
 from forgetting_transformer.evaluation import held_out
 from tests.data import corpus_helpers
 from tests.data.corpus_helpers import package_tree, prepare
@@ -72,14 +72,15 @@ def test_longcrawl64_cut_short_by_the_downloader_is_still_longcrawl64(tmp_path):
 
 def test_what_is_stated_wins_and_what_a_run_recorded_comes_last(tmp_path):
     both, recorded = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 1}, Vocabulary(500, 499, 2)
+    none = (None, None, None)
     for manifest, stated, expected in (
-        (both, (), Vocabulary(300, 0, 1)),
-        ({"vocab_size": 300, "bos_token_id": 5}, (), Vocabulary(300, 5, 5)),  # one token where BOS alone is known
-        (both, (600, 3), Vocabulary(600, 3, 1)),
+        (both, none, Vocabulary(300, 0, 1)),
+        ({"vocab_size": 300, "bos_token_id": 5}, none, Vocabulary(300, 5, 5)),  # one token where BOS alone is known
+        (both, (600, 3, None), Vocabulary(600, 3, 1)),
         (both, (None, None, 7), Vocabulary(300, 0, 7)),
-        ({}, (), recorded),
-        ({}, (500, 499), Vocabulary(500, 499, 499)),
+        ({}, none, recorded),
+        ({}, (500, 499, None), Vocabulary(500, 499, 499)),
     ):
-        assert vocabulary_of("data/x", "train", 64, manifest, StatedVocabulary(*stated), recorded) == expected
+        assert vocabulary_of("data/x", "train", 64, manifest, stated, recorded) == expected
     with pytest.raises(DataError, match=r"datamodule\.eos_token_id=300 is not in \[0, vocab_size=300\)"):
         vocabulary_of("data/x", "train", 64, both | {"eos_token_id": 300})

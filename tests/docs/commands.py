@@ -288,7 +288,7 @@ def check_overrides(script: str, options: argparse.Namespace) -> None:
         if script == "benchmarks/training.py":
             overrides = training.overrides(options, training.CHECKPOINTING[options.checkpointing][0])
         # The parser has looked for the others.
-        with _refusals(ConfigError, HydraException):
+        with _refusals(ConfigError, SweepError):
             training.compose(options.experiments[0], overrides)
 
 

@@ -85,7 +85,7 @@ def test_a_mixer_trains_is_killed_continues_is_exported_and_loaded(lab):
     process.kill()
     process.wait()
     said = refused([word for word in train if not word.startswith("plugins=")], lab)
-    assert said.startswith("ConfigError: output_dir=") and "this run needs plugins=[my_lab]" in said
+    assert said.startswith("ConfigError: there is no model=") and "plug-in, which is named first: plugins=[…]" in said
     run(train, lab)
     assert "training finished: 3,200 tokens" in (output / "logs/rank-0.log").read_text()
     assert "this run needs plugins=[my_lab]" in refused([w for w in save if w not in ("--plugins", "my_lab")], lab)

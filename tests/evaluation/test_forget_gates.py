@@ -131,7 +131,7 @@ def test_the_figures_of_a_model_are_of_one_model_and_impossible_requests_name_th
     tmp_path,
 ):
     (tmp_path / "text.txt").write_text(sentences(5, 200))
-    text, out = ["--text", tmp_path / "text.txt", "--pixels", 32, "--layers", 1], tmp_path / "out"
+    text, out = ["--text", tmp_path / "text.txt", "--layers", 1], tmp_path / "out"
     done = run_script(SCRIPT, "--model_path", quickstart.hf, *text, "--heads", "0,1", "--out", out)
     assert done.returncode == 0, done.stderr
     for name in ("gates", "attention", "memory"):

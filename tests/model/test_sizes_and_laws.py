@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.mixers import samba
 from forgetting_transformer.training.config import TrainConfig
-from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.optimization.building import undecayed_parameters
 from tests.model.small_models import GROUPED, PRO, small
 
 FOX, LLAMA = "forgetting_transformer", "transformer"

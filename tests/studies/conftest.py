@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from forgetting_transformer import command_line
 from studies import run
 from tests.sweep.conftest import faults  # noqa: F401 (a fixture)
 
@@ -29,7 +30,7 @@ def study(faults, tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int, str,
     def start(*arguments: str, yaml: str = YAML) -> tuple[int, str, list[str]]:
         monkeypatch.chdir(tmp_path)
         Path("study.yaml").write_text(textwrap.dedent(yaml))
-        code = run.main(["study.yaml", "study", "fabric.accelerator=cpu", *arguments])
+        code = command_line.run(lambda: run.main(["study.yaml", "study", "fabric.accelerator=cpu", *arguments]))
         out, err = capfd.readouterr()
         return code, out + err, [line.split()[1] for line in err.splitlines() if line.startswith("started")]
 

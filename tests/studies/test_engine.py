@@ -45,7 +45,7 @@ def test_jobs_find_the_experiments_of_studies(tmp_path):
     """By itself train.py finds only the library's configs."""
     file = ROOT / "studies/three_seeds/study.yaml"
     plan = dataclasses.replace(read_plan(file), models={"fox_pro": ""}, learning_rates={"fox_pro": 2e-3}, variants={})
-    jobs = Queue(plan, tmp_path, [f"data_dir={tmp_path}"])._planned["fox_pro"]
+    jobs = Queue(plan, tmp_path, [f"data_dir={tmp_path}"])._planned
     assert compose_config([*jobs[0].overrides, "output_dir=out"]).model == jobs[0].config.model
 
 
@@ -62,13 +62,11 @@ def test_a_model_is_searched_run_at_its_best_rate_and_then_its_variants(study, t
     """
     code, out, order = study("--stages", "train", yaml=yaml)
     assert code == 0, out
-    # All of the first seed comes first: the longest chain, and variants last.
+    # All of the first seed comes first, and variants last.
     variants = ["variants/fox_pro", "variants/fox_llama"]
     assert order == [
-        "runs/mamba2_seed0",
         *(f"search/fox_pro/lr{rate}_seed0" for rate in ("1e-3", "2e-3", "5e-3")),
-        *(f"{name}_seed0" for name in ("runs/fox_pro", *variants)),
-        *(f"{name}_seed1" for name in ("runs/mamba2", "runs/fox_pro", *variants)),
+        *(f"{name}_seed{seed}" for seed in (0, 1) for name in ("runs/mamba2", "runs/fox_pro", *variants)),
     ]
     variant = read_run(tmp_path / "study/variants/fox_llama_seed1").config
     assert variant["optimizer"]["lr"] == 2e-3 and variant["exp"] == "short" and variant["seed"] == 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from forgetting_transformer import command_line
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.learning_rate import (
     GridSearch,
@@ -26,7 +27,7 @@ def search(faults, tmp_path, capsys):
     """Runs scripts/sweep_lr.py and returns (exit code, stdout, stderr)."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        code = sweep_lr.main([*DEMO, f"output_dir={tmp_path / 'sweep'}", *arguments])
+        code = command_line.run(lambda: sweep_lr.main([*DEMO, f"output_dir={tmp_path / 'sweep'}", *arguments]))
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
@@ -118,8 +119,8 @@ def test_started_again_with_other_settings_it_says_what_differs_and_changes_noth
     code, _, err = search("resume=false")
     assert code == 1 and "choose another output_dir" in err
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    code = sweep_lr.main([*DEMO, f"output_dir={tmp_path / 'sweep/lr2e-3_seed0'}"])
-    assert code == 1, "a folder with something else in it"
+    with pytest.raises(SweepError, match="is not empty and holds no search"):
+        sweep_lr.main([*DEMO, f"output_dir={tmp_path / 'sweep/lr2e-3_seed0'}"])
 
 
 def test_head_dimensions_are_searched_around_one_after_another(search, tmp_path):
@@ -146,7 +147,7 @@ def test_head_dimensions_are_searched_around_one_after_another(search, tmp_path)
 )
 def test_what_cannot_be_searched_is_refused_in_one_line(tmp_path, capsys, arguments, message):
     with contextlib.suppress(SystemExit):
-        assert sweep_lr.main([*DEMO, f"output_dir={tmp_path / 'sweep'}", *arguments]) == 1
+        assert command_line.run(lambda: sweep_lr.main([*DEMO, f"output_dir={tmp_path / 'sweep'}", *arguments])) == 1
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said
     assert not list(tmp_path.iterdir())

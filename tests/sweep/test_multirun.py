@@ -97,21 +97,24 @@ def test_what_cannot_work_is_refused_before_anything_starts(faults, train_main, 
 def test_jobs_share_gpus_and_wait_for_those_they_need(faults, tmp_path, monkeypatch):
     devices = {"a": 1, "b": 2, "c": 1, "d": 4, "e": 2}
     todo = {name: make_job(tmp_path, name, f"fabric.devices={n}") for name, n in devices.items()}
-    with pytest.raises(SweepError, match=r"unknown key hydra.launcher.job_at_once; did you mean .*jobs_at_once\?"):
-        runner.Machine.of({"job_at_once": 2})
-    machine = runner.Machine.of({"gpus": [0, 1, 2, 3]})
-    taken = [machine.take(todo[name]) for name in "abc"]
-    assert sorted(itertools.chain(*taken)) == machine.gpus and machine.take(todo["d"]) is None
-    machine.give_back(taken[0])
-    assert machine.take(todo["e"]) is None and machine.take(todo["a"]) == taken[0]
-    shared = runner.Machine(gpus=[0, 1], jobs_per_gpu=3)
-    assert [shared.take(todo["a"]) for _ in range(7)] == [["0"], ["1"]] * 3 + [None] and shared.take(todo["b"]) is None
-    for gpus, at_once in (("", 1), ("GPU-5f,7", 2)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-        machine = runner.Machine()
-        assert sum(machine.take(todo["a"]) is not None for _ in range(4)) == at_once == machine.room(todo["a"])
+    machine = runner.Machine(gpus=[0, 1, 2, 3])
+    taken: list[list[str]] = []
+    for name in "abc":
+        taken.append(machine.take(todo[name], taken))
+    assert sorted(itertools.chain(*taken)) == machine.gpus and machine.take(todo["d"], taken) is None
+    assert machine.take(todo["e"], taken[1:]) is None and machine.take(todo["a"], taken[1:]) == taken[0]
+    shared, taken = runner.Machine(gpus=[0, 1], jobs_per_gpu=3), []
+    while (gpus := shared.take(todo["a"], taken)) is not None:
+        taken.append(gpus)
+    assert taken == [["0"], ["1"]] * 3 and shared.take(todo["b"], taken) is None
+    for named, at_once in (("", 1), ("GPU-5f,7", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        machine, taken = runner.Machine(), []
+        while (gpus := machine.take(todo["a"], taken)) is not None:
+            taken.append(gpus)
+        assert len(taken) == at_once == machine.room(todo["a"])
     # fabric.devices=auto, the default, takes all GPUs of the node.
-    assert runner.Machine(gpus=[0, 1]).take(make_job(tmp_path, "auto")) == ["0", "1"]
+    assert runner.Machine(gpus=[0, 1]).take(make_job(tmp_path, "auto"), []) == ["0", "1"]
     with pytest.raises(SweepError, match=r"fabric.devices=4, but the sweep has 2 GPUs \(0, 1\)"):
         runner.Machine(gpus=[0, 1]).check([todo["d"]])
     results = runner.run_jobs([*todo.values()], runner.Machine(gpus=[0, 1, 2, 3]), tmp_path / "logs")

@@ -13,7 +13,7 @@ from forgetting_transformer.training.checkpoint.reading import load_tensors
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.parsing import parse
 from forgetting_transformer.training.export import load_checkpoint
-from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.optimization.building import undecayed_parameters
 
 PACKAGE = "forgetting_transformer"
 TARGETS = {

@@ -126,4 +126,4 @@ def test_bad_steps_with_a_good_one_between_them_are_not_in_a_row():
         guard.judge(batch, torch.ones(2), torch.tensor(norm))
     guard.poll(wait=True)
     assert [(bad.batch, bad.in_a_row) for bad in guard.take_reports()] == [(0, 1), (2, 1), (3, 2)]
-    assert guard.most_in_a_row == 2 and guard.left_out == 3
+    assert guard.most_in_a_row == 2 and guard.state()["guard_skipped"] == 3

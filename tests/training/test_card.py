@@ -35,12 +35,6 @@ def make_run(folder: Path) -> Path:
     data |= {"train_data_info/total_tokens": 500, "train_data_info/fingerprint": "f00d"}
     for kind, records in {"train": train, "val": val, "train_data_info": [data]}.items():
         (lines / f"{kind}.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    machine = {"host": HOST, "platform": "Linux-6-x86_64", "device": "NVIDIA H200"}
-    versions = {"python": "3.12.1", "torch": "2.13.0", "wandb": "0.31"}
-    git = {"commit": "0123456789abcdef" * 2 + "01234567", "patch": "secret patch", "untracked": ["diary.txt"]}
-    first = {"step": 0, "world_size": 4, "versions": versions, "git": git, "machine": machine}
-    later = first | {"step": 1500, "world_size": 8, "machine": machine | {"device": "NVIDIA B300"}}
-    (folder / "starts.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(later)}\n")
     return folder
 
 
@@ -56,18 +50,14 @@ SETTINGS = {
 }
 
 
-def card(run_folder: Path, licence: str | None = None, step: int = 1000) -> str:
+def card(run_folder: Path, step: int = 1000) -> str:
     folder, origin = (
         run_folder / "hf",
         {"checkpoint": step, "weights_from": {"source": "lab/fox", "revision": "a" * 40}},
     )
     folder.mkdir(exist_ok=True)
-    write(folder, run_folder, SETTINGS, origin, 12345, True, licence)
+    write(folder, run_folder, SETTINGS, origin, 12345, True)
     return (folder / CARD).read_text(encoding="utf-8")
-
-
-def header(text: str) -> dict:
-    return yaml.safe_load(text.split("---\n")[1])
 
 
 def test_it_says_what_the_run_recorded_up_to_the_checkpoint(tmp_path):
@@ -77,22 +67,17 @@ def test_it_says_what_the_run_recorded_up_to_the_checkpoint(tmp_path):
     )
     assert "| held-out | 4.5000 | mean over 640 held-out tokens, after 1,000 training tokens |" in text
     assert "| training | 4.0000 |" in text, "what was logged after the checkpoint does not count"
-    assert "4 × NVIDIA H200" in text and "B300" not in text, "nor a start after it"
     for row in (
         "| fabric.precision | bf16-mixed |", "| optimizer.lr | 0.002 |", "| seed | 7 |",
-        "| commit | 0123456789ab, with uncommitted changes |", f"| init_from | lab/fox, {'a' * 40} |",
-        "python 3.12.1, torch 2.13.0",
+        f"| init_from | lab/fox, {'a' * 40} |",
     ):  # fmt: skip
         assert row in text, row
-    everything = card(tmp_path, step=2000)
-    assert "| held-out | 3.5000 |" in everything and "4 × NVIDIA H200; 8 × NVIDIA B300" in everything
+    assert "| held-out | 3.5000 |" in card(tmp_path, step=2000)
 
 
 def test_a_licence_is_never_made_up(tmp_path):
     text = card(make_run(tmp_path))
-    assert "license" not in header(text) and "No licence has been chosen" in text
-    text = card(tmp_path, "mit")
-    assert header(text)["license"] == "mit" and "has chosen the licence `mit`" in text
+    assert "license" not in yaml.safe_load(text.split("---\n")[1]) and "None has been chosen" in text
 
 
 def test_nothing_of_the_machine_or_the_account_is_in_it(tmp_path):
@@ -121,7 +106,7 @@ def test_the_example_is_python_for_every_model():
 def test_a_run_that_recorded_nothing_has_a_card_all_the_same(tmp_path):
     """Such as one of the authors' code."""
     config = {"model": {"name": "transformer"}, "exp": "/home/agnes/first", "data_dir": "/home/agnes"}
-    write(tmp_path, tmp_path, config, {"checkpoint": 64}, 5, False, None)
+    write(tmp_path, tmp_path, config, {"checkpoint": 64}, 5, False)
     text = (tmp_path / CARD).read_text(encoding="utf-8")
-    assert "The run left no record of its losses." in text and "None" not in text and "agnes" not in text
+    assert "The run left no record of its losses." in text and "None |" not in text and "agnes" not in text
     assert "token ids" in text

@@ -22,7 +22,7 @@ from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.train import keep_compiled_code
 from forgetting_transformer.training import Config, ConfigError, parse, setup
 from forgetting_transformer.training.execution import choice as execution
-from forgetting_transformer.training.execution import early
+from forgetting_transformer.training.execution import compilation
 from forgetting_transformer.training.execution.choice import Execution
 from forgetting_transformer.training.execution.compilation import Compilation
 from forgetting_transformer.training.parallel.sharding import shard, units
@@ -294,7 +294,7 @@ def test_compiled_code_is_kept_in_the_users_cache_unless_the_user_says_where(mon
 def test_the_first_step_compiles_nothing_again(captured, tiny):
     config = parse(OmegaConf.create(architecture(tiny, "hybrid", compile=True, gradient_checkpointing=True)))
     empty = setup.as_trained(setup.outline(config, INFO), config)
-    early.compile_blocks(empty, torch.device("cpu"), 2, 40)
+    compilation.compile_blocks(empty, torch.device("cpu"), 2, 40)
     before = captured["stats"]["unique_graphs"]
     assert before
     model = build(config).train()
@@ -306,7 +306,7 @@ def test_the_first_step_compiles_nothing_again(captured, tiny):
 
 @pytest.fixture
 def wanted(monkeypatch):
-    monkeypatch.setattr(early, "_serves", lambda *_: True)
+    monkeypatch.setattr(compilation, "_serves", lambda *_: True)
 
 
 @pytest.fixture
@@ -319,10 +319,10 @@ def test_compiled_code_goes_with_a_kernel_that_is_ruled_out(captured, wanted, co
     resets, faults = [], {}
     monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(True))
     monkeypatch.setattr(backends, "_faults", faults)
-    with early.compiling(config, fabric, empty, packed=False):
+    with compilation.compiling(config, fabric, empty, packed=False):
         pass
     assert not resets and captured["stats"]["unique_graphs"]
-    with early.compiling(config, fabric, empty, packed=False):
+    with compilation.compiling(config, fabric, empty, packed=False):
         faults["attention", backends.TRITON] = "its self-test found it wrong"
     assert resets == [True]
 
@@ -331,21 +331,23 @@ def test_an_error_is_left_to_the_first_step_and_hides_none_of_the_body(wanted, c
     def broken(*_):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(early, "compile_blocks", broken)
+    monkeypatch.setattr(compilation, "compile_blocks", broken)
     caplog.set_level(logging.DEBUG, "forgetting_transformer")
     fabric, empty = Fabric(accelerator="cpu", devices=1), setup.outline(config, INFO)
-    with early.compiling(config, fabric, empty, packed=False):
+    with compilation.compiling(config, fabric, empty, packed=False):
         pass
     assert "nothing was compiled early: no compiler" in caplog.text
-    with pytest.raises(ValueError, match="a kernel"), early.compiling(config, fabric, empty, packed=False):
+    with pytest.raises(ValueError, match="a kernel"), compilation.compiling(config, fabric, empty, packed=False):
         raise ValueError("a kernel")
 
 
 def test_nothing_is_compiled_early_beside_the_test_of_kernels_of_fla(tiny, monkeypatch):
     """They keep state of the whole process: two threads at once have ruled out kernels that were right."""
     gpu = SimpleNamespace(device=torch.device("cuda", 0), world_size=1)
-    monkeypatch.setattr(early.graphs, "choose", lambda *_: False)
-    monkeypatch.setattr(early, "find_backend", lambda use, *_: backends.FLA if use.op == "kda" else backends.TRITON)
+    monkeypatch.setattr(compilation.graphs, "choose", lambda *_: False)
+    monkeypatch.setattr(
+        compilation, "find_backend", lambda use, *_: backends.FLA if use.op == "kda" else backends.TRITON
+    )
     for name, served in (("forgetting_transformer", True), ("mamba2", True), ("kda", False)):
         config = parse(OmegaConf.create(architecture(tiny, name, compile=True)))
-        assert early._serves(config, gpu, setup.outline(config, INFO)) == served
+        assert compilation._serves(config, gpu, setup.outline(config, INFO)) == served

@@ -18,7 +18,7 @@ from forgetting_transformer.training.config import Config, ConfigError, ModelCon
 from forgetting_transformer.training.config.checks import check
 from forgetting_transformer.training.config.continuing import changes_that_alter_the_run
 from forgetting_transformer.training.config.parsing import parse
-from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.optimization.building import undecayed_parameters
 from forgetting_transformer.training.optimization.schedule import build_schedule
 from tests.training.keys import known_keys
 

@@ -16,7 +16,7 @@ from forgetting_transformer.evaluation.models import load_model
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
 from forgetting_transformer.training.export import MARK, ExportError, export, load_checkpoint, tokenizer_of_run
 from forgetting_transformer.training.export.card import CARD
-from forgetting_transformer.training.export.contents import save_tokenizer
+from forgetting_transformer.training.export.folder import save_tokenizer
 from forgetting_transformer.training.records.run_directory import RunDirectory
 from tests.data.corpus_helpers import prepare, write_tree
 from tests.processes import ROOT, run_command
@@ -191,8 +191,6 @@ def test_the_commands_export_and_generate(tiny, tmp_path, finished, tokenizer):
     assert done.returncode == 0 and done.stdout.startswith("w3 w4"), done.stderr
     done = run_command("save_model.py", "--hf_load_dir", str(tmp_path / "no"), "--hf_save_dir", folder)
     assert done.returncode == 1 and "there is no such folder" in done.stderr and "Traceback" not in done.stderr
-    done = run_command("save_model.py", "--hf_load_dir", run, "--hf_save_dir", folder, "--license", "my own")
-    assert done.returncode == 2 and "'my own' is no id of a licence" in done.stderr
     # A run writes without an export, and the same for the same seed.
     drawn = ["--tokenizer", tokenizer, "--prompt", "w3 w4", "--max_new_tokens", "5", "--samples", "2", "--top_p", "0.9"]
     said = [run_command("scripts/generate.py", run, *drawn, "--temperature", "1.5", "--seed", seed) for seed in "112"]

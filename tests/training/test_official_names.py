@@ -133,7 +133,7 @@ def said(*arguments: str) -> str:
         (["schedule=warmup_one_minus_sqrt", "schedule.anneal_steps=9", "schedule.decay_steps=5"],
          "schedule.decay_steps=5 has no meaning"),
         (["schedule.anneal_step=5"], "did you mean 'schedule.anneal_steps'?"),
-        (["strategy.sharding_strategy=FULL_SHARD"], "strategy=fsdp shards weights"),
+        (["strategy.sharding_strategy=FULL_SHARD"], "unknown config key 'strategy.sharding_strategy'"),
         (["model=transformer"], "no value for model.config.rope_base: give it on the command line"),
     ],
 )  # fmt: skip

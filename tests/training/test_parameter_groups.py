@@ -9,14 +9,15 @@ from torch import nn
 
 from forgetting_transformer.plugins import OPTIMIZERS, Component
 from forgetting_transformer.training.config import ConfigError, TrainConfig
-from forgetting_transformer.training.optimization.building import build_optimizer, check_owns
-from forgetting_transformer.training.optimization.optimizers import AdamWConfig, MuonConfig
-from forgetting_transformer.training.optimization.parameter_groups import (
+from forgetting_transformer.training.optimization.building import (
+    build_optimizer,
+    check_owns,
     group_parameters,
     train_only,
     trainable,
     undecayed_parameters,
 )
+from forgetting_transformer.training.optimization.optimizers import AdamWConfig, MuonConfig
 from tests.model.small_models import small_model
 from tests.training.conftest import STEP, changed, train
 

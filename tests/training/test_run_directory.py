@@ -9,7 +9,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from forgetting_transformer.training import ConfigError, parse
-from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.records.run_directory import OWN_NAMES, RunDirectory, RunDirectoryError
 from tests.training.conftest import STEP, assert_same_run, changed, lines, refused, train
 from tests.training.conftest import status as status_at
@@ -44,14 +43,14 @@ def test_resume_false_starts_clean_and_moves_what_a_run_wrote_and_nothing_else(t
     (moved,) = (root / "previous").iterdir()
     assert not {Path(name).parts[0] for name in STRANGERS} & {path.name for path in moved.iterdir()}
     assert (moved / f"checkpoints/step-{8 * STEP:015d}/manifest.json").is_file()
-    assert (moved / "last_checkpoint.json").is_file() and len(lines(str(moved), "train")) == 8
+    assert len(lines(str(moved), "train")) == 8
     found = status_at({"output_dir": moved})
     assert (found["status"], found["step"]) == ("done", 8 * STEP)
     written = {path.name for path in root.iterdir()} - {Path(name).parts[0] for name in STRANGERS}
     assert written - {"previous", "run.lock"} == {path.name for path in moved.iterdir()}, "all a run writes is moved"
 
 
-OF_A_RUN = ("goodput.json", "last_checkpoint.json", "tokenizer/tokenizer.json", "metrics/jsonlines/train.jsonl")
+OF_A_RUN = ("goodput.json", "tokenizer/tokenizer.json", "metrics/jsonlines/train.jsonl")
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -63,13 +62,13 @@ def test_a_first_start_takes_nothing_of_others_for_its_own(tmp_path, resume):
         place(root, name, *STRANGERS)
         before = snapshot(root)
         with pytest.raises(RunDirectoryError, match=said) as error:
-            status.claim(RunDirectory(root), resume)
+            RunDirectory(root).claim(resume)
         assert Path(name).parts[0] in str(error.value) and snapshot(root) == before, "not even a lock is left there"
     for name in ("train.zarr/zarr.json", "manifest.json"):
         root = tmp_path / name.partition(".")[0]
         place(root, name, "tokenizer/tokenizer.json")
         with pytest.raises(RunDirectoryError, match=r"is a folder of token arrays; choose another output_dir$"):
-            status.claim(RunDirectory(root), resume)
+            RunDirectory(root).claim(resume)
     for below in ("", "run"):
         with pytest.raises(RunDirectoryError, match=r"cannot write to output_dir=.*choose another output_dir$"):
             RunDirectory(tmp_path / "0/thesis.tex" / below).acquire()
@@ -110,7 +109,7 @@ def test_a_move_that_is_cut_short_is_completed_by_the_same_command(tmp_path, mon
             RunDirectory(root).move_aside()
         monkeypatch.setattr(Path, "rename", rename)
         assert RunDirectory(root).is_run
-        refuses_to_start_over = (root / "last_checkpoint.json").exists()
+        refuses_to_start_over = (root / "metrics").exists()
         assert refuses_to_start_over or cut >= len(OWN_NAMES) - 1, "a start without resume=false may not begin a run"
         assert RunDirectory(root).move_aside() is not None
         assert sorted(os.listdir(root)) == ["previous", "run.lock"]

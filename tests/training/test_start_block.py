@@ -7,7 +7,7 @@ import torch
 
 from forgetting_transformer.data import LongCrawl64DataModule
 from forgetting_transformer.training import parse, setup
-from forgetting_transformer.training.parallel import gpus
+from forgetting_transformer.training.execution import hardware
 from forgetting_transformer.training.records.metrics import duration
 from tests.training.conftest import STEP, blocks, changed, train
 
@@ -50,17 +50,17 @@ def test_less_than_a_minute_is_in_seconds():
 def no_gpu_warnings(tiny: dict, caplog, monkeypatch, large: int = 1000, **changes) -> list[str]:
     config = parse(changed(tiny, **changes))
     data = LongCrawl64DataModule(config.data_dir, **{k: v for k, v in vars(config.datamodule).items() if k != "name"})
-    monkeypatch.setattr(gpus, "LARGE", large)
+    monkeypatch.setattr(hardware, "LARGE", large)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        gpus.warn_without(config, torch.device("cpu"), setup.outline(config, data.train_info()))
+        hardware.warn_without_gpu(config, torch.device("cpu"), setup.outline(config, data.train_info()))
     return [record.getMessage() for record in caplog.records]
 
 
 def test_a_large_model_without_a_gpu_gets_a_warning_unless_the_cpu_was_chosen(tiny, caplog, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (warning,) = no_gpu_warnings(tiny, caplog, monkeypatch, fabric__accelerator="auto")
-    assert "no GPU was found" in warning and "fabric.accelerator=cpu" in warning and gpus.missing() in warning
+    assert "no GPU was found" in warning and "fabric.accelerator=cpu" in warning and hardware.missing_gpu() in warning
     assert no_gpu_warnings(tiny, caplog, monkeypatch, fabric__accelerator="cpu") == []
     assert no_gpu_warnings(tiny, caplog, monkeypatch, large=10**8, fabric__accelerator="auto") == []
     monkeypatch.setenv("LT_ACCELERATOR", "cpu")

@@ -5,7 +5,6 @@ import json
 import os
 from pathlib import Path
 
-from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.records.run_directory import RunDirectory
 from tests.training.conftest import STEP, Job, before, changed, refused, train
 from tests.training.conftest import status as status_of
@@ -38,7 +37,7 @@ def test_a_full_disk_does_not_keep_the_status_from_being_right(tmp_path, monkeyp
     """Nothing new can be written, and what ends the run must be told all the same."""
     directory = RunDirectory(tmp_path)
     directory.acquire()
-    status.write_status(directory, "running", 128)
+    directory.write_status("running", 128)
     really_open = os.open
 
     def full(path, flags, *arguments, **options):
@@ -48,10 +47,10 @@ def test_a_full_disk_does_not_keep_the_status_from_being_right(tmp_path, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", full)
-        status.write_status(directory, "failed", 256, "no room " * 10_000)
+        directory.write_status("failed", 256, "no room " * 10_000)
         found = status_of({"output_dir": tmp_path})
         assert (found["status"], found["step"]) == ("failed", 256) and found["reason"].startswith("no room")
-    status.write_status(directory, "done", 1024)
+    directory.write_status("done", 1024)
     directory.release()
     assert status_of({"output_dir": tmp_path})["step"] == 1024 and {p.name for p in tmp_path.iterdir()} == {
         "status.json",

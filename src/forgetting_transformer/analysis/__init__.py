@@ -4,7 +4,6 @@ runs.py                one training run: its losses, norms, times, settings
 scores_in_training.py  scores that callbacks logged in a run
 evaluations.py         one evaluation: the schema that all of them write
 position_loss.py       loss at every position: curves, slopes, comparisons sequence by sequence
-question_scores.py     two models on the same questions
 published.py           the paper's tables
 statistics.py          means over seeds with their intervals
 comparisons.py         models compared at equal tokens and at equal FLOPs
@@ -20,5 +19,5 @@ It imports neither models, training nor evaluations: results can be read on a ma
 from forgetting_transformer.command_line import CommandError
 
 
-class AnalysisError(CommandError):
+class AnalysisError(CommandError, ValueError):
     """Results cannot be read or shown; the message names the file, the error and the fix."""

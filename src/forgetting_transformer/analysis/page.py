@@ -14,11 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from forgetting_transformer import metric_names as names
-from forgetting_transformer.analysis import AnalysisError, outputs, position_loss, run_figures
+from forgetting_transformer.analysis import AnalysisError, outputs, run_figures
 from forgetting_transformer.analysis.evaluations import Evaluation, number_table, read_evaluations
-from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
 from forgetting_transformer.analysis.plots.style import DOTS_PER_INCH
-from forgetting_transformer.analysis.position_loss import comparison_table
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_table
 from forgetting_transformer.analysis.runs import Run
 from forgetting_transformer.analysis.tables import Table, format_tokens, has_numbers, plain_number, score_table
@@ -71,7 +69,7 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
     sections = {
         "Runs": _overview(runs),
         **figures,
-        **_evaluations(results, {run.output_dir.resolve().name: run.name for run in runs}),
+        **_evaluations(results),
         "Configurations": _configurations(runs),
     }
     body = "\n".join(f"<h2>{html.escape(title)}</h2>\n{content}" for title, content in sections.items() if content)
@@ -118,45 +116,21 @@ def _facts(run: Run) -> dict[str, str]:
     }
 
 
-def _evaluations(folders: Sequence[Path], shown: Mapping[str, str]) -> dict[str, str]:
-    """A section per kind of evaluation in the folders.
-
-    Args:
-        shown: the page's names for models that have others in the folders; so a model has one colour everywhere.
-    """
+def _evaluations(folders: Sequence[Path]) -> dict[str, str]:
+    """A section per kind of evaluation in the folders."""
     found = read_evaluations(folders)
     sections = {}
     for kind in dict.fromkeys((*_TITLES, *(one.kind for one in found))):
         models: dict[str, Evaluation] = {}
         for one in (one for one in found if one.kind == kind):
-            name = shown.get(one.model, one.model)
             again = sum(other.model == one.model for other in models.values())
-            models[f"{name} ({again + 1})" if again else name] = one
-        content = _position_losses(models) if kind == "per_token_loss" else _scores(models, kind)
-        shown_together = bool(content)
+            models[f"{one.model} ({again + 1})" if again else one.model] = one
+        content = _scores(models, kind)
         for name, one in models.items():
-            drawn = [] if shown_together else sorted(one.folder.glob("*.png"))
-            content += "".join(_embedded(file, f"{name}, {file.stem}") for file in drawn)
+            content += "".join(_embedded(file, f"{name}, {file.stem}") for file in sorted(one.folder.glob("*.png")))
             content += _folded(f"Numbers of {name}", _table(number_table(one)))
         sections[_TITLES.get(kind, kind)] = content
     return sections
-
-
-def _position_losses(models: Mapping[str, Evaluation]) -> str:
-    if not models:
-        return ""
-    results = [position_loss.read_result(one.folder, name) for name, one in models.items()]
-    summaries = [result.summary for result in results]
-    lengths = {result.name: result.summary.get("train_length") for result in results}
-    made_with, compared = position_loss.made_with(summaries), position_loss.compare(results)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figure.png"
-        loss_against_position(position_loss.group_seeds(results), file, lengths, conditions=made_with)
-        content = _embedded(file, "loss at every position")
-        if compared:
-            loss_differences(compared, file, made_with, lengths)
-            content += _embedded(file, "differences in loss by position") + _table(comparison_table(compared))
-    return content + _table(position_loss.slope_table([(result.name, result.summary) for result in results]))
 
 
 def _scores(models: Mapping[str, Evaluation], kind: str) -> str:

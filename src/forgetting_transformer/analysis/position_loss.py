@@ -16,7 +16,7 @@ import numpy as np
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import AnalysisError
-from forgetting_transformer.analysis.statistics import clustered_error, mean_and_error
+from forgetting_transformer.analysis.statistics import mean_and_error
 from forgetting_transformer.analysis.tables import Table, with_error
 from forgetting_transformer.files import read_json
 
@@ -201,17 +201,11 @@ def compare(results: Sequence[Result], from_position: int = 1) -> list[dict[str,
         edges = octave_edges(group[0].loss_T.size)
         for o in (o for o in range(1, difference_NO.shape[1]) if edges[o] >= from_position):
             row = {"model": name, "against": first, "begin": int(edges[o]), "end": int(edges[o + 1])}
-            row["loss"], row["loss_error"] = _with_error(difference_NO[:, o], group[0].group_N)
+            row["loss"], row["loss_error"] = mean_and_error(difference_NO[:, o], group[0].group_N)
             change_N = difference_NO[:, o] - difference_NO[:, o - 1]
-            row["change"], row["change_error"] = _with_error(change_N, group[0].group_N)
+            row["change"], row["change_error"] = mean_and_error(change_N, group[0].group_N)
             rows.append(row)
     return rows
-
-
-def _with_error(values_N: np.ndarray, group_N: np.ndarray | None) -> tuple[float, float | None]:
-    if group_N is None:
-        return mean_and_error(values_N)
-    return float(values_N.mean()), clustered_error(values_N, group_N)
 
 
 def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -8,60 +8,33 @@ errors over examples.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from forgetting_transformer.analysis import AnalysisError, outputs, statistics
 from forgetting_transformer.analysis.evaluations import LONGBENCH, Evaluation
 from forgetting_transformer.analysis.statistics import Estimate
-from forgetting_transformer.analysis.tables import Column, Rows, Table, has_numbers, latex, score_table
+from forgetting_transformer.analysis.tables import Column, Rows, has_numbers, latex, score_table
 from forgetting_transformer.files import write_atomically
 
-
-@dataclass(frozen=True)
-class Task:
-    """One task of the paper's Table 1.
-
-    Attributes:
-        name: in lm_eval.
-        dataset: on the Hugging Face hub.
-        columns: lm_eval's metric, without its filter `none` -> the column it fills.
-    """
-
-    name: str
-    dataset: str
-    columns: Mapping[str, Column]
-
-
-def _accuracy(name: str, title: str, dataset: str, metric: str = "acc") -> Task:
-    head = f"{title} {'acc-n' if metric == 'acc_norm' else 'acc'}"
-    return Task(name, dataset, {metric: Column(name, head, "higher")})
-
-
-#: The eleven tasks, in the order of the table. All zero-shot.
-TASKS = (
-    Task(
-        "wikitext", "EleutherAI/wikitext_document_level", {"word_perplexity": Column("wikitext", "Wiki. ppl", "lower")}
-    ),
-    Task(
-        "lambada_openai",
-        "EleutherAI/lambada_openai",
-        {
-            "perplexity": Column("lambada_openai_ppl", "LMB. ppl", "lower"),
-            "acc": Column("lambada_openai", "LMB. acc", "higher"),
-        },
-    ),
-    _accuracy("piqa", "PIQA", "baber/piqa"),
-    _accuracy("hellaswag", "Hella.", "Rowan/hellaswag", "acc_norm"),
-    _accuracy("winogrande", "Wino.", "allenai/winogrande"),
-    _accuracy("arc_easy", "ARC-e", "allenai/ai2_arc"),
-    _accuracy("arc_challenge", "ARC-c", "allenai/ai2_arc", "acc_norm"),
-    _accuracy("copa", "COPA", "aps/super_glue"),
-    _accuracy("openbookqa", "OBQA", "allenai/openbookqa", "acc_norm"),
-    _accuracy("sciq", "SciQ", "allenai/sciq"),
-    _accuracy("boolq", "BoolQ", "aps/super_glue"),
-)
-AVERAGE = Column("average", "Avg", "higher")
+#: The columns of Table 1, in its order: "task/metric" as lm_eval calls them -> head. All are zero-shot.
+LM_EVAL = {
+    "wikitext/word_perplexity": "Wiki. ppl",
+    "lambada_openai/perplexity": "LMB. ppl",
+    "lambada_openai/acc": "LMB. acc",
+    "piqa/acc": "PIQA acc",
+    "hellaswag/acc_norm": "Hella. acc-n",
+    "winogrande/acc": "Wino. acc",
+    "arc_easy/acc": "ARC-e acc",
+    "arc_challenge/acc_norm": "ARC-c acc-n",
+    "copa/acc": "COPA acc",
+    "openbookqa/acc_norm": "OBQA acc-n",
+    "sciq/acc": "SciQ acc",
+    "boolq/acc": "BoolQ acc",
+}
+_ACCURACIES = [key for key in LM_EVAL if "perplexity" not in key]
+#: The eleven tasks of the table.
+TASKS = list(dict.fromkeys(key.partition("/")[0] for key in LM_EVAL))
 #: Models by name, each with its evaluations: one, or one per seed.
 Models = Mapping[str, Sequence[Evaluation]]
 
@@ -74,26 +47,21 @@ def lm_eval_table(models: Models) -> tuple[dict[str, dict[str, Estimate]], list[
     """
     rows = {name: over_seeds([lm_eval_row(one) for one in several]) for name, several in models.items()}
     numbers = [number for several in models.values() for one in several for number in one.numbers]
-    known = {task.name for task in TASKS}
-    columns = [column for task in TASKS for column in task.columns.values()] + [AVERAGE]
-    if not any(number.task in known for number in numbers):
+    columns = [Column(key, head, "higher" if key in _ACCURACIES else "lower") for key, head in LM_EVAL.items()]
+    columns.append(Column("average", "Avg", "higher"))
+    if not any(number.task in TASKS for number in numbers):
         columns = []
-    others = {(number.task, number.metric): None for number in numbers if number.task not in known}
+    others = {(number.task, number.metric): None for number in numbers if number.task not in TASKS}
     return rows, columns + [Column(f"{task}/{metric}", f"{task} {metric}", digits=4) for task, metric in others]
 
 
 def lm_eval_row(evaluation: Evaluation) -> dict[str, Estimate]:
     """The numbers of one evaluation by the keys of their columns."""
-    row: dict[str, Estimate] = {}
-    for task in TASKS:
-        for metric, column in task.columns.items():
-            if (found := evaluation.find(task.name, metric)) is not None:
-                row[column.key] = found.estimate.scaled(100 if column.better == "higher" else 1)
-    accuracies = [column.key for task in TASKS for column in task.columns.values() if column.better == "higher"]
-    if row.keys() >= {*accuracies}:
-        row[AVERAGE.key] = Estimate(sum(row[key].value for key in accuracies) / len(accuracies))
-    known = {task.name for task in TASKS}
-    return row | {f"{n.task}/{n.metric}": n.estimate for n in evaluation.numbers if n.task not in known}
+    row = {f"{number.task}/{number.metric}": number.estimate for number in evaluation.numbers}
+    row |= {key: row[key].scaled(100) for key in _ACCURACIES if key in row}
+    if row.keys() >= {*_ACCURACIES}:
+        row["average"] = Estimate(sum(row[key].value for key in _ACCURACIES) / len(_ACCURACIES))
+    return row
 
 
 def longbench_table(models: Models) -> tuple[dict[str, dict[str, Estimate]], list[Column]]:
@@ -126,11 +94,8 @@ def over_seeds(rows: Sequence[dict[str, Estimate]]) -> dict[str, Estimate]:
     return {key: statistics.mean([row[key].value for row in rows]) for key in common}
 
 
-def write_tables(rows: Rows, columns: Sequence[Column], folder: Path | None, differences: Table | None = None) -> None:
+def write_tables(rows: Rows, columns: Sequence[Column], folder: Path | None) -> None:
     """Prints the tables and, if there is a folder, writes `table.md` and `table.tex` into it.
-
-    Args:
-        differences: between models, on the same questions; for `table.md`, below the scores.
 
     Raises:
         AnalysisError: there is no number at all, or the folder holds a file of one of these names that is not such a
@@ -139,8 +104,6 @@ def write_tables(rows: Rows, columns: Sequence[Column], folder: Path | None, dif
     if not has_numbers(rows, columns):
         raise AnalysisError(f"nothing to table: the results of {', '.join(rows)} hold no number")
     texts = {"table.md": f"{score_table(rows, columns).markdown()}\n", "table.tex": latex(rows, columns)}
-    if differences is not None:
-        texts["table.md"] += f"\n{differences.markdown()}\n"
     print("\n".join(texts.values()), end="")
     if folder is not None:
         with outputs.writing(folder, "a table of scores") as new:

@@ -78,7 +78,7 @@ class Run:
 
     @cached_property
     def status(self) -> dict[str, Any]:
-        """Status of its last start (training/faults/status.py); {} before the first, and where the file is damaged."""
+        """Contents of status.json, of its last start; {} before the first, and where the file is damaged."""
         try:
             content = json.loads((self.output_dir / "status.json").read_bytes())
         except (OSError, ValueError, RecursionError):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forgetting_transformer import metric_names as names
-from forgetting_transformer.analysis.published import TASKS
+from forgetting_transformer.analysis.published import LM_EVAL
 from forgetting_transformer.analysis.runs import Run, Series
 
 
@@ -46,9 +46,8 @@ def _lm_eval(run: Run) -> Iterator[tuple[str, str, str, str]]:
             tasks.setdefault(task, []).append(metric)
     # A group comes with all of its parts, which would be too many curves.
     wanted = [task for task in run.setting("callbacks", names.LM_EVAL, "tasks") or () if task in tasks] or list(tasks)
-    published = {task.name: list(task.columns) for task in TASKS}
     for task in wanted:
-        for metric in [one for one in published.get(task, ()) if one in tasks[task]] or tasks[task][:1]:
+        for metric in [one for one in tasks[task] if f"{task}/{one}" in LM_EVAL] or tasks[task][:1]:
             yield names.LM_EVAL, task, metric, names.CHANCE if "acc" in metric else ""
 
 

@@ -32,10 +32,16 @@ class Estimate(NamedTuple):
         return text if math.isnan(self.half_width) else f"{text} ± {self.half_width:.{digits}f}"
 
 
-def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
-    """The mean of independent values `(n,)` and its standard error, None for a single value."""
-    n = len(values)
-    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(n)) if n > 1 else None
+def mean_and_error(values: np.ndarray, clusters: np.ndarray | None = None) -> tuple[float, float | None]:
+    """The mean of values `(n,)` and its standard error, None for a single value or cluster.
+
+    Args:
+        clusters: of each value; those of one cluster are alike (`clustered_error`). None: values are independent.
+    """
+    value, n = float(values.mean()), len(values)
+    if clusters is not None:
+        return value, clustered_error(values, clusters)
+    return value, float(values.std(ddof=1) / math.sqrt(n)) if n > 1 else None
 
 
 def clustered_error(values: np.ndarray, clusters: np.ndarray, draws: int = 4000) -> float | None:
@@ -84,10 +90,9 @@ def mean_over_texts(values_N: np.ndarray, group_N: np.ndarray | None = None) -> 
             of freedom as groups less one. Without groups, texts count as independent. Where groups differ much in
             size the interval is somewhat too narrow.
     """
-    if group_N is None:
-        return mean(values_N.tolist())
-    value, error = float(values_N.mean()), clustered_error(values_N, group_N)
-    return Estimate(value, math.nan if error is None else quantile(len(np.unique(group_N)) - 1) * error)
+    value, error = mean_and_error(values_N, group_N)
+    groups = len(values_N) if group_N is None else len(np.unique(group_N))
+    return Estimate(value, math.nan if error is None else quantile(groups - 1) * error)
 
 
 def quantile(degrees_of_freedom: float) -> float:

@@ -4,13 +4,17 @@ errors.py words the errors of a command line. training/config/ knows all keys an
 """
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 
-from forgetting_transformer import files, plugins
+from forgetting_transformer import plugins
 from forgetting_transformer.training.config import ConfigError
+
+#: Options of the programs that start train.py on several devices.
+_OF_LAUNCHERS = [f"--{name}" for name in ("accelerator", "devices", "num-nodes", "node-rank", "precision", "strategy")]
 
 
 def config_dir() -> Path:
@@ -45,24 +49,6 @@ def config_dirs(arguments: Sequence[str]) -> list[Path]:
     return [config_dir(), *([Path(own)] if own else []), *of_plugins.values()]
 
 
-def check_recorded_plugins(arguments: Sequence[str]) -> None:
-    """
-    Raises:
-        ConfigError: the run that these arguments would continue needs a plug-in that they do not name.
-    """
-    given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    output_dir = given.get("output_dir", "").strip("'\" ")
-    if not output_dir or given.get("resume") == "false":
-        return
-    try:
-        recorded = files.read_yaml(Path(output_dir, "config.yaml").expanduser())
-    except (OSError, files.UnreadableError):
-        return  # none, or damaged: its checkpoints have it too
-    # Nothing is imported because a run's folder names it.
-    if isinstance(recorded, dict) and (said := plugins.missing(recorded.get("plugins"), f"{output_dir=!s}: this run")):
-        raise ConfigError(said)
-
-
 def for_hydra(arguments: Sequence[str], folders: Sequence[Path]) -> list[str]:
     """Arguments as Hydra takes them: options in front, and keys with ++, by which it admits those that no YAML lists.
 
@@ -80,5 +66,17 @@ def _sets_a_key(override: str, folders: Sequence[Path]) -> bool:
 
 
 def _hydra_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Options and overrides of a command line as Hydra's parser reads them, in any order."""
-    return get_args_parser().parse_known_intermixed_args(list(arguments))[0]
+    """Options and overrides of a command line as Hydra's parser reads them, in any order.
+
+    Raises:
+        ConfigError: an option that is not Hydra's.
+    """
+    parser = get_args_parser()
+    read, unknown = parser.parse_known_intermixed_args(list(arguments))
+    if unknown:
+        option = unknown[0].partition("=")[0]
+        close = difflib.get_close_matches(option, [*parser._option_string_actions, *_OF_LAUNCHERS], 1)
+        whose = " of `fabric run` and scripts/launch.py" if close and close[0] in _OF_LAUNCHERS else ""
+        hint = f"did you mean {close[0]}{whose}?" if close else "--help lists those there are"
+        raise ConfigError(f"train.py has no option {option}; {hint}")
+    return read

@@ -8,7 +8,7 @@ from forgetting_transformer.console import redact
 from forgetting_transformer.files import explain
 
 
-class DataError(CommandError):
+class DataError(CommandError, ValueError):
     """An error that the user can fix. The message names the file or key and the fix, without passwords of URLs."""
 
     def __init__(self, message: object = "") -> None:

@@ -24,7 +24,7 @@ from forgetting_transformer.data.sparse import SparseTokenArray
 from forgetting_transformer.data.storage.remote import is_url, join
 from forgetting_transformer.data.storage.remote_cache import CacheSettings, Folder
 from forgetting_transformer.data.token_array import TokenArray
-from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary
+from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.data.worker import hand_over, received, sharing_memory, start_worker
 from forgetting_transformer.ranges import divisors
 
@@ -105,7 +105,7 @@ class LongCrawl64DataModule:
             DataError: they do not, it cannot be read, or the cache of a remote corpus has no room for a batch.
         """
         if (split, part) not in self._arrays:
-            stated = StatedVocabulary(self.vocab_size, self.bos_token_id, self.eos_token_id)
+            stated = (self.vocab_size, self.bos_token_id, self.eos_token_id)
             opened = SparseTokenArray if self.missing_chunks == "skip" else TokenArray
             array = opened(self._place(part, f"{split}.zarr"), stated, self.cache)
             key = "train_batch_len" if split == "train" else "eval_batch_len"
@@ -157,7 +157,7 @@ class LongCrawl64DataModule:
         return self._info("train", self.train_batch_len, self.train_batch_size, self.batches() * self.train_batch_size)
 
     def train_lengths(self) -> dict[int, float]:
-        """With packed documents the shares in the first batch, because rows are shuffled."""
+        """Shares in the first batch, with packed documents: rows are shuffled."""
         if not self.packed:
             return {self.train_batch_len: 1.0}
         first = Loader(TrainBatches(self, 0, 1), range(1), 0, self.vocabulary, packed=True)

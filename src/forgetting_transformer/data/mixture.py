@@ -22,7 +22,6 @@ from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.longcrawl64 import LongCrawl64DataModule
 from forgetting_transformer.data.order import Location, ReadingOrder
-from forgetting_transformer.data.token_array import TokenArray
 from forgetting_transformer.data.vocabulary import other_token, tokens_of
 
 #: Sequences of the longest pattern: weights of three digits.
@@ -104,8 +103,7 @@ class MixtureDataModule(LongCrawl64DataModule):
         """
         tokens = {name: tokens_of(self.folder_of(part)) for part, name in enumerate(self.names)}
         described = [(name, of_part) for name, of_part in tokens.items() if of_part is not None]
-        for name, of_part in described[1:]:
-            first, of_first = described[0]
+        for (first, of_first), (name, of_part) in itertools.product(described[:1], described[1:]):
             if difference := other_token(of_part, of_first, first):
                 raise DataError(
                     f"datamodule.parts: {name} was made with another tokenizer than {first}: {difference}; "
@@ -150,9 +148,13 @@ class MixtureDataModule(LongCrawl64DataModule):
 
     def _info(self, split: str, seq_len: int, batch_size: int, sequences: int) -> DataInfo:
         arrays = [self.array(split, part) for part in range(len(self.names))]
-        self._check_vocabularies(arrays)
-        weights = self.interleaving.weights_I.tolist()
-        weighted = zip(arrays, weights, strict=True)
+        if len({array.vocabulary for array in arrays}) > 1:
+            listed = ", ".join(f"{name}: {array.vocabulary}" for name, array in zip(self.names, arrays, strict=True))
+            raise DataError(
+                f"datamodule.parts: the corpora have different vocabularies ({listed}); prepare them with one "
+                "tokenizer (scripts/prepare_data.py --tokenizer FOLDER)"
+            )
+        weighted = zip(arrays, self.interleaving.weights_I.tolist(), strict=True)
         contents = "".join(f"{array.fingerprint} {weight}\n" for array, weight in weighted)
         checksums = [array.checksums for array in arrays]
         return dataclasses.replace(
@@ -164,15 +166,6 @@ class MixtureDataModule(LongCrawl64DataModule):
             unigram_entropy_nats=None,
             checksums=_short_hash(" ".join(map(str, checksums))) if all(checksums) else None,
         )
-
-    def _check_vocabularies(self, arrays: Sequence[TokenArray]) -> None:
-        found = {name: array.vocabulary for name, array in zip(self.names, arrays, strict=True)}
-        if len({*found.values()}) > 1:
-            listed = ", ".join(f"{name}: {vocabulary}" for name, vocabulary in found.items())
-            raise DataError(
-                f"datamodule.parts: the corpora have different vocabularies ({listed}); prepare them with one "
-                "tokenizer (scripts/prepare_data.py --tokenizer FOLDER)"
-            )
 
 
 def _short_hash(text: str) -> str:

@@ -4,7 +4,7 @@ Only whole rows of chunks are of use: a document lies in all chunks of a row. Ot
 and the list of those that do is part of the fingerprint.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import product
 
 import numpy as np
@@ -21,7 +21,7 @@ class SparseTokenArray(TokenArray):
     """
 
     def _count_documents(self) -> int:
-        whole = whole_rows(self, self.files.names())
+        whole = whole_rows(keys_of(self), self.files.names())
         if not whole:
             raise DataError(
                 f"{self.path} has no row of chunks with all its files, so missing_chunks=skip leaves no document. "
@@ -49,9 +49,8 @@ def keys_of(array: TokenArray) -> dict[Chunk, str]:
     return {chunk: array.key(chunk) for chunk in product(range(rows), range(columns))}
 
 
-def whole_rows(array: TokenArray, there: Collection[str]) -> list[int]:
-    """Rows of chunks whose files are all in `there`."""
-    keys = keys_of(array)
+def whole_rows(keys: Mapping[Chunk, str], there: Collection[str]) -> list[int]:
+    """Rows of chunks of which all files in `keys` are in `there`."""
     return sorted({row for row, _ in keys} - {row for (row, _), key in keys.items() if key not in there})
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.storage.array_files import ArrayFiles, open_array
+from forgetting_transformer.data.storage.checksums import identity
 from forgetting_transformer.data.storage.remote import is_url
 from forgetting_transformer.data.storage.remote_cache import CacheSettings
 from forgetting_transformer.data.vocabulary import (
@@ -78,7 +79,7 @@ class TokenArray:
             )
         self._array, self.dtype = array, np.dtype(array.dtype)
         self.stored_documents, self.doc_len = (int(size) for size in array.shape)
-        stated = StatedVocabulary(vocabulary, 0, 0) if isinstance(vocabulary, int) else vocabulary
+        stated = (vocabulary, 0, 0) if isinstance(vocabulary, int) else vocabulary
         split = Path(self.path).stem
         self.vocabulary = vocabulary_of(corpus, split, self.doc_len, self.manifest, stated, assumed)
         self.vocab_size = self.vocabulary.size
@@ -160,7 +161,7 @@ class TokenArray:
     @property
     def checksums(self) -> str | None:
         """A short hash of the list of checksums beside the array (checksums.py); None where there is none."""
-        return self.files.checksums.identity if self.files.checksums is not None else None
+        return identity(self.files.checksums) if self.files.checksums is not None else None
 
     def stored_row(self, document: int) -> int:
         """The row on disk of a document."""

@@ -76,13 +76,8 @@ class Vocabulary:
     eos_token_id: int
 
 
-@dataclass(frozen=True)
-class StatedVocabulary:
-    """The vocabulary as far as the user states it; None is not stated."""
-
-    size: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | None = None
+#: The vocabulary as far as the user states them; None is not stated.
+StatedVocabulary = tuple[int | None, int | None, int | None]
 
 
 def vocabulary_of(
@@ -90,7 +85,7 @@ def vocabulary_of(
     split: str,
     doc_len: int,
     manifest: dict[str, Any],
-    stated: StatedVocabulary = StatedVocabulary(),
+    stated: StatedVocabulary = (None, None, None),
     assumed: Vocabulary | None = None,
 ) -> Vocabulary:
     """The vocabulary of the corpus at `place`.
@@ -108,36 +103,28 @@ def vocabulary_of(
     Raises:
         DataError: neither says, or the two do not fit together.
     """
-    size = manifest.get("vocab_size") if stated.size is None else stated.size
-    bos = manifest.get("bos_token_id") if stated.bos_token_id is None else stated.bos_token_id
-    eos = manifest.get("eos_token_id") if stated.eos_token_id is None else stated.eos_token_id
-    if size is None or bos is None:
-        known = _known(place, split, doc_len) or assumed or StatedVocabulary()
-        size = known.size if size is None else size
+    keys = ("vocab_size", "bos_token_id", "eos_token_id")
+    size, bos, eos = (manifest.get(key) if value is None else value for key, value in zip(keys, stated, strict=True))
+    if PurePosixPath(str(place)).name.partition("@")[0] == "longcrawl64":
+        cut_to = download_note(place, split).get("tokens") if isinstance(place, Path) else None
+        if doc_len in (LONGCRAWL64_DOC_LEN, cut_to):
+            assumed = Vocabulary(GPT2_VOCAB_SIZE, GPT2_BOS_TOKEN_ID, GPT2_BOS_TOKEN_ID)
+    if assumed is not None:
         if bos is None:
-            bos, eos = known.bos_token_id, known.eos_token_id if eos is None else eos
+            bos, eos = assumed.bos_token_id, assumed.eos_token_id if eos is None else eos
+        size = assumed.size if size is None else size
     if size is None or bos is None:
-        missing = [f"datamodule.{key}" for key, value in (("vocab_size", size), ("bos_token_id", bos)) if value is None]
+        missing = [f"datamodule.{key}" for key, value in zip(keys, (size, bos), strict=False) if value is None]
         raise DataError(
             f"{redact(str(place))} has no manifest.json that states its vocabulary and is not LongCrawl64 with "
             f"documents of 65,536 tokens, so it does not say which tokenizer made it: set {' and '.join(missing)} for "
             "training, or write a manifest.json, or bring back that of scripts/prepare_data.py (docs/data.md)"
         )
     found = Vocabulary(size, bos, bos if eos is None else eos)
-    for key in ("bos_token_id", "eos_token_id"):
+    for key in keys[1:]:
         if not 0 <= getattr(found, key) < size:
             raise DataError(f"datamodule.{key}={getattr(found, key)} is not in [0, vocab_size={size})")
     return found
-
-
-def _known(place: str | Path, split: str, doc_len: int) -> Vocabulary | None:
-    """GPT-2's if this is LongCrawl64."""
-    if PurePosixPath(str(place)).name.partition("@")[0] != "longcrawl64":
-        return None
-    cut_short = doc_len != LONGCRAWL64_DOC_LEN
-    if cut_short and not (isinstance(place, Path) and download_note(place, split).get("tokens") == doc_len):
-        return None
-    return Vocabulary(GPT2_VOCAB_SIZE, GPT2_BOS_TOKEN_ID, GPT2_BOS_TOKEN_ID)
 
 
 def download_note(folder: Path, split: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 #: Entries of a strip of a T × T matrix in memory at once: 64 MiB in float32.
 _STRIP_ENTRIES = 2**24
+#: Side of a picture of a matrix.
+_PIXELS = 256
 #: Attention weights below this stay white in pictures, as in the paper.
 _LEAST_WEIGHT = 0.5
 #: ln ε of pruning for models that do not prune.
@@ -223,15 +225,8 @@ def _pixel_edges(length: int, pixels: int, device: torch.device) -> Tensor:
     return torch.linspace(0, length, min(pixels, length) + 1, dtype=torch.float64, device=device).round().long()
 
 
-@dataclass(frozen=True)
-class HeadReport:
-    """One head on one text.
-
-    Attributes:
-        memory: tokens, see `memory_lengths`.
-        memory_is_bound: the true value is at least that.
-        pruned: share of tiles that pruning skips.
-    """
+class HeadReport(NamedTuple):
+    """One head on one text: its memory length, whether that is a lower bound, the share of tiles that pruning skips."""
 
     layer: int
     head: int
@@ -256,7 +251,6 @@ def evaluate(
     *,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    pixels: int = 256,
     precision: str = "auto",
 ) -> list[HeadReport]:
     """Draws gates.png, attention.png and memory.png of one text, and writes evaluation.json and table.md.
@@ -264,7 +258,6 @@ def evaluate(
     Args:
         text: its name in the conditions.
         layers, heads: to draw; default four layers, evenly spaced, and their first four heads.
-        pixels: a picture's side.
 
     Returns:
         Memory length and pruned share of every head.
@@ -295,8 +288,8 @@ def evaluate(
             reports.append(report)
             if inputs.layer in layers and report.head in heads:
                 key = (inputs.layer, report.head)
-                gates[key] = gate_matrix(inputs.log_fgate_HT[report.head], pixels).cpu().numpy()
-                maps[key] = attention_map(inputs, report.head, pixels).cpu().numpy()
+                gates[key] = gate_matrix(inputs.log_fgate_HT[report.head], _PIXELS).cpu().numpy()
+                maps[key] = attention_map(inputs, report.head, _PIXELS).cpu().numpy()
                 memory = f"{'≥ ' * report.memory_is_bound}{report.memory:,.0f}" if report.memory >= 1 else "<1"
                 titles[key] = f"layer {key[0]}, head {key[1]}\nmemory {memory} token{'s' * (report.memory > 1)}"
 
@@ -313,7 +306,7 @@ def evaluate(
     evaluation = evaluations.Evaluation("forget_gates", model.name, numbers, about, {"tokens": len(input_ids_T)})
     trained = [] if model.train_tokens is None else [f"after {format_tokens(model.train_tokens)} training tokens"]
     conditions = [*trained, f"on one text of {len(input_ids_T):,} tokens, {text}"]
-    largest = [f"a pixel is the largest of its entries, {pixels} of them a side"] * (len(input_ids_T) > pixels)
+    largest = [f"a pixel is the largest of its entries, {_PIXELS} of them a side"] * (len(input_ids_T) > _PIXELS)
 
     def write_more(new: Path) -> None:
         columns = ([r.layer for r in reports], [r.memory for r in reports], [r.memory_is_bound for r in reports])

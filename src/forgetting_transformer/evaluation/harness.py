@@ -8,9 +8,8 @@ Axes: `forgetting_transformer/ops/__init__.py`. t are the last positions.
 
 import difflib
 import functools
-import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from forgetting_transformer import files
-from forgetting_transformer.analysis import evaluations, outputs, question_scores, tables
-from forgetting_transformer.analysis.published import TASKS, lm_eval_table
+from forgetting_transformer.analysis import evaluations, tables
+from forgetting_transformer.analysis.published import lm_eval_table
 from forgetting_transformer.evaluation.generation import begin, continue_prompts
-from forgetting_transformer.evaluation.models import (
-    EvaluatedModel,
-    EvaluationError,
-    precision_context,
-    token_losses,
-)
+from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, precision_context, token_losses
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.hub_connection import use_cached_datasets
 
@@ -207,8 +201,6 @@ def evaluate(
 ) -> dict[str, Any]:
     """Runs the tasks that `folder/results.json` does not have yet, and writes it after each one.
 
-    question_scores.json beside it gets the score of every question.
-
     Args:
         tasks: lm_eval's names.
         max_length: longest sequence; default that of training.
@@ -226,7 +218,7 @@ def evaluate(
     if length is None:
         raise EvaluationError(f"{model.source} does not say at which length it was trained: set --max_len")
     settings = {"max_length": length, "limit": limit}
-    settings = begin(model, folder, workers, precision, settings, _KIND, [question_scores.FILE])
+    settings = begin(model, folder, workers, precision, settings, _KIND)
     file = folder / "results.json"
     results = workers.on_first(lambda: evaluations.read_json(file) if file.is_file() else {})
     manager = task_manager(include_path)
@@ -236,15 +228,9 @@ def evaluate(
         if workers.is_first:
             print(f"{task} …", file=sys.stderr)
         load_task(task, manager)
-        found = run_tasks(adapter, [task], manager, limit, log_samples=True)
+        found = run_tasks(adapter, [task], manager, limit)
         if workers.is_first:
             results[task] = found["results"][task]
-            samples = found["samples"]
-            questions = _scores_of([samples[task]] if task in samples else [*samples.values()], results[task])
-            if questions.scores:
-                known = question_scores.read_question_scores(folder) | {task: questions}
-                with outputs.writing(folder, _KIND) as new:
-                    question_scores.write_question_scores(new, known)
             files.write_json(file, results)
     if workers.is_first:
         evaluation = evaluations.from_lm_eval(results, model.name, about=model.about, settings=settings)
@@ -253,9 +239,7 @@ def evaluate(
     return results
 
 
-def run_tasks(
-    adapter: HarnessModel, tasks: Sequence[str], manager: TaskManager, limit: int | None, log_samples: bool
-) -> dict[str, Any]:
+def run_tasks(adapter: HarnessModel, tasks: Sequence[str], manager: TaskManager, limit: int | None) -> dict[str, Any]:
     """Runs tasks; returns lm_eval's results, None on all processes but the first."""
     return lm_eval.simple_evaluate(
         adapter,
@@ -263,41 +247,8 @@ def run_tasks(
         task_manager=manager,
         limit=limit,
         bootstrap_iters=_BOOTSTRAP,
-        log_samples=log_samples,
+        log_samples=False,
     )
-
-
-def _scores_of(
-    of_tasks: Sequence[Sequence[Mapping[str, Any]]], reported: Mapping[str, Any]
-) -> question_scores.QuestionScores:
-    """Scores of single questions, from lm_eval's records, for metrics that it reports as means.
-
-    A perplexity is not such a metric: its records are log-likelihoods.
-
-    Args:
-        of_tasks: a record per question and filter, of a task or of those in a group.
-    """
-    scores: dict[str, dict[tuple[int, int], float]] = {}
-    groups: dict[tuple[int, int], Any] = {}
-    questions: dict[tuple[int, int], Any] = {}
-    for number, samples in enumerate(of_tasks):
-        for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
-            at, doc = (number, sample["doc_id"]), sample["doc"]
-            groups[at] = doc.get(question_scores.GROUP) if isinstance(doc, dict) else None
-            questions[at] = sample["doc_hash"]
-            if groups[at] is not None:  # which belongs to the corpus, not to the question
-                questions[at] = {key: value for key, value in doc.items() if key != question_scores.GROUP}
-            for metric in sample["metrics"]:
-                if isinstance(sample[metric], (int, float)):
-                    scores.setdefault(f"{metric},{sample['filter']}", {})[at] = sample[metric]
-    kept = {
-        name.removesuffix(",none"): [*of_metric.values()]
-        for name, of_metric in scores.items()
-        if of_metric.keys() == questions.keys()
-        and math.isclose(sum(of_metric.values()) / len(of_metric), reported.get(name, math.nan), abs_tol=1e-9)
-    }
-    known_groups = None if None in groups.values() else [*groups.values()]
-    return question_scores.QuestionScores(kept, question_scores.digest_of(questions.values()), known_groups)
 
 
 def check_names(tasks: Sequence[str], manager: TaskManager, option: str) -> None:
@@ -329,11 +280,10 @@ def load_task(task: str, manager: TaskManager) -> dict[str, Any]:
         return manager.load([task])["tasks"]
     except (OSError, ValueError, ImportError) as error:  # what datasets raises without network, cache or permission
         reason = str(error).strip().splitlines()[0]
-        dataset = next((f", {entry.dataset}," for entry in TASKS if entry.name == task), "")
         # `hf download` would not do: without a network, datasets reads what it has itself prepared, and nothing else.
         load = f"from lm_eval.tasks import TaskManager; TaskManager().load(['{task}'])"
         raise EvaluationError(
-            f"the data of task {task}{dataset} cannot be loaded ({reason}). A path in a task file is relative to the "
+            f"the data of task {task} cannot be loaded ({reason}). A path in a task file is relative to the "
             f'current folder. For data of the hub run `python -c "{load}"` on a machine with a network, copy its '
             "~/.cache/huggingface/datasets to the same path here (or to another one, and set HF_DATASETS_CACHE to it), "
             "and set HF_HUB_OFFLINE=1"

@@ -15,16 +15,8 @@ from forgetting_transformer.data.corpus import Batch, Corpus, shifted
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.longcrawl64 import check_length
 from forgetting_transformer.data.token_array import TokenArray
-from forgetting_transformer.data.vocabulary import (
-    StatedVocabulary,
-    Vocabulary,
-    other_token,
-    tokens_of,
-)
-from forgetting_transformer.evaluation.models import (
-    EvaluatedModel,
-    EvaluationError,
-)
+from forgetting_transformer.data.vocabulary import Vocabulary, other_token, tokens_of
+from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError
 from forgetting_transformer.model_tokenizer import check_size_and_bos
 from forgetting_transformer.plugins import CORPORA, UnknownComponentError
 from forgetting_transformer.training.config import ConfigError
@@ -159,7 +151,7 @@ def open_heldout(
     Raises:
         DataError: naming the flag and what the corpus has.
     """
-    array = TokenArray(folder / "heldout.zarr", StatedVocabulary(), assumed=assumed)
+    array = TokenArray(folder / "heldout.zarr", (None, None, None), assumed=assumed)
     length = length or array.doc_len
     check_length("--eval_len", length, array)
     sequences = count_sequences(length, array.documents * array.doc_len, array.path, tokens, at_most)

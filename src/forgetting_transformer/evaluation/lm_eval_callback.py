@@ -23,13 +23,7 @@ from pydantic import Field
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer import plugins
-from forgetting_transformer.evaluation.in_training import (
-    EvaluationCallback,
-    beat,
-    evaluated_model,
-    precision,
-    share,
-)
+from forgetting_transformer.evaluation.in_training import EvaluationCallback, beat, evaluated_model, precision, share
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.training.config import ConfigError, Count, Text, Tokens
 from forgetting_transformer.training.interface import TrainerInterface
@@ -92,9 +86,7 @@ class LmEval(EvaluationCallback):
             self._test |= {_name(key, names.CHANCE): chance for key, chance in chances.items() if chance is not None}
         on_batch = functools.partial(beat, trainer)
         self._adapter = harness.HarnessModel(model, length, config.batch_size, precision(trainer), workers, on_batch)
-        self._run = functools.partial(
-            harness.run_tasks, self._adapter, config.tasks, manager, config.limit, log_samples=False
-        )
+        self._run = functools.partial(harness.run_tasks, self._adapter, config.tasks, manager, config.limit)
 
     def evaluate(self, trainer: TrainerInterface) -> dict[str, Any]:
         with contextlib.redirect_stdout(io.StringIO()):  # a table

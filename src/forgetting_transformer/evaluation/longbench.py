@@ -16,12 +16,11 @@ Files, below the current folder:
 
     pred/MODEL/<set>.jsonl           the answers, in the order of the examples, and an empty .jsonl.done beside them
     pred/MODEL/result.json           set -> score
-    pred/MODEL/evaluation.json       the same with standard errors (analysis/evaluations.py), and question_scores.json
+    pred/MODEL/evaluation.json       the same with standard errors (analysis/evaluations.py)
     pred_e/MODEL/…                   the same for LongBench-E, set -> range of lengths -> score
 """
 
 import difflib
-import functools
 import json
 import re
 import string
@@ -34,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from forgetting_transformer.analysis import question_scores, tables
+from forgetting_transformer.analysis import tables
 from forgetting_transformer.analysis.evaluations import from_longbench, read_json, write_evaluation
 from forgetting_transformer.analysis.published import longbench_by_length, longbench_table
 from forgetting_transformer.analysis.statistics import mean_and_error
@@ -60,9 +59,14 @@ def f1(prediction: str, answer: str, _classes: Sequence[str] = ()) -> float:
 
 def rouge_l(prediction: str, answer: str, _classes: Sequence[str] = ()) -> float:
     """F of ROUGE-L as the package `rouge` computes it; 0 where that has nothing to compare."""
-    rouge = _rouge()
     try:
-        return rouge.get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
+        from rouge import Rouge
+    except ImportError as error:
+        raise EvaluationError(
+            f"LongBench's summaries are scored with the package rouge: {how_to_install('eval')}"
+        ) from error
+    try:
+        return Rouge(metrics=["rouge-l"]).get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
     except (ValueError, RecursionError):
         return 0.0
 
@@ -96,17 +100,6 @@ def code_line(prediction: str) -> str | None:
 def _normalised_words(text: str) -> list[str]:
     text = "".join(character for character in text.lower() if character not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
-
-
-@functools.cache
-def _rouge() -> Any:
-    try:
-        from rouge import Rouge
-    except ImportError as error:
-        raise EvaluationError(
-            f"LongBench's summaries are scored with the package rouge: {how_to_install('eval')}"
-        ) from error
-    return Rouge(metrics=["rouge-l"])
 
 
 @dataclass(frozen=True)
@@ -279,12 +272,8 @@ def read_examples(name: str, data: Path | None, even: bool = False) -> list[dict
 def _content(file: Path, name: str) -> bytes:
     if file.suffix != ".zip":
         return file.read_bytes()
-    # Read in place: an archive that is never unpacked cannot write anywhere.
-    with zipfile.ZipFile(file) as archive:
-        members = [member for member in archive.namelist() if Path(member).name == f"{name}.jsonl"]
-        if len(members) != 1:
-            raise KeyError(f"{name}.jsonl occurs {len(members)} times in the archive")
-        return archive.read(members[0])
+    with zipfile.ZipFile(file) as archive:  # never unpacked, so it cannot write anywhere
+        return archive.read(f"data/{name}.jsonl")
 
 
 def build_prompt(model: EvaluatedModel, name: str, example: Mapping[str, Any], max_length: int) -> np.ndarray:
@@ -362,7 +351,7 @@ def answer_sets(
 
 
 def score_sets(folder: Path, even: bool = False) -> tuple[tables.Table, list[str]]:
-    """Scores every finished set of a folder and writes result.json, evaluation.json and question_scores.json.
+    """Scores every finished set of a folder and writes result.json and evaluation.json.
 
     Returns:
         A table of the scores, and the sets that are not finished.
@@ -379,15 +368,12 @@ def score_sets(folder: Path, even: bool = False) -> tuple[tables.Table, list[str
         )
     scores: dict[str, Any] = {}
     errors: dict[str, tuple[float | None, int]] = {}
-    by_question: dict[str, question_scores.QuestionScores] = {}
     for name, records in finished.items():
         if even and records:
             scores[name] = score_by_length(name, records)
         elif records:
-            found = [100 * score_example(name, record) for record in records]
-            scores[name], errors[name] = score(name, records), (mean_and_error(np.array(found))[1], len(found))
-            digest = question_scores.digest_of([record["answers"], record["length"]] for record in records)
-            by_question[name] = question_scores.QuestionScores({"score": found}, digest)
+            found = np.array([100 * score_example(name, record) for record in records])
+            scores[name], errors[name] = score(name, records), (mean_and_error(found)[1], len(found))
     write_json(folder / "result.json", scores)
     made_with = folder / "settings.json"  # which pred.py of the authors does not write
     settings = read_json(made_with) if made_with.is_file() else {}
@@ -395,7 +381,7 @@ def score_sets(folder: Path, even: bool = False) -> tuple[tables.Table, list[str
     rows, columns = longbench_by_length(evaluation) if even else longbench_table({folder.name: [evaluation]})
     shown = [column for column in columns if column.key in scores]
     table = tables.score_table(rows, shown, "Words" if even else "Model")
-    write_evaluation(evaluation, folder, lambda new: question_scores.write_question_scores(new, by_question), table)
+    write_evaluation(evaluation, folder, table=table)
     return table, [name for name in answers if name not in finished]
 
 

@@ -69,19 +69,8 @@ from forgetting_transformer.analysis.statistics import mean_and_error
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.evaluation.generation import answer, append_record, begin, check_settings, read_records
 from forgetting_transformer.evaluation.held_out import read_documents
-from forgetting_transformer.evaluation.in_training import (
-    EvaluationCallback,
-    beat,
-    evaluated_model,
-    precision,
-    share,
-)
-from forgetting_transformer.evaluation.models import (
-    EvaluatedModel,
-    EvaluationError,
-    folder_name,
-    precision_context,
-)
+from forgetting_transformer.evaluation.in_training import EvaluationCallback, beat, evaluated_model, precision, share
+from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, folder_name, precision_context
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.training.config import ConfigError, Count, Text, Tokens
 from forgetting_transformer.training.interface import TrainerInterface
@@ -216,7 +205,7 @@ class Essays:
     def __init__(self, tokenizer: Any, text: str, bos_token_id: int | None) -> None:
         self.tokenizer, self.text = tokenizer, text
         self.first = [] if bos_token_id is None else [bos_token_id]
-        self.digest = _digest(text.encode())
+        self.digest = _digest(text)
         self._ids = self._encode(text)
         self._beginnings: dict[int, list[int]] = {}
         if not self._ids:
@@ -411,12 +400,9 @@ def evaluate(
     return records
 
 
-def _digest(data: bytes) -> str:
+def _digest(value: object) -> str:
+    data = value if isinstance(value, bytes) else repr(value).encode("utf-8", "surrogatepass")
     return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
-def _digest_of(value: object) -> str:
-    return _digest(repr(value).encode("utf-8", "surrogatepass"))
 
 
 # The paper's steps
@@ -501,7 +487,7 @@ def write_prompts(file: Path, exp: str, tokenizer: str | None = None, folder: Pa
         "lengths": lengths,
         "depths": depths,
         "tokenizer": source,
-        "vocabulary": _digest_of(sorted(counted.get_vocab().items())),
+        "vocabulary": _digest(sorted(counted.get_vocab().items())),
         "haystack": haystack.digest,
     }
     check_settings(target, settings)
@@ -535,7 +521,7 @@ def answer_prompts(
         made = ", ".join(sorted(path.name for path in prompts.parent.glob("*/"))) or "none"
         raise EvaluationError(f"there are no prompts in {prompts} (--exp; made so far: {made}); run prompt.py first")
     questions = {name: evaluations.read_json(prompts / f"{name}_prompts.json")[1]["content"] for name in asked}
-    digest = _digest_of(sorted(questions.items()))
+    digest = _digest(sorted(questions.items()))
     settings = {"prompts": digest, "max_new_tokens": max_new_tokens, "train_length": model.train_length}
     begin(model, folder, workers, precision, settings)
 
@@ -564,7 +550,7 @@ def _length_and_depth(name: str) -> list[int]:
 # Ratings
 # -------------------------------------------------------------------------------------------------------------
 
-_RATING = re.compile(r"\[\[\s*(\d{1,2})\s*\]\]")
+_RATING = re.compile(r"\[\[\s*(10|[1-9])\s*\]\]")
 _SECONDS, _TRIES = 60.0, 5  # for one rating
 _PROMPT = """You grade the answer of a small language model to a question. The model only continues text: whatever \
 follows its answer, such as repetitions or unrelated sentences, does not count against it.
@@ -621,17 +607,16 @@ class Judge:
                     said = f"answers {response.status_code}"
                     break  # neither this request again nor the others would succeed
                 reply = response.raise_for_status().json()["choices"][0]["message"]["content"] or ""
-                if 1 <= (rating := int(_RATING.findall(reply)[-1])) <= 10:
-                    append_record(self.cache, {"key": key, "rating": rating})
-                    return rating
-                failure = f"the rating {rating} is not from 1 to 10"
+                rating = int(_RATING.findall(reply)[-1])
+                append_record(self.cache, {"key": key, "rating": rating})
+                return rating
             except httpx.ConnectError as error:
                 said = f"cannot be reached ({error})"
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 failure = f"{type(error).__name__}: {error}"
         else:
             if failure:
-                log.warning("an answer has no rating in double brackets: %s", failure)
+                log.warning("an answer has no rating from 1 to 10 in double brackets: %s", failure)
                 return None
         raise EvaluationError(
             f"{url} {said} for the model {self.model!r}: check --judge_url, --judge_model and the key. Ratings "

@@ -14,7 +14,6 @@ Axes: N sequences, B those of a batch, T positions, O octaves of positions.
 
 import itertools
 import json
-import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,15 +22,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from forgetting_transformer.analysis import outputs
-from forgetting_transformer.analysis.evaluations import (
-    FILES,
-    from_position_loss,
-    write_evaluation,
-)
+from forgetting_transformer.analysis.evaluations import FILES, from_position_loss, write_evaluation
 from forgetting_transformer.analysis.plots.losses import loss_against_position
 from forgetting_transformer.analysis.position_loss import (
     GROUP_OF_SEQUENCE,
@@ -121,45 +115,38 @@ def evaluate(
     state_file = folder / "state" / "sums.npz"
 
     known = workers.on_first(lambda: _read_state(state_file, identity) if resume else None)
-    octaves_TO = _octave_means(data.length).to(workers.device)
-    sums = known or Sums(np.zeros(data.length), np.zeros((0, octaves_TO.shape[1])))
-    begun = sums.sequences
+    widths = np.diff(octave_edges(data.length)).tolist()
+    sums = known or Sums(np.zeros(data.length), np.zeros((0, len(widths))))
     per_round = workers.world_size * batch_size
-    # Sums of this process between two saves.
-    most = min(save_interval * per_round, data.sequences - sums.sequences)
+    starts = range(sums.sequences, data.sequences, per_round)
+    edges = [[min(start + (workers.rank + n) * batch_size, data.sequences) for n in (0, 1)] for start in starts]
+    batches = [range(*edge) for edge in edges]
+    # Sums of this process between two saves; sequences of the others stay zero.
     loss_T = torch.zeros(data.length, dtype=torch.float64, device=workers.device)
-    octaves_NO = torch.zeros(most, octaves_TO.shape[1], dtype=torch.float64, device=workers.device)
-    rounds = math.ceil((data.sequences - sums.sequences) / per_round)
-    first = sums.sequences + workers.rank * batch_size
-    batches = [
-        range(min(begin, data.sequences), min(begin + batch_size, data.sequences))
-        for begin in range(first, first + rounds * per_round, per_round)
-    ]
+    octaves_NO = torch.zeros(data.sequences, len(widths), dtype=torch.float64, device=workers.device)
     bar = tqdm(
         total=data.sequences, initial=sums.sequences, unit="seq", desc=model.name, disable=not workers.shows_progress
     )
-    for number, (mine, batch) in enumerate(zip(batches, _read_ahead(data.read_batches(batches)), strict=True), start=1):
+    for start, mine, batch in zip(starts, batches, _read_ahead(data.read_batches(batches)), strict=True):
         if batch is not None:
             input_ids, labels = (batch[key].to(workers.device) for key in ("input_ids", "labels"))
             with precision_context(precision, workers.device):
                 loss_BT = token_losses(model.model, input_ids, labels)
                 loss_T += loss_BT.sum(0, dtype=torch.float64)
-                begin = mine.start - sums.sequences
-                octaves_NO[begin : begin + len(loss_BT)] = loss_BT.double() @ octaves_TO
-        bar.update(min(per_round, data.sequences - bar.n))
-        if number % save_interval == 0 or number == rounds:
-            workers.sum(loss_T)
-            workers.sum(octaves_NO)
-            done = min(number * per_round + begun, data.sequences) - sums.sequences
-            if not bool(loss_T.isfinite().all()):
+                octaves = [part.mean(1, dtype=torch.float64) for part in loss_BT.split(widths, dim=1)]
+                octaves_NO[mine.start : mine.stop] = torch.stack(octaves, dim=1)
+        end = min(start + per_round, data.sequences)
+        bar.update(end - start)
+        if end == data.sequences or end - sums.sequences == save_interval * per_round:
+            added = workers.sum(octaves_NO[sums.sequences : end])
+            if not bool(workers.sum(loss_T).isfinite().all()):
                 raise EvaluationError(
-                    f"{model.source}: a loss among sequences {sums.sequences:,} to {sums.sequences + done:,} is not "
-                    "finite. The model has diverged, or --precision=bf16 is too coarse for it: try --precision=fp32"
+                    f"{model.source}: a loss among sequences {sums.sequences:,} to {end:,} is not finite. The model "
+                    "has diverged, or --precision=bf16 is too coarse for it: try --precision=fp32"
                 )
             sums.loss_T += loss_T.cpu().numpy()
-            sums.octaves_NO = np.concatenate([sums.octaves_NO, octaves_NO[:done].cpu().numpy()])
+            sums.octaves_NO = np.concatenate([sums.octaves_NO, added.cpu().numpy()])
             loss_T.zero_()
-            octaves_NO.zero_()
             if workers.is_first:
                 state_file.parent.mkdir(parents=True, exist_ok=True)
                 _savez(state_file, identity=json.dumps(identity), **vars(sums))
@@ -173,21 +160,9 @@ def evaluate(
 def summarise(sums: Sums, model: EvaluatedModel, identity: dict[str, Any]) -> dict[str, Any]:
     """The content of results.json: the paper's keys, what was evaluated, and the slope at every octave."""
     loss_T = sums.loss_T / sums.sequences
-    length = loss_T.size
-    results: dict[str, Any] = {
-        "eval_tokens": sums.sequences * length,
-        "eval_len": length,
-        "model": model.name,
-        "source": model.source,
-        "train_length": model.train_length,
-        "train_tokens": model.train_tokens,
-        "seed": model.seed,
-        "weights": identity["weights"],
-        "data": identity["data"],
-        "precision": identity["precision"],
-    }
+    results = identity | {"model": model.name, "seed": model.seed} | model.about
     results |= by_length("val", loss_T, MIN_LENGTH)
-    results["loss_standard_error"] = standard_errors(length, sums.octaves_NO)
+    results["loss_standard_error"] = standard_errors(loss_T.size, sums.octaves_NO)
     results["slope"] = slopes(loss_T.size, sums.octaves_NO)
     return results
 
@@ -199,15 +174,6 @@ def _read_ahead(batches: Iterator[T]) -> Iterator[T]:
         while batch := ahead.result():
             ahead = reader.submit(list, itertools.islice(batches, 1))
             yield from batch
-
-
-def _octave_means(length: int) -> Tensor:
-    """The matrix `(T, O)` that takes losses at positions to means over octaves."""
-    edges = octave_edges(length)
-    matrix = torch.zeros(length, len(edges) - 1, dtype=torch.float64)
-    for o, (begin, end) in enumerate(itertools.pairwise(edges)):
-        matrix[begin:end, o] = 1 / (end - begin)
-    return matrix
 
 
 def _read_state(file: Path, identity: dict[str, Any]) -> Sums | None:

@@ -243,7 +243,7 @@ class ShiftLinear(nn.Module):
 
 
 def exempt_from_decay(*parameters: nn.Parameter) -> None:
-    """Mark parameters that weight decay must leave alone (`training/optimization/parameter_groups.py`)."""
+    """Mark parameters that weight decay must leave alone (`training/optimization/building.py`)."""
     for parameter in parameters:
         parameter._no_weight_decay = True  # type: ignore[attr-defined]
 

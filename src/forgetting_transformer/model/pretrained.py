@@ -95,6 +95,16 @@ class DecoderPreTrainedModel(PreTrainedModel):
                 module._transform = compiling.compiled(module._transform, recordable=True)  # type: ignore[method-assign]
         self._is_compiled = True
 
+    def checkpoint_activations(self, on: bool) -> None:
+        """Recompute each block's activations in the backward pass, or keep them."""
+        if not on:
+            self.gradient_checkpointing_disable()
+            return
+        self.gradient_checkpointing_enable()
+        # Meant for frozen embeddings. Without gradients, in an evaluation, the first block would get another kind of
+        # input, for which torch.compile compiles everything once more.
+        self.disable_input_require_grads()
+
     def keep_block_inputs_on_host(self) -> None:
         """Keep block inputs in the host's memory until the backward pass, with activation checkpointing.
 

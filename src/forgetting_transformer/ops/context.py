@@ -81,13 +81,13 @@ def sharing(context: Context | None, group: Any = None) -> Iterator[None]:
 
 
 def active() -> Context | None:
-    """Who shares sequences here and now; None where they are whole."""
+    """The processes that share sequences now; None where sequences are whole."""
     return _active
 
 
 @dataclass(frozen=True)
 class Order:
-    """Which process takes which heads: the first process the first h of `heads`, and so on.
+    """Assignment of heads to processes: the first process has the first h of `heads`, and so on.
 
     Attributes:
         heads: (H,) int64, the heads in this order.

@@ -3,7 +3,6 @@
 Axes: `forgetting_transformer/ops/__init__.py`. Lower case t is this process's part of T.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +44,7 @@ def attend_with_own_heads(
             order = context.even_order(moved[3].amax(-1), threshold_G, cu_seqlens)
         if threshold_H is not None:
             bound_GR = pruning.score_bound_H.unflatten(0, groups)
-            pruning = dataclasses.replace(pruning, score_bound_H=context.own_heads(bound_GR, order).flatten())
+            pruning = type(pruning)(pruning.log_tolerance, context.own_heads(bound_GR, order).flatten())
     q_BTGRD, k_BTGD, v_BTGD, *gates = (context.to_heads(x, cu_seqlens is not None, order) for x in moved)
     log_fgate_BTH = gates[0].flatten(2, 3) if gates else None
     out_BTHD = attend(q_BTGRD.flatten(2, 3), k_BTGD, v_BTGD, log_fgate_BTH, None, cu_seqlens, window, pruning)

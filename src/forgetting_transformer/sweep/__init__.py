@@ -10,6 +10,8 @@ The launcher of `train.py -m` is in src/hydra_plugins/, where Hydra looks for it
 of runs.
 """
 
+from forgetting_transformer.command_line import CommandError
 
-class SweepError(ValueError):
+
+class SweepError(CommandError, ValueError):
     """A sweep cannot be run or read; the message has cause and fix."""

@@ -22,32 +22,32 @@ def compose_config(overrides: Sequence[str]) -> Config:
         SweepError: Hydra cannot compose them; in one line.
         ConfigError: they compose to something that train.py refuses.
     """
-    composed = _compose(overrides)
-    errors.check_groups(map(str, composed), composition.config_dirs(overrides))
-    return parse(composed, overrides)
+    return parse(_compose(overrides), overrides)
 
 
 def machine(overrides: Sequence[str]) -> Machine:
     """This machine, with the settings of `hydra.launcher`.
 
     Raises:
-        SweepError: `hydra/launcher` is not fabric, or a setting is unknown.
+        SweepError: `hydra/launcher` is not fabric.
     """
     composed = _compose(overrides, return_hydra_config=True)
     if (chosen := composed.hydra.runtime.choices["hydra/launcher"]) != "fabric":
         raise SweepError(f"hydra/launcher={chosen}: the runs of a search share this machine; leave it out")
     settings: Any = OmegaConf.to_container(composed.hydra.launcher)
     del settings["_target_"]
-    return Machine.of(settings)
+    return Machine(**settings)
 
 
 def _compose(overrides: Sequence[str], **options: bool) -> DictConfig:
     folders = composition.config_dirs(overrides)
     try:
         with initialize_config_dir(str(folders[0]), version_base="1.3"):
-            return compose("config", overrides=composition.for_hydra(overrides, folders), **options)
+            composed = compose("config", overrides=composition.for_hydra(overrides, folders), **options)
     except HydraException as error:
         raise SweepError(errors.explain(error, folders)) from error
+    errors.check_groups(map(str, composed), folders)
+    return composed
 
 
 def search_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, str]]:

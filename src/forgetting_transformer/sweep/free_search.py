@@ -1,20 +1,14 @@
 """A search over any keys of the config with Optuna's tree-structured Parzen estimator."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-import matplotlib.pyplot as plt
-import numpy as np
 import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
-from optuna.visualization.matplotlib import plot_slice
 
-from forgetting_transformer.analysis.plots.sweeps import budget
 from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.sweep import SweepError, composer, runner
@@ -48,7 +42,7 @@ class FreeSearch:
         self.loss_name = "held-out loss" if self.heldout else "training loss"
 
     def run(self) -> bool:
-        """Makes all trials; writes sweep.md and sweep.png after every batch.
+        """Makes all trials; writes sweep.md after every batch.
 
         Returns:
             whether every trial was made and none failed.
@@ -56,7 +50,7 @@ class FreeSearch:
         Raises:
             SweepError: the folder holds a search with other settings.
         """
-        self.machine = composer.machine(self.overrides)
+        machine = composer.machine(self.overrides)
         open_folder(self.folder, self.base, self.space, {"search": "free", **self.space_text})
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         storage = JournalStorage(JournalFileBackend(str(self.folder / "optuna.jsonl")))
@@ -64,17 +58,27 @@ class FreeSearch:
         # The same seed again would draw the same first trials again.
         seed = self.base.seed + len(self.study.trials)
         self.study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
-        room = self.machine.room(self._job(0, self._example))
-        # Trials that ran when an earlier start ended are continued first.
-        running = [Trial(self.study, trial._trial_id) for trial in self._with(TrialState.RUNNING)]
+        room = machine.room(self._job(0, self._example))
         while True:
-            while len(running) < room and len(self.study.trials) < self.trials:
-                running.append(self.study.ask(self.space))
-            if not running:
+            # Trials that were running when an earlier start ended are continued first.
+            trials = [Trial(self.study, trial._trial_id) for trial in self._with(TrialState.RUNNING)]
+            while len(trials) < room and len(self.study.trials) < self.trials:
+                trials.append(self.study.ask(self.space))
+            if not trials:
                 return not self._with(TrialState.FAIL)
-            if not self._batch(running):
+            jobs = [self._job(trial.number, trial.params) for trial in trials]
+            for trial, result in zip(trials, runner.run_jobs(jobs, machine, self.folder / "logs"), strict=True):
+                if result.state in (State.INTERRUPTED, State.INCOMPLETE):
+                    continue  # Optuna knows it as running, and so it is continued at the next start
+                trial.set_user_attr("state", str(result.state))
+                if result.state == State.FINISHED:
+                    self.study.tell(trial, result.run.final_loss(self.heldout))
+                else:  # Optuna takes a pruned trial for worse than any that finished
+                    failed = result.state == State.FAILED
+                    self.study.tell(trial, state=TrialState.FAIL if failed else TrialState.PRUNED)
+            self.write()
+            if self._with(TrialState.RUNNING):
                 return False
-            running = []
 
     def best(self) -> FrozenTrial | None:
         """The finished trial with the lowest loss."""
@@ -93,34 +97,6 @@ class FreeSearch:
 
     def write(self) -> None:
         write_atomically(self.folder / "sweep.md", f"# Search in {self.folder.name}\n\n{self.table()}\n")
-        if self._with(TrialState.COMPLETE):
-            self._draw()
-
-    def _draw(self) -> None:
-        """Draws the loss of every finished trial against each key."""
-        with mpl.rc_context(), warnings.catch_warnings():  # Optuna's own style, which it calls experimental
-            warnings.simplefilter("ignore")
-            axes: Any = plot_slice(self.study, target_name=f"{self.loss_name} (nats per token)")
-            figure = np.ravel(axes)[0].figure
-            figure.suptitle(f"Search over keys of {self.base.model.label or self.base.model.name}")
-            figure.text(0, -0.05, " · ".join([*budget(self.base), "one seed each, so that noise is unknown"]))
-            figure.savefig(self.folder / "sweep.png", bbox_inches="tight")
-            plt.close(figure)
-
-    def _batch(self, trials: Sequence[Trial]) -> bool:
-        """Runs these trials and reports them to Optuna; False if one was interrupted."""
-        jobs = [self._job(trial.number, trial.params) for trial in trials]
-        results = runner.run_jobs(jobs, self.machine, self.folder / "logs")
-        for trial, result in zip(trials, results, strict=True):
-            if result.state in (State.INTERRUPTED, State.INCOMPLETE):
-                continue  # Optuna keeps it as running, so the next start continues it
-            trial.set_user_attr("state", str(result.state))
-            if result.state == State.FINISHED:
-                self.study.tell(trial, result.run.final_loss(self.heldout))
-            else:  # Optuna takes a pruned trial for worse than any that finished
-                self.study.tell(trial, state=TrialState.FAIL if result.state == State.FAILED else TrialState.PRUNED)
-        self.write()
-        return all(result.state not in (State.INTERRUPTED, State.INCOMPLETE) for result in results)
 
     def _job(self, number: int, parameters: Mapping[str, Any]) -> Job:
         overrides = [*self.overrides, *_overrides(parameters)]

@@ -50,13 +50,11 @@ class Job:
         name: its values in the sweep, such as "optimizer.lr=0.001,seed=0"; also names its log file.
         overrides: of train.py, as of `of_each_job`.
         config: composed from them, with the job's own `output_dir`.
-        priority: of two jobs that wait, the one with the higher priority starts first.
     """
 
     name: str
     overrides: tuple[str, ...]
     config: Config
-    priority: int = 0
 
     @property
     def output_dir(self) -> Path:
@@ -104,7 +102,7 @@ class Command:
     """Another command of this Python that is scheduled among runs, such as the evaluation of one.
 
     Attributes:
-        name, priority: as of `Job`.
+        name: as of `Job`.
         arguments: a script, or -m and a module, and its arguments.
         output_dir: of its results; no two jobs have the same.
         accelerator: "cpu" for one that needs no GPU; others get one, where there is one.
@@ -113,7 +111,6 @@ class Command:
     name: str
     arguments: tuple[str, ...]
     output_dir: Path
-    priority: int = 0
     accelerator: str = "auto"
 
     def devices(self, _all_devices: int) -> int:

@@ -3,7 +3,7 @@ best rate has a worse one on either side, then do the same for every wanted head
 """
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -123,6 +123,7 @@ class LearningRateSweep:
         self.loss_name = "held-out loss" if self.heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens"
         self.head_dims: tuple[int | None, ...] = tuple(head_dims) or (None,)
         self.searches: dict[int | None, GridSearch] = {}
+        self._round: dict[tuple[int, int], Job] = {}
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise SweepError(f"--seeds {','.join(map(str, self.seeds))}: each seed once, and at least one")
         for head_dim in head_dims:
@@ -139,14 +140,10 @@ class LearningRateSweep:
         """
         machine = composer.machine(self.overrides)
         self.open()
-        rounds = self.rounds()
-        results: list[runner.JobResult] | None = None
-        while True:
-            try:
-                jobs = next(rounds) if results is None else rounds.send(results)
-            except StopIteration as end:
-                return end.value
-            results = runner.run_jobs(jobs, machine, self.folder / "logs")
+        while jobs := self.next_jobs():
+            if not self.take(runner.run_jobs(jobs, machine, self.folder / "logs")):
+                return False
+        return True
 
     def open(self) -> None:
         """Continues the search in the folder, or begins one there.
@@ -158,18 +155,38 @@ class LearningRateSweep:
         # With another first seed the search would start over, beside the runs of this one.
         open_folder(self.folder, self.base, own, {"search": "learning rate", "first seed": str(self.seeds[0])})
 
-    def rounds(self) -> Generator[list[Job], list[runner.JobResult], bool]:
-        """The search without the running of jobs: yields those of a round, is sent their results in the same order, and
-        returns what `run` does. For callers with other jobs to run at the same time, after `open`.
+    def next_jobs(self) -> list[Job]:
+        """The jobs of the next round, whose results `take` wants; [] when the search is complete.
+
+        Raises:
+            SweepError: the search cannot go on.
         """
         start = self.start
         for head_dim in self.head_dims:
-            search = self.searches[head_dim] = GridSearch(start, self.seeds)
+            search = self.searches.setdefault(head_dim, GridSearch(start, self.seeds))
             while todo := search.needed():
-                if not (yield from self._round(head_dim, search, todo)):
-                    return False
+                jobs = {key: self._job(head_dim, *key) for key in todo}
+                # A run that diverged would diverge again: it is a function of its settings.
+                search.losses |= {key: math.inf for key, job in jobs.items() if read_run(job.output_dir).diverged}
+                self._round = {key: job for key, job in jobs.items() if key not in search.losses}
+                if self._round:
+                    return [*self._round.values()]
             start = search.best
-        return True
+        return []
+
+    def take(self, results: Sequence[runner.JobResult]) -> bool:
+        """Enters the losses of the round and writes the table; returns whether every job has one."""
+        search = [*self.searches.values()][-1]
+        settled = [result.state in (State.FINISHED, State.DIVERGED) for result in results]
+        for key, result, is_settled in zip(self._round, results, settled, strict=True):
+            if is_settled:
+                loss = result.run.final_loss(self.heldout)
+                search.losses[key] = math.inf if result.state == State.DIVERGED or math.isnan(loss) else loss
+        if any(s.losses for s in self.searches.values()):
+            self.write()
+        if not all(settled):
+            print(f"\n{runner.summary(results)}\n", flush=True)
+        return all(settled)
 
     def table(self) -> str:
         """All rates that were tried, as Markdown."""
@@ -238,28 +255,6 @@ class LearningRateSweep:
         loss_against_learning_rate(
             curves, self.loss_name, self.folder / "sweep.png", title=title, conditions=budget(self.base)
         )
-
-    def _round(
-        self, head_dim: int | None, search: GridSearch, todo: Sequence[tuple[int, int]]
-    ) -> Generator[list[Job], list[runner.JobResult], bool]:
-        """Makes these runs and enters their losses; False if one of them has none."""
-        jobs = {key: self._job(head_dim, *key) for key in todo}
-        # A run that diverged would diverge again: it is a function of its settings.
-        diverged = {key for key, job in jobs.items() if read_run(job.output_dir).diverged}
-        search.losses |= dict.fromkeys(diverged, math.inf)
-        results = yield [job for key, job in jobs.items() if key not in diverged]
-        for key, result in zip((key for key in jobs if key not in diverged), results, strict=True):
-            if result.state == State.FINISHED:
-                loss = result.run.final_loss(self.heldout)
-                search.losses[key] = math.inf if math.isnan(loss) else loss
-            elif result.state == State.DIVERGED:
-                search.losses[key] = math.inf
-        if any(s.losses for s in self.searches.values()):
-            self.write()
-        settled = all(result.state in (State.FINISHED, State.DIVERGED) for result in results)
-        if not settled:
-            print(f"\n{runner.summary(results)}\n", flush=True)
-        return settled
 
     def _job(self, head_dim: int | None, index: int, seed: int) -> Job:
         own = [f"optimizer.lr={grid_text(index)}", f"seed={seed}"]

@@ -2,9 +2,8 @@
 cleanly on Ctrl-C.
 """
 
-import difflib
 import functools
-import inspect
+import itertools
 import math
 import os
 import re
@@ -12,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,25 +51,6 @@ class Machine:
             raise SweepError(f"jobs_per_gpu={jobs_per_gpu} must be 1 or more")
         self.gpus = [str(gpu) for gpu in gpus] if gpus is not None else visible_gpus()
         self.jobs_at_once, self.jobs_per_gpu = jobs_at_once, jobs_per_gpu
-        self._jobs_on = dict.fromkeys(self.gpus, 0)
-        self._running = 0
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "Machine":
-        """
-        Args:
-            settings: keys of `hydra.launcher`.
-
-        Raises:
-            SweepError: a key is unknown or has a wrong value.
-        """
-        known = list(inspect.signature(cls).parameters)
-        for key in settings:
-            if key not in known:
-                close = difflib.get_close_matches(key, known, 1)
-                hint = f"did you mean hydra.launcher.{close[0]}?" if close else f"use {', '.join(known)}"
-                raise SweepError(f"unknown key hydra.launcher.{key}; {hint}")
-        return cls(**settings)
 
     def check(self, jobs: Sequence[Job | Command]) -> None:
         """
@@ -95,23 +76,14 @@ class Machine:
         fit = self.jobs_per_gpu * len(self.gpus) // self.devices(job)
         return max(1, min(self.jobs_at_once or fit, fit))
 
-    def take(self, job: Job | Command) -> list[str] | None:
-        """Gives the job the GPUs with the fewest jobs, and returns them; None if it must wait for others."""
+    def take(self, job: Job | Command, busy: Sequence[Sequence[str]]) -> list[str] | None:
+        """The GPUs for a job, those with the fewest jobs; None if it must wait. `busy`: those of each running job."""
         needed = self.devices(job) if self._takes_gpus(job) else 0
-        free = [gpu for gpu in self.gpus if self._jobs_on[gpu] < self.jobs_per_gpu]
-        if needed > len(free) or self._running >= (self.jobs_at_once or (math.inf if needed else 1)):
+        jobs_on = Counter(itertools.chain.from_iterable(busy))
+        free = sorted((gpu for gpu in self.gpus if jobs_on[gpu] < self.jobs_per_gpu), key=jobs_on.__getitem__)
+        if needed > len(free) or len(busy) >= (self.jobs_at_once or (math.inf if needed else 1)):
             return None
-        mine = sorted(free, key=self._jobs_on.__getitem__)[:needed]
-        self._change(mine, 1)
-        return mine
-
-    def give_back(self, gpus: Sequence[str]) -> None:
-        self._change(gpus, -1)
-
-    def _change(self, gpus: Sequence[str], by: int) -> None:
-        self._running += by
-        for gpu in gpus:
-            self._jobs_on[gpu] += by
+        return free[:needed]
 
     def _takes_gpus(self, job: Job | Command) -> bool:
         return bool(self.gpus) and job.accelerator != "cpu"
@@ -141,14 +113,8 @@ class _Running:
     status_before: dict[str, Any]
 
 
-#: Takes the result of a job and returns the jobs to run because of it.
-OnResult = Callable[[JobResult], Sequence[Job | Command]]
-
-
-def run_jobs(
-    jobs: Sequence[Job | Command], machine: Machine, log_dir: Path, on_result: OnResult | None = None
-) -> list[JobResult]:
-    """Runs every job, and those that results add; returns their results in the order of `jobs`, then of the added ones.
+def run_jobs(jobs: Sequence[Job | Command], machine: Machine, log_dir: Path) -> list[JobResult]:
+    """Runs every job, the first ones first, and returns their results in the order of `jobs`.
 
     A job that is finished already, by its own files, is not started. Ctrl-C or SIGTERM asks the running ones to end,
     waits for them and returns; jobs that it stopped or that had not begun are `State.INTERRUPTED`. A second Ctrl-C
@@ -156,58 +122,41 @@ def run_jobs(
 
     Args:
         log_dir: gets the output of each job, `<name>.log`.
-        on_result: called with every result that is no interruption; the jobs it returns are added to the queue.
 
     Raises:
-        SweepError: two jobs share a folder, or the machine cannot run one of them. If they are among `jobs`, nothing
-            was started; if `on_result` returned them, what was running has saved and ended, as after Ctrl-C.
+        SweepError: two jobs share a folder, or the machine cannot run one of them; nothing was started.
     """
-    known: list[Job | Command] = []
-    results: dict[str, JobResult] = {}
-    waiting: list[Job | Command] = []
+    check_folders(jobs)
+    machine.check(jobs)
+    results = {
+        job.name: JobResult(job, State.FINISHED, read_run(job.output_dir), note="finished before")
+        for job in jobs
+        if job.is_finished()
+    }
+    waiting = [job for job in jobs if job.name not in results]
     running: list[_Running] = []
-
-    def add(jobs: Sequence[Job | Command]) -> None:
-        check_folders([*known, *jobs])
-        machine.check(jobs)
-        known.extend(jobs)
-        done = [job for job in jobs if job.is_finished()]
-        waiting.extend(job for job in jobs if job not in done)
-        waiting.sort(key=lambda job: -job.priority)
-        for job in done:
-            record(JobResult(job, State.FINISHED, read_run(job.output_dir), note="finished before"))
-
-    def record(result: JobResult) -> None:
-        results[result.job.name] = result
-        if on_result is not None and (more := on_result(result)):
-            add(more)
-
-    add(jobs)
-    _print_line(f"{len(known)} job{'s' * (len(known) != 1)}, {len(results)} finished before; logs in {log_dir}")
+    _print_line(f"{len(jobs)} job{'s' * (len(jobs) != 1)}, {len(results)} finished before; logs in {log_dir}")
     with _Interrupts() as interrupts:
         try:
             while (waiting or running) and not interrupts.count:
-                while waiting and (gpus := machine.take(waiting[0])) is not None:
+                while waiting and (gpus := machine.take(waiting[0], [one.gpus for one in running])) is not None:
                     running.append(_start(waiting.pop(0), machine, gpus, log_dir))
                     _print_line(f"started   {running[-1].job.name} -> {running[-1].job.output_dir}")
                 time.sleep(POLL_SECONDS)
                 for one in [one for one in running if one.process.poll() is not None]:
                     running.remove(one)
-                    machine.give_back(one.gpus)
                     result = _result(one)
-                    _print_line(f"{result.state:<9} {_describe(result)} ({len(results) + 1} of {len(known)} jobs)")
-                    record(result)
+                    _print_line(f"{result.state:<9} {_describe(result)} ({len(results) + 1} of {len(jobs)} jobs)")
+                    results[one.job.name] = result
         finally:
             _end(running, interrupts)
-            for one in running:
-                machine.give_back(one.gpus)
     for one in running:
         result = _result(one)
         interrupted = JobResult(one.job, State.INTERRUPTED, result.run, result.seconds)
         results[one.job.name] = result if result.state == State.FINISHED else interrupted
     for job in waiting:
         results[job.name] = JobResult(job, State.INTERRUPTED, read_run(job.output_dir), note="not started")
-    return [results[job.name] for job in known]
+    return [results[job.name] for job in jobs]
 
 
 def summary(results: Sequence[JobResult]) -> str:

@@ -1,7 +1,9 @@
 """Errors that end training with one line: the reason and the fix."""
 
+from forgetting_transformer.command_line import CommandError
 
-class TrainingError(RuntimeError):
+
+class TrainingError(CommandError, RuntimeError):
     """Training cannot continue; the message has the reason and the state of the run."""
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.faults.corruption import compare_ranks
-from forgetting_transformer.training.faults.shards import local
 from forgetting_transformer.training.interface import TrainerInterface
+from forgetting_transformer.training.parallel.sharding import local
 
 log = logging.getLogger(__name__)
 

@@ -27,14 +27,11 @@ from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.config.checks import check
 from forgetting_transformer.training.counters import Origin
-from forgetting_transformer.training.execution import early, graphs
+from forgetting_transformer.training.execution import compilation, graphs, hardware
 from forgetting_transformer.training.execution.choice import choose_on_all_ranks
-from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.failures import Start
 from forgetting_transformer.training.faults.watchdog import Watchdog
-from forgetting_transformer.training.optimization.building import build_optimizer, check_owns
-from forgetting_transformer.training.optimization.parameter_groups import train_only
-from forgetting_transformer.training.parallel import gpus
+from forgetting_transformer.training.optimization.building import build_optimizer, check_owns, train_only
 from forgetting_transformer.training.parallel.launch import launch
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
 from forgetting_transformer.training.records.logs import start_logging
@@ -58,14 +55,14 @@ def connect(config: Config, start: Start) -> Fabric:
     """
     if console.rank() == 0:
         with contextlib.suppress(RunDirectoryError):  # reported below, on all ranks
-            status.claim(start.directory, config.resume)
+            start.directory.claim(config.resume)
             if config.resume:
                 start_logging(start.directory, 0)
     fabric = launch(config)
     start.peers.join(fabric.global_rank, fabric.world_size)
     check(config, fabric.world_size)
     graphs.check_possible(config, fabric.device, fabric.world_size, compiled=config.train.compile is not False)
-    on_rank_zero(fabric, lambda: status.claim(start.directory, config.resume))
+    on_rank_zero(fabric, lambda: start.directory.claim(config.resume))
     if config.resume:
         start_logging(start.directory, fabric.global_rank)
     return fabric
@@ -96,7 +93,6 @@ def build_checkpointer(config: Config, directory: RunDirectory, fabric: Fabric, 
         fabric.world_size,
         _LET_WRITERS_WAIT,
         config.checkpoint_background,
-        directory.last_checkpoint,
     )
     built.watch = watchdog.waiting_for
     return built
@@ -118,7 +114,7 @@ def model_and_kernels(
     info = data.train_info()
     with ThreadPoolExecutor(1, "model") as thread:
         empty = as_trained(outline(config, info), config)
-        gpus.warn_without(config, fabric.device, empty)
+        hardware.warn_without_gpu(config, fabric.device, empty)
         checks.check_sequences(empty, config, data.packed)
         given = None  # weights of `init_from`
         if config.init_from and origin.checkpoint is None:
@@ -127,7 +123,7 @@ def model_and_kernels(
             given = initial_weights.on_all_ranks(config, fabric, data, empty, origin)
         draws = origin.checkpoint is None and (given is None or bool(given.fresh))
         building = thread.submit(build_model, config, info, initialise=draws)
-        with early.compiling(config, fabric, empty, data.packed):
+        with compilation.compiling(config, fabric, empty, data.packed):
             backends = _choose_backends(config, fabric, data, empty)
         begin("model")
         model = building.result()
@@ -184,21 +180,10 @@ def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.M
 def as_trained(model: Any, config: Config) -> Any:
     """The model with activation checkpointing by `config.train`."""
     if config.train.gradient_checkpointing:
-        checkpoint_activations(model, True)
+        model.checkpoint_activations(True)
     if config.train.block_inputs_on_host:
         model.keep_block_inputs_on_host()
     return model
-
-
-def checkpoint_activations(model: Any, on: bool) -> None:
-    """Switches the recomputing of activations."""
-    if not on:
-        model.gradient_checkpointing_disable()
-        return
-    model.gradient_checkpointing_enable()
-    # Meant for frozen embeddings. Without gradients, in an evaluation, it would give the first block another kind of
-    # input, for which torch.compile compiles everything once more.
-    model.disable_input_require_grads()
 
 
 def outline(config: Config, data: DataInfo) -> nn.Module:

@@ -41,13 +41,12 @@ from forgetting_transformer.training.faults.failures import Start
 from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.faults.stop import Stop, Vote
 from forgetting_transformer.training.feed import batches
-from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.optimization.building import undecayed_parameters
 from forgetting_transformer.training.optimization.schedule import build_schedule
 from forgetting_transformer.training.parallel.ranks import Ranks, on_rank_zero
 from forgetting_transformer.training.records.loss_by_position import StepLosses
 from forgetting_transformer.training.start import resume
-from forgetting_transformer.training.start.descriptions import describe, open_metrics
-from forgetting_transformer.training.start.start_block import start_block
+from forgetting_transformer.training.start.descriptions import describe, open_metrics, start_block
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from forgetting_transformer.analysis.plots.style import (
-    CurveStyle,
-    curve_styles,
-    line_handle,
-    marker_handle,
-    picture,
-)
+from forgetting_transformer.analysis.plots.style import CurveStyle, curve_styles, line_handle, marker_handle, picture
 from forgetting_transformer.analysis.tables import format_tokens, rate_text
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -25,7 +25,6 @@ from forgetting_transformer.data.prepare import layout, near_duplicates, sources
 from forgetting_transformer.data.prepare.output import MANIFEST, OutputFolder
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.prepare.shards import open_pool
-from forgetting_transformer.data.storage import checksums
 from forgetting_transformer.data.tools.progress import progress
 from forgetting_transformer.files import write_json
 
@@ -66,13 +65,12 @@ def prepare_corpus(settings: CorpusSettings, out: Path | str, workers: int = 1, 
 def _prepare(settings: CorpusSettings, place: OutputFolder, workers: int, force: bool) -> dict[str, Any]:
     published = place.publish(force)  # which a killed run had completed
     finished = place.finished()
-    same = finished is not None and not settings.different_from(finished["settings"])
     if finished is not None and not force:
         settings.refuse_if_different(finished["settings"], place.out)
         if not published:
             print(f"{place.out} already holds this corpus; its inputs were not read again (--force builds it again).")
             return finished
-    if not (published and same):  # else this command was all but done
+    if finished is None or not published or settings.different_from(finished["settings"]):  # else it was all but done
         place.finished(replaced=True)
         _begin_or_continue(settings, place, force)
         with open_pool(workers) as pool:
@@ -101,12 +99,12 @@ class _Building:
 
     def __init__(self, settings: CorpusSettings, place: OutputFolder, pool: Executor, workers: int) -> None:
         self.settings, self.place, self.pool, self.workers = settings, place, pool, workers
-        self.input, self.stream = (settings, place.out), place.work / "stream"
+        self.stream = place.work / "stream"
 
     def manifest(self) -> dict[str, Any]:
         """Manifest of the corpus: all else is written before it returns."""
         started, settings = time.monotonic(), self.settings
-        stream.load_encoder.cache_clear()  # the worker may be this process, which may have worked in this folder before
+        tokenizers.encoder.cache_clear()  # the worker may be this process, which may have worked in this folder before
         # A tokenizer that is not trained comes first: it may be missing, and loading it takes the least time.
         info = None if settings.tokenizer.startswith("train:") else self.tokenizer(set())
         near = self.near_duplicates()
@@ -147,33 +145,28 @@ class _Building:
             write_json(complete, make())
         return json.loads(complete.read_text())
 
+    def _input(self, near: Collection[bytes] = ()) -> sources.InputPass:
+        return sources.InputPass(self.settings, self.place.out, near)
+
     def near_duplicates(self) -> set[bytes]:
         """Digests of the texts to leave out; none without `dedup`."""
         if self.settings.dedup is None:
             return set()
 
         def find() -> list[str]:
-            texts = _counted("looking for near-duplicates", sources.distinct_texts(*self.input, sources.Tally()))
+            texts = _counted("looking for near-duplicates", self._input().distinct_texts())
             near = near_duplicates.find(texts, self.settings, self.place.work / "sketches", self.pool, self.workers)
             return sorted(digest.hex() for digest in near)
 
         return set(map(bytes.fromhex, self._once("near_duplicates.json", find)))
 
     def tokenizer(self, near: set[bytes]) -> tokenizers.TokenizerInfo:
-        folder, name = self.place.new / "tokenizer", self.settings.tokenizer
+        folder = self.place.new / "tokenizer"
 
         def save() -> dict[str, Any]:
             shutil.rmtree(folder, ignore_errors=True)
-            if name == "bytes":
-                tokenizers.save_built(tokenizers.byte_tokenizer(), folder)
-            elif name.startswith("train:"):
-                pieces = self._pieces("sampling text for the tokenizer", sources.Tally(), near)
-                sample = tokenizers.sample(piece.text for piece in pieces)
-                size = self.settings.trained_vocab_size()
-                tokenizers.save_built(tokenizers.train_tokenizer(sample, size), folder)
-            else:
-                tokenizers.save_loaded(name, folder)
-            return dataclasses.asdict(tokenizers.describe(folder, self.settings))
+            pieces = self._pieces("sampling text for the tokenizer", self._input(near))
+            return dataclasses.asdict(tokenizers.make(self.settings, (piece.text for piece in pieces), folder))
 
         return tokenizers.TokenizerInfo(**self._once("tokenizer.json", save))
 
@@ -181,16 +174,16 @@ class _Building:
         """Encodes all texts; returns the counts."""
 
         def encode() -> dict[str, Any]:
-            tally, tokenizer = sources.Tally(), self.place.new / "tokenizer"
-            pieces = self._pieces("tokenising", tally, near)
+            read, tokenizer = self._input(near), self.place.new / "tokenizer"
+            pieces = self._pieces("tokenising", read)
             texts = stream.write_stream(pieces, self.stream, tokenizer, info, self.pool, self.workers)
             np.savez(self.place.work / "texts.npz", tokens=texts.tokens, shared=texts.shared)
             return {
-                "texts": tally.texts,
-                "bytes": tally.bytes,
+                "texts": read.texts,
+                "bytes": read.bytes,
                 "stream_tokens": int(texts.tokens.sum()),
-                "stopped_early": tally.stopped_early,
-                "dropped": dict(sorted(tally.dropped.items())),
+                "stopped_early": read.stopped_early,
+                "dropped": dict(sorted(read.dropped.items())),
             }
 
         return self._once("stream.json", encode)
@@ -198,35 +191,24 @@ class _Building:
     def arrays(self, split: layout.Split, info: tokenizers.TokenizerInfo) -> tuple[dict[str, Any], float]:
         """Writes and reads back both arrays; returns their part of the manifest, and train's unigram entropy."""
         arrays, entropy = {}, {}
-        n_rows = sum(getattr(split, name).n_documents for name in ARRAYS)
-        with progress("writing arrays", n_rows, "documents") as bar:
-            for name in ARRAYS:
-                path, rows = self.place.new / f"{name}.zarr", getattr(split, name)
-                array = writing.create_array(path, rows, self.settings, info.dtype)
-                writing.write_array(array, path, rows, self.stream / "tokens.bin", self.pool, self.workers, bar)
-                checksums.write_list(path, writing.chunks_of(array), self.workers)
-        with progress("reading arrays back", n_rows, "documents") as bar:
-            for name in ARRAYS:
-                content_hash, counts = writing.read_back(self.place.new / f"{name}.zarr", info.vocab_size, bar)
-                share = counts[counts > 0] / counts.sum()
-                # In nats per token: the loss of a model that knows only frequencies.
-                entropy[name] = float(-(share * np.log(share)).sum())
-                arrays[name] = {
-                    "documents": getattr(split, name).n_documents,
-                    "tokens": int(counts.sum()),
-                    "content_hash": content_hash,
-                }
+        for name in ARRAYS:
+            path, rows = self.place.new / f"{name}.zarr", getattr(split, name)
+            tokens = self.stream / "tokens.bin"
+            writing.write_array(path, rows, self.settings, info.dtype, tokens, self.pool, self.workers)
+            content_hash, entropy[name] = writing.read_back(path, info.vocab_size, f"reading {path.name} back")
+            n_tokens = rows.n_documents * rows.doc_len
+            arrays[name] = {"documents": rows.n_documents, "tokens": n_tokens, "content_hash": content_hash}
         return arrays, entropy["train"]
 
-    def _pieces(self, title: str, tally: sources.Tally, near: set[bytes]) -> Iterator[sources.Piece]:
+    def _pieces(self, title: str, read: sources.InputPass) -> Iterator[sources.Piece]:
         """Yields all texts that stay, in pieces.
 
         Raises:
             DataError: there is none.
         """
-        yield from _counted(title, sources.read_pieces(*self.input, tally, near))
-        if not tally.texts:
-            dropped = ", ".join(f"{count:,} × {reason}" for reason, count in sorted(tally.dropped.items()))
+        yield from _counted(title, read.pieces())
+        if not read.texts:
+            dropped = ", ".join(f"{count:,} × {reason}" for reason, count in sorted(read.dropped.items()))
             raise DataError(
                 f"found no text in {self.settings.dataset or ', '.join(self.settings.inputs)}. Left out: "
                 f"{dropped or 'nothing'}. Check the paths, --glob, --exclude and --text_field."

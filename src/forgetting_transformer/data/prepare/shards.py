@@ -84,13 +84,8 @@ class ShardLog:
 
     def read(self, number: int, name: str) -> np.ndarray:
         """The rows of a shard in a data file."""
-        first = self._end(number, name)
-        return self.rows(name, first, self._end(number + 1, name) - first)
-
-    def rows(self, name: str, first: int, count: int) -> np.ndarray:
-        """Some rows of a data file."""
-        dtype = self.dtypes[name]
-        return np.fromfile(self.paths[name], dtype, count, offset=first * dtype.itemsize)
+        first, end, dtype = self._end(number, name), self._end(number + 1, name), self.dtypes[name]
+        return np.fromfile(self.paths[name], dtype, end - first, offset=first * dtype.itemsize)
 
     def _end(self, n_shards: int, name: str) -> int:
         """Rows in the first `n_shards` shards."""

@@ -4,11 +4,11 @@ Order is part of the result: inputs in the order given, folders in path order, r
 needs memory for the largest record, and 16 bytes of hash (about a hundred with Python's overhead) per distinct text.
 """
 
-import codecs
 import errno
 import fnmatch
 import gzip
 import hashlib
+import importlib
 import os
 import zlib
 from collections import Counter
@@ -27,7 +27,7 @@ from forgetting_transformer.hub_connection import use_cached_datasets
 
 ALWAYS_EXCLUDED = ("__pycache__",)
 # A file up to this size is read at once; a longer one is read twice (check and hash, then cut), never as a whole.
-WHOLE_FILE_BYTES = 16 << 20
+WHOLE_FILE = 16 << 20
 PIECE_CHARS = 1 << 20
 PARQUET_ROWS = 256
 NEAR_DUPLICATE = "near-duplicate of an earlier text"
@@ -69,8 +69,12 @@ class Piece:
 
 
 @dataclass
-class Tally:
-    """Counts of one pass over the input.
+class InputPass:
+    """One pass over the input, and what was counted so far.
+
+    Args:
+        out: where the corpus is written: left out if it lies inside an input folder, and so is any other corpus.
+        near_duplicates: digests of texts that `pieces` leaves out.
 
     Attributes:
         texts, bytes: texts kept, and their UTF-8 bytes.
@@ -78,44 +82,127 @@ class Tally:
         stopped_early: True if `max_bytes` ended the pass.
     """
 
+    settings: CorpusSettings
+    out: Path
+    near_duplicates: Collection[bytes] = ()
     texts: int = 0
     bytes: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     stopped_early: bool = False
 
-
-def distinct_texts(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[Text]:
-    """Yield every text in order, each once unless `keep_duplicates`; count what is left out into `tally`.
-
-    `out` is where the corpus is written: it is left out if it lies inside an input folder, and so is any other corpus.
-    """
-    seen: set[bytes] = set()
-    for text in _read_texts(settings, out, tally):
-        if not settings.keep_duplicates:
+    def distinct_texts(self) -> Iterator[Text]:
+        """Yields every text in order, each once unless `keep_duplicates`."""
+        seen: set[bytes] = set()
+        for text in self._all_texts():
             if text.digest in seen:
-                tally.dropped["duplicate of an earlier text"] += 1
+                self.dropped["duplicate of an earlier text"] += 1
                 continue
-            seen.add(text.digest)
-        yield text
+            if not self.settings.keep_duplicates:
+                seen.add(text.digest)
+            yield text
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yields every kept text in order, cut into pieces."""
+        for text in self.distinct_texts():
+            if text.digest in self.near_duplicates:
+                self.dropped[NEAR_DUPLICATE] += 1
+                continue
+            self.texts += 1
+            for piece, is_last in cut(text.body):
+                n_bytes = len(piece.encode())
+                self.bytes += n_bytes
+                self.stopped_early = self.settings.max_bytes is not None and self.bytes >= self.settings.max_bytes
+                yield Piece(text.path, piece, n_bytes, is_last or self.stopped_early)
+                if self.stopped_early:
+                    return
+
+    def _all_texts(self) -> Iterator[Text]:
+        settings = self.settings
+        if settings.dataset:
+            yield from self._records(_dataset_rows(settings), (settings.dataset,))
+        # An input inside another one is read in its own turn and skipped in the outer one. The corpus of `out` never
+        # counts as left out, so that the counts of an earlier and of a later start are the same.
+        own_turn = {*settings.inputs, str(self.out), str(output.OutputFolder(self.out).work)}
+        for name in settings.inputs:
+            for path in self._walk((name,), own_turn) if os.path.isdir(name) else [(name,)]:
+                file = Path(*path)
+                if file.name.endswith(".parquet"):
+                    yield from self._records(_parquet_rows(file, settings.text_field), path)
+                elif file.name.endswith((".jsonl", ".jsonl.gz")):
+                    yield from self._records(_json_rows(file, settings.text_field), path)
+                elif text := self._text_file(path, file):
+                    yield text
+
+    def _walk(self, path: tuple[str, ...], own_turn: set[str]) -> Iterator[tuple[str, ...]]:
+        """Yields the paths of files in a folder in order, each as a tuple that starts with the input."""
+        folder = os.path.join(*path)
+        with reading(folder), os.scandir(folder) as listing:
+            entries = sorted(listing, key=lambda entry: entry.name)
+        if {"manifest.json", "train.zarr"} <= {entry.name for entry in entries}:
+            self.dropped[MADE_HERE] += 1
+            return
+        for entry in entries:
+            below = (*path, entry.name)
+            if entry.path in own_turn:
+                continue
+            if reason := self._reason_to_skip(entry, "/".join(below[1:])):
+                self.dropped[reason] += 1
+            elif entry.is_dir():
+                yield from self._walk(below, own_turn)
+            else:
+                yield below
+
+    def _reason_to_skip(self, entry: os.DirEntry[str], relative: str) -> str | None:
+        def matches(patterns: Iterable[str]) -> bool:
+            """A pattern with a slash is matched against the path below the input, one without against the name."""
+            return any(fnmatch.fnmatchcase(relative if "/" in one else entry.name, one) for one in patterns)
+
+        if entry.name.startswith("."):
+            return "hidden file or folder"
+        if matches((*ALWAYS_EXCLUDED, *self.settings.exclude)):
+            return "excluded file or folder"
+        if entry.is_dir():  # following a link could walk in circles
+            return "symbolic link to a folder" if entry.is_symlink() else None
+        if not entry.is_file():
+            return "broken link or special file"
+        return "does not match --glob" if self.settings.include and not matches(self.settings.include) else None
+
+    def _text_file(self, path: tuple[str, ...], file: Path) -> Text | None:
+        """The file as a text, or None with the reason counted."""
+        hasher, n_bytes, block = hashlib.blake2b(digest_size=16), 0, ""
+        reason: str | None = "empty text"
+        try:
+            for block in _blocks(file):
+                if "\0" in block:
+                    reason = "binary file"
+                    break
+                encoded = block.encode()
+                hasher.update(encoded)
+                n_bytes += len(encoded)
+                reason = reason if block.isspace() else None
+        except UnicodeDecodeError:
+            reason = "not UTF-8"
+        if reason is not None:
+            self.dropped[reason] += 1
+            return None
+        return Text(path, block if n_bytes <= WHOLE_FILE else file, hasher.digest(), n_bytes)
+
+    def _records(self, rows: Iterator[str | None], path: tuple[str, ...]) -> Iterator[Text]:
+        """Numbers the rows of one file or data set and drops those without text."""
+        for number, row in enumerate(rows):
+            if row is None or not row.strip():
+                self.dropped["empty text"] += 1
+                continue
+            try:
+                encoded = row.encode()
+            except UnicodeEncodeError:  # JSON may hold half of a surrogate pair, which no UTF-8 text can
+                self.dropped["not valid Unicode"] += 1
+                continue
+            digest = hashlib.blake2b(encoded, digest_size=16).digest()
+            yield Text((*path, f"record {number}"), row, digest, len(encoded))
 
 
-def read_pieces(
-    settings: CorpusSettings, out: Path, tally: Tally, near_duplicates: Collection[bytes] = ()
-) -> Iterator[Piece]:
-    """Yield every kept text in order, cut into pieces; count into `tally`. Texts of these digests are left out."""
-    for text in distinct_texts(settings, out, tally):
-        if text.digest in near_duplicates:
-            tally.dropped[NEAR_DUPLICATE] += 1
-            continue
-        tally.texts += 1
-        for piece, is_last in cut(text.body):
-            n_bytes = len(piece.encode())
-            tally.bytes += n_bytes
-            full = settings.max_bytes is not None and tally.bytes >= settings.max_bytes
-            yield Piece(text.path, piece, n_bytes, is_last or full)
-            if full:
-                tally.stopped_early = True
-                return
+# Records ------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -132,122 +219,6 @@ def reading(path: Path | str) -> Iterator[None]:
             f"cannot read {path}: {getattr(error, 'strerror', None) or error}. Mend it or fetch it again, or leave it "
             "out with --exclude."
         ) from error
-
-
-# Finding files ------------------------------------------------------------------------------------------------
-
-
-def _find_files(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[tuple[tuple[str, ...], Path]]:
-    """Yield (path as a tuple that starts with the input, file) in order, each file once.
-
-    An input that lies inside another one is read in its own turn and skipped in the outer one.
-    """
-    out = Path(os.path.abspath(out))
-    # The corpus of `out` never counts as left out, so that the counts of an earlier and of a later start are the same.
-    own_turn = {*settings.inputs, str(out), str(output.OutputFolder(out).work)}
-    for name in settings.inputs:
-        if os.path.isdir(name):
-            yield from _walk((name,), settings, own_turn, tally)
-        else:
-            yield (name,), Path(name)
-
-
-def _walk(
-    path: tuple[str, ...], settings: CorpusSettings, own_turn: set[str], tally: Tally
-) -> Iterator[tuple[tuple[str, ...], Path]]:
-    folder = os.path.join(*path)
-    with reading(folder), os.scandir(folder) as listing:
-        entries = sorted(listing, key=lambda entry: entry.name)
-    if {"manifest.json", "train.zarr"} <= {entry.name for entry in entries}:
-        tally.dropped[MADE_HERE] += 1
-        return
-    for entry in entries:
-        below = (*path, entry.name)
-        if entry.path in own_turn:
-            continue
-        if reason := _reason_to_skip(entry, "/".join(below[1:]), settings):
-            tally.dropped[reason] += 1
-        elif entry.is_dir():
-            yield from _walk(below, settings, own_turn, tally)
-        else:
-            yield below, Path(entry.path)
-
-
-def _reason_to_skip(entry: os.DirEntry[str], relative: str, settings: CorpusSettings) -> str | None:
-    if entry.name.startswith("."):
-        return "hidden file or folder"
-    if _matches(entry.name, relative, (*ALWAYS_EXCLUDED, *settings.exclude)):
-        return "excluded file or folder"
-    if entry.is_symlink() and entry.is_dir():
-        return "symbolic link to a folder"  # following it could walk in circles
-    if entry.is_dir():
-        return None
-    if not entry.is_file():
-        return "broken link or special file"
-    if settings.include and not _matches(entry.name, relative, settings.include):
-        return "does not match --glob"
-    return None
-
-
-def _matches(name: str, relative: str, patterns: Iterable[str]) -> bool:
-    """A pattern with a slash is matched against the path below the input, one without against the name."""
-    return any(fnmatch.fnmatchcase(relative if "/" in pattern else name, pattern) for pattern in patterns)
-
-
-# Reading texts ------------------------------------------------------------------------------------------------
-
-
-def _read_texts(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[Text]:
-    if settings.dataset:
-        yield from _records(_dataset_rows(settings), (settings.dataset,), tally)
-    for path, file in _find_files(settings, out, tally):
-        if file.name.endswith(".parquet"):
-            yield from _records(_parquet_rows(file, settings.text_field), path, tally)
-        elif file.name.endswith((".jsonl", ".jsonl.gz")):
-            yield from _records(_json_rows(file, settings.text_field), path, tally)
-        elif text := _text_file(path, file, tally):
-            yield text
-
-
-def _text_file(path: tuple[str, ...], file: Path, tally: Tally) -> Text | None:
-    """The file as a text, or None with the reason counted. Bytes are kept as they are: no newline translation."""
-    hasher = hashlib.blake2b(digest_size=16)
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    blank, n_bytes = True, 0
-    try:
-        with reading(file), file.open("rb") as stream:
-            small = os.fstat(stream.fileno()).st_size <= WHOLE_FILE_BYTES
-            while block := stream.read(WHOLE_FILE_BYTES):
-                if b"\0" in block:
-                    tally.dropped["binary file"] += 1
-                    return None
-                hasher.update(block)
-                n_bytes += len(block)
-                decoded = decoder.decode(block)
-                blank = blank and (not decoded or decoded.isspace())
-        tail = decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        tally.dropped["not UTF-8"] += 1
-        return None
-    if blank:
-        tally.dropped["empty text"] += 1
-        return None
-    return Text(path, decoded + tail if small else file, hasher.digest(), n_bytes)
-
-
-def _records(rows: Iterator[Any], path: tuple[str, ...], tally: Tally) -> Iterator[Text]:
-    """Number the rows of one file or data set and drop those without text. Each row is a str or None."""
-    for number, row in enumerate(rows):
-        if row is None or not row.strip():
-            tally.dropped["empty text"] += 1
-            continue
-        try:
-            encoded = row.encode()
-        except UnicodeEncodeError:  # JSON may contain half of a surrogate pair, which UTF-8 cannot
-            tally.dropped["not valid Unicode"] += 1
-            continue
-        digest = hashlib.blake2b(encoded, digest_size=16).digest()
-        yield Text((*path, f"record {number}"), row, digest, len(encoded))
 
 
 def _json_rows(file: Path, text_field: str) -> Iterator[str | None]:
@@ -271,10 +242,7 @@ def _text_of(record: Any, text_field: str, where: str) -> str | None:
 
 
 def _parquet_rows(file: Path, text_field: str) -> Iterator[str | None]:
-    try:
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise DataError(f"reading {file} needs pyarrow: {how_to_install('data')}.") from error
+    pq = library("pyarrow.parquet", f"reading {file}")
     with reading(file), pq.ParquetFile(file) as table:
         _text_of(dict.fromkeys(table.schema_arrow.names), text_field, str(file))  # there is such a column
         for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[text_field]):
@@ -284,10 +252,7 @@ def _parquet_rows(file: Path, text_field: str) -> Iterator[str | None]:
 
 def _dataset_rows(settings: CorpusSettings) -> Iterator[str | None]:
     """Stream a data set from the hub, or from the cache where the hub cannot be reached."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(f"--dataset needs the datasets library: {how_to_install('data')}.") from error
+    datasets = library("datasets", "--dataset")
     where = f"data set {settings.dataset}, split {settings.dataset_split}"
     try:
         if not os.path.exists(str(settings.dataset)):
@@ -306,6 +271,18 @@ def _dataset_rows(settings: CorpusSettings) -> Iterator[str | None]:
         ) from error
 
 
+def library(name: str, use: str) -> Any:
+    """A package of the extra `data`.
+
+    Raises:
+        DataError: it is missing.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise DataError(f"{use} needs {name.partition('.')[0]}: {how_to_install('data')}.") from error
+
+
 # Cutting into pieces ------------------------------------------------------------------------------------------
 
 
@@ -316,8 +293,8 @@ def cut(body: str | Path) -> Iterator[tuple[str, bool]]:
     (and the one we train with) splits there whatever surrounds it: the ids are those of the uncut text.
     """
     buffer = ""
-    for chunk in _chunks(body):
-        buffer += chunk
+    for block in [body] if isinstance(body, str) else _blocks(body):
+        buffer += block
         start = 0
         while len(buffer) - start > PIECE_CHARS:
             end = _place_to_cut(buffer, start)
@@ -327,12 +304,9 @@ def cut(body: str | Path) -> Iterator[tuple[str, bool]]:
     yield buffer, True
 
 
-def _chunks(body: str | Path) -> Iterator[str]:
-    if isinstance(body, str):
-        yield body
-        return
-    with reading(body), body.open(encoding="utf-8", newline="") as stream:  # line ends stay
-        while block := stream.read(WHOLE_FILE_BYTES):
+def _blocks(file: Path) -> Iterator[str]:
+    with reading(file), file.open(encoding="utf-8", newline="") as stream:  # line ends stay
+        while block := stream.read(WHOLE_FILE):
             yield block
 
 

@@ -8,14 +8,13 @@ from array import array
 from collections.abc import Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from forgetting_transformer.data.prepare import shards
 from forgetting_transformer.data.prepare.sources import Piece
-from forgetting_transformer.data.prepare.tokenizers import Encoder, TokenizerInfo
+from forgetting_transformer.data.prepare.tokenizers import TokenizerInfo, encode
 
 
 @dataclass(frozen=True)
@@ -31,20 +30,11 @@ class TextTable:
     shared: np.ndarray
 
 
-load_encoder = lru_cache(maxsize=1)(Encoder)
-
-
-def encode_shard(texts: list[str], ends: list[bool], folder: Path, info: TokenizerInfo) -> shards.Result:
+def encode_shard(pieces: list[Piece], folder: Path, info: TokenizerInfo) -> shards.Result:
     """Ids of the pieces of a shard, an end-of-text id where a text ends, and how many of each; in a worker process."""
-    encoder = load_encoder(folder, info)
     end_of_text = np.array([info.eos_token_id], dtype=info.dtype)
-    parts: list[np.ndarray] = []
-    lengths = np.zeros(len(texts), dtype="<u4")
-    for i, (text, ends_text) in enumerate(zip(texts, ends, strict=True)):
-        ids = encoder.encode(text)
-        parts += [ids, end_of_text] if ends_text else [ids]
-        lengths[i] = len(ids) + ends_text
-    return {"tokens": np.concatenate(parts), "lengths": lengths}
+    ids = [np.append(encode(piece.text, folder, info), end_of_text[: piece.ends_text]) for piece in pieces]
+    return {"tokens": np.concatenate(ids), "lengths": np.array([*map(len, ids)], dtype="<u4")}
 
 
 def write_stream(
@@ -60,11 +50,10 @@ def write_stream(
     open_tokens = 0  # of a text whose last piece has not come yet
     last_path: tuple[str, ...] = ()
 
-    def encode(batch: list[Piece]) -> Future:
-        texts, ends = [piece.text for piece in batch], [piece.ends_text for piece in batch]
-        return pool.submit(encode_shard, texts, ends, tokenizer, info)
+    def start(batch: list[Piece]) -> Future:
+        return pool.submit(encode_shard, batch, tokenizer, info)
 
-    for number, batch in shards.work_through(pieces, log, encode, workers):
+    for number, batch in shards.work_through(pieces, log, start, workers):
         for piece, length in zip(batch, log.read(number, "lengths").tolist(), strict=True):
             open_tokens += length
             if piece.ends_text:

@@ -4,6 +4,7 @@ Whatever its origin it ends as a folder that `transformers.AutoTokenizer` loads 
 and workers encode with the very `tokenizer.json` in that folder.
 """
 
+import functools
 import hashlib
 import heapq
 import sys
@@ -142,49 +143,51 @@ def save_loaded(name: str, folder: Path) -> None:
         )
 
 
-def describe(folder: Path, settings: CorpusSettings) -> TokenizerInfo:
-    """Read back the saved tokenizer."""
+def make(settings: CorpusSettings, texts: Iterable[str], folder: Path) -> TokenizerInfo:
+    """Saves the tokenizer that the settings name in `folder`, which is not there.
+
+    Args:
+        texts: to train it on; not read otherwise.
+    """
     from forgetting_transformer.model_tokenizer import load_tokenizer
 
-    try:
-        tokenizer = load_tokenizer(folder)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot load the tokenizer in {folder}: {error}; choose another --tokenizer") from error
+    name = settings.tokenizer
+    if name == "bytes":
+        kind = name
+        save_built(byte_tokenizer(), folder)
+    elif name.startswith("train:"):
+        kind = "trained"
+        save_built(train_tokenizer(sample(texts), settings.trained_vocab_size()), folder)
+    else:
+        kind = "loaded"
+        save_loaded(name, folder)
+    tokenizer, fast = load_tokenizer(folder), encoder(folder)
     vocab_size = max(tokenizer.get_vocab().values()) + 1
-    kinds = {"bytes": "bytes", "train": "trained"}
-    kind = kinds.get(settings.tokenizer.split(":")[0], "loaded")
-    encoder = _encoder(folder)
-    lossless = encoder.decode(encoder.encode(PROBE, add_special_tokens=False).ids) == PROBE
+    lossless = fast.decode(fast.encode(PROBE, add_special_tokens=False).ids) == PROBE
     return TokenizerInfo(kind, vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_id, lossless)
-
-
-def _encoder(folder: Path) -> Tokenizer:
-    """The saved tokenizer as `Encoder` uses it."""
-    encoder = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    encoder.encode_special_tokens = True
-    encoder.no_truncation()
-    encoder.no_padding()
-    return encoder
 
 
 # Encoding -----------------------------------------------------------------------------------------------------
 
 
-class Encoder:
-    """Text -> ids with the tokenizer saved in `folder`, without any special token.
+@functools.lru_cache(maxsize=1)
+def encoder(folder: Path) -> Tokenizer:
+    """The tokenizer saved in `folder`, for text alone.
 
     A text that spells out a special token (source code does) gets the ids of its characters, so that the
     end-of-text id in an array always is the end of a text.
     """
+    tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
-    def __init__(self, folder: Path, info: TokenizerInfo) -> None:
-        self.is_bytes, self.dtype = info.kind == "bytes", info.dtype
-        self.tokenizer = _encoder(folder)
 
-    def encode(self, text: str) -> np.ndarray:
-        """Ids of shape (tokens,)."""
-        if self.is_bytes:  # the same ids as the tokenizer's, a hundred times faster
-            return np.frombuffer(text.encode(), np.uint8).astype(self.dtype)
-        # The batch call for one text: it leaves out the character offsets, which cost a third of the time.
-        [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoding.ids, dtype=self.dtype)
+def encode(text: str, folder: Path, info: TokenizerInfo) -> np.ndarray:
+    """Ids of a text, without any special token, shape (tokens,)."""
+    if info.kind == "bytes":  # the same ids as the tokenizer's, a hundred times faster
+        return np.frombuffer(text.encode(), np.uint8).astype(info.dtype)
+    # The batch call for one text: it leaves out the character offsets, which cost a third of the time.
+    [encoding] = encoder(folder).encode_batch_fast([text], add_special_tokens=False)
+    return np.array(encoding.ids, dtype=info.dtype)

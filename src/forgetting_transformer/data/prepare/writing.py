@@ -5,10 +5,9 @@ file into its place; after a kill only the blocks are written that lack one.
 """
 
 import hashlib
-from collections.abc import Iterable
+import itertools
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
 
 import numcodecs
 import numpy as np
@@ -17,6 +16,8 @@ import zarr
 from forgetting_transformer.data.prepare.layout import Layout
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.prepare.shards import ahead
+from forgetting_transformer.data.storage import checksums
+from forgetting_transformer.data.tools.progress import progress
 
 # LongCrawl64's chunk, 8 MiB, is the largest chosen; a corpus of fewer rows gets chunks of fewer rows, so that a
 # reader decodes little more than it uses, but not so few that the array becomes a heap of tiny files.
@@ -26,27 +27,6 @@ SMALLEST_CHUNK_DOCS = 16
 BLOCKS_WANTED = 64
 #: NumPy counts ids in a copy of 8 bytes each: of a block of LongCrawl64's size that would be another GB.
 COUNTED_AT_ONCE = 1 << 20
-
-
-def create_array(path: Path, layout: Layout, settings: CorpusSettings, dtype: np.dtype) -> zarr.Array:
-    """The array at `path`, made if it is not there: empty, in LongCrawl64's order and compression."""
-    if not (path / ".zarray").exists():
-        # A power of two that makes about 64 blocks of rows.
-        fitting = 1 << (max(1, layout.n_documents // BLOCKS_WANTED) - 1).bit_length()
-        height = settings.chunk_docs or min(PAPER_CHUNK_DOCS, max(SMALLEST_CHUNK_DOCS, fitting))
-        width = settings.chunk_tokens or min(PAPER_CHUNK_TOKENS, settings.doc_len)
-        zarr.create_array(
-            path,
-            shape=(layout.n_documents, layout.doc_len),
-            chunks=(min(height, layout.n_documents), width),
-            dtype=dtype.newbyteorder("<"),
-            fill_value=0,
-            compressors=numcodecs.Blosc(cname="lz4", clevel=5, shuffle=numcodecs.Blosc.SHUFFLE),
-            chunk_key_encoding={"name": "v2", "separator": "."},
-            zarr_format=2,
-            overwrite=True,
-        )
-    return zarr.open_array(path, mode="r")
 
 
 def write_block(path: Path, tokens_path: Path, first: int, rows: list[list[tuple[int, int]]]) -> None:
@@ -63,46 +43,71 @@ def write_block(path: Path, tokens_path: Path, first: int, rows: list[list[tuple
 
 
 def write_array(
-    array: zarr.Array, path: Path, layout: Layout, tokens_path: Path, pool: Executor, workers: int, bar: Any
+    path: Path, layout: Layout, settings: CorpusSettings, dtype: np.dtype, tokens: Path, pool: Executor, workers: int
 ) -> None:
-    """Writes all rows of one array, except the blocks that an interrupted run has written."""
-    height, missing = array.chunks[0], []
-    for row, first in enumerate(range(0, layout.n_documents, height)):
-        if all((path / key).exists() for key in chunks_of(array, [row])):
-            bar.update(min(height, layout.n_documents - first))
-        else:
-            missing.append(first)
+    """Writes the array at `path`, except the blocks that an interrupted run has written, and its list of checksums.
+
+    In LongCrawl64's order and compression.
+
+    Args:
+        tokens: file of the stream.
+    """
+    if not (path / ".zarray").exists():
+        # A power of two that makes about 64 blocks of rows.
+        fitting = 1 << (max(1, layout.n_documents // BLOCKS_WANTED) - 1).bit_length()
+        height = settings.chunk_docs or min(PAPER_CHUNK_DOCS, max(SMALLEST_CHUNK_DOCS, fitting))
+        width = settings.chunk_tokens or min(PAPER_CHUNK_TOKENS, settings.doc_len)
+        zarr.create_array(
+            path,
+            shape=(layout.n_documents, layout.doc_len),
+            chunks=(min(height, layout.n_documents), width),
+            dtype=dtype.newbyteorder("<"),
+            fill_value=0,
+            compressors=numcodecs.Blosc(cname="lz4", clevel=5, shuffle=numcodecs.Blosc.SHUFFLE),
+            chunk_key_encoding={"name": "v2", "separator": "."},
+            zarr_format=2,
+            overwrite=True,
+        )
+    array = zarr.open_array(path, mode="r")
+    height, columns = array.chunks[0], range(-(-layout.doc_len // array.chunks[1]))
+    keys = {
+        first: [array.metadata.encode_chunk_key((first // height, column)) for column in columns]
+        for first in range(0, layout.n_documents, height)
+    }
     begun = (
-        (len(rows), pool.submit(write_block, path, tokens_path, first, rows))
-        for first in missing
+        (len(rows), pool.submit(write_block, path, tokens, first, rows))
+        for first, chunks in keys.items()
+        if not all((path / key).exists() for key in chunks)
         for rows in [layout.stretches(first, first + height)]
     )
-    for n_rows, future in ahead(begun, workers):
-        future.result()
-        bar.update(n_rows)
+    with progress(f"writing {path.name}", layout.n_documents, "documents") as bar:
+        for n_rows, future in ahead(begun, workers):
+            future.result()
+            bar.update(n_rows)
+    checksums.write_list(path, itertools.chain.from_iterable(keys.values()), workers)
 
 
-def chunks_of(array: zarr.Array, rows: Iterable[int] | None = None) -> list[str]:
-    """The files of rows of chunks, of all by default."""
-    down, across = (range(-(-length // size)) for length, size in zip(array.shape, array.chunks, strict=True))
-    return [array.metadata.encode_chunk_key((row, column)) for row in rows or down for column in across]
-
-
-def read_back(path: Path, vocab_size: int, bar: Any) -> tuple[str, np.ndarray]:
+def read_back(path: Path, vocab_size: int, title: str) -> tuple[str, float]:
     """Reads an array from disk.
 
+    Args:
+        title: of the bar that shows it.
+
     Returns:
-        The hash of all rows in order, and how often each id occurs, int64 `(vocab_size,)`.
+        The hash of all rows in order, and the entropy of the frequencies of ids in nats per token: the loss of a model
+        that knows only these.
     """
     array = zarr.open_array(path, mode="r")
     height = array.chunks[0]
     hasher = hashlib.blake2b(digest_size=16)
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for first in range(0, array.shape[0], height):
-        rows = np.asarray(array[first : first + height])
-        hasher.update(np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("<")).data)
-        ids = rows.reshape(-1)
-        for begin in range(0, len(ids), COUNTED_AT_ONCE):
-            counts += np.bincount(ids[begin : begin + COUNTED_AT_ONCE], minlength=vocab_size)
-        bar.update(len(rows))
-    return f"blake2b:{hasher.hexdigest()}", counts
+    with progress(title, array.shape[0], "documents") as bar:
+        for first in range(0, array.shape[0], height):
+            rows = np.asarray(array[first : first + height])
+            hasher.update(np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("<")).data)
+            ids = rows.reshape(-1)
+            for begin in range(0, len(ids), COUNTED_AT_ONCE):
+                counts += np.bincount(ids[begin : begin + COUNTED_AT_ONCE], minlength=vocab_size)
+            bar.update(len(rows))
+    share = counts[counts > 0] / counts.sum()
+    return f"blake2b:{hasher.hexdigest()}", float(-(share * np.log(share)).sum())

@@ -14,7 +14,7 @@ from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import LocalStore, WrapperStore
 
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.storage.checksums import ChecksumError, Checksums, read_list
+from forgetting_transformer.data.storage.checksums import ChecksumError, check, read_list
 from forgetting_transformer.data.storage.remote_cache import Folder
 
 #: Metadata of Zarr v2 and v3.
@@ -32,11 +32,11 @@ class ArrayFiles(Folder):
     """The files of an array.
 
     Attributes:
-        checksums: of the chunks, where known.
+        checksums: SHA-256 of each chunk's file, where that is known.
         holds_blosc: whether each chunk is one Blosc frame.
     """
 
-    checksums: Checksums | None = None
+    checksums: dict[str, str] | None = None
     holds_blosc = False
 
     def decoded(self, key: str, decode: Callable[[], np.ndarray], document: int) -> np.ndarray:
@@ -90,7 +90,7 @@ class _Store(WrapperStore[LocalStore]):
             if value is not None:
                 data = value.as_numpy_array()
                 if self.files.checksums is not None:
-                    self.files.checksums.check(key, data)
+                    check(self.files.checksums, key, data, self.files.path)
                 # numcodecs (0.16) decodes a frame that was cut short to whatever lies behind it in memory.
                 if self.files.holds_blosc and int.from_bytes(data[12:16].tobytes(), "little") != max(data.size, 16):
                     raise ValueError(f"{data.size:,} bytes that are not a whole Blosc frame: cut short, or not a chunk")

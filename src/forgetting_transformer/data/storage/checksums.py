@@ -7,12 +7,12 @@ downloader writes. It costs about 1 ns per token that is read. Lines without a f
 partial.
 """
 
+import functools
 import hashlib
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -31,54 +31,42 @@ class ChecksumError(ValueError):
     """A file differs from the listed one. The message continues after the file's name."""
 
 
-@dataclass
-class Checksums:
-    """The list of one array.
+def identity(sums: Mapping[str, str]) -> str:
+    """A short hash of the listed files and their contents."""
+    return hashlib.sha256(_lines(sums).encode()).hexdigest()[:16]
 
-    Attributes:
-        place: where the list is, for messages.
-        sums: file of the array, such as "0.0" or "c/0/0" -> SHA-256 as 64 hexadecimal digits.
+
+def check(sums: Mapping[str, str], key: str, data: np.ndarray, array: object) -> None:
+    """Compares all bytes of the file `key` of an array, (n_bytes,) uint8, with its line.
+
+    Raises:
+        ChecksumError: they differ.
     """
-
-    place: str
-    sums: dict[str, str]
-    _warned: bool = False
-
-    @property
-    def name(self) -> str:
-        return PurePosixPath(self.place).name
-
-    @property
-    def identity(self) -> str:
-        """A short hash of the listed files and their contents."""
-        digest = hashlib.sha256("".join(f"{self.sums[key]}  {key}\n" for key in sorted(self.sums)).encode())
-        return digest.hexdigest()[:16]
-
-    def check(self, key: str, data: np.ndarray) -> None:
-        """Compares all bytes of a file, (n_bytes,) uint8, with its line.
-
-        Raises:
-            ChecksumError: they differ.
-        """
-        if key in self.sums:
-            if (found := hashlib.sha256(data.data).hexdigest()) != self.sums[key]:
-                raise ChecksumError(
-                    f"is not the file that {self.name} lists: it was changed or is damaged (its SHA-256 is {found}). "
-                    "Fetch or make it again. If the change is intended, this is another corpus: delete "
-                    f"{self.name}, and scripts/verify_data.py makes a new one"
-                )
-        elif not self._warned:
-            log.warning("%s and perhaps others are not listed in %s, and are read without a check", key, self.place)
-            self._warned = True
+    name = list_name(array)
+    if key not in sums:
+        _warn_of_unlisted(name, array)
+    elif (found := hashlib.sha256(data.data).hexdigest()) != sums[key]:
+        raise ChecksumError(
+            f"is not the file that {name} lists: it was changed or is damaged (its SHA-256 is {found}). Fetch or make "
+            f"it again. If the change is intended, this is another corpus: delete {name}, and scripts/verify_data.py "
+            "makes a new one"
+        )
 
 
-def list_name(array: str) -> str:
-    """ "train.zarr" -> "train.sha256"."""
-    return PurePosixPath(array).with_suffix(".sha256").name
+@functools.cache
+def _warn_of_unlisted(name: str, array: object) -> None:
+    log.warning("some files of %s are not listed in %s, and are read without a check", array, name)
 
 
-def read_list(array: str | Path) -> Checksums | None:
-    """The list beside an array, a folder or a URL; None if there is none. A last line cut short by a kill is left out.
+def list_name(array: object) -> str:
+    """ "data/train.zarr" -> "train.sha256"."""
+    return PurePosixPath(str(array)).with_suffix(".sha256").name
+
+
+def read_list(array: str | Path) -> dict[str, str] | None:
+    """The list beside an array, a folder or a URL: file of the array, such as "0.0" or "c/0/0" -> SHA-256.
+
+    None if there is none. A last line cut short by a kill is left out.
 
     Raises:
         DataError: naming a line that is damaged.
@@ -87,7 +75,6 @@ def read_list(array: str | Path) -> Checksums | None:
     text = read_file(folder, list_name(name))
     if text is None:
         return None
-    place = redact(join(folder, list_name(name)))
     sums: dict[str, str] = {}
     lines = text.decode("utf-8-sig", errors="replace").split("\n")  # as an editor of Windows may leave it
     for number, line in enumerate(lines, 1):
@@ -95,12 +82,13 @@ def read_list(array: str | Path) -> Checksums | None:
         if match is None:
             if number < len(lines):
                 raise DataError(
-                    f"{place}, line {number}, is not of the form '<sha256>  {name}/<file>'. Bring back a copy of the "
-                    "list; or delete it, and scripts/verify_data.py makes one of the files as they are"
+                    f"{redact(join(folder, list_name(name)))}, line {number}, is not of the form "
+                    f"'<sha256>  {name}/<file>'. Bring back a copy of the list; or delete it, and "
+                    "scripts/verify_data.py makes one of the files as they are"
                 )
         elif match[2].startswith(f"{name}/"):
             sums[match[2].removeprefix(f"{name}/")] = match[1]
-    return Checksums(place, sums)
+    return sums
 
 
 def write_list(array: Path, keys: Iterable[str], workers: int = 1) -> Path:
@@ -109,13 +97,21 @@ def write_list(array: Path, keys: Iterable[str], workers: int = 1) -> Path:
     Raises:
         OSError: a file cannot be read, or the list not be written.
     """
-    names = sorted(keys)
+    names = list(keys)
     with ThreadPoolExecutor(workers) as pool:
-        sums = list(pool.map(lambda key: sha256_of(array / key), names))
-    lines = (f"{found}  {array.name}/{key}\n" for key, found in zip(names, sums, strict=True))
-    place = array.with_name(list_name(array.name))
-    write_atomically(place, "".join(lines))
+        sums = pool.map(lambda key: sha256_of(array / key), names)
+        return write_sums(array, dict(zip(names, sums, strict=True)))
+
+
+def write_sums(array: Path, sums: Mapping[str, str]) -> Path:
+    """Writes the list of an array, and returns where."""
+    place = array.with_name(list_name(array))
+    write_atomically(place, _lines(sums, f"{array.name}/"))
     return place
+
+
+def _lines(sums: Mapping[str, str], before: str = "") -> str:
+    return "".join(f"{sums[key]}  {before}{key}\n" for key in sorted(sums))
 
 
 def sha256_of(file: Path) -> str:

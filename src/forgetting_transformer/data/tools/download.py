@@ -21,9 +21,9 @@ from pathlib import Path
 
 from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError, cannot_write
-from forgetting_transformer.data.sparse import documents_in, keys_of
+from forgetting_transformer.data.sparse import documents_in, keys_of, whole_rows
 from forgetting_transformer.data.storage.array_files import ARRAY_METADATA
-from forgetting_transformer.data.storage.checksums import list_name, read_list, sha256_of
+from forgetting_transformer.data.storage.checksums import list_name, read_list, sha256_of, write_sums
 from forgetting_transformer.data.storage.remote import RemoteFile, join
 from forgetting_transformer.data.storage.remote_cache import CacheSettings
 from forgetting_transformer.data.token_array import Chunk, TokenArray
@@ -101,14 +101,13 @@ class _Download:
             )
         self.target = out / self.name
         self.note, self.sums = out / f"{split}.download.json", out / list_name(self.name)
-        listed = read_list(self.target)
-        self.verified = {} if listed is None else listed.sums
+        self.verified = read_list(self.target) or {}
         self.lock = threading.Lock()
         self.stated: dict[Chunk, RemoteFile] = {}
 
     def run(self, documents: int | float | None, workers: int, dry_run: bool) -> list[int]:
         offered, rows = self._choose(documents)
-        left = [chunk for chunk in self.stated if not self._is_there(chunk)]
+        left = [chunk for chunk, stated in self.stated.items() if not self._is_there(self.array.key(chunk), stated)]
         total, to_fetch = (sum(map(self._nbytes, chunks)) for chunks in (self.stated, left))
         print(
             f"{self.name} from {self.source}\n"
@@ -128,7 +127,7 @@ class _Download:
         with progress(f"fetching {self.name}", to_fetch, "B") as bar, ThreadPoolExecutor(workers) as pool:
             for chunk, _ in zip(left, pool.map(self._fetch, left), strict=True):
                 bar.update(self._nbytes(chunk))
-        self._write_sums()
+        write_sums(self.target, self.verified)
         for file in filter(Path.exists, (self.files.folder / name for name in ARRAY_METADATA.values())):
             shape = [self.array.stored_documents, self.tokens]
             metadata = json.loads(file.read_bytes()) | {"shape": shape}
@@ -151,7 +150,7 @@ class _Download:
         files = remote.files()
         if files is None:  # plain HTTP, which is taken to have all
             files = {key: RemoteFile() for key in keys.values()}
-        offered = rows = sorted({row for row, _ in keys} - {row for (row, _), key in keys.items() if key not in files})
+        offered = rows = whole_rows(keys, files)
         if isinstance(wanted, float):
             wanted = round(wanted * documents_in(array, offered))
         if wanted is not None:
@@ -180,11 +179,10 @@ class _Download:
         stated = self.stated[chunk].size
         return math.prod(self.array.chunk_shape) * self.array.dtype.itemsize if stated is None else stated
 
-    def _is_there(self, chunk: Chunk) -> bool:
-        """Whether a chunk was verified, and is in its place with the size that the source states."""
-        key = self.array.key(chunk)
+    def _is_there(self, key: str, stated: RemoteFile) -> bool:
+        """Whether a file was verified, and is in its place with the size that the source states."""
         path = self.target / key
-        return key in self.verified and path.exists() and self.stated[chunk].size in (None, path.stat().st_size)
+        return key in self.verified and path.exists() and stated.size in (None, path.stat().st_size)
 
     def _begin(self) -> None:
         """Records the source of the files; refuses to mix files of two sources or two lengths, or with others."""
@@ -200,7 +198,7 @@ class _Download:
             raise DataError(f"{self.target} was not made by this program; choose another --out, or move it away")
         write_atomically(self.note, json.dumps(now, indent=1))
         self.target.mkdir(exist_ok=True)
-        self._write_sums()  # so that nothing is appended to a line that a kill cut short
+        write_sums(self.target, self.verified)  # so that nothing is appended to a line that a kill cut short
 
     def _fetch(self, chunk: Chunk) -> None:
         """One chunk: from the source, verified, into its place."""
@@ -216,10 +214,6 @@ class _Download:
         with self.lock, self.sums.open("a") as sums:
             self.verified[key] = digest
             sums.write(f"{digest}  {self.name}/{key}\n")
-
-    def _write_sums(self) -> None:
-        lines = (f"{digest}  {self.name}/{key}\n" for key, digest in sorted(self.verified.items()))
-        write_atomically(self.sums, "".join(lines))
 
 
 def fetching(info: DataInfo, tokens: int) -> str | None:

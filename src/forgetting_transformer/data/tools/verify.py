@@ -56,7 +56,7 @@ def _checks(
     keys = keys_of(array)
     there = array.files.names()
     present = [chunk for chunk, key in keys.items() if key in there]
-    whole, n_rows = whole_rows(array, there), len({row for row, _ in keys})
+    whole, n_rows = whole_rows(keys, there), len({row for row, _ in keys})
     none = [] if whole else ["no row of chunks is whole: nothing can be trained on"]
     yield "presence", f"{len(present):,} of {len(keys):,} chunks; {len(whole):,} of {n_rows:,} row-chunks whole", none
     held = documents_in(array, whole)
@@ -82,23 +82,21 @@ def _checks(
             bar.update()
     yield "contents", "" if damaged else f"{len(chosen):,} chunks decode to ids below {vocab_size:,}", damaged
 
-    listed = array.files.checksums
+    listed, name = array.files.checksums, checksums.list_name(path)
     if listed is not None:
-        n_listed = sum(keys[chunk] in listed.sums for chunk in chosen)
+        n_listed = sum(keys[chunk] in listed for chunk in chosen)
         others = f", {len(chosen) - n_listed:,} not listed" if n_listed < len(chosen) else ""
-        yield "checksums", f"{n_listed:,} chunks compared with {listed.name}{others}", []
+        yield "checksums", f"{n_listed:,} chunks compared with {name}{others}", []
     if share < 1 or damaged or not whole or (missing_chunks == "error" and len(whole) < n_rows):
         return
     stated = array.manifest.get("arrays", {}).get(path.stem, {}).get("content_hash")
     if stated is not None and len(whole) == n_rows:
-        with progress(f"hashing {path.name}", documents, "documents") as bar:
-            actual = read_back(path, vocab_size, bar)[0]
+        actual, _ = read_back(path, vocab_size, f"hashing {path.name}")
         other = [] if actual == stated else [f"{actual}, manifest.json says {stated}: make the corpus again"]
         yield "content hash", "" if other else "as manifest.json says", other
         if other:
             return
     if listed is None:
-        name = checksums.list_name(path.name)
         try:
             checksums.write_list(path, [keys[chunk] for chunk in chosen], workers)
             yield "checksums", f"written to {name}, {len(chosen):,} chunks: readers compare each with it", []

@@ -219,7 +219,7 @@ def delta_kernel(
     heads, num_queries, num_keys, num_stretches, num_blocks,
     HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
-    """For a block of queries: Σ_d out·d_out less the log-normaliser's gradient, which the gradients of scores
+    """Computes, for a block of queries, Σ_d out·d_out less the log-normaliser's gradient, which the gradients of scores
     subtract, and the log-normaliser in base 2 as measured from the block's reference, for a query that sees nothing
     +inf.
 

@@ -67,7 +67,7 @@ def _store(
 
 @triton.jit
 def _visible(query, key, first_key, num_keys, HAS_FIRST: tl.constexpr):
-    """Which keys queries see, from positions and first visible keys that broadcast to one tile."""
+    """Mask of the keys that queries see, from positions and first visible keys that broadcast to one tile."""
     seen = (key <= query) & (key < num_keys)
     if HAS_FIRST:
         seen = seen & (key >= first_key)

@@ -61,7 +61,7 @@ def _rows(
 
 @triton.jit
 def _position(position_ptr, row, start, length, HAS_DOCUMENTS: tl.constexpr):
-    """How many tokens of its document are before each at `start + row`; anything where documents are not packed."""
+    """Number of tokens before each, at `start + row`, in its document; anything where documents are not packed."""
     position = tl.zeros_like(row)
     if HAS_DOCUMENTS:
         inside = (start + row >= 0) & (start + row < length)

@@ -1,8 +1,7 @@
 """The recurrences in chunks of 64 tokens, on any device: matrix products within a chunk, a step per chunk between them.
 
-With the decay from the start of a chunk up to and including token i written `p_i`, from after token j to the end of the
-chunk `s_j`, and from after j up to and including i `d_ij` (all products of at most 64 decays), a chunk of linear
-attention is
+Three decays are products within a chunk: `p_i` from its start up to and including token i, `s_j` from after token j to
+its end, and `d_ij` from after j up to and including i. A chunk of linear attention is
 
     out_i = scale · (p_i q_i)ᵀ S + scale · Σ_{j ≤ i} d_ij (q_i·k_j) v_j       S: the state before the chunk
     S'    = p_last S + Σ_j (s_j k_j) v_jᵀ

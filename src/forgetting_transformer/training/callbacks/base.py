@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forgetting_transformer.training.errors import TrainingError
-from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.run_directory import KINDS
 
 if TYPE_CHECKING:
@@ -207,11 +206,8 @@ class Callbacks:
     def load(self, callback_state: dict[str, Tensor]) -> None:
         """Gives every callback its part of a checkpoint's state."""
         for callback in self._callbacks:
-            prefix = f"{callback.name}."
-            state = {
-                name.removeprefix(prefix): value for name, value in callback_state.items() if name.startswith(prefix)
-            }
-            if state:
+            whose = f"{callback.name}."
+            if state := {name[len(whose) :]: x for name, x in callback_state.items() if name.startswith(whose)}:
                 callback.load(state)
 
 

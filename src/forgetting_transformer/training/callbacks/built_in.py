@@ -5,9 +5,8 @@ from forgetting_transformer.training.callbacks.base import Callback, Callbacks
 from forgetting_transformer.training.callbacks.goodput import Goodput
 from forgetting_transformer.training.callbacks.held_out import HeldOut
 from forgetting_transformer.training.callbacks.profile import Profile
-from forgetting_transformer.training.callbacks.progress import Progress
 from forgetting_transformer.training.callbacks.steps import BadSteps, Loss, LossByPosition, Norms
-from forgetting_transformer.training.callbacks.throughput import Throughput
+from forgetting_transformer.training.callbacks.throughput import Progress, Throughput
 from forgetting_transformer.training.callbacks.wandb import Wandb
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.execution.hardware import peak_of

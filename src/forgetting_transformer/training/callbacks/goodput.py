@@ -43,25 +43,7 @@ class Goodput(Callback):
         self._earlier: list[dict[str, Any]] = []
 
     def on_start(self, trainer: TrainerInterface) -> None:
-        self.begin(trainer.counters.token_count)
-
-    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         step = trainer.counters.token_count
-        if kind == "save":
-            self.mark(step)
-        elif kind == "log":
-            self._start["stages"] = {stage: round(seconds, 3) for stage, seconds in trainer.startup.seconds().items()}
-            trainer.report(names.GOODPUT, prefixed(names.GOODPUT, self.write(step)))
-
-    def on_save(self, trainer: TrainerInterface, saved: "Saved") -> None:
-        values = {"checkpoint_time": saved.copy_seconds, "write_time": saved.write_seconds}
-        trainer.report(names.CHECKPOINT, prefixed(names.CHECKPOINT, values), step=saved.step)
-
-    def on_end(self, trainer: TrainerInterface) -> None:
-        log.info("%s", describe(self.write(trainer.counters.token_count)))
-
-    def begin(self, step: int) -> None:
-        """Begins the account of this start, which continues from `step` tokens."""
         self._start = {"from_step": step, "step": step, "marks": []}
         # Bookkeeping that is not there, or was damaged, must not stop a run.
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -69,11 +51,23 @@ class Goodput(Callback):
             shares([*earlier, self._start])
             self._earlier = earlier
 
-    def mark(self, step: int) -> None:
-        """Marks a checkpoint of `step` tokens, or one to come: a run that continues from it loses no time up to now."""
-        self._start["marks"] = [*self._start["marks"], [step, self._clock.seconds()]][-_MARKS:]
+    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
+        step = trainer.counters.token_count
+        if kind == "save":
+            # Time up to now is not lost if a run continues from this checkpoint.
+            self._start["marks"] = [*self._start["marks"], [step, self._clock.seconds()]][-_MARKS:]
+        elif kind == "log":
+            self._start["stages"] = {stage: round(seconds, 3) for stage, seconds in trainer.startup.seconds().items()}
+            trainer.report(names.GOODPUT, prefixed(names.GOODPUT, self._write(step)))
 
-    def write(self, step: int) -> dict[str, float]:
+    def on_save(self, trainer: TrainerInterface, saved: "Saved") -> None:
+        values = {"checkpoint_time": saved.copy_seconds, "write_time": saved.write_seconds}
+        trainer.report(names.CHECKPOINT, prefixed(names.CHECKPOINT, values), step=saved.step)
+
+    def on_end(self, trainer: TrainerInterface) -> None:
+        log.info("%s", describe(self._write(trainer.counters.token_count)))
+
+    def _write(self, step: int) -> dict[str, float]:
         """Replaces goodput.json; returns `shares` of all starts."""
         self._start |= {"step": step, "seconds": self._clock.seconds()}
         starts = [*self._earlier, self._start]

@@ -16,7 +16,7 @@ from forgetting_transformer.data.batch_checks import check_batch
 from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.callbacks.base import Callback, Interval
-from forgetting_transformer.training.faults.readers import restarted
+from forgetting_transformer.training.feed import restarted
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length, mean_loss
 from forgetting_transformer.training.records.metrics import prefixed

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
-from forgetting_transformer.training.faults.shards import local
 from forgetting_transformer.training.interface import TrainerInterface
+from forgetting_transformer.training.parallel.sharding import local
 from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length
 from forgetting_transformer.training.records.metrics import prefixed
 

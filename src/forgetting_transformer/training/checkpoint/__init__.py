@@ -9,12 +9,10 @@
 A save writes everything into a folder with a temporary name, the manifest last, flushes it to disk and renames the
 folder. A deletion renames first too. So a folder `step-*` was whole once: without a valid manifest, or with files that
 do not match it, it is damaged. Loading passes over it, says why, and takes the next older one; nothing deletes it, and
-where no valid one is left the run is refused. `last_checkpoint.json`, beside the folder of all checkpoints, says that
-one was finished, for the case that the folder is gone. The format is the same for every strategy and number of
-processes.
+where no valid one is left the run is refused. The format is the same for every strategy and number of processes.
 
 Writing may happen in a thread while training continues: the loop then waits only until a copy in the host's memory is
-made (host_copy.py). The thread has its own gloo group, because collectives of two threads in one group would mix.
+made (writing.py). The thread has its own gloo group, because collectives of two threads in one group would mix.
 It is a thread, and not torch.distributed.checkpoint.async_save, because checksums, manifest and pruning follow the same
 writing. With async_save, a strategy with the whole model on every rank would also copy all of it on every rank.
 """
@@ -38,9 +36,8 @@ from forgetting_transformer.training.checkpoint.folder import (
     CheckpointError,
     reason_of,
 )
-from forgetting_transformer.training.checkpoint.host_copy import HostCopy
 from forgetting_transformer.training.checkpoint.reading import load_training
-from forgetting_transformer.training.checkpoint.writing import Writer, share, tensors_of
+from forgetting_transformer.training.checkpoint.writing import HostCopy, Writer, share, tensors_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,6 @@ class Checkpointer:
         timeout: how long a rank waits for the others in one. Where `watch` ends a wait for a writer that hangs, a very
             long one: a rank with a slow disk is not gone.
         background: write in a thread, from a copy in the host's memory. False needs no memory for the copy.
-        record: file outside `folder` that says that a checkpoint was finished; None keeps none.
     """
 
     def __init__(
@@ -80,7 +76,6 @@ class Checkpointer:
         world_size: int,
         timeout: timedelta | None = None,
         background: bool = False,
-        record: Path | None = None,
     ) -> None:
         self.folder, self.rank, self.world_size = folder, rank, world_size
         self.background = background
@@ -93,7 +88,7 @@ class Checkpointer:
         #: Tokens of the last finished checkpoint, or of the one that the run continues from.
         self.last_good: int | None = None
         self._step = 0
-        self._writer = Writer(folder, keep_last, rank, self._group, record)
+        self._writer = Writer(folder, keep_last, rank, self._group)
 
     def save(
         self,

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 from torch.distributed.checkpoint.api import CheckpointException
 
+from forgetting_transformer.command_line import CommandError
+
 log = logging.getLogger(__name__)
 
 FORMAT = 1
@@ -28,7 +30,7 @@ _CHUNK = 1 << 24
 T = TypeVar("T")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(CommandError, RuntimeError):
     """A checkpoint could not be written or read; the message names it, the reason and what is still usable."""
 
 
@@ -175,7 +177,7 @@ def refuse_to_start_over(folder: Path, record: Path | None) -> None:
     """Refuses to start over where a run has finished checkpoints but no usable one.
 
     Args:
-        record: the run's `last_checkpoint.json`, which is there once a checkpoint was finished; None: not known.
+        record: lines of the checkpoints that the run has finished; None: not known.
 
     Raises:
         CheckpointError: checkpoints were finished, and none can be used. A run that starts over would write over what
@@ -186,7 +188,7 @@ def refuse_to_start_over(folder: Path, record: Path | None) -> None:
         problem = (
             f"none of the checkpoints in {folder} can be used ({names}; the log says why). Bring back a copy of one"
         )
-    elif record is not None and record.exists():
+    elif record is not None and record.is_file() and record.stat().st_size:
         problem = f"{record} says that a checkpoint was finished, and {folder} holds none. Bring the folder back"
     else:
         return

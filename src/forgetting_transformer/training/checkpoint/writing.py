@@ -19,21 +19,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from forgetting_transformer.files import flush, size_in_words, write_atomically
+from forgetting_transformer.training.checkpoint import folder as checkpoints
 from forgetting_transformer.training.checkpoint.folder import (
-    FORMAT,
-    LEFTOVER,
     MANIFEST,
     NAME,
-    TEMPORARY,
     CheckpointError,
     checksum,
-    inspect,
-    name_of,
     reason_of,
-    remove,
-    set_aside,
     step_of,
 )
+from forgetting_transformer.training.parallel.sharding import local
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +76,7 @@ def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, T
 def remove_leftovers(folder: Path) -> None:
     """Removes what an interrupted save or deletion left behind; on rank 0."""
     for path in sorted(folder.glob(".*")):
-        if LEFTOVER.fullmatch(path.name):
+        if checkpoints.LEFTOVER.fullmatch(path.name):
             log.warning("removing %s, which an interrupted save or deletion left behind", path)
             shutil.rmtree(path, ignore_errors=True)
 
@@ -90,14 +85,12 @@ class Writer:
     """Writes checkpoints on all ranks, and deletes old ones.
 
     Args:
-        folder, keep_last, rank, record: as of `Checkpointer`.
+        folder, keep_last, rank: as of `Checkpointer`.
         group: gloo group of all ranks; None for one.
     """
 
-    def __init__(
-        self, folder: Path, keep_last: int, rank: int, group: dist.ProcessGroup | None, record: Path | None
-    ) -> None:
-        self.folder, self.keep_last, self.rank, self.record = folder, keep_last, rank, record
+    def __init__(self, folder: Path, keep_last: int, rank: int, group: dist.ProcessGroup | None) -> None:
+        self.folder, self.keep_last, self.rank = folder, keep_last, rank
         self._group = group
 
     def write(
@@ -115,8 +108,8 @@ class Writer:
             CheckpointError: on every rank, if any rank could not write (full disk, no permission, …). What was written
                 is removed, older checkpoints are untouched, and training may go on.
         """
-        final = self.folder / name_of(step)
-        temporary = self.folder / f"{TEMPORARY}{final.name}"
+        final = self.folder / checkpoints.name_of(step)
+        temporary = self.folder / f"{checkpoints.TEMPORARY}{final.name}"
         callback_state = {name: t for name, t in tensors.items() if name.startswith("callback_state.")}
         state = {name: tensor for name, tensor in tensors.items() if name not in callback_state}
         self._agree(lambda: self._prepare(temporary, needed), "make room for")
@@ -132,11 +125,21 @@ class Writer:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"could not write {final}: {reason_of(error)}") from error
         checksums = self._gather_checksums(temporary)
-        arrays = {name.removeprefix("callback_state."): tensor.cpu().numpy() for name, tensor in callback_state.items()}
 
         def publish() -> None:
             before_manifest()
-            self._publish(temporary, final, checksums, trainer_state, arrays, permanent)
+            arrays: dict[str, Any] = {
+                name.removeprefix("callback_state."): tensor.cpu().numpy() for name, tensor in callback_state.items()
+            }
+            np.savez(temporary / "callback_state.npz", **arrays)
+            (temporary / "trainer.json").write_text(json.dumps(trainer_state, indent=1), encoding="utf-8")
+            for name in ("callback_state.npz", "trainer.json"):
+                flush(temporary / name)
+                checksums[name] = checksum(temporary / name)
+            flush(temporary / "state")
+            manifest = {"format": checkpoints.FORMAT, "step": step, "permanent": permanent, "files": checksums}
+            write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))  # flushes the folder too
+            self._give_name(temporary, final)
 
         self._agree(publish, "finish")
         if self.rank == 0:
@@ -159,45 +162,17 @@ class Writer:
         dist.all_gather_object(gathered, mine, group=self._group)
         return {name: entry for part in gathered for name, entry in part.items()}
 
-    def _publish(
-        self,
-        temporary: Path,
-        final: Path,
-        checksums: dict[str, dict[str, int]],
-        trainer_state: dict[str, Any],
-        callback_state: dict[str, np.ndarray],
-        permanent: bool,
-    ) -> None:
-        arrays: dict[str, Any] = dict(callback_state)
-        np.savez(temporary / "callback_state.npz", **arrays)
-        (temporary / "trainer.json").write_text(json.dumps(trainer_state, indent=1), encoding="utf-8")
-        for name in ("callback_state.npz", "trainer.json"):
-            flush(temporary / name)
-            checksums[name] = checksum(temporary / name)
-        flush(temporary / "state")
-        manifest = {
-            "format": FORMAT,
-            "step": trainer_state["token_count"],
-            "permanent": permanent,
-            "files": checksums,
-        }
-        write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))  # flushes the folder too
+    def _give_name(self, temporary: Path, final: Path) -> None:
         try:
-            inspect(final)
+            checkpoints.inspect(final)
             # A checkpoint of the same step that could not be read for a while. While it is replaced there would be
             # none.
             shutil.rmtree(temporary)
         except CheckpointError as error:
             if final.exists():  # damaged, and may still be mended
-                log.warning("%s cannot be used (%s); it is now %s", final, error, set_aside(final))
+                log.warning("%s cannot be used (%s); it is now %s", final, error, checkpoints.set_aside(final))
             temporary.rename(final)
         flush(self.folder)
-        if self.record is not None:
-            noted = {"step": trainer_state["token_count"], "checkpoint": final.name}
-            try:
-                write_atomically(self.record, json.dumps(noted))
-            except OSError as error:  # the checkpoint itself is whole
-                log.warning("could not note in %s that %s is finished: %s", self.record, final.name, error)
 
     def _prune(self, step: int) -> None:
         """Keeps the newest `keep_last` checkpoints up to `step` and the permanent ones."""
@@ -209,7 +184,7 @@ class Writer:
         for path in older[self.keep_last :]:
             try:
                 if not json.loads((path / MANIFEST).read_text(encoding="utf-8"))["permanent"]:
-                    remove(path)
+                    checkpoints.remove(path)
             except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
                 # Housekeeping: folders that cannot be read or deleted stay, and training continues.
                 log.warning("could not tidy up %s: %s", path, error)
@@ -233,3 +208,33 @@ def _writer_of(file: Path) -> int:
     """The rank that wrote a shard: `__3_0.distcp` is rank 3's, `.metadata` rank 0's."""
     match = re.match(r"__(\d+)_", file.name)
     return int(match[1]) if match else 0
+
+
+class HostCopy:
+    """Memory for tensors by name, allocated when they first come."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
+        """Copies `tensors`, plain or sharded; returns the copies, and the event after which they are whole (on a CPU
+        they are at once). They are valid until the next call."""
+        event = None
+        for name, tensor in tensors.items():
+            copy = self._copies.get(name)
+            if copy is None or copy.shape != tensor.shape:
+                copy = self._copies[name] = _room_for(tensor)
+            local(copy).copy_(local(tensor), non_blocking=True)
+        if any(local(tensor).is_cuda for tensor in tensors.values()):
+            event = torch.cuda.Event()
+            event.record()
+        return {name: self._copies[name] for name in tensors}, event
+
+
+def _room_for(tensor: Tensor) -> Tensor:
+    # this rank's shard of a sharded tensor, still marked as a shard of the whole
+    copy = torch.empty_like(tensor, device="cpu")
+    if local(tensor).is_cuda and local(copy).nbytes:
+        local(copy).data = torch.empty_like(local(copy), pin_memory=True)
+    return copy

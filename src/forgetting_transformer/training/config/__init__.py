@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from forgetting_transformer.command_line import CommandError
 from forgetting_transformer.training.config.types import (
     Count,
     Devices,
@@ -28,7 +29,7 @@ from forgetting_transformer.training.config.types import (
 )
 
 
-class ConfigError(ValueError):
+class ConfigError(CommandError, ValueError):
     """The configuration cannot be run; the message names the key, the value and the fix."""
 
 

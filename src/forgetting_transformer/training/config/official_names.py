@@ -24,21 +24,6 @@ SCHEDULE = {
     "total_steps": ("schedule.total_tokens", _STABLE),
     "anneal_steps": ("schedule.decay_tokens", _STABLE),
 }
-_ONE_LENGTH = "sequences are as long as {}_batch_len, and documents as the corpus has them"
-#: Official keys without a counterpart, and why.
-GONE = {
-    "strategy.state_dict_type": "checkpoints are the same whatever strategy wrote them",
-    "strategy.sharding_strategy": "strategy=fsdp shards weights, gradients and moments (FULL_SHARD)",
-    "strategy.cpu_offload": "weights and moments stay on the GPU",
-    "hf_load_dir": "export with save_model.py --hf_load_dir=… --hf_save_dir=…",
-    "hf_save_dir": "export with save_model.py --hf_load_dir=… --hf_save_dir=…",
-    "hf_load_step": "export with save_model.py --hf_load_step=…",
-    **{
-        f"datamodule.{split}_{key}": _ONE_LENGTH.format(split)
-        for split in ("train", "eval")
-        for key in ("seq_len", "doc_len")
-    },
-}
 #: Names that other frameworks have for a key.
 OTHER_NAMES = {
     "learning_rate": "lr",
@@ -84,8 +69,6 @@ def closest_key(key: str, known: Sequence[str]) -> str:
     Args:
         known: whole keys, with their sections.
     """
-    if key in GONE:
-        return f": {GONE[key]}; leave it out"
     if key == "experiment":
         return "; the file of an experiment must begin with the line '# @package _global_'"
     known = [*known, *(f"schedule.{name}" for name in SCHEDULE)]

@@ -20,15 +20,6 @@ from omegaconf.errors import OmegaConfBaseException
 from forgetting_transformer import plugins
 from forgetting_transformer.console import redact
 from forgetting_transformer.files import LINK_TO_IT, flatten
-from forgetting_transformer.plugins import (
-    CALLBACKS,
-    CORPORA,
-    OPTIMIZERS,
-    SCHEDULES,
-    Component,
-    Registry,
-    UnknownComponentError,
-)
 from forgetting_transformer.training.config import (
     CallbacksConfig,
     Config,
@@ -40,10 +31,10 @@ from forgetting_transformer.training.config import (
 )
 
 #: The sections whose keys are those of the component that they name: its registry, and the dataclass to derive from.
-_NAMED: dict[str, tuple[Registry, Any]] = {
-    "optimizer": (OPTIMIZERS, OptimizerConfig),
-    "schedule": (SCHEDULES, ScheduleConfig),
-    "datamodule": (CORPORA, DataModuleConfig),
+_NAMED: dict[str, tuple[plugins.Registry, Any]] = {
+    "optimizer": (plugins.OPTIMIZERS, OptimizerConfig),
+    "schedule": (plugins.SCHEDULES, ScheduleConfig),
+    "datamodule": (plugins.CORPORA, DataModuleConfig),
 }
 #: Requirement on a value, by pydantic's type of error or its first word. Other errors keep pydantic's words.
 _EXPECTED = {
@@ -97,13 +88,10 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
         raise ConfigError(said)
     flat = flatten(values)
     try:
-        components = components_of(flat, skip_unknown=False)
-    except UnknownComponentError as error:
+        components_of(flat, skip_unknown=False)
+    except plugins.UnknownComponentError as error:
         raise ConfigError(str(error)) from error
-    config = typing.cast(Config, _validated(config_class(flat), values, flatten(written)))
-    used = {component.plugin for component in components.values()} | {plugins.MODELS.plugin_of(config.model.name)}
-    config.plugins += sorted(used - {*config.plugins, ""})
-    return config
+    return typing.cast(Config, _validated(config_class(flat), values, flatten(written)))
 
 
 def parse_section(section: str, composed: Any) -> Any:
@@ -121,13 +109,13 @@ def parse_section(section: str, composed: Any) -> Any:
     return getattr(_validated(alone, values, {}), section)
 
 
-def components_of(flat: Mapping[str, Any], skip_unknown: bool = True) -> dict[str, Component]:
+def components_of(flat: Mapping[str, Any], skip_unknown: bool = True) -> dict[str, plugins.Component]:
     """The components that a flat config, {"optimizer.name": "adamw", …}, names, by section ("callbacks.lm_eval").
 
     Raises:
-        UnknownComponentError: one is unknown, unless `skip_unknown`.
+        plugins.UnknownComponentError: one is unknown, unless `skip_unknown`.
     """
-    named: dict[str, tuple[Registry, Any]] = {}
+    named: dict[str, tuple[plugins.Registry, Any]] = {}
     for section, (registry, base) in _NAMED.items():
         name = flat.get(f"{section}.name", getattr(base, "name", MISSING))
         if name != MISSING:
@@ -136,7 +124,7 @@ def components_of(flat: Mapping[str, Any], skip_unknown: bool = True) -> dict[st
         section, _, rest = key.partition(".")
         if section == "callbacks" and rest:
             name = rest.partition(".")[0]
-            named[f"callbacks.{name}"] = CALLBACKS, name
+            named[f"callbacks.{name}"] = plugins.CALLBACKS, name
     return {
         section: registry.get(name)
         for section, (registry, name) in named.items()

@@ -43,7 +43,7 @@ def recorded(state: dict[str, Any]) -> Execution | None:
 def choose(
     choice: bool | str, device: torch.device, before: Execution | None, backends: dict[str, Backend], rank: int = 0
 ) -> Execution:
-    """Resolve `train.compile`, the same on every rank; rank 0 warns of differences from before.
+    """Resolve `train.compile`; rank 0 warns of differences from before.
 
     Args:
         choice: True, False or "auto": as `before`, and for a new run, or on another type of device, on for CUDA.
@@ -58,14 +58,11 @@ def choose(
         wanted: bool = before.compile if before is not None and same_device else device.type == "cuda"
     else:
         wanted = choice is True
-    if wanted:
-        obstacle = _obstacle(device)
-        wanted = _all_ranks(obstacle is None, device)
-        reason = obstacle or "another rank's Triton does not work, its log says why"
-        if not wanted and choice is True:
-            raise ConfigError(f"train.compile=true cannot work here: {reason}. Mend that, or leave train.compile=auto")
-        if not wanted:
-            log.warning("train.compile=auto: nothing is compiled, which about halves the speed: %s", reason)
+    if wanted and (obstacle := _obstacle(device)):
+        if choice is True:
+            raise ConfigError(f"train.compile=true cannot work here: {obstacle}. Mend it, or leave train.compile=auto")
+        log.warning("train.compile=auto: nothing is compiled, which about halves the speed: %s", obstacle)
+        wanted = False
     now = Execution(wanted, device.type, {op: found.name for op, found in backends.items()})
     changes = differences(before, now) if before is not None else []
     if changes and rank == 0:
@@ -90,15 +87,6 @@ def _obstacle(device: torch.device) -> str | None:
         return None if has_triton() else "PyTorch finds no Triton that works with this GPU (pip install triton)"
     except Exception as error:  # a Triton that is broken raises whatever it wants
         return f"Triton cannot be used ({type(error).__name__}: {error})"
-
-
-def _all_ranks(mine: bool, device: torch.device) -> bool:
-    """Whether all ranks agree: what is compiled on some ranks only would make their steps differ."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
-        return mine
-    votes = torch.tensor(int(mine), device=device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-    return bool(votes.item())
 
 
 def choose_on_all_ranks(

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
-
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run
 from forgetting_transformer.command_line import one_line
@@ -24,11 +22,12 @@ _SETTINGS = (
     "model.name", "model.label", "datamodule.dataset", "datamodule.train_batch_size", "datamodule.train_batch_len",
     "optimizer.name", "optimizer.lr", "schedule.name", "seed", "fabric.precision", "fork_dir", "fork_step",
 )  # fmt: skip
-_VERSIONS = ("python", "torch", "triton", "transformers", "forgetting-transformer")
 #: A path or a URL. The names of a run and of a model on a hub may have a slash in them.
 _PLACE = re.compile(r"(?:\w+:/|~|\.{1,2})?/[^?]*")
 _TEXT = """---
-{head}
+library_name: transformers
+pipeline_tag: text-generation
+tags: [forgetting-transformer]
 ---
 
 # {title}
@@ -55,12 +54,9 @@ Install the Python package `forgetting-transformer`, which has the model classes
 
 ## Licence
 
-{licence}
+None has been chosen while the lines above name none (`license: …`); until then nobody else may assume a right to use
+this model. Its publisher may choose one, with regard to the corpus and the tokenizer.
 """
-_NO_LICENCE = (
-    "**No licence has been chosen.** The publisher of this model may choose one, with regard to the corpus and the "
-    "tokenizer (`save_model.py --license …`). Until then nobody else may assume a right to use it."
-)
 
 
 def write(
@@ -70,36 +66,28 @@ def write(
     origin: Mapping[str, Any],
     parameters: int,
     has_tokenizer: bool,
-    licence: str | None,
 ) -> None:
     """Writes the card into `folder`. An export is whole without it: metrics that cannot be read cost the card.
 
     Args:
         config: the run's settings, as the checkpoint has them.
         origin: what the export records of the weights (folder.py): training tokens, plug-ins, the weights' source.
-        licence: its name on the hub, such as "apache-2.0"; None for none.
     """
     tokens, known = origin["checkpoint"], {key: public(value) for key, value in flatten(dict(config)).items()}
-    head = ModelCardData(
-        license=licence, library_name="transformers", pipeline_tag="text-generation", tags=["forgetting-transformer"]
-    )
-    run = Run(run_folder, "", until=tokens)
     source = ", ".join(map(str, origin.get("weights_from", {}).values()))
-    rows = {key: known.get(key) for key in _SETTINGS} | {"init_from": source} | _starts(run, tokens)
+    rows = {key: known.get(key) for key in _SETTINGS} | {"init_from": source}
     try:
-        losses = _losses(run, tokens)
+        losses = _losses(Run(run_folder, "", until=tokens), tokens)
     except ValueError as error:
         log.warning("no model card was written: %s", one_line(error))
         return
     text = _TEXT.format(
-        head=head.to_yaml(),
         title=known.get("tag") or known.get("model.name"),
         parameters=parameters,
         tokens=tokens,
         snippet=snippet(origin.get("plugins", ()), known.get("datamodule.dataset"), has_tokenizer),
         losses=losses,
         rows="\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items() if value not in (None, "")),
-        licence=f"The publisher of this model has chosen the licence `{licence}`." if licence else _NO_LICENCE,
     )
     write_atomically(folder / CARD, text)
 
@@ -151,20 +139,6 @@ def _losses(run: Run, tokens: int) -> str:
     if not lines:
         return "The run left no record of its losses."
     return "\n".join(["| loss | nats per token | |", "|---|---:|---|", *lines])
-
-
-def _starts(run: Run, tokens: int) -> dict[str, Any]:
-    """Hardware of the starts that had a part in the checkpoint; versions and code of the newest."""
-    starts = [start for start in run.starts if start.get("step", 0) < tokens] or run.starts[:1]
-    if not starts:
-        return {}
-    machines = [f"{start['world_size']} × {start['machine']['device']}" for start in starts]
-    versions, git = starts[-1]["versions"], starts[-1]["git"]
-    return {
-        "hardware": "; ".join(dict.fromkeys(machines)),
-        "versions": ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if name in versions),
-        "commit": git and git["commit"][:12] + ", with uncommitted changes" * bool(git["patch"]),
-    }
 
 
 def _cell(value: Any) -> str:

@@ -14,19 +14,23 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tokenizers import processors
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from forgetting_transformer import plugins
-from forgetting_transformer.command_line import one_line
+from forgetting_transformer.command_line import CommandError, one_line
 from forgetting_transformer.console import how_to_install
 from forgetting_transformer.data.storage.checksums import sha256_of
 from forgetting_transformer.files import explain, write_json
 from forgetting_transformer.hub_connection import model_folder
+from forgetting_transformer.model import registry
+from forgetting_transformer.model_tokenizer import check_vocabulary, load_tokenizer, longcrawl64_tokenizer
+from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest
+from forgetting_transformer.training.checkpoint.reading import load_weights
 from forgetting_transformer.training.config.continuing import decisive
 from forgetting_transformer.training.export import card, official_checkpoint
-from forgetting_transformer.training.export.contents import load_checkpoint, save_tokenizer, tokenizer_of_run
 from forgetting_transformer.training.records.run_directory import RunDirectory, belongs_to
 
 #: The mark, written into every export.
@@ -34,7 +38,7 @@ MARK = "exported_from.json"
 _UNFINISHED = ".unfinished-export-"
 
 
-class ExportError(RuntimeError):
+class ExportError(CommandError, RuntimeError):
     """An export is not possible. The message has the reason and the fix."""
 
 
@@ -43,7 +47,6 @@ def export(
     save_folder: Path,
     step: int | None = None,
     tokenizer: str | None = None,
-    licence: str | None = None,
     replace: bool = False,
 ) -> str:
     """Writes `save_folder` and returns a summary of one line.
@@ -54,7 +57,6 @@ def export(
         run_folder: output_dir of a training run, of this project or of the authors' code; it may still be training.
         step: training tokens of the checkpoint; None for the newest valid one.
         tokenizer: folder or hub id; None for the run's own.
-        licence: for the card, by its name on the hub; None for none.
         replace: replace another run's export too.
 
     Raises:
@@ -99,7 +101,7 @@ def export(
                 shutil.copymode(new / "config.json", file)
             if not (kept_card := there.exists() and own.get(card.CARD) != sha256_of(there)):
                 parameters, has_tokenizer = model.num_parameters(), found_tokenizer is not None
-                card.write(new, directory.root, state["config"], origin, parameters, has_tokenizer, licence)
+                card.write(new, directory.root, state["config"], origin, parameters, has_tokenizer)
             files = {f.relative_to(new).as_posix(): sha256_of(f) for f in new.rglob("*") if f.is_file()}
             _check_replaceable(save_folder, before, {*own, *files}, origin, replace)
             for name in own.keys() - files.keys() - {card.CARD}:
@@ -173,14 +175,15 @@ def _origin(checkpoint: Checkpoint, state: dict[str, Any], model: PreTrainedMode
     """The fields of an export's mark that describe its weights."""
     config = state["config"]
     run = [decisive(config), state.get("data_fingerprint")]
-    needed = {plugins.MODELS.plugin_of(name) for name in (config["model"]["name"], *model.config.mixer_architectures)}
+    models = (plugins.MODELS.get(name).build for name in (config["model"]["name"], *model.config.mixer_architectures))
+    is_ours = all(model.__module__.startswith("forgetting_transformer.") for model in models)
     return {
         "checkpoint": checkpoint.step,
         "tag": config.get("tag"),
         "seed": config.get("seed"),
         "run": hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()[:16],
         **({"weights_from": card.public(state["weights_from"])} if state.get("weights_from") else {}),
-        **({"plugins": sorted(needed - {""})} if needed != {""} else {}),
+        **({} if is_ours else {"plugins": config["plugins"]}),
     }
 
 
@@ -250,3 +253,74 @@ def _find_tokenizer(directory: RunDirectory, state: dict[str, Any], source: str 
             return None, f", without a tokenizer ({one_line(error)}): {fix}"
         whose = "the run's tokenizer" if source is None else f"--tokenizer={source}"
         raise ExportError(f"nothing is written: {whose} cannot be used ({one_line(error)}); {fix}") from error
+
+
+def load_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
+    """A checkpoint, its trainer.json and its model, on the CPU, in fp32 and evaluation mode; for `read_newest`."""
+    state = checkpoint.trainer_state()
+    model = build_model(checkpoint, state)
+    load_weights(checkpoint, model)
+    return checkpoint, state, model.eval()
+
+
+def build_model(checkpoint: Checkpoint, state: dict[str, Any]) -> PreTrainedModel:
+    """The model of a checkpoint without its weights."""
+    if said := plugins.missing(state["config"].get("plugins"), f"{checkpoint.path}: this run"):
+        raise CheckpointError(said)
+    architecture = registry.get(state["config"]["model"]["name"])
+    return architecture.lm_class(architecture.config_class.from_dict(state["model_config"]))
+
+
+def tokenizer_of_run(directory: RunDirectory, state: dict[str, Any], source: str | None = None) -> Any:
+    """The tokenizer a run's model was trained with, or the one named by `source`.
+
+    Args:
+        state: trainer.json of a checkpoint.
+        source: folder or hub id; None for the run's own, or, on LongCrawl64, its tokenizer over GPT-2's vocabulary.
+
+    Raises:
+        OSError, ValueError: there is none, it cannot be read, or it has another vocabulary than the model.
+    """
+    if source is None and directory.tokenizer.is_dir():
+        where, tokenizer = str(directory.tokenizer), load_tokenizer(directory.tokenizer)
+    elif state["config"]["datamodule"]["dataset"] == "longcrawl64":
+        where, tokenizer = source or "GPT-2's tokenizer", longcrawl64_tokenizer(source or "gpt2")
+    elif source is None:
+        raise OSError(f"{directory.root} holds no tokenizer")
+    else:
+        where, tokenizer = source, load_tokenizer(source)
+    fields = state["model_config"]
+    try:
+        check_vocabulary(tokenizer, fields["vocab_size"], fields.get("bos_token_id"))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Any, folder: Path, length: int, bos_token_id: int | None) -> None:
+    """Saves a tokenizer that makes prompts like training data: BOS first, no EOS behind, padding on the left.
+
+    Corpora are written without BOS, which is put before every training sequence. An EOS behind a prompt would make a
+    model begin another text. transformers' pipelines and lm_eval's own models do what the tokenizer does.
+
+    Args:
+        length: tokens of a training sequence.
+    """
+    tokenizer.model_max_length = length
+    # transformers saves what a tokenizer was made with, and not what was set afterwards.
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.bos_token
+    own, bare = tokenizer("").input_ids, tokenizer("", add_special_tokens=False).input_ids
+    if bos_token_id is not None and own != [bos_token_id, *bare]:
+        bos = tokenizer.bos_token = tokenizer.convert_ids_to_tokens(bos_token_id)
+        begins = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, bos_token_id)]
+        )
+        fast = tokenizer.backend_tokenizer
+        adds_nothing = fast.post_processor is not None and own == bare  # it computes more, such as character offsets
+        fast.post_processor = processors.Sequence([fast.post_processor, begins]) if adds_nothing else begins
+    tokenizer.save_pretrained(folder)
+    if isinstance(tokenizer, JSONGPT2Tokenizer):
+        # The authors' code reads these two, and not tokenizer.json.
+        tokenizer.backend_tokenizer.model.save(str(folder))

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,21 @@ CONTEXTS = 16
 _OPEN = 128.0
 _TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*_map.json", "*.model", "chat_template*", "added_tokens.json")
 _READ = ("config.json", "generation_config.json", "*.safetensors", *_TOKENIZER)
-#: Fields of sources that FoX does not have, with the value that switches them off.
-_NEUTRAL: dict[str, Any] = {
-    "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, "use_sliding_window": False,
-    "quantization_config": None,
+_FAMILIES: dict[str, Any] = {
+    "LlamaForCausalLM": LlamaConfig, "MistralForCausalLM": MistralConfig, "Qwen3ForCausalLM": Qwen3Config,
+    "TransformerForCausalLM": TransformerConfig,
 }  # fmt: skip
+#: Fields of sources that FoX does not have, with the value that switches them off, besides None.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,), "mlp_bias": (False,), "attention_dropout": (0.0,), "use_sliding_window": (False,),
+    "quantization_config": (),
+}  # fmt: skip
+#: Fields that FoX has under the same names. It checks `hidden_act`.
+_SAME = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "initializer_range", "hidden_act",
+    "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "max_position_embeddings",
+)  # fmt: skip
+_BANDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 #: Llama's names of a block's tensors, by ours.
 _LLAMA = {
     "attn_norm.weight": ["input_layernorm.weight"],
@@ -70,13 +80,13 @@ def add_forget_gates(source: str, out: Path, memory_length: Sequence[float] = ()
     try:
         folder = find_model(source, _READ)
         fields = json.loads((folder / "config.json").read_text("utf-8"))
-        model_fields, named = _fields(fields)
+        model_fields = _fields(fields)
         length = memory_length or (CONTEXTS * float(model_fields["max_position_embeddings"] or 2048),)
         bias_H = _bias(length, model_fields["num_heads"])
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent, ignore_cleanup_errors=True) as staged:
             new = Path(staged)
-            parameters = _write(folder, new, model_fields, named, bias_H)
+            parameters = _write(folder, new, model_fields, bias_H)
             tokenizer = _copy(folder, new)
             (new / CARD).write_text(_card(source, length, parameters, tokenizer), "utf-8")
             new.chmod(0o755)
@@ -88,66 +98,46 @@ def add_forget_gates(source: str, out: Path, memory_length: Sequence[float] = ()
     return f"{out} is {source} with forget gates, {parameters:,} parameters, memory length {_said(length)}{without}"
 
 
-def _fields(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Fields of the FoX configuration, and the source's names of a block's tensors.
-
-    Raises:
-        ExportError: naming the field that FoX cannot have.
-    """
-    known: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-        "LlamaForCausalLM": lambda read: _of_llama(LlamaConfig.from_dict(read)),
-        "MistralForCausalLM": lambda read: _of_llama(MistralConfig.from_dict(read)),
-        "Qwen3ForCausalLM": lambda read: _of_llama(Qwen3Config.from_dict(read)) | {
-            "qk_norm": True, "qk_norm_share_param_across_head": True, "qk_norm_eps": read.get("rms_norm_eps", 1e-6),
-        },
-        "TransformerForCausalLM": lambda read: _of_ours(TransformerConfig.from_dict(read)),
-    }  # fmt: skip
-    kind = (fields.get("architectures") or [fields.get("model_type")])[0]
-    if kind not in known:
-        raise ExportError(f"architectures is {kind} in config.json; it must be {', '.join(known)}")
-    for name, neutral in _NEUTRAL.items():
-        if fields.get(name, neutral) not in (neutral, None):
-            raise ExportError(f"{name} is {fields[name]} in config.json, which FoX has not; it must be {neutral}")
-    named = {ours: [ours] for ours in _LLAMA} if kind == "TransformerForCausalLM" else _LLAMA
-    made = known[kind](fields)
-    return made | {"use_rope": True, "log_pruning_tolerance": -10.0, "fgate_type": "full"}, named
-
-
-def _of_llama(config: Any) -> dict[str, Any]:
-    rope, heads = config.rope_parameters, config.num_attention_heads
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3"):
-        raise ExportError(f"rope_type is {kind} in config.json; it must be default, linear or llama3")
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        raise ExportError(f"partial_rotary_factor is {rope['partial_rotary_factor']} in config.json; it must be 1")
-    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        raise ExportError(f"layer_types is {config.layer_types} in config.json; all must be full_attention")
-    scaled: dict[str, Any] = {} if kind == "default" else {"rope_factor": float(rope["factor"])}
-    if kind == "llama3":
-        bands = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        scaled["rope_llama3"] = [float(rope[name]) for name in bands]
-    same = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "initializer_range")
-    ids = ("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "max_position_embeddings")
-    head_dim = getattr(config, "head_dim", None)
-    return {
-        **{name: getattr(config, name) for name in (*same, *ids)},
-        "num_heads": heads,
-        "num_kv_heads": None if config.num_key_value_heads == heads else config.num_key_value_heads,
-        "head_dim": None if head_dim in (None, config.hidden_size / heads) else head_dim,
-        "hidden_act": config.hidden_act,  # checked by FoX's configuration
-        "norm_eps": config.rms_norm_eps,
-        "window_size": getattr(config, "sliding_window", None) if config.model_type == "mistral" else None,
-        "rope_base": float(rope["rope_theta"]),
-        **scaled,
-        "dtype": config.dtype,
+def _fields(read: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the FoX configuration. Raises ExportError naming the field of config.json that FoX cannot have."""
+    kind = (read.get("architectures") or [read.get("model_type")])[0]
+    if kind not in _FAMILIES:
+        raise ExportError(f"architectures is {kind} in config.json; it must be {', '.join(_FAMILIES)}")
+    config = _FAMILIES[kind].from_dict(read)
+    ours = isinstance(config, TransformerConfig)
+    rope = {"rope_type": "default"} if ours else config.rope_parameters
+    rope_type = rope.get("rope_type", "default")
+    checked = {name: (read.get(name), (None, *values)) for name, values in _NEUTRAL.items()}
+    checked |= {
+        "rope_type": (rope_type, ("default", "linear", "llama3")),
+        "partial_rotary_factor": (rope.get("partial_rotary_factor"), (None, 1)),
+        "layer_types": (getattr(config, "layer_types", None), (None, ["full_attention"] * config.num_hidden_layers)),
+        "use_rope": (getattr(config, "use_rope", True), (True,)),
     }
-
-
-def _of_ours(config: TransformerConfig) -> dict[str, Any]:
-    if not config.use_rope:
-        raise ExportError("use_rope is false in config.json; it must be true")
-    fields = {name: getattr(config, name) for name in registry.fields_of(TransformerConfig)}
-    return {**fields, "intermediate_size": config.mlp_width, "dtype": config.dtype}
+    for name, (value, allowed) in checked.items():
+        if value not in allowed:
+            wanted = " or ".join(str(one) for one in allowed if one is not None)
+            raise ExportError(f"{name} is {value} in config.json, which FoX has not; it must be {wanted}")
+    if ours:
+        made = {name: getattr(config, name) for name in registry.fields_of(TransformerConfig)}
+        made |= {"intermediate_size": config.mlp_width}
+    else:
+        head_dim, heads = getattr(config, "head_dim", None), config.num_attention_heads
+        made = {name: getattr(config, name) for name in _SAME} | {
+            "num_heads": heads,
+            "num_kv_heads": None if config.num_key_value_heads == heads else config.num_key_value_heads,
+            "head_dim": None if head_dim in (None, config.hidden_size / heads) else head_dim,
+            "norm_eps": config.rms_norm_eps,
+            "window_size": config.sliding_window if config.model_type == "mistral" else None,
+            "rope_base": float(rope["rope_theta"]),
+        }
+        if rope_type != "default":
+            made["rope_factor"] = float(rope["factor"])
+        if rope_type == "llama3":
+            made["rope_llama3"] = [float(rope[name]) for name in _BANDS]
+        if config.model_type == "qwen3":
+            made |= {"qk_norm": True, "qk_norm_share_param_across_head": True, "qk_norm_eps": config.rms_norm_eps}
+    return made | {"dtype": config.dtype, "use_rope": True, "log_pruning_tolerance": -10.0, "fgate_type": "full"}
 
 
 def _bias(memory_length: Sequence[float], num_heads: int) -> Tensor:
@@ -165,7 +155,7 @@ def _bias(memory_length: Sequence[float], num_heads: int) -> Tensor:
     return torch.full((num_heads,), _OPEN) if math.isinf(last) else decay_time_bias(num_heads, first, last)
 
 
-def _write(folder: Path, new: Path, fields: dict[str, Any], named: dict[str, list[str]], bias_H: Tensor) -> int:
+def _write(folder: Path, new: Path, fields: dict[str, Any], bias_H: Tensor) -> int:
     """Writes configuration and weights, and returns the number of parameters.
 
     Raises:
@@ -179,22 +169,23 @@ def _write(folder: Path, new: Path, fields: dict[str, Any], named: dict[str, lis
     lm_class = registry.get("forgetting_transformer").lm_class
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in lm_class(config).named_parameters()}
-    tensors = read_weights(folder)
-    plan = {name: _sources(name, named, tensors) for name in shapes}
-    used = {source for sources in plan.values() for source in sources}
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    if extra := sorted(name for name in tensors.keys() - used - tied if not name.endswith("rotary_emb.inv_freq")):
-        raise ExportError(f"the source has {extra[0]}, for which FoX has no place; biases and adapters are not taken")
-    state: dict[str, Tensor] = {}
-    for name, sources in plan.items():
+    tensors, state = read_weights(folder), {}
+    llamas = "model.embed_tokens.weight" in tensors
+    for name, shape in shapes.items():
+        sources = _sources(name, llamas)
+        if lacks := [source for source in sources if source not in tensors]:
+            raise ExportError(f"the source has no {lacks[0]}, from which {name} is made; download it again")
         if sources:
             state[name] = torch.cat([tensors.pop(source) for source in sources])
         else:
-            state[name] = bias_H.clone() if name.endswith("bias") else torch.zeros(shapes[name])
-        if state[name].shape != shapes[name]:
+            state[name] = bias_H.clone() if name.endswith("bias") else torch.zeros(shape)
+        if state[name].shape != shape:
             raise ExportError(
-                f"{sources[0]} has shape {tuple(state[name].shape)} and config.json makes it {tuple(shapes[name])}"
+                f"{sources[0]} has shape {tuple(state[name].shape)} and config.json makes it {tuple(shape)}"
             )
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if extra := sorted(name for name in tensors.keys() - tied if not name.endswith("rotary_emb.inv_freq")):
+        raise ExportError(f"the source has {extra[0]}, for which FoX has no place; biases and adapters are not taken")
     save_torch_state_dict(state, new)
     for file in new.glob("*.safetensors"):  # safetensors makes them readable for their owner alone
         file.chmod(0o644)
@@ -208,21 +199,20 @@ def _write(folder: Path, new: Path, fields: dict[str, Any], named: dict[str, lis
     return sum(shape.numel() for shape in shapes.values())
 
 
-def _sources(name: str, named: dict[str, list[str]], tensors: dict[str, Tensor]) -> list[str]:
+def _sources(name: str, llamas: bool) -> list[str]:
     """The source's tensors that make ours of this name; none for those of gates.
 
-    Raises:
-        ExportError: the source lacks one.
+    Args:
+        llamas: whether the source has Llama's names, or ours.
     """
     block = re.fullmatch(r"(model\.layers\.\d+\.)(.+)", name)
     if block and ".fgate_proj." in name:
         return []
-    whole = name if named is not _LLAMA else name.replace("model.embeddings.", "model.embed_tokens.")
-    sources = [f"{block[1]}{theirs}" for theirs in named[block[2]]] if block else [whole]
-    for source in sources:
-        if source not in tensors:
-            raise ExportError(f"the source has no {source}, from which {name} is made; download it again")
-    return sources
+    if not llamas:
+        return [name]
+    if block is None:
+        return [name.replace("model.embeddings.", "model.embed_tokens.")]
+    return [f"{block[1]}{theirs}" for theirs in _LLAMA[block[2]]]
 
 
 def _copy(folder: Path, new: Path) -> bool:

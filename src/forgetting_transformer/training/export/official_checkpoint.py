@@ -30,8 +30,7 @@ from forgetting_transformer.training.checkpoint.reading import check_weights
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import as_recorded
 from forgetting_transformer.training.config.parsing import parse
-from forgetting_transformer.training.optimization.building import build_optimizer
-from forgetting_transformer.training.optimization.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.optimization.building import build_optimizer, undecayed_parameters
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 
 _DONE = re.compile(r"step-(\d{15,})\.pt\.done")
@@ -141,7 +140,7 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
     target.acquire()
     try:
         target.make(target.checkpoints)
-        writer = Checkpointer(target.checkpoints, config.checkpoint_keep_last, 0, 1, record=target.last_checkpoint)
+        writer = Checkpointer(target.checkpoints, config.checkpoint_keep_last, 0, 1)
         writer.save(checkpoint.step, model, optimizer, state, callback_state, checkpoint.permanent)
         written = writer.take_result(wait=True)
         if written is not None and written.error:

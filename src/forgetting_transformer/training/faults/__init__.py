@@ -4,14 +4,14 @@
  2  killed rank                            peers.py names it
  3  hung rank                              watchdog.py notices it
  4  loss or gradient not finite            step_guard.py leaves the step out
- 5  full disk at a save                    ../saving.py and ../checkpoint/ do without it; status.py is written anyway
+ 5  full disk at a save                    ../saving.py and ../checkpoint/ do without it; status.json is written anyway
  6  damaged checkpoint                     ../checkpoint/ takes the one before
  7  missing or damaged data                data/
- 8  reader dead, silent or without memory  readers.py starts new ones; watchdog.py; data/worker.py
+ 8  reader dead, silent or without memory  ../feed.py starts new ones; watchdog.py; data/worker.py
  9  changed config or corpus at resume     ../config/continuing.py
 10  ranks that differ                      corruption.py compares them
-11  two starts in one folder               ../records/run_directory.py has the lock, status.py takes it
+11  two starts in one folder               ../records/run_directory.py has the lock
 12  network that goes away                 data/storage/remote.py; ../callbacks/wandb.py
 
-failures.py ends a run in one line after any error. shards.py has a rank's part of a sharded tensor.
+failures.py ends a run in one line after any error.
 """

@@ -12,10 +12,9 @@ from forgetting_transformer.files import explain
 from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.errors import DeviceError, TrainingError
-from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.peers import STOPPED, Peers
-from forgetting_transformer.training.faults.readers import DataWorkerError
 from forgetting_transformer.training.faults.watchdog import Watchdog
+from forgetting_transformer.training.feed import DataWorkerError
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
@@ -69,7 +68,7 @@ class Start:
 
     def _write(self, name: str, reason: str = "") -> None:
         step = self.directory.newest_step() if self.trainer is None else self.trainer.counters.token_count
-        status.write_status(self.directory, name, step, reason)
+        self.directory.write_status(name, step, reason)
 
     def _ended_by_watchdog(self, outcome: str, reason: str) -> str:
         if self.outcome is None:  # else that is how the run ended, whatever hangs behind it

@@ -22,38 +22,27 @@ log = logging.getLogger(__name__)
 
 
 class BadStep(NamedTuple):
-    """An update that was left out, with the mean loss of every sequence of the global batch, in its order."""
+    """An update that was left out: a line of bad_step.jsonl, with the mean loss of every sequence of the batch."""
 
     batch: int
     in_a_row: int
     loss: float
-    grad_norm: float
+    global_grad_norm: float
     sequence_losses: list[float]
 
     def __str__(self) -> str:
-        return f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g} ({self.in_a_row} in a row)"
+        return f"loss {self.loss:.4g}, gradient norm {self.global_grad_norm:.4g} ({self.in_a_row} in a row)"
 
     def describe(self, places: Sequence[str]) -> dict[str, Any]:
-        """Values of its line in bad_step.jsonl, with the places of its sequences, and of those that are not finite."""
+        """Values of its line, with the places of its sequences, and of those whose loss is not finite."""
         losses = zip(places, self.sequence_losses, strict=True)
-        return {
-            "batch": self.batch,
-            "in_a_row": self.in_a_row,
-            "loss": self.loss,
-            "global_grad_norm": self.grad_norm,
-            "sequence_losses": self.sequence_losses,
-            "sequences": list(places),
-            "sequences_not_finite": [place for place, loss in losses if not math.isfinite(loss)],
-        }
+        bad = [place for place, loss in losses if not math.isfinite(loss)]
+        return {**self._asdict(), "sequences": [*places], "sequences_not_finite": bad}
 
 
 def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer skips a step on the device where its `found_inf` is 1, as PyTorch's fused ones do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def _has_arrived(event: torch.cuda.Event | None) -> bool:
-    return event is None or event.query()
 
 
 class StepGuard:
@@ -109,7 +98,7 @@ class StepGuard:
         Args:
             wait: for the device, so that the last step is known too.
         """
-        while self._verdicts and (wait or _has_arrived(self._verdicts[0][2])):
+        while self._verdicts and (wait or (event := self._verdicts[0][2]) is None or event.query()):
             batch, verdict, event = self._verdicts.popleft()
             if event is not None:
                 event.synchronize()
@@ -123,18 +112,11 @@ class StepGuard:
         found, self._reports = self._reports, []
         return found
 
-    @property
-    def left_out(self) -> int:
-        """Updates of the whole run that were left out. Waits for the device."""
-        return int(self._skipped.item())
-
     def sum_up(self, batches: int, folder: Path) -> None:
-        """Logs how many of all updates of the run were left out, if any were."""
-        if left_out := self.left_out:
-            log.warning(
-                "%s of %s updates were left out (metrics/jsonlines/bad_step.jsonl in %s)",
-                *(f"{left_out:,}", f"{batches:,}", folder),
-            )
+        """Logs how many of all updates of the run were left out, if any were. Waits for the device."""
+        if left_out := int(self._skipped.item()):
+            said = "%d of %d updates were left out (metrics/jsonlines/bad_step.jsonl in %s)"
+            log.warning(said, left_out, batches, folder)
 
     def refuse(self, last_good_checkpoint: str, folder: Path) -> NoReturn:
         """

@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -53,20 +53,6 @@ LAST_WORDS_SECONDS = 30.0
 AT_ONCE_SECONDS = 5.0
 
 
-class _Wait(NamedTuple):
-    """A wait for something other than a step.
-
-    Attributes:
-        missing: beginning of a message that continues with "for 5 s".
-        after_signal: seconds that the wait may last after a signal.
-        extra: seconds that it may last beyond `timeout`.
-    """
-
-    missing: str
-    after_signal: float
-    extra: float = 0.0
-
-
 class Watchdog:
     """A context manager around training, on the main thread of a rank.
 
@@ -90,7 +76,9 @@ class Watchdog:
         self._last_beat = 0.0
         #: Stage of the start; None once the first step has ended.
         self._stage: str | None = "imports"
-        self._wait: _Wait | None = None
+        #: A wait for something other than a step: beginning of a message that continues with "for 5 s", and seconds
+        #: that it may last beyond `timeout`, and after a signal.
+        self._wait: tuple[str, float, float] | None = None
         self._previous: dict[int, Any] = {}
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
@@ -140,19 +128,18 @@ class Watchdog:
     def closing(self) -> None:
         """Notes the end of training, which is written; the rest, such as sending rows to wandb, may take `timeout`."""
         self._last_beat, self._stage = time.monotonic(), None
-        self._wait = _Wait("training was over and the process did not end", READER_PATIENCE_SECONDS)
+        self._wait = "training was over and the process did not end", 0.0, READER_PATIENCE_SECONDS
 
     def reading(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Context of a wait for a batch of `what`."""
-        wait = _Wait(f"no batch of {what} came", READER_PATIENCE_SECONDS)
-        return self._waiting(wait)
+        return self._waiting(f"no batch of {what} came", 0.0, READER_PATIENCE_SECONDS)
 
     def waiting_for(self, checkpoint: str) -> contextlib.AbstractContextManager[None]:
         """Context of a wait for the writer of `checkpoint`."""
-        return self._waiting(_Wait(f"{checkpoint} was not written", WRITER_PATIENCE_SECONDS, extra=START_SECONDS))
+        return self._waiting(f"{checkpoint} was not written", START_SECONDS, WRITER_PATIENCE_SECONDS)
 
     @contextlib.contextmanager
-    def _waiting(self, wait: _Wait) -> Iterator[None]:
+    def _waiting(self, *wait: Any) -> Iterator[None]:
         before, self._wait, self._last_beat = self._wait, wait, time.monotonic()
         try:
             yield
@@ -178,7 +165,8 @@ class Watchdog:
     def _patience(self) -> tuple[str, float, float]:
         """Object of the process's wait, and its longest duration in seconds, without and after a signal."""
         if self._wait is not None:
-            return self._wait.missing, self.timeout + self._wait.extra, self._wait.after_signal
+            missing, extra, after_signal = self._wait
+            return missing, self.timeout + extra, after_signal
         name = self.callback()
         callback = f" (callbacks.{name})" if name else ""
         if self._stage is not None:

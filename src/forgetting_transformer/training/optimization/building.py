@@ -1,16 +1,18 @@
-"""The optimizer that the config names, with checks, and several optimizers as one."""
+"""The optimizer that the config names, with checks; groups of parameters; several optimizers as one."""
 
+import difflib
+import fnmatch
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.plugins import OPTIMIZERS
-from forgetting_transformer.training.config import ConfigError, OptimizerConfig
-from forgetting_transformer.training.optimization.parameter_groups import named_by, trainable
+from forgetting_transformer.training.config import ConfigError, OptimizerConfig, TrainConfig
 
 
 def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -89,3 +91,92 @@ class CombinedOptimizer(Optimizer):
         for optimizer in self._optimizers:
             optimizer.step()
         return loss
+
+
+def named_by(key: str, patterns: Sequence[str], names: Iterable[str], of: str = "parameter of the model") -> set[str]:
+    """The names that patterns cover, as in `["*.fgate_proj.*"]`.
+
+    Args:
+        key: of the config, for the message.
+        of: owner of these names, for the message.
+
+    Raises:
+        ConfigError: a pattern covers none.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        covered = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+        if not covered:
+            near = difflib.get_close_matches(pattern, names, 1)
+            hint = f"did you mean {near[0]}?" if near else "give one that model.txt of a run lists"
+            raise ConfigError(f"{key}={pattern} names no {of}; {hint}")
+        found |= covered
+    return found
+
+
+def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freezes all parameters but those that `train.only` names; without patterns none."""
+    if patterns:
+        trained = named_by("train.only", patterns, dict(model.named_parameters()))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)
+
+
+def undecayed_parameters(model: nn.Module, config: TrainConfig) -> set[str]:
+    """Names of the parameters without weight decay, as in the paper's runs; all others are decayed.
+
+    Not decayed, unless the config says so: norm weights, biases (of convolutions too), and whatever a module marks with
+    `parameter._no_weight_decay = True`, such as a learned forget-gate bias. Decayed: weights of linear layers,
+    embeddings and, unless the config says otherwise, convolution kernels.
+
+    Names and not parameters, because sharding replaces parameters and loses their marks: call this before it.
+    """
+    return {
+        f"{module_name}.{name}" if module_name else name
+        for module_name, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if getattr(parameter, "_no_weight_decay", False) or not _decays(module, name, config)
+    }
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that are trained, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def block_matrices(model: nn.Module, undecayed: set[str]) -> dict[str, nn.Parameter]:
+    """The weight matrices of the decoder's blocks, by name: no embeddings, output layer, norms, biases or kernels."""
+    inside = {f"{name}." for name, module in model.named_modules() if isinstance(module, DecoderBlock)}
+    return {
+        name: parameter
+        for name, parameter in trainable(model).items()
+        if parameter.ndim == 2 and name not in undecayed and any(name.startswith(block) for block in inside)
+    }
+
+
+def group_parameters(named: dict[str, nn.Parameter], undecayed: set[str], config: Any) -> list[dict]:
+    """Parameter groups with weight decay and without, each with `optimizer.lr_scale` and without.
+
+    Every parameter is in exactly one.
+
+    Args:
+        config: a section `optimizer` with `weight_decay`.
+    """
+    scaled = {name for name in named if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.lr_scale_for)}
+    groups = []
+    for names, scale in ((named.keys() - scaled, {}), (scaled, {"lr_scale": config.lr_scale})):
+        for decay, decayed in ((config.weight_decay, True), (0.0, False)):
+            chosen = [p for name, p in named.items() if name in names and (name not in undecayed) == decayed]
+            if chosen:
+                groups.append({"params": chosen, "weight_decay": decay, **scale})
+    return groups
+
+
+def _decays(module: nn.Module, name: str, config: TrainConfig) -> bool:
+    if name == "bias":
+        return config.bias_weight_decay
+    if "Norm" in type(module).__name__:  # torch's and transformers' norms share no base class
+        return config.normalization_weight_decay
+    if isinstance(module, nn.Conv1d):
+        return config.conv_weight_decay
+    return True

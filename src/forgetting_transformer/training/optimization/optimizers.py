@@ -26,14 +26,14 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class AdamWConfig(OptimizerConfig):
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.9, 0.95])
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
-    #: Decay of the parameters that `undecayed_parameters` (parameter_groups.py) leaves.
+    #: Decay of the parameters that `undecayed_parameters` (building.py) leaves.
     weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.1
 
 
 @OPTIMIZERS.register("adamw", config=AdamWConfig)
 def adamw(model: "nn.Module", undecayed: set[str], config: AdamWConfig) -> "torch.optim.Optimizer":
     """AdamW with PyTorch's fused kernel, which leaves out a step on the device (faults/step_guard.py)."""
-    from forgetting_transformer.training.optimization.parameter_groups import group_parameters, trainable
+    from forgetting_transformer.training.optimization.building import group_parameters, trainable
 
     return _adamw(group_parameters(trainable(model), undecayed, config), config)
 
@@ -66,8 +66,8 @@ def muon(model: "nn.Module", undecayed: set[str], config: MuonConfig) -> "torch.
     """Muon (Jordan et al. 2024, torch.optim.Muon) for the matrices of the blocks, AdamW for all other parameters."""
     import torch
 
-    from forgetting_transformer.training.optimization.building import CombinedOptimizer
-    from forgetting_transformer.training.optimization.parameter_groups import (
+    from forgetting_transformer.training.optimization.building import (
+        CombinedOptimizer,
         block_matrices,
         group_parameters,
         trainable,

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forgetting_transformer import console
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.parallel import gpus
+from forgetting_transformer.training.execution import hardware
 from forgetting_transformer.training.parallel.sharding import Sharded
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _check_gpus(config: Config) -> None:
         ConfigError: requested GPUs are missing.
     """
     accelerator = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
-    if accelerator in ("cuda", "gpu") and (problem := gpus.missing()):
+    if accelerator in ("cuda", "gpu") and (problem := hardware.missing_gpu()):
         raise ConfigError(
             f"fabric.accelerator={accelerator} asks for GPUs. {problem}; or train on the CPU with "
             "fabric.accelerator=cpu (`fabric run`: --accelerator cpu)"

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.strategies.model_parallel import _ParallelBackwardSyncControl
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.model.decoder import OutputLayer
@@ -132,6 +133,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, found: list[Unit], keeps: bool = F
     for module, following in itertools.pairwise(in_order):
         module.set_modules_to_forward_prefetch([following])
     return model
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; other tensors unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _size(parameters: set[nn.Parameter]) -> int:

@@ -1,23 +1,37 @@
-"""Files of a run under `output_dir`, and who may write there. docs/operations.md draws the tree."""
+"""Files of a run under `output_dir`, and who may write there. docs/operations.md draws the tree.
+
+`status.json` has the state of the last start, for schedulers and people:
+
+starting    it reads the corpus, builds the model, loads a checkpoint; if its process is gone it was killed
+running     it trains; if its process is gone it was killed
+done        trained to train.max_tokens
+preempted   stopped by a signal, saved if there was anything to save; the same command continues
+failed      stopped by an error; the reason says what to do before the same command continues
+
+The status of an earlier start is replaced as soon as rank 0 holds the run's folder, before anything is built; with
+resume=false when the earlier run is moved aside.
+"""
 
 import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 
 from forgetting_transformer import metric_names as names
-from forgetting_transformer.files import explain, locked
+from forgetting_transformer.command_line import CommandError
+from forgetting_transformer.console import redact
+from forgetting_transformer.files import explain, locked, write_atomically
 
 PREVIOUS = "previous"
 #: All that a run, its plots and wandb write there, besides `run.lock` and `previous/`. All else belongs to others. In
-#: the order in which they are moved aside: first what may be a mount and cannot be moved, late `last_checkpoint.json`,
-#: which refuses a start that would not find the checkpoints. The lock, by which the run is recognised, is not moved.
+#: the order in which they are moved aside: first what may be a mount and cannot be moved, last `metrics`, which refuse
+#: a start that would not find the checkpoints. The lock, by which the run is recognised, is not moved.
 OWN_NAMES = (
-    "checkpoints", "logs", "metrics", "tokenizer", "plots", "traces", "wandb", "goodput.json", "model.txt",
-    "decay_params.txt", "no_decay_params.txt", "status.json", "config.yaml", "last_checkpoint.json",
-    "starts.jsonl",
+    "checkpoints", "logs", "tokenizer", "plots", "traces", "wandb", "goodput.json", "model.txt", "decay_params.txt",
+    "no_decay_params.txt", "status.json", "config.yaml", "starts.jsonl", "metrics",
 )  # fmt: skip
 #: All kinds of lines that a run writes. Only files of these names are the run's to cut and to read back.
 KINDS = (
@@ -28,7 +42,7 @@ KINDS = (
 _SHARED = ("logs", "plots", "traces", "wandb")
 
 
-class RunDirectoryError(RuntimeError):
+class RunDirectoryError(CommandError, RuntimeError):
     """The run's folder cannot be used; the message has the reason, or the run that uses it, and the fix."""
 
 
@@ -45,10 +59,10 @@ class RunDirectory:
         self.root = Path(output_dir).expanduser().absolute()
         self.config = self.root / "config.yaml"
         self.checkpoints = self.root / "checkpoints"
-        #: Records that a checkpoint was finished, even where the folder of checkpoints is gone.
-        self.last_checkpoint = self.root / "last_checkpoint.json"
         self.logs = self.root / "logs"
         self.jsonlines = self.root / "metrics" / "jsonlines"
+        #: Has a line for every finished checkpoint, even where the folder of checkpoints is gone.
+        self.saves = self.jsonlines / f"{names.CHECKPOINT}.jsonl"
         self.npz = self.root / "metrics" / "npz"
         self.wandb_run_id = self.root / "metrics" / "wandb" / "wandb_run_id.txt"
         self.tokenizer = self.root / "tokenizer"
@@ -56,6 +70,8 @@ class RunDirectory:
         self.traces = self.root / "traces"
         self._lock_file = self.root / "run.lock"
         self._lock = contextlib.ExitStack()
+        #: The loop and the watchdog's thread may write the status in the same moment.
+        self._writing = threading.Lock()
         self.is_locked = False  # whether this process may write here
 
     def newest_step(self) -> int:
@@ -138,6 +154,50 @@ class RunDirectory:
         with contextlib.suppress(OSError):
             os.write(descriptor, json.dumps(owner).encode())
         self.is_locked = True
+
+    def claim(self, resume: bool = True) -> None:
+        """Takes the folder, unless this process has it, and replaces how the last start ended by "starting".
+
+        Without `resume` the run that is there keeps its status until `move_aside`.
+
+        Raises:
+            RunDirectoryError: another run is writing there, the folder holds what is not a run's and would be replaced
+                (or, without `resume`, moved), or it cannot be written; then nothing has changed.
+        """
+        if not self.is_locked:
+            self.check_ours(resume)
+            self.acquire()
+            if resume:
+                self.write_status("starting", self.newest_step())
+
+    def write_status(self, status: str, step: int, reason: str = "") -> None:
+        """Replaces status.json at once, if this process holds the run's folder: it may be another's by now.
+
+        Never raises: a run ends as it ends.
+
+        Args:
+            step: training tokens done.
+        """
+        entry: dict[str, str | int] = {
+            "status": status,
+            "step": step,
+            "reason": redact(reason),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        file = self.root / "status.json"
+        with self._writing, contextlib.suppress(OSError):
+            if not self.is_locked:
+                return
+            try:
+                write_atomically(file, json.dumps(entry, indent=1) + "\n")
+            except OSError:
+                # A full disk, which may be what ends the run: over the bytes of the old status, which needs no room.
+                entry["reason"] = redact(reason)[:1000]
+                with file.open("r+b") as stream:
+                    stream.write(json.dumps(entry, indent=1).encode() + b"\n")
+                    stream.truncate()
 
     def release(self) -> None:
         self._lock.close()

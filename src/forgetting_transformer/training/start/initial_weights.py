@@ -23,7 +23,7 @@ from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.counters import Origin
 from forgetting_transformer.training.export.folder import MARK, find_model, read_mark, read_weights
-from forgetting_transformer.training.optimization.parameter_groups import named_by
+from forgetting_transformer.training.optimization.building import named_by
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
 
 log = logging.getLogger(__name__)
@@ -38,16 +38,13 @@ class InitialWeights(NamedTuple):
 
     Attributes:
         tensors: by name; on rank 0 only.
-        record: where they come from, as the run's checkpoints keep it: `source`, and what else is known of it; `fresh`,
-            tensors of the model in training that keep what was drawn for them; `unused`, tensors left out.
+        record: where they come from, as the run's checkpoints keep it.
+        fresh: tensors of the model in training that keep what was drawn for them.
     """
 
     tensors: dict[str, Tensor]
     record: dict[str, Any]
-
-    @property
-    def fresh(self) -> list[str]:
-        return self.record.get("fresh", [])
+    fresh: list[str]
 
     def fill(self, model: nn.Module) -> None:
         """Copies them into a model on the CPU; called by all ranks, and the same on each."""
@@ -71,16 +68,15 @@ def on_all_ranks(config: Config, fabric: Fabric, data: Corpus, model: nn.Module,
         ConfigError: it cannot be read, or does not fit and `init_allow` does not allow that.
     """
     mine = on_rank_zero(fabric, lambda: _read(config, model, data.train_info(), data.folder))
-    tensors, record = mine or ({}, {})
-    record = fabric.broadcast(record)
+    record = fabric.broadcast(mine.record if mine else {})
     known = f" ({record['step']:,} tokens, of {record['tag']})" if "step" in record else ""
-    lists = {"fresh": record.get("fresh"), "not used": record.get("unused")}
+    lists = {"fresh": record.get("fresh", []), "not used": record.get("unused", [])}
     rest = "".join(f"; {title}: {', '.join(names)}" for title, names in lists.items() if names)
     origin.text, origin.weights_from = f"a new run, weights from {record['source']}{known}{rest}", record
-    return InitialWeights(tensors, record)
+    return mine or InitialWeights({}, record, lists["fresh"])
 
 
-def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> InitialWeights:
     log.info("reading the initial weights: %s", config.init_from)
     try:
         source = str(config.init_from)
@@ -88,20 +84,19 @@ def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> tuple[dic
         record: dict[str, Any] = {"source": source, "revision": folder.name}
         if folder == Path(source).expanduser():
             record = {"source": str(folder.absolute())}
-        fields = read_json(folder / "config.json")
-        tensors = read_weights(folder)
         if mark := read_mark(folder):
             record |= {"step": mark["checkpoint"], "tag": mark["tag"]}
+        fields, tensors = read_json(folder / "config.json"), read_weights(folder)
         _check_heads(fields, config, model)
         fresh, unused = _unmatched(tensors, fields, config, model, _other_vocabulary(folder, fields, data, corpus))
-        for name in {*fresh, *unused} & tensors.keys():
-            del tensors[name]
-        check_finite(tensors.items(), record["source"])
+        fitting = {name: tensor for name, tensor in tensors.items() if name not in {*fresh, *unused}}
+        check_finite(fitting.items(), record["source"])
     except ConfigError:
         raise
     except Exception as error:  # of a damaged file, of the hub's client, of a tokenizer
         raise ConfigError(f"init_from={config.init_from}: {one_line(error)}") from error
-    return tensors, record | {key: names for key, names in (("fresh", fresh), ("unused", unused)) if names}
+    record |= {key: names for key, names in (("fresh", fresh), ("unused", unused)) if names}
+    return InitialWeights(fitting, record, fresh)
 
 
 def _unmatched(

@@ -12,9 +12,9 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,12 +32,8 @@ from forgetting_transformer.training.trainer import Trainer
 
 #: Steps timed after the first, which compiles and tunes: for the estimate, and for each micro-batch that is compared.
 _STEPS, _COMPARED_STEPS = 4, 2
-#: Micro-batches that are compared.
-_MOST_SIZES = 8
 #: Part of a GPU's memory beyond which nothing is tried: an evaluation or a fragmented allocator needs more than a step.
 _MOST_MEMORY = 0.92
-#: A larger micro-batch is proposed although it is slower by no more than this.
-_EQUAL = 0.01
 
 
 def preflight(config: Config) -> None:
@@ -51,7 +47,8 @@ def preflight(config: Config) -> None:
     directory = RunDirectory(config.output_dir)
     directory.check_ours(config.resume)
     # A run that continues does not read its initial weights, which may be gone.
-    continues = config.resume and bool(steps_in(directory.checkpoints))
+    continues = config.resume and steps_in(directory.checkpoints)
+    begins: dict[str, Any] = {"init_from": None, "init_allow": []} if continues else {}
     # Under a launcher every rank has another folder; only rank 0 writes into its folder.
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         trial = dataclasses.replace(
@@ -60,10 +57,9 @@ def preflight(config: Config) -> None:
             resume=True,
             fork_dir=None,
             fork_step=None,
-            init_from=None if continues else config.init_from,
-            init_allow=[] if continues else config.init_allow,
             train=dataclasses.replace(config.train, profile_steps=None),
             wandb=dataclasses.replace(config.wandb, mode="disabled"),
+            **begins,
         )
         with Start(trial) as start:
             trainer = Trainer(trial, start)
@@ -131,66 +127,57 @@ def _check(trainer: Trainer, place: Path) -> None:
 def _compare(trainer: Trainer) -> None:
     """Times steps with each micro-batch, with activation checkpointing and without, and prints the fastest that fits.
 
-    Neither changes what is trained.
-    """
-
-    def say(line: str) -> None:
-        if trainer.fabric.is_global_zero:
-            print(line, flush=True)
-
-    if timed := _timed(trainer, say):
-        fastest, how, _ = max(timed)
-        largest = max(tokens for speed, other, tokens in timed if other is how and speed >= (1 - _EQUAL) * fastest)
-        say(
-            f"\nfastest that fits ({fastest:,.0f} tokens/s):\n  train.grad_acc_tokens={largest} "
-            f"train.gradient_checkpointing={str(how).lower()}"
-        )
-
-
-def _timed(trainer: Trainer, say: Callable[[str], None]) -> list[tuple[float, bool, int]]:
-    """Tokens per second, activation checkpointing and `train.grad_acc_tokens` of what fits.
-
-    Sizes ascend up to where the next would not fit: a rank that has no memory ends in the middle of a step, in which
-    others wait for it.
+    Neither changes what is trained. Sizes ascend up to where the next would not fit: a rank that has no memory ends in
+    the middle of a step, in which others wait for it.
     """
     fabric, ranks, train, data = trainer.fabric, trainer.ranks, trainer.config.train, trainer.config.datamodule
     batch = fabric.to_device(next(iter(trainer.data.train_loader(0, 1, ranks.data_rank, ranks.data_size))))
-    sizes = divisors(len(batch["input_ids"]))
-    sizes = sizes if len(sizes) <= _MOST_SIZES else [*sizes[: _MOST_SIZES - 1], sizes[-1]]
     with_graphs, most = trainer.graphs.on, _MOST_MEMORY * _memory(fabric.device)[1]
-    timed: list[tuple[float, bool, int]] = []
+    timed: list[tuple[float, int, bool]] = []
+
+    def say(line: str) -> None:
+        if fabric.is_global_zero:
+            print(line, flush=True)
+
+    def compare(checkpointing: bool, sequences: int) -> int:
+        """Times a micro-batch; returns the memory that it took beyond weights and moments, in bytes."""
+        train.grad_acc_tokens = sequences * data.train_batch_len
+        for _ in range(3 if trainer.graphs.on else 1):
+            _seconds(trainer, batch)  # compiles; CUDA graphs warm up and are recorded
+        if most:
+            torch.cuda.reset_peak_memory_stats(fabric.device)
+        step = statistics.median(_seconds(trainer, batch) for _ in range(_COMPARED_STEPS))
+        speed, peak = trainer.tokens_per_step / step, _memory(fabric.device)[0]
+        timed.append((speed, train.grad_acc_tokens, checkpointing))
+        memory = size_in_words(peak) if most else "-"
+        say(f"{'yes' if checkpointing else 'no':<15}{train.grad_acc_tokens:<17,}{speed:<12,.0f}{memory}")
+        trainer.optimizer.zero_grad()
+        return peak - torch.cuda.memory_allocated(fabric.device) if most else 0
 
     say(f"\n{'checkpointing':<15}{'grad_acc_tokens':<17}{'tokens/s':<12}memory")
+    sizes = divisors(len(batch["input_ids"]))
     # The host keeps the tensors that checkpointing keeps.
     for checkpointing in (True,) if train.block_inputs_on_host else (True, False):
-        setup.checkpoint_activations(trainer.model.module, checkpointing)
+        trainer.model.module.checkpoint_activations(checkpointing)
         trainer.graphs.on = with_graphs and not checkpointing
         for sequences, following in zip(sizes, [*sizes[1:], 0], strict=True):
-            train.grad_acc_tokens = sequences * data.train_batch_len
-            row = f"{'yes' if checkpointing else 'no':<15}{train.grad_acc_tokens:<17,}"
             try:
-                for _ in range(3 if trainer.graphs.on else 1):
-                    _seconds(trainer, batch)  # compiles; CUDA graphs warm up and are recorded
-                if most:
-                    torch.cuda.reset_peak_memory_stats(fabric.device)
-                step = statistics.median(_seconds(trainer, batch) for _ in range(_COMPARED_STEPS))
+                taken = compare(checkpointing, sequences)
             except torch.OutOfMemoryError:
-                say(f"{row}{'-':<12}out of memory")
+                say(f"{'yes' if checkpointing else 'no':<15}{train.grad_acc_tokens:<17,}{'-':<12}out of memory")
                 if fabric.world_size > 1:
-                    return timed  # DDP and FSDP cannot go on after half a step
+                    raise  # DDP and FSDP cannot go on after half a step
                 break
-            speed, peak = data.train_batch_size * data.train_batch_len / step, _memory(fabric.device)[0]
-            timed.append((speed, checkpointing, train.grad_acc_tokens))
-            say(f"{row}{speed:<12,.0f}{size_in_words(peak) if most else '-'}")
-            # Weights and moments do not grow with the micro-batch.
-            trainer.optimizer.zero_grad()
-            held = torch.cuda.memory_allocated(fabric.device) if most else 0
-            full = torch.tensor(float(held + (peak - held) * following / sequences > most > 0), device=fabric.device)
+            held = _memory(fabric.device)[0] - taken
+            full = torch.tensor(float(held + taken * following / sequences > most > 0), device=fabric.device)
             trainer.sum_over_ranks(full)
             if full:
-                say(f"{row.split()[0]:<15}{following * data.train_batch_len:<17,}{'-':<12}would not fit")
                 break
-    return timed
+    speed, tokens, how = max(timed)
+    say(
+        f"\nfastest that fits ({speed:,.0f} tokens/s):\n  train.grad_acc_tokens={tokens} "
+        f"train.gradient_checkpointing={str(how).lower()}"
+    )
 
 
 def _seconds(trainer: Trainer, batch: dict[str, torch.Tensor]) -> float:

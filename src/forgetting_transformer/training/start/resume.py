@@ -11,18 +11,12 @@ from torch import nn
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.training.callbacks import Callback
 from forgetting_transformer.training.checkpoint import Checkpointer
-from forgetting_transformer.training.checkpoint.folder import (
-    Checkpoint,
-    CheckpointError,
-    newest_valid,
-    refuse_to_start_over,
-    steps_in,
-)
+from forgetting_transformer.training.checkpoint import folder as checkpoints
+from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import check_continues
 from forgetting_transformer.training.counters import Counters, Origin
 from forgetting_transformer.training.execution.choice import recorded
-from forgetting_transformer.training.faults import status
 from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
 from forgetting_transformer.training.records.logs import start_logging
@@ -33,11 +27,12 @@ log = logging.getLogger(__name__)
 
 
 def move_aside(directory: RunDirectory, fabric: Fabric) -> None:
-    """With resume=false, moves an earlier run's files into `previous/`; then begins the log."""
+    """Moves an earlier run's files into `previous/` with resume=false; then begins the log."""
 
     def move() -> None:
-        if moved := status.move_aside(directory):
+        if moved := directory.move_aside():
             log.warning("resume=false: what the run in %s had written is now in %s", directory.root, moved)
+        directory.write_status("starting", 0)
 
     on_rank_zero(fabric, move)
     start_logging(directory, fabric.global_rank)
@@ -51,7 +46,7 @@ def find_checkpoint(config: Config, run: RunDirectory, fabric: Fabric) -> Origin
     """
     if not config.resume:
         return Origin()
-    checkpoint = _newest(fabric, run.checkpoints, None, run.last_checkpoint)
+    checkpoint = _newest(fabric, run.checkpoints, None, run.saves)
     if checkpoint is not None or not config.fork_dir:
         return Origin(checkpoint=checkpoint)
     directory = RunDirectory(config.fork_dir)
@@ -64,7 +59,11 @@ def find_checkpoint(config: Config, run: RunDirectory, fabric: Fabric) -> Origin
             )
         raise CheckpointError(
             f"fork_step={config.fork_step}: no valid checkpoint of that many tokens in {directory.checkpoints}; it "
-            + (f"holds {steps_in(directory.checkpoints)}" if directory.checkpoints.is_dir() else "does not exist")
+            + (
+                f"holds {checkpoints.steps_in(directory.checkpoints)}"
+                if directory.checkpoints.is_dir()
+                else "does not exist"
+            )
         )
     return Origin(checkpoint=checkpoint, forked=True)
 
@@ -77,9 +76,9 @@ def _newest(fabric: Fabric, folder: Path, step: int | None, record: Path | None 
     """
 
     def find() -> Checkpoint | None:
-        found = newest_valid(folder, step)
+        found = checkpoints.newest_valid(folder, step)
         if found is None and step is None:
-            refuse_to_start_over(folder, record)
+            checkpoints.refuse_to_start_over(folder, record)
         return found
 
     return fabric.broadcast(on_rank_zero(fabric, find))
