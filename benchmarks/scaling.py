@@ -140,7 +140,7 @@ def prepare(args: argparse.Namespace, case: Case, device: Any, draws: Any) -> tu
         accelerator=args.device,
         devices=world,
         strategy=launch._strategy(config, world),
-        plugins=[launch._precision(config)],
+        precision=config.fabric.precision,
     )
     model = build(config, VOCABULARY).train()
     undecayed = undecayed_parameters(model, config.train)

@@ -1,4 +1,3 @@
-import functools
 import math
 import os
 import re
@@ -35,20 +34,15 @@ def _check_rare(items: list[pytest.Item]) -> None:
     """
     default = {item.nodeid.partition("[")[0] for item in items if not item.get_closest_marker("rare")}
     files = {item.nodeid.partition("::")[0] for item in items}
-    for item in items:
-        for mark in item.iter_markers("rare"):
-            file, _, name = mark.args[0].partition("::")
-            if file.startswith("no contract: "):
-                continue
-            if f"\ndef {name}(" not in _text(item.config.rootpath / file):
-                raise pytest.UsageError(f"{item.nodeid} is marked rare, and there is no test {mark.args[0]}")
-            if file in files and mark.args[0] not in default:
-                raise pytest.UsageError(f"{item.nodeid} is marked rare, and so is {mark.args[0]}, which is to show it")
-
-
-@functools.cache
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
+    for shown_by in {mark.args[0] for item in items for mark in item.iter_markers("rare")}:
+        file, _, name = shown_by.partition("::")
+        if file.startswith("no contract: "):
+            continue
+        path = Path(__file__).parents[1] / file
+        if not path.is_file() or f"\ndef {name}(" not in path.read_text(encoding="utf-8"):
+            raise pytest.UsageError(f"tests are marked rare, and there is no test {shown_by}, which is to show it")
+        if file in files and shown_by not in default:
+            raise pytest.UsageError(f"tests are marked rare, and so is {shown_by}, which is to show it")
 
 
 def _fast(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +32,17 @@ def load_script(name: str, folder: str = "scripts") -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def run_here(script: str, *arguments: str) -> int | str | None:
+    """Runs a script of the repository in this process; returns its exit code, or the message that it ends with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(ROOT / script), *arguments])
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as end:
+            return end.code
+    return None
 
 
 server = multiprocessing.get_context("forkserver")

@@ -4,15 +4,14 @@ import argparse
 import ast
 import io
 import os
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
 from forgetting_transformer import command_line
+from tests.processes import ROOT, run_here
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = [
     ROOT / "save_model.py",
     *sorted(f for folder in ("scripts", "eval", "benchmarks", "studies") for f in (ROOT / folder).rglob("*.py")),
@@ -38,11 +37,8 @@ def arguments_of(script: Path) -> dict[str, str | None]:
     return found
 
 
-def test_scripts_are_found():
-    assert len(SCRIPTS) > 25 and sum(len(PATHS & arguments_of(script).keys()) for script in SCRIPTS) > 50
-
-
 def test_every_path_refuses_the_empty_one_and_every_number_has_a_range():
+    assert len(SCRIPTS) > 25 and sum(len(PATHS & arguments_of(script).keys()) for script in SCRIPTS) > 50
     for script in SCRIPTS:
         declared = arguments_of(script)
         # pathlib takes an empty path for the current folder; int and float take nan and -1.
@@ -82,10 +78,7 @@ def test_a_path_that_libraries_cannot_open_and_a_number_out_of_its_range_are_ref
 )  # fmt: skip
 def test_the_flag_is_named_and_nothing_is_written(script, flags, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [script, *flags])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    assert end.value.code == 2 and f"argument {said}" in capsys.readouterr().err
+    assert run_here(script, *flags) == 2 and f"argument {said}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 import types
-from pathlib import Path
 
 import pytest
 
@@ -17,10 +16,8 @@ from forgetting_transformer import console
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.composer import compose_config
 from forgetting_transformer.training import ConfigError
-from tests.processes import run_command
+from tests.processes import ROOT, run_command, run_here
 from tests.waiting import HANG
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -109,12 +106,6 @@ def test_what_all_ranks_find_wrong_is_said_by_the_first(rank, kept_signals, monk
     assert json.loads((tmp_path / "1.json").read_text())["message"]["message"] == "ConfigError: train.max_tokens"
 
 
-def error_of(*overrides: str) -> str:
-    with pytest.raises((SweepError, ConfigError)) as raised:
-        compose_config([*overrides, "data_dir=data"])
-    return str(raised.value)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_a_process_whose_parent_has_ended_already_ends_too():
     script = "from forgetting_transformer import console; console.die_with_parent(0); print('lives')"
@@ -144,8 +135,9 @@ TYPOS = {
 
 @pytest.mark.parametrize("overrides", TYPOS)
 def test_a_typo_is_answered_in_one_line_with_the_closest_name(overrides):
-    said = error_of(*overrides.split())
-    assert said.startswith(TYPOS[overrides]) and "\n" not in said
+    with pytest.raises((SweepError, ConfigError)) as raised:
+        compose_config([*overrides.split(), "data_dir=data"])
+    assert str(raised.value).startswith(TYPOS[overrides]) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -169,12 +161,9 @@ def said_by_train(rank, monkeypatch, capsys, tmp_path):
 
     def start(*arguments: str) -> str:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
         monkeypatch.setattr(console, "_has_log", False)
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-        error = capsys.readouterr().err
-        assert end.value.code == 1 and error.count("\n") == 1
+        code, error = run_here("train.py", *arguments), capsys.readouterr().err
+        assert code == 1 and error.count("\n") == 1
         return error
 
     return start

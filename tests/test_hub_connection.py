@@ -29,17 +29,8 @@ def closed_port():
         yield probe.getsockname()[1]
 
 
-@pytest.fixture
-def asked_once(monkeypatch):
-    """A client that fails where it would wait to ask again."""
-
-    def again(seconds):
-        raise AssertionError("the client waits and asks again")
-
-    monkeypatch.setattr(_http.time, "sleep", again)
-
-
-def test_a_hub_that_does_not_answer_is_not_asked_for_files(hub_at, closed_port, asked_once, caplog):
+def test_a_hub_that_does_not_answer_is_not_asked_for_files(hub_at, closed_port, monkeypatch, caplog):
+    monkeypatch.setattr(_http.time, "sleep", lambda seconds: pytest.fail("the client waits and asks again"))
     hub_at(f"http://127.0.0.1:{closed_port}")
     with pytest.raises((OSError, ValueError), match="connect"):
         load_tokenizer("somebody/who-has-no-such-tokenizer")

@@ -11,29 +11,17 @@ import pytest
 
 from forgetting_transformer import __version__
 from tests.tiny import make_corpus
+from tests.training.conftest import command_line
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[1]
-#: Keys of a run of two steps on the tiny corpus, as a user's own experiment.
+#: A user's own experiment.
 EXPERIMENT = """\
 # @package _global_
 defaults:
   - /experiment/demo/fox_pro
   - _self_
 tag: of_my_own
-log_interval: 128
-train_eval_interval: 256
-eval_interval: 256
-skip_eval: true
-checkpoint_interval: 256
-checkpoint_keep_interval: 256
-fabric: {accelerator: cpu}
-train: {max_tokens: 256, grad_acc_tokens: 128}
-datamodule: {dataset: tiny, train_batch_len: 32, train_batch_size: 4, vocab_size: 64, bos_token_id: 0,
-    train_num_workers: 0}
-schedule: {warmup_tokens: 128}
-wandb: {mode: disabled}
-model: {config: {num_hidden_layers: 1, hidden_size: 32, num_heads: 2}}
 """
 
 
@@ -69,7 +57,8 @@ def test_a_wheel_trains_from_an_empty_folder_with_configs_of_ones_own(tmp_path):
     (own_folder / "mine/experiment").mkdir(parents=True)
     (own_folder / "mine/experiment/my_fox.yaml").write_text(EXPERIMENT)
     make_corpus(tmp_path)
-    train = ("-m", "forgetting_transformer.train", "--config-dir=mine", f"data_dir={tmp_path}", "output_dir=run")
-    said = run(sys.executable, *train, "+experiment=my_fox", folder=own_folder)
+    train = ("-m", "forgetting_transformer.train", "--config-dir=mine", "+experiment=my_fox", "fabric.accelerator=cpu")
+    _, *small = command_line({"data_dir": tmp_path}, Path("run"))
+    said = run(sys.executable, *train, *small, "train.max_tokens=256", folder=own_folder)
     assert "training finished: 256 tokens" in said and "about to train of_my_own" in said
     assert {path.name for path in own_folder.iterdir()} == {"mine", "run"}

@@ -107,33 +107,6 @@ def test_keys_of_components_forbid_a_changed_resume_unless_they_are_free(config)
     assert changes(callbacks__bell=None) == ["callbacks.bell: (absent) -> {}"]
 
 
-def test_the_types_of_a_plain_dataclass_are_held_to(config):
-    """Whatever pydantic can read: nested dataclasses and choices too."""
-
-    @dataclasses.dataclass
-    class Inner:
-        size: int
-
-    @dataclasses.dataclass
-    class MineConfig(OptimizerConfig):
-        needed: float
-        inner: Inner
-        names: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-
-    OPTIMIZERS.register("mine", config=MineConfig)(lambda *_: None)
-    given = changed(config, optimizer={"name": "mine", "lr": 1, "needed": 2, "inner": {"size": 1e3}})
-    found = parsed(given, optimizer__names={"a": [1]}).optimizer
-    assert found == MineConfig(name="mine", lr=1.0, needed=2.0, inner=Inner(1000), names={"a": [1]})
-    with pytest.raises(ConfigError) as refused:
-        parsed(given, optimizer__inner={"siz": "x"}, optimizer__needed="x", seed="y", optimizer__names={"a": 1})
-    assert str(refused.value).splitlines() == [
-        "optimizer.needed=x must be a number",
-        "unknown config key 'optimizer.inner.siz'; did you mean 'optimizer.inner.size'?",
-        "optimizer.names.a=1 must be a list, as in [a, b]",
-        "seed=y must be a whole number",
-    ]
-
-
 # Plug-ins: modules from elsewhere
 
 

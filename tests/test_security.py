@@ -3,9 +3,6 @@
 import ast
 import builtins
 import json
-import runpy
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +11,8 @@ from forgetting_transformer.data.prepare.tokenizers import byte_tokenizer, save_
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.training.export import tokenizer_of_run
 from forgetting_transformer.training.records.run_directory import RunDirectory
+from tests.processes import ROOT, run_here
 
-ROOT = Path(__file__).parents[1]
 PYTHON = sorted(
     file
     for place in ("src", "scripts", "eval", "benchmarks", "*.py")
@@ -80,11 +77,10 @@ def test_a_planted_tokenizer_of_a_corpus_is_refused(planted, tmp_path):
         save_loaded(str(planted), tmp_path / "out")
 
 
-def test_a_planted_model_is_refused(planted, monkeypatch):
+def test_a_planted_model_is_refused(planted):
     code = {"AutoConfig": "planted.Planted", "AutoModelForCausalLM": "planted.Planted"}
     (planted / "config.json").write_text(json.dumps({"model_type": "planted", "auto_map": code}))
     with pytest.raises(EvaluationError, match="custom code"):
         load_model(str(planted))
-    monkeypatch.setattr(sys, "argv", ["generate.py", str(planted)])
-    with pytest.raises(SystemExit, match=r"cannot load .*custom code"):
-        runpy.run_path(str(ROOT / "scripts/generate.py"), run_name="__main__")
+    said = run_here("scripts/generate.py", str(planted))
+    assert said.startswith("error: cannot load ") and "custom code" in said

@@ -143,9 +143,7 @@ def test_save_and_load_through_auto_tokenizer(gpt2_folder: Path, tmp_path: Path,
     assert switched.encode("") == ([] if add_bos_token else [switched.bos_token_id])
 
 
-def test_a_folder_saved_by_the_official_code_loads(
-    gpt2_folder: Path, tokenizer: JSONGPT2Tokenizer, tmp_path: Path
-) -> None:
+def test_a_folder_saved_by_the_official_code_loads(gpt2_folder, tokenizer, tmp_path) -> None:
     """transformers 4 wrote vocab.json, merges.txt, every special token in full, and `pad_token: null`."""
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / name).write_bytes((gpt2_folder / name).read_bytes())
@@ -193,9 +191,7 @@ def test_a_folder_without_a_vocabulary_is_no_tokenizer(kind: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_without_this_package_a_saved_folder_refuses_to_load_unescaped(
-    tokenizer: JSONGPT2Tokenizer, tmp_path: Path
-) -> None:
+def test_without_this_package_a_saved_folder_refuses_to_load_unescaped(tokenizer, tmp_path) -> None:
     tokenizer.save_pretrained(tmp_path / "saved")
     program = """
 import sys

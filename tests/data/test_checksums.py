@@ -1,18 +1,16 @@
 """Every chunk that is read is held to the list of checksums beside its array."""
 
-import hashlib
 import logging
 import shutil
 
 import numcodecs
 import numpy as np
 import pytest
-import zarr
 
 from forgetting_transformer.data import DataError, TokenArray
 from forgetting_transformer.data.storage.checksums import write_list
 from forgetting_transformer.data.storage.remote_cache import CacheSettings
-from tests.data.corpus_helpers import package_tree, prepare, rewrite, rows, write_array
+from tests.data.corpus_helpers import rewrite, write_array
 from tests.data.mirror import CHUNK, DOC_LEN, serve, tokens_of_corpus, write_layout
 
 VOCAB = 50_257
@@ -69,16 +67,3 @@ def test_a_list_is_known_by_its_lines_and_a_damaged_one_is_named(tmp_path):
         sums.write_text(f"{line}\n")
         with pytest.raises(DataError, match=r"train\.sha256, line 1, is not of the form .*verify_data\.py"):
             TokenArray(tmp_path / "train.zarr", VOCAB)
-
-
-def test_a_prepared_corpus_comes_with_its_list(tmp_path):
-    prepare(tmp_path / "out", package_tree(tmp_path / "in"))
-    for name in ("train", "heldout"):
-        listed = (tmp_path / f"out/{name}.sha256").read_text().splitlines()
-        files = [f for f in (tmp_path / f"out/{name}.zarr").rglob("*") if f.is_file() and f.name[-1].isdigit()]
-        assert {line.split("  ")[1] for line in listed} == {str(f.relative_to(tmp_path / "out")) for f in files}
-        assert {line[:64] for line in listed} == {hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
-    array = zarr.open_array(tmp_path / "out/train.zarr", mode="r+")
-    array[0, 0] = (int(array[0, 0]) + 1) % 256
-    with pytest.raises(DataError, match=r"is not the file that train\.sha256 lists"):
-        rows(tmp_path / "out", "train")

@@ -1,4 +1,4 @@
-"""Packing: which groups of texts are held out, and which tokens make which row."""
+"""Packing: which groups of texts are held out, and in which rows."""
 
 import numpy as np
 
@@ -36,25 +36,6 @@ def test_held_out_groups_come_near_the_target():
         assert missing == 0
         assert 2_000 <= sizes[chosen].sum() <= 2_250
     assert len({choose_groups(sizes, 2_000, seed)[0].tobytes() for seed in range(20)}) == 20
-
-
-def test_every_token_is_in_exactly_one_row_or_dropped():
-    lengths = np.random.default_rng(1).integers(1, 60, size=400).tolist()
-    texts = table({f"in/{i // 20:02}/{i:03}": length for i, length in enumerate(lengths)})
-    split = make_split(texts, settings(heldout_fraction=0.2))
-    assert make_split(texts, settings(heldout_docs=7)).heldout.n_documents == 7
-    tokens = np.arange(sum(lengths))  # each token is its own position
-    train, heldout = (
-        np.array([[*np.concatenate([tokens[a:b] for a, b in row])] for row in part.stretches(0, part.n_documents)])
-        for part in (split.train, split.heldout)
-    )
-    seen = np.concatenate([train.reshape(-1), heldout.reshape(-1)])
-    assert len(np.unique(seen)) == len(seen)
-    assert len(seen) + split.train.n_tokens_dropped + split.heldout.n_tokens_dropped == len(tokens)
-    assert split.train.n_tokens_dropped < 10 and split.heldout.n_tokens_dropped < 10
-    of_text = np.repeat(np.arange(400), lengths)
-    assert not set(of_text[train.reshape(-1)]) & set(of_text[heldout.reshape(-1)])
-    assert (np.diff(train, axis=1) > 0).all(), "tokens of a row are in path order"
 
 
 def test_the_end_of_a_text_is_held_out_where_no_whole_one_fits():

@@ -4,7 +4,8 @@ import pytest
 import zarr
 
 from forgetting_transformer import command_line
-from tests.data.corpus_helpers import package_tree, prepare, rewrite, script
+from forgetting_transformer.data import DataError
+from tests.data.corpus_helpers import package_tree, prepare, rewrite, rows, script
 from tests.data.mirror import write_layout
 
 
@@ -77,6 +78,8 @@ def test_a_prepared_corpus_is_held_to_its_content_hash(verify, tmp_path):
     assert code == 0 and said.count("content hash     as manifest.json says") == 2
     array = zarr.open_array(tmp_path / "out/train.zarr", mode="r+")
     array[0, 0] = (int(array[0, 0]) + 1) % 256
+    with pytest.raises(DataError, match=r"is not the file that train\.sha256 lists"):
+        rows(tmp_path / "out", "train")
     code, said = verify(tmp_path / "out")
     assert code == 1 and "is not the file that train.sha256 lists" in said
     (tmp_path / "out/train.sha256").unlink()

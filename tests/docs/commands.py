@@ -24,7 +24,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from lightning.fabric.cli import _run as fabric_run
 from omegaconf import MissingMandatoryValue
-from torch.distributed.run import get_args_parser
 
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.composer import compose_config, machine, search_space
@@ -32,7 +31,6 @@ from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.config.checks import check
 from studies import SEARCH_PATH
 from studies.engine.stages import Stages
-from tests.processes import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -45,7 +43,7 @@ PAGES = [
     *ROOT.glob("studies/**/*.md"),
 ]
 #: Programs that are not this project's; what they are given is not looked at.
-OTHERS = ("cd", "cp", "hf", "export", "git", "source", "pre-commit")
+OTHERS = ("cd", "cp", "hf", "export", "git", "source", "pre-commit", "pytest")
 #: What a reader puts in the place of a word in capital letters.
 PLACEHOLDERS = {"NAME": "fox_pro", "RATE": "1e-3", "TOKENS": "4096", "N": "2"}
 ANY_EXPERIMENT = "+experiment/demo=fox_pro"
@@ -111,14 +109,9 @@ def _is_whole(line: str) -> bool:
 def _split(line: str) -> Iterator[list[str]]:
     lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;")
     lexer.whitespace_split = True
-    words: list[str] = []
-    for word in [*lexer, ";"]:
-        if set(word) <= set("&|;"):
-            if words:
-                yield words
-            words = []
-        else:
-            words.append(word)
+    for is_end, words in itertools.groupby(lexer, lambda word: set(word) <= set("&|;")):
+        if not is_end:
+            yield [*words]
 
 
 class Shell:
@@ -182,17 +175,12 @@ def check_command(words: Sequence[str], partial: bool = False) -> None:
     if any("my_lab" in word for word in words):
         return  # what a reader's own package offers is not known here; tests/docs/test_extend.py runs these commands
     program, *rest = words
-    if program in OTHERS:
+    if program in OTHERS or rest[:1] == ["-c"] or rest[:2] == ["-m", "pytest"]:
         return
-    if program == "python" and rest[:1] == ["-c"]:
-        with _refusals(SyntaxError):
-            compile(rest[1], "python -c", "exec")
-    elif program == "python" and rest[:2] == ["-m", "forgetting_transformer.train"]:
+    if program == "python" and rest[:2] == ["-m", "forgetting_transformer.train"]:
         check_train(rest[2:], 1, partial)
     elif program == "python" and rest[0] == "-m" and rest[1].startswith("studies."):
         check_script(f"{rest[1].replace('.', '/')}.py", rest[2:], partial)
-    elif program == "python" and rest[:2] == ["-m", "pytest"]:
-        check_command(["pytest", *rest[2:]])
     elif program == "python":
         check_script(rest[0], rest[1:], partial)
     elif program == "bash":
@@ -200,13 +188,10 @@ def check_command(words: Sequence[str], partial: bool = False) -> None:
     elif program == "fabric":
         check_fabric(rest, partial)
     elif program == "torchrun":
-        check_torchrun(rest, partial)
+        script = next(number for number, word in enumerate(rest) if word.endswith(".py"))
+        check_script(rest[script], rest[script + 1 :], partial)
     elif program == "pip":
         check_pip(rest)
-    elif program == "pytest":
-        for word in rest:
-            if "/" in word:
-                _existing(word)
     elif program == "sbatch":
         rest = list(itertools.dropwhile(lambda word: re.match(r"--(nodes|gpus-per-node)=\d", word), rest))
         _existing(rest[0])
@@ -273,29 +258,19 @@ def parsed(path: Path, arguments: tuple[str, ...], partial: bool) -> argparse.Na
 
 def check_overrides(script: str, options: argparse.Namespace) -> None:
     """Overrides of train.py among the options of another script."""
-    if script.startswith("scripts/sweep_") and getattr(options, "plot", None) is None:
+    if script.startswith("scripts/sweep_"):
         with _refusals(SweepError):
             fixed, ranges, _ = search_space(options.overrides)
         some = [f"{key}={d.choices[0] if hasattr(d, 'choices') else d.low}" for key, d in ranges.items()]
-        compose([*fixed, *some])
+        compose(*fixed, *some)
     elif script == "studies/run.py":
         stages = Stages(options.study, options.plan, options.folder, options.overrides)
         for model in options.plan.models:
-            experiment = f"+experiment/{options.plan.group}={model}"
-            compose([SEARCH_PATH, experiment, "output_dir=x", *stages.overrides])
-    elif script in ("benchmarks/training.py", "benchmarks/whole_run.py"):
-        training, overrides = load_script("training", "benchmarks"), options.overrides
-        if script == "benchmarks/training.py":
-            overrides = training.overrides(options, training.CHECKPOINTING[options.checkpointing][0])
-        # The parser has looked for the others.
-        with _refusals(ConfigError, SweepError):
-            training.compose(options.experiments[0], overrides)
+            compose(SEARCH_PATH, f"+experiment/{options.plan.group}={model}", "output_dir=x", *stages.overrides)
 
 
 def check_fabric(arguments: Sequence[str], partial: bool) -> None:
     """`fabric run SCRIPT …`: its own options, and what it passes on."""
-    if arguments[:1] != ["run"]:
-        raise CommandError(f"this project uses `fabric run`, not `fabric {' '.join(arguments[:1])}`")
     with _refusals(ClickException):
         options = fabric_run.make_context("run", list(arguments[1:])).params
     script, processes = options["script"], int(options["devices"]) * options["num_nodes"]
@@ -305,19 +280,8 @@ def check_fabric(arguments: Sequence[str], partial: bool) -> None:
         check_script(script, options["script_args"], partial)
 
 
-def check_torchrun(arguments: Sequence[str], partial: bool) -> None:
-    with _refusals():
-        found = get_args_parser().parse_args(list(arguments))
-    if found.module and found.training_script == "forgetting_transformer.train":
-        check_train(found.training_script_args, int(found.nproc_per_node), partial)
-        return
-    check_script(found.training_script, found.training_script_args, partial)
-
-
 def check_pip(arguments: Sequence[str]) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    if any(argument.startswith("forgetting-transformer") for argument in arguments):
-        raise CommandError('this package is on no package index: pip install -e ".[…]" in a clone')
     for chosen in re.findall(r"\[(.*?)\]", " ".join(arguments)):
         if unknown := set(chosen.split(",")) - set(extras):
             raise CommandError(f"pyproject.toml has no extra {', '.join(unknown)}")
@@ -341,7 +305,7 @@ def check_train(arguments: Sequence[str], processes: int, partial: bool) -> None
         overrides += [f"{key}=x" for key in ("output_dir", "data_dir") if key not in given]
     if found.multirun:
         overrides = first_job(overrides)
-    compose(overrides, processes, check_machine=found.multirun)
+    compose(*overrides, processes=processes, check_machine=found.multirun)
 
 
 def first_job(overrides: Sequence[str]) -> list[str]:
@@ -352,13 +316,9 @@ def first_job(overrides: Sequence[str]) -> list[str]:
     return [o if v is None else f"{o.partition('=')[0]}={v}" for o, v in zip(overrides, values, strict=True)]
 
 
-def compose(overrides: Sequence[str], processes: int = 1, check_machine: bool = False) -> None:
-    """The config that these overrides make is one that train.py takes, on so many processes."""
-    _compose(tuple(overrides), processes, check_machine)
-
-
 @functools.cache
-def _compose(overrides: tuple[str, ...], processes: int, check_machine: bool) -> None:
+def compose(*overrides: str, processes: int = 1, check_machine: bool = False) -> None:
+    """The config that these overrides make is one that train.py takes, on so many processes."""
     with _refusals(SweepError, ConfigError, MissingMandatoryValue):
         config = compose_config(overrides)
         check(config, processes)

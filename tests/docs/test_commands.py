@@ -1,16 +1,14 @@
 """Commands of README.md and docs: those without GPU and network are run, all others are checked to the first step."""
 
 import re
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from forgetting_transformer.training import parse
+from forgetting_transformer.sweep.composer import compose_config
 from tests.docs.commands import MORE, PAGES, ROOT, CommandError, Shell, blocks, shell_commands
 from tests.evaluation.conftest import quickstart  # noqa: F401 (a fixture)
+from tests.processes import run_here
 
 
 def read(path: Path) -> str:
@@ -52,24 +50,9 @@ def test_a_wrong_command_is_noticed(wrong, message, monkeypatch):
 # Commands that are run.
 
 
-@pytest.fixture
-def run_script(monkeypatch, tmp_path):
-    """Runs a command of this repository in this process, in an empty folder."""
-
-    def run(words: list[str]) -> None:
-        words = words[1:] if words[0] == "python" else words
-        monkeypatch.setattr(sys, "argv", [str(ROOT / words[0]), *words[1:]])
-        try:
-            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
-        except SystemExit as end:
-            assert end.code in (0, None), end.code
-
-    monkeypatch.chdir(tmp_path)
-    return run
-
-
 @pytest.mark.slow
-def test_the_commands_of_the_readme_that_work_offline_work(quickstart, run_script, tmp_path, capsys):  # noqa: F811
+def test_the_commands_of_the_readme_that_work_offline_work(quickstart, monkeypatch, tmp_path, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
     offline = ("save_model", "verify_data", "compare", "plot_run", "report", "generate")
     (tmp_path / "DIR").mkdir()
     (tmp_path / "DIR/results.json").write_text('{"piqa": {"acc,none": 0.5}}')
@@ -82,7 +65,7 @@ def test_the_commands_of_the_readme_that_work_offline_work(quickstart, run_scrip
         if Path(script).stem in offline and words[-1] != script:
             for name, value in values.items():
                 words = [word.replace(name, value) if name in word else word for word in words]
-            run_script(words)
+            assert not run_here(*words[words[0] == "python" :])
             ran.add(Path(script).stem)
     assert ran == set(offline)
     assert (tmp_path / "output/hf/fox-pro-125m-2b/model.safetensors").is_file()
@@ -108,10 +91,9 @@ def test_the_yaml_of_the_page_on_training_is_an_experiment(tmp_path):
     (experiment,) = blocks(read(ROOT / "docs/train.md"), "yaml")
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment/my_fox.yaml").write_text(experiment)
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        own = f"hydra.searchpath=[file://{tmp_path}]"  # what --config-dir adds
-        composed = compose("config", overrides=[own, "+experiment=my_fox", "output_dir=x", "data_dir=x"])
-    assert composed.tag == "my_fox" and parse(composed).model.config["num_hidden_layers"] == 2
+    own = f"hydra.searchpath=[file://{tmp_path}]"  # what --config-dir adds
+    config = compose_config([own, "+experiment=my_fox", "output_dir=x", "data_dir=x"])
+    assert config.tag == "my_fox" and config.model.config["num_hidden_layers"] == 2
 
 
 def test_the_python_of_the_page_on_data_is_what_the_corpus_takes(monkeypatch):

@@ -2,17 +2,19 @@
 
 import re
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 
-from forgetting_transformer import training
 from forgetting_transformer.data.order import ReadingOrder
 from forgetting_transformer.data.tools.download import MIRROR, documents_needed, download
+from forgetting_transformer.sweep.composer import compose_config
 from tests.data.mirror import DOC_LEN, serve, write_layout
-from tests.docs.commands import CONFIGS, ROOT, Shell, blocks, parsed, shell_commands
+from tests.docs.commands import ROOT, Shell, blocks, parsed, shell_commands
 from tests.processes import run_command
 from tests.tiny import tiny_config
-from tests.training.conftest import FABRIC, changed, refused
+from tests.training.conftest import changed, refused
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 (BLOCK,) = (block for block in blocks(README, "bash") if "download_longcrawl64" in block)
@@ -53,9 +55,9 @@ def test_the_commands_for_gpus_run_as_written(mirror, tmp_path):
     for words in filter(None, map(shell.expand, shell_commands(page))):
         ran.append(words[0])
         if words[0] != "pip":
-            script = (
-                [FABRIC[0], *words[1:]] if words[0] == "fabric" else ["-c", AT_THE_MIRROR.format(mirror.url, words)]
-            )
+            script = ["-c", AT_THE_MIRROR.format(mirror.url, words)]
+            if words[0] == "fabric":
+                script = [str(Path(sys.executable).with_name("fabric")), *words[1:]]
             done = run_command(*script, folder=tmp_path)
             assert done.returncode == 0, done.stderr
             printed += done.stdout
@@ -68,16 +70,9 @@ def test_the_commands_for_gpus_run_as_written(mirror, tmp_path):
     assert (run / "checkpoints/step-000000000001536").is_dir()
 
 
-def compose(experiment: str):
-    from hydra import compose, initialize_config_dir
-
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        chosen = f"+experiment/longcrawl64/forgetting_transformer={experiment}"
-        return training.parse(compose("config", overrides=[chosen, "output_dir=x", "data_dir=x"]))
-
-
 def needed(experiment: str) -> int:
-    config = compose(experiment)
+    chosen = f"+experiment/longcrawl64/forgetting_transformer={experiment}"
+    config = compose_config([chosen, "output_dir=x", "data_dir=x"])
     shape = (65_536, config.datamodule.train_batch_len, config.datamodule.train_batch_size)
     documents, tokens = documents_needed(config.train.max_tokens, *shape), config.train.max_tokens
     enough, fewer = (ReadingOrder(number, *shape).batches for number in (documents, documents - 1))

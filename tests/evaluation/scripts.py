@@ -3,17 +3,14 @@
 import contextlib
 import inspect
 import io
-import runpy
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from forgetting_transformer.evaluation import generation
-from tests.processes import Command, free_port, shell_environment
+from tests.processes import Command, free_port, run_here, shell_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,17 +42,9 @@ def run_script(
 
 def _run_here(command: list[str]) -> subprocess.CompletedProcess:
     out, err = io.StringIO(), io.StringIO()
-    status = 0
-    with (
-        mock.patch.object(sys, "argv", command),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
-        try:
-            runpy.run_path(command[0], run_name="__main__")
-        except SystemExit as stopped:  # a message goes to stderr and gives status 1, as Python does it
-            status = stopped.code
-    if isinstance(status, str):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = run_here(*command)
+    if isinstance(status, str):  # Python prints it
         err.write(status)
         status = 1
     return subprocess.CompletedProcess(command, status or 0, out.getvalue(), err.getvalue())

@@ -166,7 +166,7 @@ def plug_in(quickstart, tmp_path, monkeypatch) -> Path:
         assert Path(data_dir) / config.dataset == tmp_path / "mine"
         return LongCrawl64DataModule(str(quickstart.data), dataset="words", packed=config.half == 0, **options)
 
-    monkeypatch.setitem(CORPORA._components, "half", Component("half", build, HalfConfig, plugin="my_lab"))
+    monkeypatch.setitem(CORPORA._components, "half", Component("half", build, HalfConfig))
     (tmp_path / "mine").mkdir()
     return tmp_path / "mine"
 

@@ -90,11 +90,10 @@ def summed_gradients(model, shared) -> dict[str, torch.Tensor]:
     return gradients
 
 
-#: Most are checkpointed alone, since layers know nothing of it.
+#: Documents are packed where models can, and most are checkpointed alone, since layers know nothing of it.
 CASES = [
-    *((name, False, True) for name in MODELS),
-    *((name, False, False) for name in ("fox_pro_pruned", "mamba2_groups")),
-    *((name, True, True) for name in PACKED),
+    *((name, name in PACKED, True) for name in MODELS),
+    *((name, False, False) for name in ("fox_pro_pruned", "mamba2_groups", "samba")),
 ]
 
 

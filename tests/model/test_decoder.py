@@ -61,12 +61,6 @@ def test_tuples_and_hidden_states(ids):
     torch.testing.assert_close(model.lm_head(hidden_states[-1]), model(input_ids=ids).logits)
 
 
-def test_embeddings_in_place_of_ids(ids):
-    model = small_model(**PRO)
-    embeds = model.get_input_embeddings()(ids)
-    torch.testing.assert_close(model(inputs_embeds=embeds).logits, model(input_ids=ids).logits)
-
-
 def gradients(model: PreTrainedModel, ids: torch.Tensor, **forward) -> dict[str, torch.Tensor]:
     model.zero_grad()
     model(input_ids=ids, labels=ids, **forward).loss.mean().backward()

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from forgetting_transformer.model import ForgettingAttentionLayer
-from tests.model.small_models import GROUPED, PRO, WINDOWS, small, small_model
+from tests.model.small_models import GROUPED, WINDOWS, small, small_model
 
 LENGTH = 24
 
@@ -27,20 +27,6 @@ def test_a_hybrid_of_windows_has_one_architecture_and_a_window_where_its_pattern
     cache = model(input_ids=torch.zeros(1, 300, dtype=torch.long)).past_key_values
     assert [layer.keys.shape[2] for layer in cache.layers] == [3 + 128, 3 + 128, 300]
     assert cache.get_seq_length() == 300
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fields", [{**PRO, **GROUPED, "window_size": 7}, {}], ids=["all options", "norms at hand"])
-def test_a_pruned_block_compiles_into_one_graph(fields):
-    torch.compiler.reset()
-    model = small_model(**fields, num_hidden_layers=1, log_pruning_tolerance=-10.0).train()
-    ids = torch.randint(0, 61, (2, LENGTH), generator=torch.Generator().manual_seed(0))
-    inputs = {"input_ids": ids, "labels": ids.roll(-1, 1), "cu_seqlens": torch.tensor([0, 5, LENGTH, 2 * LENGTH])}
-    want = model(**inputs).loss
-    (block,) = model.decoder.layers
-    block._transform = torch.compile(block._transform, fullgraph=True, backend="eager")
-    assert torch.equal(model(**inputs).loss, want)
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("window", [None, 9])

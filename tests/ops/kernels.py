@@ -80,6 +80,20 @@ def results(function: Callable[..., Any], inputs: dict[str, Tensor | None]) -> d
     return {f"out {i}": x.detach() for i, x in enumerate(outs)} | gradients
 
 
+def saved_bytes(function: Callable[[], Any]) -> int:
+    """Bytes of all tensors that a call keeps for its backward pass, those that share memory counted once."""
+    saved = {}
+
+    def note(x: Tensor) -> Tensor:
+        saved[x.untyped_storage().data_ptr()] = x  # held, so that its address is not given to another
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        outs = function()
+    assert (outs if isinstance(outs, Tensor) else outs[0]).requires_grad
+    return sum(x.untyped_storage().nbytes() for x in saved.values())
+
+
 def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float, floor: float = 0.1) -> None:
     """‖got - want‖ ≤ tolerance · (‖want‖ + floor), since some gradients are zero but for rounding."""
     for name in want:

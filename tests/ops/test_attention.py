@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from forgetting_transformer.ops import attention
 from forgetting_transformer.ops.attention import causal_attention
 from tests.ops import kernels
-from tests.ops.kernels import results
+from tests.ops.kernels import results, saved_bytes
 
 
 @pytest.fixture
@@ -103,28 +103,14 @@ def test_half_precision_runs_in_its_own_dtype_under_autocast_too(dtype, toleranc
     assert_close(got, want, tolerance)
 
 
-def saved_elements(**options) -> int:
-    """Elements of all tensors kept for the backward pass of 4,096 tokens, those that share memory counted once."""
-    saved = {}
-    inputs = [x.requires_grad_() for x in make_inputs(4096, 4096, g=1, h=1, dtype=torch.float32)]
-
-    def pack(x: Tensor) -> Tensor:
-        saved[x.untyped_storage().data_ptr()] = x  # held, so that its address is not given to another
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out = causal_attention(*inputs, **options)
-    assert out.requires_grad
-    return sum(x.untyped_storage().nbytes() // x.element_size() for x in saved.values())
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"window_size": 256, "seq_start": torch.tensor([0, 9])}],
     ids=["triangle", "window and padding"],
 )
 def test_memory_is_linear_in_the_sequence(options):
-    assert saved_elements(**options) < 4096 * 4096 / 8
+    inputs = [x.requires_grad_() for x in make_inputs(4096, 4096, g=1, h=1, dtype=torch.float32)]
+    assert saved_bytes(lambda: causal_attention(*inputs, **options)) < 4 * 4096 * 4096 / 8
 
 
 def attention_flops(n: int, window: int | None) -> int:

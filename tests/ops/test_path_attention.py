@@ -1,4 +1,7 @@
-"""PaTH attention in chunks against its definition, one step per token, in float64."""
+"""PaTH attention in chunks against its definition, one step per token, in float64.
+
+`tests/model/test_equations.py` has the definition once more, pair by pair.
+"""
 
 import pytest
 import torch
@@ -9,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from forgetting_transformer.ops import backends, path_attention_fla
 from forgetting_transformer.ops.forgetting_attention import forgetting_attention_reference
 from forgetting_transformer.ops.path_attention import (
-    Past,
     path_attention,
     path_attention_flops_per_token,
     path_attention_reference,
@@ -49,22 +51,6 @@ def reference(*inputs: Tensor) -> Tensor:
     return path_attention_reference(*inputs, 0.7)
 
 
-def test_the_reference_is_the_definition():
-    """Products of whole matrices, pair by pair."""
-    q, k, v, w, beta, log_fgate = make_inputs(7)
-    out = reference(q, k, v, w, beta, log_fgate)
-    for b in range(2):
-        for h in range(3):
-            for i in range(7):
-                scores = torch.zeros(i + 1, dtype=torch.float64)
-                for j in range(i + 1):
-                    way = torch.eye(6, dtype=torch.float64)
-                    for s in range(j + 1, i + 1):
-                        way = (torch.eye(6) - beta[b, s, h] * torch.outer(w[b, s, h], w[b, s, h])) @ way
-                    scores[j] = 0.7 * q[b, i, h] @ way @ k[b, j, h] + log_fgate[b, j + 1 : i + 1, h].sum()
-                torch.testing.assert_close(out[b, i, h], scores.softmax(0) @ v[b, : i + 1, h], rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("length", [1, 64, 200])
 @pytest.mark.parametrize("gates", ["random", "none", "resets"])
 def test_chunks_give_the_outputs_and_gradients_of_the_definition(length, gates):
@@ -79,23 +65,6 @@ def test_without_householder_matrices_it_is_forgetting_attention():
     heads_first = (x.transpose(1, 2) for x in (q, k, v, log_fgate))
     want, _ = forgetting_attention_reference(*heads_first, None, 0.7)
     torch.testing.assert_close(chunked(q, k, v, w, 0 * beta, log_fgate), want.transpose(1, 2))
-
-
-@pytest.mark.parametrize("cuts", [(64,), (1, 2, 3, 70)])
-def test_a_sequence_may_be_cut_anywhere(cuts):
-    inputs = make_inputs(130, "resets")
-
-    def in_parts(*inputs: Tensor) -> Tensor:
-        outs: list[Tensor] = []
-        past: Past | None = None
-        for start, stop in zip((0, *cuts), (*cuts, 130), strict=True):
-            parts = [x[:, start:stop] for x in inputs]
-            out, past = path_attention(*parts, past=past, returns_past=True, scale=0.7)
-            assert past is not None and past.keys.shape[1] == past.log_decay.shape[1] == stop
-            outs.append(out)
-        return torch.cat(outs, dim=1)
-
-    assert_close(run(in_parts, inputs), run(chunked, inputs), 1e-10)
 
 
 def test_autocast_does_not_round_inside_and_outputs_have_the_dtype_of_values():

@@ -1,4 +1,7 @@
-"""Token shift, rotary embedding, norms, cross-entropy and the look at weights against their definitions."""
+"""Layers' small operations, cross-entropy and the look at weights: dtypes, memory, and what is refused.
+
+`tests/model/test_equations.py` has the definitions of the layers' operations.
+"""
 
 import math
 
@@ -11,19 +14,8 @@ from forgetting_transformer.ops.layers import cross_entropy
 from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
 from forgetting_transformer.ops.layers.norm import rms_norm
 from forgetting_transformer.ops.layers.rotary import rotate
+from forgetting_transformer.ops.layers.short_convolution import short_convolution
 from forgetting_transformer.ops.layers.token_shift import token_shift
-
-
-def test_token_shift_weighs_the_previous_token_by_the_current_alpha():
-    torch.manual_seed(0)
-    y, alpha, previous = torch.randn(2, 5, 3, 4), torch.rand(2, 5, 3), torch.randn(2, 3, 4)
-    for first in (None, previous):
-        out = token_shift(y, alpha, first)
-        before = torch.zeros(2, 3, 4) if first is None else first
-        for t in range(5):
-            a = alpha[:, t, :, None]
-            torch.testing.assert_close(out[:, t], a * before + (1 - a) * y[:, t])
-            before = y[:, t]
 
 
 def test_token_shift_refuses_shapes_that_do_not_fit():
@@ -33,16 +25,21 @@ def test_token_shift_refuses_shapes_that_do_not_fit():
         token_shift(torch.zeros(2, 5, 3, 4), torch.zeros(2, 5, 3), torch.zeros(2, 12))
 
 
-def test_rotary_turns_halves_of_a_head_against_each_other():
-    torch.manual_seed(0)
-    x = torch.randn(1, 4, 2, 6, dtype=torch.float64)
-    out = rotate(x, 3, base=100.0)
-    for t in range(4):
-        for d in range(3):
-            angle = (3 + t) * 100.0 ** (-2 * d / 6)
-            a, b = x[0, t, :, d], x[0, t, :, d + 3]
-            torch.testing.assert_close(out[0, t, :, d], a * math.cos(angle) - b * math.sin(angle))
-            torch.testing.assert_close(out[0, t, :, d + 3], a * math.sin(angle) + b * math.cos(angle))
+def test_what_a_short_convolution_keeps_does_not_hold_the_sequence_in_memory():
+    _, last = short_convolution(torch.zeros(2, 500, 6), torch.zeros(6, 1, 4))
+    assert last.untyped_storage().nbytes() == last.numel() * last.element_size()
+
+
+def test_short_convolution_refuses_shapes_that_do_not_fit():
+    x, weight = torch.zeros(2, 5, 6), torch.zeros(6, 1, 4)
+    with pytest.raises(ValueError, match=r"weight has shape \(6, 4\); it must be \(6, 1, W\)"):
+        short_convolution(x, weight[:, 0])
+    with pytest.raises(ValueError, match=r"previous has shape \(2, 6, 4\); it must be \(2, 6, 3\)"):
+        short_convolution(x, weight, previous_BCW=torch.zeros(2, 6, 4))
+    with pytest.raises(ValueError, match="unit_heads is 4; it must be a divisor of x's 6 channels"):
+        short_convolution(x, weight, unit_heads=4)
+    with pytest.raises(ValueError, match="at least one position"):
+        short_convolution(x[:, :0], weight)
 
 
 def test_rotary_angles_are_float32_for_bfloat16_inputs():
@@ -75,14 +72,6 @@ def test_rotary_tables_are_one_operation_for_a_compiler():
 def test_rotary_refuses_odd_heads():
     with pytest.raises(ValueError, match="head_dim is 3"):
         rotate(torch.zeros(1, 1, 1, 3))
-
-
-@pytest.mark.parametrize("num_groups", [1, 3])
-def test_rms_norm_normalises_each_group(num_groups):
-    torch.manual_seed(0)
-    x, weight = torch.randn(2, 5, 12), torch.randn(12)
-    want = F.rms_norm(x.unflatten(-1, (num_groups, -1)), (12 // num_groups,), eps=1e-5).flatten(-2) * weight
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5, num_groups), want)
 
 
 def test_rms_norm_statistics_are_float32_for_half_inputs():

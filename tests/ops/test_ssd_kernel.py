@@ -111,19 +111,6 @@ def test_random_shapes(device):
 
 
 @on_every_device
-def test_a_gradient_of_the_final_state_alone(device):
-    inputs = make_inputs(1, 70, 2, 1, 16, 16) | {"skip": None}
-    expect_float64(
-        lambda **x: ssd.ssd(*x.values(), None, 1.0)[1],
-        lambda q, k, v, log_decay, step, skip, state: recurrence.recurrence(
-            q, k, v, log_decay=log_decay, step=step, state=state, scale=1.0
-        )[1],
-        inputs,
-        2e-5,
-    )
-
-
-@on_every_device
 def test_convolution_and_state_space_as_one_operator(device):
     """Outputs, states and gradients of what the two ops give one after the other."""
     batch, length, heads, groups, keys, values, taps = 1, 70, 4, 2, 16, 16, 4

@@ -1,10 +1,8 @@
 """scripts/check_model.py: what an architecture of a user's own may break is found, and what it does not break is ok."""
 
 import re
-import runpy
 import shlex
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -24,14 +22,15 @@ from forgetting_transformer.model.config import SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
 from tests.docs.commands import write_files
-from tests.processes import ROOT, run_command
+from tests.processes import ROOT, run_command, run_here
 
 pytestmark = pytest.mark.slow
-SCRIPT = str(ROOT / "scripts/check_model.py")
 
 
 class Mean(RecurrentMixer):
     """The mean of what was read, with a bias that only an empty past gets; each fault below changes one line of it."""
+
+    change = staticmethod(lambda out_BTE: out_BTE)
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -43,19 +42,11 @@ class Mean(RecurrentMixer):
         count_BTE = zero_padding(torch.ones_like(x_BTE), padding_BT)
         sum_BTE = x_BTE.cumsum(1) + states.get("sum", 0)
         number_BTE = count_BTE.cumsum(1) + states.get("number", 0)
-        out_BTE = self.out_proj(sum_BTE / number_BTE.clamp(min=1))
+        out_BTE = self.change(self.out_proj(sum_BTE / number_BTE.clamp(min=1)))
         return out_BTE, {"sum": sum_BTE[:, -1:], "number": number_BTE[:, -1:]}
 
 
-class ChangesItsOutput(Mean):
-    change = staticmethod(lambda out_BTE: out_BTE)
-
-    def mix(self, hidden_BTE, padding_BT, states):
-        out_BTE, states = super().mix(hidden_BTE, padding_BT, states)
-        return self.change(out_BTE), states
-
-
-class OverAllTokens(ChangesItsOutput):
+class OverAllTokens(Mean):
     change = staticmethod(lambda out_BTE: out_BTE.mean(1, keepdim=True).expand_as(out_BTE))
 
 
@@ -76,7 +67,7 @@ class ReadsPadding(Mean):
         return super().mix(hidden_BTE, None, states)
 
 
-class NotANumber(ChangesItsOutput):
+class NotANumber(Mean):
     change = staticmethod(torch.log)
 
 
@@ -94,11 +85,13 @@ class Raises(Mean):
 
 
 @pytest.fixture
-def register(monkeypatch) -> Iterator:
+def register(monkeypatch) -> Callable[..., str]:
     """Registers a mixer as the architecture `throw_away` for the time of a test."""
     monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
     monkeypatch.setattr(plugins.MODELS, "_components", dict(plugins.MODELS._components))
-    registered = []
+    for mapping in (CONFIG_MAPPING, MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
+    monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "throw_away-tests", "")
 
     def add(mixer: type[nn.Module], **methods) -> str:
         def build_mixer(self, layer_idx):
@@ -109,16 +102,10 @@ def register(monkeypatch) -> Iterator:
         config_class = type("ThrowAwayConfig", (SwiGLUDecoderConfig,), body)
         model_class = type("ThrowAwayModel", (DecoderModel,), {"config_class": config_class})
         lm_class = type("ThrowAwayForCausalLM", (DecoderForCausalLM,), {"model_class": model_class})
-        registered.append(config_class)
         registry.register("throw_away", config_class, model_class, lm_class)
         return "throw_away"
 
-    yield add
-    for config_class in registered:
-        CONFIG_MAPPING._extra_content.pop(config_class.model_type)
-        MODEL_MAPPING._extra_content.pop(config_class)
-        MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.pop(config_class)
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.pop(config_class.model_type)
+    return add
 
 
 def failures(name: str, **fields) -> dict[str, str]:
@@ -178,15 +165,12 @@ def test_flops_of_a_configuration_must_be_a_number(register):
 
 
 @pytest.fixture
-def script(monkeypatch, capsys):
+def script(capsys):
     """Runs it here, and returns its exit code and what it printed."""
 
     def run(*arguments: str) -> SimpleNamespace:
-        monkeypatch.setattr(sys, "argv", [SCRIPT, *arguments])
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(SCRIPT, run_name="__main__")
-        captured = capsys.readouterr()
-        return SimpleNamespace(code=end.value.code, out=captured.out, err=captured.err)
+        code, captured = run_here("scripts/check_model.py", *arguments), capsys.readouterr()
+        return SimpleNamespace(code=code, out=captured.out, err=captured.err)
 
     return run
 

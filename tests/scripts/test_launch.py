@@ -19,21 +19,17 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import launch  # noqa: E402
 
 
-@pytest.mark.parametrize(
-    ("arguments", "standalone", "threads"),
-    [
+def test_what_the_launcher_adds():
+    for arguments, standalone, threads in (
         (["--devices", "4", "+experiment/demo=fox_pro"], True, "4"),
         (["--devices=2", "--main-port", "1234"], False, "8"),
         (["--devices", "8", "--num-nodes", "2"], False, "2"),
         ([], True, "16"),
-    ],
-)
-def test_what_the_launcher_adds(arguments, standalone, threads):
-    args, _ = launch.parse(arguments)
-    added = launch.environment(args, launch.processes(args, here=0), cores=16)
-    assert ("PET_STANDALONE" in added) == standalone
-    assert added["OMP_NUM_THREADS"] == threads
-    assert "SIGUSR1" in added["PET_SIGNALS_TO_HANDLE"].split(",")
+    ):
+        args, _ = launch.parse(arguments)
+        added = launch.environment(args, launch.processes(args, here=0), cores=16)
+        assert (("PET_STANDALONE" in added), added["OMP_NUM_THREADS"]) == (standalone, threads), arguments
+        assert "SIGUSR1" in added["PET_SIGNALS_TO_HANDLE"].split(",")
 
 
 def test_devices_are_those_that_are_there_or_one_line_says_why_not(monkeypatch, capsys):

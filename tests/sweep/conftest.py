@@ -1,42 +1,32 @@
 """Sweeps whose jobs are a stand-in for train.py that takes a tenth of a second (fake_train.py)."""
 
+import copy
 import dataclasses
-import hashlib
+import functools
 import json
-import os
-import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
+from forgetting_transformer import command_line
 from forgetting_transformer.sweep import composer, runner
 from forgetting_transformer.sweep.jobs import Job
-from forgetting_transformer.training import Config, parse
+from tests.processes import run_here
 from tests.training.conftest import corpus  # noqa: F401 (a fixture)
 
-ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("fake_train.py")
+#: What one test of a worker composed the next ones have: it takes a moment.
+composed = functools.cache(lambda *overrides, compose=composer.compose_config: compose(overrides))
 DEMO = ["+experiment/demo=fox_pro", "data_dir=data"]
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch, shared_folder: Path) -> dict[str, str]:
-    """Jobs are played by fake_train.py, with the faults that a test puts in here. What one worker composed all have."""
+def faults(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Jobs are played by fake_train.py, with the faults that a test puts in here."""
     kinds: dict[str, str] = {}
-
-    def compose_once(overrides: Sequence[str]) -> Config:
-        file = shared_folder / f"composed-{hashlib.sha256(json.dumps(list(overrides)).encode()).hexdigest()[:20]}"
-        if not file.exists():
-            temporary = file.with_name(f"{file.name}.{os.getpid()}")
-            temporary.write_text(json.dumps(dataclasses.asdict(compose(overrides))))
-            temporary.replace(file)
-        return parse(OmegaConf.create(json.loads(file.read_text())), overrides)
-
-    compose = composer.compose_config
-    monkeypatch.setattr(composer, "compose_config", compose_once)
+    monkeypatch.setattr(composer, "compose_config", lambda overrides: copy.deepcopy(composed(*overrides)))
 
     def command(job, devices):
         return [sys.executable, str(FAKE), json.dumps(dataclasses.asdict(job.config)), json.dumps(kinds)]
@@ -54,12 +44,20 @@ def train_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
 
     def run(*arguments: str) -> int | str | None:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *arguments])
-        try:
-            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-        except SystemExit as end:
-            return end.code
-        return None
+        return run_here("train.py", *arguments)
+
+    return run
+
+
+@pytest.fixture
+def search(faults, tmp_path, capsys, request) -> Callable[..., tuple[int, str, str]]:
+    """Runs the script of the test's module in the folder `sweep` and returns (exit code, stdout, stderr)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        given = [*DEMO, f"output_dir={tmp_path / 'sweep'}", *arguments]
+        code = command_line.run(lambda: request.module.script.main(given))
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
 
     return run
 

@@ -5,28 +5,15 @@ from pathlib import Path
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from forgetting_transformer import command_line
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.composer import search_space
 from tests.processes import load_script
-from tests.sweep.conftest import DEMO, starts
+from tests.sweep.conftest import starts
 
 pytestmark = pytest.mark.slow
 
-sweep_optuna = load_script("sweep_optuna")
+script = load_script("sweep_optuna")
 RATE = "optimizer.lr=tag(log, interval(1e-4, 1e-1))"
-
-
-@pytest.fixture
-def search(faults, tmp_path, capsys):
-    """Runs scripts/sweep_optuna.py and returns (exit code, stdout, stderr)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = command_line.run(lambda: sweep_optuna.main([*DEMO, f"output_dir={tmp_path / 'search'}", *arguments]))
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
 
 
 def losses(table: str) -> list[float]:
@@ -36,7 +23,7 @@ def losses(table: str) -> list[float]:
 
 def made(tmp_path: Path) -> list[int]:
     """How often each trial was started."""
-    return [len(starts(path)) for path in sorted((tmp_path / "search").glob("trial*"))]
+    return [len(starts(path)) for path in sorted((tmp_path / "sweep").glob("trial*"))]
 
 
 def test_ranges_are_hydras():
@@ -60,7 +47,7 @@ def test_it_continues_where_it_was_and_its_table_has_the_best_run_first(search, 
     assert "| failed" in out and "| diverged" in out
     code, out, _ = search(RATE, "train.max_grad_norm=0.5,1.0", "--trials", "7")
     assert losses(out) == sorted(losses(out)) and len(losses(out)) == 5 and made(tmp_path) == [1] * 7
-    assert losses((tmp_path / "search/sweep.md").read_text()) == losses(out)
+    assert losses((tmp_path / "sweep/sweep.md").read_text()) == losses(out)
     code, _, err = search(RATE.replace("1e-1", "1"), "--trials", "8", "optimizer.weight_decay=0.2")
     assert code == 1 and "optimizer.weight_decay: 0.1 -> 0.2" in err
     assert "optimizer.lr: tag(log, interval(1e-4, 1e-1)) -> tag(log, interval(1e-4, 1))" in err

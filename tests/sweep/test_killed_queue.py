@@ -1,13 +1,13 @@
 """A sweep that is killed while jobs run and wait: the same command does what is missing, and nothing twice."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.processes import Command
-from tests.sweep.conftest import DEMO, FAKE, ROOT, starts
+from forgetting_transformer.training.faults.peers import is_gone
+from tests.processes import ROOT, Command
+from tests.sweep.conftest import DEMO, FAKE, starts
 from tests.waiting import wait_until
 
 JOBS = [f"seed={seed}" for seed in range(5)]
@@ -40,10 +40,11 @@ def test_sigkill_in_the_queue_loses_no_job_and_repeats_none(tmp_path):
     alive = lambda: killed.poll() is None  # noqa: E731
     wait_until(lambda: len(lines("seed=0")) == 10 and len(lines("seed=1")) >= 5, alive, said.read_text)
     wait_until((tmp_path / "sweep/seed=2/starts.txt").is_file, alive, said.read_text)
-    hung = next(child for child in children(killed.pid) if "/seed=1" in Path(f"/proc/{child}/cmdline").read_text())
+    children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
+    hung = next(int(child) for child in children if "/seed=1" in Path(f"/proc/{child}/cmdline").read_text())
     killed.kill()
     killed.wait()
-    wait_until(lambda: not running(hung), said=f"the job {hung} outlives its sweep")
+    wait_until(lambda: is_gone(hung), said=f"the job {hung} outlives its sweep")
     before = {name: len(starts(tmp_path / "sweep" / name)) for name in JOBS}
     again = sweep({}, tmp_path / "second")
     assert again.wait() == 0, (tmp_path / "second").read_text()
@@ -53,16 +54,3 @@ def test_sigkill_in_the_queue_loses_no_job_and_repeats_none(tmp_path):
     after = {name: len(starts(tmp_path / "sweep" / name)) for name in JOBS}
     assert after["seed=0"] == before["seed=0"] == 1, "what was finished is not started again"
     assert after["seed=1"] == 2 and all(after[name] >= 1 for name in JOBS)
-
-
-def children(process: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-
-
-def running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-        # A child of a killed parent is reaped by init, where there is one that does.
-        return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (ProcessLookupError, FileNotFoundError):
-        return False

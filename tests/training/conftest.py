@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
 
 from forgetting_transformer import training
+from forgetting_transformer.files import flatten
 from tests.processes import Command, free_port, server, start_as_by_default
 from tests.tiny import STEP, VOCAB, make_corpus, tiny_config
 from tests.waiting import HANG, wait_until
@@ -160,10 +160,10 @@ def interrupted(finished) -> Callable[..., None]:
     return run
 
 
-def refused(config: dict, world_size: int = 1) -> str:
+def refused(config: dict, world_size: int = 1, patch: str | None = None) -> str:
     """Expects the run to stop with an error, and returns it."""
-    job = Job(config, world_size)
-    assert all(code == 1 for code in job.wait()), "the run should have been refused"
+    job = Job(config, world_size, patch)
+    assert job.wait() == [1] * world_size, "the run should have been refused"
     return job.errors()
 
 
@@ -323,32 +323,14 @@ STOP = "os.kill(os.getpid(), signal.SIGTERM)"
 HEARD = "\nwhile self.watchdog.request is None:\n    time.sleep(0.001)"
 
 
-FABRIC = [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--accelerator", "cpu"]
 ENDLESS = ["train.max_tokens=99999999", "datamodule.repeat=true", "skip_eval=true"]
 
 
 def command_line(tiny: dict, output_dir: Path) -> list[str]:
-    """The tiny configuration as overrides of an experiment."""
-    return [
-        "+experiment/demo=fox_pro",
-        f"data_dir={tiny['data_dir']}",
-        f"output_dir={output_dir}",
-        "datamodule.dataset=tiny",
-        "datamodule.vocab_size=64",
-        "datamodule.bos_token_id=0",
-        "datamodule.train_batch_len=32",
-        "datamodule.train_batch_size=4",
-        "datamodule.eval_tokens=640",
-        "scale.hidden_size=64",
-        "scale.heads_of_64=1",
-        "scale.num_hidden_layers=1",
-        "train.grad_acc_tokens=64",
-        "schedule.warmup_tokens=128",
-        "schedule.total_tokens=1280",
-        f"log_interval={STEP}",
-        f"checkpoint_interval={4 * STEP}",
-        "wandb.mode=disabled",
-    ]
+    """The tiny configuration as overrides of an experiment, but for where it runs."""
+    config = flatten(tiny_config(output_dir, tiny["data_dir"]))
+    given = [f"{key}={value}" for key, value in config.items() if not key.startswith("fabric.")]
+    return ["+experiment/demo=fox_pro", *given]
 
 
 def wait_for_training(folder: Path, launcher: Command) -> None:

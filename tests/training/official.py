@@ -16,14 +16,6 @@ from forgetting_transformer.training.export import load_checkpoint
 from forgetting_transformer.training.optimization.building import undecayed_parameters
 
 PACKAGE = "forgetting_transformer"
-TARGETS = {
-    "strategy": "lightning.fabric.strategies.FSDPStrategy",
-    "model": f"{PACKAGE}.model.{PACKAGE}.modeling_{PACKAGE}.ForgettingTransformerForCausalLM",
-    "config": f"{PACKAGE}.model.{PACKAGE}.configuration_{PACKAGE}.ForgettingTransformerConfig",
-    "optimizer": "torch.optim.AdamW",
-    "schedule": f"{PACKAGE}.schedule.warmup_cosine_decay_schedule",
-    "datamodule": f"{PACKAGE}.datamodule.{{0}}.{{0}}DataModule",
-}
 
 
 def official_run(run: Path, folder: Path, step: int, numbered: bool = False) -> Path:
@@ -71,13 +63,8 @@ def official_config(config: Config, folder: Path) -> dict[str, Any]:
              "normalization_weight_decay", "conv_weight_decay")  # fmt: skip
     batches = ("train_batch_len", "train_batch_size", "train_num_workers", "eval_tokens", "eval_batch_len",
                "eval_local_batch_size", "eval_num_workers")  # fmt: skip
-    fields = {
-        "vocab_size": "???",
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "max_position_embeddings": None,
-        "use_rope": False,
-    }
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "max_position_embeddings"))
+    fields = {"vocab_size": "???", "use_rope": False, **none}
     return {
         **{name: getattr(config, name) for name in same},
         "hf_load_dir": None, "hf_save_dir": None, "hf_load_step": None, "fork_dir": None, "fork_step": None,
@@ -87,24 +74,27 @@ def official_config(config: Config, folder: Path) -> dict[str, Any]:
         "eval": {"min_val_length": config.eval.min_val_length},
         "wandb": {"project": "forgetting-transformer", "mode": "offline", "log_dir": str(folder)},
         "strategy": {
-            "_target_": TARGETS["strategy"], "state_dict_type": "full", "sharding_strategy": "FULL_SHARD",
-            "cpu_offload": False,
+            "_target_": "lightning.fabric.strategies.FSDPStrategy", "state_dict_type": "full",
+            "sharding_strategy": "FULL_SHARD", "cpu_offload": False,
         },
         "model": {
-            "_target_": TARGETS["model"], "config": {"_target_": TARGETS["config"], **fields, **config.model.config},
+            "_target_": f"{PACKAGE}.model.{PACKAGE}.modeling_{PACKAGE}.ForgettingTransformerForCausalLM",
+            "config": {"_target_": f"{PACKAGE}.model.{PACKAGE}.configuration_{PACKAGE}.ForgettingTransformerConfig",
+                       **fields, **config.model.config},
         },
         "schedule": {
-            "_target_": TARGETS["schedule"], "init_value": schedule.init_lr, "peak_value": config.optimizer.lr,
-            "warmup_steps": schedule.warmup_tokens, "decay_steps": schedule.total_tokens, "end_value": schedule.end_lr,
+            "_target_": f"{PACKAGE}.schedule.warmup_cosine_decay_schedule", "init_value": schedule.init_lr,
+            "peak_value": config.optimizer.lr, "warmup_steps": schedule.warmup_tokens,
+            "decay_steps": schedule.total_tokens, "end_value": schedule.end_lr,
         },
         "datamodule": {
-            "_target_": TARGETS["datamodule"].format(config.datamodule.dataset),
+            "_target_": f"{PACKAGE}.datamodule.{config.datamodule.dataset}.{config.datamodule.dataset}DataModule",
             "data_dir": f"{config.data_dir}/longcrawl64", "rank": "???", "world_size": "???",
             "train_seq_len": None, "train_doc_len": None, "eval_seq_len": None, "eval_doc_len": None,
             **{name: data[name] for name in batches},
         },
         "optimizer": {
-            "_target_": TARGETS["optimizer"], "lr": config.optimizer.lr, "betas": config.optimizer.betas,
+            "_target_": "torch.optim.AdamW", "lr": config.optimizer.lr, "betas": config.optimizer.betas,
             "weight_decay": config.optimizer.weight_decay,
         },
     }  # fmt: skip

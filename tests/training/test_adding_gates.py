@@ -21,7 +21,7 @@ from transformers import (
 
 from forgetting_transformer.training.export import ExportError, export
 from forgetting_transformer.training.export.forget_gates import add_forget_gates
-from tests.training.conftest import STEP, changed, checkpoint_tensors, train, word_tokenizer
+from tests.training.conftest import STEP, changed, checkpoint_tensors, rank_log, train, word_tokenizer
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -51,11 +51,6 @@ def original(folder: Path, family: str = "llama", shard: str = "5GB", **fields):
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder, max_shard_size=shard)
     return model
-
-
-def rewrite(folder: Path, **fields) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -118,7 +113,8 @@ def test_weights_in_several_files_and_what_lies_beside_them(tmp_path):
 )
 def test_what_fox_has_not_is_refused_by_name_and_nothing_is_left(tmp_path, fields, said):
     original(tmp_path / "original")
-    rewrite(tmp_path / "original", **fields)
+    file = tmp_path / "original/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
     with pytest.raises(ExportError, match=said):
         add_forget_gates(str(tmp_path / "original"), tmp_path / "gates")
     assert [path.name for path in tmp_path.iterdir()] == ["original"]
@@ -141,21 +137,19 @@ def test_training_from_it_moves_what_it_is_told_to_and_resumes_bitwise(tiny, tmp
     fields = yaml.safe_load((tmp_path / "gates/configs/model/with_gates.yaml").read_text())
     start = {f"model.{name}": t for name, t in load_file(tmp_path / "gates/model.safetensors").items()}
     model = {"name": fields["name"], "config": fields["config"]}
-    new = changed(
-        tiny, model=model, init_from=str(tmp_path / "gates"), datamodule__train_batch_len=64, final_eval=False
-    )
-    new = changed(new, train__max_tokens=8 * STEP)
-    pattern, half = ["*.fgate_proj.*"], changed(new, train__max_tokens=4 * STEP)
+    new = changed(tiny, model=model, init_from=str(tmp_path / "gates"), datamodule__train_batch_len=64)
+    new = changed(new, final_eval=False, train__max_tokens=8 * STEP)
+    pattern = ["*.fgate_proj.*"]
     for changes in ({"train__only": pattern}, {"optimizer__lr_scale": 10.0, "optimizer__lr_scale_for": pattern}):
-        straight, stopped = changed(new, **changes), changed(half, **changes, output_dir=str(tmp_path / "stopped"))
-        train(straight)
-        train(stopped)
-        train(changed(straight, output_dir=stopped["output_dir"]))
-        end, again = (checkpoint_tensors(config["output_dir"], 8 * STEP) for config in (straight, stopped))
-        assert all(torch.equal(tensor, again[name]) for name, tensor in end.items())
+        train(changed(new, **changes))
+        end = checkpoint_tensors(new["output_dir"], 8 * STEP)
+        # As if it had been killed soon after its checkpoint at step 4.
+        shutil.rmtree(Path(new["output_dir"]) / f"checkpoints/step-{8 * STEP:015d}")
+        train(changed(new, **changes))
+        again = checkpoint_tensors(new["output_dir"], 8 * STEP)
+        assert "continuing from" in rank_log(new, 0) and all(torch.equal(end[name], again[name]) for name in end)
         moved = {name: (end[name] - start[name]).abs().max().item() for name in start}
         frozen = {name for name, distance in moved.items() if distance == 0}
         assert frozen == ({name for name in start if "fgate" not in name} if "train__only" in changes else set())
         assert any(".mlp." in name for name in end if name.startswith("optimizer.")) != bool(frozen)
-        shutil.rmtree(straight["output_dir"])
-        shutil.rmtree(stopped["output_dir"])
+        shutil.rmtree(new["output_dir"])

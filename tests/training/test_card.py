@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from forgetting_transformer.training.export.card import CARD, public, snippet, write
+from forgetting_transformer.training.export.card import CARD, snippet, write
 
 HOST = "trainbox-17"
 SECRETS = {
@@ -13,9 +13,7 @@ SECRETS = {
     "output_dir": "/home/agnes/runs/best",
     "wandb": {"project": "secret-project", "log_dir": "/scratch/agnes", "mode": "online"},
     "fork_dir": "/home/agnes/runs/before",
-    "callbacks": {
-        "alarm": {"url": "https://hooks.example/services/T0/B0/xyzzy", "interval": 4096, "to": ["agnes@lab"]}
-    },
+    "callbacks": {"alarm": {"url": "https://hooks.example/services/T0/B0/xyzzy", "to": ["agnes@lab"]}},
     "plugins": ["my_lab"],
     "exp": f"on {HOST}, key hf_abcdefghijklmnop",
     "api_key": "correct horse",
@@ -27,12 +25,8 @@ def make_run(folder: Path) -> Path:
     lines.mkdir(parents=True)
     train = [{"step": step, "train/loss": 5 - step / 1000} for step in range(100, 2100, 100)]
     val = [{"step": step, "val/loss": 5.5 - step / 1000, "val/val_token_count": 640} for step in (1000, 2000)]
-    data = {
-        "step": 0,
-        "train_data_info/path": "/home/agnes/private/corpora/c/train.zarr",
-        "train_data_info/documents": 12,
-    }
-    data |= {"train_data_info/total_tokens": 500, "train_data_info/fingerprint": "f00d"}
+    info = {"path": "/home/agnes/private/corpora/c/train.zarr", "documents": 12, "total_tokens": 500}
+    data = {"step": 0, **{f"train_data_info/{name}": value for name, value in info.items()}}
     for kind, records in {"train": train, "val": val, "train_data_info": [data]}.items():
         (lines / f"{kind}.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     return folder
@@ -51,33 +45,25 @@ SETTINGS = {
 
 
 def card(run_folder: Path, step: int = 1000) -> str:
-    folder, origin = (
-        run_folder / "hf",
-        {"checkpoint": step, "weights_from": {"source": "lab/fox", "revision": "a" * 40}},
-    )
+    folder = run_folder / "hf"
     folder.mkdir(exist_ok=True)
+    origin = {"checkpoint": step, "weights_from": {"source": "lab/fox", "revision": "a" * 40}}
     write(folder, run_folder, SETTINGS, origin, 12345, True)
     return (folder / CARD).read_text(encoding="utf-8")
 
 
 def test_it_says_what_the_run_recorded_up_to_the_checkpoint(tmp_path):
     text = card(make_run(tmp_path))
-    assert (
-        "12,345 parameters" in text and "trained on 1,000 tokens" in text and "| datamodule.dataset | books |" in text
-    )
     assert "| held-out | 4.5000 | mean over 640 held-out tokens, after 1,000 training tokens |" in text
     assert "| training | 4.0000 |" in text, "what was logged after the checkpoint does not count"
     for row in (
         "| fabric.precision | bf16-mixed |", "| optimizer.lr | 0.002 |", "| seed | 7 |",
-        f"| init_from | lab/fox, {'a' * 40} |",
+        f"| init_from | lab/fox, {'a' * 40} |", "12,345 parameters", "trained on 1,000 tokens",
+        "| datamodule.dataset | books |",
     ):  # fmt: skip
         assert row in text, row
-    assert "| held-out | 3.5000 |" in card(tmp_path, step=2000)
-
-
-def test_a_licence_is_never_made_up(tmp_path):
-    text = card(make_run(tmp_path))
     assert "license" not in yaml.safe_load(text.split("---\n")[1]) and "None has been chosen" in text
+    assert "| held-out | 3.5000 |" in card(tmp_path, step=2000)
 
 
 def test_nothing_of_the_machine_or_the_account_is_in_it(tmp_path):
@@ -87,13 +73,6 @@ def test_nothing_of_the_machine_or_the_account_is_in_it(tmp_path):
         str(tmp_path), "wandb",
     ):  # fmt: skip
         assert secret not in text, secret
-
-
-def test_of_a_path_or_url_its_last_part_is_shown():
-    assert public({"path": "~/agnes/b/", "lr": 0.5, "exp": "lr 1e-3 / wd 0.1"}) == {
-        "path": "b", "lr": 0.5, "exp": "lr 1e-3 / wd 0.1"
-    }  # fmt: skip
-    assert public("https://agnes:pw@host/agnes/x?y=1") == "x"
 
 
 def test_the_example_is_python_for_every_model():

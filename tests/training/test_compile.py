@@ -14,7 +14,6 @@ from lightning.fabric import Fabric
 from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 from forgetting_transformer.ops import backends, columns, compiling
 from forgetting_transformer.ops.layers import cross_entropy
@@ -30,12 +29,6 @@ from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB
 from tests.training.conftest import STEP, assert_same_tensors, changed, lines, losses, train
 
-#: For a training process: torch.compile that captures graphs and runs them as they are, within a second.
-CAPTURE_ONLY = """
-import torch
-from forgetting_transformer.ops import backends, columns, compiling
-compiling.compiled = lambda function, recordable=False: torch.compile(function, dynamic=False, backend="eager")
-"""
 INFO = SimpleNamespace(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0)
 ATTENTION = {"attention": Backend("triton", "Triton 3.6.0")}
 
@@ -89,14 +82,6 @@ def test_without_a_triton_that_works_auto_warns_and_true_is_refused(monkeypatch,
     assert not execution.choose(False, torch.device("cuda"), None, {}).compile
 
 
-def run(config: dict, world_size: int = 1, patch: str = CAPTURE_ONLY) -> str:
-    """Trains to the end; returns what this start logged, on rank 0."""
-    log = Path(config["output_dir"]) / "logs/rank-0.log"
-    before = log.stat().st_size if log.exists() else 0
-    train(config, world_size, patch=patch)
-    return log.read_bytes()[before:].decode()
-
-
 # Every architecture
 
 
@@ -125,17 +110,6 @@ def architecture(tiny: dict, name: str, **train) -> dict:
     return changed(tiny, model={"name": name, "config": fields}, train=tiny["train"] | train)
 
 
-class AsUnderFabric(nn.Module):
-    """DDP wants a module whose forward takes what it is given."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs):
-        return self.model(**inputs)
-
-
 @contextlib.contextmanager
 def one_process_group(folder: Path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
@@ -143,10 +117,6 @@ def one_process_group(folder: Path):
         yield
     finally:
         torch.distributed.destroy_process_group()
-
-
-def compilation_of(config: Config) -> Compilation:
-    return Compilation(config, torch.device("cpu"))
 
 
 def build(config: Config) -> nn.Module:
@@ -157,30 +127,22 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-#: Two kinds of blocks in one model, and recurrences.
-GRAPHS = [("forgetting_transformer", "fsdp", True), ("hybrid", "ddp", False)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "strategy", "checkpointing"), GRAPHS)
-def test_blocks_of_a_kind_share_one_graph_per_shape(captured, tiny, tmp_path, caplog, name, strategy, checkpointing):
-    """Without breaks, in training and in evaluations of another length."""
+@pytest.mark.parametrize(("name", "checkpointing"), [("forgetting_transformer", True), ("hybrid", False)])
+def test_blocks_of_a_kind_share_one_graph_per_shape(captured, tiny, tmp_path, caplog, name, checkpointing):
+    """Without breaks, in training and in evaluations of another length; a hybrid has two kinds, and recurrences."""
     config = parse(OmegaConf.create(architecture(tiny, name, compile=True, gradient_checkpointing=checkpointing)))
-    watch, ids = compilation_of(config), tokens(2, 40)
+    watch, ids = Compilation(config, torch.device("cpu")), tokens(2, 40)
     want = build(config).train()(input_ids=ids, labels=ids).loss
     with one_process_group(tmp_path):
         model = build(config)
-        if strategy == "fsdp":
-            mesh = init_device_mesh("cpu", (1,))
-            wrapped = shard(model, mesh, units(model))
-        else:
-            wrapped = DistributedDataParallel(AsUnderFabric(model), find_unused_parameters=True)
+        sharded = shard(model, init_device_mesh("cpu", (1,)), units(model))
         watch.compile(model)
         for _ in range(2):
-            got = wrapped.train()(input_ids=ids, labels=ids).loss
+            got = sharded.train()(input_ids=ids, labels=ids).loss
             got.sum().backward()
         with torch.no_grad():
-            wrapped.eval()(input_ids=ids[:1, :24], labels=ids[:1, :24])
+            sharded.eval()(input_ids=ids[:1, :24], labels=ids[:1, :24])
     assert torch.equal(got, want)
     kinds = len({type(block.sequence_mixer) for block in model.decoder.layers})
     assert captured["stats"]["unique_graphs"] == 2 * (kinds + 1), "of each kind, and of the loss, for two shapes"
@@ -192,7 +154,7 @@ def test_blocks_of_a_kind_share_one_graph_per_shape(captured, tiny, tmp_path, ca
 @pytest.mark.slow
 def test_what_is_left_uncompiled_is_a_warning(captured, tiny, caplog):
     config = parse(OmegaConf.create(changed(tiny, train__compile=True)))
-    watch, model = compilation_of(config), build(config).train()
+    watch, model = Compilation(config, torch.device("cpu")), build(config).train()
     forward = model.decoder.layers[0].mlp.forward
 
     def with_a_break(hidden_BTE):
@@ -215,15 +177,12 @@ def test_the_next_start_finds_blocks_whose_columns_are_split(tiny):
     """On a GPU, where compiled slices of columns have a gradient of their own."""
     from torch._functorch._aot_autograd import autograd_cache
 
-    graphs = []
-
-    def capture(graph, _):
-        graphs.append(graph)
-        return graph
-
-    x = torch.ones(3, 4, requires_grad=True)
-    torch.compile(lambda x: columns._Split.apply(x, (2, 2)), backend=capture)(x)
-    compilation_of(parse(OmegaConf.create(changed(tiny, train__compile=True))))
+    graphs: list = []
+    split = torch.compile(
+        lambda x: columns._Split.apply(x, (2, 2)), backend=lambda graph, _: graphs.append(graph) or graph
+    )
+    split(torch.ones(3, 4, requires_grad=True))
+    Compilation(parse(OmegaConf.create(changed(tiny, train__compile=True))), torch.device("cpu"))
     autograd_cache.check_cacheable(graphs[0])
 
 
@@ -239,7 +198,7 @@ def assert_same_bits(a: str, b: str, step: int) -> None:
 @pytest.mark.slow
 def test_two_starts_with_empty_caches_are_bitwise_one_run(tiny, tmp_path):
     """Compiled and with checkpointed activations; the losses are those of an eager run."""
-    config = changed(tiny, train__gradient_checkpointing=True, train__max_tokens=6 * STEP)
+    config = changed(tiny, train__gradient_checkpointing=True, train__max_tokens=6 * STEP, train__grad_acc_tokens=STEP)
     # The architecture with the fewest kernels to compile.
     config |= {"skip_eval": True, "checkpoint_interval": 3 * STEP}
     config["model"] = {"name": "transformer", "config": {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}}
@@ -250,11 +209,6 @@ def test_two_starts_with_empty_caches_are_bitwise_one_run(tiny, tmp_path):
 import os
 import torch._inductor.config
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = {str(tmp_path / caches)!r}
-# A pool of compilers would import PyTorch in every one.
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-torch._inductor.config.compile_threads = 1
-# PyTorch would compile and load six programs to see that this CPU has the instructions it names.
-torch._inductor.config.cpp.vec_isa_ok = True
 # Without vector instructions its programs are compiled faster.
 torch._inductor.config.cpp.simdlen = 0
 """
@@ -274,6 +228,17 @@ torch._inductor.config.cpp.simdlen = 0
     assert not (tmp_path / "none").exists()
     ours, theirs = losses(stopped["output_dir"]), losses(eager["output_dir"])
     assert len(ours) == 6 and max(abs(ours[step] - theirs[step]) for step in ours) < 1e-4
+
+
+# What blocks are told
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+def test_every_block_is_told_where_its_inputs_are_kept(tiny):
+    for wanted in (False, True):
+        keys = {"train__gradient_checkpointing": True, "train__block_inputs_on_host": wanted}
+        model = build(parse(OmegaConf.create(changed(tiny, **keys))))
+        assert {block.inputs_on_host for block in model.decoder.layers} == {wanted}
 
 
 # Where compiled code is kept
@@ -305,16 +270,13 @@ def test_the_first_step_compiles_nothing_again(captured, tiny):
 
 
 @pytest.fixture
-def wanted(monkeypatch):
+def config(tiny, monkeypatch):
+    """A configuration whose blocks are compiled early."""
     monkeypatch.setattr(compilation, "_serves", lambda *_: True)
-
-
-@pytest.fixture
-def config(tiny):
     return parse(OmegaConf.create(architecture(tiny, "forgetting_transformer", compile=True)))
 
 
-def test_compiled_code_goes_with_a_kernel_that_is_ruled_out(captured, wanted, config, monkeypatch):
+def test_compiled_code_goes_with_a_kernel_that_is_ruled_out(captured, config, monkeypatch):
     fabric, empty = Fabric(accelerator="cpu", devices=1), setup.outline(config, INFO)
     resets, faults = [], {}
     monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(True))
@@ -327,7 +289,7 @@ def test_compiled_code_goes_with_a_kernel_that_is_ruled_out(captured, wanted, co
     assert resets == [True]
 
 
-def test_an_error_is_left_to_the_first_step_and_hides_none_of_the_body(wanted, config, monkeypatch, caplog):
+def test_an_error_is_left_to_the_first_step_and_hides_none_of_the_body(config, monkeypatch, caplog):
     def broken(*_):
         raise RuntimeError("no compiler")
 

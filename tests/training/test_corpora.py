@@ -30,12 +30,13 @@ def texts(shared_folder) -> Path:
     return folder
 
 
+MIXTURE = {"datamodule__name": "mixture", "datamodule__parts": {"tales": 3, "notes": 1}}
+
+
 @pytest.fixture(params=["packed", "mixture"])
 def config(request, tiny, texts) -> dict:
-    tiny = changed(tiny, data_dir=str(texts), datamodule__name=request.param, datamodule__dataset="tales")
-    if request.param == "mixture":
-        tiny = changed(tiny, datamodule__parts={"tales": 3, "notes": 1}, datamodule__packed=True)
-    return tiny
+    tiny = changed(tiny, data_dir=str(texts), datamodule__name="packed", datamodule__dataset="tales")
+    return changed(tiny, **MIXTURE, datamodule__packed=True) if request.param == "mixture" else tiny
 
 
 def test_straight_run_equals_interrupted_run_bitwise(config, continued):
@@ -74,7 +75,7 @@ def test_flops_are_those_of_documents_that_do_not_see_each_other(config, finishe
 
 
 def test_a_mixture_whose_parts_end_within_a_batch_reads_them_again(tiny, texts):
-    tiny = changed(tiny, data_dir=str(texts), datamodule__name="mixture", datamodule__parts={"tales": 3, "notes": 1})
+    tiny = changed(tiny, data_dir=str(texts), **MIXTURE)
     tiny = changed(tiny, datamodule__train_batch_size=512, datamodule__repeat=True, train__max_tokens=2 * 512 * 32)
     tiny = changed(tiny, train__grad_acc_tokens=512 * 32, skip_eval=True)
     train(tiny)
@@ -83,8 +84,7 @@ def test_a_mixture_whose_parts_end_within_a_batch_reads_them_again(tiny, texts):
 
 
 def test_other_parts_and_models_that_carry_a_state_are_refused(tiny, texts, tmp_path):
-    mixture = changed(tiny, data_dir=str(texts), datamodule__name="mixture", datamodule__parts={"tales": 3, "notes": 1})
-    mixture = changed(mixture, train__max_tokens=4 * STEP)
+    mixture = changed(tiny, data_dir=str(texts), train__max_tokens=4 * STEP, **MIXTURE)
     train(mixture)
     said = refused(changed(mixture, datamodule__parts={"tales": 1, "notes": 1}, train__max_tokens=8 * STEP))
     assert "datamodule.parts.tales: 3.0 -> 1.0" in said

@@ -19,11 +19,6 @@ trainer.Trainer.step = step
 """
 
 
-def train_recording(config: dict, world_size: int, folder) -> None:
-    folder.mkdir(exist_ok=True)
-    train(config, world_size, patch=RECORD.format(folder=folder))
-
-
 def global_batches(folder) -> list[np.ndarray]:
     """The tokens of every step: its ranks' shares in the order of the ranks."""
     steps = sorted({file.name.split("-")[0] for file in folder.iterdir()})
@@ -34,12 +29,15 @@ def test_one_two_four_and_one_process_with_other_micro_batches(tiny, tmp_path):
     """Same global batches in the same order, losses equal to 1e-6, weights and moments intact."""
     tiny = changed(tiny, train__max_tokens=12 * STEP)
     straight = changed(tiny, output_dir=str(tmp_path / "straight"))
-    train_recording(straight, 1, tmp_path / "straight-tokens")
+    for folder in ("straight", "moved"):
+        (tmp_path / f"{folder}-tokens").mkdir()
+    train(straight, patch=RECORD.format(folder=tmp_path / "straight-tokens"))
     moved = changed(tiny, output_dir=str(tmp_path / "moved"))
     parts = [(3, "auto", 1, 32), (6, "fsdp", 2, 32), (9, "ddp", 4, 32), (12, "auto", 1, 128)]
     for steps, strategy, world_size, micro_batch in parts:
         part = changed(moved, strategy__name=strategy, train__grad_acc_tokens=micro_batch, skip_eval=True)
-        train_recording(changed(part, train__max_tokens=steps * STEP), world_size, tmp_path / "moved-tokens")
+        record = RECORD.format(folder=tmp_path / "moved-tokens")
+        train(changed(part, train__max_tokens=steps * STEP), world_size, patch=record)
     ours, theirs = global_batches(tmp_path / "moved-tokens"), global_batches(tmp_path / "straight-tokens")
     assert len(ours) == len(theirs) == 12
     assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))

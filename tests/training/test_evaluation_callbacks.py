@@ -14,6 +14,7 @@ from forgetting_transformer.data import LongCrawl64DataModule
 from forgetting_transformer.evaluation import forget_gates
 from forgetting_transformer.evaluation.models import load_model
 from forgetting_transformer.evaluation.workers import Workers
+from forgetting_transformer.plugins import CORPORA
 from forgetting_transformer.training.config import ConfigError
 from tests.evaluation.scripts import index_few_tasks
 from tests.training.conftest import (
@@ -47,12 +48,16 @@ ANSWER = "w7 w9 w11"
 ASKED = "What is the best thing to do in San Francisco? Answer: The best thing to do in San Francisco is"
 
 
+def parsed(config: dict) -> training.Config:
+    return training.parse(OmegaConf.create(config))
+
+
 def run(config: dict) -> None:
     """Trains in this process, with one thread as all other runs have."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        training.run(training.parse(OmegaConf.create(config)))
+        training.run(parsed(config))
     finally:
         torch.set_num_threads(threads)
 
@@ -60,20 +65,6 @@ def run(config: dict) -> None:
 def with_needle(config: dict, tokenizer: str | None, **keys) -> dict:
     keys = {"interval": 10 * STEP, "lengths": [96, 128], "depths": [1, 0], "samples": 1, "batch_size": 1} | keys
     return changed(config, callbacks__needle={"tokenizer": tokenizer, "answer": ANSWER} | keys)
-
-
-def held_out(config: dict) -> LongCrawl64DataModule:
-    shape = vars(training.parse(OmegaConf.create(config)).datamodule)
-    return LongCrawl64DataModule(config["data_dir"], **{key: value for key, value in shape.items() if key != "name"})
-
-
-def report_model(model, text: torch.Tensor) -> list[forget_gates.HeadReport]:
-    """Every head of a model on one text."""
-    reports: list[forget_gates.HeadReport] = []
-    layers = forget_gates.attention_layers(model)
-    with torch.no_grad(), forget_gates.watching(layers, lambda one: reports.extend(forget_gates.report_heads(one))):
-        model(text[None])
-    return reports
 
 
 def test_two_processes_find_the_numbers_of_the_finished_model_and_change_no_weight(tiny, finished, tokenizer):
@@ -89,14 +80,19 @@ def test_two_processes_find_the_numbers_of_the_finished_model_and_change_no_weig
         found = lines(tiny["output_dir"], kind)
         assert [entry["step"] for entry in found] == [10 * STEP, 12 * STEP]
         last |= found[-1]
-    model, data = load_model(tiny["output_dir"], tokenizer=tokenizer), held_out(tiny)
+    model, config = load_model(tiny["output_dir"], tokenizer=tokenizer), parsed(tiny)
+    data = CORPORA.get(config.datamodule.name).build(config.data_dir, config.datamodule)
     check_gates(last, model, data)
     check_needle(last, model, data)
 
 
 def check_gates(last: dict, model, data: LongCrawl64DataModule) -> None:
     texts = [text for rank in range(2) for text in next(iter(data.eval_loader(rank, 2)))["input_ids"]]
-    reports = [report_model(model.model, text) for text in texts]
+    reports: list[list[forget_gates.HeadReport]] = [[] for _ in texts]
+    layers = forget_gates.attention_layers(model.model)
+    for text, report in zip(texts, reports, strict=True):
+        with torch.no_grad(), forget_gates.watching(layers, lambda one: report.extend(forget_gates.report_heads(one))):  # noqa: B023
+            model.model(text[None])
     for index, head in enumerate(reports[0]):
         mean = sum(report[index].memory for report in reports) / len(texts)
         assert last[f"gates/layer_{head.layer}/head_{head.head}"] == pytest.approx(mean)
@@ -161,8 +157,9 @@ def test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight(tiny
 
 
 def test_a_signal_breaks_the_needle_test_off_and_the_next_start_does_it_again(tiny, finished, tokenizer):
-    stop = (STOP + HEARD).replace("self", "trainer")
-    patch = before("evaluation.needle", "beat", stop, "trainer.fabric.global_rank == 0", "trainer")
+    """On one rank of two."""
+    stop = (STOP + HEARD).replace("self", "trainer").replace("SIGTERM", "SIGUSR1")
+    patch = before("evaluation.needle", "beat", stop, "trainer.fabric.global_rank == 1", "trainer")
     tiny = changed(tiny, train__max_tokens=12 * STEP)
     straight, config = finished(tiny, 2), with_needle(tiny, tokenizer)
     train(config, 2, patch=patch)

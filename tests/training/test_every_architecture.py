@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from forgetting_transformer.model import registry
 from forgetting_transformer.training.checkpoint.folder import newest_valid
 from forgetting_transformer.training.export import export, load_checkpoint
-from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB
 from tests.training.conftest import STEP, assert_same_tensors, changed, rank_log, train
+from tests.training.test_compile import architecture
 
 pytestmark = pytest.mark.slow
 
@@ -25,8 +25,8 @@ CASES += [("hgrn2", {}, strategy, 2) for strategy in ("ddp", "fsdp")]
 
 @pytest.mark.parametrize(("name", "fields", "strategy", "world_size"), CASES)
 def test_it_trains_resumes_bitwise_and_exports(tiny, tmp_path, name, fields, strategy, world_size):
-    fields = {"hidden_size": 32, "num_hidden_layers": 2, **SMALL_FIELDS[name], "initializer_range": 0.02, **fields}
-    tiny["model"] = {"name": name, "config": fields}
+    tiny = architecture(tiny, name)
+    tiny["model"]["config"] |= fields
     straight = changed(tiny, strategy__name=strategy, train__max_tokens=6 * STEP, output_dir=str(tmp_path / "straight"))
     straight = changed(straight, skip_eval=True)
     stopped = changed(straight, output_dir=str(tmp_path / "stopped"))

@@ -7,9 +7,10 @@ test_resume.py, test_corruption.py, and tests/data/test_remote.py with test_wand
 
 import re
 import signal
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -48,97 +49,65 @@ def in_start(what: str, rank: int = 0) -> str:
     return before("training.setup", "build_model", what, f"os.environ.get('RANK', '0') == '{rank}'", "*arguments")
 
 
-#: While the checkpoint of step 8 is written, one write does something else.
-IN_WRITER = """
-import os, signal, threading, time
-import torch.distributed.checkpoint.filesystem as filesystem
-from forgetting_transformer.training import checkpoint
-from forgetting_transformer.training.checkpoint import writing
-from forgetting_transformer.training.faults import watchdog
-write_item, save, wait = filesystem._write_item, writing.Writer.write, checkpoint.Checkpointer._wait
-now, hangs = None, threading.Event()
-def write(self, step, *arguments):
-    global now
-    now = step
-    return save(self, step, *arguments)
-def item(*arguments, **options):
-    if now == 1024:
-        {what}
-    return write_item(*arguments, **options)
-def waiting(self):
-    if now == 1024 and {waits}:
-        hangs.wait()
-        {limit}
-    return wait(self)
-filesystem._write_item, writing.Writer.write, checkpoint.Checkpointer._wait = item, write, waiting
-"""
+def in_writer(what: str) -> str:
+    """While the checkpoint of step 8 is written."""
+    owner = "training.checkpoint.writing.dcp.filesystem"
+    return before(owner, "_write_item", what, f"'{8 * STEP:015d}' in arguments[1].name", "*arguments")
 
 
-@dataclass
-class Fault:
-    """A fault of a run, how its ranks end, and what status.json (or, of one that goes on, the log) says."""
+class Fault(NamedTuple):
+    """What is done to a run, what status.json (or the log) says of it, and how its ranks end."""
 
     patch: str
-    codes: list[int]
-    status: str
     said: str
+    codes: Sequence[int] = (1,)
+    status: str = "failed"
     log: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = MappingProxyType({})
 
 
 FAULTS = {
-    "a signal on one rank of two": Fault(
-        in_step((STOP + HEARD).replace("SIGTERM", "SIGUSR1"), ranks="1"), [0, 0], "preempted", "^(SIGUSR1)?$"
-    ),
-    "a signal in an evaluation": Fault(
-        before("training.trainer.Trainer", "evaluate", STOP + HEARD), [0], "preempted", "^SIGTERM$"
-    ),
     "a signal in the start": Fault(
-        in_start(STOP + HANG), [75], "preempted", "^stopped by SIGTERM in '(self-test|model)', before the first step$"
+        in_start(STOP + HANG), "^stopped by SIGTERM in '(self-test|model)', before the first step$", [75], "preempted"
     ),
     "a signal while a rank is still in its first step": Fault(
         before("training.faults.step_guard.StepGuard", "judge", "time.sleep(2)", "os.environ['RANK'] == '1'")
         + before(
-            "training.callbacks.steps.Loss",
+            "training.callbacks.losses.Loss",
             "on_interval",
             "os.kill(trainer.start.peers._process(1), signal.SIGTERM)\n" + STOP,
             "trainer.counters.batch_count == 1",
             "self, trainer, kind",
         ),
+        "^SIGTERM$",
         [0, 0],
         "preempted",
-        "^SIGTERM$",
     ),
     "a signal in a step that hangs": Fault(
         in_step("watchdog.STEP_PATIENCE_SECONDS = 0.5\n" + STOP + HANG),
+        "stopped by SIGTERM; no step ended for .*the last good checkpoint is at",
         [75],
         "preempted",
-        "stopped by SIGTERM; no step ended for .*the last good checkpoint is at",
         "in patched",
     ),
     "a second signal": Fault(
         in_step(STOP + HEARD + "\ntime.sleep(1.1)\n" + STOP + HANG),
-        [128 + signal.SIGTERM],
-        "failed",
         "^SIGTERM, after SIGTERM: left at once; the last good checkpoint is at",
+        [128 + signal.SIGTERM],
     ),
     "a killed rank": Fault(
         in_step("os.kill(os.getpid(), 9)", ranks="1"),
-        [1, -signal.SIGKILL],
-        "failed",
         r"rank 1 was killed or has crashed \(seen here as: .*the last good checkpoint is at",
+        [1, -signal.SIGKILL],
     ),
     "a hung rank": Fault(
         in_step("self.watchdog.timeout = 2" + HANG, ranks="1"),
-        [1, 1],
-        "failed",
         "rank 1 has failed: no step ended for .*this rank makes no progress",
+        [1, 1],
         config={"strategy__timeout_seconds": 3600},
     ),
     "a hung start": Fault(
         in_start("watchdog.START_SECONDS = 1" + HANG),
-        [1],
-        "failed",
         "the start stood still in 'model' for ",
         config={"strategy__timeout_seconds": 1},
     ),
@@ -148,59 +117,46 @@ FAULTS = {
             "import gc\nfor one in gc.get_objects():\n    if isinstance(one, watchdog.Watchdog):\n"
             "        one.timeout = 1" + HANG
         ),
-        [1],
-        "failed",
         "no batch of datamodule.name='longcrawl64' came for .*this rank makes no progress",
     ),
     "a reader that is killed": Fault(
         in_step("import multiprocessing\nfor one in multiprocessing.active_children():\n    os.kill(one.pid, 9)"),
-        [0],
-        "done",
-        "^$",
-        "Readers are restarted",
-        {"datamodule__train_num_workers": 1},
+        *("^$", [0], "done"),
+        log="Readers are restarted",
+        config={"datamodule__train_num_workers": 1},
     ),
     "a writer that hangs": Fault(
-        IN_WRITER.format(
-            what="hangs.set(); time.sleep(36000)",
-            waits=True,
-            limit="watchdog.START_SECONDS = 0; self.watch.__self__.timeout = 1",
+        in_writer(HANG)
+        + before(
+            "training.checkpoint.Checkpointer",
+            "_wait",
+            "watchdog.START_SECONDS = 0\nself.watch.__self__.timeout = 1",
+            f"self._step == {8 * STEP}",
         ),
-        [1],
-        "failed",
         "the checkpoint at 1,024 tokens was not written for .*the last good checkpoint is at 512 tokens",
     ),
     "what hangs after the end": Fault(
         before("training.records.metrics.MetricsLog", "close", HANG[1:])
         + before("training.trainer.Trainer", "close", "self.watchdog.timeout = 1"),
-        [1],
-        "done",
-        "^$",
-        "training was over and the process did not end for",
+        *("^$", [1], "done"),
+        log="training was over and the process did not end for",
     ),
     "a full disk at a save": Fault(
-        IN_WRITER.format(what="raise OSError(28, 'No space left on device')", waits=False, limit="pass"),
-        [0],
-        "done",
-        "^$",
-        "No space left on device; the last good checkpoint is at 512 tokens. Training continues",
+        in_writer("raise OSError(28, 'No space left on device')"),
+        *("^$", [0], "done"),
+        log="No space left on device; the last good checkpoint is at 512 tokens. Training continues",
     ),
     "weights that are not finite": Fault(
         in_step("next(self.model.parameters()).data.fill_(float('nan'))", ranks="01"),
-        [1, 1],
-        "failed",
         "weights or moments became infinite or NaN .*the last good checkpoint is at 1,024 tokens",
+        [1, 1],
     ),
     "a GPU that fails": Fault(
         in_step("raise torch.AcceleratorError('CUDA error: unspecified launch failure\\nSearch for more')"),
-        [1],
-        "failed",
         "^DeviceError: cpu of .* failed: unspecified launch failure; the last good checkpoint is at 1,024 tokens",
     ),
     "a GPU out of memory": Fault(
         in_step("raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has …')"),
-        [1],
-        "failed",
         r"out of memory in training for 2.50 GiB more. Start the same command again with train.grad_acc_tokens=32 "
         r"\(now 64\) or train.gradient_checkpointing=true or strategy=fsdp on several GPUs; the last good checkpoint",
     ),
@@ -212,7 +168,7 @@ def test_a_fault_is_named_and_the_same_command_goes_on_bitwise(tiny, finished, n
     fault, tiny = FAULTS[name], changed(tiny, train__max_tokens=12 * STEP)
     world_size = len(fault.codes)
     job = Job(changed(tiny, **fault.config), world_size, patch=fault.patch)
-    assert job.wait() == fault.codes, job.errors()
+    assert job.wait() == [*fault.codes], job.errors()
     found = status(tiny)
     assert found["status"] == fault.status and re.search(fault.said, found["reason"]), found
     assert "\n" not in found["reason"] and fault.log in rank_log(tiny, 0)

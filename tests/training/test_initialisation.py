@@ -1,7 +1,6 @@
 """Initial weights depend on the seed and a parameter's name, and on nothing else."""
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,20 +10,16 @@ from forgetting_transformer.model import registry
 from forgetting_transformer.training import parse, setup
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.start import initialisation
-from tests.model.small_models import SMALL_FIELDS
-from tests.tiny import VOCAB
 from tests.training.conftest import changed
-
-DATA = SimpleNamespace(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0)
+from tests.training.test_compile import INFO, architecture, build
 
 
 def config_of(tiny: dict, name: str, **changes) -> Config:
-    fields = {"hidden_size": 32, "num_hidden_layers": 2, **SMALL_FIELDS[name]}
-    return parse(OmegaConf.create(changed(tiny, model={"name": name, "config": fields}, **changes)))
+    return parse(OmegaConf.create(changed(architecture(tiny, name), **changes)))
 
 
 def weights(config: Config) -> dict[str, torch.Tensor]:
-    return dict(setup.build_model(config, DATA).named_parameters())
+    return dict(build(config).named_parameters())
 
 
 @pytest.mark.parametrize("name", registry.model_names())
@@ -34,7 +29,7 @@ def test_every_weight_is_drawn_from_its_law_whatever_the_number_of_cores(tiny, n
     config = config_of(tiny, name)
     many = weights(config)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    built = registry.get(name).lm_class(setup.model_config(config, DATA))
+    built = registry.get(name).lm_class(setup.model_config(config, INFO))
     plain = {key: parameter.detach().clone() for key, parameter in built.named_parameters()}
     for parameter in built.parameters():
         parameter.detach().fill_(torch.nan)
@@ -56,11 +51,8 @@ def test_every_weight_is_drawn_from_its_law_whatever_the_number_of_cores(tiny, n
 def test_models_start_alike_where_they_have_the_same_parameters(tiny):
     """A change of one part, or of depth, leaves the rest as it was; another seed changes everything."""
     ours = weights(config_of(tiny, "forgetting_transformer"))
-    longer = config_of(tiny, "forgetting_transformer")
-    longer.model.config.update(
-        num_hidden_layers=3, use_output_gate=not longer.model.config.get("use_output_gate", False)
-    )
-    theirs = weights(longer)
+    longer = {"model__config__num_hidden_layers": 3, "model__config__use_output_gate": False}
+    theirs = weights(config_of(tiny, "forgetting_transformer", **longer))
     shared = ours.keys() & theirs.keys()
     assert len(shared) > 10 and theirs.keys() != ours.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in shared)

@@ -11,11 +11,6 @@ import yaml
 from forgetting_transformer.analysis.runs import read_run
 from tests.training.conftest import STEP, lines
 
-#: Of a split and its batches.
-SIZES = (
-    "vocab_size", "seq_len", "batch_len", "total_tokens", "global_batch_size", "local_batch_size",
-    "global_tokens_per_batch", "local_tokens_per_batch",
-)  # fmt: skip
 COUNTERS = {"token_count", "batch_count", "flop_count", "total_time", "update_time"}
 
 
@@ -87,9 +82,10 @@ def test_descriptions_have_the_official_names_and_share_none(run):
     """wandb keeps one row per step, in which the held-out corpus would take the place of the training one."""
     training, heldout, model = (lines(str(run), f"{kind}_info")[0] for kind in ("train_data", "val_data", "model"))
     assert training.keys() & heldout.keys() == training.keys() & model.keys() == {"step"}
-    assert {name: training[f"train_data_info/{name}"] for name in SIZES} == {
+    sizes = {
         "vocab_size": 64, "seq_len": 32, "batch_len": 32, "total_tokens": 96 * 64, "global_batch_size": 4,
         "local_batch_size": 4, "global_tokens_per_batch": 128, "local_tokens_per_batch": 128,
     }  # fmt: skip
+    assert {name: training[f"train_data_info/{name}"] for name in sizes} == sizes
     assert heldout["val_data_info/total_tokens"] == 10 * 64 and heldout["val_data_info/global_batch_size"] == 4
     assert model["model_info/total_params"] > model["model_info/embedding_params"] > 0

@@ -1,22 +1,28 @@
 """A training checkpoint of the authors' code is exported and continued here, and nothing in it is run."""
 
 import os
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
 
-from forgetting_transformer.training.checkpoint.folder import CheckpointError, newest_valid
-from forgetting_transformer.training.export import export, load_checkpoint, official_checkpoint
+from forgetting_transformer.training.checkpoint.folder import CheckpointError
+from forgetting_transformer.training.export import export, official_checkpoint
 from forgetting_transformer.training.export.official_checkpoint import import_run, load_model
 from forgetting_transformer.training.records.run_directory import RunDirectory
-from tests.processes import ROOT
+from tests.processes import run_here
 from tests.tiny import VOCAB
-from tests.training.conftest import STEP, assert_same_tensors, changed, lines, losses, refused, train
+from tests.training.conftest import (
+    STEP,
+    assert_same_tensors,
+    changed,
+    lines,
+    losses,
+    rank_log,
+    refused,
+    train,
+)
 from tests.training.official import official_run
 
 pytestmark = pytest.mark.slow
@@ -37,14 +43,11 @@ def official(tiny, finished, tmp_path) -> Path:
     return tmp_path / "official"
 
 
-def test_it_goes_on_where_it_was(tiny, official, finished, tmp_path, monkeypatch, capsys):
+def test_it_goes_on_where_it_was(tiny, official, finished, capsys):
     """The run that was not moved is the measure: the same losses, rates and windows of loss by position."""
     before = {path: path.stat().st_mtime_ns for path in official.rglob("*")}
-    arguments = [str(official), tiny["output_dir"]]
-    monkeypatch.setattr(sys, "argv", ["import_checkpoint.py", *arguments])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "scripts/import_checkpoint.py"), run_name="__main__")
-    assert not end.value.code and "holds the run at 1,024 of 2,560 tokens" in capsys.readouterr().out
+    assert not run_here("scripts/import_checkpoint.py", str(official), tiny["output_dir"])
+    assert "holds the run at 1,024 of 2,560 tokens" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in official.rglob("*")}
     assert "model.config.num_heads: 2 -> 4" in refused(changed(tiny, model__config__num_heads=4))
     train(tiny)
@@ -56,8 +59,7 @@ def test_it_goes_on_where_it_was(tiny, official, finished, tmp_path, monkeypatch
     windows = [lines(folder, "train_eval")[position] for folder, position in ((tiny["output_dir"], 0), (straight, 1))]
     assert windows[0]["train_eval/loss_avg_len_32"] == windows[1]["train_eval/loss_avg_len_32"]
     assert lines(tiny["output_dir"], "resume")[0]["resume/resume_step"] == AT
-    log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
-    assert "not bitwise from here" not in log, "there is nothing of this project's to compare with"
+    assert "not bitwise from here" not in rank_log(tiny, 0), "there is nothing of this project's to compare with"
 
 
 @pytest.mark.parametrize("numbered", [False, True], ids=["by name (FSDP)", "by number (DDP)"])
@@ -68,22 +70,9 @@ def test_every_tensor_finds_its_parameter(tiny, finished, tmp_path, numbered):
     assert_same_tensors(str(tmp_path / "imported"), str(run), AT)
 
 
-def test_it_is_exported_as_it_is(tiny, official, finished, tmp_path):
-    from tests.training.conftest import word_tokenizer
-
-    told = export(official, tmp_path / "hf", tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
-    assert told == f"checkpoint step-{AT:015d}.pt of {official} is now {tmp_path / 'hf'}"
-    checkpoint = newest_valid(Path(finished(tiny)) / "checkpoints", AT)
-    trained = load_checkpoint(checkpoint)[2]
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert exported.config.max_position_embeddings == 32
-    for name, weight in trained.state_dict().items():
-        assert torch.equal(weight, exported.state_dict()[name])
+def test_another_step_and_a_checkpoint_that_was_not_finished_are_not_there(official, tmp_path):
     with pytest.raises(CheckpointError, match=rf"no checkpoint of the authors' code at step 5 in .*\[{AT}\]"):
-        export(official, tmp_path / "other", step=5)
-
-
-def test_a_checkpoint_that_was_not_finished_does_not_count(official, tmp_path):
+        export(official, tmp_path / "out", step=5)
     (official / f"checkpoints/step-{AT:015d}.pt.done").unlink()
     for use in (import_run, export):
         with pytest.raises(CheckpointError, match=r"no step-\*.pt with a .pt.done beside it"):
@@ -99,18 +88,13 @@ def test_code_in_it_is_not_run(official, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = official / f"checkpoints/step-{AT:015d}.pt"
     torch.save({"model": Evil()}, file)
-    with pytest.raises(
-        CheckpointError, match=r"cannot be used, or is not what the authors' code writes \(UnpicklingError"
-    ):
+    with pytest.raises(CheckpointError, match=r"cannot be used, or is not what the authors' code .*\(UnpicklingError"):
         load_model(RunDirectory(official))
     assert not (tmp_path / "made_by_a_checkpoint").exists()
 
 
 def edited(file: Path, **values) -> None:
-    saved = torch.load(file, weights_only=False)
-    for name, value in values.items():
-        saved[name] = value
-    torch.save(saved, file)
+    torch.save(torch.load(file, weights_only=False) | values, file)
 
 
 def test_a_damaged_one_is_one_line(official, tmp_path):
@@ -127,14 +111,10 @@ def test_a_damaged_one_is_one_line(official, tmp_path):
 
     file.write_bytes(whole[: len(whole) // 2])
     assert "cannot be used" in problem()
-    edited(file, token_count="many")
-    assert "it counts many tokens" in problem()
     edited(file, batch_count=9)
     assert "it counts 1024 tokens in 9 batches" in problem()
     edited(file, optimizer={"state": {}, "param_groups": []})
     assert "(KeyError: " in problem()
-    edited(file, model={"model.embeddings.weight": torch.zeros(64, 32)})
-    assert "(RuntimeError: Error(s) in loading state_dict" in problem()
     weights = torch.load(file, weights_only=False)["model"]
     weights["lm_head.weight"][0, 0] = torch.nan
     edited(file, model=weights)

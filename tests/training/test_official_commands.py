@@ -2,9 +2,8 @@
 
 import json
 import re
-import runpy
 import shlex
-import sys
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +12,9 @@ import pytest
 import torch
 import yaml
 import zarr
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
 
-from tests.docs.commands import CommandError, check_command
-from tests.processes import ROOT, run_command
+from tests.processes import ROOT, run_command, run_here
 from tests.training.official import official_run
 
 IMPORTS = ("import forgetting_transformer.model.register_all", "import forgetting_transformer.tokenizer")
@@ -31,15 +29,6 @@ TRAIN = (
     "output_dir=$OUTPUT_DIR data_dir=$DATA_DIR wandb.log_dir=$WANDB_DIR wandb.mode=online resume=true"
 )
 EXPORT = "python save_model.py --hf_load_dir=$HF_LOAD_DIR --hf_save_dir=$HF_SAVE_DIR"
-#: What users of that repository add to the line that trains.
-ADDED = (
-    "model=forgetting_transformer",
-    "schedule=warmup_one_minus_sqrt schedule.anneal_steps=524288",
-    "schedule=warmup_linear",
-    "strategy=ddp",
-    "model.config.qk_norm_share_param_across_head=true",
-    "schedule.warmup_steps=1048576",
-)
 #: 65,536 tokens are a document; four of them, read in sequences of 64.
 SMALL = (
     "scale.hidden_size=32 scale.num_hidden_layers=2 scale.heads_of_64=2 datamodule.train_batch_len=64 "
@@ -50,15 +39,8 @@ SMALL = (
 )
 
 
-def test_the_line_that_trains_is_taken_on_four_gpus_and_a_wrong_one_is_not(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for added in ("", *ADDED):
-        check_command([*shlex.split(TRAIN), *shlex.split(added)])
-    with pytest.raises(CommandError, match=r"schedule\.warmup_stepps"):
-        check_command([*shlex.split(TRAIN), "schedule.warmup_stepps=1"])
-
-
 def test_every_line_is_on_the_page():
+    """Whose commands tests/docs/test_commands.py checks."""
     page = (ROOT / "docs/coming_from_the_paper.md").read_text()
     section = page.partition("## Training")[2].partition("\n## Evaluation")[0]
     shown = {" ".join(code.split()) for code in re.findall(r"`([^`]+)`", section)}
@@ -72,16 +54,6 @@ class Folders(NamedTuple):
     run: Path
     hf: Path
     data: Path
-
-
-def execute(script: str, *arguments: str) -> None:
-    """In this process; the line ends well."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [str(ROOT / script), *arguments])
-        try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-        except SystemExit as end:
-            assert not end.code, end.code
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +77,12 @@ def trained(tmp_path_factory) -> Folders:
     overrides = [word for word in shlex.split(lines[0])[3:] if "=" in word]  # the rest is `fabric run`'s
     done = run_command("train.py", *overrides, *shlex.split(SMALL))
     assert done.returncode == 0, done.stderr
-    execute(*shlex.split(lines[1])[1:])
+    assert not run_here(*shlex.split(lines[1])[1:])
     return found
 
 
 @pytest.mark.slow
-def test_a_run_is_exported_and_loaded_by_the_official_lines(trained):
+def test_a_run_is_exported_and_loaded_by_the_official_lines(trained, tmp_path):
     namespace: dict = {"AutoModelForCausalLM": AutoModelForCausalLM, "AutoTokenizer": AutoTokenizer}
     for line in IMPORTS:
         exec(line, namespace)
@@ -120,6 +92,11 @@ def test_a_run_is_exported_and_loaded_by_the_official_lines(trained):
     assert type(model).__name__ == "ForgettingTransformerForCausalLM" and model.config.bos_token_id == 50256
     ids = tokenizer('a "b"\n').input_ids
     assert ids[0] == 50256 and tokenizer.decode(ids[1:]) == 'a "b"\n' and tokenizer.model_max_length == 64
+    (tmp_path / "plain").mkdir()
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(trained.hf / name, tmp_path / "plain")
+    plain = GPT2Tokenizer.from_pretrained(tmp_path / "plain")  # the authors' own reads these alone
+    assert plain("Hello world").input_ids == [15496, 995] == tokenizer("Hello world").input_ids[1:]
     config = yaml.safe_load((trained.run / "config.yaml").read_text())
     assert config["schedule"]["warmup_tokens"] == 128 and "warmup_steps" not in config["schedule"]
     assert config["model"]["config"]["decay_time_min"] is None
@@ -132,7 +109,8 @@ def test_a_run_is_exported_and_loaded_by_the_official_lines(trained):
 @pytest.mark.slow
 def test_an_official_folder_is_exported_by_the_same_line(trained, tmp_path):
     official_run(trained.run, tmp_path / "official", 512)
-    execute("save_model.py", f"--hf_load_dir={tmp_path / 'official'}", f"--hf_save_dir={tmp_path / 'hf'}")
+    folders = f"--hf_load_dir={tmp_path / 'official'}", f"--hf_save_dir={tmp_path / 'hf'}"
+    assert not run_here("save_model.py", *folders)
     ours, theirs = (
         AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (trained.hf, tmp_path / "hf")
     )

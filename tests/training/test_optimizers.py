@@ -13,7 +13,7 @@ from forgetting_transformer.training.optimization.building import block_matrices
 from forgetting_transformer.training.optimization.optimizers import MuonConfig, muon
 from tests.model.small_models import PRO, small, small_model
 from tests.training.conftest import STEP, assert_same_tensors, changed, checkpoint_tensors, losses, train
-from tests.training.test_bad_steps import bad_steps
+from tests.training.test_bad_steps import POISON, bad_steps, single
 
 #: An optimizer of somebody else: it knows nothing of found_inf, and counts its steps in a Python number.
 TOY = """
@@ -41,22 +41,6 @@ def toy(model, undecayed, config):
     return Toy(model.parameters(), config.lr)
 """
 
-#: The loss is not a number in step 9.
-NAN = """
-from forgetting_transformer.training import trainer
-original = trainer.Trainer.step
-def step(self, batch):
-    def poison(module, arguments, output):
-        output.loss = output.loss * float("nan")
-        return output
-    hook = self.model.module.register_forward_hook(poison) if self.counters.batch_count == 8 else None
-    result = original(self, batch)
-    if hook is not None:
-        hook.remove()
-    return result
-trainer.Trainer.step = step
-"""
-
 
 def with_muon(config: dict, **changes) -> dict:
     return changed(config, optimizer__name="muon", **changes)
@@ -77,8 +61,8 @@ def test_a_run_with_muon_learns(tiny, finished):
 def test_muon_sharded_agrees_with_one_process(tiny, finished):
     """Its products run in bfloat16, and shards add in another order, so losses agree to 1e-3 (AdamW's to 1e-6)."""
     one = losses(finished(with_muon(tiny)))
-    several = losses(finished(with_muon(tiny, strategy__name="fsdp", train__max_tokens=5 * STEP), 2))
-    assert len(several) == 5 and max(abs(one[step] - several[step]) for step in several) < 1e-3
+    several = losses(finished(with_muon(tiny, strategy__name="fsdp", train__max_tokens=3 * STEP), 2))
+    assert len(several) == 3 and max(abs(one[step] - several[step]) for step in several) < 1e-3
 
 
 def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
@@ -104,11 +88,8 @@ def test_an_optimizer_that_leaves_parameters_out_is_refused_with_one_of_them():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     check_owns(model, torch.optim.SGD(model.parameters()), "sgd")
     half = torch.optim.SGD(model[0].parameters())
-    with pytest.raises(
-        ConfigError, match=r"^optimizer.name='half' leaves out 1 of the model's 3 .*such as 1.weight, and holds 0 "
-    ) as e:
+    with pytest.raises(ConfigError, match=r"^optimizer.name='half' leaves out 1 of the model's 3 .*such as 1.weight, "):
         check_owns(model, half, "half")
-    assert "\n" not in str(e.value)
     foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(2))])
     with pytest.raises(ConfigError, match=r"^optimizer.name='odd' leaves out 0 .* and holds 1 that are not"):
         check_owns(model, foreign, "odd")
@@ -116,9 +97,9 @@ def test_an_optimizer_that_leaves_parameters_out_is_refused_with_one_of_them():
 
 @pytest.mark.slow
 def test_an_optimizer_that_ignores_found_inf_is_not_called_in_a_bad_step(tiny):
-    tiny = changed(tiny, optimizer__name="toy", optimizer__lr=1e-3)
+    tiny = single(changed(tiny, optimizer__name="toy", optimizer__lr=1e-3))
     tiny = changed(tiny, checkpoint_interval=STEP, checkpoint_keep_last=30, train__max_tokens=12 * STEP)
-    train(tiny, patch=TOY + NAN)
+    train(tiny, patch=TOY + POISON.format(values={8: "nan"}, rank=0))
     assert [line["bad_step/batch"] for line in bad_steps(tiny)] == [8]
     assert_same_tensors(tiny["output_dir"], tiny["output_dir"], 8 * STEP, 9 * STEP)
     later = checkpoint_tensors(tiny["output_dir"], 12 * STEP)

@@ -5,6 +5,7 @@ import math
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from forgetting_transformer.training.config.parsing import config_class, parse
 from forgetting_transformer.training.config.parsing import keys_of as known
 from forgetting_transformer.training.records.run_directory import RunDirectoryError
 from forgetting_transformer.training.trainer import Trainer
+from tests.training.conftest import command_line
 from tests.training.test_config import composed
 
 NONSENSE = [0, -1, math.nan, math.inf, "text", 1e23, [1]]
@@ -37,23 +39,6 @@ def nonsense(request) -> Callable[[], list]:
     return lambda: generator.sample(NONSENSE, 1)
 
 
-TINY = [
-    "datamodule.dataset=tiny",
-    "datamodule.vocab_size=64",
-    "datamodule.bos_token_id=0",
-    "datamodule.train_batch_len=32",
-    "datamodule.train_batch_size=4",
-    "datamodule.train_num_workers=0",
-    "datamodule.eval_tokens=640",
-    "scale.hidden_size=64",
-    "scale.heads_of_64=1",
-    "scale.num_hidden_layers=1",
-    "train.grad_acc_tokens=64",
-    "train.max_tokens=1280",
-    "schedule.warmup_tokens=128",
-    "wandb.mode=disabled",
-    "fabric.accelerator=cpu",
-]
 #: What may be 0 or inf: the numbers of the config for which that means something, and names of any text.
 ALLOWED = {
     "optimizer.lr": [0],
@@ -71,14 +56,12 @@ ALLOWED = {
 }
 
 
-def whole(*overrides: str) -> dict:
-    """The composed config of the demo on the tiny corpus, references between keys left as they are."""
-    return OmegaConf.to_container(composed("+experiment/demo=fox_pro", *TINY, *overrides), resolve=False)
-
-
 @pytest.fixture(scope="module")
 def base() -> dict:
-    return whole()
+    """The composed config of the demo on the tiny corpus, references between keys left as they are."""
+    overrides = [each for each in command_line({"data_dir": "data"}, Path("out")) if "total_tokens" not in each]
+    overrides += ["datamodule.train_num_workers=0", "train.max_tokens=1280", "fabric.accelerator=cpu"]
+    return OmegaConf.to_container(composed(*overrides), resolve=False)
 
 
 def set_key(config: dict, key: str, value: object) -> OmegaConf:

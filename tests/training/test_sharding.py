@@ -1,5 +1,8 @@
 """FSDP2: weights gathered in bf16 are those that products round anyway, and when they are gathered changes no bit."""
 
+import gzip
+import json
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -50,19 +53,6 @@ def small_model(tiny: dict, name: str) -> nn.Module:
     return build(parse(OmegaConf.create(architecture(tiny, name))))
 
 
-def sharded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    mesh = init_device_mesh("cpu", (1,))
-    return shard(model, mesh, units(model, dtype), False)
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    whole = (
-        (name, p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad)
-        for name, p in model.named_parameters()
-    )
-    return dict(whole)
-
-
 @pytest.mark.parametrize("name", registry.model_names())
 def test_what_is_gathered_in_bf16_is_what_autocast_rounds(tiny, tmp_path, name):
     """Losses and gradients of two accumulated micro-batches are bitwise those without FSDP2."""
@@ -74,11 +64,13 @@ def test_what_is_gathered_in_bf16_is_what_autocast_rounds(tiny, tmp_path, name):
             with torch.autocast("cpu", torch.bfloat16):
                 found.append(model(input_ids=ids, labels=ids).loss)
             found[-1].mean().backward()
-        return torch.stack(found), gradients(model)
+        whole = lambda gradient: gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient  # noqa: E731
+        return torch.stack(found), {name: whole(p.grad) for name, p in model.named_parameters()}
 
     want_loss, want = run(small_model(tiny, name).train())
     with one_process_group(tmp_path):
-        model = sharded(small_model(tiny, name).train(), torch.bfloat16)
+        model = small_model(tiny, name).train()
+        model = shard(model, init_device_mesh("cpu", (1,)), units(model, torch.bfloat16), False)
         seen: set[torch.dtype] = set()
         for block in model.modules():
             if isinstance(block, DecoderBlock):
@@ -107,13 +99,14 @@ def test_norms_gates_convolutions_and_the_output_layer_are_gathered_in_fp32(tiny
 
 
 @pytest.mark.slow
-def test_a_run_is_bitwise_that_of_plain_fsdp2(tiny, tmp_path):
+def test_a_run_is_bitwise_that_of_plain_fsdp2_also_where_steps_are_traced(tiny, tmp_path):
     """With gathers in bf16, units that are prefetched, and weights that stay gathered over micro-batches."""
     tiny = changed(tiny, strategy__name="fsdp", fabric__precision="bf16-mixed", train__max_tokens=8 * STEP)
     tiny = changed(tiny, train__grad_acc_tokens=32, datamodule__train_batch_size=8)
     found = {}
     for kind, keep, patch in (("plain", False, PLAIN), ("units", False, COUNT), ("kept", True, COUNT)):
         config = changed(tiny, strategy__keep_gathered=keep, output_dir=str(tmp_path / kind))
+        config = changed(config, train__profile_steps=[2, 3] if keep else None)
         train(config, 2, patch=patch.replace("{folder}", str(tmp_path / f"{kind}.errors")))
         found[kind] = config["output_dir"]
     notes = "linear layers of blocks gathered in bf16; weights gathered once a step)"
@@ -124,3 +117,8 @@ def test_a_run_is_bitwise_that_of_plain_fsdp2(tiny, tmp_path):
     for kind in ("units", "kept"):
         assert losses(found[kind]) == losses(found["plain"]), kind
         assert_same_tensors(found["plain"], found[kind], 8 * STEP)
+    traces = sorted((tmp_path / "kept/traces").iterdir())
+    assert [trace.name for trace in traces] == [f"start-{0:015d}-rank-{rank}.json.gz" for rank in range(2)]
+    for trace in traces:
+        names = {event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+        assert {name for name in names if name.startswith("ProfilerStep")} == {"ProfilerStep#1", "ProfilerStep#2"}

@@ -4,12 +4,13 @@ import logging
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from forgetting_transformer.data import LongCrawl64DataModule
 from forgetting_transformer.training import parse, setup
 from forgetting_transformer.training.execution import hardware
 from forgetting_transformer.training.records.metrics import duration
 from tests.training.conftest import STEP, blocks, changed, train
+from tests.training.test_compile import INFO
 
 
 @pytest.mark.slow
@@ -48,12 +49,11 @@ def test_less_than_a_minute_is_in_seconds():
 
 
 def no_gpu_warnings(tiny: dict, caplog, monkeypatch, large: int = 1000, **changes) -> list[str]:
-    config = parse(changed(tiny, **changes))
-    data = LongCrawl64DataModule(config.data_dir, **{k: v for k, v in vars(config.datamodule).items() if k != "name"})
+    config = parse(OmegaConf.create(changed(tiny, **changes)))
     monkeypatch.setattr(hardware, "LARGE", large)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        hardware.warn_without_gpu(config, torch.device("cpu"), setup.outline(config, data.train_info()))
+        hardware.warn_without_gpu(config, torch.device("cpu"), setup.outline(config, INFO))
     return [record.getMessage() for record in caplog.records]
 
 

@@ -372,16 +372,12 @@ def evaluate(
     settings = {"mode": mode, **vars(needle), "max_new_tokens": max_new_tokens, "haystack": haystack.digest}
     begin(model, folder, workers, precision, settings, "niah", [*_PICTURES, "scores.json"])
     cells = grid(lengths, depths, samples)
-    predictions = answer(
-        model,
-        folder / "answers",
-        [*map(str, cells)],
-        lambda n: haystack.prompt(needle, mode, cells[n]),
-        max_new_tokens,
-        workers,
-        precision,
-        batch_size,
-    )
+
+    def prompt_of(n: int) -> np.ndarray:
+        return haystack.prompt(needle, mode, cells[n])
+
+    file, keys = folder / "answers", [*map(str, cells)]
+    predictions = answer(model, file, keys, prompt_of, max_new_tokens, workers, precision, batch_size)
     records = []
     for cell, prediction in zip(cells, predictions, strict=True):
         scores = {name: match(prediction, needle.answer) for name, match in _SCORES.items()}
@@ -416,23 +412,17 @@ class ConfigFile(dict[str, Any]):
     """A YAML file of the official format: its values by keys with dots; keys without a value are left out.
 
     Raises:
-        EvaluationError: there is no such file, it is not a YAML mapping, or `config[key]` is not in it.
+        EvaluationError: there is no such file, or `config[key]` is not in it. UnreadableError: it is not YAML.
     """
 
     def __init__(self, file: Path) -> None:
-        self.file = file
-        try:
-            content = files.read_yaml(file)
-        except FileNotFoundError as error:
-            beside = sorted(path.name for path in file.absolute().parent.glob("*.yaml"))
-            raise EvaluationError(
-                f"there is no {file}; {file.absolute().parent} has {', '.join(beside) or 'no *.yaml'}"
-            ) from error
-        except files.UnreadableError as error:
-            raise EvaluationError(str(error)) from error
-        if not isinstance(content, dict):
-            raise EvaluationError(f"{file} is not a YAML mapping of keys to values")
-        super().__init__({key: value for key, value in files.flatten(content).items() if value is not None})
+        self.file, folder = file, file.absolute().parent
+        if not file.is_file():
+            beside = ", ".join(sorted(path.name for path in folder.glob("*.yaml")))
+            raise EvaluationError(f"there is no {file}; {folder} has {beside or 'no *.yaml'}")
+        content = files.read_yaml(file)
+        values = files.flatten(content) if isinstance(content, dict) else {}
+        super().__init__({key: value for key, value in values.items() if value is not None})
 
     def __missing__(self, key: str) -> Any:
         raise EvaluationError(f"{self.file} lacks the key {key}")
@@ -481,15 +471,8 @@ def write_prompts(file: Path, exp: str, tokenizer: str | None = None, folder: Pa
             f"the tokenizer {source} cannot be loaded ({one_line(error)}); give a folder with --tokenizer"
         ) from error
     haystack = Essays(counted, find_essays(folder, essays), counted.bos_token_id)
-    settings = {
-        "needle": needle,
-        "question": asked,
-        "lengths": lengths,
-        "depths": depths,
-        "tokenizer": source,
-        "vocabulary": _digest(sorted(counted.get_vocab().items())),
-        "haystack": haystack.digest,
-    }
+    settings = {"needle": needle, "question": asked, "lengths": lengths, "depths": depths, "tokenizer": source}
+    settings |= {"vocabulary": _digest(sorted(counted.get_vocab().items())), "haystack": haystack.digest}
     check_settings(target, settings)
     for length, depth in itertools.product(lengths, depths):
         prompt = haystack.prompt_text(needle, asked, length, depth)
@@ -661,10 +644,8 @@ def draw_ratings(results: Path, answers: Path, figures: Path) -> Iterator[Path]:
         judge = file.stem.removesuffix("_eval").removeprefix("OpenAI_")
         settings = answers / exp / model / "settings.json"
         trained = evaluations.read_json(settings)["train_length"] if settings.is_file() else None
-        records = []
-        for name, entry in evaluations.read_json(file).items():
-            length, depth = _length_and_depth(name)
-            records.append({"length": length, "depth": depth / 10_000, "judge": entry["score"]})
+        cells = [(*_length_and_depth(name), entry["score"]) for name, entry in evaluations.read_json(file).items()]
+        records = [{"length": length, "depth": depth / 10_000, "judge": score} for length, depth, score in cells]
         about = {"model": known_models.display_name(model), "mode": exp, "train_length": trained}
         several = len(list(file.parent.glob("*_eval.json"))) > 1  # judges, each of which has a picture
         stem = f"needle_{exp}_{model}" + (f"_{judge}" if several else "")

@@ -24,8 +24,7 @@ from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.plugins import CORPORA
 from forgetting_transformer.training.checkpoint import Checkpointer
-from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.config.checks import check
+from forgetting_transformer.training.config import Config, ConfigError, checks
 from forgetting_transformer.training.counters import Origin
 from forgetting_transformer.training.execution import compilation, graphs, hardware
 from forgetting_transformer.training.execution.choice import choose_on_all_ranks
@@ -36,7 +35,7 @@ from forgetting_transformer.training.parallel.launch import launch
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
 from forgetting_transformer.training.records.logs import start_logging
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
-from forgetting_transformer.training.start import checks, initialisation
+from forgetting_transformer.training.start import initialisation
 
 log = logging.getLogger(__name__)
 #: How long the writer of a checkpoint on one rank waits for those on others. What ends the wait for a writer that hangs
@@ -60,7 +59,7 @@ def connect(config: Config, start: Start) -> Fabric:
                 start_logging(start.directory, 0)
     fabric = launch(config)
     start.peers.join(fabric.global_rank, fabric.world_size)
-    check(config, fabric.world_size)
+    checks.check(config, fabric.world_size)
     graphs.check_possible(config, fabric.device, fabric.world_size, compiled=config.train.compile is not False)
     on_rank_zero(fabric, lambda: start.directory.claim(config.resume))
     if config.resume:

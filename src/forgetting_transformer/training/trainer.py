@@ -97,7 +97,7 @@ class Trainer:
         self.begin("checkpoint")
         if not config.resume:
             resume.move_aside(self.directory, fabric)  # only now: a command that is refused leaves the old run alone
-        self.directory.make(self.directory.checkpoints)
+        self.directory.checkpoints.mkdir(parents=True, exist_ok=True)
         on_rank_zero(fabric, lambda: remove_leftovers(self.directory.checkpoints))
         self.guard = StepGuard(fabric.device)
         model, optimizer = self.model.module, self.optimizer.optimizer  # without Fabric's wrappers

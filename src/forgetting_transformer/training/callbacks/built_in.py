@@ -3,9 +3,8 @@
 from forgetting_transformer.plugins import CALLBACKS
 from forgetting_transformer.training.callbacks.base import Callback, Callbacks
 from forgetting_transformer.training.callbacks.goodput import Goodput
-from forgetting_transformer.training.callbacks.held_out import HeldOut
+from forgetting_transformer.training.callbacks.losses import BadSteps, HeldOut, Loss, LossByPosition, Norms
 from forgetting_transformer.training.callbacks.profile import Profile
-from forgetting_transformer.training.callbacks.steps import BadSteps, Loss, LossByPosition, Norms
 from forgetting_transformer.training.callbacks.throughput import Progress, Throughput
 from forgetting_transformer.training.callbacks.wandb import Wandb
 from forgetting_transformer.training.config import Config, ConfigError

@@ -28,7 +28,7 @@ class Profile(Callback):
 
         folder, rank = trainer.directory.traces, trainer.fabric.global_rank
         file = folder / f"start-{trainer.counters.token_count:015d}-rank-{rank}.json.gz"
-        trainer.directory.make(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         activities = [profiler.ProfilerActivity.CPU]
         if trainer.fabric.device.type == "cuda":
             activities.append(profiler.ProfilerActivity.CUDA)

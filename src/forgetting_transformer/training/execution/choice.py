@@ -35,11 +35,6 @@ class Execution:
     backends: dict[str, str]
 
 
-def recorded(state: dict[str, Any]) -> Execution | None:
-    """Execution that the checkpoint with this trainer.json was trained with; None for another program's."""
-    return None if state["execution"] is None else Execution(**state["execution"])
-
-
 def choose(
     choice: bool | str, device: torch.device, before: Execution | None, backends: dict[str, Backend], rank: int = 0
 ) -> Execution:
@@ -64,17 +59,12 @@ def choose(
         log.warning("train.compile=auto: nothing is compiled, which about halves the speed: %s", obstacle)
         wanted = False
     now = Execution(wanted, device.type, {op: found.name for op, found in backends.items()})
-    changes = differences(before, now) if before is not None else []
-    if changes and rank == 0:
-        log.warning("not bitwise from here: %s", "; ".join(changes))
+    if before is not None and rank == 0:
+        old, new = ({"train.compile": e.compile, "device": e.device, **e.backends} for e in (before, now))
+        changed = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key]]
+        if changes := [f"{key} was {old[key]} and is {new[key]} now" for key in changed]:
+            log.warning("not bitwise from here: %s", "; ".join(changes))
     return now
-
-
-def differences(before: Execution, now: Execution) -> list[str]:
-    """Reasons why the run is not bitwise that of an uninterrupted one, as far as a checkpoint has them."""
-    old, new = ({"train.compile": e.compile, "device": e.device, **e.backends} for e in (before, now))
-    changed = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key]]
-    return [f"{key} was {old[key]} and is {new[key]} now" for key in changed]
 
 
 def _obstacle(device: torch.device) -> str | None:

@@ -139,7 +139,7 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
         raise RunDirectoryError(f"{target.root} holds a run already; choose another folder for the imported one")
     target.acquire()
     try:
-        target.make(target.checkpoints)
+        target.checkpoints.mkdir(parents=True, exist_ok=True)
         writer = Checkpointer(target.checkpoints, config.checkpoint_keep_last, 0, 1)
         writer.save(checkpoint.step, model, optimizer, state, callback_state, checkpoint.permanent)
         written = writer.take_result(wait=True)

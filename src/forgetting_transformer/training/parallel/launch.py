@@ -5,12 +5,10 @@ import os
 import warnings
 import weakref
 from datetime import timedelta
-from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy, Strategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -48,7 +46,7 @@ def launch(config: Config) -> Fabric:
             devices=config.fabric.devices,
             num_nodes=int(os.environ.get("LT_NUM_NODES", 1)),
             strategy=_strategy(config, processes),
-            plugins=[_precision(config)],
+            precision=config.fabric.precision,
         )
     except ConfigError:
         raise
@@ -131,20 +129,3 @@ class _DDP(DDPStrategy):
         wrapped = DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
         self._reference = weakref.ref(wrapped)
         return wrapped
-
-
-class _Bf16Autocast(MixedPrecision):
-    """Fabric's bf16-mixed without its cast of floating-point *inputs* to bf16, which would round arguments."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__("bf16-mixed", device=device)
-
-    def convert_input(self, data: Any) -> Any:
-        return data
-
-
-def _precision(config: Config) -> Precision:
-    if config.fabric.precision == "32-true":
-        return Precision()
-    on_cuda = config.fabric.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
-    return _Bf16Autocast("cuda" if on_cuda and os.environ.get("LT_ACCELERATOR") != "cpu" else "cpu")

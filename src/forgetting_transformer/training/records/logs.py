@@ -52,7 +52,7 @@ class LogFile(logging.FileHandler):
 
 def start_logging(directory: RunDirectory, rank: int) -> None:
     """Every rank writes `logs/rank-<k>.log`; rank 0 also writes to the terminal, the others only warnings."""
-    directory.make(directory.logs)
+    directory.logs.mkdir(parents=True, exist_ok=True)
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     for handler in list(root.handlers):

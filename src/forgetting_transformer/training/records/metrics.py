@@ -38,7 +38,7 @@ class MetricsLog:
         #: Receivers of every report besides the files, with methods `log(step, values)` and `close()`, which raise
         #: nothing.
         self.sinks: list[Any] = []
-        directory.make(directory.jsonlines)
+        directory.jsonlines.mkdir(parents=True, exist_ok=True)
         for file in self.files():
             # An earlier continuation from this very checkpoint has left its line too.
             truncate(file, resume_step - 1 if file.stem == RESUME else resume_step)

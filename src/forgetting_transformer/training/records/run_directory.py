@@ -47,15 +47,9 @@ class RunDirectoryError(CommandError, RuntimeError):
 
 
 class RunDirectory:
-    """Paths of a run. Only rank 0 writes, except for checkpoint shards and each rank's own log.
-
-    Raises:
-        RunDirectoryError: `output_dir` is empty; pathlib would take the current folder.
-    """
+    """Paths of a run. Only rank 0 writes, except for checkpoint shards and each rank's own log."""
 
     def __init__(self, output_dir: str | Path) -> None:
-        if not str(output_dir).strip():
-            raise RunDirectoryError(f"output_dir={str(output_dir)!r} is empty; give a folder, or . for the current one")
         self.root = Path(output_dir).expanduser().absolute()
         self.config = self.root / "config.yaml"
         self.checkpoints = self.root / "checkpoints"
@@ -115,17 +109,6 @@ class RunDirectory:
                 "run.lock, starts.jsonl or checkpoints): a run would change what is not a run's; choose another "
                 "output_dir"
             )
-
-    def make(self, folder: Path) -> None:
-        """Makes a folder of the run.
-
-        Raises:
-            RunDirectoryError: it cannot be made, as on a full disk, or where a file has its name.
-        """
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunDirectoryError(f"cannot make {explain(error)}; make room, or choose another output_dir") from error
 
     def acquire(self) -> None:
         """Makes the folder and locks it for this process; the kernel releases it however the process ends.

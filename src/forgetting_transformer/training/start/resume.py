@@ -16,7 +16,7 @@ from forgetting_transformer.training.checkpoint.folder import Checkpoint, Checkp
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import check_continues
 from forgetting_transformer.training.counters import Counters, Origin
-from forgetting_transformer.training.execution.choice import recorded
+from forgetting_transformer.training.execution.choice import Execution
 from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
 from forgetting_transformer.training.records.logs import start_logging
@@ -108,7 +108,8 @@ def load(
     state, name = checkpoint.trainer_state(), str(checkpoint.path)
     check_continues(name, state, config, data, origin.forked)
     if not origin.forked:
-        origin.execution = recorded(state)
+        # The authors' code does not record it.
+        origin.execution = Execution(**state["execution"]) if state["execution"] else None
         origin.kinds = {*state.get("kinds", ())}
     # A list of checksums that is gone and comes back must be the one that the run began with.
     origin.data_checksums = data.checksums or (None if origin.forked else state.get("data_checksums"))
