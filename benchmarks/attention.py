@@ -169,8 +169,8 @@ def measure_kernel(case: Case, repeats: int) -> dict[str, float]:
 
         def attend(*inputs: Any) -> Any:
             with sdpa_kernel(getattr(SDPBackend, SDPA[kernel])):
-                heads_first = (x.transpose(1, 2) for x in inputs)
-                return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+                q, k, v = (x.transpose(1, 2) for x in inputs)
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
     elif kernel.startswith("FlashAttention-4"):
         flash_attn_func = peer("flash_attn.cute", "flash_attn_func", "flash-attn-4")
@@ -244,7 +244,7 @@ def measure_pruning(case: Case, repeats: int) -> dict[str, Any]:
     attend = functools.partial(forgetting_attention, adaptive_threshold=option, log_tolerance=tolerance)
     pruned = time_replayed(attend, inputs, repeats)
     log_fgate_BHN = log_fgate.transpose(1, 2)
-    rule = (threshold, None) if by_weights else (log_tolerance, score_bounds(*heads_first, scale))
+    rule = (threshold, None) if by_weights else (log_tolerance, score_bounds(heads_first[0], heads_first[1], scale))
     return {
         "full_ms": full,
         "pruned_ms": pruned,
@@ -262,7 +262,8 @@ def measure_layout(case: Case, repeats: int) -> dict[str, Any]:
     batch, full_length, heads, head_dim = case["shape"]
     given = LAYOUTS[case["layout"]]
     length, group = given.get("length", full_length), given.get("group", 1)
-    first, options = torch.zeros(length, dtype=torch.long), {}
+    first = torch.zeros(length, dtype=torch.long)
+    options: dict[str, Any] = {}
     if document := given.get("document"):
         first = torch.arange(length) // document * document
         options["cu_seqlens"] = torch.arange(0, length + 1, document, dtype=torch.int32, device="cuda")

@@ -4,7 +4,6 @@ A script parses its options (`parser`, `parse`), lists its cases and says how on
 case is a dictionary that tells its row from the others. A file of results, which --out names, is JSON:
 
     benchmark     the script's name, such as "attention"
-    source        only where the script did not write the file: the source of its numbers
     environment   command, date (UTC), commit, changed (whether code differed from that commit), hardware, versions
     settings      every option that changes what is measured
     rows          one object per case: its values, "status", and what was measured
@@ -317,8 +316,6 @@ class Record:
             date = old["environment"]["date"]
         except (ValueError, KeyError, TypeError, AttributeError):
             raise RecordError(f"--out {file} is not a file of results; give another name") from None
-        if "source" in old:
-            raise RecordError(f"--out {file} was not written by a benchmark ({old['source']}); --replace replaces it")
         for key in sorted({*there, *here}):
             if there.get(key) != here.get(key):
                 raise RecordError(
@@ -348,7 +345,7 @@ def environment(command_line: str, device: str, packages: Sequence[str] = ()) ->
     state = git_state(Path(__file__).parent)
     # Results and pages are written beside the code; only code changes what is measured.
     changed = re.findall(r"^diff --git a/(?!.*\.(?:json|md|png)\b)", state.get("patch", ""), re.MULTILINE)
-    versions = installed_versions((*PACKAGES, *packages))
+    versions: dict[str, Any] = installed_versions((*PACKAGES, *packages))
     hardware: dict[str, Any] = {"cpu": _cpu_name(), "cores": os.cpu_count()}
     if device == "cuda":
         import torch
@@ -371,7 +368,7 @@ def command(name: str, argv: Sequence[str]) -> str:
     """The command line without the options that do not change what is measured."""
     unmeasured = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in _UNMEASURED:
-        unmeasured.add_argument(f"--{option}", **({"action": "store_true"} if option in _FLAGS else {}))
+        unmeasured.add_argument(f"--{option}", action="store_true" if option in _FLAGS else "store")
     return shlex.join(["python", f"benchmarks/{name}.py", *unmeasured.parse_known_args(list(argv))[1]])
 
 

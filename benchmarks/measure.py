@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Measures the numbers of the documentation again on this machine, in pieces of any length.
 
-    python benchmarks/measure.py --list                           # what there is, and what is done
-    python benchmarks/measure.py step models --time_limit 600     # two groups, ten minutes of them
-    python benchmarks/measure.py several_gpus                     # on 2, 4 and 8 GPUs, as many as there are
+    python benchmarks/measure.py --list                                 # what there is, and what is done
+    python benchmarks/measure.py training attention --time_limit 600    # two groups, ten minutes of them
+    python benchmarks/measure.py several_gpus                           # on 2, 4 and 8 GPUs, as many as there are
     cp output/benchmarks/*.json benchmarks/results/ && python -m studies.pages     # puts them into the pages
 
 commands.yaml beside this script has the commands. Each writes its file into --folder, row by row (cases.py). The same
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import end_with_parent, run_main
 
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import at_least, installed_versions, positive
+from forgetting_transformer.command_line import at_least, positive
 
 FOLDER = Path(__file__).resolve().parent
 COMMANDS = FOLDER / "commands.yaml"
@@ -77,14 +77,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measurements() -> list[Measurement]:
     """The commands of commands.yaml, one for each number of GPUs."""
-    triton = installed_versions(["triton"]).get("triton", "none")
     found = []
     for group, entries in yaml.safe_load(COMMANDS.read_text(encoding="utf-8")).items():
         for name, entry in entries.items():
             command, several = " ".join(entry["command"].split()), "{gpus}" in name
             for gpus in entry["gpus"] if several else [entry.get("gpus", 1)]:
-                filled = (text.replace("{gpus}", str(gpus)).replace("{triton}", triton) for text in (name, command))
-                found.append(Measurement(group, *filled, gpus))
+                name_of_file, filled = (text.replace("{gpus}", str(gpus)) for text in (name, command))
+                found.append(Measurement(group, name_of_file, filled, gpus))
     return found
 
 

@@ -1,8 +1,6 @@
 """Turns files of results (cases.py) into tables and numbers of the documentation. studies/pages.py inserts them.
 
-A table uses all files whose names match its pattern in benchmarks/results. A new file with the same name replaces an
-old one; rows of a newer Triton take the place of the same rows of an older one. A row without a measurement is left
-out.
+A table uses all files whose names match its pattern in benchmarks/results, without the rows that measured nothing.
 """
 
 import json
@@ -11,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cases import device_name
+from cases import device_name, split
 from scaling import compared_with
 
 from forgetting_transformer.analysis.tables import markdown_table
@@ -32,8 +30,8 @@ NAMES = {
     "mamba2/": "Mamba-2",
     "samba/": "Samba",
 }
-#: The override that turns pruning off.
-NO_PRUNING = "model.config.log_pruning_tolerance=null"
+#: Overrides of experiments, and how tables name them.
+OVERRIDES = {"model.config.log_pruning_tolerance=null": "no pruning", "train.cuda_graphs=false": "no graphs"}
 PACKAGES = {"torch": "PyTorch", "triton": "Triton", "fla-core": "fla-core"}
 #: Columns of the table of several GPUs.
 SCALING_CASES = ("one", "fsdp_kept", "ddp", "one_graphs", "ddp_graphs")
@@ -42,31 +40,26 @@ Row = Mapping[str, Any]
 
 
 class Results:
-    """The files of RESULTS that match one of these patterns, oldest Triton first."""
+    """The files of RESULTS that match this pattern."""
 
-    def __init__(self, *patterns: str) -> None:
-        paths = [path for pattern in patterns for path in sorted(RESULTS.glob(pattern))]
+    def __init__(self, pattern: str) -> None:
+        paths = sorted(RESULTS.glob(pattern))
         if not paths:
-            raise FileNotFoundError(f"{RESULTS / patterns[0]}: no such file of results; a table needs it")
+            raise FileNotFoundError(f"{RESULTS / pattern}: no such file of results; a table needs it")
         self.names = [path.stem for path in paths]
-        files = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-        for file in files:
+        self.files = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        for file in self.files:
             file["rows"] = [row for row in file["rows"] if row.get("status", "ok") == "ok"]
-        self.files = sorted(files, key=lambda file: _version(triton(file)))
 
     def rows(self, **wanted: Any) -> list[dict[str, Any]]:
-        """Rows of all files with these values, each with its file's Triton and device under these names."""
-        found = (
-            {**row, "triton": triton(file), "device": _device(file)} for file in self.files for row in file["rows"]
-        )
-        return [row for row in found if all(row.get(key) == value for key, value in wanted.items())]
+        """Rows of all files with these values."""
+        rows = (row for file in self.files for row in file["rows"])
+        return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
 
     def row(self, **wanted: Any) -> dict[str, Any]:
-        """The only row with these values, or that of the newest Triton."""
-        rows = self.rows(**wanted)
-        if not rows:
-            raise LookupError(f"no file of results has a row with {wanted}")
-        return rows[-1]
+        """The only row with these values."""
+        (row,) = self.rows(**wanted)
+        return row
 
     @property
     def conditions(self) -> str:
@@ -84,19 +77,14 @@ def _hardware_and_versions(file: Row) -> dict[str, str]:
     return found | {key: f"{name} {versions[key]}" for key, name in PACKAGES.items() if versions.get(key)}
 
 
-def triton(file: Row) -> str:
-    return file["environment"]["versions"].get("triton") or ""
-
-
 def files() -> str:
     """Every file of results, with the command that made it and what its note says."""
     lines = []
     for path in sorted(RESULTS.glob("*.json")):
         file = json.loads(path.read_text(encoding="utf-8"))
         place = file["environment"]
-        command = f"`{place['command']}`" if place["command"].startswith("python ") else place["command"]
         made = ", ".join(filter(None, [place["date"][:10], (place["commit"] or "")[:7]]))
-        line = f"- `{path.stem}`{' *' if 'source' in file else ''} ({made}): {command}"
+        line = f"- `{path.stem}` ({made}): `{place['command']}`"
         lines.append(f"{line} ({file['note']})" if "note" in file else line)
     return "\n".join(lines)
 
@@ -112,22 +100,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def steps(results: Results) -> str:
-    """Whole steps of one micro-batch, a row per model and size: without CUDA graphs and with them, newest rows only.
-
-    MFU and memory are those of the faster of the two.
-    """
-    found: dict[tuple[int, bool, str], dict[bool, Row]] = {}
-    for file in sorted(results.files, key=lambda file: file["environment"]["date"]):
-        for row in _told(file):
-            name = f"{_sized_name(row['experiment'])}{', no pruning' * _unpruned(row)}"
-            key = _order(row["experiment"]), _unpruned(row), name
-            found.setdefault(key, {})[row["cuda_graphs"]] = row
-    rows = []
-    for (*_, name), pair in sorted(found.items(), key=lambda item: item[0]):
-        best = max(pair.values(), key=lambda row: row["tokens_per_second"])
-        speeds = [_optional(pair.get(used), _rate) for used in (False, True)]
-        rows.append([name, *speeds, _percent(best.get("mfu")), _gigabytes(best.get("peak_memory_bytes"))])
-    return table(["model", "tokens/s", "with CUDA graphs", "MFU", "memory GB"], rows)
+    """Whole steps of one micro-batch, a row per model."""
+    rows = [
+        [
+            model_name(row["experiment"]),
+            _rate(row),
+            "yes" if row.get("cuda_graphs") else "",
+            _percent(row.get("mfu")),
+            _gigabytes(row.get("peak_memory_bytes")),
+        ]
+        for row in results.rows()
+    ]
+    return table(["model", "tokens/s", "CUDA graphs", "MFU", "memory GB"], rows)
 
 
 def authors(results: Results) -> str:
@@ -146,66 +130,51 @@ def scaling(results: Results) -> str:
     """Tokens per second of each of several GPUs under each strategy, and as a share of one GPU alone."""
     rows = []
     for file in results.files:
-        batch, is_unpruned = file["settings"]["batch_size"], NO_PRUNING in file["settings"]["overrides"]
+        batch = file["settings"]["batch_size"]
         measured = {(row["experiment"], row["micro_batches"], row["case"]): row for row in file["rows"]}
         for experiment, number in dict.fromkeys(key[:2] for key in measured):
             cells = []
             for case in SCALING_CASES:
                 row = measured.get((experiment, number, case))
                 one = row and compared_with(row, file["rows"])
-                is_compared = one and not case.startswith("one")
-                share = f" ({_percent(row['tokens_per_second'] / one['tokens_per_second'])})" if is_compared else ""
+                share = ""
+                if row and one and not case.startswith("one"):
+                    share = f" ({_percent(row['tokens_per_second'] / one['tokens_per_second'])})"
                 cells.append(_optional(row, _rate) + share)
-            name = f"{_sized_name(experiment)}{', no pruning' * is_unpruned}"
-            rows.append((name, -number * batch, [name, f"{number} × {batch}", *cells]))
-    rows.sort(key=lambda row: row[:2])
-    names = ["model", "micro-batches", "one GPU alone", "FSDP", "DDP", "one GPU alone, graphs", "DDP, graphs"]
-    return table(names, [cells for *_, cells in rows])
-
-
-def _told(file: Row) -> list[dict[str, Any]]:
-    """Rows of steps, each with the experiment of its model. `model=NAME` replaces the one that the file names."""
-    overrides = file["settings"].get("overrides") or ()
-    chosen = [override.removeprefix("model=") for override in overrides if override.startswith("model=")]
-    return [
-        {**row, "experiment": f"{chosen[-1]}/{row['experiment'].partition('/')[2]}"} if chosen else row
-        for row in file["rows"]
-    ]
+            rows.append([model_name(experiment), str(file["settings"]["devices"]), f"{number} × {batch}", *cells])
+    names = ["model", "GPUs", "micro-batches", "one GPU alone", "FSDP", "DDP", "one GPU alone, graphs", "DDP, graphs"]
+    return table(names, rows)
 
 
 def _rate(row: Row) -> str:
     return f"{row['tokens_per_second']:,.0f}"
 
 
-def _unpruned(row: Row) -> bool:
-    """Whether a model that could prune did not."""
-    return row["experiment"].startswith("forgetting_transformer") and row.get("pruned") is False
+def model_name(experiment: str) -> str:
+    """Name of an experiment in tables, with its size and what its own overrides change.
 
-
-def name_of(experiment: str) -> str:
-    """Name of an experiment in tables."""
-    return next((name for start, name in NAMES.items() if experiment.startswith(start)), experiment)
-
-
-def _sized_name(experiment: str) -> str:
-    """The same with the number of parameters, as in "FoX (Pro) 125M"."""
-    size = re.search(r"[_/](\d+)m(_|$)", experiment)
-    return f"{name_of(experiment)} {size[1]}M" if size else name_of(experiment)
-
-
-def _order(experiment: str) -> int:
-    return next((i for i, start in enumerate(NAMES) if experiment.startswith(start)), len(NAMES))
+    Example:
+        `delta_net/760m_16b model=kda` is "KDA 760M".
+    """
+    name, overrides = split(experiment)
+    for override in overrides:
+        if override.startswith("model="):
+            name = f"{override.removeprefix('model=')}/{name.partition('/')[2]}"
+    size = re.search(r"[_/](\d+)m(_|$)", name)
+    words = [next((text for start, text in NAMES.items() if name.startswith(start)), name)]
+    words += [f"{size[1]}M"] if size else []
+    return ", ".join([" ".join(words), *(text for key, text in OVERRIDES.items() if key in overrides)])
 
 
 # Kernels.
 
 
 def attention(results: Results) -> str:
-    """TFLOP/s of attention alone, forward and backward, each kernel with the newest Triton that measured it."""
-    newest = {(row["kernel"], _shape(row)): row for row in results.rows(table="kernels") if "tflops" in row}
-    kernels, shapes = (list(dict.fromkeys(key[i] for key in newest)) for i in (0, 1))
+    """TFLOP/s of attention alone, forward and backward."""
+    speeds = {(row["kernel"], _shape(row)): row["tflops"] for row in results.rows(table="kernels")}
+    kernels, shapes = (list(dict.fromkeys(key[i] for key in speeds)) for i in (0, 1))
     rows = [
-        [kernel, *(_optional(newest.get((kernel, shape)), lambda row: f"{row['tflops']:.0f}") for shape in shapes)]
+        [kernel, *(_optional(speeds.get((kernel, shape)), lambda speed: f"{speed:.0f}") for shape in shapes)]
         for kernel in kernels
     ]
     return table(["kernel", *shapes], rows)
@@ -239,11 +208,3 @@ def _gigabytes(size: float | None) -> str:
 
 def _shape(row: Row) -> str:
     return ",".join(str(n) for n in row["shape"])
-
-
-def _device(file: Row) -> str:
-    return device_name(file["environment"]) if "hardware" in file["environment"] else ""
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".") if part.isdigit())

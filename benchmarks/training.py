@@ -174,7 +174,7 @@ def build(config: Any, vocabulary: int, **options: Any) -> Any:
     """The model of an experiment with another vocabulary, whose first token is BOS and EOS."""
     from forgetting_transformer.training import setup
 
-    data = SimpleNamespace(vocab_size=vocabulary, bos_token_id=0, eos_token_id=0)
+    data: Any = SimpleNamespace(vocab_size=vocabulary, bos_token_id=0, eos_token_id=0)
     return setup.build_model(config, data, **options)
 
 

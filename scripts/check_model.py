@@ -38,7 +38,7 @@ def parse_fields(words: list[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    fields = OmegaConf.create()
+    fields: Any = OmegaConf.create()
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key.strip() or not value.strip():
@@ -48,7 +48,7 @@ def parse_fields(words: list[str]) -> dict[str, Any]:
             OmegaConf.resolve(fields)
         except (OmegaConfBaseException, YAMLError) as error:
             raise ValueError(f"{word!r}: {command_line.one_line(error)}; give a value as YAML has it") from error
-    return {str(key): value for key, value in OmegaConf.to_container(fields).items()}
+    return {str(key): value for key, value in fields.items()}
 
 
 def main() -> int:

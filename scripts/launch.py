@@ -140,15 +140,15 @@ def launch(args: argparse.Namespace, rest: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="forgetting_transformer-") as folder:
         outcome = Path(folder, "outcome")
         os.environ[console.OUTCOME_VARIABLE] = str(outcome)
-        error: Exception | None = None
+        failure: Exception | None = None
         try:
             torch.distributed.run.main(command)
         except SystemExit as end:
-            if end.code:
+            if isinstance(end.code, int) and end.code:
                 return end.code  # it has refused an option
-        except Exception as raised:
-            error = raised
-        code, lines = conclude(error, outcome.read_text() if outcome.exists() else None)
+        except Exception as error:
+            failure = error
+        code, lines = conclude(failure, outcome.read_text() if outcome.exists() else None)
     for line in lines:
         print(line, file=sys.stderr)
     return code

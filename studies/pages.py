@@ -33,7 +33,6 @@ from studies.engine.noise import against_baseline
 from studies.engine.results import Study, read_study
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL_760M = "forgetting_transformer/pro_760m_16b"
 RETROFIT = ROOT / "studies" / "retrofit" / "results.json"
 #: A table stands on separate lines between <!-- NAME --> and <!-- end of NAME -->, a number in a sentence between
 #: <!-- NAME --> and <!-- end -->.
@@ -170,13 +169,14 @@ def equal_rates(study: Study) -> dict[str, str]:
 
 def trained() -> dict[str, str]:
     """Speeds of train.py, started as in README.md on one and two GPUs."""
-    one, two = Results("readme_125m_1_gpu*.json"), Results("readme_125m_2_gpus*.json")
+    one, two = Results("readme_1_gpu.json"), Results("readme_2_gpus.json")
     run = one.row(part="train")
     return {
         "one_gpu_rate": thousands(run["tokens_per_second"]),
         "two_gpus_rate": thousands(two.row(part="train")["tokens_per_second"]),
         "trained_parameters": f"{run['parameters'] / 1e6:.0f}M",
         "trained_vocabulary": f"{one.files[-1]['settings']['vocabulary']:,}",
+        "trained_tokens": f"{run['tokens'] / 1e6:.0f}M",
         "trained_gpu": gpu(one),
     }
 
@@ -187,50 +187,38 @@ def gpu(results: Results) -> str:
 
 
 def authors() -> dict[str, str]:
-    """Our FoX (Pro) beside that of the paper's authors, in README.md and docs/performance.md."""
-    results = Results("authors_760m*.json")
-    earlier = Results("others_760m*.json").row(experiment=MODEL_760M, checkpointing=True, pruned=True)
-    return {
-        "authors": tables.authors(results),
-        "authors_commit": results.files[-1]["settings"]["authors_commit"],
-        "authors_gpu": gpu(results),
-        "authors_earlier_rate": thousands(earlier["tokens_per_second"]),
-        "authors_earlier_gpu": earlier["device"].split()[1],
-    }
+    """Our FoX (Pro) beside that of the paper's authors, in README.md."""
+    results = Results("authors.json")
+    commit = results.files[-1]["settings"]["authors_commit"]
+    return {"authors": tables.authors(results), "authors_commit": commit, "authors_gpu": gpu(results)}
 
 
 def performance() -> dict[str, str]:
-    steps = Results("steps_760m*.json", "graphs_one_sequence*.json")
-    attention, scaling = Results("attention_triton*.json"), Results("scaling*.json")
-    sections = {"steps": tables.steps(steps), "steps_conditions": steps.conditions}
-    sections |= {"attention": tables.attention(attention), "attention_conditions": attention.conditions}
-    layouts = Results("attention_layouts*.json")
-    sections |= {"layouts": tables.layouts(layouts), "layouts_conditions": layouts.conditions}
-    sections |= {"scaling": tables.scaling(scaling), "scaling_conditions": scaling.conditions}
-    return sections | authors() | sentences()
+    attention = Results("attention*.json")
+    found = {"steps": Results("steps.json"), "attention": attention}
+    sections = {name: getattr(tables, name)(results) for name, results in found.items()}
+    sections |= {f"{name}_conditions": results.conditions for name, results in found.items()}
+    return sections | {"layouts": tables.layouts(attention)} | trained() | sentences()
 
 
 def sentences() -> dict[str, str]:
     """Numbers in the sentences of docs/performance.md."""
-    run, authors = Results("whole_run_125m*.json"), Results("authors_760m*.json")
-    modes = [{"pruned": pruned, "checkpointing": saves} for pruned in (True, False) for saves in (True, False)]
-    gains = [ratio(authors, {"code": "ours"} | mode, {"code": "authors"} | mode) for mode in modes]
-    two, small = Results("graphs_two_sequences*.json"), {"experiment": "forgetting_transformer/pro_125m_2b"}
+    attention, start = Results("attention*.json"), Results("start.json")
     pruning = {
-        gates: Results("attention_triton*.json").row(
-            table="pruning", shape=[1, 16384, 24, 64], bounds="weights", gates=gates
-        )
+        gates: attention.row(table="pruning", shape=[1, 16384, 24, 64], bounds="weights", gates=gates)
         for gates in ("half", "spread", "one")
     }
+    authors = Results("authors.json")
+    modes = [{"pruned": pruned, "checkpointing": saves} for pruned in (True, False) for saves in (True, False)]
+    gains = [ratio(authors, {"code": "ours"} | mode, {"code": "authors"} | mode) for mode in modes]
     return {
-        "trained_tokens": f"{run.row(part='train')['tokens'] / 1e6:.0f}",
-        "pruning_gain": f"{ratio(run, {'part': 'step'}, {'part': 'step_unpruned'}):.1f}",
         **{f"pruning_{gates}": f"{row['speedup']:.2g}" for gates, row in pruning.items()},
         "authors_least": f"{min(gains):.1f}",
         "authors_most": f"{max(gains):.1f}",
-        "two_sequences_gain": f"{ratio(two, small | {'cuda_graphs': True}, small | {'cuda_graphs': False}):.2f}",
-        **{f"start_{row['caches']}": f"{row['first_line_seconds']:.0f}" for row in Results("start_125m*.json").rows()},
-        "start_imports": f"{Results('start_125m*.json').row(caches='empty')['imports_seconds']:.0f}",
+        "authors_gpu": gpu(authors),
+        **{f"start_{row['caches']}": f"{row['first_line_seconds']:.0f}" for row in start.rows()},
+        "start_imports": f"{start.row(caches='empty')['imports_seconds']:.0f}",
+        "start_gpu": gpu(start),
     }
 
 

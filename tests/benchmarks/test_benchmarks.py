@@ -37,14 +37,12 @@ def test_a_dry_run_of_every_benchmark_lists_its_cases_on_a_gpu(capsys):
 @pytest.mark.rare("no contract: benchmarks")
 def test_every_command_of_measure_would_be_taken_and_every_measured_file_has_one():
     found = load("measure").measurements()
-    assert len({m.name for m in found}) == len(found) > 30
+    assert len({m.name for m in found}) == len(found) > 10
     for measurement in found:
         check_command(shlex.split(f"python benchmarks/{measurement.command} --out {measurement.name}.json"))
         devices = re.search(r"--devices (\d)", measurement.command)
         assert devices is None or measurement.gpus == int(devices[1])
-    files = {file.stem for file in (FOLDER / "results").glob("*.json") if "source" not in json.loads(file.read_text())}
-    of_any_triton = {re.sub(r"(triton)_.*", r"\1", m.name) for m in found}
-    assert {re.sub(r"(triton)_.*", r"\1", name) for name in files} <= of_any_triton
+    assert {file.stem for file in (FOLDER / "results").glob("*.json")} <= {m.name for m in found}
 
 
 @pytest.mark.slow
