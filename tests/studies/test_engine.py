@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from forgetting_transformer import command_line
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.sweep.composer import compose_config
 from studies import ROOT, SEARCH_PATH, run
+from studies.engine.figures import _end_axis
 from studies.engine.plan import read_plan
 from studies.engine.queue import Queue
 from studies.engine.results import read_study
@@ -125,3 +127,11 @@ def test_every_experiment_of_a_study_is_composed(tmp_path):
             compose_config([*experiment, *stages.overrides])
             composed.add(f"{plan.group}/{name}")
     assert len(composed) > 30
+
+
+def test_an_axis_of_octaves_shows_all_models_but_one_that_rises_far_above_the_first_octave():
+    curves = {"fox": [1.34, 1.20], "mamba2": [1.46, 1.55], "delta_net": [1.89, 1.99], "transformer": [1.71, 4.40]}
+    axes = Figure().subplots()
+    assert _end_axis(axes, curves) == {"transformer"}
+    low, high = axes.get_ylim()
+    assert low < 1.20 and 1.99 < high < 2.3
