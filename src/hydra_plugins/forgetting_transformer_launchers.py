@@ -99,7 +99,7 @@ class FabricLauncher(Launcher):
 
         setup_globals()
         folder = Path(self.config.hydra.sweep.dir).absolute()
-        results = runner.run_jobs(self._jobs(job_overrides), runner.Machine(**self.settings), folder)
+        results = runner.run_jobs(self._jobs(job_overrides), runner.Machine.of(self.settings), folder)
         table = runner.summary(results)
         (folder / f"summary-{initial_job_idx}.md").write_text(f"{table}\n", encoding="utf-8")
         print(f"\n{table}\n", flush=True)

@@ -79,6 +79,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(faults, train_main, 
         (["output_dir=out,./out"], "jobs 'output_dir=out' and 'output_dir=./out' would both write to output_dir="),
         (["output_dir=out", "seed=0,1", "fabric.accelerator=cuda"], "no GPU is visible"),
         (["output_dir=out", "seed=0,1", "hydra.launcher.jobs_per_gpu=0"], "jobs_per_gpu=0 must be 1 or more"),
+        (["output_dir=out", "seed=0,1", "+hydra.launcher.job_at_once=2"], "did you mean hydra.launcher.jobs_at_once?"),
     ]:
         assert train_main("-m", *DEMO, *arguments) == 1
         assert message in capsys.readouterr().err

@@ -36,7 +36,7 @@ def machine(overrides: Sequence[str]) -> Machine:
         raise SweepError(f"hydra/launcher={chosen}: the runs of a search share this machine; leave it out")
     settings: Any = OmegaConf.to_container(composed.hydra.launcher)
     del settings["_target_"]
-    return Machine(**settings)
+    return Machine.of(settings)
 
 
 def _compose(overrides: Sequence[str], **options: bool) -> DictConfig:

@@ -2,7 +2,9 @@
 cleanly on Ctrl-C.
 """
 
+import difflib
 import functools
+import inspect
 import itertools
 import math
 import os
@@ -12,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,23 @@ class Machine:
             raise SweepError(f"jobs_per_gpu={jobs_per_gpu} must be 1 or more")
         self.gpus = [str(gpu) for gpu in gpus] if gpus is not None else visible_gpus()
         self.jobs_at_once, self.jobs_per_gpu = jobs_at_once, jobs_per_gpu
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "Machine":
+        """
+        Args:
+            settings: keys of `hydra.launcher`.
+
+        Raises:
+            SweepError: a key is unknown or has a wrong value.
+        """
+        known = list(inspect.signature(cls).parameters)
+        for key in settings:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, 1)
+                hint = f"did you mean hydra.launcher.{close[0]}?" if close else f"use {', '.join(known)}"
+                raise SweepError(f"unknown key hydra.launcher.{key}; {hint}")
+        return cls(**settings)
 
     def check(self, jobs: Sequence[Job | Command]) -> None:
         """
