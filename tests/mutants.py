@@ -462,8 +462,8 @@ LIST = r"""
 == Evaluation
 
 = loss.shares evaluation/per_token_loss.py
-- first = sums.sequences + workers.rank * batch_size
-+ first = sums.sequences + workers.rank
+- (workers.rank + n) * batch_size
++ workers.rank + n * batch_size
 # Several processes evaluate the same sequences.
 = loss.reset evaluation/per_token_loss.py
 - loss_T.zero_()
@@ -700,8 +700,8 @@ LIST = r"""
 + freedom = max(0, n_models * (n_seeds - 1))
 # The baseline counts as a degree of freedom.
 = statistics.groups analysis/statistics.py
-- quantile(len(np.unique(group_N)) - 1) * error
-+ quantile(len(values_N) - 1) * error
+- groups = len(values_N) if group_N is None else len(np.unique(group_N))
++ groups = len(values_N)
 # Texts of one group count as independent in the interval.
 """
 
