@@ -13,18 +13,18 @@ from forgetting_transformer.data.order import ReadingOrder
 from forgetting_transformer.data.token_array import TokenArray
 
 
-def held_out_order(array: TokenArray, seq_len: int, eval_tokens: int | None, share: float) -> ReadingOrder:
-    """Reading order of the sequences that `share` of `eval_tokens` fill, one per batch; None takes all.
+def held_out_order(array: TokenArray, seq_len: int, eval_tokens: int | None) -> ReadingOrder:
+    """Reading order of the sequences that `eval_tokens` fill, one per batch; None takes all.
 
     Raises:
         DataError: there are fewer.
     """
     available = array.documents * array.doc_len
-    wanted = available if eval_tokens is None else int(eval_tokens * share)
+    wanted = available if eval_tokens is None else eval_tokens
     if not array.doc_len <= wanted <= available:
         raise DataError(
-            f"datamodule.eval_tokens={eval_tokens:,} takes {wanted:,} tokens of {array.path}; that must be "
-            f"between one document ({array.doc_len:,} tokens) and all {available:,} tokens; use null for all"
+            f"datamodule.eval_tokens takes {wanted:,} tokens of {array.path}; that must be between one document "
+            f"({array.doc_len:,} tokens) and all {available:,} tokens; use null for all"
         )
     return ReadingOrder(wanted // array.doc_len, array.doc_len, seq_len, 1)
 

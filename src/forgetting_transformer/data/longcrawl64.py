@@ -124,14 +124,14 @@ class LongCrawl64DataModule:
         """Tokens of a rank's share of a global batch, `(train_batch_size // world_size, train_batch_len)`."""
         return self.array("train").read(*self.order(self.train_batch_size).locate(batch, rank, world_size))
 
-    def held_out(self, share: float = 1.0) -> list[tuple[TokenArray, ReadingOrder]]:
-        """The held-out array and the order of its sequences, as many as `share` of `eval_tokens` fill.
+    def held_out(self) -> list[tuple[TokenArray, ReadingOrder]]:
+        """The held-out array and the order of its sequences, as many as `eval_tokens` fill.
 
         Raises:
             DataError: there are fewer.
         """
         array = self.array("heldout")
-        return [(array, held_out_order(array, self.eval_batch_len, self.eval_tokens, share))]
+        return [(array, held_out_order(array, self.eval_batch_len, self.eval_tokens))]
 
     # Shared with mixtures ---------------------------------------------------------------------------------------------
 

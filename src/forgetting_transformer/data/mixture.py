@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.longcrawl64 import LongCrawl64DataModule
-from forgetting_transformer.data.order import ReadingOrder
+from forgetting_transformer.data.order import Location, ReadingOrder
 from forgetting_transformer.data.token_array import TokenArray
 from forgetting_transformer.data.vocabulary import Vocabulary, other_token, tokens_of
 
@@ -87,13 +87,13 @@ class MixtureDataModule(LongCrawl64DataModule):
         except ValueError as error:
             raise DataError(f"datamodule.parts={weights}: {error}; use weights of fewer digits") from error
         super().__init__(data_dir, **options)
-        self.shares = [weight / sum(weights.values()) for weight in weights.values()]
-        # The most sequences that a batch takes of each.
-        rows = [math.ceil(share * self.train_batch_size) + 1 for share in self.shares]
-        self.corpora = [
-            LongCrawl64DataModule(data_dir, **options | {"dataset": name, "train_batch_size": most})
-            for name, most in zip(weights, rows, strict=True)
-        ]
+        self.corpora = []
+        for name, weight in weights.items():
+            share = weight / sum(weights.values())
+            most = math.ceil(share * self.train_batch_size) + 1  # sequences of it in a batch
+            held_out = self.eval_tokens and int(self.eval_tokens * share)
+            own = {"dataset": name, "train_batch_size": most, "eval_tokens": held_out}
+            self.corpora.append(LongCrawl64DataModule(data_dir, **options | own))
 
     @property
     def folder(self) -> Path:
@@ -127,26 +127,21 @@ class MixtureDataModule(LongCrawl64DataModule):
         return max(1, batches) if self.repeat else batches  # then corpora begin again one by one, also within a batch
 
     def locate(self, batch: int) -> list[str]:
-        places = ((corpus, corpus.order(1).locate(number)) for corpus, number in self._sequences(batch, 0, 1))
-        return [f"{corpus.dataset}: {place.sequences()[0]}" for corpus, place in places]
+        return [f"{corpus.dataset}: {place.sequences()[0]}" for corpus, place in self._sequences(batch, 0, 1)]
 
     def labels(self, batch: int, rank: int, world_size: int) -> np.ndarray:
-        dtype = np.result_type(*(corpus.array("train").dtype for corpus in self.corpora))
-        labels_BT = np.empty((self.train_batch_size // world_size, self.train_batch_len), dtype=dtype)
-        for labels_T, (corpus, number) in zip(labels_BT, self._sequences(batch, rank, world_size), strict=True):
-            labels_T[:] = corpus.array("train").read(*corpus.order(1).locate(number))[0]
-        return labels_BT
+        sequences = self._sequences(batch, rank, world_size)
+        return np.concatenate([corpus.array("train").read(*place) for corpus, place in sequences])
 
-    def _sequences(self, batch: int, rank: int, world_size: int) -> list[tuple[LongCrawl64DataModule, int]]:
-        """The corpus of each sequence of a rank's share of a batch, and the sequence's number there."""
+    def _sequences(self, batch: int, rank: int, world_size: int) -> Iterator[tuple[LongCrawl64DataModule, Location]]:
+        """Yields corpus and place of each sequence of a rank's share of a batch."""
         share = self.train_batch_size // world_size
         first = batch * self.train_batch_size + rank * share
-        places = map(self.interleaving.locate, range(first, first + share))
-        return [(self.corpora[corpus], number) for corpus, number in places]
+        for corpus, number in map(self.interleaving.locate, range(first, first + share)):
+            yield self.corpora[corpus], self.corpora[corpus].order(1).locate(number)
 
-    def held_out(self, share: float = 1.0) -> list[tuple[TokenArray, ReadingOrder]]:
-        each = zip(self.corpora, self.shares, strict=True)
-        return [one for corpus, of_corpus in each for one in corpus.held_out(share * of_corpus)]
+    def held_out(self) -> list[tuple[TokenArray, ReadingOrder]]:
+        return [one for corpus in self.corpora for one in corpus.held_out()]
 
     def _info(self, split: str, seq_len: int, batch_size: int, sequences: int) -> DataInfo:
         names, arrays = zip(*((corpus.dataset, corpus.array(split)) for corpus in self.corpora), strict=True)
