@@ -6,12 +6,11 @@ similarity (shared runs / all runs) of at least `dedup`: the share of equal valu
 The sketches are kept on disk for a next start, and with hash tables in the parent's memory, 5 kB per text that stays.
 """
 
-import functools
 import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import numpy as np
@@ -76,14 +75,18 @@ def find(
     """
     assert settings.dedup is not None and settings.dedup_words is not None
     datasketch = sources.library("datasketch", "--dedup")
+    threshold, words = settings.dedup, settings.dedup_words
     limit = float("inf") if settings.max_bytes is None else settings.max_bytes
     sketches = shards.ShardLog(folder, sketches=("<u4", SKETCH))
     # Its values are replaced by each text's: the tables take a MinHash and keep hashes of parts of its values.
     probe = datasketch.MinHash(SKETCH, scheme=_SCHEME)
-    tables = datasketch.MinHashLSH(settings.dedup, SKETCH, weights=_WEIGHTS, hashfunc=_short)
+    tables = datasketch.MinHashLSH(threshold, SKETCH, weights=_WEIGHTS, hashfunc=_short)
     near: set[bytes] = set()
     kept_bytes = 0
-    start = functools.partial(pool.submit, sketch_texts, words=settings.dedup_words)
+
+    def start(batch: list[sources.Text]) -> "Future[shards.Result]":
+        return pool.submit(sketch_texts, batch, words)
+
     wanted = itertools.takewhile(lambda _: kept_bytes < limit, texts)
     for shard, batch in shards.work_through(wanted, sketches, start, workers):
         for text, sketch in zip(batch, sketches.read(shard, "sketches"), strict=True):
@@ -91,7 +94,7 @@ def find(
                 break
             probe.hashvalues = sketch
             candidates = (np.frombuffer(other, "<u4") for other in tables.query(probe))
-            if any(np.mean(sketch == other) >= settings.dedup for other in candidates):
+            if any(np.mean(sketch == other) >= threshold for other in candidates):
                 near.add(text.digest)
             else:
                 tables.insert(sketch.tobytes(), probe, check_duplication=False)

@@ -4,10 +4,9 @@ Workers encode shards in any order and the parent appends the results in input o
 the number of workers.
 """
 
-import functools
 from array import array
 from collections.abc import Iterable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +49,10 @@ def write_stream(
     tokens, shared = array("q"), array("H")  # a list would take four times the memory
     open_tokens = 0  # of a text whose last piece has not come yet
     last_path: tuple[str, ...] = ()
-    start = functools.partial(pool.submit, encode_shard, folder=tokenizer, info=info)
+
+    def start(batch: list[Piece]) -> Future:
+        return pool.submit(encode_shard, batch, tokenizer, info)
+
     for number, batch in shards.work_through(pieces, log, start, workers):
         for piece, length in zip(batch, log.read(number, "lengths").tolist(), strict=True):
             open_tokens += length
