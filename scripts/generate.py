@@ -98,6 +98,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", help="default: cuda if available")
     command_line.add_plugins(parser)
     arguments = parser.parse_args()
+    if 0 < arguments.temperature < 1e-3:  # divided logits may overflow
+        parser.error("argument --temperature: below 0.001 takes the likeliest token, as 0 does; give 0")
     if not arguments.temperature:
         for key, default in (("samples", 1), ("top_p", 1.0), ("top_k", 0)):
             if getattr(arguments, key) != default:

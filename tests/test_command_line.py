@@ -74,6 +74,7 @@ def test_a_path_that_libraries_cannot_open_and_a_number_out_of_its_range_are_ref
         ("save_model.py", ["--hf_load_dir", "run", "--hf_save_dir", ""], "--hf_save_dir: '' is empty"),
         ("scripts/prepare_data.py", ["--out", "corpus", ""], "inputs: '' is empty"),
         ("eval/per_token_loss/run_per_token_loss.py", ["--eval_len", "1"], "--eval_len: '1' is not a whole number"),
+        ("scripts/generate.py", ["model", "--temperature", "1e-40"], "--temperature: below 0.001 takes the likeliest"),
     ],
 )  # fmt: skip
 def test_the_flag_is_named_and_nothing_is_written(script, flags, said, tmp_path, monkeypatch, capsys):

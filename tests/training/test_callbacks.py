@@ -139,7 +139,7 @@ def test_a_state_that_is_no_tensor_is_refused_with_its_name(state):
 
     callbacks = Callbacks(SimpleNamespace(fabric=SimpleNamespace(is_global_zero=True)), [], [Odd()])
     with pytest.raises(TrainingError, match=rf"^callbacks.odd: state\(\) gave {state}; it must give a dictionary of "):
-        callbacks.start()  # not with the first checkpoint, hours later
+        callbacks.on_start()  # not with the first checkpoint, hours later
 
 
 @pytest.mark.quick

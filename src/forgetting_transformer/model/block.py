@@ -18,9 +18,9 @@ It may also have
     packs_documents = True
         It keeps packed documents apart.
     static_cache = True
-        Its forward can write a single token in place, where `cache.slot` says: nothing in it may depend on how many
-        tokens came before but through tensors. Then `generate` runs it as a CUDA graph. A recurrent mixer may say so
-        whose states keep their names and shapes.
+        Then `generate` runs it as a CUDA graph. With a cache, its forward must write a single token in place, where
+        `cache.slot` says, and know the number of earlier tokens from tensors alone. States of a recurrent mixer must
+        keep their names and shapes.
     context_heads
         It works where processes share a sequence (`ops/context.py`). They must divide this number, of heads that it
         splits among them; 0 if it splits none. A module in it that reads tokens of the part before has their number

@@ -1,6 +1,7 @@
 """Progress of a run, and the origin of a start."""
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,11 @@ from forgetting_transformer.training.execution.choice import Execution
 
 @dataclass
 class Counters:
-    """Progress of a run over all ranks and restarts. Times in seconds."""
+    """Progress of a run over all ranks and restarts.
+
+    Attributes:
+        total_time: seconds of the loop, with evaluations and checkpoints. update_time: of its steps alone.
+    """
 
     token_count: int = 0
     batch_count: int = 0
@@ -19,14 +24,25 @@ class Counters:
     total_time: float = 0.0
     update_time: float = 0.0
 
-    def add(self, tokens: int, flops_per_token: float) -> None:
-        """Counts a step of so many tokens."""
+    def __post_init__(self) -> None:
+        self._ticked: float | None = None
+
+    def tick(self, of_update: bool = False) -> None:
+        """Counts the time since the last tick, if there was one, as time of the loop or of a step in it."""
+        now = time.perf_counter()
+        seconds, self._ticked = now - (self._ticked or now), now
+        self.total_time += seconds
+        self.update_time += seconds if of_update else 0.0
+
+    def add_step(self, tokens: int, flops_per_token: float) -> None:
+        """Counts a step of so many tokens, which took the time since the last tick."""
+        self.tick(of_update=True)
         self.token_count += tokens
         self.batch_count += 1
         self.flop_count += round(tokens * flops_per_token)
 
     def as_floats(self) -> dict[str, float]:
-        return {name: float(value) for name, value in vars(self).items()}
+        return {name: float(value) for name, value in asdict(self).items()}
 
 
 @dataclass
@@ -40,7 +56,7 @@ class Origin:
         execution: compilation and backends of the run so far; None where they need not be kept.
         weights_from: `init_from` at the beginning of the run.
         data_checksums: hash of the list of checksums that the corpus must match from here on.
-        kinds: lines that callbacks of earlier starts have written. callback_state: of callbacks and of the guard.
+        kinds: of lines that callbacks of earlier starts have written. callback_state: of callbacks and of the guard.
     """
 
     text: str = "a new run"

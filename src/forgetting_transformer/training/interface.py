@@ -56,7 +56,7 @@ class TrainerInterface(Protocol):
     callbacks: Any
     metrics: MetricsLog | None  #: where reports go, on rank 0; None on others and once training is over
     kinds: set[str]  #: lines that callbacks of this start, or of an earlier one, write
-    startup: Clock  #: seconds by stage of the start
+    stages: Clock  #: seconds by stage of the start
     clock: Clock  #: seconds by activity of the run
 
     # How the run computes

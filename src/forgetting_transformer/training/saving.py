@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 
 def save(trainer: TrainerInterface, permanent: bool, must_succeed: bool) -> None:
-    """Begins to save, unless this step is saved; with `must_succeed`, or without a background, until it is done.
+    """Begins to save, unless this step is saved. All ranks call it, and `collect`, after the same step.
 
-    All ranks call it, and `collect`, after the same step.
+    With `must_succeed`, or with checkpoint_background=false, it returns when the checkpoint is complete.
     """
     trainer.guard.poll(wait=True)
     collect(trainer, wait=True)
@@ -44,13 +44,17 @@ def collect(trainer: TrainerInterface, wait: bool = False, must_succeed: bool = 
         log.error("%s; %s. Training continues", saved.error, trainer.last_good_checkpoint)
 
 
-def compare(trainer: TrainerInterface) -> None:
-    """
+def compare_if_due(trainer: TrainerInterface, saves: bool = False) -> None:
+    """Compares what ranks hold, after every `compare_steps` steps and before a save.
+
     Raises:
         TrainingError: ranks hold different weights or moments; on every rank.
     """
+    steps, batch_count = trainer.compare_steps, trainer.counters.batch_count
+    if steps is None or (batch_count % steps and not saves):
+        return
     model, optimizer = trainer.model.module, trainer.optimizer.optimizer
-    if found := compare_ranks(trainer.counters.batch_count, model, optimizer):
+    if found := compare_ranks(batch_count, model, optimizer):
         collect(trainer, wait=True)
         raise TrainingError(
             f"weights or moments are corrupt: {found}. All ranks should hold the same, so memory or a GPU has failed; "
@@ -62,8 +66,7 @@ def compare(trainer: TrainerInterface) -> None:
 def _begin(trainer: TrainerInterface, permanent: bool) -> None:
     model: Any = trainer.model.module
     optimizer, tokens = trainer.optimizer.optimizer, trainer.counters.token_count
-    if trainer.compare_steps is not None:
-        compare(trainer)
+    compare_if_due(trainer, saves=True)
     if not _all_finite(model, optimizer):
         raise TrainingError(
             f"weights or moments became infinite or NaN before {tokens:,} tokens, though every update that was "
@@ -72,7 +75,7 @@ def _begin(trainer: TrainerInterface, permanent: bool) -> None:
         )
     trainer.callbacks.call_all("on_interval", "save")
     state = {
-        **vars(trainer.counters),
+        **dataclasses.asdict(trainer.counters),
         "config": trainer.resolved,
         "model_config": model.config.to_dict(),
         "data_fingerprint": trainer.data_info.fingerprint,

@@ -1,4 +1,4 @@
-"""Parts of a trainer, built in this order: processes, corpus, checkpoints, model, optimizer."""
+"""Parts of a trainer, built in this order: processes, corpus, model with its kernels, optimizer, CUDA graphs."""
 
 import contextlib
 import hashlib
@@ -6,7 +6,6 @@ import logging
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -23,13 +22,11 @@ from forgetting_transformer.model import registry
 from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.plugins import CORPORA
-from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.config import Config, ConfigError, checks
 from forgetting_transformer.training.counters import Origin
 from forgetting_transformer.training.execution import compilation, graphs, hardware
 from forgetting_transformer.training.execution.choice import choose_on_all_ranks
 from forgetting_transformer.training.faults.failures import Start
-from forgetting_transformer.training.faults.watchdog import Watchdog
 from forgetting_transformer.training.optimization.building import build_optimizer, check_owns, train_only
 from forgetting_transformer.training.parallel.launch import launch
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
@@ -38,9 +35,6 @@ from forgetting_transformer.training.records.run_directory import RunDirectory, 
 from forgetting_transformer.training.start import initialisation
 
 log = logging.getLogger(__name__)
-#: How long the writer of a checkpoint on one rank waits for those on others. What ends the wait for a writer that hangs
-#: is the watchdog.
-_LET_WRITERS_WAIT = timedelta(days=7)
 
 
 def connect(config: Config, start: Start) -> Fabric:
@@ -83,20 +77,6 @@ def open_data(config: Config, directory: RunDirectory, fabric: Fabric) -> Corpus
     return data
 
 
-def build_checkpointer(config: Config, directory: RunDirectory, fabric: Fabric, watchdog: Watchdog) -> Checkpointer:
-    """Writer and reader of the run's checkpoints, watched while training waits for it."""
-    built = Checkpointer(
-        directory.checkpoints,
-        config.checkpoint_keep_last,
-        fabric.global_rank,
-        fabric.world_size,
-        _LET_WRITERS_WAIT,
-        config.checkpoint_background,
-    )
-    built.watch = watchdog.waiting_for
-    return built
-
-
 def model_and_kernels(
     config: Config, fabric: Fabric, data: Corpus, origin: Origin, begin: Callable[[str], None]
 ) -> tuple[Any, dict[str, Backend]]:
@@ -112,7 +92,7 @@ def model_and_kernels(
     log.info("building the model: %s", config.model.name)
     info = data.train_info()
     with ThreadPoolExecutor(1, "model") as thread:
-        empty = as_trained(outline(config, info), config)
+        empty = outline(config, info)
         hardware.warn_without_gpu(config, fabric.device, empty)
         checks.check_sequences(empty, config, data.packed)
         given = None  # weights of `init_from`
@@ -122,8 +102,12 @@ def model_and_kernels(
             given = initial_weights.on_all_ranks(config, fabric, data, empty, origin)
         draws = origin.checkpoint is None and (given is None or bool(given.fresh))
         building = thread.submit(build_model, config, info, initialise=draws)
+        dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
+        lengths = [config.datamodule.train_batch_len, *([] if config.skip_eval else [config.datamodule.eval_batch_len])]
+        if fabric.device.type == "cuda":
+            log.info("testing the kernels")
         with compilation.compiling(config, fabric, empty, data.packed):
-            backends = _choose_backends(config, fabric, data, empty)
+            backends = choose_on_all_ranks(empty, dtype, fabric.device, lengths, data.packed)
         begin("model")
         model = building.result()
     if given is not None:
@@ -170,19 +154,19 @@ def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.M
         model = registry.get(config.model.name).lm_class(fields)
     # Left out above together with the weights.
     model.tie_weights(recompute_mapping=False)
-    train_only(model, config.train.only)
+    _apply_options(model, config)
     if initialise:
         initialisation.initialise(model, config.seed)
-    return as_trained(model, config)
+    return model
 
 
-def as_trained(model: Any, config: Config) -> Any:
-    """The model with activation checkpointing by `config.train`."""
+def _apply_options(model: Any, config: Config) -> None:
+    """Chooses which parameters are trained, and activation checkpointing, as `config.train` says."""
+    train_only(model, config.train.only)
     if config.train.gradient_checkpointing:
         model.checkpoint_activations(True)
     if config.train.block_inputs_on_host:
         model.keep_block_inputs_on_host()
-    return model
 
 
 def outline(config: Config, data: DataInfo) -> nn.Module:
@@ -194,16 +178,8 @@ def outline(config: Config, data: DataInfo) -> nn.Module:
     fields = model_config(config, data)
     with torch.device("meta"):
         model = registry.get(config.model.name).lm_class(fields)
-    train_only(model, config.train.only)
+    _apply_options(model, config)
     return model
-
-
-def _choose_backends(config: Config, fabric: Fabric, data: Corpus, model: nn.Module) -> dict[str, Backend]:
-    if fabric.device.type == "cuda":
-        log.info("testing the kernels")
-    dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
-    lengths = [config.datamodule.train_batch_len, *([] if config.skip_eval else [config.datamodule.eval_batch_len])]
-    return choose_on_all_ranks(model, dtype, fabric.device, lengths, data.packed)
 
 
 def model_and_optimizer(config: Config, fabric: Fabric, model: nn.Module, undecayed: set[str]) -> tuple[Any, Any]:

@@ -15,7 +15,6 @@ training is a callback (callbacks/). What can go wrong has a folder, faults/.
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,7 +29,7 @@ from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training import saving, setup
 from forgetting_transformer.training.callbacks import Callback, Step
 from forgetting_transformer.training.callbacks.built_in import callbacks_of
-from forgetting_transformer.training.checkpoint.writing import remove_leftovers
+from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.clock import Clock
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import as_recorded
@@ -43,7 +42,7 @@ from forgetting_transformer.training.faults.stop import Stop, Vote
 from forgetting_transformer.training.feed import batches
 from forgetting_transformer.training.optimization.building import undecayed_parameters
 from forgetting_transformer.training.optimization.schedule import build_schedule
-from forgetting_transformer.training.parallel.ranks import Ranks, on_rank_zero
+from forgetting_transformer.training.parallel.ranks import Ranks
 from forgetting_transformer.training.records.loss_by_position import StepLosses
 from forgetting_transformer.training.start import resume
 from forgetting_transformer.training.start.descriptions import describe, open_metrics, start_block
@@ -63,7 +62,7 @@ class Trainer:
     def __init__(self, config: Config, start: Start | None = None) -> None:
         self.config, self.start = config, start or Start(config)
         self.directory, self.watchdog = self.start.directory, self.start.watchdog
-        self.startup, self.clock = Clock("imports"), Clock("start")
+        self.stages, self.clock = Clock("imports"), Clock("start")
 
         self.begin("processes")
         fabric = self.fabric = setup.connect(config, self.start)
@@ -81,7 +80,15 @@ class Trainer:
         self.compilation = Compilation(config, fabric.device, fabric.global_rank, fabric.world_size)
 
         self.begin("checkpoint")
-        self.checkpointer = setup.build_checkpointer(config, self.directory, fabric, self.watchdog)
+        self.checkpointer = Checkpointer(
+            self.directory.checkpoints,
+            config.checkpoint_keep_last,
+            fabric.global_rank,
+            fabric.world_size,
+            config.checkpoint_background,
+            self.watchdog.waiting_for,
+        )
+        # The checkpoint, of this run or another, that this start continues from; or none.
         self.origin = resume.find_checkpoint(config, self.directory, fabric)
 
         self.begin("self-test")
@@ -90,16 +97,14 @@ class Trainer:
         self.flops_per_token = sum(share * model.config.flops_per_token(length) for length, share in lengths)
 
         self.begin("strategy")
-        # Sharded, some parameters have other shapes and names.
+        # Names, and before sharding, which replaces the parameters.
         self.undecayed = undecayed_parameters(model, config.train)
         self.model, self.optimizer = setup.model_and_optimizer(config, fabric, model, self.undecayed)
 
-        self.begin("checkpoint")
-        if not config.resume:
-            resume.move_aside(self.directory, fabric)  # only now: a command that is refused leaves the old run alone
-        self.directory.checkpoints.mkdir(parents=True, exist_ok=True)
-        on_rank_zero(fabric, lambda: remove_leftovers(self.directory.checkpoints))
-        self.guard = StepGuard(fabric.device)
+        self.begin("loading")
+        # Only now: a command that is refused leaves the run in the folder alone.
+        resume.prepare_directory(self.directory, config.resume, fabric)
+        self.guard = StepGuard(fabric.device)  # leaves out steps whose loss or gradient is not finite
         model, optimizer = self.model.module, self.optimizer.optimizer  # without Fabric's wrappers
         resume.load(self.origin, config, self.data_info, self.checkpointer, model, optimizer, self.guard)
         self.counters = self.origin.counters
@@ -119,6 +124,7 @@ class Trainer:
         self.latest: Step | None = None
         self.stop = Stop.NO
         self.callbacks = callbacks_of(self)
+        # Kinds of metrics that callbacks write, in earlier starts too: a resume cuts their lines at its checkpoint.
         self.kinds = self.origin.kinds | self.callbacks.kinds
         self.metrics = open_metrics(self) if fabric.is_global_zero else None
         self.watchdog.callback = lambda: self.callbacks.running.name if self.callbacks.running else None
@@ -127,7 +133,7 @@ class Trainer:
     def fit(self) -> None:
         """Trains to `train.max_tokens`, or until all ranks agree to stop; `start.outcome` has the result."""
         config, counters = self.config, self.counters
-        self.callbacks.start()
+        self.callbacks.on_start()
         self.start.running()
         if self.metrics is not None:
             log.info("about to train %s:\n%s", config.tag, start_block(self))
@@ -140,17 +146,15 @@ class Trainer:
             log.info("nothing left to train: %s tokens are done", f"{counters.token_count:,}")
         elif self.compiled:
             self.compilation.announce()
-        began = time.perf_counter() - counters.total_time
+        counters.tick()
         for batch in batches(self, remaining) if remaining and not self.stop else ():
-            started = time.perf_counter()
+            counters.tick()
             first = self.latest is None
             self.clock.switch("first step" if first else "steps")
             if first:
                 self.begin("first step")
             self.latest = self.step(self.fabric.to_device(batch))
-            counters.add(self.tokens_per_step, self.flops_per_token)
-            counters.update_time += time.perf_counter() - started
-            counters.total_time = time.perf_counter() - began
+            counters.add_step(self.tokens_per_step, self.flops_per_token)
             self.callbacks.on_step(self.latest)
             if first:
                 self._first_step_is_done(self.latest)
@@ -160,16 +164,13 @@ class Trainer:
                 self.callbacks.call_all("on_interval", "log")
             if self.finished or self.crossed(config.train_eval_interval):
                 self.callbacks.call_all("on_interval", "train_eval")
-            if self.compare_steps is not None and counters.batch_count % self.compare_steps == 0:
-                saving.compare(self)
+            saving.compare_if_due(self)
             self.check_in()
             if not self.stop and (due := self.callbacks.evaluations_due()):
                 self.evaluate(due)
-            counters.total_time = time.perf_counter() - began  # evaluations included
             keep = self.crossed(config.checkpoint_keep_interval)
             if self.finished or self.stop or keep or self.crossed(config.checkpoint_interval):
                 self.save(permanent=keep, must_succeed=self.finished or bool(self.stop))
-            counters.total_time = time.perf_counter() - began
             if self.stop:
                 break
             self.clock.switch("data")
@@ -193,20 +194,20 @@ class Trainer:
         self.optimizer.zero_grad()
 
         sequences = config.sequences_at_once(self.ranks.data_size)
-        starts = range(0, len(batch["input_ids"]), sequences)
+        first_rows = range(0, len(batch["input_ids"]), sequences)
         losses = StepLosses(config.datamodule, self.ranks, self.fabric.device)
-        for start in starts:
+        for row in first_rows:
             # FSDP2 needs *every* backward pass inside this context, the synchronised last one too.
-            last = start == starts[-1]
+            last = row == first_rows[-1]
             with (
                 self.fabric.no_backward_sync(self.model, enabled=not last),
                 self.ranks.share(),
-                self.graphs.micro_batch(last),
+                self.graphs.micro_batch(last),  # CUDA graphs, if the run uses them
             ):
-                inputs = model_inputs(batch, slice(start, start + sequences))
+                inputs = model_inputs(batch, slice(row, row + sequences))
                 loss_bT = self.model(**self.ranks.part_of(inputs)).loss
-                self.fabric.backward(loss_bT.mean() / len(starts))
-            losses.add_micro_batch(loss_bT.detach(), start, packed_positions(inputs))
+                self.fabric.backward(loss_bT.mean() / len(first_rows))
+            losses.add_micro_batch(loss_bT.detach(), row, packed_positions(inputs))
 
         # A non-finite norm must not raise on one rank while others go on: all judge it alike below.
         grad_norm: Any = self.fabric.clip_gradients(
@@ -302,15 +303,13 @@ class Trainer:
 
     def wait_for_device(self) -> None:
         """Waits until the device has finished its steps; that time counts as theirs."""
-        started = time.perf_counter()
+        self.counters.tick()
         setup.synchronize(self.fabric.device)
-        waited = time.perf_counter() - started
-        self.counters.update_time += waited
-        self.counters.total_time += waited
+        self.counters.tick(of_update=True)
 
     def begin(self, stage: str) -> None:
         """Begins a stage of the start."""
-        self.startup.switch(stage)
+        self.stages.switch(stage)
         self.watchdog.starting(stage)
 
     def close(self) -> None:
@@ -323,10 +322,11 @@ class Trainer:
 
     def _first_step_is_done(self, step: Step) -> None:
         self.wait_for_device()
-        self.vote.wait_for_all()  # a signal ends a rank at once that is in its first step, and others would wait for it
-        self.startup.switch(None)
+        # Up to here a signal ends a rank at once, and one that had gone on to the next step would wait for it.
+        self.vote.wait_for_all()
+        self.stages.switch(None)
         self.watchdog.started()
-        log.info("the first step is done, loss %.4f, %s", step.loss.item(), self.startup)
+        log.info("the first step is done, loss %.4f, %s", step.loss.item(), self.stages)
         if self.compiled:
             self.compilation.warn_of_uncompiled()
 

@@ -6,10 +6,10 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 
 Files, from the call down:
     dispatch                  which calls the GPU kernels serve
-    reference, portable       the definition of attention and of pruning, which tests every backend; any device
+    reference, portable       the definition, which tests every backend; what runs where no kernel does, as on a CPU
     triton, layout            the operators and their launches; what launches share
-    kernels, hopper, decay    attention and its gradients; the same for Hopper GPUs; what surrounds them, and what
-                              pruning skips
+    kernels; hopper, …        attention and its gradients; the same for Hopper GPUs (H100), which triton.py chooses
+    decay                     sums of gates, and what pruning skips
     decode, decode_triton     from the newest tokens to a cache; its kernels
 """
 
@@ -85,7 +85,7 @@ def forgetting_attention(
             is below this value (nats, ≤ 0): a number or a tensor that broadcasts to `(B, H)`. "auto" takes the norms of
             the queries and keys of each block, and each query's score with itself, and skips blocks as long as the
             weights of all that a row leaves out add up to less than exp(log_tolerance). None skips nothing. Pruning
-            only ever saves work: the Triton kernel does it, the portable and the reference backend compute every pair.
+            only ever saves work: the kernels do it, the portable and the reference backend compute every pair.
         log_tolerance: for adaptive_threshold="auto", nats, < 0.
 
     Returns:

@@ -135,7 +135,7 @@ class Callbacks:
             if _overrides(callback, hook):
                 self.call(callback, hook, *arguments)
 
-    def start(self) -> None:
+    def on_start(self) -> None:
         """Calls `on_start` of all, and checks their state, which would else be refused with the first checkpoint."""
         self.call_all("on_start")
         self.state()

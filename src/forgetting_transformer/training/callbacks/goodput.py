@@ -57,7 +57,7 @@ class Goodput(Callback):
             # Time up to now is not lost if a run continues from this checkpoint.
             self._start["marks"] = [*self._start["marks"], [step, self._clock.seconds()]][-_MARKS:]
         elif kind == "log":
-            self._start["stages"] = {stage: round(seconds, 3) for stage, seconds in trainer.startup.seconds().items()}
+            self._start["stages"] = {stage: round(seconds, 3) for stage, seconds in trainer.stages.seconds().items()}
             trainer.report(names.GOODPUT, prefixed(names.GOODPUT, self._write(step)))
 
     def on_save(self, trainer: TrainerInterface, saved: "Saved") -> None:

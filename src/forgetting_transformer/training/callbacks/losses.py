@@ -5,6 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +36,7 @@ class Loss(Callback):
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         step = trainer.latest
         if kind == "log" and step is not None:
-            values = {names.name_of(names.TRAIN, name): count for name, count in vars(trainer.counters).items()}
+            values = {names.name_of(names.TRAIN, name): count for name, count in asdict(trainer.counters).items()}
             values |= {names.LEARNING_RATE: step.lr, names.TRAIN_LOSS: step.loss.item()}
             trainer.report(names.TRAIN, values | {names.GRADIENT_NORM: step.grad_norm.item()})
 
@@ -65,7 +66,7 @@ class LossByPosition(Callback):
         mean_T, counts_T = self._sums.mean_T(), self._sums.counts_T()
         sequences, tokens = int(self._sums.sequences_T[0].item()), int(self._sums.sequences_T.sum().item())
         self._sums.flat.zero_()
-        counters = {f"{names.COUNTER}{name}": value for name, value in vars(trainer.counters).items()}
+        counters = {f"{names.COUNTER}{name}": value for name, value in asdict(trainer.counters).items()}
         values = {
             **by_length(names.TRAIN_EVAL, mean_T, self._shortest, counts_T),
             **prefixed(names.TRAIN_EVAL, {"window_seq_count": sequences, "window_token_count": tokens, **counters}),
@@ -187,7 +188,7 @@ class HeldOut(Callback):
             "val_seq_count": sequences,
             "val_time": seconds,
             "val_tokens_per_second": tokens / seconds,
-            **{f"{names.COUNTER}{counter}": value for counter, value in vars(trainer.counters).items()},
+            **{f"{names.COUNTER}{counter}": value for counter, value in asdict(trainer.counters).items()},
         }
         values = prefixed(names.VAL, values)
         values |= by_length(names.VAL, mean_T, trainer.config.eval.min_val_length, counts_T)

@@ -13,8 +13,9 @@ where no valid one is left the run is refused. The format is the same for every 
 
 Writing may happen in a thread while training continues: the loop then waits only until a copy in the host's memory is
 made (writing.py). The thread has its own gloo group, because collectives of two threads in one group would mix.
-It is a thread, and not torch.distributed.checkpoint.async_save, because checksums, manifest and pruning follow the same
-writing. With async_save, a strategy with the whole model on every rank would also copy all of it on every rank.
+It is a thread, and not torch.distributed.checkpoint.async_save, because checksums, the manifest and the deletion of
+older checkpoints follow the same writing. With async_save, a strategy with the whole model on every rank would also
+copy all of it on every rank.
 """
 
 import threading
@@ -63,9 +64,8 @@ class Checkpointer:
         folder: `output_dir/checkpoints`.
         keep_last: rolling checkpoints to keep; two, so that a damaged newest one costs one interval and not the run.
         rank, world_size: of this process. Collective calls go over a separate gloo group, which needs no GPU.
-        timeout: how long a rank waits for the others in one. Where `watch` ends a wait for a writer that hangs, a very
-            long one: a rank with a slow disk is not gone.
         background: write in a thread, from a copy in the host's memory. False needs no memory for the copy.
+        watch: makes the context of every wait for the writer, from a name for people.
     """
 
     def __init__(
@@ -74,17 +74,16 @@ class Checkpointer:
         keep_last: int,
         rank: int,
         world_size: int,
-        timeout: timedelta | None = None,
         background: bool = False,
+        watch: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.folder, self.rank, self.world_size = folder, rank, world_size
-        self.background = background
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+        self.background, self.watch = background, watch
+        # In effect without a limit: a rank with a slow disk is not gone, and `watch` ends a wait for one that hangs.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=7)) if world_size > 1 else None
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
-        #: Context manager around every wait for the writer, made from a name for people.
-        self.watch: Callable[[str], AbstractContextManager[Any]] = nullcontext
         #: Tokens of the last finished checkpoint, or of the one that the run continues from.
         self.last_good: int | None = None
         self._step = 0

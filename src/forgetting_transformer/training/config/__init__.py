@@ -51,8 +51,8 @@ class FabricConfig:
 class TrainConfig:
     #: Tokens to train on.
     max_tokens: Tokens
-    #: Tokens that one rank puts through the model at a time; a rank's share of the batch is split into such pieces. Of
-    #: whole sequences: with strategy.context, what the ranks that share them put through it together.
+    #: Tokens of a micro-batch, which one rank puts through the model at a time: whole sequences, at least one. With
+    #: strategy.context: which the ranks that share sequences put through it together.
     grad_acc_tokens: Tokens
     #: Parameters that are trained, by name or pattern, as in ["*.fgate_proj.*"]; the others stay as they are. []: all.
     only: list[str] = field(default_factory=list)
@@ -105,7 +105,7 @@ class WandbConfig:
 @dataclass(kw_only=True)
 class StrategyConfig:
     #: "auto" (one process: none; several: ddp), "ddp" or "fsdp" (weights, gradients and moments sharded by block over
-    #: all processes).
+    #: all processes; one process has nothing to shard and uses none).
     name: Literal["auto", "ddp", "fsdp"] = "auto"
     #: fsdp: gather weights once a step and keep them until its last backward pass, instead of gathering each
     #: block before and after its use. "auto": where they take at most a twentieth of a GPU's memory.
@@ -245,7 +245,8 @@ class Config:
     log_interval: Tokens
     #: Tokens between reports of the training loss at every position, averaged over the tokens in between.
     train_eval_interval: Tokens
-    #: Tokens between evaluations on held-out documents; skip_eval switches these off, final_eval is the one at the end.
+    #: Tokens between evaluations on held-out documents; final_eval: one at the end too. skip_eval switches all of them
+    #: off. A callback with an interval of its own keeps both.
     eval_interval: Tokens
     skip_eval: bool = True
     final_eval: bool = True

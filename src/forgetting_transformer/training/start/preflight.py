@@ -72,7 +72,7 @@ def _check(trainer: Trainer, place: Path) -> None:
     tokens = data.train_batch_size * data.train_batch_len
     total_steps = math.ceil(config.train.max_tokens / tokens)
     problems, seconds = [], []
-    trainer.callbacks.start()  # which refuse here what they would lack after hours
+    trainer.callbacks.on_start()  # which refuse here what they would lack after hours
     if trainer.compiled:
         trainer.compilation.announce()
     for batch in trainer.data.train_loader(0, min(1 + _STEPS, total_steps), ranks.data_rank, ranks.data_size):

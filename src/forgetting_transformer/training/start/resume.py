@@ -13,6 +13,7 @@ from forgetting_transformer.training.callbacks import Callback
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint import folder as checkpoints
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError
+from forgetting_transformer.training.checkpoint.writing import remove_leftovers
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import check_continues
 from forgetting_transformer.training.counters import Counters, Origin
@@ -26,16 +27,20 @@ from forgetting_transformer.training.records.run_directory import RunDirectory
 log = logging.getLogger(__name__)
 
 
-def move_aside(directory: RunDirectory, fabric: Fabric) -> None:
-    """Moves an earlier run's files into `previous/` with resume=false; then begins the log."""
+def prepare_directory(directory: RunDirectory, resumes: bool, fabric: Fabric) -> None:
+    """Removes what killed saves left; with resume=false moves the run there into `previous/` and begins the log."""
 
-    def move() -> None:
-        if moved := directory.move_aside():
-            log.warning("resume=false: what the run in %s had written is now in %s", directory.root, moved)
-        directory.write_status("starting", 0)
+    def prepare() -> None:
+        if not resumes:
+            if moved := directory.move_aside():
+                log.warning("resume=false: what the run in %s had written is now in %s", directory.root, moved)
+            directory.write_status("starting", 0)
+        remove_leftovers(directory.checkpoints)
 
-    on_rank_zero(fabric, move)
-    start_logging(directory, fabric.global_rank)
+    on_rank_zero(fabric, prepare)
+    directory.checkpoints.mkdir(parents=True, exist_ok=True)
+    if not resumes:
+        start_logging(directory, fabric.global_rank)
 
 
 def find_checkpoint(config: Config, run: RunDirectory, fabric: Fabric) -> Origin:
