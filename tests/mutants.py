@@ -492,10 +492,10 @@ LIST = r"""
 - if batch >= self.batches and not self.repeat:
 + if batch > self.batches and not self.repeat:
 # The batch after the last one is the first again.
-= mixture.wrap data/mixture.py
-- count = min(end - done, order.documents - place.first_document)
-+ count = end - done
-# A corpus of a mixture that begins again in a batch is read past its end.
+= mixture.number data/mixture.py
+- return corpus, patterns * self.weights[corpus] + number
++ return corpus, patterns * self.weights[corpus]
+# A corpus of a mixture gives one sequence in every pattern, as often as its weight.
 
 == Learning-rate schedule
 

@@ -225,7 +225,7 @@ def test_lengths_and_sizes_that_do_not_fit_are_refused_with_the_fix(corpus):
     for changes, message in (
         ({"train_batch_len": 33}, r"train_batch_len=33 must divide .* 96 tokens.*nearest .* 24, 32, 48"),
         ({"eval_batch_len": 64}, "eval_batch_len=64 must divide"),
-        ({"eval_tokens": 95}, r"eval_tokens=95 takes 95 tokens of .*between one document"),
+        ({"eval_tokens": 95}, r"eval_tokens takes 95 tokens of .*between one document"),
         ({"bos_token_id": VOCAB}, "bos_token_id=50257 is not in"),
     ):
         with pytest.raises(DataError, match=message):

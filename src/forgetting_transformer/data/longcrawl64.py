@@ -6,8 +6,6 @@ of a training example are a slice of S tokens. Inputs are the same slice shifted
 beginning-of-sequence token in front, also from the middle of a document, as in the paper's runs.
 """
 
-import bisect
-import itertools
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -18,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from forgetting_transformer.data.corpus import Batch, DataInfo, shifted
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.order import Location, ReadingOrder
+from forgetting_transformer.data.eval_batches import EvalBatches, held_out_order
+from forgetting_transformer.data.order import ReadingOrder
 from forgetting_transformer.data.packed import keep_apart, lengths_of
 from forgetting_transformer.data.sparse import SparseTokenArray
 from forgetting_transformer.data.storage.remote import is_url, join
@@ -71,85 +70,68 @@ class LongCrawl64DataModule:
     def __post_init__(self) -> None:
         folder = Path(self.cache_dir) if self.cache_dir else CacheSettings().folder
         self.cache = CacheSettings(folder, int(self.cache_gb * 1e9))
-        #: The corpora that batches come from, and their shares: one, and several in a mixture.
-        self.names, self.shares = [self.dataset], [1.0]
-        self._arrays: dict[tuple[str, int], TokenArray] = {}
+        self._arrays: dict[str, TokenArray] = {}
 
     @property
     def folder(self) -> Path:
-        """Folder of the first part with a tokenizer, if one has it."""
-        folders = [self.folder_of(part) for part in range(len(self.names))]
-        return next((folder for folder in folders if (folder / "tokenizer").is_dir()), folders[0])
-
-    def folder_of(self, part: int) -> Path:
-        """Folder of a part on this machine; for a URL the copy of its tokenizer."""
-        folder = Folder(self._place(part), self.cache)
+        """The corpus's folder on this machine; for a URL the copy of its tokenizer."""
+        folder = Folder(self._place(), self.cache)
         for name in TOKENIZER_FILES:
             folder.fetch(f"tokenizer/{name}", fresh=True)
         return folder.folder
 
-    def _place(self, part: int, *below: str) -> str | Path:
-        names = (self.names[part], *below)
+    def _place(self, *below: str) -> str | Path:
+        names = (self.dataset, *below)
         return join(self.data_dir, *names) if is_url(self.data_dir) else Path(self.data_dir, *names)
 
     @property
     def vocabulary(self) -> Vocabulary:
         return (next(iter(self._arrays.values()), None) or self.array("train")).vocabulary
 
-    def array(self, split: str, part: int = 0) -> TokenArray:
-        """The array "train" or "heldout" of a part, opened once; the wanted length must divide its documents.
+    def array(self, split: str) -> TokenArray:
+        """The array "train" or "heldout", opened once; the wanted length must divide its documents.
 
         A run that only evaluates needs no train.zarr, and the reverse.
 
         Raises:
             DataError: they do not, it cannot be read, or the cache of a remote corpus has no room for a batch.
         """
-        if (split, part) not in self._arrays:
+        if split not in self._arrays:
             stated = (self.vocab_size, self.bos_token_id, self.eos_token_id)
             opened = SparseTokenArray if self.missing_chunks == "skip" else TokenArray
-            array = opened(self._place(part, f"{split}.zarr"), stated, self.cache)
+            array = opened(self._place(f"{split}.zarr"), stated, self.cache)
             key = "train_batch_len" if split == "train" else "eval_batch_len"
             check_length(f"datamodule.{key}", getattr(self, key), array)
-            array.keep(self.rows_of(part) if split == "train" else self.eval_local_batch_size, getattr(self, key))
-            self._arrays[split, part] = array
-        return self._arrays[split, part]
+            array.keep(self.train_batch_size if split == "train" else self.eval_local_batch_size, getattr(self, key))
+            self._arrays[split] = array
+        return self._arrays[split]
 
-    # Reading order: a mixture overrides these --------------------------------------------------------
+    def order(self, batch_size: int) -> ReadingOrder:
+        """Reading order of the documents of train.zarr."""
+        array = self.array("train")
+        return ReadingOrder(array.documents, array.doc_len, self.train_batch_len, batch_size, self.repeat)
+
+    # A mixture overrides these ----------------------------------------------------------------------------------------
 
     def batches(self) -> int:
-        """Global batches until a corpus has been read once."""
-        return self._order().batches
+        """Global batches until the corpus has been read once."""
+        return self.order(self.train_batch_size).batches
 
     def locate(self, batch: int) -> list[str]:
-        return self._order().locate(batch).sequences()
+        return self.order(self.train_batch_size).locate(batch).sequences()
 
-    def places(self, batch: int, rank: int, world_size: int) -> Iterator[tuple[int, slice | np.ndarray, Location]]:
-        """Parts of a rank's share of a batch: the number of a corpus, rows of the share, their place in the corpus."""
-        yield 0, slice(None), self._order().locate(batch, rank, world_size)
+    def labels(self, batch: int, rank: int, world_size: int) -> np.ndarray:
+        """Tokens of a rank's share of a global batch, `(train_batch_size // world_size, train_batch_len)`."""
+        return self.array("train").read(*self.order(self.train_batch_size).locate(batch, rank, world_size))
 
-    def rows_of(self, part: int) -> int:
-        """The most sequences that a batch takes from a corpus."""
-        return self.train_batch_size
-
-    def eval_order(self, part: int) -> ReadingOrder:
-        """Reading order of a part's held-out sequences, one sequence per batch.
+    def held_out(self) -> list[tuple[TokenArray, ReadingOrder]]:
+        """The held-out array and the order of its sequences, as many as `eval_tokens` fill.
 
         Raises:
-            DataError: there are fewer than wanted.
+            DataError: there are fewer.
         """
-        array = self.array("heldout", part)
-        available = array.documents * array.doc_len
-        wanted = available if self.eval_tokens is None else int(self.eval_tokens * self.shares[part])
-        if not array.doc_len <= wanted <= available:
-            raise DataError(
-                f"datamodule.eval_tokens={self.eval_tokens:,} takes {wanted:,} tokens of {array.path}; that must be "
-                f"between one document ({array.doc_len:,} tokens) and all {available:,} tokens; use null for all"
-            )
-        return ReadingOrder(wanted // array.doc_len, array.doc_len, self.eval_batch_len, 1)
-
-    def _order(self) -> ReadingOrder:
-        array = self.array("train")
-        return ReadingOrder(array.documents, array.doc_len, self.train_batch_len, self.train_batch_size, self.repeat)
+        array = self.array("heldout")
+        return [(array, held_out_order(array, self.eval_batch_len, self.eval_tokens))]
 
     # Shared with mixtures ---------------------------------------------------------------------------------------------
 
@@ -172,7 +154,7 @@ class LongCrawl64DataModule:
         return Loader(dataset, range(first_batch, last_batch), self.train_num_workers, self.vocabulary, self.packed)
 
     def eval_info(self) -> DataInfo:
-        sequences = sum(self.eval_order(part).batches for part in range(len(self.names)))
+        sequences = sum(order.batches for _, order in self.held_out())
         return self._info("heldout", self.eval_batch_len, self.eval_local_batch_size, sequences)
 
     def eval_loader(self, rank: int, world_size: int) -> DataLoader:
@@ -183,7 +165,7 @@ class LongCrawl64DataModule:
         sequences where this is less. Every rank yields the same number of batches, because a sharded model needs all
         ranks in every forward pass.
         """
-        dataset = EvalBatches(self, rank, world_size)
+        dataset = EvalBatches(self.held_out(), self.eval_local_batch_size, rank, world_size)
         return Loader(dataset, range(len(dataset)), self.eval_num_workers, self.vocabulary, self.packed)
 
     def _info(self, split: str, seq_len: int, batch_size: int, sequences: int) -> DataInfo:
@@ -220,44 +202,10 @@ class TrainBatches(Dataset):
 
     def __init__(self, data: LongCrawl64DataModule, rank: int, world_size: int) -> None:
         self.data, self.rank, self.world_size = data, rank, world_size
-        self.arrays = [data.array("train", part) for part in range(len(data.names))]
+        data.batches()  # opens the arrays, so that their errors come here and not in the worker
 
     def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
-        dtype = np.result_type(*(array.dtype for array in self.arrays))
-        rows = self.data.train_batch_size // self.world_size
-        labels_BT = np.empty((rows, self.data.train_batch_len), dtype=dtype)
-        for part, at, place in self.data.places(batch, self.rank, self.world_size):
-            labels_BT[at] = self.arrays[part].read(*place)
-        return {"labels": torch.from_numpy(labels_BT)}
-
-
-class EvalBatches(Dataset):
-    """Map-style: batch index of this rank -> held-out sequences, array after array."""
-
-    def __init__(self, data: LongCrawl64DataModule, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.arrays = [data.array("heldout", part) for part in range(len(data.names))]
-        self.orders = [data.eval_order(part) for part in range(len(data.names))]
-        self.ends = list(itertools.accumulate(order.batches for order in self.orders))
-        # No more rows than there are.
-        self.batch_size = min(data.eval_local_batch_size, -(-self.ends[-1] // world_size))
-
-    def __len__(self) -> int:
-        return -(-self.ends[-1] // (self.batch_size * self.world_size))
-
-    def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
-        first = (batch * self.world_size + self.rank) * self.batch_size
-        wanted = np.arange(first, first + self.batch_size)
-        # Past the end the last sequence again, with weight 0.
-        rows = [self._read(sequence) for sequence in np.minimum(wanted, self.ends[-1] - 1).tolist()]
-        weight = torch.from_numpy((wanted < self.ends[-1]).astype(np.float64))
-        return {"labels": torch.from_numpy(np.concatenate(rows)), "weight": weight}
-
-    def _read(self, sequence: int) -> np.ndarray:
-        """Tokens `(1, length)`."""
-        part = bisect.bisect_right(self.ends, sequence)
-        order = self.orders[part]
-        return self.arrays[part].read(*order.locate(sequence - self.ends[part] + order.batches))
+        return {"labels": torch.from_numpy(self.data.labels(batch, self.rank, self.world_size))}
 
 
 class Loader(DataLoader):

@@ -2,10 +2,8 @@
 
 Which corpus sequence s of a run comes from is arithmetic. Weights are brought to whole numbers without a common
 divisor. Sequences repeat a pattern as long as their sum, in which every corpus has its weight and is spread as evenly
-as possible. So after n sequences corpus i has given `n // P · w_i + prefix_i[n % P]`, from where it continues. Each
+as possible. So sequence s is number `s // P · w_i + number[s % P]` of corpus i, for P sequences of the pattern. Each
 corpus is read in its own order (order.py, at batch size 1): the first T tokens of every document, then the next T.
-
-Axes: P sequences of the pattern, I corpora.
 """
 
 import dataclasses
@@ -14,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,8 @@ from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.longcrawl64 import LongCrawl64DataModule
 from forgetting_transformer.data.order import Location, ReadingOrder
-from forgetting_transformer.data.vocabulary import other_token, tokens_of
+from forgetting_transformer.data.token_array import TokenArray
+from forgetting_transformer.data.vocabulary import Vocabulary, other_token, tokens_of
 
 #: Sequences of the longest pattern: weights of three digits.
 LONGEST_PATTERN = 1000
@@ -42,34 +42,29 @@ class Interleaving:
         exact = [Fraction(str(weight)) for weight in weights]
         denominator = math.lcm(*(weight.denominator for weight in exact))
         whole = [int(weight * denominator) for weight in exact]
-        self.weights_I = np.array([weight // math.gcd(*whole) for weight in whole])
-        if self.weights_I.sum() > LONGEST_PATTERN:
-            raise ValueError(f"the shortest pattern in this proportion has {self.weights_I.sum():,} sequences")
-        given_I = np.zeros_like(self.weights_I)
-        pattern = []
-        for _ in range(self.weights_I.sum()):
+        self.weights = [weight // math.gcd(*whole) for weight in whole]
+        if sum(self.weights) > LONGEST_PATTERN:
+            raise ValueError(f"the shortest pattern in this proportion has {sum(self.weights):,} sequences")
+        #: Corpus of each sequence of the pattern, and the sequence's number there.
+        self.pattern: list[tuple[int, int]] = []
+        given = [0] * len(weights)
+        for _ in range(sum(self.weights)):
             # Sainte-Laguë: each place goes to the corpus that is furthest behind its share. After a whole pattern every
             # corpus has exactly its share.
-            pattern.append(int(np.argmax(self.weights_I / (2 * given_I + 1))))
-            given_I[pattern[-1]] += 1
-        self.pattern_P = np.array(pattern)
-        members_PI = self.pattern_P[:, None] == np.arange(len(self.weights_I))
-        self.prefix_PI = np.concatenate([np.zeros((1, len(weights)), dtype=np.int64), members_PI.cumsum(0)])
+            corpus = int(np.argmax(np.array(self.weights) / (2 * np.array(given) + 1)))
+            self.pattern.append((corpus, given[corpus]))
+            given[corpus] += 1
 
-    def counts(self, sequences: int) -> np.ndarray:
-        """Number of the first sequences that each corpus gives, `(I,)`."""
-        patterns, more = divmod(sequences, len(self.pattern_P))
-        return patterns * self.weights_I + self.prefix_PI[more]
-
-    def corpora(self, first: int, last: int) -> np.ndarray:
-        """The corpora that sequences [first, last) come from."""
-        return self.pattern_P[np.arange(first, last) % len(self.pattern_P)]
+    def locate(self, sequence: int) -> tuple[int, int]:
+        """The corpus that a sequence of the run comes from, and its number there."""
+        patterns, within = divmod(sequence, len(self.pattern))
+        corpus, number = self.pattern[within]
+        return corpus, patterns * self.weights[corpus] + number
 
     def sequences_before(self, corpus: int, available: int) -> int:
         """The most sequences of a run that need no more of a corpus than it has."""
-        patterns, more = divmod(available, int(self.weights_I[corpus]))
-        within = np.flatnonzero(self.prefix_PI[:-1, corpus] <= more)[-1]
-        return patterns * len(self.pattern_P) + int(within)
+        patterns, more = divmod(available, self.weights[corpus])
+        return patterns * len(self.pattern) + self.pattern.index((corpus, more))
 
 
 class MixtureDataModule(LongCrawl64DataModule):
@@ -78,14 +73,13 @@ class MixtureDataModule(LongCrawl64DataModule):
     Args:
         data_dir: folder or URL that holds all of them.
         parts: their folder names, and how many sequences of each there are in proportion to the others; positive.
-        dataset: name of the mixture in messages.
         options: as for one corpus; eval_tokens are shared out in proportion to the weights.
 
     Raises:
         DataError: naming the key and the fix.
     """
 
-    def __init__(self, data_dir: str, *, parts: Mapping[str, float], dataset: str = "mixture", **options: Any) -> None:
+    def __init__(self, data_dir: str, *, parts: Mapping[str, float], **options: Any) -> None:
         # Sorted by name, so that the order in the config changes nothing.
         weights = dict(sorted(parts.items()))
         try:
@@ -93,73 +87,76 @@ class MixtureDataModule(LongCrawl64DataModule):
         except ValueError as error:
             raise DataError(f"datamodule.parts={weights}: {error}; use weights of fewer digits") from error
         super().__init__(data_dir, **options)
-        self.names, self.shares = list(weights), [weight / sum(weights.values()) for weight in weights.values()]
+        self.corpora = []
+        for name, weight in weights.items():
+            share = weight / sum(weights.values())
+            most = math.ceil(share * self.train_batch_size) + 1  # sequences of it in a batch
+            held_out = self.eval_tokens and int(self.eval_tokens * share)
+            own = {"dataset": name, "train_batch_size": most, "eval_tokens": held_out}
+            self.corpora.append(LongCrawl64DataModule(data_dir, **options | own))
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the first corpus with a tokenizer, if one has it."""
+        folders = [corpus.folder for corpus in self.corpora]
+        return next((folder for folder in folders if (folder / "tokenizer").is_dir()), folders[0])
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.corpora[0].vocabulary
 
     def check_tokenizers(self) -> None:
-        """Fetches the tokenizers of parts at URLs, so call it on one process.
+        """Fetches the tokenizers of corpora at URLs, so call it on one process.
 
         Raises:
-            DataError: ids stand for other tokens in one part than in the first.
+            DataError: ids stand for other tokens in one corpus than in the first.
         """
-        tokens = {name: tokens_of(self.folder_of(part)) for part, name in enumerate(self.names)}
-        described = [(name, of_part) for name, of_part in tokens.items() if of_part is not None]
-        for (first, of_first), (name, of_part) in itertools.product(described[:1], described[1:]):
-            if difference := other_token(of_part, of_first, first):
+        tokens = {corpus.dataset: tokens_of(corpus.folder) for corpus in self.corpora}
+        described = [(name, of_corpus) for name, of_corpus in tokens.items() if of_corpus is not None]
+        for (first, of_first), (name, of_corpus) in itertools.product(described[:1], described[1:]):
+            if difference := other_token(of_corpus, of_first, first):
                 raise DataError(
                     f"datamodule.parts: {name} was made with another tokenizer than {first}: {difference}; "
                     "prepare them with one (scripts/prepare_data.py --tokenizer FOLDER)"
                 )
 
     def batches(self) -> int:
-        available = [self._order_of(part).batches for part in range(len(self.names))]
+        available = [corpus.order(1).batches for corpus in self.corpora]
         sequences = itertools.starmap(self.interleaving.sequences_before, enumerate(available))
         batches = min(sequences) // self.train_batch_size
-        return max(1, batches) if self.repeat else batches  # then parts begin again one by one, also within a batch
+        return max(1, batches) if self.repeat else batches  # then corpora begin again one by one, also within a batch
 
     def locate(self, batch: int) -> list[str]:
-        rows = [""] * self.train_batch_size
-        for part, at, place in self.places(batch, 0, 1):
-            for row, sequence in zip(at.tolist(), place.sequences(), strict=True):
-                rows[row] = f"{self.names[part]}: {sequence}"
-        return rows
+        return [f"{corpus.dataset}: {place.sequences()[0]}" for corpus, place in self._sequences(batch, 0, 1)]
 
-    def places(self, batch: int, rank: int, world_size: int) -> Iterator[tuple[int, np.ndarray, Location]]:
+    def labels(self, batch: int, rank: int, world_size: int) -> np.ndarray:
+        sequences = self._sequences(batch, rank, world_size)
+        return np.concatenate([corpus.array("train").read(*place) for corpus, place in sequences])
+
+    def _sequences(self, batch: int, rank: int, world_size: int) -> Iterator[tuple[LongCrawl64DataModule, Location]]:
+        """Yields corpus and place of each sequence of a rank's share of a batch."""
         share = self.train_batch_size // world_size
         first = batch * self.train_batch_size + rank * share
-        before, after = self.interleaving.counts(first), self.interleaving.counts(first + share)
-        corpora = self.interleaving.corpora(first, first + share)
-        for part in range(len(self.names)):
-            rows, order = np.flatnonzero(corpora == part), self._order_of(part)
-            done, end = int(before[part]), int(after[part])
-            while done < end:
-                place = order.locate(done)
-                # As far as sequences are neighbouring documents.
-                count = min(end - done, order.documents - place.first_document)
-                yield part, rows[:count], place._replace(last_document=place.first_document + count)
-                rows, done = rows[count:], done + count
+        for corpus, number in map(self.interleaving.locate, range(first, first + share)):
+            yield self.corpora[corpus], self.corpora[corpus].order(1).locate(number)
 
-    def rows_of(self, part: int) -> int:
-        share = int(self.interleaving.weights_I[part]) / len(self.interleaving.pattern_P)
-        return math.ceil(share * self.train_batch_size) + 1
-
-    def _order_of(self, part: int) -> ReadingOrder:
-        array = self.array("train", part)
-        return ReadingOrder(array.documents, array.doc_len, self.train_batch_len, 1, self.repeat)
+    def held_out(self) -> list[tuple[TokenArray, ReadingOrder]]:
+        return [one for corpus in self.corpora for one in corpus.held_out()]
 
     def _info(self, split: str, seq_len: int, batch_size: int, sequences: int) -> DataInfo:
-        arrays = [self.array(split, part) for part in range(len(self.names))]
+        names, arrays = zip(*((corpus.dataset, corpus.array(split)) for corpus in self.corpora), strict=True)
         if len({array.vocabulary for array in arrays}) > 1:
-            listed = ", ".join(f"{name}: {array.vocabulary}" for name, array in zip(self.names, arrays, strict=True))
+            listed = ", ".join(f"{name}: {array.vocabulary}" for name, array in zip(names, arrays, strict=True))
             raise DataError(
                 f"datamodule.parts: the corpora have different vocabularies ({listed}); prepare them with one "
                 "tokenizer (scripts/prepare_data.py --tokenizer FOLDER)"
             )
-        weighted = zip(arrays, self.interleaving.weights_I.tolist(), strict=True)
+        weighted = zip(arrays, self.interleaving.weights, strict=True)
         contents = "".join(f"{array.fingerprint} {weight}\n" for array, weight in weighted)
         checksums = [array.checksums for array in arrays]
         return dataclasses.replace(
-            super()._info(split, seq_len, batch_size, sequences),
-            path=f"{str(self.data_dir).rstrip('/')}/{{{','.join(self.names)}}}/{split}.zarr",
+            self.corpora[0]._info(split, seq_len, batch_size, sequences),
+            path=f"{str(self.data_dir).rstrip('/')}/{{{','.join(names)}}}/{split}.zarr",
             documents=sum(array.documents for array in arrays),
             doc_len=max(array.doc_len for array in arrays),
             fingerprint=_short_hash(contents),
