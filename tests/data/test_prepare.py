@@ -155,8 +155,8 @@ def test_texts_come_in_path_order_and_what_is_left_out_is_counted(tmp_path):
         "does not match --glob": 1,
         "hidden file or folder": 2,
         "excluded file or folder": 3,
-        "binary file": 1,
-        "not UTF-8": 3,
+        "binary file": 2,
+        "not UTF-8": 2,
         "symbolic link to a folder": 1,
         "broken link or special file": 1,
     }

@@ -50,6 +50,9 @@ def test_it_goes_on_where_it_was(tiny, official, finished, capsys):
     assert "holds the run at 1,024 of 2,560 tokens" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in official.rglob("*")}
     assert "model.config.num_heads: 2 -> 4" in refused(changed(tiny, model__config__num_heads=4))
+    checkpoints = Path(tiny["output_dir"], "checkpoints").rename(official.with_name("elsewhere"))
+    assert "says that a checkpoint was finished" in refused(tiny), "a lost import does not start over"
+    checkpoints.rename(Path(tiny["output_dir"], "checkpoints"))
     train(tiny)
     straight = finished(tiny)
     ours = losses(tiny["output_dir"])

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from forgetting_transformer.model.generation.cache import DecoderCache, one_cache
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.layers.norm import ACTIVATIONS
 
@@ -33,19 +32,6 @@ def check_shape(decoder: Any, input_ids: Tensor | None, inputs_embeds: Tensor | 
         axes = ", ".join(("B", "T", *map(str, last)))
         cure = f"; one sequence is a batch too: {name}[None]" if len(shape) == 1 + len(last) else ""
         raise ValueError(f"{name} has shape {shape}; it must be ({axes}), at least one token in each row{cure}")
-
-
-def checked_cache(past_key_values: Any, cache: Any) -> DecoderCache | None:
-    """The cache of a call, under whichever name it is given; static only while a token is written in place."""
-    past = one_cache(past_key_values, cache)
-    if past is not None and not isinstance(past, DecoderCache):
-        raise TypeError(
-            f"past_key_values is a {type(past).__name__}; pass the one a former call returned, model.new_cache(), or "
-            "None"
-        )
-    if past is not None and past.slot is not None and not past.is_writing:
-        past.make_dynamic()
-    return past
 
 
 def check_no_maps(output_attentions: bool | None) -> None:

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from forgetting_transformer.model.arguments import check_loss_arguments, check_no_maps, check_shape, checked_cache
+from forgetting_transformer.model.arguments import check_loss_arguments, check_no_maps, check_shape
 from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.model.config import DecoderConfig
-from forgetting_transformer.model.generation.cache import CACHE_NAME, DecoderCache, one_cache
-from forgetting_transformer.model.generation.hooks import DecoderGenerationMixin
+from forgetting_transformer.model.generation.cache import CACHE_NAME, DecoderCache, cache_of_call
+from forgetting_transformer.model.generation.hooks import DecoderGenerationMixin, through_graph
 from forgetting_transformer.model.layers import Embedding, FinalRMSNorm
 from forgetting_transformer.model.pretrained import DecoderPreTrainedModel
 from forgetting_transformer.model.span import span_of_call
-from forgetting_transformer.ops import context
 from forgetting_transformer.ops.layers.cross_entropy import linear_cross_entropy
 
 
@@ -54,13 +53,7 @@ class DecoderModel(DecoderPreTrainedModel):
 
     def new_cache(self) -> DecoderCache:
         """Make an empty cache for this model."""
-        mixers = self._mixers()
-        for name in sorted({type(mixer).__name__ for mixer in mixers if not hasattr(mixer, "new_cache")}):
-            raise TypeError(
-                f"{name} has no new_cache(), so nothing can be generated with a cache: give it one "
-                "(docs/extend.md), or generate with use_cache=False"
-            )
-        return DecoderCache([mixer.new_cache() for mixer in mixers])
+        return DecoderCache.of_mixers(self._mixers())
 
     @can_return_tuple
     def forward(
@@ -99,20 +92,12 @@ class DecoderModel(DecoderPreTrainedModel):
         """
         check_shape(self, input_ids, inputs_embeds)
         check_no_maps(output_attentions)
-        past = checked_cache(past_key_values, cache)
-        if use_cache is None:
-            keeps_none = self.training or cu_seqlens is not None or context.active() is not None
-            use_cache = self.config.use_cache and not keeps_none
-        if use_cache and past is None:
-            past = self.new_cache()
-        hidden_BTE = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        shape = hidden_BTE.shape
-        if cu_seqlens is not None and context.active() is None:
-            # All rows as one, which is how packed documents are kept apart.
-            hidden_BTE = hidden_BTE.flatten(0, 1)[None]
+        past, use_cache = cache_of_call(self, past_key_values, cache, use_cache, is_packed=cu_seqlens is not None)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        span = span_of_call(self, hidden_BTE, shape, attention_mask, past, cu_seqlens)
+        hidden_BTE = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        shape = hidden_BTE.shape
+        hidden_BTE, span = span_of_call(self, hidden_BTE, attention_mask, past, cu_seqlens)
 
         # Nothing else holds the inputs of blocks that are done, unless the backward pass needs them.
         all_hidden: list[Tensor] = []
@@ -164,6 +149,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         return getattr(self, self.base_model_prefix)
 
     @can_return_tuple
+    @through_graph
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -195,12 +181,6 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
                 labels alone, so with left padding the first token of a row too, unless its label is -100: the loss is
                 then too small by this factor, 1 in the length of a row, and its gradient's direction is right.
         """
-        past_key_values = one_cache(past_key_values, cache)
-        others = (inputs_embeds, labels, cu_seqlens, output_attentions, output_hidden_states)
-        logits = self._logits_of_graph(input_ids, attention_mask, past_key_values, use_cache, logits_to_keep, others)
-        if logits is not None:
-            cached: Any = {CACHE_NAME: past_key_values}
-            return CausalLMOutputWithPast(logits=logits, **cached)
         if labels is not None:
             check_loss_arguments(self, cu_seqlens, logits_to_keep, num_items_in_batch)
             use_cache = bool(use_cache)
@@ -214,8 +194,9 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
             return_dict=True,
             output_attentions=output_attentions,
             cu_seqlens=cu_seqlens,
+            cache=cache,
         )
-        hidden_BTE, loss = output.last_hidden_state, None
+        hidden_BTE, loss, logits = output.last_hidden_state, None, None
         if labels is not None and self.config.loss == "per_token":
             if isinstance(self.lm_head, OutputLayer):
                 loss = self.lm_head(hidden_BTE, labels, compiled=self._is_compiled)

@@ -55,22 +55,19 @@ class Span:
 def span_of_call(
     decoder: Any,
     hidden_BTE: Tensor,
-    shape: tuple[int, ...],
     attention_mask: Tensor | None,
     cache: DecoderCache | None,
     cu_seqlens: Tensor | None,
-) -> Span:
-    """The tokens of a decoder's call, from its arguments, without the cache of a layer.
-
-    Args:
-        hidden_BTE: the tokens; all rows as one where documents are packed.
-        shape: as the caller gave them, `(B, T, E)`.
+) -> tuple[Tensor, Span]:
+    """The tokens of a decoder's call, all rows as one where documents are packed; and the facts, from its arguments.
 
     Raises:
         ValueError: arguments do not fit together. The message names the argument.
     """
     if cu_seqlens is not None or context.active() is not None:
-        check_parts(decoder, cu_seqlens, shape, attention_mask, cache)
-        return Span(position_BT=positions_in_parts(cu_seqlens, hidden_BTE), cu_seqlens=cu_seqlens)
+        check_parts(decoder, cu_seqlens, hidden_BTE.shape, attention_mask, cache)
+        if context.active() is None:
+            hidden_BTE = hidden_BTE.flatten(0, 1)[None]
+        return hidden_BTE, Span(position_BT=positions_in_parts(cu_seqlens, hidden_BTE), cu_seqlens=cu_seqlens)
     seq_start_B, padding_BT = find_padding(attention_mask, hidden_BTE, cache)
-    return Span(seq_start_B, padding_BT, None if cache is None else cache.position_BT)
+    return hidden_BTE, Span(seq_start_B, padding_BT, None if cache is None else cache.position_BT)

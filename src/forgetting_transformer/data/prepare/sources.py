@@ -180,8 +180,8 @@ class InputPass:
                 hasher.update(encoded)
                 n_bytes += len(encoded)
                 reason = reason if block.isspace() else None
-        except UnicodeDecodeError:
-            reason = "not UTF-8"
+        except UnicodeDecodeError as error:
+            reason = "binary file" if b"\0" in error.object else "not UTF-8"
         if reason is not None:
             self.dropped[reason] += 1
             return None

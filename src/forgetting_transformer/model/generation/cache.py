@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from forgetting_transformer.model.generation.growing import GrowingTensor
+from forgetting_transformer.ops import context
 from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate
 
 #: Name of the cache in transformers' outputs and in the arguments of `generate`: "cache" since version 5.24.
@@ -68,6 +69,29 @@ def one_cache(past_key_values: Any, cache: Any) -> Any:
     return past_key_values if cache is None else cache
 
 
+def cache_of_call(
+    decoder: Any, past_key_values: Any, cache: Any, use_cache: bool | None, is_packed: bool
+) -> tuple["DecoderCache | None", bool]:
+    """The cache of a decoder's call, an empty one where the call shall return one, and whether it shall.
+
+    Raises:
+        ValueError, TypeError: both names of the cache are given, or what is given is another kind of cache.
+    """
+    past = one_cache(past_key_values, cache)
+    if past is not None and not isinstance(past, DecoderCache):
+        raise TypeError(
+            f"past_key_values is a {type(past).__name__}; pass the one a former call returned, model.new_cache(), or "
+            "None"
+        )
+    if past is not None and past.slot is not None and not past.is_writing:
+        past.make_dynamic()
+    if use_cache is None:
+        use_cache = decoder.config.use_cache and not (decoder.training or is_packed or context.active() is not None)
+    if use_cache and past is None:
+        past = decoder.new_cache()
+    return past, use_cache
+
+
 class DecoderCache(Cache):
     """One layer cache per block, and where each sequence starts.
 
@@ -87,6 +111,16 @@ class DecoderCache(Cache):
         self.graph: Any = None
         self.slot: Slot | None = None
         self.is_writing = False
+
+    @classmethod
+    def of_mixers(cls, mixers: Sequence[Any]) -> "DecoderCache":
+        """An empty cache for these mixers, one per block."""
+        for name in sorted({type(mixer).__name__ for mixer in mixers if not hasattr(mixer, "new_cache")}):
+            raise TypeError(
+                f"{name} has no new_cache(), so nothing can be generated with a cache: give it one "
+                "(docs/extend.md), or generate with use_cache=False"
+            )
+        return cls([mixer.new_cache() for mixer in mixers])
 
     @property
     def position_BT(self) -> Tensor | None:

@@ -5,16 +5,42 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 
 import functools
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from forgetting_transformer.model.arguments import check_shape
 from forgetting_transformer.model.generation.cache import CACHE_NAME, DecoderCache, one_cache
 from forgetting_transformer.model.generation.graph import DecodingGraph
+
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
+#: Arguments of `forward` that a CUDA graph serves, besides ids and mask.
+_SERVED = ("past_key_values", "cache", "use_cache", "logits_to_keep")
+
+
+def through_graph(forward: _Forward) -> _Forward:
+    """`DecoderForCausalLM.forward`, run as the cache's CUDA graph where that serves the call."""
+
+    @functools.wraps(forward)
+    def call(self: Any, input_ids: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        cache = one_cache(kwargs.get("past_key_values"), kwargs.get("cache"))
+        if isinstance(cache, DecoderCache) and cache.graph is not None and isinstance(input_ids, Tensor):
+            use_cache, logits_to_keep = kwargs.get("use_cache"), kwargs.get("logits_to_keep", 0)
+            keeps_cache = self.config.use_cache if use_cache is None else use_cache
+            others = [x for name, x in kwargs.items() if name not in _SERVED and x is not None and x is not False]
+            if keeps_cache and isinstance(logits_to_keep, int) and not (args or others):
+                logits = cache.graph.step(self, cache, input_ids, attention_mask)
+                if logits is not None:
+                    kept: dict[str, Any] = {CACHE_NAME: cache}
+                    return CausalLMOutputWithPast(logits=logits, **kept)
+        return forward(self, input_ids, attention_mask, *args, **kwargs)
+
+    return cast(_Forward, call)
 
 
 class DecoderGenerationMixin(GenerationMixin):
@@ -40,28 +66,6 @@ class DecoderGenerationMixin(GenerationMixin):
         if cuda_graph and is_static and on_gpu and threading.current_thread() is threading.main_thread():
             cache.graph = DecodingGraph()
         return cache
-
-    def _logits_of_graph(
-        self,
-        input_ids: Any,
-        attention_mask: Tensor | None,
-        cache: Any,
-        use_cache: bool | None,
-        logits_to_keep: int | Tensor,
-        others: tuple[Any, ...],
-    ) -> Tensor | None:
-        """Logits `(B, 1, V)` of a token that the cache's CUDA graph computes; None where it does not.
-
-        Args:
-            others: further arguments of `forward`; a graph serves none of them.
-        """
-        if not isinstance(cache, DecoderCache) or cache.graph is None:
-            return None
-        keeps_cache = self.config.use_cache if use_cache is None else use_cache
-        is_plain = all(x is None or x is False for x in others) and isinstance(logits_to_keep, int)
-        if not (keeps_cache and is_plain and isinstance(input_ids, Tensor)):
-            return None
-        return cache.graph.step(self, cache, input_ids, attention_mask)
 
     def _prepare_generation_config(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> Any:
         """Refuse other caches. Here, as transformers takes the word "hybrid" back before it makes a cache."""

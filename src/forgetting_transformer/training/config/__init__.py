@@ -3,8 +3,9 @@
 YAML files under `configs/` fill these dataclasses. The keys of a component (an optimizer, a corpus, a callback) are
 those of the dataclass that it registers (plugins.py). types.py has the types and ranges of values. checks.py refuses
 what several sections, or so many processes, cannot do. parsing.py puts the dataclasses of a run's components together
-and has pydantic fill them. continuing.py lists the keys that may differ when a run is continued. All intervals, budgets
-and schedule lengths are in training tokens of the whole job.
+and has pydantic fill them. official_names.py translates the authors' keys and finds the closest name. continuing.py
+lists the keys that may differ when a run is continued. All intervals, budgets and schedule lengths are in training
+tokens of the whole job.
 """
 
 from dataclasses import dataclass, field

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from forgetting_transformer.command_line import one_line
-from forgetting_transformer.files import decode, parse_yaml, write_atomically
+from forgetting_transformer.files import append_durably, decode, parse_yaml, write_atomically
 from forgetting_transformer.model import registry
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, steps_in
@@ -145,6 +145,8 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
         written = writer.take_result(wait=True)
         if written is not None and written.error:
             raise written.error
+        target.jsonlines.mkdir(parents=True, exist_ok=True)
+        append_durably(target.saves, f'{{"step": {checkpoint.step}}}\n'.encode())
         write_atomically(target.config, yaml.safe_dump(as_recorded(config), sort_keys=False))
     finally:
         target.release()
