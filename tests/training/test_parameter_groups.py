@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from forgetting_transformer.model.layers import RMSNorm
 from forgetting_transformer.plugins import OPTIMIZERS, Component
 from forgetting_transformer.training.config import ConfigError, TrainConfig
 from forgetting_transformer.training.optimization.building import (
@@ -25,16 +26,17 @@ CONFIG = TrainConfig(max_tokens=1, grad_acc_tokens=1)
 
 
 def test_what_is_decayed_and_what_is_not():
-    model = nn.ModuleDict({"linear": nn.Linear(2, 2), "norm": nn.RMSNorm(2), "conv": nn.Conv1d(2, 2, 3)})
+    norms = {"norm": nn.RMSNorm(2), "own_norm": RMSNorm(2)}
+    model = nn.ModuleDict({"linear": nn.Linear(2, 2), **norms, "conv": nn.Conv1d(2, 2, 3)})
     model["gate"] = nn.ParameterDict({"bias_of_gate": nn.Parameter(torch.zeros(2))})
     model["gate"]["bias_of_gate"]._no_weight_decay = True
     names = undecayed_parameters(model, CONFIG)
-    assert names == {"linear.bias", "norm.weight", "conv.bias", "gate.bias_of_gate"}
+    assert names == {"linear.bias", "norm.weight", "own_norm.weight", "conv.bias", "gate.bias_of_gate"}
     everything = replace(CONFIG, bias_weight_decay=True, normalization_weight_decay=True, conv_weight_decay=False)
     assert undecayed_parameters(model, everything) == {"conv.weight", "gate.bias_of_gate"}
     decayed, not_decayed = group_parameters(trainable(model), names, AdamWConfig(lr=1.0, weight_decay=0.1))
     assert (decayed["weight_decay"], not_decayed["weight_decay"]) == (0.1, 0.0)
-    assert len(decayed["params"]) == 2 and len(not_decayed["params"]) == 4
+    assert len(decayed["params"]) == 2 and len(not_decayed["params"]) == 5
 
 
 def test_a_learned_gate_bias_is_not_decayed_where_it_is_sharded(tiny):
