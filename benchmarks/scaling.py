@@ -73,13 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(__file__, args, argv, cases, lambda case: measure(args, case), lambda case: ranks[case["case"]])
 
 
-def compared_with(row: Case, rows: Sequence[Case]) -> Case | None:
-    """The row of one GPU alone that `row` is compared with: with CUDA graphs if it has them."""
-    case = "one_graphs" if row["case"].endswith("_graphs") else "one"
-    same = {key: row[key] for key in ("experiment", "micro_batches")} | {"case": case, "status": "ok"}
-    return next((other for other in rows if same.items() <= other.items()), None)
-
-
 def measure(args: argparse.Namespace, case: Case) -> dict[str, Any]:
     """The values of a row, as its rank 0 has them."""
     import torch

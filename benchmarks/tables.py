@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from cases import device_name, split
-from scaling import compared_with
 
 from forgetting_transformer.analysis.tables import markdown_table
 
@@ -33,8 +32,6 @@ NAMES = {
 #: Overrides of experiments, and how tables name them.
 OVERRIDES = {"model.config.log_pruning_tolerance=null": "no pruning", "train.cuda_graphs=false": "no graphs"}
 PACKAGES = {"torch": "PyTorch", "triton": "Triton", "fla-core": "fla-core"}
-#: Columns of the table of several GPUs.
-SCALING_CASES = ("one", "fsdp_kept", "ddp", "one_graphs", "ddp_graphs")
 
 Row = Mapping[str, Any]
 
@@ -124,26 +121,6 @@ def authors(results: Results) -> str:
             cells = ["yes" if pruned else "no", "yes" if checkpointing else "no"]
             rows.append([*cells, f"{theirs:,.0f}", f"{ours:,.0f}", f"{ours / theirs:.2f}"])
     return table(["pruned", "activation checkpointing", "authors' tokens/s", "ours", "ratio"], rows)
-
-
-def scaling(results: Results) -> str:
-    """Tokens per second of each of several GPUs under each strategy, and as a share of one GPU alone."""
-    rows = []
-    for file in results.files:
-        batch = file["settings"]["batch_size"]
-        measured = {(row["experiment"], row["micro_batches"], row["case"]): row for row in file["rows"]}
-        for experiment, number in dict.fromkeys(key[:2] for key in measured):
-            cells = []
-            for case in SCALING_CASES:
-                row = measured.get((experiment, number, case))
-                one = row and compared_with(row, file["rows"])
-                share = ""
-                if row and one and not case.startswith("one"):
-                    share = f" ({_percent(row['tokens_per_second'] / one['tokens_per_second'])})"
-                cells.append(_optional(row, _rate) + share)
-            rows.append([model_name(experiment), str(file["settings"]["devices"]), f"{number} × {batch}", *cells])
-    names = ["model", "GPUs", "micro-batches", "one GPU alone", "FSDP", "DDP", "one GPU alone, graphs", "DDP, graphs"]
-    return table(names, rows)
 
 
 def _rate(row: Row) -> str:
