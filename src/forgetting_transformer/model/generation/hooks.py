@@ -48,6 +48,7 @@ class DecoderGenerationMixin(GenerationMixin):
 
     config: Any
     decoder: Any
+    _mixers: Any
     _is_stateful: Any
 
     def new_cache(self, cuda_graph: bool = False) -> DecoderCache:
@@ -61,7 +62,7 @@ class DecoderGenerationMixin(GenerationMixin):
                 threads than the main one, as random numbers that a thread draws during a recording are an error.
         """
         cache = self.decoder.new_cache()
-        is_static = all(getattr(block.sequence_mixer, "static_cache", False) for block in self.decoder.layers)
+        is_static = all(getattr(mixer, "static_cache", False) for mixer in self._mixers())
         on_gpu = self.decoder.device.type in DecodingGraph.DEVICE_TYPES
         if cuda_graph and is_static and on_gpu and threading.current_thread() is threading.main_thread():
             cache.graph = DecodingGraph()

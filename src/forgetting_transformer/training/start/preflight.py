@@ -154,27 +154,28 @@ def _compare(trainer: Trainer) -> None:
         trainer.optimizer.zero_grad()
         return peak - torch.cuda.memory_allocated(fabric.device) if most else 0
 
+    def compare_all() -> None:
+        sizes = divisors(len(batch["input_ids"]))
+        # The host keeps the tensors that checkpointing keeps.
+        for checkpointing in (True,) if train.block_inputs_on_host else (True, False):
+            trainer.model.module.checkpoint_activations(checkpointing)
+            trainer.graphs.on = with_graphs and not checkpointing
+            for sequences, following in zip(sizes, [*sizes[1:], 0], strict=True):
+                try:
+                    taken = compare(checkpointing, sequences)
+                except torch.OutOfMemoryError:
+                    say(f"{'yes' if checkpointing else 'no':<15}{train.grad_acc_tokens:<17,}{'-':<12}out of memory")
+                    if fabric.world_size > 1:
+                        return  # DDP and FSDP cannot go on after half a step
+                    break
+                held = _memory(fabric.device)[0] - taken
+                full = torch.tensor(float(held + taken * following / sequences > most > 0), device=fabric.device)
+                trainer.sum_over_ranks(full)
+                if full:
+                    break
+
     say(f"\n{'checkpointing':<15}{'grad_acc_tokens':<17}{'tokens/s':<12}memory")
-    sizes = divisors(len(batch["input_ids"]))
-    # The host keeps the tensors that checkpointing keeps.
-    usable = True
-    for checkpointing in (True,) if train.block_inputs_on_host else (True, False):
-        if not usable:
-            break
-        trainer.model.module.checkpoint_activations(checkpointing)
-        trainer.graphs.on = with_graphs and not checkpointing
-        for sequences, following in zip(sizes, [*sizes[1:], 0], strict=True):
-            try:
-                taken = compare(checkpointing, sequences)
-            except torch.OutOfMemoryError:
-                say(f"{'yes' if checkpointing else 'no':<15}{train.grad_acc_tokens:<17,}{'-':<12}out of memory")
-                usable = fabric.world_size == 1  # DDP and FSDP cannot go on after half a step
-                break
-            held = _memory(fabric.device)[0] - taken
-            full = torch.tensor(float(held + taken * following / sequences > most > 0), device=fabric.device)
-            trainer.sum_over_ranks(full)
-            if full:
-                break
+    compare_all()
     if timed:
         speed, tokens, how = max(timed)
         say(

@@ -65,7 +65,7 @@ def find_checkpoint(config: Config, run: RunDirectory, fabric: Fabric) -> Origin
         raise CheckpointError(
             f"fork_step={config.fork_step}: no valid checkpoint of that many tokens in {directory.checkpoints}; it "
             + (
-                f"holds {checkpoints.steps_in(directory.checkpoints)}"
+                f"holds {checkpoints.steps_in(directory.checkpoints) or 'nothing'}"
                 if directory.checkpoints.is_dir()
                 else "does not exist"
             )
