@@ -86,7 +86,7 @@ def parse(
 ) -> argparse.Namespace:
     """The options; those that were not given are `on_gpu` or `on_cpu`.
 
-    An experiment must be a file or the output_dir of a run; overrides of its own may follow it (`split`).
+    An experiment is a file, perhaps with overrides behind it (`split`), or the output_dir of a run.
     """
     args = made.parse_args(argv)
     if args.device is None:

@@ -14,7 +14,7 @@ from cases import device_name, split
 from forgetting_transformer.analysis.tables import markdown_table
 
 RESULTS = Path(__file__).resolve().parent / "results"
-#: Names of experiments without their size, in the order of the tables.
+#: Names of experiments without their size.
 NAMES = {
     "forgetting_transformer/pro": "FoX (Pro)",
     "forgetting_transformer/llama": "FoX (LLaMA)",

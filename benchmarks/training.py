@@ -4,7 +4,7 @@
     python benchmarks/training.py                                    # one model per architecture, defaults below
     python benchmarks/training.py --experiments mamba2/760m_16b transformer/llama_760m_16b --out results.json
     python benchmarks/training.py --experiments forgetting_transformer/pro_760m_16b \\
-        "forgetting_transformer/pro_760m_16b model.config.log_pruning_tolerance=null"    # with overrides of its own
+        "forgetting_transformer/pro_760m_16b model.config.log_pruning_tolerance=null"    # with an override
     python benchmarks/training.py --experiments output/run           # a run: config, trained weights, held-out tokens
 
 A step is forward and backward of one micro-batch of random tokens on one device. --optimizer_step adds gradient

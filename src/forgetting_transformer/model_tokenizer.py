@@ -18,7 +18,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Any:
     """The tokenizer of a folder or hub id, without running code that comes with it.
 
     Raises:
-        OSError, ValueError: there is none, it cannot be read, it has no vocabulary, or it needs code of its own.
+        OSError, ValueError: it is missing or unreadable, has no vocabulary, or needs code that comes with it.
     """
     cached = not os.path.isdir(source) and only_cached()
     try:

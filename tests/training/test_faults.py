@@ -56,7 +56,7 @@ def in_writer(what: str) -> str:
 
 
 class Fault(NamedTuple):
-    """What is done to a run, what status.json (or the log) says of it, and how its ranks end."""
+    """A fault: the injected code, the expected text in status.json or the log, and the exit codes of the ranks."""
 
     patch: str
     said: str

@@ -246,8 +246,8 @@ class Config:
     log_interval: Tokens
     #: Tokens between reports of the training loss at every position, averaged over the tokens in between.
     train_eval_interval: Tokens
-    #: Tokens between evaluations on held-out documents; final_eval: one at the end too. skip_eval switches all of them
-    #: off. A callback with an interval of its own keeps both.
+    #: Tokens between evaluations on held-out documents; final_eval: one at the end too. skip_eval switches both off,
+    #: except for callbacks with their own interval.
     eval_interval: Tokens
     skip_eval: bool = True
     final_eval: bool = True

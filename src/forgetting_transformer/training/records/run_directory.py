@@ -6,7 +6,7 @@ starting    it reads the corpus, builds the model, loads a checkpoint; if its pr
 running     it trains; if its process is gone it was killed
 done        trained to train.max_tokens
 preempted   stopped by a signal, saved if there was anything to save; the same command continues
-failed      stopped by an error; the reason says what to do before the same command continues
+failed      stopped by an error; mend what the reason names, then the same command continues
 
 The status of an earlier start is replaced as soon as rank 0 holds the run's folder, before anything is built; with
 resume=false when the earlier run is moved aside.
