@@ -10,11 +10,6 @@ THROUGHPUT, NORM, GOODPUT, CHECKPOINT = "throughput", "norm", "goodput", "checkp
 BAD_STEP, RESUME = "bad_step", "resume"
 MODEL_INFO, TRAIN_DATA_INFO, VAL_DATA_INFO = "model_info", "train_data_info", "val_data_info"
 LM_EVAL, NEEDLE, GATES = "lm_eval", "needle", "gates"
-#: Kinds that every run writes.
-OF_EVERY_RUN = {
-    *(TRAIN, TRAIN_EVAL, VAL, THROUGHPUT, NORM, GOODPUT, CHECKPOINT),
-    *(BAD_STEP, RESUME, MODEL_INFO, TRAIN_DATA_INFO, VAL_DATA_INFO),
-}
 
 
 def name_of(kind: str, *parts: str) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from forgetting_transformer import metric_names as names
 from forgetting_transformer.training.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -161,16 +160,6 @@ class Callbacks:
             if trainer.crossed(interval) or (trainer.finished and config.final_eval):
                 due.append(callback)
         return due
-
-    def check_kind(self, kind: str) -> None:
-        """
-        Raises:
-            ValueError: a callback that the config names reports lines of a kind that every run writes itself.
-        """
-        if self.running is not None and id(self.running) not in self._trusted and kind in names.OF_EVERY_RUN:
-            raise ValueError(
-                f"callbacks.{self.running.name} reports {kind!r}, which every run writes itself; use another name"
-            )
 
     def state(self) -> dict[str, Tensor]:
         """Small states for the checkpoint: `<callback>.<key>`.

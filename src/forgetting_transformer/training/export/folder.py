@@ -248,17 +248,12 @@ def _find_tokenizer(directory: RunDirectory, state: dict[str, Any], source: str 
 def load_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
     """A checkpoint, its trainer.json and its model, on the CPU, in fp32 and evaluation mode; for `read_newest`."""
     state = checkpoint.trainer_state()
-    model = build_model(checkpoint, state)
-    load_weights(checkpoint, model)
-    return checkpoint, state, model.eval()
-
-
-def build_model(checkpoint: Checkpoint, state: dict[str, Any]) -> PreTrainedModel:
-    """The model of a checkpoint without its weights."""
     if said := plugins.missing(state["config"].get("plugins"), f"{checkpoint.path}: this run"):
         raise CheckpointError(said)
     architecture = registry.get(state["config"]["model"]["name"])
-    return architecture.lm_class(architecture.config_class.from_dict(state["model_config"]))
+    model = architecture.lm_class(architecture.config_class.from_dict(state["model_config"]))
+    load_weights(checkpoint, model)
+    return checkpoint, state, model.eval()
 
 
 def tokenizer_of_run(directory: RunDirectory, state: dict[str, Any], source: str | None = None) -> Any:

@@ -58,11 +58,7 @@ class MetricsLog:
             raise ValueError(
                 f"a line of {kind!r} has the key 'step', which is the training tokens of the line; use another"
             )
-        try:
-            line = json.dumps({"step": step, **values}) + "\n"
-        except TypeError as error:
-            types = {key: type(value).__name__ for key, value in values.items()}
-            raise TypeError(f"a line of {kind!r} is not JSON ({error}): {types}; give numbers and texts") from error
+        line = json.dumps({"step": step, **values}) + "\n"
         path = _file(self.directory, kind)
         with naming(path), path.open("a", encoding="utf-8") as file:
             file.write(line)
