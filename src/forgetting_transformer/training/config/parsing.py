@@ -258,13 +258,7 @@ def _is_group(key: str, value: Any, keys: Mapping[str, Key]) -> str:
 
 @contextlib.contextmanager
 def _explained(written: Mapping[str, Any]) -> Iterator[None]:
-    """
-    Args:
-        written: a config as it was written, flat.
-
-    Raises:
-        ConfigError: a ${…} in it refers to nothing, or a key has no value.
-    """
+    """Raises ConfigError where a ${…} in a config (`written`, flat) refers to nothing, or a key has no value."""
     try:
         yield
     except OmegaConfBaseException as error:
