@@ -61,7 +61,6 @@ def save(folder: Path, steps: int, background: bool = False) -> dict[str, torch.
         model.weight.fill_(7.0)  # training goes on
     saved = checkpointer.take_result(wait=True)
     assert saved is not None and saved.error is None, saved
-    checkpointer.close()
     return {f"model.{name}": tensor for name, tensor in trained(steps)[0].state_dict().items()}
 
 

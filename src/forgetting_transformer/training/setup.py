@@ -26,8 +26,8 @@ from forgetting_transformer.training.config import Config, ConfigError, checks
 from forgetting_transformer.training.counters import Origin
 from forgetting_transformer.training.execution import compilation, graphs, hardware
 from forgetting_transformer.training.execution.choice import choose_on_all_ranks
-from forgetting_transformer.training.faults.failures import Start
-from forgetting_transformer.training.optimization.building import build_optimizer, check_owns, train_only
+from forgetting_transformer.training.faults.failures import Supervisor
+from forgetting_transformer.training.optimization.building import build_optimizer, train_only
 from forgetting_transformer.training.parallel.launch import launch
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
 from forgetting_transformer.training.records.logs import start_logging
@@ -37,7 +37,7 @@ from forgetting_transformer.training.start import initialisation
 log = logging.getLogger(__name__)
 
 
-def connect(config: Config, start: Start) -> Fabric:
+def connect(config: Config, supervisor: Supervisor) -> Fabric:
     """Starts and connects the processes of the job, which then hold the run's folder.
 
     Rank 0 takes the folder before anything can fail, so that whatever fails is written there.
@@ -48,16 +48,16 @@ def connect(config: Config, start: Start) -> Fabric:
     """
     if console.rank() == 0:
         with contextlib.suppress(RunDirectoryError):  # reported below, on all ranks
-            start.directory.claim(config.resume)
+            supervisor.directory.claim(config.resume)
             if config.resume:
-                start_logging(start.directory, 0)
+                start_logging(supervisor.directory, 0)
     fabric = launch(config)
-    start.peers.join(fabric.global_rank, fabric.world_size)
+    supervisor.peers.join(fabric.global_rank, fabric.world_size)
     checks.check(config, fabric.world_size)
     graphs.check_possible(config, fabric.device, fabric.world_size, compiled=config.train.compile is not False)
-    on_rank_zero(fabric, lambda: start.directory.claim(config.resume))
+    on_rank_zero(fabric, lambda: supervisor.directory.claim(config.resume))
     if config.resume:
-        start_logging(start.directory, fabric.global_rank)
+        start_logging(supervisor.directory, fabric.global_rank)
     return fabric
 
 
@@ -183,11 +183,9 @@ def outline(config: Config, data: DataInfo) -> nn.Module:
 
 
 def model_and_optimizer(config: Config, fabric: Fabric, model: nn.Module, undecayed: set[str]) -> tuple[Any, Any]:
-    """Both, wrapped by Fabric's strategy. The optimizer must see the parameters that the strategy leaves behind."""
+    """Both, wrapped by Fabric's strategy."""
     wrapped = fabric.setup_module(model)
-    optimizer: Any = fabric.setup_optimizers(build_optimizer(wrapped.module, undecayed, config.optimizer))
-    check_owns(wrapped, optimizer, config.optimizer.name)
-    return wrapped, optimizer
+    return wrapped, fabric.setup_optimizers(build_optimizer(wrapped.module, undecayed, config.optimizer))
 
 
 def graphs_of(config: Config, fabric: Fabric, model: Any, compiled: bool, flops_per_token: float) -> graphs.Graphs:

@@ -27,16 +27,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from forgetting_transformer.training.checkpoint.folder import (
-    Checkpoint,
-    CheckpointError,
-    reason_of,
-)
+from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, reason_of
 from forgetting_transformer.training.checkpoint.reading import load_training
 from forgetting_transformer.training.checkpoint.writing import HostCopy, Writer, share, tensors_of
 
@@ -115,12 +112,11 @@ class Checkpointer:
             raise CheckpointError("there is nothing to save before the first optimizer step")
         started = time.perf_counter()
         tensors = tensors_of(model, optimizer)[0]
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        mine = share(tensors, self.rank, self.world_size)
-        mine |= {f"callback_state.{name}": tensor for name, tensor in callback_state.items()}
-        copied = None
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        mine, copied = share(tensors, self.rank, self.world_size), None
         if self.background:
             mine, copied = self._copy.take(mine)
+        arrays = {name: np.array(tensor.cpu()) for name, tensor in callback_state.items()}
         copy_seconds = time.perf_counter() - started
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -131,13 +127,12 @@ class Checkpointer:
                     torch.cuda.set_device(device)  # a thread begins on GPU 0
                 if copied is not None:
                     copied.synchronize()
-                self._writer.write(step, mine, needed, trainer_state, permanent, before_manifest)
+                self._writer.write(step, mine, size, trainer_state, arrays, permanent, before_manifest)
+                self.last_good = step
             except CheckpointError as error:
                 problem = error
             except (Exception, CheckpointException) as error:  # the second is none of the first; training hears of it
                 problem = CheckpointError(f"could not write a checkpoint in {self.folder}: {reason_of(error)}")
-            if problem is None:
-                self.last_good = step
             self._saved = Saved(step, copy_seconds, time.perf_counter() - began, problem)
 
         self._step = step
@@ -166,10 +161,6 @@ class Checkpointer:
         if self._thread is not None:
             with self.watch(f"the checkpoint at {self._step:,} tokens"):
                 self._thread.join()
-
-    def close(self) -> None:
-        """Waits for a save in flight."""
-        self.take_result(wait=True)
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fills model and optimizer (reading.py)."""

@@ -3,7 +3,6 @@
 import errno
 import json
 import logging
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -97,12 +96,13 @@ class Writer:
         self,
         step: int,
         tensors: dict[str, Tensor],
-        needed: int,
+        size: int,
         trainer_state: dict[str, Any],
+        callback_state: dict[str, np.ndarray],
         permanent: bool,
         before_manifest: Callable[[], None],
     ) -> None:
-        """Writes this rank's `tensors`, of a checkpoint of `needed` bytes.
+        """Writes this rank's `tensors`, of a checkpoint of `size` bytes.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write (full disk, no permission, …). What was written
@@ -110,28 +110,23 @@ class Writer:
         """
         final = self.folder / checkpoints.name_of(step)
         temporary = self.folder / f"{checkpoints.TEMPORARY}{final.name}"
-        callback_state = {name: t for name, t in tensors.items() if name.startswith("callback_state.")}
-        state = {name: tensor for name, tensor in tensors.items() if name not in callback_state}
-        self._agree(lambda: self._prepare(temporary, needed), "make room for")
+        self._agree(lambda: self._prepare(temporary, size), "make room for")
         try:
             dcp.save(
-                state,
+                tensors,
                 storage_writer=dcp.FileSystemWriter(temporary / "state", overwrite=False),
                 process_group=self._group,
                 no_dist=self._group is None,
             )
-        except (CheckpointException, OSError, RuntimeError) as error:
+        except (Exception, CheckpointException):
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"could not write {final}: {reason_of(error)}") from error
+            raise
         checksums = self._gather_checksums(temporary)
 
         def publish() -> None:
             before_manifest()
-            arrays: dict[str, Any] = {
-                name.removeprefix("callback_state."): tensor.cpu().numpy() for name, tensor in callback_state.items()
-            }
-            np.savez(temporary / "callback_state.npz", **arrays)
+            np.savez(temporary / "callback_state.npz", **callback_state)  # type: ignore[arg-type]  # its other keyword
             (temporary / "trainer.json").write_text(json.dumps(trainer_state, indent=1), encoding="utf-8")
             for name in ("callback_state.npz", "trainer.json"):
                 flush(temporary / name)
@@ -143,19 +138,21 @@ class Writer:
 
         self._agree(publish, "finish")
         if self.rank == 0:
-            self._prune(step)
+            self._remove_old(step)
 
-    def _prepare(self, temporary: Path, needed: int) -> None:
+    def _prepare(self, temporary: Path, size: int) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "state").mkdir(parents=True)
-        if (free := shutil.disk_usage(temporary).free) < needed:
-            words = f"the disk has {size_in_words(free)} left, a checkpoint needs {size_in_words(needed)}"
+        if (free := shutil.disk_usage(temporary).free) < size:
+            words = f"the disk has {size_in_words(free)} left, a checkpoint needs {size_in_words(size)}"
             raise OSError(errno.ENOSPC, words)
 
     def _gather_checksums(self, temporary: Path) -> dict[str, dict[str, int]]:
-        """Every rank reads back the shards it wrote, so that the work is shared."""
-        shards = sorted((temporary / "state").iterdir())
-        mine = {f"state/{file.name}": checksum(file) for file in shards if _writer_of(file) == self.rank}
+        """Every rank reads back what it wrote, so that the work is shared: `__3_0.distcp` is rank 3's."""
+        files = [*(temporary / "state").glob(f"__{self.rank}_*")]
+        if self.rank == 0:
+            files.append(temporary / "state" / ".metadata")
+        mine = {f"state/{file.name}": checksum(file) for file in files}
         if self._group is None:
             return mine
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
@@ -174,7 +171,7 @@ class Writer:
             temporary.rename(final)
         flush(self.folder)
 
-    def _prune(self, step: int) -> None:
+    def _remove_old(self, step: int) -> None:
         """Keeps the newest `keep_last` checkpoints up to `step` and the permanent ones."""
         older = [
             path
@@ -202,12 +199,6 @@ class Writer:
             dist.broadcast_object_list(problem, src=0, group=self._group)
         if problem[0] is not None:
             raise CheckpointError(f"could not {what} a checkpoint in {self.folder}: {problem[0]}")
-
-
-def _writer_of(file: Path) -> int:
-    """The rank that wrote a shard: `__3_0.distcp` is rank 3's, `.metadata` rank 0's."""
-    match = re.match(r"__(\d+)_", file.name)
-    return int(match[1]) if match else 0
 
 
 class HostCopy:
