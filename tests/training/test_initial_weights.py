@@ -73,7 +73,7 @@ def test_an_export_gives_its_weights_also_for_another_length(tiny, tmp_path, fin
 
 def test_ranks_begin_with_the_same_weights_which_rank_0_alone_reads(tiny, exported):
     still = {"optimizer__lr": 0.0, "optimizer__weight_decay": 0.0, "strategy__name": "fsdp"}
-    patch = before("training.start.initial_weights", "find_model", 'assert os.environ["RANK"] == "0"')
+    patch = before("training.initialisation.from_model", "find_model", 'assert os.environ["RANK"] == "0"')
     train(changed(tiny, init_from=str(exported), train__max_tokens=STEP, **still), 2, patch=patch)
     saved, stored = checkpoint_tensors(tiny["output_dir"], STEP), load_file(exported / "model.safetensors")
     assert len(stored) > 20

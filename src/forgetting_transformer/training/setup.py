@@ -27,12 +27,12 @@ from forgetting_transformer.training.counters import Origin
 from forgetting_transformer.training.execution import compilation, graphs, hardware
 from forgetting_transformer.training.execution.choice import choose_on_all_ranks
 from forgetting_transformer.training.faults.failures import Supervisor
+from forgetting_transformer.training.initialisation import from_seed
 from forgetting_transformer.training.optimization.building import build_optimizer, train_only
 from forgetting_transformer.training.parallel.launch import launch
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
 from forgetting_transformer.training.records.logs import start_logging
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
-from forgetting_transformer.training.start import initialisation
 
 log = logging.getLogger(__name__)
 
@@ -97,9 +97,9 @@ def model_and_kernels(
         checks.check_sequences(empty, config, data.packed)
         given = None  # weights of `init_from`
         if config.init_from and origin.checkpoint is None:
-            from forgetting_transformer.training.start import initial_weights
+            from forgetting_transformer.training.initialisation import from_model
 
-            given = initial_weights.on_all_ranks(config, fabric, data, empty, origin)
+            given = from_model.on_all_ranks(config, fabric, data, empty, origin)
         draws = origin.checkpoint is None and (given is None or bool(given.fresh))
         building = thread.submit(build_model, config, info, initialise=draws)
         dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
@@ -156,7 +156,7 @@ def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.M
     model.tie_weights(recompute_mapping=False)
     _apply_options(model, config)
     if initialise:
-        initialisation.initialise(model, config.seed)
+        from_seed.initialise(model, config.seed)
     return model
 
 

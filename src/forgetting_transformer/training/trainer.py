@@ -29,7 +29,7 @@ from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training import saving, setup
 from forgetting_transformer.training.callbacks import Callback, Step
 from forgetting_transformer.training.callbacks.built_in import callbacks_of
-from forgetting_transformer.training.checkpoint import Checkpointer
+from forgetting_transformer.training.checkpoint import Checkpointer, resume
 from forgetting_transformer.training.clock import Clock
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import as_recorded
@@ -43,9 +43,8 @@ from forgetting_transformer.training.feed import batches
 from forgetting_transformer.training.optimization.building import undecayed_parameters
 from forgetting_transformer.training.optimization.schedule import build_schedule
 from forgetting_transformer.training.parallel.ranks import Ranks
+from forgetting_transformer.training.records.descriptions import describe, open_metrics, start_block
 from forgetting_transformer.training.records.loss_by_position import StepLosses
-from forgetting_transformer.training.start import resume
-from forgetting_transformer.training.start.descriptions import describe, open_metrics, start_block
 
 log = logging.getLogger(__name__)
 
