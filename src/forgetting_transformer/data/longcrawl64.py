@@ -108,18 +108,30 @@ class LongCrawl64DataModule(Corpus):
         array = self.array("train")
         return ReadingOrder(array.documents, array.doc_len, self.train_batch_len, batch_size, self.repeat)
 
-    # A mixture overrides these ----------------------------------------------------------------------------------------
-
     def batches(self) -> int:
         """Global batches until the corpus has been read once."""
         return self.order(self.train_batch_size).batches
 
-    def locate(self, batch: int) -> list[str]:
-        return self.order(self.train_batch_size).locate(batch).sequences()
-
     def labels(self, batch: int, rank: int, world_size: int) -> np.ndarray:
         """Tokens of a rank's share of a global batch, `(train_batch_size // world_size, train_batch_len)`."""
         return self.array("train").read(*self.order(self.train_batch_size).locate(batch, rank, world_size))
+
+    def locate(self, batch: int) -> list[str]:
+        return self.order(self.train_batch_size).locate(batch).sequences()
+
+    def train_info(self) -> DataInfo:
+        return self._info("train", self.train_batch_len, self.train_batch_size, self.batches() * self.train_batch_size)
+
+    def train_loader(self, first_batch: int, last_batch: int, rank: int, world_size: int) -> Loader:
+        dataset = TrainBatches(self, rank, world_size)
+        return Loader(dataset, range(first_batch, last_batch), self.train_num_workers, self.vocabulary, self.packed)
+
+    def train_lengths(self) -> dict[int, float]:
+        """Shares in the first batch, with packed documents: rows are shuffled."""
+        if not self.packed:
+            return {self.train_batch_len: 1.0}
+        first = Loader(TrainBatches(self, 0, 1), range(1), 0, self.vocabulary, packed=True)
+        return lengths_of(next(iter(first))["cu_seqlens"])
 
     def held_out(self) -> list[tuple[TokenArray, ReadingOrder]]:
         """The held-out array and the order of its sequences, as many as `eval_tokens` fill.
@@ -129,22 +141,6 @@ class LongCrawl64DataModule(Corpus):
         """
         array = self.array("heldout")
         return [(array, held_out_order(array, self.eval_batch_len, self.eval_tokens))]
-
-    # Shared with mixtures ---------------------------------------------------------------------------------------------
-
-    def train_info(self) -> DataInfo:
-        return self._info("train", self.train_batch_len, self.train_batch_size, self.batches() * self.train_batch_size)
-
-    def train_lengths(self) -> dict[int, float]:
-        """Shares in the first batch, with packed documents: rows are shuffled."""
-        if not self.packed:
-            return {self.train_batch_len: 1.0}
-        first = Loader(TrainBatches(self, 0, 1), range(1), 0, self.vocabulary, packed=True)
-        return lengths_of(next(iter(first))["cu_seqlens"])
-
-    def train_loader(self, first_batch: int, last_batch: int, rank: int, world_size: int) -> Loader:
-        dataset = TrainBatches(self, rank, world_size)
-        return Loader(dataset, range(first_batch, last_batch), self.train_num_workers, self.vocabulary, self.packed)
 
     def eval_info(self) -> DataInfo:
         sequences = sum(order.batches for _, order in self.held_out())

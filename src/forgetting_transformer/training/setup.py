@@ -92,7 +92,7 @@ def model_and_kernels(
     log.info("building the model: %s", config.model.name)
     info = data.train_info()
     with ThreadPoolExecutor(1, "model") as thread:
-        empty = outline(config, info)
+        empty = build_model(config, info, initialise=False, device="meta")
         hardware.warn_without_gpu(config, fabric.device, empty)
         checks.check_sequences(empty, config, data.packed)
         given = None  # weights of `init_from`
@@ -140,45 +140,28 @@ def model_config(config: Config, data: DataInfo) -> DecoderConfig:
     return built
 
 
-def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.Module:
-    """The model on the CPU, with the same initial weights whatever the device, strategy and number of processes.
+def build_model(config: Config, data: DataInfo, initialise: bool = True, device: str = "cpu") -> Any:
+    """The model, with the same initial weights whatever strategy and number of processes.
 
     Args:
         initialise: False leaves the weights as memory is, for a checkpoint to fill.
+        device: "meta" gives the weights no memory, for a model to look at, with `initialise=False`.
 
     Raises:
         ConfigError: as `model_config`.
     """
     fields = model_config(config, data)
-    with no_init_weights():
-        model = registry.get(config.model.name).lm_class(fields)
+    with torch.device(device), no_init_weights():
+        model: Any = registry.get(config.model.name).lm_class(fields)
     # Left out above together with the weights.
     model.tie_weights(recompute_mapping=False)
-    _apply_options(model, config)
-    if initialise:
-        from_seed.initialise(model, config.seed)
-    return model
-
-
-def _apply_options(model: Any, config: Config) -> None:
-    """Chooses which parameters are trained, and activation checkpointing, as `config.train` says."""
     train_only(model, config.train.only)
     if config.train.gradient_checkpointing:
         model.checkpoint_activations(True)
     if config.train.block_inputs_on_host:
         model.keep_block_inputs_on_host()
-
-
-def outline(config: Config, data: DataInfo) -> nn.Module:
-    """The model without memory for its weights, to look at.
-
-    Raises:
-        ConfigError: as `model_config`.
-    """
-    fields = model_config(config, data)
-    with torch.device("meta"):
-        model = registry.get(config.model.name).lm_class(fields)
-    _apply_options(model, config)
+    if initialise:
+        from_seed.initialise(model, config.seed)
     return model
 
 

@@ -6,7 +6,8 @@ weights, moments, counters and the state of callbacks, and a run that was killed
 
 Words: a *global batch* is the sequences of one update, over all ranks. A rank has a share of it, its *local batch*, and
 puts that through the model in *micro-batches*. How far a run is, is counted in training tokens: a checkpoint's or a
-report's `step` is their number, as in the authors' code.
+report's `step` is their number, as in the authors' code. A *start* is one launch of a run, which the same command
+continues with another; its *stages* are what it does before its first step has ended.
 
 setup.py builds what the trainer works with, interface.py says what each attribute is. What is measured or done besides
 training is a callback (callbacks/). What can go wrong has a folder, faults/.
@@ -82,8 +83,6 @@ class Trainer:
         self.checkpointer = Checkpointer(
             self.directory.checkpoints,
             config.checkpoint_keep_last,
-            fabric.global_rank,
-            fabric.world_size,
             config.checkpoint_background,
             self.watchdog.waiting_for,
         )
@@ -306,7 +305,7 @@ class Trainer:
             setup.synchronize(self.fabric.device)
 
     def begin(self, stage: str) -> None:
-        """Begins a stage of the start."""
+        """Begins a stage of the start, by which times in the log and messages of the watchdog name it."""
         self.stages.switch(stage)
         self.watchdog.starting(stage)
 

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, reason_of
 from forgetting_transformer.training.checkpoint.reading import load_training
-from forgetting_transformer.training.checkpoint.writing import HostCopy, Writer, share, tensors_of
+from forgetting_transformer.training.checkpoint.writing import HostCopy, Writer, tensors_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ class Checkpointer:
     Args:
         folder: `output_dir/checkpoints`.
         keep_last: rolling checkpoints to keep; two, so that a damaged newest one costs one interval and not the run.
-        rank, world_size: of this process. Collective calls go over a separate gloo group, which needs no GPU.
         background: write in a thread, from a copy in the host's memory. False needs no memory for the copy.
         watch: makes the context of every wait for the writer, from a name for people.
     """
@@ -69,22 +68,20 @@ class Checkpointer:
         self,
         folder: Path,
         keep_last: int,
-        rank: int,
-        world_size: int,
         background: bool = False,
         watch: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.folder, self.rank, self.world_size = folder, rank, world_size
-        self.background, self.watch = background, watch
+        self.folder, self.background, self.watch = folder, background, watch
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         # In effect without a limit: a rank with a slow disk is not gone, and `watch` ends a wait for one that hangs.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=7)) if world_size > 1 else None
+        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=timedelta(days=7))
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         #: Tokens of the last finished checkpoint, or of the one that the run continues from.
         self.last_good: int | None = None
         self._step = 0
-        self._writer = Writer(folder, keep_last, rank, self._group)
+        self._writer = Writer(folder, keep_last, self._group)
 
     def save(
         self,
@@ -113,7 +110,7 @@ class Checkpointer:
         started = time.perf_counter()
         tensors = tensors_of(model, optimizer)[0]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        mine, copied = share(tensors, self.rank, self.world_size), None
+        mine, copied = self._writer.share(tensors), None
         if self.background:
             mine, copied = self._copy.take(mine)
         arrays = {name: np.array(tensor.cpu()) for name, tensor in callback_state.items()}

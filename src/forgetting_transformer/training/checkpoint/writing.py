@@ -55,23 +55,6 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict
     return tensors, optimizer_state
 
 
-def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Part of the state that `rank` writes: its shards, and an equal share of the tensors that every rank holds whole.
-
-    Every rank computes the same division.
-    """
-    mine: dict[str, Tensor] = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    whole = {name: tensor for name, tensor in tensors.items() if name not in mine}
-    load = [0] * world_size
-    # The largest first, each to the rank with the least so far.
-    for name, tensor in sorted(whole.items(), key=lambda item: (-item[1].nbytes, item[0])):
-        writer = load.index(min(load))
-        load[writer] += tensor.nbytes
-        if writer == rank:
-            mine[name] = tensor
-    return mine
-
-
 def remove_leftovers(folder: Path) -> None:
     """Removes what an interrupted save or deletion left behind; on rank 0."""
     for path in sorted(folder.glob(".*")):
@@ -84,13 +67,25 @@ class Writer:
     """Writes checkpoints on all ranks, and deletes old ones.
 
     Args:
-        folder, keep_last, rank: as of `Checkpointer`.
+        folder, keep_last: as of `Checkpointer`.
         group: gloo group of all ranks; None for one.
     """
 
-    def __init__(self, folder: Path, keep_last: int, rank: int, group: dist.ProcessGroup | None) -> None:
-        self.folder, self.keep_last, self.rank = folder, keep_last, rank
-        self._group = group
+    def __init__(self, folder: Path, keep_last: int, group: dist.ProcessGroup | None) -> None:
+        self.folder, self.keep_last, self._group = folder, keep_last, group
+        self.rank = 0 if group is None else dist.get_rank()
+
+    def share(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What this rank writes: its shards, and an equal share of the tensors that every rank holds whole."""
+        mine: dict[str, Tensor] = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        # The same division on every rank: the largest first, each to the rank with the least so far.
+        load = [0] * (1 if self._group is None else dist.get_world_size())
+        for name in sorted(tensors.keys() - mine.keys(), key=lambda name: (-tensors[name].nbytes, name)):
+            writer = load.index(min(load))
+            load[writer] += tensors[name].nbytes
+            if writer == self.rank:
+                mine[name] = tensors[name]
+        return mine
 
     def write(
         self,
