@@ -22,7 +22,7 @@ from forgetting_transformer.training.callbacks import Callback
 
 @plugins.CALLBACKS.register("diary", free=[plugins.ALL])
 class Diary(Callback):
-    kinds = ("diary",)
+    kind = "diary"
     evaluates = True
     interval = 512
 

@@ -84,7 +84,7 @@ FAULTS = {
         "preempted",
     ),
     "a signal in a step that hangs": Fault(
-        in_step("watchdog.STEP_PATIENCE_SECONDS = 0.5\n" + STOP + HANG),
+        in_step("watchdog.PATIENCE_SECONDS = 0.5\n" + STOP + HANG),
         "stopped by SIGTERM; no step ended for .*the last good checkpoint is at",
         [75],
         "preempted",

@@ -93,9 +93,6 @@ def test_the_run_is_a_new_one_and_says_where_its_weights_come_from(tiny, tmp_pat
     # The source may be gone: the checkpoint wins.
     shutil.rmtree(exported)
     train(changed(new, train__max_tokens=10 * STEP))
-    export(Path(new["output_dir"]), tmp_path / "further", tokenizer=str(tmp_path / "tokenizer"))
-    mark = json.loads((tmp_path / "further" / MARK).read_text())
-    assert mark["weights_from"] == {"source": "hf", "step": 20 * STEP, "tag": "debug"}
     assert f"init_from: {exported} -> /elsewhere" in refused(changed(new, init_from="/elsewhere"))
     assert f"init_from: {exported} -> None" in refused(changed(new, init_from=None))
 
@@ -189,8 +186,7 @@ def test_without_a_network_the_hub_is_refused_on_every_rank_and_the_cache_serves
     shutil.copytree(exported, cache / "snapshots/0123abc")
     (cache / "snapshots/0123abc" / MARK).unlink()
     train(new, patch=f"import huggingface_hub.constants as c; c.HF_HUB_CACHE = {str(tmp_path / 'cache')!r}")
-    state = next(Path(tiny["output_dir"]).glob("checkpoints/*/trainer.json")).read_text()
-    assert json.loads(state)["weights_from"] == {"source": "some-lab/fox", "revision": "0123abc"}
+    assert "some-lab/fox, revision 0123abc" in blocks(tiny["output_dir"])[0]["start"]
 
 
 def test_nothing_is_unpickled_and_what_is_damaged_is_one_line(tiny, exported):

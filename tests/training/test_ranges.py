@@ -128,7 +128,7 @@ def test_every_numeric_key_has_a_range():
     schemas = {key: TypeAdapter(hint).json_schema() for key, hint in numeric.items()}
     assert len(schemas) > 30
     without = {key for key, schema in schemas.items() if not re.search(r"'(ge|minimum|exclusiveMinimum)'", str(schema))}
-    assert without == {"train.profile_steps"}, "which TrainConfig checks itself"
+    assert not without
     fields = {
         field.name
         for entry in registry.MODELS.values()

@@ -153,7 +153,7 @@ def test_a_fork_of_nothing_or_of_another_shape_is_refused(tiny, finished):
     fork = changed(tiny, fork_dir=source, fork_step=7)
     assert f"fork_step=7: no valid checkpoint of that many tokens in {source}" in refused(fork)
     nowhere = changed(tiny, fork_dir=f"{source}-2", fork_step=7)
-    assert f"{source}-2/checkpoints; it does not exist" in refused(nowhere)
+    assert f"{source}-2/checkpoints, which holds none" in refused(nowhere)
     assert "nothing would be trained" in refused(changed(tiny, fork_dir=source, fork_step=20 * STEP))
     fork = changed(tiny, fork_dir=source, fork_step=8 * STEP, datamodule__train_batch_size=8)
     assert "datamodule.train_batch_size: 4 -> 8" in refused(fork)

@@ -90,6 +90,7 @@ def test_the_peak_depends_on_the_gpu_and_the_precision_and_is_not_guessed(monkey
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        peak_flops.cache_clear()
         with caplog.at_level(logging.INFO):
             assert peak_flops(torch.device("cuda", 0), "bf16-mixed") == bf16
             assert peak_flops(torch.device("cuda", 0), "32-true") == fp32

@@ -70,7 +70,7 @@ def _never(*_: object) -> None:
 
 
 def _hang_with(what: str) -> None:
-    watchdog.START_SECONDS, watchdog.LAST_WORDS_SECONDS, watchdog.AT_ONCE_SECONDS = 0.0, 0.1, 0.1
+    watchdog.START_SECONDS, watchdog.LAST_WORDS_SECONDS = 0.0, 0.1
     watch = watchdog.Watchdog(0.1 if "signal" not in what else 36000)
     if "log" in what:
         handler = logging.Handler()

@@ -684,7 +684,7 @@ class NeedleConfig:
 
 @plugins.CALLBACKS.register("needle", config=NeedleConfig, free=[plugins.ALL])
 class NeedleTest(EvaluationCallback):
-    kinds = (names.NEEDLE,)
+    kind = names.NEEDLE
 
     def prepare(self, trainer: TrainerInterface) -> None:
         """Makes all prompts."""

@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -62,9 +61,8 @@ class Origin:
         checkpoint: of this run or, `forked`, of another.
         counters: as they stand now.
         execution: compilation and backends of the run so far; None where they need not be kept.
-        weights_from: `init_from` at the beginning of the run.
         data_checksums: hash of the list of checksums that the corpus must match from here on.
-        kinds: of lines that callbacks of earlier starts have written. callback_state: of callbacks and of the guard.
+        callback_state: of callbacks and of the guard.
     """
 
     text: str = "a new run"
@@ -72,9 +70,7 @@ class Origin:
     forked: bool = False
     counters: Counters = field(default_factory=Counters)
     execution: Execution | None = None
-    weights_from: dict[str, Any] | None = None
     data_checksums: str | None = None
-    kinds: set[str] = field(default_factory=set)
     callback_state: dict[str, Tensor] = field(default_factory=dict)
 
     @property

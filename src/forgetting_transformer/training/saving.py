@@ -83,8 +83,6 @@ def _begin(trainer: TrainerInterface, permanent: bool) -> None:
         "world_size": trainer.fabric.world_size,
         "environment": trainer.environment,
         "execution": dataclasses.asdict(trainer.execution),
-        "kinds": sorted(trainer.kinds),
-        "weights_from": trainer.origin.weights_from,
     }
     trainer.checkpointer.save(
         tokens,

@@ -122,8 +122,6 @@ class Trainer:
         self.latest: Step | None = None
         self.stop = Stop.NO
         self.callbacks = callbacks_of(self)
-        # Kinds of metrics that callbacks write, in earlier starts too: a resume cuts their lines at its checkpoint.
-        self.kinds = self.origin.kinds | self.callbacks.kinds
         self.metrics = open_metrics(self) if fabric.is_global_zero else None
         self.watchdog.callback = lambda: self.callbacks.running.name if self.callbacks.running else None
         self.supervisor.trainer = self
@@ -287,7 +285,6 @@ class Trainer:
             arrays: for an npz file that holds `values` too.
             step: training tokens that it belongs to; default those done.
         """
-        self.callbacks.check_kind(kind)
         if self.metrics is not None:
             step = self.counters.token_count if step is None else step
             self.metrics.report(kind, step, values)

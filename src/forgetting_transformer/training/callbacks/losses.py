@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from tqdm import tqdm
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.data.batch_checks import check_batch
-from forgetting_transformer.data.corpus import model_inputs
+from forgetting_transformer.data.corpus import Corpus, model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 from forgetting_transformer.training.feed import restarted
@@ -140,10 +139,6 @@ class BadSteps(Callback):
             trainer.report(names.BAD_STEP, prefixed(names.BAD_STEP, values), step=step)
 
 
-if TYPE_CHECKING:
-    from forgetting_transformer.data.corpus import Corpus
-
-
 class HeldOut(Callback):
     """Mean loss at every position over held-out documents, with the weights as they are.
 
@@ -154,9 +149,9 @@ class HeldOut(Callback):
     name = "held_out"
     all_ranks = True
     evaluates = True
-    kinds = (names.VAL,)
+    kind = names.VAL
 
-    def __init__(self, data: "Corpus") -> None:
+    def __init__(self, data: Corpus) -> None:
         self._data, self._corpus = data, "the corpus (datamodule.name)"
 
     @torch.no_grad()

@@ -71,18 +71,17 @@ class Throughput(Callback):
         metrics = {names.name_of(names.THROUGHPUT, name): value for name, value in counters.items()}
         if len(self._steps) < 2:
             return {}
-        first = self._steps[0]
         beginning = dict.fromkeys(counters, 0.0)
-        for clock in ("total_time", "update_time"):
-            name = clock.removesuffix("_time")
-            for key in self.KEYS:
-                metrics[names.per_second(key, name, "recent")] = _rate(key, clock, first, counters)
-                metrics[names.per_second(key, name, "cum")] = _rate(key, clock, beginning, counters)
-            if self._peak_flops is not None:
-                recent = _rate("flop_count", clock, first, counters)
-                metrics[names.mfu(name, "recent")] = recent / self._peak_flops
-                since_start = _rate("flop_count", clock, self._start, counters)
-                metrics[names.mfu(name, "cum")] = since_start / self._peak_flops
+        for span, since, since_on_these_gpus in (
+            ("recent", self._steps[0], self._steps[0]),
+            ("cum", beginning, self._start),
+        ):
+            for clock in ("total", "update"):
+                for key in self.KEYS:
+                    metrics[names.per_second(key, clock, span)] = _rate(key, clock, since, counters)
+                if self._peak_flops is not None:
+                    rate = _rate("flop_count", clock, since_on_these_gpus, counters)
+                    metrics[names.mfu(clock, span)] = rate / self._peak_flops
         return metrics
 
 
@@ -97,8 +96,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _rate(key: str, clock: str, before: dict[str, float], now: dict[str, float]) -> float:
-    """Gain of `key` per second of `clock` between two states of the counters."""
-    return (now[key] - before[key]) / max(now[clock] - before[clock], 1e-9)
+    """Gain of `key` per second of `clock` ("total" or "update") between two states of the counters."""
+    return (now[key] - before[key]) / max(now[f"{clock}_time"] - before[f"{clock}_time"], 1e-9)
 
 
 class Progress(Callback):

@@ -25,7 +25,6 @@ from forgetting_transformer.training.config.types import (
     TokenId,
     Tokens,
     TokensOrZero,
-    TracedSteps,
     Workers,
 )
 
@@ -77,8 +76,8 @@ class TrainConfig:
     normalization_weight_decay: bool = False
     conv_weight_decay: bool = True
     #: [a, b]: write a trace of steps a to b of this start, on every rank, into `traces/`. Step 1 is the first of the
-    #: start and compiles. null: none.
-    profile_steps: TracedSteps | None = None
+    #: start and compiles. A few steps are enough: each has tens of thousands of events. null: none.
+    profile_steps: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
 
     def __post_init__(self) -> None:
         if self.block_inputs_on_host and not self.gradient_checkpointing:

@@ -59,25 +59,20 @@ def peak_of(fabric: FabricConfig, device: torch.device) -> float | None:
     return fabric.peak_flops or peak_flops(device, fabric.precision)
 
 
+@functools.cache  # the log names an unknown GPU once
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Peak FLOP/s of `device` at `precision` ("bf16-mixed" or "32-true"); None for a CPU and for an unlisted GPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
     if name not in PEAKS:
-        _say_unknown(name)
+        log.info(
+            "no MFU, and no CUDA graphs with train.cuda_graphs=auto: the peak FLOP/s of %r is not known; set "
+            "fabric.peak_flops to have them",
+            name,
+        )
         return None
     return PEAKS[name][precision != "bf16-mixed"]
-
-
-@functools.cache
-def _say_unknown(name: str) -> None:
-    """Once for each name."""
-    log.info(
-        "no MFU, and no CUDA graphs with train.cuda_graphs=auto: the peak FLOP/s of %r is not known; set "
-        "fabric.peak_flops to have them",
-        name,
-    )
 
 
 #: Parameters from which on training on a CPU by accident is worth a warning.

@@ -38,13 +38,13 @@ class InitialWeights(NamedTuple):
 
     Attributes:
         tensors: by name; on rank 0 only.
-        record: where they come from, as the run's checkpoints keep it.
         fresh: tensors of the model in training that keep what was drawn for them.
+        origin: of the run, in words.
     """
 
     tensors: dict[str, Tensor]
-    record: dict[str, Any]
     fresh: list[str]
+    origin: str
 
     def fill(self, model: nn.Module) -> None:
         """Copies them into a model on the CPU; called by all ranks, and the same on each."""
@@ -68,12 +68,8 @@ def on_all_ranks(config: Config, fabric: Fabric, data: Corpus, model: nn.Module,
         ConfigError: it cannot be read, or does not fit and `init_allow` does not allow that.
     """
     mine = on_rank_zero(fabric, lambda: _read(config, model, data.train_info(), data.folder))
-    record = fabric.broadcast(mine.record if mine else {})
-    known = f" ({record['step']:,} tokens, of {record['tag']})" if "step" in record else ""
-    lists = {"fresh": record.get("fresh", []), "not used": record.get("unused", [])}
-    rest = "".join(f"; {title}: {', '.join(names)}" for title, names in lists.items() if names)
-    origin.text, origin.weights_from = f"a new run, weights from {record['source']}{known}{rest}", record
-    return mine or InitialWeights({}, record, lists["fresh"])
+    fresh, origin.text = fabric.broadcast(mine[1:] if mine else ([], ""))
+    return mine or InitialWeights({}, fresh, origin.text)
 
 
 def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> InitialWeights:
@@ -81,22 +77,21 @@ def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> InitialWe
     try:
         source = str(config.init_from)
         folder = find_model(source, _FROM_THE_HUB)
-        record: dict[str, Any] = {"source": source, "revision": folder.name}
-        if folder == Path(source).expanduser():
-            record = {"source": str(folder.absolute())}
-        if mark := read_mark(folder):
-            record |= {"step": mark["checkpoint"], "tag": mark["tag"]}
+        is_local = folder == Path(source).expanduser()
+        where = str(folder.absolute()) if is_local else f"{source}, revision {folder.name}"
         fields, tensors = read_json(folder / "config.json"), read_weights(folder)
         _check_heads(fields, config, model)
         fresh, unused = _unmatched(tensors, fields, config, model, _other_vocabulary(folder, fields, data, corpus))
         fitting = {name: tensor for name, tensor in tensors.items() if name not in {*fresh, *unused}}
-        check_finite(fitting.items(), record["source"])
+        check_finite(fitting.items(), where)
     except ConfigError:
         raise
     except Exception as error:  # of a damaged file, of the hub's client, of a tokenizer
         raise ConfigError(f"init_from={config.init_from}: {one_line(error)}") from error
-    record |= {key: names for key, names in (("fresh", fresh), ("unused", unused)) if names}
-    return InitialWeights(fitting, record, fresh)
+    mark, lists = read_mark(folder), {"fresh": fresh, "not used": unused}
+    known = f" ({mark['checkpoint']:,} tokens, of {mark['tag']})" if mark else ""
+    rest = "".join(f"; {title}: {', '.join(names)}" for title, names in lists.items() if names)
+    return InitialWeights(fitting, fresh, f"a new run, weights from {where}{known}{rest}")
 
 
 def _unmatched(

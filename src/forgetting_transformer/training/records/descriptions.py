@@ -50,16 +50,14 @@ def _data_description(info: DataInfo, local_batch_size: int, data_size: int) -> 
     }
 
 
-def _write_descriptions(trainer: TrainerInterface, info: dict[str, float]) -> None:
+def _write_files(trainer: TrainerInterface, info: dict[str, float]) -> None:
     """Writes config.yaml, model.txt and the lists of parameters, and appends this start to starts.jsonl."""
-    directory, model = trainer.directory, trainer.model.module
-    root = directory.root
-    write_atomically(directory.config, yaml.safe_dump(trainer.resolved, sort_keys=False))
+    root, model = trainer.directory.root, trainer.model.module
+    write_atomically(trainer.directory.config, yaml.safe_dump(trainer.resolved, sort_keys=False))
     write_atomically(root / "model.txt", f"{model}\n{json.dumps(info, indent=1)}\n")
-    shapes = {name: f"{name} {tuple(p.shape)}\n" for name, p in model.named_parameters()}
-    decayed = [line for name, line in shapes.items() if name not in trainer.undecayed]
-    write_atomically(root / "decay_params.txt", "".join(decayed))
-    write_atomically(root / "no_decay_params.txt", "".join(shapes[n] for n in shapes if n in trainer.undecayed))
+    for file, decayed in (("decay_params.txt", True), ("no_decay_params.txt", False)):
+        listed = [(name, p) for name, p in model.named_parameters() if (name not in trainer.undecayed) is decayed]
+        write_atomically(root / file, "".join(f"{name} {tuple(p.shape)}\n" for name, p in listed))
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": trainer.counters.token_count,
@@ -83,11 +81,11 @@ def open_metrics(trainer: TrainerInterface) -> MetricsLog:
         "non_embedding_params": total - embedding,
         "flops_per_token": trainer.flops_per_token,
     }
-    _write_descriptions(trainer, info)
+    _write_files(trainer, info)
     tokenizer = trainer.data.folder / "tokenizer"
     if tokenizer.is_dir() and not trainer.directory.tokenizer.exists():  # so that an export needs the run alone
         shutil.copytree(tokenizer, trainer.directory.tokenizer)
-    metrics = MetricsLog(trainer.directory, step, trainer.kinds)
+    metrics = MetricsLog(trainer.directory, step)
     metrics.report(RESUME, step, {name_of(RESUME, "resume_step"): step})
     local = data.train_batch_size // shares
     metrics.report_once(TRAIN_DATA_INFO, step, _data_description(trainer.data_info, local, shares))
@@ -148,7 +146,7 @@ def start_block(trainer: TrainerInterface) -> str:
     parameters = sum(p.numel() for p in trainer.model.module.parameters())
     steps = math.ceil(config.train.max_tokens / tokens)
     rows = [
-        ("model", f"{config.model.name}, {human_count(parameters)} parameters ({parameters:,})"),
+        ("model", f"{config.model.name}, {parameters / 1e6:,.1f}M parameters ({parameters:,})"),
         ("corpus", f"{info.path}, {info.total_tokens:,} tokens in {info.documents:,} documents"),
         (
             "batch",
@@ -175,14 +173,6 @@ def start_block(trainer: TrainerInterface) -> str:
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
-def human_count(number: int) -> str:
-    """124337408 -> "124.3M"."""
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return str(number)
-
-
 def _devices(trainer: TrainerInterface) -> str:
     fabric = trainer.fabric
     nodes = int(os.environ.get("LT_NUM_NODES") or os.environ.get("GROUP_WORLD_SIZE") or 1)
@@ -192,7 +182,7 @@ def _devices(trainer: TrainerInterface) -> str:
     else:
         threads = torch.get_num_threads()
         device = f"{fabric.device.type}, {threads} thread{'s' * (threads != 1)} each"
-    return f"{fabric.world_size} x {device}; {fabric.world_size} process{'es' * (fabric.world_size != 1)}{where}"
+    return f"{fabric.world_size} x {device}{where}"
 
 
 def _strategy(trainer: TrainerInterface) -> str:
@@ -207,10 +197,4 @@ def _strategy(trainer: TrainerInterface) -> str:
 def _section(section: Any) -> str:
     """Name and keys of a section of the config, as a command line would set them, without those that are not set."""
     keys = {key: value for key, value in vars(section).items() if value not in (None, [])}
-    return ", ".join([keys.pop("name"), *(f"{key}={_written(value)}" for key, value in keys.items())])
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, bool | str | list):
-        return str(value).lower()
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    return ", ".join([keys.pop("name"), *(f"{key}={str(value).lower()}" for key, value in keys.items())])

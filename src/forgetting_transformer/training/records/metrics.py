@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,21 @@ import numpy as np
 
 from forgetting_transformer.files import naming, replacing, write_atomically
 from forgetting_transformer.metric_names import RESUME, name_of
-from forgetting_transformer.training.records.run_directory import KINDS, RunDirectory
+from forgetting_transformer.training.records.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """Writes reports of one run to its files. Other files in its folders are left alone.
+    """Writes reports of one run to its files.
 
     Args:
         directory: the run's folder.
         resume_step: training tokens of the checkpoint the run continues from, 0 for a new run.
-        kinds: of lines and arrays that are written besides KINDS.
     """
 
-    def __init__(self, directory: RunDirectory, resume_step: int, kinds: Iterable[str] = ()) -> None:
+    def __init__(self, directory: RunDirectory, resume_step: int) -> None:
         self.directory = directory
-        self.kinds = {*KINDS, *kinds}
         #: Receivers of every report besides the files, with methods `log(step, values)` and `close()`, which raise
         #: nothing.
         self.sinks: list[Any] = []
@@ -42,15 +39,14 @@ class MetricsLog:
         for file in self.files():
             # An earlier continuation from this very checkpoint has left its line too.
             truncate(file, resume_step - 1 if file.stem == RESUME else resume_step)
-        for kind in self.kinds:
-            for file in (directory.npz / kind).glob("step-*.npz"):
-                name = re.fullmatch(r"step-(\d{15})\.npz", file.name)
-                if name and int(name[1]) > resume_step:
-                    file.unlink()
+        for file in directory.npz.glob("*/step-*.npz"):
+            name = re.fullmatch(r"step-(\d{15})\.npz", file.name)
+            if name and int(name[1]) > resume_step:
+                file.unlink()
 
     def files(self) -> list[Path]:
         """The files of lines that the run has written so far, by name."""
-        return [file for kind in sorted(self.kinds) if (file := _file(self.directory, kind)).exists()]
+        return sorted(self.directory.jsonlines.glob("*.jsonl"))
 
     def report(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Appends one object to `jsonlines/<kind>.jsonl` and hands it to the sinks.
@@ -62,11 +58,7 @@ class MetricsLog:
             raise ValueError(
                 f"a line of {kind!r} has the key 'step', which is the training tokens of the line; use another"
             )
-        try:
-            line = json.dumps({"step": step, **values}) + "\n"
-        except TypeError as error:
-            types = {key: type(value).__name__ for key, value in values.items()}
-            raise TypeError(f"a line of {kind!r} is not JSON ({error}): {types}; give numbers and texts") from error
+        line = json.dumps({"step": step, **values}) + "\n"
         path = _file(self.directory, kind)
         with naming(path), path.open("a", encoding="utf-8") as file:
             file.write(line)
@@ -133,8 +125,10 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 def truncate(file: Path, step: int) -> None:
     """Drops the lines past `step`, all at once, and damaged ones."""
-    entries = read_lines(file)
-    if (damaged := file.read_bytes().count(b"\n") - len(entries)) > 0:
+    entries, content = read_lines(file), file.read_bytes()
+    if not entries and content.endswith(b"\n"):
+        return  # somebody's else
+    if (damaged := content.count(b"\n") - len(entries)) > 0:
         log.warning("%s: %d damaged lines are left out", file, damaged)
     write_atomically(file, "".join(json.dumps(entry) + "\n" for entry in entries if entry["step"] <= step))
 
