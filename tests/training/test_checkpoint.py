@@ -54,14 +54,13 @@ def trained(steps: int) -> tuple[nn.Module, torch.optim.AdamW]:
 def save(folder: Path, steps: int, background: bool = False) -> dict[str, torch.Tensor]:
     folder.mkdir(parents=True, exist_ok=True)
     model, optimizer = trained(steps)
-    checkpointer = Checkpointer(folder, 1, 0, 1, background=background)
+    checkpointer = Checkpointer(folder, 1, background=background)
     windows = {"position_loss": torch.full((3,), float(steps))}
     checkpointer.save(steps, model, optimizer, {"token_count": steps}, windows, permanent=False)
     with torch.no_grad():
         model.weight.fill_(7.0)  # training goes on
     saved = checkpointer.take_result(wait=True)
     assert saved is not None and saved.error is None, saved
-    checkpointer.close()
     return {f"model.{name}": tensor for name, tensor in trained(steps)[0].state_dict().items()}
 
 
@@ -127,7 +126,7 @@ def test_what_goes_before_the_manifest_is_done_before_a_checkpoint_counts(tmp_pa
     """Lines of metrics, say: a run that is continued cuts those behind its checkpoint, and must have those before."""
     model, optimizer = trained(1)
     found: list[object] = []
-    Checkpointer(tmp_path, 1, 0, 1).save(
+    Checkpointer(tmp_path, 1).save(
         1, model, optimizer, {"token_count": 1}, {}, False, before_manifest=lambda: found.append(newest_valid(tmp_path))
     )
     assert found == [None] and newest_valid(tmp_path).step == 1
@@ -147,7 +146,7 @@ def test_another_optimizer_is_refused(tmp_path):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
     with pytest.raises(CheckpointError, match=r"with another optimizer: it has no .*max_exp_avg_sq"):
-        Checkpointer(tmp_path, 1, 0, 1).load(newest_valid(tmp_path), model, optimizer)
+        Checkpointer(tmp_path, 1).load(newest_valid(tmp_path), model, optimizer)
 
 
 class _Attack:
@@ -219,7 +218,7 @@ def test_a_strangers_checkpoint_runs_no_code(tmp_path):
         shutil.copytree(tmp_path / "copy", path)
         _forge(path, attack)
         with pytest.raises(CheckpointError, match=said):
-            Checkpointer(tmp_path / "run", 1, 0, 1).load(newest_valid(tmp_path / "run"), *trained(0))
+            Checkpointer(tmp_path / "run", 1).load(newest_valid(tmp_path / "run"), *trained(0))
     assert not marker.exists()
 
 

@@ -75,7 +75,7 @@ FAULTS = {
         + before(
             "training.callbacks.losses.Loss",
             "on_interval",
-            "os.kill(trainer.start.peers._process(1), signal.SIGTERM)\n" + STOP,
+            "os.kill(trainer.supervisor.peers._process(1), signal.SIGTERM)\n" + STOP,
             "trainer.counters.batch_count == 1",
             "self, trainer, kind",
         ),

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from forgetting_transformer.data import DataError, DataInfo
 from forgetting_transformer.files import flatten
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.config import RANGES
+from forgetting_transformer.model.arguments import RANGES
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.config.parsing import config_class, parse

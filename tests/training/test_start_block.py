@@ -53,7 +53,9 @@ def no_gpu_warnings(tiny: dict, caplog, monkeypatch, large: int = 1000, **change
     monkeypatch.setattr(hardware, "LARGE", large)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        hardware.warn_without_gpu(config, torch.device("cpu"), setup.outline(config, INFO))
+        hardware.warn_without_gpu(
+            config, torch.device("cpu"), setup.build_model(config, INFO, initialise=False, device="meta")
+        )
     return [record.getMessage() for record in caplog.records]
 
 

@@ -28,9 +28,9 @@ def run(config: Config) -> str:
 
         preflight(config)
         return "done"
-    from forgetting_transformer.training.faults.failures import Start
+    from forgetting_transformer.training.faults.failures import Supervisor
     from forgetting_transformer.training.trainer import Trainer
 
-    with Start(config) as start:
-        Trainer(config, start).fit()
-    return str(start.outcome)
+    with Supervisor(config) as supervisor:
+        Trainer(config, supervisor).fit()
+    return str(supervisor.outcome)

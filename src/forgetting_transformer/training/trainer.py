@@ -6,7 +6,8 @@ weights, moments, counters and the state of callbacks, and a run that was killed
 
 Words: a *global batch* is the sequences of one update, over all ranks. A rank has a share of it, its *local batch*, and
 puts that through the model in *micro-batches*. How far a run is, is counted in training tokens: a checkpoint's or a
-report's `step` is their number, as in the authors' code.
+report's `step` is their number, as in the authors' code. A *start* is one launch of a run, which the same command
+continues with another; its *stages* are what it does before its first step has ended.
 
 setup.py builds what the trainer works with, interface.py says what each attribute is. What is measured or done besides
 training is a callback (callbacks/). What can go wrong has a folder, faults/.
@@ -36,7 +37,7 @@ from forgetting_transformer.training.config.continuing import as_recorded
 from forgetting_transformer.training.execution.choice import choose as choose_execution
 from forgetting_transformer.training.execution.compilation import Compilation
 from forgetting_transformer.training.faults.corruption import are_copies
-from forgetting_transformer.training.faults.failures import Start
+from forgetting_transformer.training.faults.failures import Supervisor
 from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.faults.stop import Stop, Vote
 from forgetting_transformer.training.feed import batches
@@ -55,16 +56,16 @@ class Trainer:
     Attributes: `TrainerInterface` explains those that callbacks may use.
 
     Args:
-        start: hears signals and notes how the run ends; by default nothing is watched.
+        supervisor: hears signals and notes how the run ends; by default nothing is watched.
     """
 
-    def __init__(self, config: Config, start: Start | None = None) -> None:
-        self.config, self.start = config, start or Start(config)
-        self.directory, self.watchdog = self.start.directory, self.start.watchdog
+    def __init__(self, config: Config, supervisor: Supervisor | None = None) -> None:
+        self.config, self.supervisor = config, supervisor or Supervisor(config)
+        self.directory, self.watchdog = self.supervisor.directory, self.supervisor.watchdog
         self.stages, self.clock = Clock("imports"), Clock("start")
 
         self.begin("processes")
-        fabric = self.fabric = setup.connect(config, self.start)
+        fabric = self.fabric = setup.connect(config, self.supervisor)
         timeout = timedelta(seconds=config.strategy.timeout_seconds)
         self.ranks = Ranks(fabric.global_rank, fabric.world_size, config.strategy.context, timeout)
         self.vote = Vote(fabric.world_size, timeout)
@@ -82,8 +83,6 @@ class Trainer:
         self.checkpointer = Checkpointer(
             self.directory.checkpoints,
             config.checkpoint_keep_last,
-            fabric.global_rank,
-            fabric.world_size,
             config.checkpoint_background,
             self.watchdog.waiting_for,
         )
@@ -125,13 +124,13 @@ class Trainer:
         self.callbacks = callbacks_of(self)
         self.metrics = open_metrics(self) if fabric.is_global_zero else None
         self.watchdog.callback = lambda: self.callbacks.running.name if self.callbacks.running else None
-        self.start.trainer = self
+        self.supervisor.trainer = self
 
     def fit(self) -> None:
-        """Trains to `train.max_tokens`, or until all ranks agree to stop; `start.outcome` has the result."""
+        """Trains to `train.max_tokens`, or until all ranks agree to stop; `supervisor.outcome` has the result."""
         config, counters = self.config, self.counters
         self.callbacks.on_start()
-        self.start.running()
+        self.supervisor.running()
         if self.metrics is not None:
             log.info("about to train %s:\n%s", config.tag, start_block(self))
         if missing := resume.unreported(self.callbacks.evaluations_due(), self.origin, self.metrics, self.fabric):
@@ -143,14 +142,14 @@ class Trainer:
             log.info("nothing left to train: %s tokens are done", f"{counters.token_count:,}")
         elif self.compiled:
             self.compilation.announce()
-        counters.tick()
+        counters.count_time()
         for batch in batches(self, remaining) if remaining and not self.stop else ():
-            counters.tick()
             first = self.latest is None
             self.clock.switch("first step" if first else "steps")
             if first:
                 self.begin("first step")
-            self.latest = self.step(self.fabric.to_device(batch))
+            with counters.updating():
+                self.latest = self.step(self.fabric.to_device(batch))
             counters.add_step(self.tokens_per_step, self.flops_per_token)
             self.callbacks.on_step(self.latest)
             if first:
@@ -299,17 +298,16 @@ class Trainer:
 
     def wait_for_device(self) -> None:
         """Waits until the device has finished its steps; that time counts as theirs."""
-        self.counters.tick()
-        setup.synchronize(self.fabric.device)
-        self.counters.tick(of_update=True)
+        with self.counters.updating():
+            setup.synchronize(self.fabric.device)
 
     def begin(self, stage: str) -> None:
-        """Begins a stage of the start."""
+        """Begins a stage of the start, by which times in the log and messages of the watchdog name it."""
         self.stages.switch(stage)
         self.watchdog.starting(stage)
 
     def close(self) -> None:
-        self.checkpointer.close()
+        self.checkpointer.take_result(wait=True)
         self.watchdog.closing()
         if self.metrics is not None:
             self.metrics.close()
@@ -333,7 +331,7 @@ class Trainer:
         if self.stop == Stop.BAD_STEPS:
             self.guard.refuse(self.last_good_checkpoint, self.directory.root)
         self.guard.sum_up(self.counters.batch_count, self.directory.root)
-        self.start.end("preempted" if self.stop else "done", self.watchdog.request or "")
+        self.supervisor.end("preempted" if self.stop else "done", self.watchdog.request or "")
         done = f"{self.counters.token_count:,} tokens in {self.directory.root}"
         how = "stopped and saved; the same command continues" if self.stop else "training finished"
         log.info("%s: %s", how, done)

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -128,9 +129,14 @@ class BadSteps(Callback):
     def _report(self, trainer: TrainerInterface) -> None:
         for bad in trainer.guard.take_reports():
             places = trainer.data.locate(bad.batch)
-            log.warning("the update of batch %d was left out: %s; from %s on", bad.batch, bad, places[0])
-            values = prefixed(names.BAD_STEP, bad.describe(places))
-            trainer.report(names.BAD_STEP, values, step=(bad.batch + 1) * trainer.tokens_per_step)
+            said = f"loss {bad.loss:.4g}, gradient norm {bad.global_grad_norm:.4g} ({bad.in_a_row} in a row)"
+            log.warning("the update of batch %d was left out: %s; from %s on", bad.batch, said, places[0])
+            not_finite = [
+                place for place, loss in zip(places, bad.sequence_losses, strict=True) if not math.isfinite(loss)
+            ]
+            values = {**bad._asdict(), "sequences": [*places], "sequences_not_finite": not_finite}
+            step = (bad.batch + 1) * trainer.tokens_per_step
+            trainer.report(names.BAD_STEP, prefixed(names.BAD_STEP, values), step=step)
 
 
 class HeldOut(Callback):

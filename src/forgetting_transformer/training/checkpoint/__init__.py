@@ -27,18 +27,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from forgetting_transformer.training.checkpoint.folder import (
-    Checkpoint,
-    CheckpointError,
-    reason_of,
-)
+from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, reason_of
 from forgetting_transformer.training.checkpoint.reading import load_training
-from forgetting_transformer.training.checkpoint.writing import HostCopy, Writer, share, tensors_of
+from forgetting_transformer.training.checkpoint.writing import HostCopy, Writer, tensors_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,6 @@ class Checkpointer:
     Args:
         folder: `output_dir/checkpoints`.
         keep_last: rolling checkpoints to keep; two, so that a damaged newest one costs one interval and not the run.
-        rank, world_size: of this process. Collective calls go over a separate gloo group, which needs no GPU.
         background: write in a thread, from a copy in the host's memory. False needs no memory for the copy.
         watch: makes the context of every wait for the writer, from a name for people.
     """
@@ -72,22 +68,20 @@ class Checkpointer:
         self,
         folder: Path,
         keep_last: int,
-        rank: int,
-        world_size: int,
         background: bool = False,
         watch: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.folder, self.rank, self.world_size = folder, rank, world_size
-        self.background, self.watch = background, watch
+        self.folder, self.background, self.watch = folder, background, watch
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         # In effect without a limit: a rank with a slow disk is not gone, and `watch` ends a wait for one that hangs.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=7)) if world_size > 1 else None
+        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=timedelta(days=7))
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         #: Tokens of the last finished checkpoint, or of the one that the run continues from.
         self.last_good: int | None = None
         self._step = 0
-        self._writer = Writer(folder, keep_last, rank, self._group)
+        self._writer = Writer(folder, keep_last, self._group)
 
     def save(
         self,
@@ -115,12 +109,11 @@ class Checkpointer:
             raise CheckpointError("there is nothing to save before the first optimizer step")
         started = time.perf_counter()
         tensors = tensors_of(model, optimizer)[0]
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        mine = share(tensors, self.rank, self.world_size)
-        mine |= {f"callback_state.{name}": tensor for name, tensor in callback_state.items()}
-        copied = None
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        mine, copied = self._writer.share(tensors), None
         if self.background:
             mine, copied = self._copy.take(mine)
+        arrays = {name: np.array(tensor.cpu()) for name, tensor in callback_state.items()}
         copy_seconds = time.perf_counter() - started
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -131,13 +124,12 @@ class Checkpointer:
                     torch.cuda.set_device(device)  # a thread begins on GPU 0
                 if copied is not None:
                     copied.synchronize()
-                self._writer.write(step, mine, needed, trainer_state, permanent, before_manifest)
+                self._writer.write(step, mine, size, trainer_state, arrays, permanent, before_manifest)
+                self.last_good = step
             except CheckpointError as error:
                 problem = error
             except (Exception, CheckpointException) as error:  # the second is none of the first; training hears of it
                 problem = CheckpointError(f"could not write a checkpoint in {self.folder}: {reason_of(error)}")
-            if problem is None:
-                self.last_good = step
             self._saved = Saved(step, copy_seconds, time.perf_counter() - began, problem)
 
         self._step = step
@@ -166,10 +158,6 @@ class Checkpointer:
         if self._thread is not None:
             with self.watch(f"the checkpoint at {self._step:,} tokens"):
                 self._thread.join()
-
-    def close(self) -> None:
-        """Waits for a save in flight."""
-        self.take_result(wait=True)
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fills model and optimizer (reading.py)."""

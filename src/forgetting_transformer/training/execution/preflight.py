@@ -26,7 +26,7 @@ from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint.folder import steps_in
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.errors import TrainingError
-from forgetting_transformer.training.faults.failures import Start
+from forgetting_transformer.training.faults.failures import Supervisor
 from forgetting_transformer.training.records.metrics import duration
 from forgetting_transformer.training.records.run_directory import RunDirectory
 from forgetting_transformer.training.trainer import Trainer
@@ -62,8 +62,8 @@ def preflight(config: Config) -> None:
             wandb=dataclasses.replace(config.wandb, mode="disabled"),
             **begins,
         )
-        with Start(trial) as start:
-            trainer = Trainer(trial, start)
+        with Supervisor(trial) as supervisor:
+            trainer = Trainer(trial, supervisor)
             _check(trainer, directory.root)
             _compare(trainer)
 

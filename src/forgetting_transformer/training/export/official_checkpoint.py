@@ -140,7 +140,7 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
     target.acquire()
     try:
         target.checkpoints.mkdir(parents=True, exist_ok=True)
-        writer = Checkpointer(target.checkpoints, config.checkpoint_keep_last, 0, 1)
+        writer = Checkpointer(target.checkpoints, config.checkpoint_keep_last)
         writer.save(checkpoint.step, model, optimizer, state, callback_state, checkpoint.permanent)
         written = writer.take_result(wait=True)
         if written is not None and written.error:
