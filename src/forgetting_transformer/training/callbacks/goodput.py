@@ -1,7 +1,7 @@
 """Account of the wall time of a run, over all its starts, and of its checkpoints.
 
-`output_dir/goodput.json` has an entry for every start: seconds by category (clock.py), the same as they stood at its last
-checkpoint ("saved"), and "stages", which divide "start" and "first step" further. Time after that checkpoint was "lost"
+`output_dir/goodput.json` has an entry for every start: seconds by category (clock.py), the same as they stood at its
+last checkpoint ("saved"), and "stages", which divide "start" and "first step" further. Time after that one was "lost"
 if a later start went back to it; all of it was, if to one before. Time between starts, in a queue, is not counted. All
 times are of rank 0's host.
 """
