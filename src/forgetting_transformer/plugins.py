@@ -101,10 +101,7 @@ class Registry(Generic[T]):
         return name in self._builtin or name in self._components
 
     def get(self, name: str) -> Component[T]:
-        """
-        Raises:
-            UnknownComponentError: nothing is registered under `name`.
-        """
+        """The component registered under `name`; raises UnknownComponentError where there is none."""
         found = self._components.get(name) if isinstance(name, str) else None
         if found is None and isinstance(name, str) and name in self._builtin:
             importlib.import_module(self._builtin[name])

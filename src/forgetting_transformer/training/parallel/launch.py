@@ -70,10 +70,7 @@ def launch(config: Config) -> Fabric:
 
 
 def _check_gpus(config: Config) -> None:
-    """
-    Raises:
-        ConfigError: requested GPUs are missing.
-    """
+    """Raises ConfigError where requested GPUs are missing."""
     accelerator = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
     if accelerator in ("cuda", "gpu") and (problem := hardware.missing_gpu()):
         raise ConfigError(

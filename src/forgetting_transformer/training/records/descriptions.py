@@ -24,7 +24,7 @@ from forgetting_transformer.metric_names import MODEL_INFO, RESUME, TRAIN_DATA_I
 from forgetting_transformer.training.faults.step_guard import decides_on_device
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.parallel.sharding import Sharded
-from forgetting_transformer.training.records.metrics import MetricsLog
+from forgetting_transformer.training.records.metrics import MetricsLog, prefixed
 
 # Packages that can change a run's numbers.
 PACKAGES = (
@@ -88,11 +88,11 @@ def open_metrics(trainer: TrainerInterface) -> MetricsLog:
     metrics = MetricsLog(trainer.directory, step)
     metrics.report(RESUME, step, {name_of(RESUME, "resume_step"): step})
     local = data.train_batch_size // shares
-    metrics.report_once(TRAIN_DATA_INFO, step, _data_description(trainer.data_info, local, shares))
+    facts = {MODEL_INFO: info, TRAIN_DATA_INFO: _data_description(trainer.data_info, local, shares)}
     if not config.skip_eval:
-        described = _data_description(trainer.data.eval_info(), data.eval_local_batch_size, shares)
-        metrics.report_once(VAL_DATA_INFO, step, described)
-    metrics.report_once(MODEL_INFO, step, info)
+        facts[VAL_DATA_INFO] = _data_description(trainer.data.eval_info(), data.eval_local_batch_size, shares)
+    for kind, values in facts.items():
+        metrics.report(kind, step, prefixed(kind, values))
     return metrics
 
 
