@@ -64,7 +64,7 @@ class Throughput(Callback):
             counters: as they are now, after waiting for the device, in place of what that step left.
         """
         self._steps[-1] = counters
-        metrics = {names.name_of(names.THROUGHPUT, name): value for name, value in counters.items()}
+        metrics = {**counters}
         if len(self._steps) < 2:
             return {}
         beginning = dict.fromkeys(counters, 0.0)
