@@ -95,7 +95,8 @@ def model_and_kernels(
         empty = build_model(config, info, initialise=False, device="meta")
         hardware.warn_without_gpu(config, fabric.device, empty)
         checks.check_sequences(empty, config, data.packed)
-        given, fresh = None, []  # weights of `init_from`, and names of those that it lacks
+        given: dict[str, Any] | None = None  # weights of `init_from`
+        fresh: list[str] = []  # names of those that it lacks
         if config.init_from and origin.checkpoint is None:
             from forgetting_transformer.training.initialisation import from_model
 
