@@ -80,12 +80,8 @@ class Trainer:
         self.compilation = Compilation(config, fabric.device, fabric.global_rank, fabric.world_size)
 
         self.begin("checkpoint")
-        self.checkpointer = Checkpointer(
-            self.directory.checkpoints,
-            config.checkpoint_keep_last,
-            config.checkpoint_background,
-            self.watchdog.waiting_for,
-        )
+        folder, watch = self.directory.checkpoints, self.watchdog.waiting_for
+        self.checkpointer = Checkpointer(folder, config.checkpoint_keep_last, config.checkpoint_background, watch)
         # The checkpoint, of this run or another, that this start continues from; or none.
         self.origin = resume.find_checkpoint(config, self.directory, fabric)
 
@@ -225,7 +221,7 @@ class Trainer:
             self.compilation.warn_of_uncompiled()
 
     def save(self, permanent: bool, must_succeed: bool) -> None:
-        """Saves a checkpoint, in the background unless it must succeed; `permanent`: none that is deleted later."""
+        """Saves a checkpoint, in the background unless it must succeed. A permanent one is never deleted."""
         self.wait_for_device()
         with self.clock.during("checkpoint"):
             saving.save(self, permanent, must_succeed)
@@ -316,7 +312,7 @@ class Trainer:
 
     def _first_step_is_done(self, step: Step) -> None:
         self.wait_for_device()
-        # Up to here a signal ends a rank at once, and one that had gone on to the next step would wait for it.
+        # Until here a signal ends a rank at once. No other may have gone on to a step in which it would wait for that.
         self.vote.wait_for_all()
         self.stages.switch(None)
         self.watchdog.started()
