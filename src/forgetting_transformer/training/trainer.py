@@ -41,7 +41,7 @@ from forgetting_transformer.training.faults.failures import Supervisor
 from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.faults.stop import Stop, Vote
 from forgetting_transformer.training.feed import batches
-from forgetting_transformer.training.optimization.building import undecayed_parameters
+from forgetting_transformer.training.optimization.building import build_optimizer, undecayed_parameters
 from forgetting_transformer.training.optimization.schedule import build_schedule
 from forgetting_transformer.training.parallel.ranks import Ranks
 from forgetting_transformer.training.records.descriptions import describe, open_metrics, start_block
@@ -93,13 +93,15 @@ class Trainer:
         self.begin("strategy")
         # Names, and before sharding, which replaces the parameters.
         self.undecayed = undecayed_parameters(model, config.train)
-        self.model, self.optimizer = setup.model_and_optimizer(config, fabric, model, self.undecayed)
+        self.model: Any = fabric.setup_module(model)
+        optimizer = build_optimizer(self.model.module, self.undecayed, config.optimizer)
+        self.optimizer: Any = fabric.setup_optimizers(optimizer)
 
         self.begin("loading")
         # Only now: a command that is refused leaves the run in the folder alone.
         resume.prepare_directory(self.directory, config.resume, fabric)
         self.guard = StepGuard(fabric.device)  # leaves out steps whose loss or gradient is not finite
-        model, optimizer = self.model.module, self.optimizer.optimizer  # without Fabric's wrappers
+        model = self.model.module  # without Fabric's wrapper, as `optimizer` is
         resume.load(self.origin, config, self.data_info, self.checkpointer, model, optimizer, self.guard)
         self.counters = self.origin.counters
         self.checkpointer.last_good = self.origin.saved_step
