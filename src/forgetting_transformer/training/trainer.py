@@ -304,7 +304,7 @@ class Trainer:
     def begin(self, stage: str) -> None:
         """Begins a stage of the start, by which times in the log and messages of the watchdog name it."""
         self.stages.switch(stage)
-        self.watchdog.starting(stage)
+        self.watchdog.enter_stage(stage)
 
     def close(self) -> None:
         self.checkpointer.take_result(wait=True)
@@ -319,7 +319,7 @@ class Trainer:
         # Up to here a signal ends a rank at once, and one that had gone on to the next step would wait for it.
         self.vote.wait_for_all()
         self.stages.switch(None)
-        self.watchdog.started()
+        self.watchdog.enter_stage(None)
         log.info("the first step is done, loss %.4f, %s", step.loss.item(), self.stages)
         if self.compiled:
             self.compilation.warn_of_uncompiled()

@@ -165,13 +165,7 @@ def keys_of(kind: Any, prefix: str = "") -> dict[str, Key]:
     return keys
 
 
-@functools.cache
-def _adapter(kind: type) -> pydantic.TypeAdapter:
-    try:
-        return pydantic.TypeAdapter(kind)
-    except pydantic.errors.PydanticUserError as error:
-        reason = error.message.partition(". ")[0]
-        raise ConfigError(f"a component's dataclass has a type that no config holds: {reason}") from error
+_adapter = functools.cache(pydantic.TypeAdapter)
 
 
 def _validated(kind: type, values: dict[str, Any], written: Mapping[str, Any]) -> Any:
