@@ -2,7 +2,7 @@
 passwords.
 
 Passwords stay out of what is written and printed: config.yaml, checkpoints, logs, error messages, wandb. A URL such as
-https://reader:PASSWORD@host/data?token=TOKEN is used as it is given and shown as https://reader:***@host/data?token=***.
+https://reader:PASSWORD@host/data?token=TOKEN is used as it is given and shown as https://***@host/data?token=***.
 
 Imports only the standard library, so that a typo is answered before PyTorch is loaded.
 """
@@ -205,15 +205,10 @@ _QUERY = re.compile(r"([?&][\w.-]*(?:token|sig|secret|password|passwd|credential
 
 
 def redact(text: str) -> str:
-    """`text` without secrets in URLs: passwords, user names without a password (often tokens), keys in queries."""
+    """`text` without secrets in URLs: users with their passwords, and keys in queries."""
     if "://" not in text:
         return text
-    return _QUERY.sub(rf"\g<1>{REDACTED}", _USER.sub(_without_password, text))
-
-
-def _without_password(match: re.Match[str]) -> str:
-    user, colon, _ = match[0][:-1].partition(":")
-    return f"{user}:{REDACTED}@" if colon else f"{REDACTED}@"
+    return _QUERY.sub(rf"\g<1>{REDACTED}", _USER.sub(f"{REDACTED}@", text))
 
 
 def redact_tree(value: Any) -> Any:

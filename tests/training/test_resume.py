@@ -112,7 +112,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tiny, finished, int
     log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
     assert f"checkpoint {newest}: the contents of state/{shard.name} do not match its checksum" in log
     assert f"continuing from {newest.with_name(f'step-{8 * STEP:015d}')}" in log
-    assert newest.with_name(f"damaged-{newest.name}").is_dir(), "what a copy may mend is not deleted"
+    assert [*newest.parent.glob(f"damaged-{newest.name}-*")], "what a copy may mend is not deleted"
     assert all((path / "manifest.json").is_file() for path in newest.parent.glob("step-*"))
     assert_same_run(finished(tiny), tiny["output_dir"])
 

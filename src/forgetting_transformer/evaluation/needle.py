@@ -61,12 +61,13 @@ from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
 
-from forgetting_transformer import files, model_tokenizer, plugins
+from forgetting_transformer import files, plugins
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import evaluations, known_models
 from forgetting_transformer.analysis.plots.heatmaps import draw_needles
 from forgetting_transformer.analysis.statistics import mean_and_error
 from forgetting_transformer.command_line import one_line
+from forgetting_transformer.data import model_tokenizer
 from forgetting_transformer.evaluation.generation import answer, append_record, begin, check_settings, read_records
 from forgetting_transformer.evaluation.held_out import read_documents
 from forgetting_transformer.evaluation.in_training import EvaluationCallback, beat, evaluated_model, precision, share

@@ -302,7 +302,7 @@ class Trainer:
     def begin(self, stage: str) -> None:
         """Begins a stage of the start, by which times in the log and messages of the watchdog name it."""
         self.stages.switch(stage)
-        self.watchdog.starting(stage)
+        self.watchdog.enter_stage(stage)
 
     def close(self) -> None:
         self.checkpointer.take_result(wait=True)
@@ -317,7 +317,7 @@ class Trainer:
         # Until here a signal ends a rank at once. No other may have gone on to a step in which it would wait for that.
         self.vote.wait_for_all()
         self.stages.switch(None)
-        self.watchdog.started()
+        self.watchdog.enter_stage(None)
         log.info("the first step is done, loss %.4f, %s", step.loss.item(), self.stages)
         if self.compiled:
             self.compilation.warn_of_uncompiled()

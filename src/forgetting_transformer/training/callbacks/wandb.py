@@ -16,7 +16,6 @@ from forgetting_transformer.training.callbacks.base import Callback
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.metrics import MetricsLog
-from forgetting_transformer.training.records.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,11 @@ class Wandb(Callback):
         with self._failing("is not available"):  # not installed, no network, no login, a full quota
             import wandb
 
-            run_id = _wandb_run_id(metrics.directory)
+            id_file = metrics.directory.wandb_run_id  # the same at every start
+            if not id_file.is_file():
+                id_file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(id_file, secrets.token_hex(4))
+            run_id = id_file.read_text(encoding="utf-8").strip()
             log_dir = Path(config.wandb.log_dir or metrics.directory.root)
             log_dir.mkdir(parents=True, exist_ok=True)
             if mode == "offline":
@@ -92,15 +95,6 @@ class Wandb(Callback):
             level = logging.INFO if isinstance(error, ImportError) else logging.WARNING
             log.log(level, "wandb %s (%s); all metrics are in the JSON-lines files", what, one_line(error))
             self._run = None
-
-
-def _wandb_run_id(directory: RunDirectory) -> str:
-    """The id of this folder's run in wandb, the same at every start."""
-    file = directory.wandb_run_id
-    if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, secrets.token_hex(4))
-    return file.read_text(encoding="utf-8").strip()
 
 
 @contextlib.contextmanager

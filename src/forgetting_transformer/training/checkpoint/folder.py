@@ -1,12 +1,12 @@
 """Folder of a checkpoint: its name, its manifest, and the check for damage."""
 
 import errno
-import itertools
 import json
 import logging
 import os
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -152,8 +152,7 @@ def remove(path: Path) -> None:
 
 def set_aside(path: Path) -> Path:
     """Renames an unusable checkpoint in its folder, where nothing deletes it; returns the path."""
-    names = itertools.chain([f"damaged-{path.name}"], (f"damaged-{path.name}.{n}" for n in itertools.count(1)))
-    target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    target = path.with_name(f"damaged-{path.name}-{time.time_ns()}")
     path.rename(target)
     return target
 

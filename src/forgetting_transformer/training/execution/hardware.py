@@ -79,26 +79,18 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 LARGE = 100_000_000
 
 
-def missing_gpu() -> str | None:
-    """Reason why PyTorch finds no GPU, with the fix; None if it finds one."""
-    if torch.cuda.is_available():
-        return None
-    build = "CPUs" if torch.version.cuda is None and torch.version.hip is None else "GPUs"
-    return (
-        f"PyTorch {torch.__version__}, a build for {build}, finds none with CUDA_VISIBLE_DEVICES="
-        f"{os.environ.get('CUDA_VISIBLE_DEVICES')}: look whether `nvidia-smi` lists them and whether the driver is "
-        "recent enough, or install a build for CUDA (https://pytorch.org/get-started)"
-    )
-
-
 def warn_without_gpu(config: Config, device: torch.device, model: nn.Module) -> None:
     """Warns about a large model on a CPU, which is seldom intended."""
     if device.type != "cpu" or os.environ.get("LT_ACCELERATOR", config.fabric.accelerator) != "auto":
         return
     if (parameters := sum(p.numel() for p in model.parameters())) >= LARGE:
         log.warning(
-            "no GPU was found, and %.1fM parameters train very slowly on a CPU. %s. Choose the CPU with "
+            "no GPU was found, and %.1fM parameters train very slowly on a CPU. PyTorch %s, a build for %s, finds none "
+            "with CUDA_VISIBLE_DEVICES=%s: look whether `nvidia-smi` lists them and whether the driver is recent "
+            "enough, or install a build for CUDA (https://pytorch.org/get-started). Choose the CPU with "
             "fabric.accelerator=cpu (`fabric run`: --accelerator cpu) if that is intended",
             parameters / 1e6,
-            missing_gpu(),
+            torch.__version__,
+            "CPUs" if torch.version.cuda is None and torch.version.hip is None else "GPUs",
+            os.environ.get("CUDA_VISIBLE_DEVICES"),
         )

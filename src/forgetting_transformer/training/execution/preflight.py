@@ -187,7 +187,7 @@ def _seconds(trainer: Trainer, batch: dict[str, torch.Tensor]) -> float:
     began = time.perf_counter()
     trainer.step(batch)
     setup.synchronize(device)
-    trainer.watchdog.starting("preflight")
+    trainer.watchdog.enter_stage("preflight")
     return time.perf_counter() - began
 
 
@@ -207,4 +207,4 @@ def _evaluate(trainer: Trainer) -> None:
     with ranks.share():
         trainer.model(**ranks.part_of(inputs))
     setup.synchronize(fabric.device)
-    trainer.watchdog.starting("preflight")
+    trainer.watchdog.enter_stage("preflight")

@@ -21,11 +21,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from forgetting_transformer import plugins
 from forgetting_transformer.command_line import CommandError, one_line
 from forgetting_transformer.console import how_to_install
+from forgetting_transformer.data.model_tokenizer import check_vocabulary, load_tokenizer, longcrawl64_tokenizer
 from forgetting_transformer.data.storage.checksums import sha256_of
+from forgetting_transformer.data.storage.hub import model_folder
 from forgetting_transformer.files import explain, write_json
-from forgetting_transformer.hub_connection import model_folder
 from forgetting_transformer.model import registry
-from forgetting_transformer.model_tokenizer import check_vocabulary, load_tokenizer, longcrawl64_tokenizer
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest
 from forgetting_transformer.training.checkpoint.reading import load_weights

@@ -177,10 +177,7 @@ def _config(directory: RunDirectory) -> Config:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """
-    Raises:
-        CheckpointError: for any error that a damaged or foreign file causes; names the file.
-    """
+    """Raises CheckpointError, with the file's name, for any error that a damaged or foreign file causes."""
     try:
         yield
     except Exception as error:
@@ -189,10 +186,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _translated(official: dict[str, Any]) -> dict[str, Any]:
-    """
-    Raises:
-        AttributeError, KeyError, TypeError, ValueError: a section or a `_target_` is missing or unknown.
-    """
+    """A configuration in this project's keys. Raises what Python does where a section or a `_target_` is missing."""
     parts = {name: _split(official[name]) for name in ("optimizer", "schedule", "datamodule", "strategy", "model")}
     data, fields = parts["datamodule"][1], _split(official["model"]["config"])[1]
     names = {architecture.lm_class.__name__: name for name, architecture in registry.MODELS.items()}

@@ -106,13 +106,9 @@ class Watchdog:
         self._reader.close()
         self._writer.close()
 
-    def starting(self, stage: str) -> None:
-        """Notes the first stage of the start."""
+    def enter_stage(self, stage: str | None) -> None:
+        """Notes a stage before the first step; None: that step has ended, and from here on `timeout` is the limit."""
         self._last_beat, self._stage = time.monotonic(), stage
-
-    def started(self) -> None:
-        """The first step has ended: from here on `timeout` is the limit."""
-        self._last_beat, self._stage = time.monotonic(), None
 
     def beat(self) -> None:
         """Notes progress: called after every step and every batch of an evaluation."""
@@ -123,7 +119,7 @@ class Watchdog:
 
     def closing(self) -> None:
         """Notes the end of training, which is written; the rest, such as sending rows to wandb, may take `timeout`."""
-        self._last_beat, self._stage = time.monotonic(), None
+        self.enter_stage(None)
         self._wait = "training was over and the process did not end", 0.0, PATIENCE_SECONDS
 
     def reading(self, what: str) -> contextlib.AbstractContextManager[None]:

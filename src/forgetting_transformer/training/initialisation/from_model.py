@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.data.corpus import Corpus
+from forgetting_transformer.data.model_tokenizer import load_tokenizer
 from forgetting_transformer.data.vocabulary import other_token, tokens_of
 from forgetting_transformer.files import read_json
 from forgetting_transformer.model import registry
-from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.counters import Origin
@@ -137,10 +137,7 @@ def _unmatched(
 
 
 def _check_heads(fields: dict[str, Any], config: Config, model: Any) -> None:
-    """
-    Raises:
-        ConfigError: the model would read the weights as those of other heads; shapes need not show it.
-    """
+    """Raises ConfigError where the model would read weights as those of other heads, which shapes need not show."""
     kind = type(model.config)
     if fields.get("model_type") != kind.model_type:
         return  # what two architectures share has other names than their mixers

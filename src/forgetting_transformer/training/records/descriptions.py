@@ -24,7 +24,7 @@ from forgetting_transformer.metric_names import MODEL_INFO, RESUME, TRAIN_DATA_I
 from forgetting_transformer.training.faults.step_guard import decides_on_device
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.parallel.sharding import Sharded
-from forgetting_transformer.training.records.metrics import MetricsLog
+from forgetting_transformer.training.records.metrics import MetricsLog, prefixed
 
 # Packages that can change a run's numbers.
 PACKAGES = (
@@ -88,11 +88,11 @@ def open_metrics(trainer: TrainerInterface) -> MetricsLog:
     metrics = MetricsLog(trainer.directory, step)
     metrics.report(RESUME, step, {name_of(RESUME, "resume_step"): step})
     local = data.train_batch_size // shares
-    metrics.report_once(TRAIN_DATA_INFO, step, _data_description(trainer.data_info, local, shares))
+    facts = {MODEL_INFO: info, TRAIN_DATA_INFO: _data_description(trainer.data_info, local, shares)}
     if not config.skip_eval:
-        described = _data_description(trainer.data.eval_info(), data.eval_local_batch_size, shares)
-        metrics.report_once(VAL_DATA_INFO, step, described)
-    metrics.report_once(MODEL_INFO, step, info)
+        facts[VAL_DATA_INFO] = _data_description(trainer.data.eval_info(), data.eval_local_batch_size, shares)
+    for kind, values in facts.items():
+        metrics.report(kind, step, prefixed(kind, values))
     return metrics
 
 
@@ -138,39 +138,31 @@ _WAITS = "; cannot skip a bad step on the device (found_inf): the host waits for
 
 def start_block(trainer: TrainerInterface) -> str:
     """The block for rank 0 of a trainer that is about to take its first step."""
-    config, data = trainer.config, trainer.config.datamodule
-    info = trainer.data_info
-    tokens = data.train_batch_size * data.train_batch_len
+    config, data, info = trainer.config, trainer.config.datamodule, trainer.data_info
+    done, tokens = trainer.counters.token_count, data.train_batch_size * data.train_batch_len
+    to_go = max(0, math.ceil(config.train.max_tokens / tokens) - trainer.counters.batch_count)
     local, sharing = data.train_batch_size // trainer.ranks.data_size, trainer.ranks.sharing
+    each = "process" if sharing == 1 else f"group of {sharing} processes"
     at_once = config.sequences_at_once(trainer.ranks.data_size)
     parameters = sum(p.numel() for p in trainer.model.module.parameters())
-    steps = math.ceil(config.train.max_tokens / tokens)
-    rows = [
-        ("model", f"{config.model.name}, {parameters / 1e6:,.1f}M parameters ({parameters:,})"),
-        ("corpus", f"{info.path}, {info.total_tokens:,} tokens in {info.documents:,} documents"),
-        (
-            "batch",
-            f"{data.train_batch_size:,} x {data.train_batch_len:,} = {tokens:,} tokens; each "
-            f"{'process' if sharing == 1 else f'group of {sharing} processes'} {local:,} sequences, {at_once:,} at a "
-            f"time{'' if sharing == 1 else ', each process a part of every sequence'}",
-        ),
-        (
-            "steps",
-            f"{max(0, steps - trainer.counters.batch_count):,} to go, to {config.train.max_tokens:,} tokens; "
-            f"{trainer.counters.token_count:,} are done",
-        ),
-        ("devices", _devices(trainer)),
-        ("precision", f"{config.fabric.precision}, strategy {_strategy(trainer)}"),
-        *((op, backend.text) for op, backend in trainer.backends.items()),
-        ("compiled", ("yes, with CUDA graphs" if trainer.graphs.on else "yes") if trainer.compiled else "no"),
-        ("optimizer", _section(config.optimizer) + ("" if decides_on_device(trainer.optimizer.optimizer) else _WAITS)),
-        ("schedule", _section(config.schedule)),
-        ("output_dir", str(trainer.directory.root)),
-        *((callback.name, callback.summary) for callback in trainer.callbacks if callback.summary),
-        ("start", trainer.origin.text),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+    rows = {
+        "model": f"{config.model.name}, {parameters / 1e6:,.1f}M parameters ({parameters:,})",
+        "corpus": f"{info.path}, {info.total_tokens:,} tokens in {info.documents:,} documents",
+        "batch": f"{data.train_batch_size:,} x {data.train_batch_len:,} = {tokens:,} tokens; each {each} {local:,} "
+        f"sequences, {at_once:,} at a time",
+        "steps": f"{to_go:,} to go, to {config.train.max_tokens:,} tokens; {done:,} are done",
+        "devices": _devices(trainer),
+        "precision": f"{config.fabric.precision}, strategy {_strategy(trainer)}",
+        **{op: backend.text for op, backend in trainer.backends.items()},
+        "compiled": ("yes, with CUDA graphs" if trainer.graphs.on else "yes") if trainer.compiled else "no",
+        "optimizer": _section(config.optimizer) + ("" if decides_on_device(trainer.optimizer.optimizer) else _WAITS),
+        "schedule": _section(config.schedule),
+        "output_dir": str(trainer.directory.root),
+        **{callback.name: callback.summary for callback in trainer.callbacks if callback.summary},
+        "start": trainer.origin.text,
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
 
 
 def _devices(trainer: TrainerInterface) -> str:

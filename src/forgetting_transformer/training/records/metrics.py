@@ -78,12 +78,6 @@ class MetricsLog:
         file = _file(self.directory, kind)
         return file.is_file() and any(entry["step"] == step for entry in read_lines(file))
 
-    def report_once(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Reports facts about the whole run, if no earlier start has; names get `kind` as their prefix."""
-        file = _file(self.directory, kind)
-        if not file.is_file() or not read_lines(file):
-            self.report(kind, step, prefixed(kind, values))
-
     def report_arrays(self, kind: str, step: int, arrays: dict[str, Any]) -> None:
         """Writes `npz/<kind>/step-<step>.npz`, of arrays and numbers, without texts; the step is in the file too."""
         folder = self.directory.npz / kind
