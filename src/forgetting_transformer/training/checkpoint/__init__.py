@@ -27,7 +27,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -118,7 +117,7 @@ class Checkpointer:
                 self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
                 self._staged = {*mine}
             mine = self._stager.stage(mine)
-        arrays = {name: np.array(tensor.cpu()) for name, tensor in callback_state.items()}
+        arrays = {name: tensor.cpu().numpy().copy() for name, tensor in callback_state.items()}
         copy_seconds = time.perf_counter() - started
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
