@@ -1,5 +1,6 @@
 """A checkpoint is whole or absent, whenever its writer dies, and no code runs when it is read."""
 
+import copy
 import enum
 import errno
 import functools
@@ -16,9 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from forgetting_transformer import command_line
+from forgetting_transformer.training import checkpoint
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint import folder as folder_module
 from forgetting_transformer.training.checkpoint.folder import (
@@ -62,6 +65,25 @@ def save(folder: Path, steps: int, background: bool = False) -> dict[str, torch.
     saved = checkpointer.take_result(wait=True)
     assert saved is not None and saved.error is None, saved
     return {f"model.{name}": tensor for name, tensor in trained(steps)[0].state_dict().items()}
+
+
+def test_kept_copies_follow_a_parameter_that_gets_its_first_gradient_later(tmp_path, monkeypatch):
+    """On a GPU copies stay in pinned memory from save to save. Here the memory is not pinned."""
+    create = staging._create_cpu_state_dict
+    monkeypatch.setattr(staging, "_create_cpu_state_dict", lambda tensors, pin_memory=False: create(tensors))
+    kept = staging.BlockingAsyncStager(cache_staged_state_dict=True)
+    monkeypatch.setattr(checkpoint, "BlockingAsyncStager", lambda **_: copy.copy(kept))
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    optimizer, checkpointer = torch.optim.AdamW(model.parameters()), Checkpointer(tmp_path, 2, background=True)
+    for step, used in ((1, model[:1]), (2, model), (3, model)):
+        for layer in used:
+            layer(torch.ones(2)).sum().backward()
+        optimizer.step()
+        checkpointer.save(step, model, optimizer, {}, {}, permanent=False)
+        assert checkpointer.take_result(wait=True).error is None
+        held = load_tensors(newest_valid(tmp_path))
+        assert torch.equal(held["model.1.weight"], model[1].weight.detach())
+        assert ("optimizer.state.1.weight.exp_avg" in held) == (step > 1)
 
 
 def assert_holds(path: Path, expected: dict[str, torch.Tensor]) -> None:

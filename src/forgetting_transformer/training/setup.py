@@ -1,4 +1,4 @@
-"""Parts of a trainer, built in this order: processes, corpus, model with its kernels, optimizer, CUDA graphs."""
+"""What a trainer works with, in the order in which it is built: processes, corpus, model and kernels, CUDA graphs."""
 
 import contextlib
 import hashlib
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
-from torch import nn
 from transformers.initialization import no_init_weights
 
 from forgetting_transformer import console
@@ -28,7 +27,7 @@ from forgetting_transformer.training.execution import compilation, graphs, hardw
 from forgetting_transformer.training.execution.choice import choose_on_all_ranks
 from forgetting_transformer.training.faults.failures import Supervisor
 from forgetting_transformer.training.initialisation import from_seed
-from forgetting_transformer.training.optimization.building import build_optimizer, train_only
+from forgetting_transformer.training.optimization.building import train_only
 from forgetting_transformer.training.parallel.launch import launch
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
 from forgetting_transformer.training.records.logs import start_logging
@@ -164,12 +163,6 @@ def build_model(config: Config, data: DataInfo, initialise: bool = True, device:
     if initialise:
         from_seed.initialise(model, config.seed)
     return model
-
-
-def model_and_optimizer(config: Config, fabric: Fabric, model: nn.Module, undecayed: set[str]) -> tuple[Any, Any]:
-    """Both, wrapped by Fabric's strategy."""
-    wrapped = fabric.setup_module(model)
-    return wrapped, fabric.setup_optimizers(build_optimizer(wrapped.module, undecayed, config.optimizer))
 
 
 def graphs_of(config: Config, fabric: Fabric, model: Any, compiled: bool, flops_per_token: float) -> graphs.Graphs:

@@ -41,7 +41,7 @@ from forgetting_transformer.training.faults.failures import Supervisor
 from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.faults.stop import Stop, Vote
 from forgetting_transformer.training.feed import batches
-from forgetting_transformer.training.optimization.building import undecayed_parameters
+from forgetting_transformer.training.optimization.building import build_optimizer, undecayed_parameters
 from forgetting_transformer.training.optimization.schedule import build_schedule
 from forgetting_transformer.training.parallel.ranks import Ranks
 from forgetting_transformer.training.records.descriptions import describe, open_metrics, start_block
@@ -80,12 +80,8 @@ class Trainer:
         self.compilation = Compilation(config, fabric.device, fabric.global_rank, fabric.world_size)
 
         self.begin("checkpoint")
-        self.checkpointer = Checkpointer(
-            self.directory.checkpoints,
-            config.checkpoint_keep_last,
-            config.checkpoint_background,
-            self.watchdog.waiting_for,
-        )
+        folder, watch = self.directory.checkpoints, self.watchdog.waiting_for
+        self.checkpointer = Checkpointer(folder, config.checkpoint_keep_last, config.checkpoint_background, watch)
         # The checkpoint, of this run or another, that this start continues from; or none.
         self.origin = resume.find_checkpoint(config, self.directory, fabric)
 
@@ -97,13 +93,15 @@ class Trainer:
         self.begin("strategy")
         # Names, and before sharding, which replaces the parameters.
         self.undecayed = undecayed_parameters(model, config.train)
-        self.model, self.optimizer = setup.model_and_optimizer(config, fabric, model, self.undecayed)
+        self.model: Any = fabric.setup_module(model)
+        optimizer = build_optimizer(self.model.module, self.undecayed, config.optimizer)
+        self.optimizer: Any = fabric.setup_optimizers(optimizer)
 
         self.begin("loading")
         # Only now: a command that is refused leaves the run in the folder alone.
         resume.prepare_directory(self.directory, config.resume, fabric)
         self.guard = StepGuard(fabric.device)  # leaves out steps whose loss or gradient is not finite
-        model, optimizer = self.model.module, self.optimizer.optimizer  # without Fabric's wrappers
+        model = self.model.module  # without Fabric's wrapper, as `optimizer` is
         resume.load(self.origin, config, self.data_info, self.checkpointer, model, optimizer, self.guard)
         self.counters = self.origin.counters
         self.checkpointer.last_good = self.origin.saved_step
@@ -225,7 +223,7 @@ class Trainer:
             self.compilation.warn_of_uncompiled()
 
     def save(self, permanent: bool, must_succeed: bool) -> None:
-        """Saves a checkpoint, in the background unless it must succeed; `permanent`: none that is deleted later."""
+        """Saves a checkpoint, in the background unless it must succeed. A permanent one is never deleted."""
         self.wait_for_device()
         with self.clock.during("checkpoint"):
             saving.save(self, permanent, must_succeed)
@@ -316,7 +314,7 @@ class Trainer:
 
     def _first_step_is_done(self, step: Step) -> None:
         self.wait_for_device()
-        # Up to here a signal ends a rank at once, and one that had gone on to the next step would wait for it.
+        # Until here a signal ends a rank at once. No other may have gone on to a step in which it would wait for that.
         self.vote.wait_for_all()
         self.stages.switch(None)
         self.watchdog.enter_stage(None)

@@ -11,8 +11,8 @@ folder. A deletion renames first too. So a folder `step-*` was whole once: witho
 do not match it, it is damaged. Loading passes over it, says why, and takes the next older one; nothing deletes it, and
 where no valid one is left the run is refused. The format is the same for every strategy and number of processes.
 
-Writing may happen in a thread while training continues: the loop then waits only until a copy in the host's memory is
-made (writing.py). The thread has its own gloo group, because collectives of two threads in one group would mix.
+Writing (writing.py) may happen in a thread while training continues: the loop then waits only until a copy in the
+host's memory is made. The thread has its own gloo group, because collectives of two threads in one group would mix.
 It is a thread, and not torch.distributed.checkpoint.async_save, because checksums, the manifest and the deletion of
 older checkpoints follow the same writing. With async_save, a strategy with the whole model on every rank would also
 copy all of it on every rank.
@@ -27,15 +27,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, reason_of
 from forgetting_transformer.training.checkpoint.reading import load_training
-from forgetting_transformer.training.checkpoint.writing import HostCopy, Writer, tensors_of
+from forgetting_transformer.training.checkpoint.writing import Writer, tensors_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Checkpointer:
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         # In effect without a limit: a rank with a slow disk is not gone, and `watch` ends a wait for one that hangs.
         self._group = None if is_alone else dist.new_group(backend="gloo", timeout=timedelta(days=7))
-        self._copy = HostCopy()
+        self._stager, self._staged = BlockingAsyncStager(), set[str]()
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         #: Tokens of the last finished checkpoint, or of the one that the run continues from.
@@ -110,10 +110,14 @@ class Checkpointer:
         started = time.perf_counter()
         tensors = tensors_of(model, optimizer)[0]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        mine, copied = self._writer.share(tensors), None
+        mine = self._writer.share(tensors)
         if self.background:
-            mine, copied = self._copy.take(mine)
-        arrays = {name: np.array(tensor.cpu()) for name, tensor in callback_state.items()}
+            if mine.keys() != self._staged:  # at the first save, or when a parameter has had its first gradient
+                # With a GPU it keeps pinned memory for copies of these tensors.
+                self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
+                self._staged = {*mine}
+            mine = self._stager.stage(mine)
+        arrays = {name: tensor.cpu().numpy().copy() for name, tensor in callback_state.items()}
         copy_seconds = time.perf_counter() - started
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -122,8 +126,6 @@ class Checkpointer:
             try:
                 if device is not None:
                     torch.cuda.set_device(device)  # a thread begins on GPU 0
-                if copied is not None:
-                    copied.synchronize()
                 self._writer.write(step, mine, size, trainer_state, arrays, permanent, before_manifest)
                 self.last_good = step
             except CheckpointError as error:

@@ -27,7 +27,6 @@ from forgetting_transformer.training.checkpoint.folder import (
     reason_of,
     step_of,
 )
-from forgetting_transformer.training.parallel.sharding import local
 
 log = logging.getLogger(__name__)
 
@@ -194,33 +193,3 @@ class Writer:
             dist.broadcast_object_list(problem, src=0, group=self._group)
         if problem[0] is not None:
             raise CheckpointError(f"could not {what} a checkpoint in {self.folder}: {problem[0]}")
-
-
-class HostCopy:
-    """Memory for tensors by name, allocated when they first come."""
-
-    def __init__(self) -> None:
-        self._copies: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def take(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
-        """Copies `tensors`, plain or sharded; returns the copies, and the event after which they are whole (on a CPU
-        they are at once). They are valid until the next call."""
-        event = None
-        for name, tensor in tensors.items():
-            copy = self._copies.get(name)
-            if copy is None or copy.shape != tensor.shape:
-                copy = self._copies[name] = _room_for(tensor)
-            local(copy).copy_(local(tensor), non_blocking=True)
-        if any(local(tensor).is_cuda for tensor in tensors.values()):
-            event = torch.cuda.Event()
-            event.record()
-        return {name: self._copies[name] for name in tensors}, event
-
-
-def _room_for(tensor: Tensor) -> Tensor:
-    # this rank's shard of a sharded tensor, still marked as a shard of the whole
-    copy = torch.empty_like(tensor, device="cpu")
-    if local(tensor).is_cuda and local(copy).nbytes:
-        local(copy).data = torch.empty_like(local(copy), pin_memory=True)
-    return copy

@@ -51,8 +51,8 @@ class FabricConfig:
 class TrainConfig:
     #: Tokens to train on.
     max_tokens: Tokens
-    #: Tokens of a micro-batch, which one rank puts through the model at a time: whole sequences, at least one. With
-    #: strategy.context: which the ranks that share sequences put through it together.
+    #: Tokens that a rank puts through the model at a time, a micro-batch: whole sequences, at least one. With
+    #: strategy.context: that the ranks of a group put through it together.
     grad_acc_tokens: Tokens
     #: Parameters that are trained, by name or pattern, as in ["*.fgate_proj.*"]; the others stay as they are. []: all.
     only: list[str] = field(default_factory=list)
