@@ -75,7 +75,6 @@ from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationE
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.training.config import ConfigError, Count, Text, Tokens
 from forgetting_transformer.training.interface import TrainerInterface
-from forgetting_transformer.training.records.metrics import prefixed
 
 log = logging.getLogger(__name__)
 
@@ -740,7 +739,7 @@ class NeedleTest(EvaluationCallback):
                 values |= {} if error is None else {f"{at}{names.STANDARD_ERROR}": error}
         depths = " ".join(f"{100 * depth:g}" for depth in sorted({*self.config.depths}))
         test = {names.MODE: self.config.mode, names.DEPTHS: depths, names.PROMPTS: self.config.samples}
-        return values | prefixed(names.NEEDLE, test)
+        return values | test
 
 
 def answer_losses(

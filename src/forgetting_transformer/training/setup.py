@@ -94,12 +94,13 @@ def model_and_kernels(
         empty = build_model(config, info, initialise=False, device="meta")
         hardware.warn_without_gpu(config, fabric.device, empty)
         checks.check_sequences(empty, config, data.packed)
-        given = None  # weights of `init_from`
+        given: dict[str, Any] | None = None  # weights of `init_from`
+        fresh: list[str] = []  # names of those that it lacks
         if config.init_from and origin.checkpoint is None:
             from forgetting_transformer.training.initialisation import from_model
 
-            given = from_model.on_all_ranks(config, fabric, data, empty, origin)
-        draws = origin.checkpoint is None and (given is None or bool(given.fresh))
+            given, fresh = from_model.read(config, fabric, data, empty, origin)
+        draws = origin.checkpoint is None and (given is None or bool(fresh))
         building = thread.submit(build_model, config, info, initialise=draws)
         dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
         lengths = [config.datamodule.train_batch_len, *([] if config.skip_eval else [config.datamodule.eval_batch_len])]
@@ -110,7 +111,7 @@ def model_and_kernels(
         begin("model")
         model = building.result()
     if given is not None:
-        given.fill(model)
+        from_model.fill(model, given, fresh)
     return model, backends
 
 

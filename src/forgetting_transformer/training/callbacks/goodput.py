@@ -17,7 +17,7 @@ from forgetting_transformer.files import write_json
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 from forgetting_transformer.training.clock import CATEGORIES, Clock
 from forgetting_transformer.training.interface import TrainerInterface
-from forgetting_transformer.training.records.metrics import duration, prefixed
+from forgetting_transformer.training.records.metrics import duration
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.checkpoint import Saved
@@ -56,11 +56,11 @@ class Goodput(Callback):
             self._start["saved"] = [step, self._clock.seconds()]
         elif kind == "log":
             self._start["stages"] = {stage: round(seconds, 3) for stage, seconds in trainer.stages.seconds().items()}
-            trainer.report(names.GOODPUT, prefixed(names.GOODPUT, self._write(step)))
+            trainer.report(names.GOODPUT, self._write(step))
 
     def on_save(self, trainer: TrainerInterface, saved: "Saved") -> None:
         values = {"checkpoint_time": saved.copy_seconds, "write_time": saved.write_seconds}
-        trainer.report(names.CHECKPOINT, prefixed(names.CHECKPOINT, values), step=saved.step)
+        trainer.report(names.CHECKPOINT, values, step=saved.step)
 
     def on_end(self, trainer: TrainerInterface) -> None:
         log.info("%s", describe(self._write(trainer.counters.token_count)))

@@ -23,7 +23,6 @@ from forgetting_transformer.training.feed import restarted
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.parallel.sharding import local
 from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length, mean_loss
-from forgetting_transformer.training.records.metrics import prefixed
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +35,9 @@ class Loss(Callback):
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         step = trainer.latest
         if kind == "log" and step is not None:
-            values = {names.name_of(names.TRAIN, name): count for name, count in asdict(trainer.counters).items()}
-            values |= {names.LEARNING_RATE: step.lr, names.TRAIN_LOSS: step.loss.item()}
-            trainer.report(names.TRAIN, values | {names.GRADIENT_NORM: step.grad_norm.item()})
+            values = {names.LEARNING_RATE: step.lr, names.TRAIN_LOSS: step.loss.item()}
+            values |= {names.GRADIENT_NORM: step.grad_norm.item()}
+            trainer.report(names.TRAIN, asdict(trainer.counters) | values)
 
 
 class LossByPosition(Callback):
@@ -67,12 +66,9 @@ class LossByPosition(Callback):
         sequences, tokens = int(self._sums.sequences_T[0].item()), int(self._sums.sequences_T.sum().item())
         self._sums.flat.zero_()
         counters = {f"{names.COUNTER}{name}": value for name, value in asdict(trainer.counters).items()}
-        values = {
-            **by_length(names.TRAIN_EVAL, mean_T, self._shortest, counts_T),
-            **prefixed(names.TRAIN_EVAL, {"window_seq_count": sequences, "window_token_count": tokens, **counters}),
-        }
-        arrays = {names.name_of(names.TRAIN_EVAL, names.LOSS_PER_TOKEN): mean_T}
-        trainer.report(names.TRAIN_EVAL, values, arrays)
+        values = {"window_seq_count": sequences, "window_token_count": tokens, **counters}
+        values |= by_length(names.TRAIN_EVAL, mean_T, self._shortest, counts_T)
+        trainer.report(names.TRAIN_EVAL, values, {names.LOSS_PER_TOKEN: mean_T})
 
     def state(self) -> dict[str, Tensor]:
         return {"loss_T": self._sums.loss_T, "sequences": self._sums.sequences_T}
@@ -136,7 +132,7 @@ class BadSteps(Callback):
             ]
             values = {**bad._asdict(), "sequences": [*places], "sequences_not_finite": not_finite}
             step = (bad.batch + 1) * trainer.tokens_per_step
-            trainer.report(names.BAD_STEP, prefixed(names.BAD_STEP, values), step=step)
+            trainer.report(names.BAD_STEP, values, step=step)
 
 
 class HeldOut(Callback):
@@ -191,9 +187,8 @@ class HeldOut(Callback):
             "val_tokens_per_second": tokens / seconds,
             **{f"{names.COUNTER}{counter}": value for counter, value in asdict(trainer.counters).items()},
         }
-        values = prefixed(names.VAL, values)
         values |= by_length(names.VAL, mean_T, trainer.config.eval.min_val_length, counts_T)
-        trainer.report(names.VAL, values, {names.name_of(names.VAL, names.LOSS_PER_TOKEN): mean_T})
+        trainer.report(names.VAL, values, {names.LOSS_PER_TOKEN: mean_T})
         if fabric.is_global_zero:
             unigram = trainer.data_info.unigram_entropy_nats
             known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram else ""

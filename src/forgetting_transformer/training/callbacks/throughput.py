@@ -49,17 +49,13 @@ class Throughput(Callback):
         self.rate: float | None = None
 
     def on_step(self, trainer: TrainerInterface, step: Step) -> None:
-        self.step(trainer.counters.as_floats())
+        self._steps.append(trainer.counters.as_floats())
 
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind == "log" and (rates := self.metrics(trainer.counters.as_floats())):
             self.rate = rates[names.per_second("token_count", "total", "recent")]
             rates[names.PEAK_MEMORY] = peak_memory_bytes(trainer.fabric.device)
             trainer.report(names.THROUGHPUT, rates)
-
-    def step(self, counters: dict[str, float]) -> None:
-        """Records the counters after a step: KEYS, total_time and update_time (seconds)."""
-        self._steps.append(counters)
 
     def metrics(self, counters: dict[str, float]) -> dict[str, float]:
         """Rates to report after the step taken last; nothing after the first.
@@ -68,7 +64,7 @@ class Throughput(Callback):
             counters: as they are now, after waiting for the device, in place of what that step left.
         """
         self._steps[-1] = counters
-        metrics = {names.name_of(names.THROUGHPUT, name): value for name, value in counters.items()}
+        metrics = {**counters}
         if len(self._steps) < 2:
             return {}
         beginning = dict.fromkeys(counters, 0.0)

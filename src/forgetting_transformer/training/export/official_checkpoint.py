@@ -105,9 +105,8 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
         tokens = saved["batch_count"] * config.datamodule.train_batch_size * length
         if not saved["token_count"] == checkpoint.step == tokens or window.shape != (length,):
             raise ValueError(
-                f"it counts {saved['token_count']} tokens in {saved['batch_count']} batches and losses at "
-                f"{len(window)} positions, and config.yaml beside it says batches of "
-                f"{config.datamodule.train_batch_size} x {length} tokens"
+                f"it counts {saved['token_count']} tokens in {saved['batch_count']} batches and {len(window)} "
+                f"positions, config.yaml has batches of {config.datamodule.train_batch_size} x {length} tokens"
             )
     model = _model(checkpoint, config, saved)
     if model.config.bos_token_id is None:

@@ -6,7 +6,7 @@ the others receive them from it. Only config.json and safetensors are read, so n
 
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric import Fabric
@@ -18,7 +18,6 @@ from forgetting_transformer.data.corpus import Corpus
 from forgetting_transformer.data.model_tokenizer import load_tokenizer
 from forgetting_transformer.data.vocabulary import other_token, tokens_of
 from forgetting_transformer.files import read_json
-from forgetting_transformer.model import registry
 from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.counters import Origin
@@ -33,46 +32,39 @@ _FROM_THE_HUB = ["config.json", "*.safetensors", MARK, "tokenizer*", "*.txt", "*
 _HEADS = ("num_heads", "num_kv_heads", "head_dim", "n_groups", "expand_ratio")
 
 
-class InitialWeights(NamedTuple):
-    """Weights of the model that `init_from` names, as far as they fit.
-
-    Attributes:
-        tensors: by name; on rank 0 only.
-        fresh: tensors of the model in training that keep what was drawn for them.
-        origin: of the run, in words.
-    """
-
-    tensors: dict[str, Tensor]
-    fresh: list[str]
-    origin: str
-
-    def fill(self, model: nn.Module) -> None:
-        """Copies them into a model on the CPU; called by all ranks, and the same on each."""
-        group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
-        for name, own in model.state_dict().items():
-            if name in self.tensors:
-                own.copy_(self.tensors.pop(name))
-            if group is not None and name not in self.fresh:
-                dist.broadcast(own, src=0, group=group)
-        if group is not None:
-            dist.destroy_process_group(group)
-
-
-def on_all_ranks(config: Config, fabric: Fabric, data: Corpus, model: nn.Module, origin: Origin) -> InitialWeights:
+def read(
+    config: Config, fabric: Fabric, data: Corpus, model: nn.Module, origin: Origin
+) -> tuple[dict[str, Tensor], list[str]]:
     """Reads the weights of `init_from` for a model on rank 0, which alone needs the folder; describes them in `origin`.
 
     Args:
         model: that the run trains; only names and shapes of its tensors are looked at, so it may be on "meta".
 
+    Returns:
+        Tensors by name, on rank 0 only; and the names of the model's tensors that keep what is drawn for them.
+
     Raises:
         ConfigError: it cannot be read, or does not fit and `init_allow` does not allow that.
     """
-    mine = on_rank_zero(fabric, lambda: _read(config, model, data.train_info(), data.folder))
-    fresh, origin.text = fabric.broadcast(mine[1:] if mine else ([], ""))
-    return mine or InitialWeights({}, fresh, origin.text)
+    found = on_rank_zero(fabric, lambda: _read(config, model, data.train_info(), data.folder))
+    tensors, fresh, text = found or ({}, [], "")
+    fresh, origin.text = fabric.broadcast((fresh, text))
+    return tensors, fresh
 
 
-def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> InitialWeights:
+def fill(model: nn.Module, tensors: dict[str, Tensor], fresh: list[str]) -> None:
+    """Copies what `read` returned into a model on the CPU; called by all ranks, and the same on each."""
+    group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
+    for name, own in model.state_dict().items():
+        if name in tensors:
+            own.copy_(tensors.pop(name))
+        if group is not None and name not in fresh:
+            dist.broadcast(own, src=0, group=group)
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
+def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> tuple[dict[str, Tensor], list[str], str]:
     log.info("reading the initial weights: %s", config.init_from)
     try:
         source = str(config.init_from)
@@ -91,7 +83,7 @@ def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> InitialWe
     mark, lists = read_mark(folder), {"fresh": fresh, "not used": unused}
     known = f" ({mark['checkpoint']:,} tokens, of {mark['tag']})" if mark else ""
     rest = "".join(f"; {title}: {', '.join(names)}" for title, names in lists.items() if names)
-    return InitialWeights(fitting, fresh, f"a new run, weights from {where}{known}{rest}")
+    return fitting, fresh, f"a new run, weights from {where}{known}{rest}"
 
 
 def _unmatched(
@@ -141,10 +133,9 @@ def _check_heads(fields: dict[str, Any], config: Config, model: Any) -> None:
     kind = type(model.config)
     if fields.get("model_type") != kind.model_type:
         return  # what two architectures share has other names than their mixers
-    # Files leave out what has its default.
-    theirs = kind(**{key: fields[key] for key in registry.fields_of(kind) & fields.keys()})
-    # Samba's are in a dictionary of its configuration.
-    old, new = ({**vars(fields), **(getattr(fields, "attn", None) or {})} for fields in (theirs, model.config))
+    # Files leave out what has its default. Samba's are in a dictionary of its configuration.
+    both = (kind.from_dict(fields), model.config)
+    old, new = ({**vars(known), **(getattr(known, "attn", None) or {})} for known in both)
     if wrong := [f"{key}={old.get(key)} (not {new.get(key)})" for key in _HEADS if old.get(key) != new.get(key)]:
         raise ConfigError(
             f"init_from={config.init_from} does not fit: set what its model was trained with in model.config: "

@@ -20,11 +20,11 @@ from lightning.fabric.strategies import DDPStrategy
 from forgetting_transformer.command_line import installed_versions
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.files import append_durably, write_atomically
-from forgetting_transformer.metric_names import MODEL_INFO, RESUME, TRAIN_DATA_INFO, VAL_DATA_INFO, name_of
+from forgetting_transformer.metric_names import MODEL_INFO, RESUME, TRAIN_DATA_INFO, VAL_DATA_INFO
 from forgetting_transformer.training.faults.step_guard import decides_on_device
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.parallel.sharding import Sharded
-from forgetting_transformer.training.records.metrics import MetricsLog, prefixed
+from forgetting_transformer.training.records.metrics import MetricsLog
 
 # Packages that can change a run's numbers.
 PACKAGES = (
@@ -86,13 +86,13 @@ def open_metrics(trainer: TrainerInterface) -> MetricsLog:
     if tokenizer.is_dir() and not trainer.directory.tokenizer.exists():  # so that an export needs the run alone
         shutil.copytree(tokenizer, trainer.directory.tokenizer)
     metrics = MetricsLog(trainer.directory, step)
-    metrics.report(RESUME, step, {name_of(RESUME, "resume_step"): step})
+    metrics.report(RESUME, step, {"resume_step": step})
     local = data.train_batch_size // shares
     facts = {MODEL_INFO: info, TRAIN_DATA_INFO: _data_description(trainer.data_info, local, shares)}
     if not config.skip_eval:
         facts[VAL_DATA_INFO] = _data_description(trainer.data.eval_info(), data.eval_local_batch_size, shares)
     for kind, values in facts.items():
-        metrics.report(kind, step, prefixed(kind, values))
+        metrics.report(kind, step, values)
     return metrics
 
 

@@ -49,15 +49,12 @@ class MetricsLog:
         return sorted(self.directory.jsonlines.glob("*.jsonl"))
 
     def report(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Appends one object to `jsonlines/<kind>.jsonl` and hands it to the sinks.
+        """Appends one object to `jsonlines/<kind>.jsonl` and hands it to the sinks. Names get the kind before them.
 
         Raises:
-            ValueError, TypeError: the values hide the line's step, or are not JSON.
+            TypeError: the values are not JSON.
         """
-        if "step" in values:
-            raise ValueError(
-                f"a line of {kind!r} has the key 'step', which is the training tokens of the line; use another"
-            )
+        values = _named(kind, values)
         line = json.dumps({"step": step, **values}) + "\n"
         path = _file(self.directory, kind)
         with naming(path), path.open("a", encoding="utf-8") as file:
@@ -83,7 +80,7 @@ class MetricsLog:
         folder = self.directory.npz / kind
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / f"step-{step:015d}.npz", durable=False) as stream:
-            numbers = {name: value for name, value in arrays.items() if not isinstance(value, str)}
+            numbers = {name: value for name, value in _named(kind, arrays).items() if not isinstance(value, str)}
             np.savez_compressed(stream, step=step, **numbers)
 
     def flush(self) -> None:
@@ -101,7 +98,7 @@ def _file(directory: RunDirectory, kind: str) -> Path:
     return directory.jsonlines / f"{kind}.jsonl"
 
 
-def prefixed(kind: str, values: dict[str, Any]) -> dict[str, Any]:
+def _named(kind: str, values: dict[str, Any]) -> dict[str, Any]:
     """Values under names that no other kind has: wandb keeps one row per step for all kinds."""
     return {name if "/" in name else name_of(kind, name): value for name, value in values.items()}
 
@@ -121,7 +118,7 @@ def truncate(file: Path, step: int) -> None:
     """Drops the lines past `step`, all at once, and damaged ones."""
     entries, content = read_lines(file), file.read_bytes()
     if not entries and content.endswith(b"\n"):
-        return  # somebody's else
+        return  # somebody else's
     if (damaged := content.count(b"\n") - len(entries)) > 0:
         log.warning("%s: %d damaged lines are left out", file, damaged)
     write_atomically(file, "".join(json.dumps(entry) + "\n" for entry in entries if entry["step"] <= step))

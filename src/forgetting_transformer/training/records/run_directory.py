@@ -1,15 +1,8 @@
 """Files of a run under `output_dir`, and who may write there. docs/operations.md draws the tree.
 
-`status.json` has the state of the last start, for schedulers and people:
-
-starting    it reads the corpus, builds the model, loads a checkpoint; if its process is gone it was killed
-running     it trains; if its process is gone it was killed
-done        trained to train.max_tokens
-preempted   stopped by a signal, saved if there was anything to save; the same command continues
-failed      stopped by an error; mend what the reason names, then the same command continues
-
-The status of an earlier start is replaced as soon as rank 0 holds the run's folder, before anything is built; with
-resume=false when the earlier run is moved aside.
+`status.json` has the state of the last start, for schedulers and people; docs/operations.md lists the states. It is
+replaced as soon as rank 0 holds the run's folder, before anything is built; with resume=false when the earlier run is
+moved aside.
 """
 
 import contextlib
