@@ -41,10 +41,8 @@ class Profile(Callback):
                 log.warning("train.profile_steps: no trace, because %s cannot be written (%s)", file, error)
 
         # The tracer itself starts one step earlier, so that its own start is not in the trace.
-        warmup = min(1, self._first - 1)
-        steps = profiler.schedule(
-            wait=self._first - 1 - warmup, warmup=warmup, active=self._last - self._first + 1, repeat=1
-        )
+        wait, warmup = max(0, self._first - 2), min(1, self._first - 1)
+        steps = profiler.schedule(wait=wait, warmup=warmup, active=max(1, self._last - self._first + 1), repeat=1)
         self._profiler = profiler.profile(activities=activities, schedule=steps, on_trace_ready=write)
         self._profiler.start()
 

@@ -34,9 +34,9 @@ FREE_KEYS = (
 def decisive(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that decides the weights: flat, without free keys, with defaults for newer keys."""
     flat = flatten(config)
-    values = {key: item.default for key, item in keys_of(config_class(flat)).items()} | flat
+    values = {key: item.default for key, item in keys_of(config_class(config)).items()} | flat
     free = [*FREE_KEYS]
-    for section, component in components_of(flat).items():
+    for section, component in components_of(config).items():
         free += [section if key == ALL else f"{section}.{key}" for key in component.free]
     return {
         key: value

@@ -59,41 +59,24 @@ def peak_of(fabric: FabricConfig, device: torch.device) -> float | None:
     return fabric.peak_flops or peak_flops(device, fabric.precision)
 
 
+@functools.cache  # the log names an unknown GPU once
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Peak FLOP/s of `device` at `precision` ("bf16-mixed" or "32-true"); None for a CPU and for an unlisted GPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
     if name not in PEAKS:
-        _say_unknown(name)
+        log.info(
+            "no MFU, and no CUDA graphs with train.cuda_graphs=auto: the peak FLOP/s of %r is not known; set "
+            "fabric.peak_flops to have them",
+            name,
+        )
         return None
     return PEAKS[name][precision != "bf16-mixed"]
 
 
-@functools.cache
-def _say_unknown(name: str) -> None:
-    """Once for each name."""
-    log.info(
-        "no MFU, and no CUDA graphs with train.cuda_graphs=auto: the peak FLOP/s of %r is not known; set "
-        "fabric.peak_flops to have them",
-        name,
-    )
-
-
 #: Parameters from which on training on a CPU by accident is worth a warning.
 LARGE = 100_000_000
-
-
-def missing_gpu() -> str | None:
-    """Reason why PyTorch finds no GPU, with the fix; None if it finds one."""
-    if torch.cuda.is_available():
-        return None
-    build = "CPUs" if torch.version.cuda is None and torch.version.hip is None else "GPUs"
-    return (
-        f"PyTorch {torch.__version__}, a build for {build}, finds none with CUDA_VISIBLE_DEVICES="
-        f"{os.environ.get('CUDA_VISIBLE_DEVICES')}: look whether `nvidia-smi` lists them and whether the driver is "
-        "recent enough, or install a build for CUDA (https://pytorch.org/get-started)"
-    )
 
 
 def warn_without_gpu(config: Config, device: torch.device, model: nn.Module) -> None:
@@ -102,8 +85,12 @@ def warn_without_gpu(config: Config, device: torch.device, model: nn.Module) -> 
         return
     if (parameters := sum(p.numel() for p in model.parameters())) >= LARGE:
         log.warning(
-            "no GPU was found, and %.1fM parameters train very slowly on a CPU. %s. Choose the CPU with "
+            "no GPU was found, and %.1fM parameters train very slowly on a CPU. PyTorch %s, a build for %s, finds none "
+            "with CUDA_VISIBLE_DEVICES=%s: look whether `nvidia-smi` lists them and whether the driver is recent "
+            "enough, or install a build for CUDA (https://pytorch.org/get-started). Choose the CPU with "
             "fabric.accelerator=cpu (`fabric run`: --accelerator cpu) if that is intended",
             parameters / 1e6,
-            missing_gpu(),
+            torch.__version__,
+            "CPUs" if torch.version.cuda is None and torch.version.hip is None else "GPUs",
+            os.environ.get("CUDA_VISIBLE_DEVICES"),
         )
