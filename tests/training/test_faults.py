@@ -46,7 +46,9 @@ def in_reader(what: str) -> str:
 
 
 def in_start(what: str, rank: int = 0) -> str:
-    return before("training.setup", "build_model", what, f"os.environ.get('RANK', '0') == '{rank}'", "*arguments")
+    """While the initial weights are drawn."""
+    owner, chosen = "training.initialisation.from_seed", f"os.environ.get('RANK', '0') == '{rank}'"
+    return before(owner, "initialise", what, chosen, "*arguments")
 
 
 def in_writer(what: str) -> str:

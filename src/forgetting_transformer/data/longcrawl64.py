@@ -95,10 +95,11 @@ class LongCrawl64DataModule(Corpus):
         """
         if split not in self._arrays:
             stated = (self.vocab_size, self.bos_token_id, self.eos_token_id)
-            opened = SparseTokenArray if self.missing_chunks == "skip" else TokenArray
-            array = opened(self._place(f"{split}.zarr"), stated, self.cache)
+            array_class = SparseTokenArray if self.missing_chunks == "skip" else TokenArray
+            array = array_class(self._place(f"{split}.zarr"), stated, self.cache)
             key = "train_batch_len" if split == "train" else "eval_batch_len"
             check_length(f"datamodule.{key}", getattr(self, key), array)
+            # Decoded chunks that the next batch reads too stay in memory.
             array.keep(self.train_batch_size if split == "train" else self.eval_local_batch_size, getattr(self, key))
             self._arrays[split] = array
         return self._arrays[split]

@@ -106,6 +106,7 @@ class DecoderModel(DecoderPreTrainedModel):
                 all_hidden.append(hidden_BTE)
             hidden_BTE = block(hidden_BTE, span if past is None else replace(span, cache=past.layers[i]))
         hidden_BTE = getattr(self, self.config.final_norm_name)(hidden_BTE).view(shape)
+        # transformers calls the cache "past_key_values" or, since version 5.24, "cache".
         kept: dict[str, Any] = {CACHE_NAME: past if use_cache else None}
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_BTE,

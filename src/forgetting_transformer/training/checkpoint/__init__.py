@@ -75,7 +75,7 @@ class Checkpointer:
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         # In effect without a limit: a rank with a slow disk is not gone, and `watch` ends a wait for one that hangs.
         self._group = None if is_alone else dist.new_group(backend="gloo", timeout=timedelta(days=7))
-        self._stager, self._staged = BlockingAsyncStager(), set[str]()
+        self._stager, self._staged = BlockingAsyncStager(cache_staged_state_dict=True), set[str]()
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         #: Tokens of the last finished checkpoint, or of the one that the run continues from.
@@ -112,11 +112,7 @@ class Checkpointer:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         mine = self._writer.share(tensors)
         if self.background:
-            if mine.keys() != self._staged:  # at the first save, or when a parameter has had its first gradient
-                # With a GPU it keeps pinned memory for copies of these tensors.
-                self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
-                self._staged = {*mine}
-            mine = self._stager.stage(mine)
+            mine = self._copied(mine)
         arrays = {name: tensor.cpu().numpy().copy() for name, tensor in callback_state.items()}
         copy_seconds = time.perf_counter() - started
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -139,6 +135,14 @@ class Checkpointer:
         self._thread.start()
         if not self.background:
             self._wait()
+
+    def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A copy in the host's memory; for tensors of a GPU in pinned memory, which the next copy writes over."""
+        if not _on_gpu(tensors):
+            return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        if tensors.keys() != self._staged:  # at the first save, or when a parameter has had its first gradient
+            self._stager, self._staged = BlockingAsyncStager(cache_staged_state_dict=True), {*tensors}
+        return self._stager.stage(tensors)
 
     def take_result(self, wait: bool = False) -> Saved | None:
         """The result of the last save, once; None while it is being written or if there was none.
@@ -164,3 +168,7 @@ class Checkpointer:
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fills model and optimizer (reading.py)."""
         load_training(checkpoint, model, optimizer, self._group)
+
+
+def _on_gpu(tensors: dict[str, Tensor]) -> bool:
+    return any(tensor.is_cuda for tensor in tensors.values())
