@@ -97,8 +97,7 @@ def open_metrics(trainer: TrainerInterface) -> MetricsLog:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Commit of the repository that holds `folder`, the uncommitted changes as a patch, and the names of files that git
-    does not know; {} outside a repository."""
+    """Commit of the repository that holds `folder`, and the uncommitted changes as a patch; {} outside a repository."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
@@ -114,8 +113,7 @@ def git_state(folder: Path) -> dict[str, Any]:
         return done.stdout
 
     try:
-        untracked = git("ls-files", "--others", "--exclude-standard", "--full-name", ":/").splitlines()
-        return {"commit": git("rev-parse", "HEAD").strip(), "patch": git("diff", "HEAD"), "untracked": untracked}
+        return {"commit": git("rev-parse", "HEAD").strip(), "patch": git("diff", "HEAD")}
     except (OSError, subprocess.SubprocessError):
         return {}
 
