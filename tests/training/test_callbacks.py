@@ -65,6 +65,7 @@ from forgetting_transformer.training.callbacks import Callback
 class Vandal(Callback):
     all_ranks = True
     evaluates = True
+    kind = "vandal"
     interval = 128
 
     def on_start(self, trainer):

@@ -109,5 +109,5 @@ def test_a_callback_that_evaluates_says_by_which_line_a_start_knows_that():
         name, evaluates = "mine", True
 
     trainer = SimpleNamespace(fabric=SimpleNamespace(is_global_zero=True))
-    with pytest.raises(TrainingError, match="callbacks.mine evaluates, and has no kind"):
+    with pytest.raises(TrainingError, match=r"callbacks\.mine evaluates, and has no kind"):
         Callbacks(trainer, [], [Mine()])
