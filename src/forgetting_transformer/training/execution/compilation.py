@@ -25,6 +25,7 @@ from forgetting_transformer.ops import backends
 from forgetting_transformer.ops.selftest import find_backend
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.execution import graphs
+from forgetting_transformer.training.execution.kernel_compilers import KernelCompilers
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ class Compilation:
         self._warned_of: set[str] = set()
         self._starting: threading.Thread | None = None
         on_cuda = device.type == "cuda"
+        self.kernels = None
+        if on_cuda and os.environ.get("LAB_POOL"):
+            self.kernels = KernelCompilers(int(os.environ["LAB_POOL"]))
         if config.train.compile is True or (config.train.compile == "auto" and on_cuda):
             _configure(world_size)
             if on_cuda:
