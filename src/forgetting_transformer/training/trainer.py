@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from forgetting_transformer import console
 from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training import saving, setup
@@ -42,6 +43,7 @@ from forgetting_transformer.training.faults.stop import Stop, Vote
 from forgetting_transformer.training.feed import batches
 from forgetting_transformer.training.optimization.building import undecayed_parameters
 from forgetting_transformer.training.optimization.schedule import build_schedule
+from forgetting_transformer.training.parallel.launch import expected_device, expected_world_size
 from forgetting_transformer.training.parallel.ranks import Ranks
 from forgetting_transformer.training.records.loss_by_position import StepLosses
 from forgetting_transformer.training.start import resume
@@ -65,6 +67,8 @@ class Trainer:
         self.stages, self.clock = Clock("imports"), Clock("start")
 
         self.begin("processes")
+        # First of all: importing the compiler takes as long as connecting to a GPU and reading the corpus together.
+        self.compilation = Compilation(config, expected_device(config), console.rank(), expected_world_size(config))
         fabric = self.fabric = setup.connect(config, self.start)
         timeout = timedelta(seconds=config.strategy.timeout_seconds)
         self.ranks = Ranks(fabric.global_rank, fabric.world_size, config.strategy.context, timeout)
@@ -75,9 +79,6 @@ class Trainer:
         self.data = setup.open_data(config, self.directory, fabric)
         self.data_info = self.data.train_info()
         self.tokens_per_step = config.datamodule.train_batch_size * config.datamodule.train_batch_len
-
-        self.begin("compiler")
-        self.compilation = Compilation(config, fabric.device, fabric.global_rank, fabric.world_size)
 
         self.begin("checkpoint")
         self.checkpointer = Checkpointer(

@@ -52,7 +52,7 @@ class Compilation:
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
         self._talks = rank == 0
         self._warned_of: set[str] = set()
-        self._starting: threading.Thread | None = None
+        self._starting: list[threading.Thread] = []
         on_cuda = device.type == "cuda"
         self.kernels = None
         if on_cuda and os.environ.get("LAB_POOL"):
@@ -60,17 +60,18 @@ class Compilation:
         if config.train.compile is True or (config.train.compile == "auto" and on_cuda):
             _configure(world_size)
             if on_cuda:
-                # PyTorch's settings belong to a thread and what it takes over.
-                settings = contextvars.copy_context()
-                self._starting = threading.Thread(target=settings.run, args=(_start_compiler,), daemon=True)
-                self._starting.start()
+                for work in (_start_compiler, _hash_triton):
+                    # PyTorch's settings belong to a thread and what it takes over.
+                    settings = contextvars.copy_context()
+                    self._starting.append(threading.Thread(target=settings.run, args=(work,), daemon=True))
+                    self._starting[-1].start()
         self._on_cuda = on_cuda
 
     def compile(self, model: Any) -> None:
         """Compile blocks and loss of the model, as the strategy left it, at their first call; None: nothing."""
-        if self._starting is not None:
+        for thread in self._starting:
             # Data workers are forked soon: not while another thread holds locks.
-            self._starting.join()
+            thread.join()
         if model is not None:
             model.run_compiled()
 
@@ -125,6 +126,12 @@ def _start_compiler() -> None:
         importlib.import_module("torch._inductor.compile_fx")
     except Exception as error:  # the first step will fail too, and report the error
         log.debug("the compiler did not start early: %s", error)
+
+
+def _hash_triton() -> None:
+    """Computes what each key of Triton's cache holds of Triton itself, once: threads that need it all would."""
+    with contextlib.suppress(Exception):
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 @contextlib.contextmanager
