@@ -67,7 +67,6 @@ class Trainer:
         self.stages, self.clock = Clock("imports"), Clock("start")
 
         self.begin("processes")
-        # First of all: importing the compiler takes as long as connecting to a GPU and reading the corpus together.
         self.compilation = Compilation(config, expected_device(config), console.rank(), expected_world_size(config))
         fabric = self.fabric = setup.connect(config, self.start)
         timeout = timedelta(seconds=config.strategy.timeout_seconds)
@@ -93,7 +92,7 @@ class Trainer:
         self.origin = resume.find_checkpoint(config, self.directory, fabric)
 
         self.begin("self-test")
-        with self.compilation.kernels.serve() if self.compilation.kernels else contextlib.nullcontext():
+        with self.compilation.compiling_kernels():
             model, self.backends = setup.model_and_kernels(config, fabric, self.data, self.origin, self.begin)
         lengths = self.data.train_lengths().items()
         self.flops_per_token = sum(share * model.config.flops_per_token(length) for length, share in lengths)

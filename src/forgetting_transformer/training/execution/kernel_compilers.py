@@ -1,78 +1,79 @@
-"""Processes that compile this package's Triton kernels side by side.
+"""Processes that compile the Triton kernels of this package where Triton's cache on disk is empty.
 
-Threads of one process wait for each other: Triton reads kernels in Python. So before anything is compiled a few
-processes are forked, and while kernels are tested, what Triton is asked to compile is first compiled by one of them,
-which leaves it in Triton's cache on disk. They use no GPU. Whatever fails there is compiled here, as without them.
+Triton reads kernels in Python, so threads that compile wait for each other, and for torch.compile. Processes do not.
+They are forked before anything else runs, need no GPU, and leave what they compile in Triton's cache, where Triton
+finds it. What fails there is compiled here.
 """
 
 import contextlib
-import hashlib
 import importlib
 import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 from forgetting_transformer.data.worker import leave_with_parent
 
-_PACKAGE = "forgetting_transformer."
-#: Seconds after which a kernel is compiled here after all.
-_PATIENCE = 60
+_MAX_PROCESSES = 8
+#: Seconds after which a kernel is compiled here. The slowest takes about five.
+_PATIENCE = 30
+
+
+def are_useful() -> bool:
+    """Whether Triton's cache is empty: a start that finds kernels there does not pay for processes."""
+    folder = os.environ.get("TRITON_CACHE_DIR", os.path.expanduser("~/.triton/cache"))
+    is_empty = not os.path.isdir(folder) or not os.listdir(folder)
+    return is_empty and "fork" in multiprocessing.get_all_start_methods()
 
 
 class KernelCompilers:
+    """Make it while no other thread runs that imports or compiles.
+
+    Args:
+        processes: how many at most.
+    """
+
     def __init__(self, processes: int) -> None:
-        self._pool = ProcessPoolExecutor(
-            processes, multiprocessing.get_context("fork"), initializer=_start, initargs=()
-        )
+        context = multiprocessing.get_context("fork")
+        self._pool = ProcessPoolExecutor(min(processes, _MAX_PROCESSES), context, initializer=_start)
         self._pool.submit(int)  # all are forked at the first job
 
     @contextlib.contextmanager
-    def serve(self) -> Iterator[None]:
-        """Triton's kernels are compiled there while the body runs."""
-        package: Any = importlib.import_module("triton.compiler")
-        compile_here, pool, is_over = package.compile, self._pool, False
+    def compiling(self) -> Iterator[None]:
+        """While the body runs, kernels that Triton is to compile are compiled there first. Ends the processes."""
+        package: Any = SimpleNamespace(compile=None)
+        with contextlib.suppress(ImportError):  # without Triton nothing is compiled
+            package = importlib.import_module("triton.compiler")
+        compile_here, is_over = package.compile, False
 
-        def compile_first_there(source: Any, target: Any = None, options: Any = None, **given: Any) -> Any:
+        def compile_there_first(source: Any, target: Any = None, options: Any = None, **given: Any) -> Any:
             kernel = source.fn.fn
-            with contextlib.suppress(Exception):
-                if not is_over and kernel.__module__.startswith(_PACKAGE) and not _is_compiled(source, target, options):
-                    job = type(source), kernel.__module__, kernel.__qualname__, source.signature, source.constants
-                    pool.submit(_compile, *job, source.attrs, target, options).result(_PATIENCE)
+            if not is_over and kernel.__module__.startswith("forgetting_transformer."):
+                with contextlib.suppress(Exception):
+                    job = type(source), kernel.__module__, kernel.__name__, source.signature, source.constants
+                    self._pool.submit(_compile, *job, source.attrs, target, options).result(_PATIENCE)
             return compile_here(source, target=target, options=options, **given)
 
-        package.compile = compile_first_there
+        package.compile = compile_there_first  # kernels take it from there at their first launch
         try:
             yield
         finally:
             is_over, package.compile = True, compile_here
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _is_compiled(source: Any, target: Any, options: Any) -> bool:
-    from triton.compiler import compiler
-    from triton.runtime.cache import get_cache_manager
-
-    backend = compiler.make_backend(target)
-    options = backend.parse_options({**(options or {}), **source.parse_options()})
-    key = compiler.get_cache_key(source, backend, options, env_vars=compiler.get_cache_invalidating_env_vars())
-    files = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    return files.get_group(f"{source.name[:150]}.json") is not None
+            for process in (self._pool._processes or {}).values():
+                process.kill()  # they are idle, or hang
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _start() -> None:
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # this process's parent ends it
     leave_with_parent()
     importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
-    importlib.import_module("forgetting_transformer.ops.forgetting_attention.hopper_backward")
 
 
 def _compile(kind: Any, module: str, name: str, signature: Any, constants: Any, attrs: Any, target: Any, options: Any):
-    import triton
-
-    kernel = getattr(importlib.import_module(module), name)
-    triton.compile(kind(kernel, signature, constants, attrs), target=target, options=options)
+    source = kind(getattr(importlib.import_module(module), name), signature, constants, attrs)
+    importlib.import_module("triton").compile(source, target=target, options=options)
