@@ -1,6 +1,7 @@
 """Kernels compiled in processes: on a GPU's behalf, since compiling needs none."""
 
 import os
+import signal
 
 import pytest
 
@@ -27,11 +28,11 @@ def compiled_here(monkeypatch, tmp_path):
     return names
 
 
-def compile_sum() -> None:
+def compile_sum(parts: int = 16) -> None:
     def type_of(name: str) -> str:
         return "*fp32" if name.endswith("_ptr") else "i32"
 
-    assert compile_kernel(sum_kernel, 90, {"PARTS": 16, "BLOCK": 32}, type_of, bool, {"num_warps": 8}).asm["cubin"]
+    assert compile_kernel(sum_kernel, 90, {"PARTS": parts, "BLOCK": 32}, type_of, bool, {"num_warps": 8}).asm["cubin"]
 
 
 @pytest.mark.slow
@@ -43,10 +44,15 @@ def test_a_kernel_is_compiled_in_a_process_and_found_by_this_one(compiled_here):
 
 
 @pytest.mark.slow
-def test_a_kernel_whose_process_is_killed_is_compiled_here(compiled_here):
-    compilers = KernelCompilers(1)
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_after_processes_fail_or_hang_everything_is_compiled_here(compiled_here, monkeypatch, fault):
+    monkeypatch.setattr(kernel_compilers, "_PATIENCE", 1)
+    compilers, jobs = KernelCompilers(1), []
+    submit = compilers._pool.submit
+    monkeypatch.setattr(compilers._pool, "submit", lambda *job: jobs.append(job) or submit(*job))
     with compilers.compiling():
-        for process in compilers._pool._processes.values():
-            process.kill()
-        compile_sum()
-    assert compiled_here == ["sum_kernel"]
+        for process in compilers._pool._processes:
+            os.kill(process, fault)
+        for parts in (16, 32):
+            compile_sum(parts)
+    assert compiled_here == ["sum_kernel"] * 2 and len(jobs) == 1

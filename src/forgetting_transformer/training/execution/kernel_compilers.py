@@ -2,7 +2,7 @@
 
 Triton reads kernels in Python, so threads that compile wait for each other, and for torch.compile. Processes do not.
 They are forked before anything else runs, need no GPU, and leave what they compile in Triton's cache, where Triton
-finds it. What fails there is compiled here.
+finds it. After the first failure there, everything is compiled here.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from typing import Any
 from forgetting_transformer.data.worker import leave_with_parent
 
 _MAX_PROCESSES = 8
-#: Seconds after which a kernel is compiled here. The slowest takes about five.
-_PATIENCE = 30
+#: Seconds after which processes count as hung. The slowest kernel takes about five.
+_PATIENCE = 15
 
 
 def are_useful() -> bool:
@@ -50,11 +50,14 @@ class KernelCompilers:
         compile_here, is_over = package.compile, False
 
         def compile_there_first(source: Any, target: Any = None, options: Any = None, **given: Any) -> Any:
+            nonlocal is_over
             kernel = source.fn.fn
             if not is_over and kernel.__module__.startswith("forgetting_transformer."):
-                with contextlib.suppress(Exception):
+                try:
                     job = type(source), kernel.__module__, kernel.__name__, source.signature, source.constants
                     self._pool.submit(_compile, *job, source.attrs, target, options).result(_PATIENCE)
+                except Exception:  # of any class; a compiler's comes again below
+                    is_over = True
             return compile_here(source, target=target, options=options, **given)
 
         package.compile = compile_there_first  # kernels take it from there at their first launch
