@@ -170,7 +170,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         Args:
             labels: tokens to predict `(B, T)`; -100 is ignored. `config.loss` decides their meaning.
                 "per_token": `labels[t]` is the token after `input_ids[t]`; labels are not shifted here. `loss` has the
-                shape `(B, T)`, float32, in nats. `logits` is None, because they are never all held at once.
+                shape `(B, T)`, float32, in nats. `logits` is None, because they are never all held in float32.
                 "causal_lm": `labels[t]` is the token `input_ids[t]`; labels are shifted here. `loss` is the mean over
                 the labels that count, and `logits` are returned too. Padding predicts nothing: after a 0 of
                 `attention_mask` a label does not count.
