@@ -165,7 +165,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         Args:
             labels: tokens to predict `(B, T)`; -100 is ignored. `config.loss` decides their meaning.
                 "per_token": `labels[t]` is the token after `input_ids[t]`; labels are not shifted here. `loss` has the
-                shape `(B, T)`, float32, in nats. `logits` is None, because they are never all held at once.
+                shape `(B, T)`, float32, in nats. `logits` is None, because they are never all held in float32.
                 "causal_lm": `labels[t]` is the token `input_ids[t]`; labels are shifted here, and `loss` is the mean
                 over those that count (`mean_loss`).
             logits_to_keep: without labels: compute logits of this many last positions only, 0 for all; or positions.
